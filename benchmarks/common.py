@@ -1,0 +1,83 @@
+"""What every benchmark shares: interleaved timing, peak memory, the environment line, the table."""
+
+import datetime
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import triton
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """GPU name, versions and date: what a number in a report stands beside."""
+    return {
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def time_interleaved(
+    functions: dict[str, Callable[[], object]], device: torch.device, repeats: int = 10, warmup: int = 2
+) -> dict[str, float]:
+    """Median milliseconds of each function; the functions take turns, so that clocks and heat fall on all alike."""
+    for _ in range(warmup):
+        for function in functions.values():
+            function()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repeats):
+        for name, function in functions.items():
+            times[name].append(_time_once(function, device))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _time_once(function: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        function()
+        return 1000 * (time.perf_counter() - start)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def extra_gib(function: Callable[[], object], device: torch.device) -> float:
+    """Peak allocated while `function` runs minus what was allocated before it, GiB (0 on a CPU: not measured)."""
+    if device.type != "cuda":
+        return 0.0
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = function()
+    torch.cuda.synchronize(device)
+    del result
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**30
+
+
+def copy_bytes_per_second(device: torch.device, num_bytes: int = 2**32) -> float:
+    """Bytes read plus bytes written per second by a device-to-device copy of `num_bytes`: the memory-bound ceiling."""
+    source = torch.randint(0, 255, (num_bytes if device.type == "cuda" else 2**24,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    ms = time_interleaved({"copy": lambda: target.copy_(source)}, device)["copy"]
+    return 2 * source.numel() / (ms / 1000)
+
+
+def print_table(title: str, header: list[str], rows: list[list]) -> None:
+    """A Markdown table, floats to three significant decimals."""
+    cells = [[f"{c:.3f}" if isinstance(c, float) else str(c) for c in row] for row in rows]
+    print(f"\n### {title}\n")
+    print("| " + " | ".join(header) + " |")
+    print("| " + " | ".join("---" for _ in header) + " |")
+    for row in cells:
+        print("| " + " | ".join(row) + " |")
+
+
+def print_json(**results) -> None:
+    """The last line of a benchmark: everything it measured, for machines."""
+    print(json.dumps(results), flush=True)

@@ -1,0 +1,209 @@
+"""Causal attention of query heads that share key/value heads, within the documents of a packed sequence.
+
+    out[t] = sum_s softmax_s(q[t] . k[s] / sqrt(K)) v[s],  s <= t and s in t's document
+
+This file chooses the library kernel that does it; query head h reads key/value head h // (H / G), which is never
+repeated in memory. Kept for backward, a token: q, k, v and out, (2H + 2G) K elements, and the float32 log-sum-exp, H.
+
+Method: Dao et al., FlashAttention, arXiv 2205.14135; grouped-query attention: Ainslie et al., arXiv 2305.13245.
+"""
+
+import importlib.util
+import math
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("auto", "cudnn", "flash", "flash-attn-4", "cpu")
+# cuDNN builds a plan for each new length; rounding a document up to this many tokens keeps the plans few.
+_CUDNN_LENGTH_MULTIPLE = 1024
+_NEVER_ATTENDS = 1e30  # a log-sum-exp under which every probability is exactly 0
+
+
+def attention_reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments: Tensor | None = None) -> Tensor:
+    """Attention with the T x T matrix written out, in the inputs' dtype. Arguments as `attention`."""
+    B, T, H, K = q_BTHK.shape
+    G = k_BTGK.shape[2]
+    document_BT = torch.zeros(B, T, dtype=torch.long)
+    for i, (row, start, stop) in enumerate(segments.tolist() if segments is not None else []):
+        document_BT[row, start:stop] = i
+    document_BT = document_BT.to(q_BTHK.device)
+    visible_BTT = (document_BT[:, :, None] == document_BT[:, None, :]).tril()
+    q_BTGRK = q_BTHK.unflatten(2, (G, H // G))
+    scores = torch.einsum("btgrk,bsgk->bgrts", q_BTGRK, k_BTGK) / math.sqrt(K)
+    probabilities = scores.masked_fill(~visible_BTT[:, None, None], float("-inf")).softmax(-1)
+    return torch.einsum("bgrts,bsgk->btgrk", probabilities, v_BTGK).flatten(2, 3)
+
+
+def choose_backend(requested: str, device: torch.device) -> str:
+    """The kernel that `attention` will run on `device`: never a slower one than was asked for.
+
+    "auto" is cuDNN's kernel on Hopper and newer, FlashAttention-2 on older GPUs, PyTorch's CPU kernel on a CPU.
+
+    Raises:
+        ValueError: unknown name, or a kernel that this device or installation does not have.
+    """
+    if requested not in BACKENDS:
+        raise ValueError(f"attention backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
+    if device.type != "cuda":
+        if requested not in ("auto", "cpu"):
+            raise ValueError(f'attention backend {requested!r} needs a CUDA device, got {device}; use "auto"')
+        return "cpu"
+    capability = torch.cuda.get_device_capability(device)
+    if requested == "auto":
+        return "cudnn" if capability >= (9, 0) and torch.backends.cudnn.is_available() else "flash"
+    if requested == "cpu":
+        raise ValueError(f'attention backend "cpu" does not run on {device}; use "auto"')
+    if requested == "cudnn" and (capability < (8, 0) or not torch.backends.cudnn.is_available()):
+        raise ValueError(f"cuDNN attention needs cuDNN and compute capability 8.0, this GPU has {capability}")
+    if requested == "flash-attn-4":
+        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+            raise ValueError('flash-attn-4 is not installed: pip install "flash-attn-4>=4.0.0b36", or use "auto"')
+        if capability < (9, 0):
+            raise ValueError(f"flash-attn-4 needs compute capability 9.0, this GPU has {capability}; use flash")
+    return requested
+
+
+def _run_forward(backend: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """One causal attention: [B, T, H, K], [B, T, G, K] twice -> out [B, T, H, K], log-sum-exp [B, H, T] float32."""
+    if backend == "flash-attn-4":
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        out, lse = _flash_attn_fwd(q, k, v, causal=True, return_lse=True)[:2]
+        return out, lse
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    aten = torch.ops.aten
+    if backend == "cudnn":
+        out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[:2]
+    elif backend == "flash":
+        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[:2]
+    else:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    return out.transpose(1, 2), lse.reshape(q.shape[:3])
+
+
+def _run_backward(
+    backend: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `_run_forward` for q, k, v, in their layouts."""
+    if backend == "flash-attn-4":
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        return _flash_attn_bwd(q, k, v, out, dout, lse, causal=True)[:3]
+    T = q.shape[1]
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    aten = torch.ops.aten
+    unused_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is off
+    if backend == "cudnn":
+        gradients = aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse.unsqueeze(-1), unused_seed, unused_seed, None, None, None, T, T, 0.0, True
+        )
+    elif backend == "flash":
+        gradients = aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, T, T, 0.0, True, unused_seed, unused_seed
+        )
+    else:
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, True)
+    return tuple(g.transpose(1, 2) for g in gradients)
+
+
+def _padded_stop(backend: str, start: int, stop: int, T: int) -> int:
+    """Where a document's slice may end. Causality lets it run into what follows: the extra rows are thrown away."""
+    multiple = _CUDNN_LENGTH_MULTIPLE if backend == "cudnn" else 1
+    return min(T, start + -(-(stop - start) // multiple) * multiple)
+
+
+@torch.library.custom_op("fathom::attention_forward", mutates_args=())
+def _attention_forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+    B, T, H, _ = q.shape
+    if segments is None:
+        out, lse = _run_forward(backend, q, k, v)
+        return out.contiguous(), lse.contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
+    for row, start, stop in segments.tolist():
+        rows, length = slice(row, row + 1), stop - start
+        window = slice(start, _padded_stop(backend, start, stop, T))
+        out_window, lse_window = _run_forward(backend, q[rows, window], k[rows, window], v[rows, window])
+        out[rows, start:stop] = out_window[:, :length]
+        lse[rows, :, start:stop] = lse_window[:, :, :length]
+    return out, lse
+
+
+@_attention_forward.register_fake
+def _(q, k, v, segments, backend):
+    B, T, H, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(B, H, T, dtype=torch.float32)
+
+
+@torch.library.custom_op("fathom::attention_backward", mutates_args=())
+def _attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout = dout.contiguous()
+    if segments is None:
+        dq, dk, dv = _run_backward(backend, dout, q, k, v, out, lse)
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    for row, start, stop in segments.tolist():
+        rows, length = slice(row, row + 1), stop - start
+        window = slice(start, _padded_stop(backend, start, stop, q.shape[1]))
+        # The rows past the document have no gradient and, by their log-sum-exp, no probabilities.
+        dout_window, lse_window = dout[rows, window].clone(), lse[rows, :, window].clone()
+        dout_window[:, length:] = 0
+        lse_window[:, :, length:] = _NEVER_ATTENDS
+        windows = (x[rows, window] for x in (q, k, v, out))
+        gradients = _run_backward(backend, dout_window, *windows, lse_window)
+        for whole, part in zip((dq, dk, dv), gradients):
+            whole[rows, start:stop] = part[:, :length]
+    return dq, dk, dv
+
+
+@_attention_backward.register_fake
+def _(dout, q, k, v, out, lse, segments, backend):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    *qkv, segments, ctx.backend = inputs
+    ctx.save_for_backward(*qkv, *output, segments)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, dout, _dlse):
+    q, k, v, out, lse, segments = ctx.saved_tensors
+    return *_attention_backward(dout, q, k, v, out, lse, segments, ctx.backend), None, None
+
+
+_attention_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def attention(
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments: Tensor | None = None, *, backend: str = "auto"
+) -> Tensor:
+    """Causal grouped-query attention, each document of a packed sequence on its own.
+
+    Args:
+        q_BTHK: queries [B, T, H, K]; bfloat16 or float16 on CUDA, any floating dtype on a CPU.
+        k_BTGK, v_BTGK: keys and values [B, T, G, K], G a divisor of H.
+        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token) that
+            cover every token once; None: each batch row is one document.
+        backend: one of `BACKENDS`, see `choose_backend`.
+
+    Returns:
+        [B, T, H, K] in q's dtype.
+
+    Raises:
+        ValueError: heads that do not divide, shapes or a dtype that no kernel takes, an unavailable backend.
+    """
+    (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
+    if k_BTGK.shape != (B, T, G, K) or v_BTGK.shape != k_BTGK.shape or H % G:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q_BTHK, k_BTGK, v_BTGK))
+        raise ValueError(f"attention needs q [B, T, H, K] and k, v [B, T, G, K] with H a multiple of G, got {shapes}")
+    if q_BTHK.is_cuda and q_BTHK.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"attention on CUDA needs bfloat16 or float16, got {q_BTHK.dtype}; cast q, k and v")
+    if q_BTHK.is_cuda and (K > 256 or K % 8):
+        raise ValueError(f"attention on CUDA needs a head_dim that is a multiple of 8 up to 256, got {K}")
+    if segments is not None and segments.is_cuda:
+        raise ValueError("segments must lie on the CPU: they decide what is launched")
+    return _attention_forward(q_BTHK, k_BTGK, v_BTGK, segments, choose_backend(backend, q_BTHK.device))[0]

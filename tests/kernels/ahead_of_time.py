@@ -1,0 +1,76 @@
+"""Compile Triton kernels for GPUs that are not here, and report registers and spills.
+
+`python -m tests.kernels.ahead_of_time rms_norm 80 90` compiles what tests/kernels/test_rms_norm.py lists in
+`KERNELS_TO_COMPILE` and prints a line a kernel. It runs outside the interpreter, hence in a process of its own.
+"""
+
+import importlib
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+
+@dataclass
+class KernelToCompile:
+    """One specialisation: a `@triton.jit` function's name in kernels/<operation>.py, argument types, constants."""
+
+    name: str
+    signature: dict[str, str]  # run-time arguments: "*bf16", "*fp32", "i32", "i64", "fp32", ...
+    constants: dict[str, Any]  # tl.constexpr arguments
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass
+class Compiled:
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    asm: dict = field(repr=False, default_factory=dict)
+
+
+def compile_kernel(operation: str, kernel: KernelToCompile, capability: int) -> Compiled:
+    function = getattr(importlib.import_module(f"kernels.{operation}"), kernel.name)
+    signature = {name: kernel.signature.get(name, "constexpr") for name in function.arg_names}
+    missing = [n for n, t in signature.items() if t == "constexpr" and n not in kernel.constants]
+    assert not missing, f"{kernel.name}: neither a type nor a constant for {missing}"
+    compiled = triton.compile(
+        ASTSource(function, signature, kernel.constants),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": kernel.num_warps, "num_stages": kernel.num_stages},
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([_cuobjdump(), "--dump-resource-usage", file.name], capture_output=True, text=True)
+    numbers = dict(re.findall(r"(REG|LOCAL|STACK):(\d+)", usage.stdout))
+    spills = int(numbers["LOCAL"]) + int(numbers["STACK"])
+    return Compiled(int(numbers["REG"]), spills, compiled.metadata.shared, compiled.asm)
+
+
+def _cuobjdump() -> str:
+    return str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+
+
+def main(operation: str, *capabilities: str) -> None:
+    kernels = importlib.import_module(f"tests.kernels.test_{operation}").KERNELS_TO_COMPILE
+    assert kernels, f"test_{operation}.py lists no kernels"
+    for kernel in kernels:
+        for capability in map(int, capabilities):
+            c = compile_kernel(operation, kernel, capability)
+            print(
+                f"{operation}.{kernel.name} sm_{capability}: {c.registers} registers, "
+                f"{c.spill_bytes} bytes spilled, {c.shared_bytes} bytes shared"
+            )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
