@@ -1,0 +1,414 @@
+"""A run's checkpoints: complete or absent, checked byte for byte, and readable by Hugging Face tools.
+
+output_dir/step_00000100/
+    model.safetensors, config.json   the weights under Hugging Face's names
+    optimizer/                       torch.distributed.checkpoint: saved by any number of ranks, loaded by any other
+    trainer.json                     step, the trainer's state, the optimizer's plain numbers
+    rng_0.json, rng_1.json, ...      random generators, one file a rank
+    manifest.json                    size and CRC-32 of every file above, written last
+
+A checkpoint is written beside its place under a dotted name, flushed to disk and renamed: a killed save leaves nothing
+that looks like one. In a process group save_checkpoint, verify_checkpoint and load_optimizer_state are collective: all
+ranks call them, on a file system that all share, and what fails on one is raised on all.
+"""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import warnings
+import zlib
+from collections import ChainMap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+FORMAT_VERSION = 1
+GIB = 2**30
+IO_THREADS = 4  # files of a rank written, and checksums computed, at a time
+SPARE_BYTES = 64 * 2**20  # for everything in a checkpoint that is not a tensor
+
+
+def save_checkpoint(
+    output_dir: str | Path,
+    step: int,
+    *,
+    model_state: dict[str, torch.Tensor],
+    model_config: dict,
+    optimizer_state: dict | None,
+    trainer_state: dict,
+    keep: int = 2,
+) -> Path:
+    """Write output_dir/step_<step>, then delete the oldest checkpoints so that keep are left up to this step.
+
+    Args:
+        step: optimizer steps taken.
+        model_state: parameter name -> tensor or DTensor, the same names in the same order on every rank; gathered on
+            rank 0 one at a time.
+        model_config: written as config.json.
+        optimizer_state: nested dict of tensors, DTensors and plain numbers. A plain tensor is the same on every rank.
+        trainer_state: what JSON can hold; load_trainer_state returns it.
+        keep: checkpoints to keep, at least 1.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        ValueError: too little free disk space, found out before anything is written.
+        Exception: what the writing rank met; the other ranks raise RuntimeError. Earlier checkpoints stand.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1: got {keep}")
+    output_dir = Path(output_dir)
+    final = output_dir / f"step_{step:08d}"
+    temporary = output_dir / f".{final.name}.tmp"
+    rank, world_size = _rank_and_world_size()
+    tensors, numbers = _split_leaves(optimizer_state or {})
+    try:
+        with _failing_together():
+            if rank == 0:
+                output_dir.mkdir(parents=True, exist_ok=True)
+                for leftover in output_dir.glob(".step_*.tmp"):
+                    shutil.rmtree(leftover)
+                _check_free_space(output_dir, [*model_state.values(), *tensors.values()])
+                temporary.mkdir()
+        weights = _gather_weights(model_state, rank)
+        with _failing_together():
+            _write_json(temporary / f"rng_{rank}.json", _rng_state())
+            if rank == 0:
+                save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+                _write_json(temporary / "config.json", model_config)
+                trainer = {"step": step, "trainer_state": trainer_state, "optimizer_numbers": numbers}
+                _write_json(temporary / "trainer.json", {"format_version": FORMAT_VERSION, **trainer})
+        del weights  # a whole model in rank 0's host memory
+        if optimizer_state is not None:
+            with _one_line_errors("cannot write the optimizer state"):
+                dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary / "optimizer", thread_count=IO_THREADS))
+        checksums = {}
+        with _failing_together():
+            names = sorted(str(file.relative_to(temporary)) for file in temporary.rglob("*") if file.is_file())
+            for name in names[rank::world_size]:
+                _flush(temporary / name)
+            checksums = _checksums(temporary, names[rank::world_size])
+        shares = _all_gather(checksums)
+        with _failing_together():
+            if rank == 0:
+                _write_json(temporary / "manifest.json", dict(ChainMap(*shares)))
+                _put_in_place(temporary, final)
+                earlier = [other for other in _checkpoints(output_dir) if other.name < final.name]
+                for old in earlier[::-1][keep - 1 :]:
+                    shutil.rmtree(_hide(old))
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return final
+
+
+def latest_checkpoint(output_dir: str | Path) -> Path | None:
+    """The complete checkpoint of the highest step in output_dir, or None."""
+    return max(_checkpoints(Path(output_dir)), default=None)
+
+
+def verify_checkpoint(path: str | Path) -> None:
+    """Compare every file with the manifest: all sizes first, then the contents, shared out over the ranks.
+
+    Raises:
+        ValueError: one line naming the file that is missing, truncated or corrupted.
+    """
+    path = Path(path)
+    rank, world_size = _rank_and_world_size()
+    with _failing_together():
+        manifest = _read_json(path / "manifest.json")
+        for name, (size, _) in manifest.items():
+            if not (path / name).is_file():
+                raise ValueError(f"checkpoint {path} is incomplete: {name} is missing; use another checkpoint")
+            found = (path / name).stat().st_size
+            if found != size:
+                raise ValueError(f"checkpoint {path}: {name} is truncated or changed: {found} bytes, "
+                                 f"saved with {size}; use another checkpoint")  # fmt: skip
+        for name, entry in _checksums(path, sorted(manifest)[rank::world_size]).items():
+            if entry != manifest[name]:
+                raise ValueError(f"checkpoint {path}: {name} is corrupted (its CRC-32 differs); use another checkpoint")
+
+
+def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a checkpoint, of a Hugging Face folder (one file or shards) or of a .safetensors file.
+
+    Names and shapes are checked from the files' headers, in this call; tensors are then read one at a time.
+
+    Args:
+        path: the folder or file.
+        expected: our parameter name -> full shape. Without lm_head.weight the model is tied: a copy of the embedding
+            under that name is accepted and dropped.
+
+    Returns:
+        Iterator of (our name, CPU tensor in the file's dtype).
+
+    Raises:
+        ValueError: one line naming the file that is missing or truncated, or the first weight that does not fit.
+    """
+    path = Path(path)
+    places = {}  # our name -> (file, its name there, shape)
+    for file in _weight_files(path):
+        with _open_safetensors(file) as weights:
+            for key in sorted(weights.keys()):
+                places[key.removeprefix("model.")] = file, key, tuple(weights.get_slice(key).get_shape())
+    another = f"checkpoint {path} is of another size"
+    hint = "choose the matching --model_size, or another checkpoint"
+    for name, shape in expected.items():
+        if name not in places:
+            raise ValueError(f"{another}: it has no {_file_name(name)}, this model needs it; {hint}")
+        if places[name][2] != tuple(shape):
+            raise ValueError(f"{another}: {_file_name(name)} has shape {list(places[name][2])}, "
+                             f"this model needs {list(shape)}; {hint}")  # fmt: skip
+    tied_copy = places.pop("lm_head.weight", None) if "lm_head.weight" not in expected else None
+    for name in places:
+        if name not in expected:
+            raise ValueError(f"{another}: it has {_file_name(name)}, this model does not; {hint}")
+    if tied_copy and not torch.equal(_read_weight(tied_copy), _read_weight(places["embed_tokens.weight"])):
+        raise ValueError(f"checkpoint {path} has an lm_head.weight of its own, this model ties it to the embedding")
+    return ((name, _read_weight(places[name])) for name in expected)
+
+
+@torch.no_grad()
+def copy_weights_into(model: torch.nn.Module, path: str | Path) -> None:
+    """load_model_weights into the model's parameters, in place, plain or DTensor; every rank reads the file itself."""
+    parameters = dict(model.named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    for name, tensor in load_model_weights(path, shapes):
+        parameter = parameters[name]
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)  # None: no communication
+        parameter.copy_(tensor)
+
+
+def load_optimizer_state(path: str | Path, state: dict) -> None:
+    """Read the optimizer's state into the tensors, DTensors and numbers of state, in place, on any number of ranks.
+
+    Args:
+        path: a checkpoint's folder.
+        state: nested as at saving; its shapes are those of this run, its sharding may differ.
+
+    Raises:
+        ValueError: the checkpoint has no optimizer state, or one of other names or shapes.
+    """
+    path = Path(path)
+    if not (path / "optimizer" / ".metadata").is_file():
+        raise ValueError(f"checkpoint {path} has no optimizer state; start from its weights with --init_from instead")
+    reader = dcp.FileSystemReader(path / "optimizer")
+    tensors, numbers = _split_leaves(state)
+    saved_numbers = _read_trainer(path)["optimizer_numbers"]
+    differing = {*tensors, *numbers} ^ {*reader.read_metadata().state_dict_metadata, *saved_numbers}
+    if differing:
+        raise ValueError(f"checkpoint {path} is of another model or optimizer: {min(differing)} is only in one of them")
+    with _one_line_errors(f"cannot read the optimizer state of {path}"):
+        dcp.load(tensors, storage_reader=reader)
+    for name, container, key in _leaves(state):
+        if name in saved_numbers:
+            container[key] = saved_numbers[name]
+
+
+def load_trainer_state(path: str | Path) -> dict:
+    """The trainer_state given to save_checkpoint, and "step". Raises ValueError where it cannot be read."""
+    trainer = _read_trainer(Path(path))
+    return {"step": trainer["step"], **trainer["trainer_state"]}
+
+
+def restore_rng(path: str | Path) -> bool:
+    """Set this rank's random generators (Python, NumPy, torch's CPU and current CUDA device) as they were at saving.
+
+    Returns:
+        False, with nothing set, where the checkpoint was saved by fewer ranks and has no state for this one.
+    """
+    file = Path(path) / f"rng_{_rank_and_world_size()[0]}.json"
+    if not file.is_file():
+        return False
+    state = _read_json(file)
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
+    return True
+
+
+def _rng_state() -> dict:
+    name, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [name, keys.tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else None,
+    }
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _all_gather(value) -> list:
+    values = [value] * _rank_and_world_size()[1]
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    return values
+
+
+@contextlib.contextmanager
+def _failing_together():
+    """All ranks leave the block together, each with an error if any had one: none waits for one that is gone."""
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    messages = _all_gather(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise RuntimeError(f"rank {rank} failed: {message}")
+
+
+@contextlib.contextmanager
+def _one_line_errors(what: str):
+    """dcp fails on all ranks together, but by a BaseException with every rank's traceback."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process needs no group
+        try:
+            yield
+        except dcp.CheckpointException as error:
+            first, _ = next(iter(error.failures.values()))
+            raise ValueError(f"{what}: {first}") from error
+
+
+def _leaves(state: dict, prefix: str = "") -> Iterator[tuple[str, dict, str]]:
+    """(path, the dict that holds it, its key there) of each value in a nested dict."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", state, key
+
+
+def _split_leaves(state: dict) -> tuple[dict[str, torch.Tensor], dict]:
+    values = {name: container[key] for name, container, key in _leaves(state)}
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return tensors, {name: value for name, value in values.items() if name not in tensors}
+
+
+def _file_name(name: str) -> str:
+    return name if name == "lm_head.weight" else f"model.{name}"
+
+
+def _gather_weights(model_state: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    weights = {}
+    for name, tensor in model_state.items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # collective
+        if rank == 0:
+            weights[_file_name(name)] = full.detach().cpu().contiguous()
+    return weights
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if not path.exists():
+        raise ValueError(f"checkpoint {path} does not exist")
+    if path.is_file():
+        return [path]
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    if index.is_file():
+        return sorted({path / shard for shard in _read_json(index).get("weight_map", {}).values()})
+    raise ValueError(f"{path} has no model.safetensors; give a checkpoint's step_ folder or a Hugging Face folder")
+
+
+@contextlib.contextmanager
+def _open_safetensors(file: Path):
+    try:
+        with safe_open(file, framework="pt") as weights:
+            yield weights
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is missing, truncated or no safetensors file: {error}") from None
+
+
+def _read_weight(place: tuple[Path, str, tuple[int, ...]]) -> torch.Tensor:
+    file, key, _ = place
+    with _open_safetensors(file) as weights:
+        return weights.get_tensor(key)
+
+
+def _read_trainer(path: Path) -> dict:
+    trainer = _read_json(path / "trainer.json")
+    if trainer.get("format_version") != FORMAT_VERSION:
+        raise ValueError(f"checkpoint {path} has format {trainer.get('format_version')}, this code {FORMAT_VERSION}")
+    return trainer
+
+
+def _read_json(file: Path) -> dict:
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is missing or damaged: {error}") from None
+
+
+def _write_json(file: Path, content: dict) -> None:
+    file.write_text(json.dumps(content, indent=None if file.name.startswith("rng_") else 2) + "\n")
+
+
+def _check_free_space(folder: Path, tensors: list[torch.Tensor]) -> None:
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SPARE_BYTES
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ValueError(f"a checkpoint needs {needed / GIB:.2f} GB, {folder} has {free / GIB:.2f} GB free; "
+                         "free some space or choose another --output_dir")  # fmt: skip
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _checksums(folder: Path, names: list[str]) -> dict[str, list[int]]:
+    """name -> [bytes, CRC-32], files in parallel (zlib lets go of the interpreter's lock)."""
+
+    def checksum(name):
+        value = 0
+        with (folder / name).open("rb") as file:
+            while block := file.read(2**24):
+                value = zlib.crc32(block, value)
+            return [file.tell(), value]
+
+    with ThreadPoolExecutor(IO_THREADS) as pool:
+        return dict(zip(names, pool.map(checksum, names)))
+
+
+def _checkpoints(output_dir: Path) -> list[Path]:
+    return sorted(path for path in output_dir.glob("step_[0-9]*") if (path / "manifest.json").is_file())
+
+
+def _put_in_place(temporary: Path, final: Path) -> None:
+    for path in (temporary / "manifest.json", *(f for f in temporary.rglob("*") if f.is_dir()), temporary):
+        _flush(path)
+    replaced = _hide(final) if final.exists() else None
+    temporary.rename(final)
+    _flush(final.parent)
+    if replaced:
+        shutil.rmtree(replaced)
+
+
+def _hide(checkpoint: Path) -> Path:
+    """Renamed first, a checkpoint whose deletion is interrupted no longer counts; the next save clears it away."""
+    return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old.tmp"))

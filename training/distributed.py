@@ -1,0 +1,105 @@
+"""One process or many: process group, device, sharding with FSDP2, and sums over ranks."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over the ranks, in float64."""
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+
+@contextmanager
+def join_world(device: str) -> Iterator[World]:
+    """The process group that torchrun announced (NCCL on GPUs, gloo on CPUs), or a world of one without it.
+
+    Args:
+        device: "auto" (a GPU if there is one), "cuda" or "cpu".
+
+    Raises:
+        ValueError: CUDA asked for where there is none, or fewer GPUs than processes on this machine.
+    """
+    rank, size, local_rank = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    if device not in ("auto", "cuda", "cpu"):
+        raise ValueError(f'device must be "auto", "cuda" or "cpu", got {device!r}')
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but PyTorch sees no CUDA GPU here; use --device cpu, or check nvidia-smi")
+    if device == "cpu" or not torch.cuda.is_available():
+        world = World(rank, size, torch.device("cpu"))
+        # torchrun allows each process one thread; share the cores among this machine's processes instead.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    else:
+        if local_rank >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise ValueError(f"more processes than the {count} GPUs here: torchrun --nproc_per_node={count} at most")
+        world = World(rank, size, torch.device("cuda", local_rank))
+        torch.cuda.set_device(world.device)
+    if size > 1:
+        gpu = world.device.type == "cuda"
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=world.device if gpu else None)
+    try:
+        yield world
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def shard_model(model: nn.Module, blocks: nn.ModuleList, world: World) -> None:
+    """FSDP2: each block a group, the rest another; parameters and gradient sums in float32, compute in bf16 on GPUs.
+
+    Gradients are summed over ranks, not averaged: the loss is divided by all ranks' valid tokens already.
+    """
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    compute_dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module in (*blocks, model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, initialize_parameter, seed: int) -> None:
+    """Fill every parameter by `initialize_parameter(name, tensor, generator)`, the same whatever the number of ranks.
+
+    A sharded parameter is drawn whole in float32, one at a time, and each rank keeps its shard.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        full = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+        initialize_parameter(name, full, generator)
+        if isinstance(parameter, DTensor):
+            full = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+        parameter.copy_(full)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded (a collective call, then)."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
