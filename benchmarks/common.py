@@ -1,12 +1,15 @@
 """What every benchmark shares: interleaved timing, peak memory, the environment line, the table."""
 
 import datetime
+import functools
+import importlib
 import json
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+import torch._functorch.config
 import triton
 
 
@@ -40,6 +43,7 @@ def _time_once(function: Callable[[], object], device: torch.device) -> float:
         function()
         return 1000 * (time.perf_counter() - start)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(2_000_000)  # about 1 ms: the host gets ahead meanwhile, so that its own time is not measured
     start.record()
     function()
     end.record()
@@ -66,6 +70,62 @@ def copy_bytes_per_second(device: torch.device, num_bytes: int = 2**32) -> float
     target = torch.empty_like(source)
     ms = time_interleaved({"copy": lambda: target.copy_(source)}, device)["copy"]
     return 2 * source.numel() / (ms / 1000)
+
+
+def compare_with_copy(
+    title: str,
+    implementations: dict[str, tuple[Callable, list[torch.Tensor]]],
+    forward_bytes: int,
+    backward_bytes: int,
+    copy_rate: float,
+    device: torch.device,
+) -> dict[str, dict[str, float]]:
+    """Time memory-bound operations forward and backward, and print what part of a copy's bytes per second they reach.
+
+    Args:
+        implementations: name -> (function, inputs that require gradients). Inputs of their own where the function
+            writes over them.
+        forward_bytes, backward_bytes: each input read once and each output written once.
+    """
+    forward, backward = {}, {}
+    for name, (function, inputs) in implementations.items():
+        outputs = function(*inputs)
+        arriving = [torch.randn_like(out) for out in (outputs if isinstance(outputs, tuple) else (outputs,))]
+        forward[name] = functools.partial(function, *inputs)
+        backward[name] = functools.partial(torch.autograd.grad, outputs, inputs, arriving, retain_graph=True)
+    forward_ms, backward_ms = time_interleaved(forward, device), time_interleaved(backward, device)
+    results = {
+        name: {
+            "forward_ms": forward_ms[name],
+            "forward_of_copy": forward_bytes / forward_ms[name] * 1000 / copy_rate,
+            "forward_extra_gib": extra_gib(forward[name], device),
+            "backward_ms": backward_ms[name],
+            "backward_of_copy": backward_bytes / backward_ms[name] * 1000 / copy_rate,
+            "backward_extra_gib": extra_gib(backward[name], device),
+        }
+        for name in implementations
+    }
+    header = [key.replace("_", " ") for key in next(iter(results.values()))]
+    print_table(title, ["", *header], [[name, *row.values()] for name, row in results.items()])
+    return results
+
+
+def compiled(function: Callable, device: torch.device) -> Callable:
+    """`function` under torch.compile, such that its backward can be run again and again."""
+    torch._functorch.config.donated_buffer = False  # else it refuses retain_graph=True
+    return torch.compile(function, dynamic=False, backend="inductor" if device.type == "cuda" else "aot_eager")
+
+
+def liger(name: str, device: torch.device):
+    """The module liger_kernel.ops.`name`; None, and a line that says so, where it is not installed or has no GPU."""
+    if device.type != "cuda":
+        print("Liger: needs a GPU")
+        return None
+    try:
+        return importlib.import_module(f"liger_kernel.ops.{name}")
+    except ImportError as error:
+        print(f"Liger: not installed ({error})")
+        return None
 
 
 def print_table(title: str, header: list[str], rows: list[list]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 BACKENDS = ("auto", "cudnn", "flash", "flash-attn-4", "cpu")
 # cuDNN builds a plan for each new length; rounding a document up to this many tokens keeps the plans few.
 _CUDNN_LENGTH_MULTIPLE = 1024
+_CUDNN_SHORTEST = 64  # tokens; cuDNN refuses a single one
 _NEVER_ATTENDS = 1e30  # a log-sum-exp under which every probability is exactly 0
 
 
@@ -35,6 +36,7 @@ def attention_reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments
     return torch.einsum("bgrts,bsgk->btgrk", probabilities, v_BTGK).flatten(2, 3)
 
 
+@torch.compiler.assume_constant_result  # asks the driver, which a compiled graph cannot
 def choose_backend(requested: str, device: torch.device) -> str:
     """The kernel that `attention` will run on `device`: never a slower one than was asked for.
 
@@ -64,8 +66,13 @@ def choose_backend(requested: str, device: torch.device) -> str:
     return requested
 
 
+def _backend_for_length(backend: str, length: int) -> str:
+    return "flash" if backend == "cudnn" and length < _CUDNN_SHORTEST else backend
+
+
 def _run_forward(backend: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """One causal attention: [B, T, H, K], [B, T, G, K] twice -> out [B, T, H, K], log-sum-exp [B, H, T] float32."""
+    backend = _backend_for_length(backend, q.shape[1])
     if backend == "flash-attn-4":
         from flash_attn.cute.interface import _flash_attn_fwd
 
@@ -86,6 +93,7 @@ def _run_backward(
     backend: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `_run_forward` for q, k, v, in their layouts."""
+    backend = _backend_for_length(backend, q.shape[1])
     if backend == "flash-attn-4":
         from flash_attn.cute.interface import _flash_attn_bwd
 

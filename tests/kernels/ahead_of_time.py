@@ -42,8 +42,10 @@ def compile_kernel(operation: str, kernel: KernelToCompile, capability: int) -> 
     signature = {name: kernel.signature.get(name, "constexpr") for name in function.arg_names}
     missing = [n for n, t in signature.items() if t == "constexpr" and n not in kernel.constants]
     assert not missing, f"{kernel.name}: neither a type nor a constant for {missing}"
+    # What a launch would find: tensors start on 16 bytes, and strides are multiples of 16 elements.
+    aligned = [i for i, (name, kind) in enumerate(signature.items()) if kind.startswith("*") or "stride" in name]
     compiled = triton.compile(
-        ASTSource(function, signature, kernel.constants),
+        ASTSource(function, signature, kernel.constants, {(i,): [["tt.divisibility", 16]] for i in aligned}),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": kernel.num_warps, "num_stages": kernel.num_stages},
     )

@@ -1,0 +1,187 @@
+"""One line that gives a Hugging Face model these kernels: RMSNorm, RoPE, the gated MLP and the loss.
+
+Each module concerned gets a `forward` of its own, which hides its class's. The classes and transformers' own modules
+stay as they are, and so does every other model in the process. Parameters keep their names, so checkpoints do too.
+transformers is not imported: what the new forwards need of it is reached through the model.
+"""
+
+import functools
+import inspect
+import logging
+from collections import Counter
+from types import FunctionType, MethodType
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kernels.gated_mlp import geglu, swiglu
+from kernels.linear_cross_entropy import linear_cross_entropy
+from kernels.rms_norm import rms_norm
+from kernels.rope import rope
+
+logger = logging.getLogger(__name__)
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")  # keywords that transformers' loss takes
+
+# The makers of forwards are cached so that all layers share one function, which torch.compile then traces once.
+
+
+@functools.cache
+def _rms_norm_forward(model_type: str, impl: str):
+    def forward(self, hidden_states):
+        if model_type == "gemma2":  # keeps the weight less 1, and rounds once, after the weight
+            return rms_norm(
+                hidden_states, self.weight, self.eps, weight_offset=1.0, cast_before_weight=False, impl=impl
+            )
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon, impl=impl)
+
+    return forward
+
+
+@functools.cache
+def _gated_mlp_forward(activation: str, impl: str):
+    def forward(self, x):
+        # Through the projections, not through their weights: biases, adapters, quantisation and hooks live there.
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(swiglu(gate, up, impl=impl) if activation == "silu" else geglu(gate, up, impl=impl))
+
+    return forward
+
+
+@functools.cache
+def _attention_forward(original: FunctionType, impl: str):
+    """`original` with a RoPE of its own.
+
+    Attention looks apply_rotary_pos_emb up in its module's globals, where a replacement would reach every model of
+    the family. So this is the same code over a copy of those globals. Without `__name__` in it, torch.compile guards
+    the copy; with it, it would guard the module of that name and find another function there.
+    """
+    if "apply_rotary_pos_emb" not in original.__code__.co_names:
+        raise ValueError(
+            f"{original.__qualname__} calls no apply_rotary_pos_emb: an unsupported version of transformers"
+        )
+
+    def apply_rotary_pos_emb(q, k, cos, sin):
+        """q [B, H, T, K] and k [B, G, T, K] are views of [B, T, heads, K]; cos and sin [B or 1, T, K], halves alike."""
+        cos, sin = (table[..., : table.shape[-1] // 2].squeeze(0) for table in (cos, sin))
+        q, k = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, impl=impl)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    names = {**original.__globals__, "apply_rotary_pos_emb": apply_rotary_pos_emb}
+    del names["__name__"]
+    return FunctionType(original.__code__, names, argdefs=original.__defaults__, closure=original.__closure__)
+
+
+def _loss(model, hidden_states, labels, impl, num_items_in_batch=None, ignore_index=-100, shift_labels=None):
+    if not isinstance(model.lm_head, nn.Linear):
+        raise ValueError(
+            f"the fused loss reads lm_head's weight, but lm_head is now a {type(model.lm_head).__name__}; "
+            "use apply_to(model, loss=False)"
+        )
+    if shift_labels is None:
+        shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(hidden_states.device)
+    return linear_cross_entropy(
+        hidden_states,
+        model.lm_head.weight,
+        shift_labels.to(hidden_states.device),
+        linear_bias=model.lm_head.bias,
+        ignore_index=ignore_index,
+        softcap=getattr(model.config, "final_logit_softcapping", None),
+        denominator=num_items_in_batch,
+        impl=impl,
+    )
+
+
+@functools.cache
+def _causal_lm_forward(original, impl: str):
+    output_class = inspect.unwrap(original).__globals__["CausalLMOutputWithPast"]
+
+    @functools.wraps(original)
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
+        labels=None, use_cache=None, logits_to_keep=0, **kwargs,
+    ):  # fmt: skip
+        inputs = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
+            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache,
+        }  # fmt: skip
+        all_logits = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if labels is None or not all_logits:
+            return original(self, **inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
+        return_dict = kwargs.pop("return_dict", None)
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        loss_arguments = {name: kwargs.pop(name) for name in LOSS_ARGUMENTS if name in kwargs}
+        outputs = self.model(**inputs, **kwargs, return_dict=True)
+        loss = _loss(self, outputs.last_hidden_state, labels, impl, **loss_arguments)
+        outputs = output_class(
+            loss=loss,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+        return outputs if return_dict else outputs.to_tuple()
+
+    return forward
+
+
+def apply_to(model: nn.Module, *, impl: str = "auto", loss: bool = True) -> dict[str, int]:
+    """Replace RMSNorm, RoPE, the gated MLP and the loss of a Hugging Face model instance, in place.
+
+    With `labels` the model then returns the loss without ever making logits (`logits` is None), in training and in
+    evaluation; `num_items_in_batch`, `shift_labels` and `ignore_index` mean what they mean in transformers. Without
+    `labels`, or where `logits_to_keep` asks for logits, the model's own forward runs.
+
+    Args:
+        model: Llama, Mistral, Qwen2, Qwen3 or Gemma2, with or without its language-model head, or wrapped by PEFT.
+            Before accelerate, FSDP or torch.compile are applied to it.
+        impl: "auto", "triton" or "torch".
+        loss: False keeps the model's own loss, and its logits.
+
+    Returns:
+        How many of each were replaced, for instance {"rms_norm": 9, "rope": 2, "gated_mlp": 2, "loss": 1}; logged too.
+
+    Raises:
+        ValueError: another `model_type`, activation, loss or version of transformers; or a module that already has a
+            forward of its own, for instance from an earlier `apply_to`. The model is then as it was.
+    """
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", None)
+    if model_type not in MODEL_TYPES:
+        raise ValueError(f"apply_to knows the model types {', '.join(MODEL_TYPES)}, got {model_type!r}")
+    activation = config.hidden_activation if model_type == "gemma2" else config.hidden_act
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"the activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+
+    replacements = []
+    for module in model.modules():
+        class_name, original = type(module).__name__, type(module).forward
+        if class_name.endswith("RMSNorm"):
+            replacements.append(("rms_norm", module, _rms_norm_forward(model_type, impl)))
+        elif class_name.endswith("Attention"):
+            replacements.append(("rope", module, _attention_forward(original, impl)))
+        elif class_name.endswith("MLP"):
+            replacements.append(("gated_mlp", module, _gated_mlp_forward(activation, impl)))
+        elif loss and "lm_head" in dict(module.named_children()):
+            if module.loss_function.__name__ != "ForCausalLMLoss":
+                raise ValueError(
+                    f"the model's loss is {module.loss_function.__name__}, not ForCausalLMLoss; use loss=False"
+                )
+            replacements.append(("loss", module, _causal_lm_forward(original, impl)))
+    for _, module, _ in replacements:
+        if "forward" in vars(module):
+            raise ValueError(
+                f"{type(module).__name__} already has a forward of its own, from an earlier apply_to, accelerate or "
+                "use_kernels; apply_to goes once, and before them"
+            )
+
+    for _, module, forward in replacements:
+        module.forward = MethodType(forward, module)
+    counts = dict(Counter(what for what, _, _ in replacements))
+    logger.info("%s: replaced %s", type(model).__name__, ", ".join(f"{n} {what}" for what, n in counts.items()))
+    return counts

@@ -1,0 +1,600 @@
+"""Cross-entropy over given logits, with label smoothing, z-loss, softcap and class weights.
+
+With z = softcap(logits), label y, w = class weights, eps = label_smoothing, V classes and lse = logsumexp(z):
+
+    loss  = (1 - eps) * w[y] * (lse - z[y]) + eps / V * sum_v w[v] * (lse - z[v]) + z_loss * lse^2
+    dz[v] = p[v] * c - eps / V * w[v] - (v == y) * (1 - eps) * w[y]
+            with p = softmax(z) and c = (1 - eps) * w[y] + eps / V * sum(w) + 2 * z_loss * lse
+
+Four float32 statistics describe a row: the maximum m of z; the sum of exp(z[v] - m) over the other classes, v != y;
+z[y]; and, for label smoothing, sum_v w[v] * (z[v] - z[y]). With the label's own term apart, neither lse - z[y] nor
+p[y] - 1 cancels where the model is sure of the label, and nothing is lost to an offset common to all logits.
+Statistics of shards of V combine (`linear_cross_entropy`'s process_group), which is why they leave the kernel.
+
+The kernel reads a row twice and writes it once. The second pass runs backwards, over what the first has left in the
+caches: one large program a row keeps few enough rows in flight.
+
+Kept for backward: logits and 16 bytes a row; with inplace=True the gradient in the logits' storage and nothing else.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from kernels.common import use_triton
+
+VECTOR = 8  # neighbouring columns that one thread holds: 16 bytes of bf16
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class Details(NamedTuple):
+    """A loss, and what it is made of: both [...] as `target` is, float32, 0 where the label is ignored, detached."""
+
+    loss: torch.Tensor
+    per_token_loss: torch.Tensor
+    log_sum_exp: torch.Tensor
+
+
+class RowOptions(NamedTuple):
+    """How a row's loss follows from its logits."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    use_triton: bool
+
+
+def cross_entropy_reference(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    denominator: float | torch.Tensor | None = None,
+    return_details: bool = False,
+) -> torch.Tensor | Details:
+    """Plain PyTorch with the contract of `cross_entropy`; float64 stays float64."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    labels = target.flatten()
+    losses = F.cross_entropy(
+        z, labels, weight if weight is None else weight.to(z.dtype), reduction="none",
+        ignore_index=ignore_index, label_smoothing=label_smoothing,
+    )  # fmt: skip
+    log_sum_exp = torch.where(labels == ignore_index, 0, z.logsumexp(-1))
+    losses = losses + z_loss * log_sum_exp.square()
+    scale = loss_scale(labels, weight, reduction, ignore_index, denominator, z.dtype)
+    loss = losses.view(target.shape) if reduction == "none" else losses.sum() * scale
+    return details(loss, losses, log_sum_exp, target.shape) if return_details else loss
+
+
+def loss_scale(
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    denominator: float | torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """What the sum of the losses is multiplied by, []: finite where no row is valid. Without host synchronisation."""
+    if reduction != "mean":
+        return torch.ones((), device=target.device, dtype=dtype)
+    if denominator is None:
+        valid = target != ignore_index
+        counts = valid if weight is None else weight[torch.where(valid, target, 0)] * valid
+        denominator = counts.sum(dtype=dtype)
+    elif not isinstance(denominator, torch.Tensor):
+        denominator = torch.full((), denominator, device=target.device, dtype=dtype)
+    return 1 / denominator.to(dtype).clamp(min=torch.finfo(dtype).tiny)
+
+
+def details(loss: torch.Tensor, losses: torch.Tensor, log_sum_exp: torch.Tensor, shape: torch.Size) -> Details:
+    return Details(loss, losses.detach().view(shape), log_sum_exp.detach().view(shape))
+
+
+@triton.jit
+def _exp(x):
+    return tl.exp2(x * LOG2_E)  # half the instructions of tl.exp, which takes care of denormal results
+
+
+@triton.jit
+def _softcap(z, SOFTCAP: tl.constexpr):
+    if SOFTCAP is not None:
+        z = SOFTCAP * (2 * tl.sigmoid(2 * z / SOFTCAP) - 1)  # tanh
+    return z
+
+
+@triton.jit
+def _load_logits(row_ptr, columns, num_columns, SOFTCAP: tl.constexpr, EVICT: tl.constexpr, MASKED: tl.constexpr):
+    if MASKED:
+        mask = columns < num_columns
+        z = tl.load(row_ptr + columns, mask=mask, other=float("-inf"), eviction_policy=EVICT).to(tl.float32)
+        if SOFTCAP is not None:
+            z = tl.where(mask, _softcap(z, SOFTCAP), float("-inf"))
+    else:
+        z = _softcap(tl.load(row_ptr + columns, eviction_policy=EVICT).to(tl.float32), SOFTCAP)
+    return z
+
+
+@triton.jit
+def _load_class_weights(weight_ptr, columns, num_columns):
+    weight = 1.0
+    if weight_ptr is not None:
+        mask = (columns >= 0) & (columns < num_columns)
+        weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    return weight
+
+
+@triton.jit
+def _add_block(
+    maxima, sums, deviations, logits_ptr, weight_ptr, columns, y, reference, num_columns,
+    LABEL_SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LABEL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One block of columns into each thread's running maximum and sum, without the label's, and sum of deviations."""
+    z = _load_logits(logits_ptr, columns, num_columns, SOFTCAP, "evict_last", MASKED)
+    if LABEL_SMOOTHING > 0:
+        deviation = (z - reference) * _load_class_weights(weight_ptr, columns, num_columns)
+        if MASKED:
+            deviation = tl.where(columns < num_columns, deviation, 0.0)
+        deviations += tl.sum(deviation, axis=1)
+    if HAS_LABEL:
+        z = tl.where(columns == y, float("-inf"), z)
+    larger = tl.maximum(maxima, tl.max(z, axis=1))
+    sums = sums * _exp(maxima - larger) + tl.sum(_exp(z - larger[:, None]), axis=1)
+    return larger, sums, deviations
+
+
+@triton.jit
+def _store_gradient(
+    gradient_ptr, logits_ptr, weight_ptr, columns, maximum, factor, smoothing, num_columns,
+    LABEL_SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one block of columns, as if none were the label."""
+    z = _load_logits(logits_ptr, columns, num_columns, SOFTCAP, "evict_first", MASKED)
+    dz = _exp(z - maximum) * factor
+    if LABEL_SMOOTHING > 0:
+        dz -= smoothing * _load_class_weights(weight_ptr, columns, num_columns)
+    if SOFTCAP is not None:
+        dz *= 1 - (z / SOFTCAP) * (z / SOFTCAP)
+    dz = dz.to(gradient_ptr.dtype.element_ty)
+    if MASKED:
+        tl.store(gradient_ptr + columns, dz, mask=columns < num_columns, cache_modifier=".cs")
+    else:
+        tl.store(gradient_ptr + columns, dz, cache_modifier=".cs")
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits_ptr, logits_stride, target_ptr, weight_ptr, weight_sum_ptr, statistics_ptr,
+    gradient_ptr, gradient_stride, scale_ptr, scale_stride, num_rows, num_columns, first_class, num_classes,
+    IGNORE_INDEX: tl.constexpr, LABEL_SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_STATISTICS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """One row: its statistics (computed, or read if they are there), then its gradient if gradient_ptr is given.
+
+    Whole blocks of columns without the label are worked on without masks, with half the instructions. The gradient
+    goes through the columns backwards: those read last are still in the L2. The columns are the classes from
+    first_class on. The gradient may overwrite the logits.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * logits_stride
+    statistics_ptr += row
+    if gradient_ptr is not None:
+        gradient_ptr += row * gradient_stride
+    # A thread holds VECTOR neighbours, so that maximum and sum over axis 1 stay inside it.
+    offsets = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK/VECTOR, VECTOR]
+    whole = num_columns // BLOCK * BLOCK
+    label = tl.load(target_ptr + row)
+
+    if label == IGNORE_INDEX:
+        if not HAS_STATISTICS:
+            for i in tl.static_range(4):
+                tl.store(statistics_ptr + i * num_rows, 0.0)
+        if gradient_ptr is not None:
+            for start in range(0, num_columns, BLOCK):
+                zeros = tl.zeros([BLOCK // VECTOR, VECTOR], dtype=gradient_ptr.dtype.element_ty)
+                tl.store(gradient_ptr + start + offsets, zeros, mask=start + offsets < num_columns)
+        return
+
+    label_weight = (1 - LABEL_SMOOTHING) * _load_class_weights(weight_ptr, label, num_classes)
+    weight_sum = num_classes * 1.0
+    if weight_ptr is not None:
+        weight_sum = tl.load(weight_sum_ptr)
+        weight_ptr += first_class
+    y = (label - first_class).to(tl.int32)
+    is_here = (y >= 0) & (y < num_columns)
+
+    if HAS_STATISTICS:
+        maximum = tl.load(statistics_ptr)
+        others = tl.load(statistics_ptr + num_rows)
+        true_logit = tl.load(statistics_ptr + 2 * num_rows)
+    else:
+        true_logit = tl.load(logits_ptr + y, mask=is_here, other=float("-inf")).to(tl.float32)
+        true_logit = tl.where(is_here, _softcap(true_logit, SOFTCAP), float("-inf"))
+        reference = tl.where(is_here, true_logit, 0.0)
+        deviations = tl.zeros([BLOCK // VECTOR], dtype=tl.float32)
+        sums = tl.zeros([BLOCK // VECTOR], dtype=tl.float32)
+        maxima = tl.full([BLOCK // VECTOR], -1e38, dtype=tl.float32)  # finite: no inf - inf where all is masked
+        label_start = tl.where(is_here, y // BLOCK * BLOCK, -1)
+        for start in range(0, whole, BLOCK):
+            if start != label_start:
+                maxima, sums, deviations = _add_block(
+                    maxima, sums, deviations, logits_ptr, weight_ptr, start + offsets, y, reference, num_columns,
+                    LABEL_SMOOTHING, SOFTCAP, HAS_LABEL=False, MASKED=False,
+                )  # fmt: skip
+        if (whole < num_columns) & (whole != label_start):
+            maxima, sums, deviations = _add_block(
+                maxima, sums, deviations, logits_ptr, weight_ptr, whole + offsets, y, reference, num_columns,
+                LABEL_SMOOTHING, SOFTCAP, HAS_LABEL=False, MASKED=True,
+            )  # fmt: skip
+        if is_here:
+            maxima, sums, deviations = _add_block(
+                maxima, sums, deviations, logits_ptr, weight_ptr, label_start + offsets, y, reference, num_columns,
+                LABEL_SMOOTHING, SOFTCAP, HAS_LABEL=True, MASKED=True,
+            )  # fmt: skip
+        maximum = tl.maximum(tl.max(maxima, axis=0), true_logit)
+        others = tl.sum(sums * _exp(maxima - maximum), axis=0)
+        tl.store(statistics_ptr, maximum)
+        tl.store(statistics_ptr + num_rows, others)
+        tl.store(statistics_ptr + 2 * num_rows, true_logit)
+        if LABEL_SMOOTHING > 0:
+            tl.store(statistics_ptr + 3 * num_rows, tl.sum(deviations, axis=0))
+        else:
+            tl.store(statistics_ptr + 3 * num_rows, 0.0)
+
+    if gradient_ptr is not None:
+        scale = 1.0
+        if scale_ptr is not None:
+            scale = tl.load(scale_ptr + row * scale_stride)
+        total = others + _exp(true_logit - maximum)
+        # c = label_weight + excess, apart because label_weight cancels in the label's own gradient.
+        excess = LABEL_SMOOTHING * weight_sum / num_classes + 2 * Z_LOSS * (maximum + tl.log(total))
+        factor = scale * (label_weight + excess) / total
+        smoothing = scale * LABEL_SMOOTHING / num_classes
+        if whole < num_columns:
+            _store_gradient(
+                gradient_ptr, logits_ptr, weight_ptr, whole + offsets, maximum, factor, smoothing, num_columns,
+                LABEL_SMOOTHING, SOFTCAP, MASKED=True,
+            )  # fmt: skip
+        for start in range(0, whole, BLOCK):
+            _store_gradient(
+                gradient_ptr, logits_ptr, weight_ptr, whole - BLOCK - start + offsets, maximum, factor, smoothing,
+                num_columns, LABEL_SMOOTHING, SOFTCAP, MASKED=False,
+            )  # fmt: skip
+        if is_here:
+            dz_label = scale * excess - factor * others - smoothing * _load_class_weights(weight_ptr, y, num_columns)
+            if SOFTCAP is not None:
+                dz_label *= 1 - (true_logit / SOFTCAP) * (true_logit / SOFTCAP)
+            tl.debug_barrier()  # after another thread's store to this column
+            tl.store(gradient_ptr + y, dz_label.to(gradient_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _scale_rows_kernel(gradient_ptr, gradient_stride, scale_ptr, scale_stride, num_columns, BLOCK: tl.constexpr):
+    """gradient *= scale, row by row; a row whose scale is 1, as after loss.backward(), is neither read nor written."""
+    row = tl.program_id(0).to(tl.int64)
+    gradient_ptr += row * gradient_stride
+    scale = tl.load(scale_ptr + row * scale_stride)
+    if scale != 1.0:
+        for start in range(0, num_columns, BLOCK):
+            columns = start + tl.arange(0, BLOCK)  # [BLOCK]
+            dz = tl.load(gradient_ptr + columns, mask=columns < num_columns).to(tl.float32) * scale
+            tl.store(gradient_ptr + columns, dz.to(gradient_ptr.dtype.element_ty), mask=columns < num_columns)
+
+
+def launch_configuration(num_columns: int, itemsize: int) -> dict[str, int]:
+    """The fastest found on an H200 (bench_cross_entropy --sweep): a row a multiprocessor at a time, so that all rows
+    in flight fit into the L2 and the second pass mostly reads there."""
+    num_warps = 16 if num_columns > 16384 else 4
+    thread_bytes = 64 if num_columns > 65536 else 32
+    return {"BLOCK": num_warps * 32 * thread_bytes // itemsize, "num_warps": num_warps}
+
+
+def row_step(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    options: RowOptions,
+    *,
+    statistics: torch.Tensor | None = None,
+    gradient: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    first_class: int = 0,
+    num_classes: int | None = None,
+) -> torch.Tensor:
+    """Statistics of rows, and into `gradient`, which may be `logits`, their gradients times `scale`. No autograd.
+
+    Args:
+        logits: [N, C], the classes first_class to first_class + C of num_classes (default C).
+        target: [N] int64.
+        weight: [num_classes] or None.
+        statistics: [4, N], those of whole rows where C is a shard; computed if None.
+        scale: [] or [N], of the statistics' dtype.
+
+    Returns:
+        The statistics, [4, N] float32 (float64 of float64 logits).
+    """
+    (num_rows, num_columns), num_classes = logits.shape, num_classes or logits.shape[1]
+    if not options.use_triton:
+        return _row_step_in_torch(
+            logits, target, weight, options, statistics, gradient, scale, first_class, num_classes
+        )
+    has_statistics = statistics is not None
+    if not has_statistics:
+        statistics = torch.empty(4, num_rows, dtype=torch.float32, device=logits.device)
+    if num_rows > 0:
+        _cross_entropy_kernel[(num_rows,)](
+            logits, logits.stride(0), target, weight, None if weight is None else weight.sum(dtype=torch.float32),
+            statistics, gradient, 0 if gradient is None else gradient.stride(0),
+            scale, scale.stride(0) if scale is not None and scale.dim() else 0,
+            num_rows, num_columns, first_class, num_classes,
+            IGNORE_INDEX=options.ignore_index, LABEL_SMOOTHING=options.label_smoothing, Z_LOSS=options.z_loss,
+            SOFTCAP=options.softcap, HAS_STATISTICS=has_statistics, VECTOR=VECTOR,
+            **launch_configuration(num_columns, logits.element_size()),
+        )  # fmt: skip
+    return statistics
+
+
+def _row_step_in_torch(logits, target, weight, options, statistics, gradient, scale, first_class, num_classes):
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if options.softcap is not None:
+        z = options.softcap * torch.tanh(z / options.softcap)
+    valid = target != options.ignore_index
+    is_label = torch.arange(z.shape[1], device=z.device) == (target - first_class)[:, None]  # [N, C]
+    class_weight = z.new_ones(num_classes) if weight is None else weight.to(z.dtype)
+    here = slice(first_class, first_class + z.shape[1])
+
+    if statistics is None:
+        maximum = z.amax(1)
+        others = torch.where(is_label, 0, (z - maximum[:, None]).exp()).sum(1)
+        true_logit = torch.where(is_label, z, -torch.inf).amax(1)
+        deviation = torch.zeros_like(maximum)
+        if options.label_smoothing > 0:
+            reference = torch.where(is_label.any(1), true_logit, 0)
+            deviation = ((z - reference[:, None]) * class_weight[here]).sum(1)
+        statistics = torch.where(valid, torch.stack([maximum, others, true_logit, deviation]), 0)
+    if gradient is not None:
+        maximum, others, true_logit, _ = statistics
+        total = others + (true_logit - maximum).exp()
+        label_weight = (1 - options.label_smoothing) * class_weight[torch.where(valid, target, 0)]
+        excess = options.label_smoothing * class_weight.mean() + 2 * options.z_loss * (maximum + total.log())
+        factor = (label_weight + excess) / total
+        dz = torch.where(is_label, (excess - factor * others)[:, None], (z - maximum[:, None]).exp() * factor[:, None])
+        dz -= options.label_smoothing / num_classes * class_weight[here]
+        if options.softcap is not None:
+            dz *= 1 - (z / options.softcap).square()
+        if scale is not None:
+            dz *= scale.expand(len(dz))[:, None]
+        gradient.copy_(torch.where(valid[:, None], dz, 0))
+    return statistics
+
+
+def row_losses(
+    statistics: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, options: RowOptions, num_classes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and log-sum-exp of each row, [N], from the statistics of whole rows, [4, N]; 0 of an ignored row's zeros."""
+    maximum, others, true_logit, deviation = statistics
+    log_sum_exp = maximum + (others + (true_logit - maximum).exp()).log()
+    # lse - z[y] as log(1 + others / exp(z[y])): no difference of two large numbers
+    surprise = losses = F.softplus(maximum - true_logit + others.log(), threshold=50)
+    weight_sum = num_classes
+    if weight is not None:
+        weight_sum = weight.sum(dtype=losses.dtype)
+        losses = losses * weight[torch.where(target == options.ignore_index, 0, target)]
+    if options.label_smoothing > 0:
+        smooth = (weight_sum * surprise - deviation) / num_classes
+        losses = (1 - options.label_smoothing) * losses + options.label_smoothing * smooth
+    if options.z_loss != 0:
+        losses = losses + options.z_loss * log_sum_exp.square()
+    return losses, log_sum_exp
+
+
+@torch.library.custom_op("fathom::cross_entropy", mutates_args=())
+def _forward(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    use_triton: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Losses, log-sum-exps and statistics."""
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
+    statistics = row_step(logits, target, weight, options)
+    return *row_losses(statistics, target, weight, options, logits.shape[1]), statistics
+
+
+@_forward.register_fake
+def _(logits, target, weight, *options):
+    losses = target.new_empty(target.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return losses, torch.empty_like(losses), losses.new_empty(4, *losses.shape)
+
+
+@torch.library.custom_op("fathom::cross_entropy_backward", mutates_args=())
+def _backward(
+    d_losses: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    statistics: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    use_triton: bool,
+) -> torch.Tensor:
+    """Gradient of the logits, row by row times d_losses."""
+    gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
+    row_step(logits, target, weight, options, statistics=statistics, gradient=gradient, scale=d_losses)
+    return gradient
+
+
+@_backward.register_fake
+def _(d_losses, logits, *rest):
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def _setup_context(ctx, inputs, output):
+    logits, target, weight, *ctx.options = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, target, weight, output[2])
+
+
+def _gradients(ctx, d_losses, d_log_sum_exp, d_statistics):
+    return _backward(d_losses, *ctx.saved_tensors, *ctx.options), None, None, None, None, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_setup_context)
+
+
+@torch.library.custom_op("fathom::cross_entropy_in_place", mutates_args=("logits",))
+def _forward_in_place(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    scale: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    use_triton: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses and log-sum-exps; the logits become their gradients times scale."""
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
+    statistics = row_step(logits, target, weight, options, gradient=logits, scale=scale)
+    return row_losses(statistics, target, weight, options, logits.shape[1])
+
+
+@_forward_in_place.register_fake
+def _(logits, target, weight, scale, *options):
+    losses = target.new_empty(target.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return losses, torch.empty_like(losses)
+
+
+@torch.library.custom_op("fathom::scale_rows_", mutates_args=("gradient",))
+def _scale_rows_(gradient: torch.Tensor, scale: torch.Tensor, use_triton: bool) -> None:
+    """gradient *= scale, [N, V] and [N]."""
+    if not use_triton:
+        gradient.mul_(scale[:, None])
+    elif len(gradient) > 0:
+        _scale_rows_kernel[(len(gradient),)](
+            gradient, gradient.stride(0), scale, scale.stride(0), gradient.shape[1], BLOCK=8192, num_warps=16
+        )
+
+
+class _InPlace(torch.autograd.Function):
+    """Losses times `scale`, losses, log-sum-exps. The gradient is in the logits' storage when forward returns."""
+
+    @staticmethod
+    def forward(ctx, logits, target, weight, scale, options):
+        losses, log_sum_exp = _forward_in_place(logits, target, weight, scale, *options)
+        ctx.mark_non_differentiable(losses, log_sum_exp)
+        ctx.save_for_backward(logits.detach())
+        ctx.use_triton = options.use_triton
+        return losses * scale, losses, log_sum_exp
+
+    @staticmethod
+    def backward(ctx, d_terms, d_losses, d_log_sum_exp):
+        try:
+            (gradient,) = ctx.saved_tensors
+        except RuntimeError as error:
+            raise RuntimeError(
+                "cross_entropy(inplace=True) left its gradient in the logits' storage, which was written to since, "
+                "by a first backward or by you; use inplace=False"
+            ) from error
+        _scale_rows_(gradient, d_terms, ctx.use_triton)
+        return gradient, None, None, None, None
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    denominator: float | torch.Tensor | None = None,
+    return_details: bool = False,
+    inplace: bool = False,
+    impl: str = "auto",
+) -> torch.Tensor | Details:
+    """Cross-entropy of integer labels, computed in float32 whatever the logits' dtype.
+
+    Args:
+        logits: [..., V], float32, bfloat16 or float16 (float64 too with impl="torch").
+        target: [...] int64 labels in [0, V), or `ignore_index`.
+        weight: [V] class weights. Not differentiated.
+        reduction: "mean", "sum" or "none".
+        ignore_index: rows with this label count for nothing: loss and gradient are 0.
+        label_smoothing: in [0, 1] (Szegedy et al. 2016, arXiv:1512.00567).
+        z_loss: adds z_loss * log_sum_exp^2 to each row's loss (Chowdhery et al. 2022, arXiv:2204.02311).
+        softcap: replaces logits by softcap * tanh(logits / softcap), as Gemma 2 does (arXiv:2408.00118).
+        denominator: what "mean" divides by: a number or a [] tensor, for instance the labels of all micro-batches of
+            all ranks. Without it, the number of rows not ignored, or the sum of their labels' `weight`.
+        return_details: also return each row's loss and log-sum-exp.
+        inplace: let the gradient overwrite the logits in forward. Saves a second [..., V] and a read of it; the
+            logits are gone, and backward can run once.
+        impl: "auto", "triton" or "torch".
+
+    Returns:
+        The loss, float32 (float64 of float64 logits): [], or [...] if reduction is "none". With `return_details`,
+        a `Details`.
+
+    Raises:
+        ValueError: shapes, dtypes or options that do not fit together.
+        RuntimeError: in backward, if the gradient of inplace=True has been used or overwritten.
+    """
+    on_triton = use_triton(impl, logits)
+    check_options(logits, target, weight, logits.shape[-1], reduction, label_smoothing, softcap, on_triton)
+    if inplace and not logits.is_contiguous():
+        raise ValueError(f"inplace=True needs contiguous logits, got strides {logits.stride()}")
+    labels = target.reshape(-1).long()
+    rows = logits.reshape(-1, logits.shape[-1])
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, on_triton)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    scale = loss_scale(labels, weight, reduction, ignore_index, denominator, dtype)
+    if inplace and torch.is_grad_enabled() and logits.requires_grad:
+        # The scale goes into the stored gradient, so that backward need not touch it; but 1 / tokens underflows fp16.
+        one = torch.ones_like(scale)
+        in_gradient, scale = (one, scale) if logits.dtype == torch.float16 else (scale, one)
+        terms, losses, log_sum_exp = _InPlace.apply(rows, labels, weight, in_gradient, options)
+    else:
+        terms, log_sum_exp, _ = _forward(rows, labels, weight, *options)
+        losses = terms
+    loss = terms.view(target.shape) if reduction == "none" else terms.sum() * scale
+    return details(loss, losses, log_sum_exp, target.shape) if return_details else loss
+
+
+def check_options(logits, target, weight, num_classes, reduction, label_smoothing, softcap, on_triton):
+    """What `cross_entropy` and `linear_cross_entropy` refuse alike; `logits` or what they are computed from."""
+    if target.shape != logits.shape[:-1]:
+        raise ValueError(f"target must be {list(logits.shape[:-1])}, got {list(target.shape)}")
+    if target.is_floating_point() or target.dtype == torch.bool:
+        raise ValueError(f"target must hold integer labels, got {target.dtype}")
+    if weight is not None and weight.shape != (num_classes,):
+        raise ValueError(f"weight must be [{num_classes}], one a class, got {list(weight.shape)}")
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"reduction must be none, mean or sum, got {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be positive, got {softcap}")
+    if on_triton and logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"the Triton kernel takes float32, bfloat16 or float16, got {logits.dtype}")

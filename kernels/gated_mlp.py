@@ -1,0 +1,391 @@
+"""The gated feed-forward, down(act(gate(x)) * up(x)): its activation in one launch, and the whole of it in tiles.
+
+With a = act(gate), d the gradient of a * up:
+
+    d_gate = d * up * act'(gate),  d_up = d * a
+
+act is SiLU (SwiGLU), or GELU by tanh or by erf (GEGLU). 0.5 (1 + tanh(z)) = sigmoid(2 z), so the tanh form is
+x * sigmoid(.) like SiLU. Arithmetic in float32, one rounding at the end.
+
+Kept for backward: gate and up by `swiglu` and `geglu`, which recompute the activation; the input alone by the tiled
+`gated_mlp`. Tiled, rows go through gate, up, activation and down a tile at a time, in buffers of one tile; backward
+recomputes gate and up and works over them in place (gate -> d_gate, up -> d_up, d -> the activation, which
+down_weight's gradient needs). Two of eleven matrix products are thus paid twice, and memory no longer grows with the
+rows but for the input, the output and their gradients. Weight gradients add up over tiles in float32.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from kernels.common import use_triton
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+BLOCK_SIZE = 2048  # columns of one row a program works on
+
+
+def gated_activation_reference(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(gate) * up in plain PyTorch; float64 stays float64."""
+    compute_dtype = torch.promote_types(gate.dtype, torch.float32)
+    x = gate.to(compute_dtype)
+    value = F.silu(x) if activation == "silu" else F.gelu(x, approximate=_approximate(activation))
+    return (value * up.to(compute_dtype)).to(gate.dtype)
+
+
+def gated_mlp_reference(
+    input: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    *,
+    activation: str = "silu",
+) -> torch.Tensor:
+    """Plain PyTorch with the contract of `gated_mlp`, untiled."""
+    gate, up = F.linear(input, gate_weight), F.linear(input, up_weight)
+    return F.linear(gated_activation_reference(gate, up, activation), down_weight)
+
+
+def _approximate(activation: str) -> str:
+    return "tanh" if activation == "gelu_tanh" else "none"
+
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    """act(x) and act'(x)."""
+    if ACTIVATION == "gelu":
+        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        return x * cdf, cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    if ACTIVATION == "gelu_tanh":
+        y = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 sqrt(2 / pi) (...)
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    else:
+        y = x
+        slope = 1.0
+    e = tl.exp(-tl.abs(y))  # never overflows, and sigmoid(y) (1 - sigmoid(y)) loses no digits at either end
+    r = 1.0 / (1.0 + e)
+    sigmoid = tl.where(y >= 0, r, e * r)
+    return x * sigmoid, sigmoid + e * r * r * x * slope
+
+
+@triton.jit
+def _gated_activation_forward_kernel(
+    gate_ptr, up_ptr, output_ptr, gate_stride, up_stride,
+    F: tl.constexpr, BLOCK_F: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    blocks_per_row: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
+    row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
+    columns = (tl.program_id(0) % blocks_per_row) * BLOCK_F + tl.arange(0, BLOCK_F)  # [BLOCK_F]
+    mask = columns < F
+    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + columns, mask=mask, other=0.0)
+    value, _ = _activate(gate, ACTIVATION)
+    tl.store(output_ptr + row * F + columns, (value * up.to(tl.float32)).to(up.dtype), mask=mask)
+
+
+@triton.jit
+def _gated_activation_backward_kernel(
+    d_output_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, output_ptr, gate_stride, up_stride,
+    F: tl.constexpr, BLOCK_F: tl.constexpr, ACTIVATION: tl.constexpr, STORE_OUTPUT: tl.constexpr,
+):  # fmt: skip
+    """Any output may be any input: each program has read its elements before it writes them."""
+    blocks_per_row: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
+    row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
+    columns = (tl.program_id(0) % blocks_per_row) * BLOCK_F + tl.arange(0, BLOCK_F)  # [BLOCK_F]
+    mask = columns < F
+    offsets = row * F + columns
+    d_output = tl.load(d_output_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + columns, mask=mask, other=0.0)
+    dtype = up.dtype
+    up = up.to(tl.float32)
+    value, derivative = _activate(gate, ACTIVATION)
+    tl.store(d_gate_ptr + offsets, (d_output * up * derivative).to(dtype), mask=mask)
+    tl.store(d_up_ptr + offsets, (d_output * value).to(dtype), mask=mask)
+    if STORE_OUTPUT:
+        tl.store(output_ptr + offsets, (value * up).to(dtype), mask=mask)
+
+
+def _launch_forward(gate, up, output, activation):
+    """output = act(gate) * up over [rows, F] tensors."""
+    rows, columns = gate.shape
+    block = min(BLOCK_SIZE, triton.next_power_of_2(columns))
+    _gated_activation_forward_kernel[(rows * triton.cdiv(columns, block),)](
+        gate, up, output, gate.stride(0), up.stride(0), F=columns, BLOCK_F=block, ACTIVATION=activation
+    )
+
+
+def _launch_backward(d_output, gate, up, d_gate, d_up, output, activation):
+    """d_gate and d_up, and the forward's output again where `output` is given."""
+    rows, columns = gate.shape
+    block = min(BLOCK_SIZE, triton.next_power_of_2(columns))
+    _gated_activation_backward_kernel[(rows * triton.cdiv(columns, block),)](
+        d_output, gate, up, d_gate, d_up, output, gate.stride(0), up.stride(0),
+        F=columns, BLOCK_F=block, ACTIVATION=activation, STORE_OUTPUT=output is not None,
+    )  # fmt: skip
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` as [rows, F] with contiguous rows; halves of a fused projection are not copied."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("fathom::gated_activation", mutates_args=())
+def _gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _launch_forward(_rows(gate), _rows(up), output, activation)
+    return output
+
+
+@_gated_activation.register_fake
+def _(gate, up, activation):
+    return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+
+
+@torch.library.custom_op("fathom::gated_activation_backward", mutates_args=())
+def _gated_activation_backward(
+    d_output: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    d_gate, d_up = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
+    _launch_backward(d_output.contiguous(), _rows(gate), _rows(up), d_gate, d_up, None, activation)
+    return d_gate, d_up
+
+
+@_gated_activation_backward.register_fake
+def _(d_output, gate, up, activation):
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
+
+
+def _setup_activation(ctx, inputs, output):
+    gate, up, ctx.activation = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _activation_gradients(ctx, d_output):
+    return *_gated_activation_backward(d_output, *ctx.saved_tensors, ctx.activation), None
+
+
+_gated_activation.register_autograd(_activation_gradients, setup_context=_setup_activation)
+
+
+@torch.library.custom_op("fathom::tiled_gated_mlp", mutates_args=())
+def _tiled_mlp(
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    activation: str,
+    tile_size: int,
+    triton_kernels: bool,
+) -> torch.Tensor:
+    """x: [rows, D]."""
+    output = x.new_empty(len(x), len(down_weight))
+    gate_buffer, up_buffer = (x.new_empty(min(tile_size, len(x)), len(gate_weight)) for _ in range(2))
+    for x_tile, output_tile in zip(x.split(tile_size), output.split(tile_size)):
+        gate, up = gate_buffer[: len(x_tile)], up_buffer[: len(x_tile)]
+        torch.mm(x_tile, gate_weight.t(), out=gate)
+        torch.mm(x_tile, up_weight.t(), out=up)
+        if triton_kernels:
+            _launch_forward(gate, up, gate, activation)
+        else:
+            gate.copy_(gated_activation_reference(gate, up, activation))
+        torch.mm(gate, down_weight.t(), out=output_tile)
+    return output
+
+
+@_tiled_mlp.register_fake
+def _(x, gate_weight, up_weight, down_weight, activation, tile_size, triton_kernels):
+    return x.new_empty(x.shape[0], down_weight.shape[0])
+
+
+@torch.library.custom_op("fathom::tiled_gated_mlp_backward", mutates_args=())
+def _tiled_mlp_backward(
+    d_output: torch.Tensor,
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    activation: str,
+    tile_size: int,
+    triton_kernels: bool,
+    needs_gradient: list[bool],
+) -> list[torch.Tensor]:
+    """Gradients of those of x and the three weights that `needs_gradient` asks for."""
+    weights = (gate_weight, up_weight, down_weight)
+    d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_gradient[0] else None
+    d_weights = [
+        torch.zeros(w.shape, dtype=torch.promote_types(w.dtype, torch.float32), device=w.device) if needed else None
+        for w, needed in zip(weights, needs_gradient[1:])
+    ]
+    buffers = [x.new_empty(min(tile_size, len(x)), len(gate_weight)) for _ in range(3)]
+    for start in range(0, len(x), tile_size):
+        tile = slice(start, start + tile_size)
+        x_tile, d_output_tile = x[tile], d_output[tile]
+        gate, up, d_hidden = (buffer[: len(x_tile)] for buffer in buffers)
+        torch.mm(x_tile, gate_weight.t(), out=gate)
+        torch.mm(x_tile, up_weight.t(), out=up)
+        torch.mm(d_output_tile, down_weight, out=d_hidden)
+        if triton_kernels:
+            _launch_backward(d_hidden, gate, up, gate, up, d_hidden, activation)
+        else:
+            _activation_backward_in_place(d_hidden, gate, up, activation)
+        d_gate, d_up, hidden = gate, up, d_hidden  # what the buffers hold from here on
+
+        if d_x is not None:
+            d_x_tile = d_x[tile]
+            torch.mm(d_gate, gate_weight, out=d_x_tile)
+            torch.addmm(d_x_tile, d_up, up_weight, out=d_x_tile)
+        for total, left, right in zip(d_weights, (d_gate, d_up, d_output_tile), (x_tile, x_tile, hidden)):
+            if total is not None:
+                _add_product(total, left.t(), right)
+    del buffers, gate, up, d_hidden, d_gate, d_up, hidden  # before the casts, which would else add to the peak
+    d_weights = [total.to(w.dtype) for total, w in zip(d_weights, weights) if total is not None]
+    return d_weights if d_x is None else [d_x, *d_weights]
+
+
+@_tiled_mlp_backward.register_fake
+def _(d_output, x, gate_weight, up_weight, down_weight, activation, tile_size, triton_kernels, needs_gradient):
+    tensors = (x, gate_weight, up_weight, down_weight)
+    return [
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t, needed in zip(tensors, needs_gradient) if needed
+    ]
+
+
+def _activation_backward_in_place(d_hidden, gate, up, activation):
+    compute_dtype = torch.promote_types(gate.dtype, torch.float32)
+    d, x, u = (t.to(compute_dtype, copy=True) for t in (d_hidden, gate, up))
+    if activation == "silu":
+        value, d_gate = F.silu(x), torch.ops.aten.silu_backward(d * u, x)
+    else:
+        approximate = _approximate(activation)
+        value = F.gelu(x, approximate=approximate)
+        d_gate = torch.ops.aten.gelu_backward(d * u, x, approximate=approximate)
+    gate.copy_(d_gate)
+    up.copy_(d * value)
+    d_hidden.copy_(value * u)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, total float32 (or float64): bfloat16 sums over tiles would lose the small addends."""
+    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+def _setup_tiled(ctx, inputs, output):
+    *tensors, ctx.activation, ctx.tile_size, ctx.triton_kernels = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _tiled_gradients(ctx, d_output):
+    needs = list(ctx.needs_input_grad[:4])
+    found = iter(
+        _tiled_mlp_backward(d_output, *ctx.saved_tensors, ctx.activation, ctx.tile_size, ctx.triton_kernels, needs)
+    )
+    return *(next(found) if needed else None for needed in needs), None, None, None
+
+
+_tiled_mlp.register_autograd(_tiled_gradients, setup_context=_setup_tiled)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
+    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202).
+
+    Args:
+        gate, up: [..., F], of one shape and one dtype of float32, bfloat16 and float16. The two halves of a fused
+            projection are read in place.
+        impl: "auto", "triton" or "torch".
+
+    Returns:
+        [..., F], contiguous, in the dtype of gate and up.
+
+    Raises:
+        ValueError: unequal shapes or dtypes; for Triton, also a dtype other than the three above.
+    """
+    return _gated(gate, up, "silu", impl)
+
+
+def geglu(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh", impl: str = "auto") -> torch.Tensor:
+    """gelu(gate) * up (Shazeer 2020, arXiv:2002.05202); `approximate` is "tanh" (Gemma's) or "none", by erf.
+
+    Arguments, result and errors are otherwise those of `swiglu`.
+    """
+    if approximate not in ("tanh", "none"):
+        raise ValueError(f'approximate must be "tanh" or "none", got {approximate!r}')
+    return _gated(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu", impl)
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor, activation: str, impl: str) -> torch.Tensor:
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            "gate and up must be of one shape and dtype, "
+            f"got {list(gate.shape)} {gate.dtype} and {list(up.shape)} {up.dtype}"
+        )
+    if not use_triton(impl, gate):
+        return gated_activation_reference(gate, up, activation)
+    _check_dtype(gate)
+    return _gated_activation(gate, up, activation)
+
+
+def _check_dtype(x: torch.Tensor) -> None:
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"the gated activation's kernel takes float32, bfloat16 or float16, got {x.dtype}")
+
+
+def gated_mlp(
+    input: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    *,
+    activation: str = "silu",
+    tile_size: int | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """down(act(gate(input)) * up(input)), optionally in tiles of rows (Snowflake's ALST 2025, arXiv:2506.13996).
+
+    Args:
+        input: [..., D].
+        gate_weight, up_weight: [F, D].
+        down_weight: [D, F]; all as `torch.nn.Linear` keeps them, without biases.
+        activation: "silu", "gelu_tanh" or "gelu".
+        tile_size: None runs the whole at once and keeps gate and up for backward. A number of rows runs one autograd
+            function over tiles, which keeps the input only and needs 3 * tile_size * F elements at a time (and, in
+            backward, the three weight gradients in float32): 8192 costs the 4B's MLP 0.45 GiB.
+        impl: "auto", "triton" or "torch".
+
+    Returns:
+        [..., D].
+
+    Raises:
+        ValueError: unknown activation, tile_size below 1, shapes or dtypes that do not fit; for Triton, also a dtype
+            other than float32, bfloat16 and float16.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    width, hidden = input.shape[-1], gate_weight.shape[0]
+    if not gate_weight.shape == up_weight.shape == (hidden, width) or down_weight.shape != (width, hidden):
+        raise ValueError(
+            f"for an input of width {width}, weights must be [F, {width}], [F, {width}] and [{width}, F], got "
+            f"{list(gate_weight.shape)}, {list(up_weight.shape)} and {list(down_weight.shape)}"
+        )
+    if tile_size is None:
+        hidden = _gated(F.linear(input, gate_weight), F.linear(input, up_weight), activation, impl)
+        return F.linear(hidden, down_weight)
+
+    if tile_size < 1:
+        raise ValueError(f"tile_size must be at least 1 row, got {tile_size}")
+    tensors = (input, gate_weight, up_weight, down_weight)
+    device = input.device.type
+    if torch.is_autocast_enabled(device):  # F.linear would cast; a custom op has to be given what it computes in
+        tensors = tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
+    if len({t.dtype for t in tensors}) > 1:
+        raise ValueError(f"input and weights must be of one dtype, got {[str(t.dtype) for t in tensors]}")
+    triton_kernels = use_triton(impl, input)
+    if triton_kernels:
+        _check_dtype(tensors[0])
+    x, *weights = tensors
+    output = _tiled_mlp(x.reshape(-1, width), *weights, activation, tile_size, triton_kernels)
+    return output.view(input.shape)

@@ -1,0 +1,336 @@
+"""The output projection and its cross-entropy without the [tokens, V] logits: chunk by chunk, gradients in forward.
+
+For a chunk of tokens with hidden states x [n, D], head W [V, D] and the row loss of kernels/cross_entropy.py:
+
+    logits = x W^T                                              one GEMM, into a buffer that all chunks share
+    g = d(sum of the chunk's losses) / d(logits)                one kernel, over the logits
+    dx = g W,  dW += g^T x,  d_bias += sum of g's rows          two GEMMs; dW accumulates in float32
+
+A loss and both gradients need these three GEMMs and no fewer. g is not scaled: 1 / tokens and the incoming gradient
+multiply dx and the float32 dW, once, in backward, so neither underflows g's 16 bits.
+Rows whose label is ignored take part in no GEMM. With reduction="none" each row has an incoming gradient of its own,
+known only in backward: forward computes the losses alone, backward runs the chunks again with g's rows scaled.
+
+Kept for backward: dx in the input's dtype and dW in float32; with reduction="none" the inputs instead.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from kernels.common import use_triton
+from kernels.cross_entropy import (
+    Details,
+    RowOptions,
+    check_options,
+    cross_entropy_reference,
+    details,
+    loss_scale,
+    row_losses,
+    row_step,
+)
+
+
+def linear_cross_entropy_reference(
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    linear_bias: torch.Tensor | None = None,
+    **options,
+) -> torch.Tensor | Details:
+    """Plain PyTorch with full logits; `options` are those of `cross_entropy_reference`."""
+    return cross_entropy_reference(F.linear(input, linear_weight, linear_bias), target, **options)
+
+
+class _Shard(NamedTuple):
+    """Which classes this rank's rows of the head stand for."""
+
+    group: dist.ProcessGroup | None
+    first_class: int
+    num_classes: int  # of all ranks
+
+
+def _shard(group_name: str | None, num_columns: int) -> _Shard:
+    if group_name is None:
+        return _Shard(None, 0, num_columns)
+    group = dist.distributed_c10d._resolve_process_group(group_name)
+    return _Shard(group, dist.get_rank(group) * num_columns, dist.get_world_size(group) * num_columns)
+
+
+def _sharded_row_step(logits, labels, weight, options, shard, gradient, scale):
+    """`row_step` where each rank holds a shard of every row: one all-gather of the [4, n] statistics in between."""
+    classes = {"first_class": shard.first_class, "num_classes": shard.num_classes}
+    own = row_step(logits, labels, weight, options, **classes)
+    gathered = own.new_empty(dist.get_world_size(shard.group) * len(own), own.shape[1])
+    dist.all_gather_into_tensor(gathered, own, group=shard.group)
+    gathered = gathered.view(-1, *own.shape)
+    maxima, others, true_logits, deviations = gathered.unbind(1)
+    maximum, true_logit = maxima.amax(0), true_logits.amax(0)
+    others = (others * (maxima - maximum).exp()).sum(0)
+    # A rank without the label measured its deviation from 0 instead of z[label].
+    class_weight = own.new_ones(shard.num_classes) if weight is None else weight.to(own.dtype)
+    shard_sums = class_weight.view(len(gathered), -1).sum(1)
+    owner = (labels // logits.shape[1]).clamp(0, len(gathered) - 1)
+    deviation = deviations.sum(0) - (shard_sums.sum() - shard_sums[owner]) * true_logit
+    statistics = torch.stack([maximum, others, true_logit, deviation])
+    if gradient is not None:
+        row_step(logits, labels, weight, options, statistics=statistics, gradient=gradient, scale=scale, **classes)
+    return statistics
+
+
+def _rows_to_compute(target: torch.Tensor, ignore_index: int, num_valid_tokens: int | None) -> torch.Tensor | None:
+    """Indices of the rows that count, in order; None if all do. Waits for the device unless their number is known."""
+    valid = target != ignore_index
+    if num_valid_tokens is None:
+        num_valid_tokens = int(valid.sum())
+    else:
+        torch._assert_async(valid.sum() == num_valid_tokens, "num_valid_tokens is not the number of valid labels")
+    if num_valid_tokens == len(target):
+        return None
+    return torch.argsort((~valid).byte(), stable=True)[:num_valid_tokens]
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool = False) -> None:
+    """out = a @ b or out += a @ b, in out's dtype: on CUDA, cuBLAS adds products of 16-bit factors to a float32 out."""
+    if not a.is_cuda:
+        a, b = a.to(out.dtype), b.to(out.dtype)
+    out_dtype = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
+    if accumulate:
+        torch.addmm(out, a, b, **out_dtype, out=out)
+    else:
+        torch.mm(a, b, **out_dtype, out=out)
+
+
+@torch.library.custom_op("fathom::linear_cross_entropy", mutates_args=())
+def _loss_and_gradients(
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    target: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    scale: torch.Tensor,
+    needs_input: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    num_valid_tokens: int | None,
+    logits_dtype: torch.dtype,
+    chunk_size: int,
+    group_name: str | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    use_triton: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss, rows' losses and log-sum-exps, and those gradients of input, head and bias that are needed (else empty).
+
+    scale [] multiplies the sum of the losses, but not yet the gradients; scale [N] multiplies each row's gradient.
+    """
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
+    shard = _shard(group_name, len(linear_weight))
+    rows = _rows_to_compute(target, ignore_index, num_valid_tokens)
+    num_rows = len(target) if rows is None else len(rows)
+    needs_gradient = needs_input or needs_weight or needs_bias
+
+    losses, log_sum_exp, d_input, d_weight, d_bias = _empty_outputs(
+        input, linear_weight, target, needs_input, needs_weight, needs_bias
+    )
+    d_bias.zero_()
+    if rows is not None:
+        d_input.zero_()
+    if num_rows == 0:
+        d_weight.zero_()
+    statistics = losses.new_empty(4, num_rows)
+    logits_buffer = input.new_empty(min(chunk_size, num_rows), len(linear_weight), dtype=logits_dtype)
+    # The gradient overwrites the logits where it has their dtype.
+    same_dtype = logits_dtype == input.dtype or not needs_gradient
+    gradient_buffer = logits_buffer if same_dtype else torch.empty_like(logits_buffer, dtype=input.dtype)
+
+    for start in range(0, num_rows, chunk_size):
+        here = slice(start, start + chunk_size)
+        chunk = here if rows is None else rows[here]
+        x, labels, row_scale = input[chunk], target[chunk], scale[chunk] if scale.dim() else None
+        logits = logits_buffer[: len(x)]
+        gradient = gradient_buffer[: len(x)] if needs_gradient else None
+        _matmul(x, linear_weight.T, out=logits)
+        if linear_bias is not None:
+            logits += linear_bias
+        if shard.group is None:
+            statistics[:, here] = row_step(logits, labels, weight, options, gradient=gradient, scale=row_scale)
+        else:
+            statistics[:, here] = _sharded_row_step(logits, labels, weight, options, shard, gradient, row_scale)
+        if needs_input:
+            d_x = d_input[here] if rows is None else torch.empty_like(x)
+            _matmul(gradient, linear_weight, out=d_x)
+            if rows is not None:
+                d_input[chunk] = d_x
+        if needs_weight:
+            _matmul(gradient.T, x, out=d_weight, accumulate=start > 0)
+        if needs_bias:
+            d_bias += gradient.sum(0, dtype=d_bias.dtype)
+
+    if needs_input and shard.group is not None:
+        dist.all_reduce(d_input, group=shard.group)
+    computed = slice(None) if rows is None else rows
+    for output, values in zip(
+        (losses, log_sum_exp), row_losses(statistics, target[computed], weight, options, shard.num_classes)
+    ):
+        output.zero_()[computed] = values
+    return (losses * scale).sum(), losses, log_sum_exp, d_input, d_weight, d_bias
+
+
+def _empty_outputs(input, linear_weight, target, needs_input, needs_weight, needs_bias):
+    """Rows' losses and log-sum-exps; gradients of input, in its dtype, and of head and bias, in float32 at least."""
+    losses = input.new_empty(target.shape, dtype=torch.promote_types(input.dtype, torch.float32))
+    return (
+        losses,
+        torch.empty_like(losses),
+        input.new_empty(input.shape if needs_input else 0),
+        losses.new_empty(linear_weight.shape if needs_weight else 0),
+        losses.new_empty(len(linear_weight) if needs_bias else 0),
+    )
+
+
+@_loss_and_gradients.register_fake
+def _(input, linear_weight, target, linear_bias, weight, scale, needs_input, needs_weight, needs_bias, *options):
+    outputs = _empty_outputs(input, linear_weight, target, needs_input, needs_weight, needs_bias)
+    return outputs[0].new_empty(()), *outputs
+
+
+def _setup_context(ctx, inputs, output):
+    input, linear_weight, target, linear_bias, weight, scale, *needs = inputs[:9]
+    ctx.set_materialize_grads(False)
+    ctx.dtype, ctx.options, ctx.has_gradients = input.dtype, inputs[9:], any(needs)
+    if ctx.has_gradients:
+        ctx.save_for_backward(scale, *output[3:])
+    else:
+        ctx.save_for_backward(input, linear_weight, target, linear_bias, weight)
+
+
+def _backward(ctx, d_loss, d_losses, *_):
+    if torch.is_grad_enabled():
+        raise RuntimeError("linear_cross_entropy has no second derivative (create_graph=True); its reference has")
+    needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
+    if ctx.has_gradients:
+        scale, *gradients = ctx.saved_tensors
+        scale = (scale * d_loss).reshape(1)  # [1]: a 0-d factor would first be rounded to the gradient's dtype
+        # Where the graph is kept backward may come again; otherwise the gradients' memory can be their result's.
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        gradients = [
+            torch.mul(g, scale, out=g if g.dtype == ctx.dtype and not kept else torch.empty_like(g, dtype=ctx.dtype))
+            for g in gradients
+        ]
+    else:
+        _, _, _, *gradients = _loss_and_gradients(*ctx.saved_tensors, d_losses.contiguous(), *needs, *ctx.options)
+    d_input, d_weight, d_bias = (g.to(ctx.dtype) if needed else None for g, needed in zip(gradients, needs))
+    return d_input, d_weight, None, d_bias, *[None] * (5 + len(ctx.options))
+
+
+_loss_and_gradients.register_autograd(_backward, setup_context=_setup_context)
+
+
+def linear_cross_entropy(
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    linear_bias: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    denominator: float | torch.Tensor | None = None,
+    num_valid_tokens: int | None = None,
+    logits_dtype: torch.dtype | None = None,
+    chunk_size: int = 4096,
+    process_group: dist.ProcessGroup | None = None,
+    return_details: bool = False,
+    impl: str = "auto",
+) -> torch.Tensor | Details:
+    """Cross-entropy of `input @ linear_weight.T + linear_bias`, whose logits exist one chunk of tokens at a time.
+
+    The signature follows PyTorch's `F.linear_cross_entropy`; gradients in forward follow mgmalek's
+    efficient_cross_entropy and Liger-Kernel (arXiv:2410.10989). Beside the inputs and the gradients it takes
+    chunk_size * V * 2 bytes for 16-bit logits and 4 * V * D for dW in float32. Under autocast the input, head and
+    bias are cast as by F.linear.
+
+    Args:
+        input: [..., D] hidden states, float32, bfloat16 or float16 (float64 too with impl="torch").
+        linear_weight: [V, D], the head, of the input's dtype. A DTensor is gathered once and its gradient summed over
+            the ranks of its mesh, each of which is taken to have rows of its own.
+        target: [...] int64 labels in [0, V), or `ignore_index`.
+        linear_bias: [V], of the input's dtype.
+        weight: [V] class weights (of all ranks' classes under `process_group`). Not differentiated.
+        reduction: "mean", "sum" or "none". "none" costs a fourth GEMM in backward.
+        ignore_index: rows with this label count for nothing, and cost nothing.
+        label_smoothing, z_loss, softcap, denominator: as in `cross_entropy`.
+        num_valid_tokens: how many labels are not `ignore_index`, if the caller knows: then the host does not wait
+            for the device. A wrong number is an error (on CUDA a device-side assertion).
+        logits_dtype: dtype of a chunk's logits: the input's (default) or torch.float32, with the gradient beside
+            them in the input's dtype.
+        chunk_size: tokens a chunk.
+        process_group: shards the vocabulary: each rank calls with the same input and target and its own rows of
+            linear_weight and linear_bias, equally many on every rank and in the order of ranks. Every rank returns
+            the loss of all, and the whole gradient of the input.
+        return_details: also return each row's loss and log-sum-exp.
+        impl: "auto", "triton" or "torch": who computes a chunk's loss and gradient between the GEMMs.
+
+    Returns:
+        The loss, float32 (float64 of float64 input): [], or [...] if reduction is "none". With `return_details`,
+        a `Details`.
+
+    Raises:
+        ValueError: shapes, dtypes or options that do not fit together.
+        RuntimeError: num_valid_tokens is wrong; in backward, create_graph=True.
+    """
+    if hasattr(linear_weight, "full_tensor"):
+        from torch.distributed.tensor import Partial
+
+        linear_weight = linear_weight.full_tensor(grad_placements=[Partial()] * linear_weight.device_mesh.ndim)
+    if torch.is_autocast_enabled(input.device.type):
+        dtype = torch.get_autocast_dtype(input.device.type)
+        input, linear_weight = input.to(dtype), linear_weight.to(dtype)
+        linear_bias = None if linear_bias is None else linear_bias.to(dtype)
+    logits_dtype = logits_dtype or input.dtype
+    on_triton = use_triton(impl, input)
+    num_shards = 1 if process_group is None else process_group.size()
+    check_options(
+        input, target, weight, num_shards * linear_weight.shape[0], reduction, label_smoothing, softcap, on_triton
+    )
+    _check(input, linear_weight, linear_bias, target, num_valid_tokens, logits_dtype, chunk_size)
+
+    x, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1).long()
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    scale = loss_scale(labels, weight, reduction, ignore_index, denominator, dtype)
+    # Gradients are computed in forward, if at all; of reduction="none" they are not.
+    computes_gradients = torch.is_grad_enabled() and reduction != "none"
+    needs = [computes_gradients and t is not None and t.requires_grad for t in (x, linear_weight, linear_bias)]
+    group_name = None if process_group is None else process_group.group_name
+    loss, losses, log_sum_exp, *_ = _loss_and_gradients(
+        x, linear_weight, labels, linear_bias, weight, scale, *needs, num_valid_tokens, logits_dtype, chunk_size,
+        group_name, ignore_index, label_smoothing, z_loss, softcap, on_triton,
+    )  # fmt: skip
+    if reduction == "none":
+        loss = losses.view(target.shape)
+    return details(loss, losses, log_sum_exp, target.shape) if return_details else loss
+
+
+def _check(input, linear_weight, linear_bias, target, num_valid_tokens, logits_dtype, chunk_size):
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
+        raise ValueError(f"linear_weight must be [V, {input.shape[-1]}], got {list(linear_weight.shape)}")
+    if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
+        raise ValueError(f"linear_bias must be [{linear_weight.shape[0]}], got {list(linear_bias.shape)}")
+    for name, tensor in {"linear_weight": linear_weight, "linear_bias": linear_bias}.items():
+        if tensor is not None and tensor.dtype != input.dtype:
+            raise ValueError(f"{name} must have the input's dtype, {input.dtype}, got {tensor.dtype}")
+    if logits_dtype not in (input.dtype, torch.float32):
+        raise ValueError(f"logits_dtype must be the input's, {input.dtype}, or torch.float32, got {logits_dtype}")
+    if num_valid_tokens is not None and not 0 <= num_valid_tokens <= target.numel():
+        raise ValueError(f"num_valid_tokens must be between 0 and {target.numel()}, got {num_valid_tokens}")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")

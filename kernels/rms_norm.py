@@ -1,0 +1,266 @@
+"""Root-mean-square normalisation of the last dimension, with an optional residual added first, in one launch.
+
+    total = input + residual                          rounded to the input's dtype, as eager would
+    normed = total * rstd * (weight + weight_offset)  with rstd = 1 / sqrt(mean(total^2) + eps)
+
+Backward, with x_hat = total * rstd and g = d_normed * (weight + weight_offset):
+
+    d_input = d_residual = rstd * (g - x_hat * mean(g * x_hat)) + d_total
+    d_weight = sum over rows of d_normed * x_hat
+
+Kept for backward: the input (or the total, which is an output anyway) and one float32 rstd a row.
+d_weight is summed in two stages in float32, a fixed number of partial sums and then their sum: no atomics,
+so the same bits in every run.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.common import use_triton
+
+LARGEST_ROW = 8192  # elements: a row lives in one program's registers
+FORWARD_BLOCK, BACKWARD_BLOCK = 2048, 4096  # elements a program works on at once: many rows where rows are short
+PROGRAMS_PER_SM = 2  # that loop over rows in backward, each leaving one partial sum of d_weight; more do not fit
+
+
+def rms_norm_reference(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = True,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Plain PyTorch with the contract of `rms_norm`; float64 stays float64."""
+    total = input if residual is None else input + residual
+    x = total.to(torch.promote_types(total.dtype, torch.float32))
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    if cast_before_weight:
+        normed = normed.to(total.dtype)
+    normed = (normed * (weight.to(x.dtype) + weight_offset)).to(total.dtype)
+    return normed if residual is None else (normed, total)
+
+
+@triton.jit
+def _rms_norm_forward_kernel(
+    input_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, rstd_ptr,
+    num_rows, outer_stride, inner_stride, eps, weight_offset,
+    INNER: tl.constexpr, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, CAST_BEFORE_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Rows of `input` lie at (row // INNER) * outer_stride + (row % INNER) * inner_stride; all else is contiguous."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [BLOCK_ROWS]
+    columns = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    mask = (rows < num_rows)[:, None] & (columns < D)[None, :]  # [BLOCK_ROWS, BLOCK_D]
+    input_rows = (rows // INNER) * outer_stride + (rows % INNER) * inner_stride
+    offsets = rows[:, None] * D + columns[None, :]
+
+    x = tl.load(input_ptr + input_rows[:, None] + columns[None, :], mask=mask, other=0.0)
+    dtype = x.dtype
+    x = x.to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        total = x.to(dtype)
+        tl.store(total_ptr + offsets, total, mask=mask)
+        x = total.to(tl.float32)
+    scale = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32) + weight_offset
+
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)  # [BLOCK_ROWS]
+    tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
+    normed = x * rstd[:, None]
+    if CAST_BEFORE_WEIGHT:
+        normed = normed.to(dtype).to(tl.float32)
+    tl.store(normed_ptr + offsets, (normed * scale[None, :]).to(dtype), mask=mask)
+
+
+@triton.jit
+def _rms_norm_backward_kernel(
+    d_normed_ptr, d_total_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr,
+    num_rows, outer_stride, inner_stride, weight_offset,
+    INNER: tl.constexpr, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_D_TOTAL: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    scale = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32) + weight_offset
+    d_weight = tl.zeros([BLOCK_ROWS, BLOCK_D], dtype=tl.float32)
+
+    # num_stages: loads of the next rows are in flight while these are worked on.
+    first, step = tl.program_id(0) * BLOCK_ROWS, tl.num_programs(0) * BLOCK_ROWS
+    for start in tl.range(first, num_rows, step, num_stages=NUM_STAGES):
+        rows = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)  # [BLOCK_ROWS]
+        mask = (rows < num_rows)[:, None] & (columns < D)[None, :]  # [BLOCK_ROWS, BLOCK_D]
+        x_rows = (rows // INNER) * outer_stride + (rows % INNER) * inner_stride
+        offsets = rows[:, None] * D + columns[None, :]
+
+        x = tl.load(x_ptr + x_rows[:, None] + columns[None, :], mask=mask, other=0.0)
+        d_normed = tl.load(d_normed_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)  # [BLOCK_ROWS]
+
+        x_hat = x.to(tl.float32) * rstd[:, None]
+        g = d_normed * scale[None, :]
+        dx = rstd[:, None] * g - x_hat * (rstd * tl.sum(g * x_hat, axis=1) / D)[:, None]
+        if HAS_D_TOTAL:
+            dx += tl.load(d_total_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + offsets, dx.to(x.dtype), mask=mask)
+        d_weight += d_normed * x_hat
+
+    partial = partial_ptr + tl.program_id(0) * D + columns
+    tl.store(partial, tl.sum(d_weight, axis=0), mask=columns < D)
+
+
+def _evenly_spaced_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` as [outer, inner, D], copied only where two strides cannot describe where its rows start.
+
+    inner is 1 for rows of one spacing, the number of heads for heads sliced out of a fused projection.
+    """
+    for inner in (1, x.shape[-2] if x.dim() > 2 else 1):
+        try:
+            rows = x.view(-1, inner, x.shape[-1])
+        except RuntimeError:
+            continue
+        if rows.stride(-1) == 1:
+            return rows
+    return x.contiguous().view(-1, 1, x.shape[-1])
+
+
+def _blocks(d: int, elements: int) -> dict[str, int]:
+    block_d = triton.next_power_of_2(d)
+    return {"D": d, "BLOCK_D": block_d, "BLOCK_ROWS": max(1, elements // block_d)}
+
+
+@torch.library.custom_op("fathom::rms_norm_forward", mutates_args=())
+def _forward(
+    input: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float,
+    cast_before_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """normed, total (empty without a residual) and rstd."""
+    x = _evenly_spaced_rows(input) if residual is None else input.reshape(-1, 1, input.shape[-1]).contiguous()
+    normed, total, rstd = _empty_outputs(input, residual)
+    blocks = _blocks(input.shape[-1], FORWARD_BLOCK)
+    _rms_norm_forward_kernel[(triton.cdiv(rstd.numel(), blocks["BLOCK_ROWS"]),)](
+        x, None if residual is None else residual.contiguous(), weight.contiguous(), normed, total, rstd,
+        rstd.numel(), x.stride(0), x.stride(1), eps, weight_offset, INNER=x.shape[1], **blocks,
+        HAS_RESIDUAL=residual is not None, CAST_BEFORE_WEIGHT=cast_before_weight,
+        num_warps=max(4, blocks["BLOCK_D"] // 1024),
+    )  # fmt: skip
+    return normed, total, rstd
+
+
+def _empty_outputs(input, residual):
+    normed = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    total = input.new_empty(0) if residual is None else torch.empty_like(normed)
+    return normed, total, torch.empty(input.shape[:-1], dtype=torch.float32, device=input.device)
+
+
+@_forward.register_fake
+def _(input, residual, weight, eps, weight_offset, cast_before_weight):
+    return _empty_outputs(input, residual)
+
+
+@torch.library.custom_op("fathom::rms_norm_backward", mutates_args=())
+def _backward(
+    d_normed: torch.Tensor,
+    d_total: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    rstd: torch.Tensor,
+    weight_offset: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x (the input, or the total) and of the weight."""
+    rows = _evenly_spaced_rows(x)
+    blocks = _blocks(x.shape[-1], BACKWARD_BLOCK)
+    num_programs = min(_num_programs(x.device), triton.cdiv(rstd.numel(), blocks["BLOCK_ROWS"]))
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    partial = torch.empty(num_programs, x.shape[-1], dtype=torch.float32, device=x.device)
+    _rms_norm_backward_kernel[(num_programs,)](
+        d_normed.contiguous(), None if d_total is None else d_total.contiguous(), rows, weight.contiguous(), rstd,
+        dx, partial, rstd.numel(), rows.stride(0), rows.stride(1), weight_offset, INNER=rows.shape[1], **blocks,
+        HAS_D_TOTAL=d_total is not None, NUM_STAGES=4 if blocks["BLOCK_D"] <= BACKWARD_BLOCK else 1,
+        num_warps=max(8, blocks["BLOCK_D"] // 512),
+    )  # fmt: skip
+    return dx, partial.sum(0).to(weight.dtype)
+
+
+def _num_programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return PROGRAMS_PER_SM
+    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@_backward.register_fake
+def _(d_normed, d_total, x, weight, rstd, weight_offset):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(weight)
+
+
+def _setup_context(ctx, inputs, output):
+    input, residual, weight, _, ctx.weight_offset, _ = inputs
+    _, total, rstd = output
+    ctx.set_materialize_grads(False)  # no zeros written and read where the total goes nowhere
+    ctx.save_for_backward(input if residual is None else total, weight, rstd)
+    ctx.has_residual = residual is not None
+
+
+def _gradients(ctx, d_normed, d_total, d_rstd):
+    d_total = d_total if ctx.has_residual else None
+    if d_normed is None:
+        return d_total, d_total, None, None, None, None
+    dx, d_weight = _backward(d_normed, d_total, *ctx.saved_tensors, ctx.weight_offset)
+    return dx, dx if ctx.has_residual else None, d_weight, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_setup_context)
+
+
+def rms_norm(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = True,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+    Args:
+        input: [..., D], float32, bfloat16 or float16. Rows may be strided, as q's and k's heads are when sliced out
+            of a fused projection: [B, T, H, K] is normalised per head.
+        weight: [D], any floating dtype.
+        eps: added to the mean of squares.
+        residual: of the input's shape and dtype; added to the input before the norm.
+        weight_offset: added to the weight in float32; 1.0 is Gemma's convention.
+        cast_before_weight: True rounds the normalised row to the input's dtype before it meets the weight, as Llama
+            and Qwen3 do in transformers; False keeps float32 until the end, as Gemma does.
+        impl: "auto", "triton" or "torch".
+
+    Returns:
+        The normalised input, in the input's dtype; with `residual`, that and input + residual.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together; for Triton, also a dtype other than the three above or
+            D above 8,192.
+    """
+    if weight.shape != input.shape[-1:]:
+        raise ValueError(f"weight must be [{input.shape[-1]}], the input's last dimension, got {list(weight.shape)}")
+    if residual is not None and (residual.shape, residual.dtype) != (input.shape, input.dtype):
+        raise ValueError(
+            f"residual must be {list(input.shape)} {input.dtype} as the input is, "
+            f"got {list(residual.shape)} {residual.dtype}"
+        )
+    if not use_triton(impl, input):
+        return rms_norm_reference(
+            input, weight, eps, residual=residual, weight_offset=weight_offset, cast_before_weight=cast_before_weight
+        )
+    if input.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"rms_norm's kernel takes float32, bfloat16 or float16, got {input.dtype}")
+    if input.shape[-1] > LARGEST_ROW:
+        raise ValueError(f"rms_norm's kernel takes rows of up to {LARGEST_ROW} elements, got {input.shape[-1]}")
+    normed, total, _ = _forward(input, residual, weight, eps, weight_offset, cast_before_weight)
+    return normed if residual is None else (normed, total)

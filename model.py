@@ -1,0 +1,459 @@
+"""The decoder: configuration, sizes, rotary positions, attention, MLP, block, transformer, loss, generation.
+
+Shapes: B batch, T tokens, D model width, H query heads, G key/value heads, K head width, F feed-forward width, V vocab.
+The architecture is Qwen3's (arXiv 2505.09388): RMSNorm before each half of a block, RMSNorm on each query and key head
+before rotary positions, grouped-query attention, a gated MLP, no biases. Parameter names are Hugging Face's.
+"""
+
+import functools
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from kernels.attention import attention
+from kernels.cross_entropy import cross_entropy
+from kernels.gated_mlp import gated_mlp
+from kernels.linear_cross_entropy import linear_cross_entropy
+from kernels.rms_norm import rms_norm
+from kernels.rope import rope
+
+logger = logging.getLogger(__name__)
+
+IGNORE_INDEX = -100
+# Above this size the projected logits are never materialised (GB = 2**30 bytes).
+CHUNKED_LOSS_THRESHOLD_BYTES = 10 * 2**30
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a decoder; `MODEL_SIZES` holds the named ones.
+
+    Raises:
+        ValueError: a size that is not positive, heads that do not divide, an unknown activation or loss.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int = 128
+    hidden_act: str = "silu"  # SwiGLU; "gelu_tanh" is GeGLU
+    tie_word_embeddings: bool = True
+    rope_theta: float = 1e6
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    loss_impl: str = "auto"  # "chunked" or "standard" force one
+    attention_backend: str = "auto"  # see kernels.attention.BACKENDS
+
+    def __post_init__(self):
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                     "num_key_value_heads", "head_dim"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads must be a multiple of num_key_value_heads ({self.num_key_value_heads}), "
+                f"got {self.num_attention_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        for name, choices in (("hidden_act", ("silu", "gelu_tanh")), ("loss_impl", ("auto", "chunked", "standard"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+
+    def projected_logits_bytes(self, num_tokens: int, bytes_per_logit: int = 2) -> int:
+        """Size of the [num_tokens, V] logits that the standard loss materialises."""
+        return num_tokens * self.vocab_size * bytes_per_logit
+
+    def uses_chunked_loss(self, num_tokens: int, bytes_per_logit: int = 2) -> bool:
+        """The switch: chunked above `CHUNKED_LOSS_THRESHOLD_BYTES` unless `loss_impl` says otherwise."""
+        if self.loss_impl != "auto":
+            return self.loss_impl == "chunked"
+        return self.projected_logits_bytes(num_tokens, bytes_per_logit) > CHUNKED_LOSS_THRESHOLD_BYTES
+
+    def layer_matrix_parameters(self) -> int:
+        """Elements of one block's matrices: q, k, v, o projections and the gated MLP."""
+        attention_width = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+        return self.hidden_size * (attention_width + 3 * self.intermediate_size)
+
+    def num_parameters(self) -> int:
+        """All trained elements; a tied head counts once."""
+        layer_norms = 2 * self.hidden_size + 2 * self.head_dim
+        layers = self.num_hidden_layers * (self.layer_matrix_parameters() + layer_norms)
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return embeddings + layers + self.hidden_size
+
+    def forward_flops(self, document_lengths: list[int]) -> int:
+        """Floating-point operations of one forward over documents of these lengths, attention counted causally.
+
+        A training step needs three times as many; recomputed activations are not counted (model FLOPs).
+        """
+        matrices = self.num_hidden_layers * self.layer_matrix_parameters() + self.vocab_size * self.hidden_size
+        pairs = sum(n * (n + 1) // 2 for n in document_lengths)
+        attention_flops = 4 * self.num_attention_heads * self.head_dim * pairs
+        return 2 * matrices * sum(document_lengths) + self.num_hidden_layers * attention_flops
+
+    def to_hugging_face(self) -> dict:
+        """The config.json of Qwen3 in transformers that describes this shape."""
+        return {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            **{name: getattr(self, name) for name in _HUGGING_FACE_FIELDS},
+            "hidden_act": _HUGGING_FACE_ACTIVATIONS[self.hidden_act],
+            "attention_bias": False,
+            "max_position_embeddings": 131_072,
+            "rope_scaling": None,
+        }
+
+    @classmethod
+    def from_hugging_face(cls, config: dict) -> "ModelConfig":
+        """The shape that a Qwen3 config.json declares, in its older form or with `rope_parameters`.
+
+        Raises:
+            ValueError: another architecture, a missing field, or scaled rotary positions.
+        """
+        rope_parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        config = {"rope_theta": rope_parameters.get("rope_theta"), **config}
+        scaling = rope_parameters.get("rope_type", "default")
+        if config.get("model_type") != "qwen3" or config.get("attention_bias") or scaling != "default":
+            raise ValueError(
+                "config.json must be of model_type qwen3 without attention_bias or rope scaling, got "
+                f"{config.get('model_type')!r}, attention_bias {config.get('attention_bias')}, rope {scaling!r}"
+            )
+        missing = [name for name in _HUGGING_FACE_FIELDS if config.get(name) is None]
+        activations = {theirs: ours for ours, theirs in _HUGGING_FACE_ACTIVATIONS.items()}
+        if missing or config.get("hidden_act") not in activations:
+            raise ValueError(f"config.json lacks {missing or 'a known hidden_act'}")
+        fields = {name: config[name] for name in _HUGGING_FACE_FIELDS}
+        return cls(**fields, hidden_act=activations[config["hidden_act"]])
+
+
+_HUGGING_FACE_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+_HUGGING_FACE_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps", "initializer_range",
+)  # fmt: skip
+_QWEN3 = ModelConfig(
+    vocab_size=151_936, hidden_size=2560, intermediate_size=9728,
+    num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
+)  # fmt: skip
+MODEL_SIZES: dict[str, ModelConfig] = {
+    "tiny": ModelConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=384,
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32, rope_theta=1e4,
+    ),
+    "0.6B": replace(_QWEN3, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16),
+    "1.7B": replace(_QWEN3, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16),
+    "4B": _QWEN3,
+    "8B": replace(_QWEN3, hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
+}  # fmt: skip
+
+
+class RotaryCache:
+    """cos and sin of position x frequency, [positions, K/2] float32, grown on demand on the device that asks.
+
+    The angles are formed in float64, so that they are right at a million positions. It is a plain object and not a
+    buffer: nothing to move, cast, shard or save, and a model built on the meta device or moved later just asks again.
+    Method: Su et al., RoFormer, arXiv 2104.09864.
+    """
+
+    def __init__(self, head_dim: int, theta: float):
+        self.head_dim, self.theta = head_dim, theta
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin for positions 0 .. length-1 at least, on `device`."""
+        cached = 0 if self._tables is None else len(self._tables[0])
+        if cached < length or self._tables[0].device != device:
+            length = max(length, 2 * cached) if cached < length else cached
+            exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
+            positions = torch.arange(length, dtype=torch.float64, device=device)
+            angles = torch.outer(positions, self.theta**-exponents)
+            self._tables = angles.cos().float(), angles.sin().float()
+        return self._tables
+
+
+class KeyValueCache:
+    """Keys and values of the tokens already seen, for one layer, while generating."""
+
+    def __init__(self, max_length: int):
+        self.max_length, self.length = max_length, 0
+        self._keys_values: tuple[Tensor, Tensor] | None = None
+
+    def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new tokens; returns the keys and values of all tokens so far."""
+        if self._keys_values is None:
+            B, _, G, K = k_BTGK.shape
+            self._keys_values = tuple(k_BTGK.new_empty(B, self.max_length, G, K) for _ in range(2))
+        start, self.length = self.length, self.length + k_BTGK.shape[1]
+        for stored, new in zip(self._keys_values, (k_BTGK, v_BTGK)):
+            stored[:, start : self.length] = new
+        return tuple(stored[:, : self.length] for stored in self._keys_values)
+
+
+@dataclass
+class Context:
+    """What every block needs to know about the tokens besides their activations."""
+
+    cos: Tensor  # [T, K/2] or [B, T, K/2] float32
+    sin: Tensor
+    segments: Tensor | None = None  # the packed documents, see kernels.attention
+    caches: list[KeyValueCache] | None = None
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor, residual: Tensor | None = None):
+        return rms_norm(x, self.weight, self.eps, residual=residual)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        D, K, self.layer, self.backend = config.hidden_size, config.head_dim, layer, config.attention_backend
+        self.head_dim = K
+        self.q_proj = nn.Linear(D, config.num_attention_heads * K, bias=False)
+        self.k_proj = nn.Linear(D, config.num_key_value_heads * K, bias=False)
+        self.v_proj = nn.Linear(D, config.num_key_value_heads * K, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * K, D, bias=False)
+        self.q_norm = RMSNorm(K, config.rms_norm_eps)
+        self.k_norm = RMSNorm(K, config.rms_norm_eps)
+
+    def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
+        q_BTHK, k_BTGK, v_BTGK = (
+            projection(x_BTD).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q_BTHK, k_BTGK = rope(self.q_norm(q_BTHK), self.k_norm(k_BTGK), context.cos, context.sin)
+        if context.caches is not None:
+            k_BTGK, v_BTGK = context.caches[self.layer].append(k_BTGK, v_BTGK)
+        if k_BTGK.shape[1] == q_BTHK.shape[1]:
+            out_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, context.segments, backend=self.backend)
+        else:  # one new token, which sees all the cached ones
+            q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
+            out_BTHK = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+        return self.o_proj(out_BTHK.flatten(2))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        D, F_, self.activation = config.hidden_size, config.intermediate_size, config.hidden_act
+        self.gate_proj = nn.Linear(D, F_, bias=False)
+        self.up_proj = nn.Linear(D, F_, bias=False)
+        self.down_proj = nn.Linear(F_, D, bias=False)
+        self.tile_size: int | None = None  # rows at a time; set from outside where memory is short
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        return gated_mlp(x_BTD, *weights, activation=self.activation, tile_size=self.tile_size)
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
+        attended_BTD = self.self_attn(self.input_layernorm(x_BTD), context)
+        normed_BTD, x_BTD = self.post_attention_layernorm(attended_BTD, residual=x_BTD)
+        return x_BTD + self.mlp(normed_BTD)
+
+
+@dataclass
+class ModelOutput:
+    loss: Tensor | None = None  # float32 scalar
+    logits: Tensor | None = None  # [B, T, V]
+    hidden_states: Tensor | None = None  # [B, T, D], after the last norm
+
+
+_pytree.register_dataclass(ModelOutput)  # so that FSDP finds the tensors in it
+
+
+class Transformer(nn.Module):
+    """The decoder with its loss. Parallelism, activation placement and compilation are applied from outside."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.rotary = RotaryCache(config.head_dim, config.rope_theta)
+        for name, parameter in self.named_parameters():
+            self.initialize_parameter(name, parameter)
+
+    @torch.no_grad()
+    def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
+        """Fill `tensor` with the initial value of the parameter `name`: norms one, matrices normal.
+
+        The two projections that write into the residual stream are scaled by 1/sqrt(2 x layers), as in GPT-2.
+        """
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+            return
+        std = self.config.initializer_range
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            std *= (2 * self.config.num_hidden_layers) ** -0.5
+        tensor.normal_(0.0, std, generator=generator)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The head's matrix [V, D]."""
+        return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        document_ids: Tensor | None = None,
+        return_logits: bool = False,
+        return_hidden_states: bool = False,
+        num_valid_tokens: Tensor | float | None = None,
+        caches: list[KeyValueCache] | None = None,
+    ) -> ModelOutput:
+        """Run the decoder.
+
+        Args:
+            input_ids: int64 [B, T].
+            labels: int64 [B, T], unshifted: position t is trained to predict labels[t + 1]; -100 is ignored.
+            document_ids: integers [B, T], non-decreasing in a row. Documents do not see each other and their
+                positions start at 0. Best on the CPU: their boundaries decide what is launched.
+            return_logits, return_hidden_states: fill those fields of the output.
+            num_valid_tokens: what the summed loss is divided by (valid labels of all micro-batches and ranks);
+                None: the valid labels of this call.
+            caches: one `KeyValueCache` a layer, while generating.
+
+        Raises:
+            ValueError: tensors of unequal shape, a document id that decreases, documents together with caches.
+        """
+        for name, tensor in (("labels", labels), ("document_ids", document_ids)):
+            if tensor is not None and tensor.shape != input_ids.shape:
+                expected, got = tuple(input_ids.shape), tuple(tensor.shape)
+                raise ValueError(f"{name} must have input_ids' shape {expected}, got {got}")
+        x_BTD = self.embed_tokens(input_ids)
+        context = self._context(input_ids, document_ids, caches)
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, context)
+        x_BTD = self.norm(x_BTD)
+        output = ModelOutput(hidden_states=x_BTD if return_hidden_states else None)
+        if return_logits:
+            output.logits = F.linear(x_BTD, self.output_weight)
+        if labels is not None:
+            output.loss = self._loss(x_BTD, labels, output.logits, num_valid_tokens)
+        return output
+
+    def _context(self, input_ids: Tensor, document_ids: Tensor | None, caches: list[KeyValueCache] | None) -> Context:
+        (_, T), device = input_ids.shape, input_ids.device
+        start = caches[0].length if caches else 0
+        if caches and (document_ids is not None or (start and T > 1)):
+            raise ValueError("with a key/value cache, give one document, and one token at a time after the prompt")
+        cos, sin = self.rotary.tables(start + T, device)
+        if document_ids is None:
+            return Context(cos[start : start + T], sin[start : start + T], caches=caches)
+        segments, positions_BT = document_segments(document_ids)
+        positions_BT = positions_BT.to(device, non_blocking=True)
+        return Context(cos[positions_BT], sin[positions_BT], segments)
+
+    def _loss(self, x_BTD: Tensor, labels: Tensor, logits: Tensor | None, num_valid_tokens) -> Tensor:
+        """Cross-entropy of position t against labels[t + 1]: from `logits`, or by whichever way the switch says."""
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        chunked = self.config.uses_chunked_loss(targets.numel(), x_BTD.element_size())
+        if chunked and logits is None:
+            log_loss_choice("chunked", self.config, targets.numel(), x_BTD.element_size())
+            return linear_cross_entropy(
+                x_BTD, self.output_weight, targets, ignore_index=IGNORE_INDEX, denominator=num_valid_tokens
+            )
+        log_loss_choice("standard", self.config, targets.numel(), x_BTD.element_size())
+        inplace = logits is None  # nobody else will read the logits, so the gradient may take their place
+        if logits is None:
+            logits = F.linear(x_BTD, self.output_weight)
+        return cross_entropy(
+            logits.flatten(0, 1), targets.flatten(),
+            ignore_index=IGNORE_INDEX, denominator=num_valid_tokens, inplace=inplace,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue `input_ids` [B, T >= 1] with a key/value cache; greedy at temperature 0, else sampled.
+
+        Returns:
+            int64 [B, T + max_new_tokens].
+
+        Raises:
+            ValueError: an empty prompt or a negative temperature.
+        """
+        if input_ids.shape[1] < 1 or temperature < 0:
+            raise ValueError(
+                f"generate needs a prompt of at least one token and a temperature of at least 0, "
+                f"got {input_ids.shape[1]} tokens and temperature {temperature}"
+            )
+        caches = [KeyValueCache(input_ids.shape[1] + max_new_tokens) for _ in self.layers]
+        if input_ids.shape[1] > 1:  # all but the last token only fill the cache: no logits
+            self(input_ids[:, :-1], caches=caches)
+        for _ in range(max_new_tokens):
+            logits_BV = self(input_ids[:, -1:], return_logits=True, caches=caches).logits[:, -1].float()
+            if temperature == 0:
+                next_ids = logits_BV.argmax(-1, keepdim=True)
+            else:
+                next_ids = torch.multinomial((logits_BV / temperature).softmax(-1), 1, generator=generator)
+            input_ids = torch.cat([input_ids, next_ids], dim=1)
+        return input_ids
+
+
+def document_segments(document_ids: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Boundaries and positions of the documents packed in each row.
+
+    Args:
+        document_ids: integers [B, T], non-decreasing in a row.
+
+    Returns:
+        int64 [S, 3] on the CPU, rows (batch row, start, stop), None where each row is one document;
+        int64 [B, T] on the CPU, each token's position in its document.
+
+    Raises:
+        ValueError: ids that decrease within a row.
+    """
+    ids_BT = document_ids.cpu()
+    B, T = ids_BT.shape
+    if bool((ids_BT[:, 1:] < ids_BT[:, :-1]).any()):
+        raise ValueError("document_ids must not decrease within a row: documents are packed one after another")
+    first_BT = torch.ones(B, T, dtype=torch.bool)
+    first_BT[:, 1:] = ids_BT[:, 1:] != ids_BT[:, :-1]
+    rows, starts = first_BT.nonzero(as_tuple=True)
+    stops = torch.where(rows == rows.roll(-1), starts.roll(-1), T)
+    stops[-1] = T
+    index_BT = torch.arange(T).expand(B, T)
+    positions_BT = index_BT - torch.where(first_BT, index_BT, 0).cummax(dim=1).values
+    segments = torch.stack([rows, starts, stops], dim=1)
+    return (None if len(segments) == B else segments), positions_BT
+
+
+@functools.lru_cache(maxsize=64)
+def log_loss_choice(choice: str, config: ModelConfig, num_tokens: int, bytes_per_logit: int) -> None:
+    """Say once for each size which loss runs, and why."""
+    gb = config.projected_logits_bytes(num_tokens, bytes_per_logit) / 2**30
+    reason = "forced by loss_impl" if config.loss_impl != "auto" else "the threshold is 10 GB"
+    logger.info("loss: %s (%d tokens would project to %.2f GB of logits; %s)", choice, num_tokens, gb, reason)

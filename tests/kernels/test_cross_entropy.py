@@ -1,0 +1,416 @@
+import importlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from tests.kernels.ahead_of_time import KernelToCompile
+
+module = importlib.import_module("kernels.cross_entropy")
+
+_ROW = {
+    "target_ptr": "*i64", "statistics_ptr": "*fp32", "logits_stride": "i64", "gradient_stride": "i64",
+    "scale_stride": "i32", "num_rows": "i32", "num_columns": "i32", "first_class": "i32", "num_classes": "i32",
+}  # fmt: skip
+_CONSTANTS = {
+    "weight_ptr": None, "weight_sum_ptr": None, "scale_ptr": None, "gradient_ptr": None,
+    "IGNORE_INDEX": -100, "LABEL_SMOOTHING": 0.0, "Z_LOSS": 0.0, "SOFTCAP": None, "HAS_STATISTICS": False,
+    "VECTOR": module.VECTOR,
+}  # fmt: skip
+
+
+def _row_kernel(pointers: dict, itemsize: int = 2, **constants) -> KernelToCompile:
+    configuration = module.launch_configuration(151936, itemsize)
+    num_warps = configuration.pop("num_warps")
+    constants = {**_CONSTANTS, **configuration, **constants}
+    constants = {name: value for name, value in constants.items() if name not in pointers}
+    return KernelToCompile("_cross_entropy_kernel", {**_ROW, **pointers}, constants, num_warps)
+
+
+KERNELS_TO_COMPILE = [
+    _row_kernel({"logits_ptr": "*bf16", "gradient_ptr": "*bf16"}),
+    _row_kernel({"logits_ptr": "*bf16"}),
+    _row_kernel({"logits_ptr": "*bf16", "gradient_ptr": "*bf16", "scale_ptr": "*fp32"}, HAS_STATISTICS=True),
+    _row_kernel(
+        {p: "*fp32" for p in ("logits_ptr", "gradient_ptr", "scale_ptr", "weight_ptr", "weight_sum_ptr")},
+        itemsize=4, LABEL_SMOOTHING=0.1, Z_LOSS=1e-4, SOFTCAP=30.0,
+    ),
+    KernelToCompile(
+        "_scale_rows_kernel",
+        {"gradient_ptr": "*bf16", "gradient_stride": "i64", "scale_ptr": "*fp32", "scale_stride": "i32",
+         "num_columns": "i32"},
+        {"BLOCK": 8192}, num_warps=16,
+    ),
+]  # fmt: skip
+
+IMPLEMENTATIONS = ("torch", "triton")
+# Casts to bf16 round on a GPU and in PyTorch; Triton's interpreter truncates, which doubles the error.
+GRADIENT_FACTOR = 2 if torch.cuda.is_available() else 3
+
+
+def _inputs(device, shape=(2, 5), vocab=2101, dtype=torch.float32, spread=3.0):
+    """Logits over a ragged second block, labels of which some are ignored and some sit on the edges."""
+    torch.manual_seed(0)
+    logits = (spread * torch.randn(*shape, vocab)).to(dtype).to(device)
+    target = torch.randint(vocab, shape)
+    target.view(-1)[:4] = torch.tensor([0, -100, vocab - 1, 2048 % vocab])
+    return logits, target.to(device)
+
+
+def _loss_and_gradient(function, logits, target, d_loss=1.0, **options):
+    leaf = logits.detach().clone().requires_grad_()
+    loss = function(leaf * 1, target, **options)
+    (loss * d_loss).sum().backward()
+    return loss.detach().double(), leaf.grad.double()
+
+
+def _error(actual, exact):
+    return float((actual - exact).norm() / exact.norm().clamp(min=1e-30))
+
+
+def _in_float64(options):
+    return {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+
+
+def _assert_as_exact_as_pytorch(logits, target, d_loss=1.0, impl="triton", inplace=False, slack=1e-6, **options):
+    exact_loss, exact = _loss_and_gradient(
+        cross_entropy_reference, logits.double(), target, d_loss, **_in_float64(options)
+    )
+    torch_loss, torch_gradient = _loss_and_gradient(cross_entropy_reference, logits, target, d_loss, **options)
+    loss, gradient = _loss_and_gradient(cross_entropy, logits, target, d_loss, impl=impl, inplace=inplace, **options)
+    assert _error(loss, exact_loss) <= 3 * _error(torch_loss, exact_loss) + slack
+    assert _error(gradient, exact) <= GRADIENT_FACTOR * _error(torch_gradient, exact) + slack
+
+
+OPTIONS = [
+    {}, {"reduction": "sum"}, {"denominator": 17}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"softcap": 5.0},
+    {"weight": True}, {"ignore_index": 0},
+    {"weight": True, "label_smoothing": 0.2, "z_loss": 1e-2, "softcap": 5.0, "reduction": "none"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join(o) or "plain")
+def test_every_option_is_as_exact_as_pytorch(device, options, inplace, impl):
+    logits, target = _inputs(device)
+    if "ignore_index" in options:
+        target[target == -100] = 7
+    if "weight" in options:
+        options = {**options, "weight": torch.rand(logits.shape[-1], device=device)}
+    _assert_as_exact_as_pytorch(logits, target, 0.7, impl, inplace, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_16_bit_logits(device, dtype, inplace):
+    logits, target = _inputs(device, dtype=dtype)
+    _assert_as_exact_as_pytorch(logits, target, inplace=inplace)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_incoming_gradient_of_each_row(device, inplace, impl):
+    logits, target = _inputs(device)
+    d_loss = torch.randn(target.shape, device=device)
+    d_loss[0, 0] = 1.0  # a row that the in-place scaling leaves alone
+    _assert_as_exact_as_pytorch(logits, target, d_loss, impl, inplace, reduction="none")
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_fp16_gradient_of_a_scaled_mean_over_many_tokens_does_not_underflow(device, inplace):
+    logits, target = _inputs(device, dtype=torch.float16)
+    options = {"denominator": 2**20, "d_loss": 2.0**16}
+    _, exact = _loss_and_gradient(cross_entropy_reference, logits.double(), target, **options)
+    _, gradient = _loss_and_gradient(cross_entropy, logits, target, impl="triton", inplace=inplace, **options)
+    of_label = exact.abs() > 1e-3
+    assert of_label.sum() >= 8
+    torch.testing.assert_close(gradient[of_label], exact[of_label], rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_a_certain_label_keeps_its_tiny_gradient_and_loss(device, impl):
+    logits, target = _inputs(device, spread=1.0)
+    logits.scatter_(-1, target.clamp(min=0)[..., None], 30.0)  # p(label) rounds to 1 in float32
+    exact_loss, exact = _loss_and_gradient(cross_entropy_reference, logits.double(), target)
+    loss, gradient = _loss_and_gradient(cross_entropy, logits, target, impl=impl)
+    assert 0 < exact_loss < 1e-8
+    torch.testing.assert_close(loss, exact_loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(gradient, exact, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("offset", [2.0**24, -(2.0**24)])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_an_offset_common_to_all_logits_changes_nothing(device, offset, label_smoothing, impl):
+    logits, target = _inputs(device, vocab=53)
+    logits = 2 * logits.round()  # a multiple of 2, hence exact after the offset
+    options = {"label_smoothing": label_smoothing, "impl": impl}
+    loss, gradient = _loss_and_gradient(cross_entropy, logits, target, **options)
+    shifted_loss, shifted_gradient = _loss_and_gradient(cross_entropy, logits + offset, target, **options)
+    torch.testing.assert_close(shifted_loss, loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(shifted_gradient, gradient, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_logits_of_minus_infinity_are_classes_that_cannot_occur(device, impl):
+    logits, target = _inputs(device)
+    logits[..., 5:2000] = -torch.inf
+    target[(target >= 5) & (target < 2000)] = 3
+    _assert_as_exact_as_pytorch(logits, target, impl=impl)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_a_label_out_of_range_makes_the_loss_infinite(device, impl):
+    logits, target = _inputs(device, vocab=53)
+    target[0, 0] = 53
+    assert cross_entropy(logits, target, impl=impl) == torch.inf
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_all_labels_ignored(device, inplace, impl):
+    logits, target = _inputs(device)
+    loss, gradient = _loss_and_gradient(
+        cross_entropy, logits, torch.full_like(target, -100), impl=impl, inplace=inplace
+    )
+    assert loss == 0 and gradient.eq(0).all()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_details(device, impl):
+    logits, target = _inputs(device)
+    expected = cross_entropy_reference(logits, target, z_loss=1e-3, return_details=True)
+    for inplace in (False, True):
+        details = cross_entropy(
+            logits.clone().requires_grad_() * 1, target, z_loss=1e-3, return_details=True, inplace=inplace, impl=impl
+        )
+        for value, wanted in zip(details, expected):
+            torch.testing.assert_close(value.detach(), wanted)
+        assert details.per_token_loss.shape == details.log_sum_exp.shape == target.shape
+        assert details.log_sum_exp[target == -100].eq(0).all()
+        assert not details.log_sum_exp.requires_grad and not details.per_token_loss.requires_grad
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_without_inplace_the_logits_stay_and_backward_may_run_again(device, impl):
+    logits, target = _inputs(device)
+    leaf = logits.clone().requires_grad_()
+    loss = cross_entropy(leaf, target, impl=impl)
+    (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, leaf)
+    assert leaf.equal(logits) and first.equal(second)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_inplace_needs_no_memory_and_refuses_a_second_backward(device, impl):
+    logits, target = _inputs(device)
+    activations = logits.clone().requires_grad_() * 1
+    loss = cross_entropy(activations, target, impl=impl, inplace=True)
+    (gradient,) = torch.autograd.grad(loss, activations, retain_graph=True)
+    assert gradient.data_ptr() == activations.data_ptr()
+    cross_entropy(leaf := logits.clone().requires_grad_(), target, impl=impl, inplace=True).backward()
+    assert leaf.grad.data_ptr() == leaf.data_ptr()
+    with pytest.raises(RuntimeError, match="inplace=False"):
+        torch.autograd.grad(loss, activations)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_another_user_of_overwritten_logits_gets_an_error_not_a_wrong_gradient(device, impl):
+    logits, target = _inputs(device)
+    activations = logits.clone().requires_grad_() * 1
+    entropy = activations.square().sum()
+    loss = cross_entropy(activations, target, impl=impl, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss + entropy).backward()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_inplace_overwrites_nothing_where_no_gradient_is_asked_for(device, impl):
+    logits, target = _inputs(device)
+    before = logits.clone()
+    expected = cross_entropy(logits, target, impl=impl)
+    assert cross_entropy(logits, target, impl=impl, inplace=True) == expected
+    with torch.no_grad():
+        assert cross_entropy(logits.requires_grad_(), target, impl=impl, inplace=True) == expected
+    assert logits.equal(before)
+
+
+@pytest.mark.parametrize("layout", ["rows of a wider tensor", "transposed"])
+def test_strided_logits(device, layout):
+    logits, target = _inputs(device, vocab=130)
+    strided = logits[..., :127] if layout == "rows of a wider tensor" else logits.mT.contiguous().mT
+    target[target >= strided.shape[-1]] = 1
+    assert not strided.is_contiguous()
+    leaf = strided.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(cross_entropy(leaf, target, impl="triton"), leaf)
+    _, expected = _loss_and_gradient(cross_entropy_reference, strided.double(), target)
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("num_columns", [1, 127, 17000, 66000])
+def test_every_launch_configuration(device, num_columns):
+    logits, target = _inputs(device, shape=(1, 5), vocab=num_columns)
+    target.clamp_(max=num_columns - 1)
+    _assert_as_exact_as_pytorch(logits, target, reduction="sum")
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_shards_of_the_classes(device, impl):
+    logits, target = _inputs(device, shape=(10,), vocab=4202, dtype=torch.bfloat16)
+    target[4] = 2101
+    weight = torch.rand(4202, device=device)
+    options = module.RowOptions(-100, 0.1, 1e-3, 5.0, use_triton=impl == "triton")
+    whole = torch.empty_like(logits)
+    statistics = module.row_step(logits, target, weight, options, gradient=whole)
+
+    shards = logits[:, :2101], logits[:, 2101:]
+    own = [
+        module.row_step(shard, target, weight, options, first_class=first, num_classes=4202)
+        for shard, first in zip(shards, (0, 2101))
+    ]
+    maximum = torch.maximum(own[0][0], own[1][0])
+    torch.testing.assert_close(maximum, statistics[0])
+    others = sum(s[1] * (s[0] - maximum).exp() for s in own)
+    torch.testing.assert_close(others, statistics[1])
+    torch.testing.assert_close(torch.maximum(own[0][2], own[1][2]), statistics[2])
+    for shard, first in zip(shards, (0, 2101)):
+        expected = whole[:, first : first + 2101].clone()
+        module.row_step(
+            shard, target, weight, options, statistics=statistics, gradient=shard, first_class=first, num_classes=4202
+        )
+        torch.testing.assert_close(shard, expected)
+
+
+def test_no_rows(device):
+    logits = torch.zeros(0, 53, device=device, requires_grad=True)
+    target = torch.zeros(0, dtype=torch.long, device=device)
+    loss = cross_entropy(logits, target, impl="triton")
+    loss.backward()
+    assert loss == 0 and logits.grad.shape == (0, 53)
+
+
+def test_same_bits_every_time_out_of_poisoned_memory(device, poisoned_memory):
+    logits, target = _inputs(device, dtype=torch.bfloat16)
+    runs = [_loss_and_gradient(cross_entropy, logits, target, impl="triton") for _ in range(2)]
+    assert runs[0][0].equal(runs[1][0]) and runs[0][1].equal(runs[1][1])
+    assert runs[0][1].isfinite().all()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_compiles_in_one_graph(device, inplace, impl):
+    logits, target = _inputs(device, vocab=53)
+    options = {"impl": impl, "inplace": inplace}
+    expected = _loss_and_gradient(cross_entropy, logits, target, **options)
+    compiled = torch.compile(lambda x: cross_entropy(x * 1, target, **options), fullgraph=True)
+    leaf = logits.clone().requires_grad_()
+    loss = compiled(leaf)
+    loss.backward()
+    torch.testing.assert_close((loss.detach().double(), leaf.grad.double()), expected)
+
+
+def test_triton_runs_the_kernel_and_torch_does_not(device, monkeypatch):
+    launches = []
+
+    class Spy:
+        def __getitem__(self, grid):
+            launches.append(grid)
+            return kernel[grid]
+
+    kernel = module._cross_entropy_kernel
+    monkeypatch.setattr(module, "_cross_entropy_kernel", Spy())
+    logits, target = _inputs(device)
+    cross_entropy(logits, target, impl="torch")
+    assert launches == []
+    cross_entropy(logits, target, impl="triton")
+    assert launches == [(10,)]
+    cross_entropy(logits, target)
+    assert len(launches) == (2 if device.type == "cuda" else 1)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"target": torch.zeros(3, dtype=torch.long)}, "target must be"),
+        ({"target": torch.zeros(2, 5)}, "integer labels"),
+        ({"weight": torch.ones(52)}, "one a class"),
+        ({"reduction": "average"}, "reduction"),
+        ({"label_smoothing": 1.5}, "label_smoothing"),
+        ({"softcap": 0.0}, "softcap"),
+        ({"logits": torch.zeros(2, 5, 53, dtype=torch.float64)}, "float64"),
+        ({"logits": torch.zeros(2, 53, 5).mT, "inplace": True}, "contiguous"),
+    ],
+)
+def test_refuses(device, change, message):
+    arguments = {"logits": torch.zeros(2, 5, 53), "target": torch.zeros(2, 5, dtype=torch.long), "impl": "triton"}
+    arguments = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in {**arguments, **change}.items()}
+    with pytest.raises(ValueError, match=message):
+        cross_entropy(**arguments)
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(st.data())
+def test_any_shape_and_options(data):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    vocab = data.draw(st.integers(2, 300))
+    logits = torch.empty(data.draw(st.integers(1, 9)), vocab, device=device)
+    generator = torch.Generator(device).manual_seed(data.draw(st.integers(0, 2**31)))
+    logits.normal_(std=data.draw(st.sampled_from([0.1, 1.0, 10.0])), generator=generator)
+    target = torch.randint(vocab, logits.shape[:1], device=device, generator=generator)
+    target[torch.rand(target.shape, device=device, generator=generator) < 0.2] = -100
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    _assert_as_exact_as_pytorch(
+        logits.to(dtype),
+        target,
+        slack=max(1e-6, torch.finfo(dtype).eps),  # PyTorch may be luckier with a handful of numbers
+        d_loss=data.draw(st.sampled_from([1.0, -3.0])),
+        impl=data.draw(st.sampled_from(IMPLEMENTATIONS)),
+        inplace=data.draw(st.booleans()),
+        weight=data.draw(st.sampled_from([None, torch.linspace(0.1, 2, vocab, device=device)])),
+        reduction=data.draw(st.sampled_from(["none", "mean", "sum"])),
+        label_smoothing=data.draw(st.sampled_from([0.0, 0.1])),
+        z_loss=data.draw(st.sampled_from([0.0, 1e-3])),
+        softcap=data.draw(st.sampled_from([None, 8.0])),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [32000, 50264, 50257, 128256, 151936])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_real_vocabularies(device, vocab, inplace):
+    logits, target = _inputs(device, shape=(4, 33), vocab=vocab, dtype=torch.bfloat16)
+    _assert_as_exact_as_pytorch(logits, target, impl="auto", inplace=inplace)
+
+
+@pytest.mark.gpu
+def test_rows_beyond_2_31_elements(device):
+    """Row 14,134 of this vocabulary starts beyond int32."""
+    num_rows, vocab = 14_200, 151_936
+    target = torch.randint(vocab, (num_rows,), device=device)
+    logits = torch.empty(num_rows, vocab, dtype=torch.bfloat16, device=device).normal_()
+    rows = torch.tensor([0, 14_133, 14_134, 14_199], device=device)
+    sample = logits[rows]
+    leaf = logits.requires_grad_()
+    details = cross_entropy(leaf, target, reduction="sum", inplace=True, return_details=True)
+    details.loss.backward()
+    assert leaf.grad.data_ptr() == leaf.data_ptr()
+    loss, gradient = _loss_and_gradient(cross_entropy_reference, sample.double(), target[rows], reduction="none")
+    torch.testing.assert_close(details.per_token_loss[rows].double(), loss, rtol=1e-5, atol=0)
+    assert _error(leaf.grad[rows].double(), gradient) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inplace", [False, True])
+def test_no_host_synchronisation(device, inplace):
+    logits, target = _inputs(device)
+    leaf = logits.requires_grad_()
+    cross_entropy(leaf * 1, target, denominator=7, inplace=inplace).backward()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cross_entropy(leaf * 1, target, denominator=7, inplace=inplace).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert leaf.grad.isfinite().all()

@@ -1,0 +1,275 @@
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from kernels.gated_mlp import (
+    ACTIVATIONS,
+    gated_activation_reference,
+    gated_mlp,
+    gated_mlp_reference,
+    geglu,
+    swiglu,
+)
+from tests.kernels.ahead_of_time import KernelToCompile
+from tests.kernels.compare import DTYPES, compare_with_float64, outputs_and_gradients, random
+
+_SIGNATURE = {"gate_ptr": "*bf16", "up_ptr": "*bf16", "output_ptr": "*bf16", "gate_stride": "i64", "up_stride": "i64"}
+_GRADIENTS = {"d_output_ptr": "*bf16", "d_gate_ptr": "*bf16", "d_up_ptr": "*bf16"}
+_4B = {"F": 9728, "BLOCK_F": 2048}
+KERNELS_TO_COMPILE = [
+    kernel
+    for activation in ACTIVATIONS
+    for kernel in (
+        KernelToCompile("_gated_activation_forward_kernel", _SIGNATURE, _4B | {"ACTIVATION": activation}),
+        KernelToCompile(
+            "_gated_activation_backward_kernel",
+            _SIGNATURE | _GRADIENTS,
+            _4B | {"ACTIVATION": activation, "STORE_OUTPUT": True},
+        ),
+    )
+]
+
+
+def gated(gate, up, activation, impl="triton"):
+    if activation == "silu":
+        return swiglu(gate, up, impl=impl)
+    return geglu(gate, up, approximate="tanh" if activation == "gelu_tanh" else "none", impl=impl)
+
+
+def compare(gate, up, activation):
+    compare_with_float64(
+        functools.partial(gated_activation_reference, activation=activation),
+        functools.partial(gated, activation=activation),
+        [gate, up],
+    )
+
+
+def mlp_inputs(rows, D, F, dtype=torch.float32, seed=0):
+    shapes = [(*rows, D), (F, D), (F, D), (D, F)]
+    scales = [1, D**-0.5, D**-0.5, F**-0.5]
+    return [(s * random(*shape, seed=seed + i)).to(dtype) for i, (shape, s) in enumerate(zip(shapes, scales))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(1,), (5, 37), (2, 3, 64), (2, 5000)])
+def test_activation_matches_float64(shape, activation, dtype, device, poisoned_memory):
+    compare(4 * random(*shape, dtype=dtype), random(*shape, seed=9, dtype=dtype), activation)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_extreme_gates_stay_finite(activation, device):
+    gate = torch.tensor([-1e12, -1e4, -90.0, -1e-30, 0.0, 1e-30, 90.0, 1e4, 1e12], device=device)
+    gradients = []
+    for impl in ("torch", "triton"):
+        x = gate.clone().requires_grad_()
+        output = gated(x, torch.ones_like(x), activation, impl)
+        gradients.append([output, *torch.autograd.grad(output.sum(), x)])
+    for plain, ours in zip(*gradients):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours, plain)
+
+
+def test_halves_of_a_fused_projection(device):
+    fused = random(3, 5, 2 * 37)
+    functions = [functools.partial(gated, activation=activation) for activation in ACTIVATIONS]
+    for function in functions:
+        strided = outputs_and_gradients(lambda x, f=function: f(*x.chunk(2, dim=-1)), [fused])
+        contiguous = outputs_and_gradients(function, [x.contiguous() for x in fused.chunk(2, dim=-1)])
+        assert torch.equal(strided[0], contiguous[0])
+        assert torch.equal(strided[1], torch.cat(contiguous[1:], dim=-1))
+
+
+def test_second_backward_is_the_first(device):
+    gate, up = random(5, 37).requires_grad_(), random(5, 37, seed=1).requires_grad_()
+    kept = gate.detach().clone(), up.detach().clone()
+    output = swiglu(gate, up, impl="triton").square().sum()
+    first = torch.autograd.grad(output, [gate, up], retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(output, [gate, up])))
+    assert torch.equal(gate, kept[0]) and torch.equal(up, kept[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile_size", [None, 1, 4, 14, 100])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_mlp_matches_float64(impl, tile_size, dtype, device, poisoned_memory):
+    for activation in ACTIVATIONS if tile_size == 4 else ("silu",):
+        compare_with_float64(
+            functools.partial(gated_mlp_reference, activation=activation),
+            functools.partial(gated_mlp, activation=activation, tile_size=tile_size, impl=impl),
+            mlp_inputs((2, 7), 16, 24, dtype),
+        )
+
+
+def test_weight_gradients_do_not_lose_small_tiles(device):
+    """A thousand tiles of one row, all terms of one sign: sums kept in bfloat16 would stop growing at 256 terms."""
+    inputs = [t.abs() for t in mlp_inputs((1000,), 8, 8, torch.bfloat16)]
+    gradients = []
+    for function, dtype in ((gated_mlp_reference, torch.float64), (functools.partial(gated_mlp, tile_size=1), None)):
+        tensors = [t.to(dtype or t.dtype).requires_grad_() for t in inputs]
+        output = function(*tensors)
+        gradients.append(torch.autograd.grad(output, tensors[1:], torch.ones_like(output)))
+    for exact, ours in zip(*gradients):
+        assert ((ours.double() - exact).abs() <= 0.02 * exact).all()
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,), (3,), (1, 3), (0, 2), (1, 2, 3)])
+def test_only_the_gradients_asked_for(needed, device):
+    inputs = mlp_inputs((9,), 8, 12)
+    gradients = []
+    for tile_size in (None, 4):
+        tensors = [t.clone().requires_grad_(i in needed) for i, t in enumerate(inputs)]
+        gated_mlp(*tensors, tile_size=tile_size, impl="triton").square().sum().backward()
+        gradients.append([t.grad for t in tensors])
+    for plain, ours in zip(*gradients):
+        assert (plain is None) == (ours is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, plain)
+
+
+def test_tiled_keeps_only_its_inputs(device):
+    kept = []
+    x, *weights = (t.requires_grad_() for t in mlp_inputs((9,), 8, 12))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+        gated_mlp(x, *weights, tile_size=4, impl="triton")
+    assert set(kept) == {t.data_ptr() for t in (x, *weights)}
+
+
+def test_two_runs_are_bitwise_equal(device):
+    inputs = mlp_inputs((33,), 16, 24)
+    function = functools.partial(gated_mlp, tile_size=8, impl="triton")
+    assert all(map(torch.equal, *(outputs_and_gradients(function, inputs) for _ in range(2))))
+
+
+@pytest.mark.parametrize("wrap", ["compile", "checkpoint"])
+@pytest.mark.parametrize("tile_size", [None, 4])
+def test_under_compile_and_checkpoint(tile_size, wrap, device):
+    function = functools.partial(gated_mlp, tile_size=tile_size, impl="triton")
+
+    def checkpointed(*inputs):
+        return checkpoint(function, *inputs, use_reentrant=False)
+
+    wrapped = checkpointed if wrap == "checkpoint" else torch.compile(function, fullgraph=True, backend="aot_eager")
+    plain, ours = (outputs_and_gradients(f, mlp_inputs((2, 7), 16, 24)) for f in (function, wrapped))
+    for p, o in zip(plain, ours):
+        torch.testing.assert_close(o, p)
+
+
+def test_under_autocast(device):
+    """Float32 weights, as a trainer under autocast keeps them: products in bfloat16, gradients back in float32."""
+    inputs = mlp_inputs((9,), 8, 12)
+    with torch.autocast(device.type, torch.bfloat16):
+        untiled, tiled = (
+            outputs_and_gradients(functools.partial(gated_mlp, tile_size=t, impl="torch"), inputs) for t in (None, 4)
+        )
+    assert tiled[0].dtype == torch.bfloat16 and all(g.dtype == torch.float32 for g in tiled[1:])
+    for p, o in zip(untiled, tiled):
+        torch.testing.assert_close(o, p, rtol=0.05, atol=0.05)
+
+
+def test_custom_ops(device):
+    gate, up = random(5, 37).requires_grad_(), random(5, 37, seed=1).requires_grad_()
+    torch.library.opcheck(torch.ops.fathom.gated_activation, (gate, up, "gelu_tanh"))
+    inputs = [t.requires_grad_() for t in mlp_inputs((9,), 8, 12)]
+    torch.library.opcheck(torch.ops.fathom.tiled_gated_mlp, (*inputs, "silu", 4, True))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda t: swiglu(t(2, 8), t(2, 9), impl="triton"), r"\[2, 8\]"),
+        (lambda t: swiglu(t(2, 8), t(2, 8).half(), impl="triton"), "float16"),
+        (lambda t: swiglu(t(2, 8).double(), t(2, 8).double(), impl="triton"), "float64"),
+        (lambda t: geglu(t(2, 8), t(2, 8), approximate="erf"), "'erf'"),
+        (lambda t: gated_mlp(t(2, 8), t(4, 8), t(4, 8), t(8, 4), activation="relu"), "'relu'"),
+        (lambda t: gated_mlp(t(2, 8), t(4, 8), t(5, 8), t(8, 4)), r"\[5, 8\]"),
+        (lambda t: gated_mlp(t(2, 8), t(4, 8), t(4, 8), t(4, 8)), r"\[4, 8\]"),
+        (lambda t: gated_mlp(t(2, 8), t(4, 8), t(4, 8), t(8, 4), tile_size=0), "got 0"),
+        (lambda t: gated_mlp(t(2, 8), t(4, 8), t(4, 8), t(8, 4).half(), tile_size=4), "float16"),
+    ],
+)
+def test_refused(call, message, device):
+    with pytest.raises(ValueError, match=message):
+        call(functools.partial(torch.ones, device=device))
+
+
+@settings(derandomize=True, deadline=None, max_examples=20)
+@given(
+    shape=st.lists(st.integers(1, 5), max_size=2),
+    width=st.integers(1, 3000),
+    activation=st.sampled_from(ACTIVATIONS),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 100),
+)
+def test_property_activation_matches_float64(shape, width, activation, dtype, seed):
+    compare(
+        random(*shape, width, seed=seed, dtype=dtype), random(*shape, width, seed=seed + 1, dtype=dtype), activation
+    )
+
+
+@settings(derandomize=True, deadline=None, max_examples=15)
+@given(
+    rows=st.integers(1, 20),
+    D=st.integers(1, 20),
+    F=st.integers(1, 40),
+    tile_size=st.integers(1, 25),
+    activation=st.sampled_from(ACTIVATIONS),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 100),
+)
+def test_property_tiled_mlp_matches_float64(rows, D, F, tile_size, activation, dtype, seed):
+    compare_with_float64(
+        functools.partial(gated_mlp_reference, activation=activation),
+        functools.partial(gated_mlp, activation=activation, tile_size=tile_size, impl="triton"),
+        mlp_inputs((rows,), D, F, dtype, seed),
+    )
+
+
+@pytest.mark.gpu
+def test_past_2_to_the_31_elements(device):
+    """The halves of a fused projection of 131,072 x 2 x 9728; rows at both ends and beside the 2^31st element."""
+    T, F = 131_072, 9728
+    fused = torch.randn(T, 2 * F, dtype=torch.bfloat16, device=device)
+    assert fused.numel() > 2**31
+    gate, up = (x.requires_grad_() for x in fused.chunk(2, dim=-1))
+    output = swiglu(gate, up)
+    d_gate, d_up = torch.autograd.grad(output, [gate, up], output.detach())
+    rows = torch.tensor([0, 1, 2**31 // (2 * F), 2**31 // (2 * F) + 1, T - 1], device=device)
+    gate_s, up_s = (x.detach()[rows].double().requires_grad_() for x in (gate, up))
+    exact = gated_activation_reference(gate_s, up_s, "silu")
+    torch.testing.assert_close(output[rows].double(), exact, rtol=1e-2, atol=1e-2)
+    for ours, e in zip((d_gate, d_up), torch.autograd.grad(exact, [gate_s, up_s], output.detach()[rows].double())):
+        torch.testing.assert_close(ours[rows].double(), e, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+def test_tiled_mlp_memory_does_not_grow_with_rows(device):
+    """Beyond the output and the input's gradient, which do."""
+    D, F, tile_size = 512, 2048, 1024
+    weights = [t.requires_grad_() for t in mlp_inputs((1,), D, F, torch.bfloat16)[1:]]
+    extra = []
+    for rows in (4096, 4096, 32768):  # the first call also allocates cuBLAS's workspace
+        x = torch.randn(rows, D, dtype=torch.bfloat16, device=device).requires_grad_()
+        d_output = torch.randn(rows, D, dtype=torch.bfloat16, device=device)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        output = gated_mlp(x, *weights, tile_size=tile_size)
+        gradients = torch.autograd.grad(output, [x, *weights], d_output)
+        extra.append(torch.cuda.max_memory_allocated() - before - output.nbytes - gradients[0].nbytes)
+        del x, d_output, output, gradients
+    assert extra[2] <= extra[1] + 2**20
+
+
+@pytest.mark.gpu
+def test_tiled_mlp_never_waits_for_the_gpu(device):
+    inputs = [t.requires_grad_() for t in mlp_inputs((300,), 64, 128, torch.bfloat16)]
+    for mode in ("default", "error"):  # the first round compiles
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            gated_mlp(*inputs, tile_size=128).backward(torch.ones_like(inputs[0]))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,217 @@
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
+
+from model import MODEL_SIZES, KeyValueCache, ModelConfig, ModelOutput, RotaryCache, Transformer, document_segments
+
+TINY = replace(MODEL_SIZES["tiny"], num_hidden_layers=2, hidden_size=64, intermediate_size=96)
+
+
+def build(config=TINY, seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return Transformer(config).to(dtype)
+
+
+def tokens(*shape, seed=0, high=256):
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [("tiny", 820_608), ("0.6B", 596_049_920), ("1.7B", 1_720_574_976), ("4B", 4_022_468_096), ("8B", 8_190_735_360)],
+)
+def test_parameter_counts(size, count):
+    with torch.device("meta"):
+        model = Transformer(MODEL_SIZES[size])
+    assert sum(p.numel() for p in model.parameters()) == MODEL_SIZES[size].num_parameters() == count
+
+
+@pytest.mark.parametrize("hidden_act", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_loss_and_gradients_match_hugging_face(tied, hidden_act):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = replace(TINY, tie_word_embeddings=tied, hidden_act=hidden_act)
+    theirs = Qwen3ForCausalLM(Qwen3Config(**config.to_hugging_face())).double()
+    ours = build(config, dtype=torch.float64)
+    names = {n: n if n.startswith("lm_head") else f"model.{n}" for n, _ in ours.named_parameters()}
+    ours.load_state_dict({n: theirs.get_parameter(hf) for n, hf in names.items()})
+    ids = tokens(2, 33)
+    labels = ids.clone()
+    labels[0, 5:9] = -100
+    expected = theirs(ids, labels=labels)
+    output = ours(ids, labels, return_logits=True)
+    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-6)  # RoPE tables are float32
+    torch.testing.assert_close(output.loss.double(), expected.loss.double(), rtol=1e-6, atol=0)
+    expected.loss.backward()
+    output.loss.backward()
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs.get_parameter(names[name]).grad, rtol=1e-4, atol=1e-7)
+
+
+def test_hugging_face_config_round_trip():
+    for config in (MODEL_SIZES["4B"], replace(TINY, tie_word_embeddings=False, hidden_act="gelu_tanh")):
+        assert ModelConfig.from_hugging_face(config.to_hugging_face()) == config
+    newer = {k: v for k, v in MODEL_SIZES["4B"].to_hugging_face().items() if k not in ("rope_theta", "rope_scaling")}
+    newer["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6}
+    assert ModelConfig.from_hugging_face(newer).rope_theta == 5e6
+    with pytest.raises(ValueError, match="llama"):
+        ModelConfig.from_hugging_face({**newer, "model_type": "llama"})
+    with pytest.raises(ValueError, match="yarn"):
+        ModelConfig.from_hugging_face({**newer, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}})
+
+
+def test_the_switch_is_at_ten_gigabytes():
+    config = MODEL_SIZES["4B"]
+    assert not config.uses_chunked_loss(4096) and config.uses_chunked_loss(40_000)
+    assert round(config.projected_logits_bytes(131_072) / 2**30, 2) == 37.09
+    last = 10 * 2**30 // (2 * config.vocab_size)
+    assert not config.uses_chunked_loss(last) and config.uses_chunked_loss(last + 1)
+    assert replace(config, loss_impl="chunked").uses_chunked_loss(1)
+    assert not replace(config, loss_impl="standard").uses_chunked_loss(10**6)
+
+
+@pytest.mark.parametrize("denominator", [None, 1000])
+def test_chunked_and_standard_losses_agree(denominator):
+    ids, gradients, losses = tokens(2, 65), [], []
+    labels = torch.where(tokens(2, 65, seed=1, high=4) == 0, -100, ids)
+    for loss_impl in ("chunked", "standard"):
+        model = build(replace(TINY, loss_impl=loss_impl))
+        loss = model(ids, labels, num_valid_tokens=denominator).loss
+        loss.backward()
+        losses.append(loss)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
+
+
+def test_loss_choice_is_logged_once(caplog):
+    model = build(replace(TINY, rms_norm_eps=1.25e-6))  # a config no other test has logged
+    with caplog.at_level(logging.INFO, logger="model"):
+        for _ in range(2):
+            model(tokens(1, 16), tokens(1, 16))
+    assert [r.getMessage().startswith("loss: standard (16 tokens") for r in caplog.records] == [True]
+
+
+def test_packed_documents_equal_separate_ones():
+    model = build()
+    ids = tokens(2, 48)
+    document_ids = torch.tensor([[0] * 10 + [1] * 1 + [2] * 37, [4] * 48])
+    packed = model(ids, document_ids=document_ids, return_hidden_states=True).hidden_states
+    for row, start, stop in [(0, 0, 10), (0, 10, 11), (0, 11, 48), (1, 0, 48)]:
+        alone = model(ids[row : row + 1, start:stop], return_hidden_states=True).hidden_states
+        torch.testing.assert_close(packed[row : row + 1, start:stop], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_document_segments():
+    segments, positions = document_segments(torch.tensor([[0, 0, 1, 3], [2, 2, 2, 2]]))
+    assert segments.tolist() == [[0, 0, 2], [0, 2, 3], [0, 3, 4], [1, 0, 4]]
+    assert positions.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
+    assert document_segments(torch.zeros(3, 5, dtype=torch.int32))[0] is None
+    with pytest.raises(ValueError, match="must not decrease"):
+        document_segments(torch.tensor([[1, 0]]))
+
+
+def test_rotary_tables_are_right_at_a_million_positions():
+    cos, sin = RotaryCache(128, 1e6).tables(2**20, torch.device("cpu"))
+    for position in (0, 1, 131_071, 1_048_575):
+        for i in (0, 1, 63):
+            angle = torch.tensor(position, dtype=torch.float64) * 1e6 ** (-2 * i / 128)
+            assert abs(cos[position, i].item() - angle.cos().item()) < 1e-6
+            assert abs(sin[position, i].item() - angle.sin().item()) < 1e-6
+
+
+def test_rotary_cache_survives_meta_construction_moves_and_growth(device):
+    with torch.device("meta"):
+        model = Transformer(TINY)
+    model.to_empty(device="cpu")
+    reference = build()
+    model.load_state_dict(reference.state_dict())
+    short, long = tokens(1, 8), tokens(1, 40)
+    for ids in (short, long, short):  # within, past and again within the cached length
+        expected = build()(ids, return_hidden_states=True).hidden_states
+        torch.testing.assert_close(model(ids, return_hidden_states=True).hidden_states, expected, rtol=0, atol=0)
+    model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    moved = model(tokens(1, 80).to(device), return_hidden_states=True).hidden_states
+    assert moved.device.type == device.type
+    expected = build()(tokens(1, 80), return_hidden_states=True).hidden_states
+    tolerance = 0.1 if device.type == "cuda" else 1e-6
+    torch.testing.assert_close(moved.float().cpu(), expected, rtol=0, atol=tolerance)
+    cache, device = model.rotary, moved.device  # with its index
+    before = cache.tables(10, device)[0]
+    assert cache.tables(80, device)[0] is before, "an ample cache was rebuilt"
+    assert cache.tables(81, device)[0].shape[0] == 160, "growth must be geometric"
+    assert cache.tables(10, torch.device("meta"))[0].device.type == "meta"
+
+
+def test_generation_with_the_cache_equals_full_forwards():
+    model = build()
+    ids = tokens(2, 7)
+    expected = ids
+    for _ in range(9):
+        next_ids = model(expected, return_logits=True).logits[:, -1].argmax(-1, keepdim=True)
+        expected = torch.cat([expected, next_ids], 1)
+    assert torch.equal(model.generate(ids, 9), expected)
+    sampled = [
+        model.generate(ids[:, :1], 9, temperature=1.0, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)
+    ]
+    assert torch.equal(sampled[0], sampled[1]) and not torch.equal(sampled[0], sampled[2])
+    with pytest.raises(ValueError, match="0 tokens"):
+        model.generate(ids[:, :0], 1)
+
+
+def test_caches_refuse_documents_and_chunks():
+    model, ids = build(), tokens(1, 4)
+    caches = [KeyValueCache(8) for _ in model.layers]
+    model(ids, caches=caches)
+    with pytest.raises(ValueError, match="one token at a time"):
+        model(ids, caches=caches)
+    with pytest.raises(ValueError, match="one document"):
+        model(ids, document_ids=torch.zeros_like(ids), caches=[KeyValueCache(8) for _ in model.layers])
+
+
+def test_output_has_only_what_was_asked_for():
+    model, ids = build(), tokens(1, 8)
+    assert tree_leaves(model(ids)) == [None] * 3 or tree_leaves(model(ids)) == []
+    output = model(ids, ids, return_logits=True, return_hidden_states=True)
+    assert isinstance(output, ModelOutput) and output.logits.shape == (1, 8, 256)
+    torch.testing.assert_close(F.linear(output.hidden_states, model.output_weight), output.logits)
+    torch.testing.assert_close(output.loss, F.cross_entropy(output.logits[0, :-1], ids[0, 1:]))
+    with pytest.raises(ValueError, match="labels must have input_ids' shape"):
+        model(ids, ids[:, :-1])
+
+
+def test_all_labels_ignored_gives_zero():
+    for loss_impl in ("chunked", "standard"):
+        model = build(replace(TINY, loss_impl=loss_impl))
+        loss = model(tokens(1, 9), torch.full((1, 9), -100)).loss
+        loss.backward()
+        assert loss.item() == 0.0
+        assert all(not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_attention_heads": 3}, "multiple of num_key_value_heads"),
+        ({"head_dim": 33}, "even"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1"),
+        ({"hidden_act": "relu"}, "silu, gelu_tanh"),
+        ({"loss_impl": "chunk"}, "auto, chunked, standard"),
+    ],
+)
+def test_bad_configs_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(TINY, **change)
+
+
+def test_forward_flops_count_attention_causally():
+    config = MODEL_SIZES["4B"]
+    dense = 2 * (config.num_parameters() - 36 * (2 * 2560 + 256) - 2560) * 131_072
+    pairs = 131_072 * 131_073 // 2
+    assert config.forward_flops([131_072]) == dense + 36 * 4 * 32 * 128 * pairs
+    assert config.forward_flops([65_536, 65_536]) < config.forward_flops([131_072])

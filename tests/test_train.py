@@ -1,0 +1,226 @@
+import json
+import logging
+import math
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["--context_length", "64", "--batch_size", "2", "--warmup_steps", "2", "--sample_tokens", "0"]
+SMALL += ["--device", "cpu"]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A megabyte of nothing: some text of this repository, in a file."""
+    path = tmp_path / "corpus.txt"
+    path.write_text("\n".join((ROOT / name).read_text() for name in ("model.py", "train.py")))
+    return str(path)
+
+
+def arguments(corpus, output_dir, *extra, steps=4):
+    return ["--data", corpus, "--output_dir", str(output_dir), "--max_steps", str(steps), *SMALL, *extra]
+
+
+def metrics(output_dir):
+    return [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(output_dir):
+    return [line["loss"] for line in metrics(output_dir)]
+
+
+def weights(output_dir, step):
+    return load_file(Path(output_dir) / f"step_{step:08d}" / "model.safetensors")
+
+
+def test_trains_validates_saves_and_samples(corpus, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    run = tmp_path / "run"
+    assert train.main(arguments(corpus, run, "--sample_tokens", "5", steps=30)) == 0
+    values = metrics(run)
+    assert [v["step"] for v in values] == list(range(1, 31))
+    assert abs(values[0]["loss"] - math.log(256)) < 0.3 and values[-1]["loss"] < values[0]["loss"] - 1
+    assert values[-1]["validation_loss"] < values[0]["loss"] - 1
+    assert values[-1]["tokens"] == 30 * 2 * 64 and values[0]["tokens_per_second"] > 0
+    assert "sample, after a held-out prompt" in caplog.text
+    assert json.loads((run / "config.json").read_text())["max_steps"] == 30
+
+
+def test_resume_equals_an_uninterrupted_run(corpus, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train.main(arguments(corpus, whole, steps=6)) == 0
+    assert train.main(arguments(corpus, parts, "--checkpoint_interval", "3", steps=6)) == 0
+    (parts / "step_00000006").rename(tmp_path / "lost")
+    assert train.main(arguments(corpus, parts, "--resume", steps=6)) == 0
+    assert losses(parts) == losses(whole)
+    for name, tensor in weights(whole, 6).items():
+        assert torch.equal(tensor, weights(parts, 6)[name]), name
+
+
+def test_resume_of_a_finished_run_goes_on(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "DEFAULT_STEPS", 2)
+    command = [a for a in arguments(corpus, tmp_path / "run") if a not in ("--max_steps", "4")]
+    assert train.main(command) == 0
+    assert train.main([*command, "--resume"]) == 0
+    assert [v["step"] for v in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_accumulation_equals_one_batch(corpus, tmp_path):
+    one, many = tmp_path / "one", tmp_path / "many"
+    assert train.main(arguments(corpus, one, "--batch_size", "8")) == 0
+    assert train.main(arguments(corpus, many, "--batch_size", "2", "--gradient_accumulation_steps", "4")) == 0
+    assert losses(many) == pytest.approx(losses(one), rel=1e-5)
+
+
+@pytest.mark.parametrize("option", ["--gradient_checkpointing", "--compile", "--kernels=torch", "--loss_impl=chunked"])
+def test_options_do_not_change_the_losses(option, corpus, tmp_path):
+    assert train.main(arguments(corpus, tmp_path / "plain", steps=2)) == 0
+    assert train.main(arguments(corpus, tmp_path / "option", option, steps=2)) == 0
+    assert losses(tmp_path / "option") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+
+
+def test_init_from_a_checkpoint(corpus, tmp_path):
+    assert train.main(arguments(corpus, tmp_path / "first", "--save", "model", steps=10)) == 0
+    start = str(tmp_path / "first" / "step_00000010")
+    assert train.main(arguments(corpus, tmp_path / "second", "--init_from", start, steps=1)) == 0
+    assert losses(tmp_path / "second")[0] < losses(tmp_path / "first")[0] - 0.3
+    assert train.main(arguments(corpus, tmp_path / "first", "--resume", steps=20)) == 1  # no optimizer state in it
+
+
+def torchrun(processes, *argv, **options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return subprocess.run([*command, "train.py", *argv], cwd=ROOT, capture_output=True, text=True, **options)
+
+
+def test_two_processes_equal_one(corpus, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert train.main(arguments(corpus, one, "--gradient_accumulation_steps", "2")) == 0
+    result = torchrun(2, *arguments(corpus, two, "--gradient_checkpointing", "--sample_tokens", "3"))
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    assert metrics(two)[-1]["validation_loss"] == pytest.approx(metrics(one)[-1]["validation_loss"], rel=1e-5)
+    for name, tensor in weights(one, 4).items():
+        torch.testing.assert_close(tensor, weights(two, 4)[name], rtol=1e-3, atol=1e-4)
+    # What two processes saved, one goes on from.
+    assert train.main(arguments(corpus, two, "--gradient_accumulation_steps", "2", "--resume", steps=5)) == 0
+
+
+def test_sigterm_saves_and_exits_cleanly(corpus, tmp_path):
+    command = [sys.executable, "train.py", *arguments(corpus, tmp_path / "run", steps=100_000)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        deadline = time.time() + 120
+        while time.time() < deadline and not (tmp_path / "run/metrics.jsonl").exists():
+            time.sleep(0.2)
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+    [checkpoint] = (tmp_path / "run").glob("step_*")
+    assert int(checkpoint.name.split("_")[1]) == metrics(tmp_path / "run")[-1]["step"]
+
+
+def test_a_loss_that_is_not_finite_leaves_the_weights(corpus, tmp_path, capsys):
+    assert train.main(arguments(corpus, tmp_path / "run", "--learning_rate", "1e30", "--checkpoint_interval", "1")) == 1
+    assert "stopped before the weights were touched" in capsys.readouterr().err
+    assert (tmp_path / "run" / "step_00000001").is_dir()
+
+
+def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('context_length = 1024\nlearning_rate = 1\ndata = ["a", "b"]\ngradient_checkpointing = true\n')
+    config = train.parse_config(["--config", str(path), "--context_length=2048", "--no-gradient_checkpointing"])
+    assert (config.context_length, config.learning_rate, config.data) == (2048, 1.0, ["a", "b"])
+    assert not config.gradient_checkpointing and config.batch_size == train.TrainConfig().batch_size
+
+
+def test_every_recipe_is_valid():
+    recipes = sorted((ROOT / "configs").glob("*.toml"))
+    assert {"tiny", "4b_32k", "4b_131k"} <= {p.stem for p in recipes}
+    for recipe in recipes:
+        train.check_config(train.parse_config(["--config", str(recipe)]))
+
+
+def test_readme_names_every_flag():
+    readme = (ROOT / "README.md").read_text()
+    assert [f.name for f in fields(train.TrainConfig) if f"`--{f.name}`" not in readme] == []
+
+
+BAD_FLAGS = [
+    (["--context_lenght", "64"], "unknown flag --context_lenght; did you mean --context_length?"),
+    (["--context_length", "0"], "context_length must be at least 2, got 0"),
+    (["--context_length", "many"], "invalid int value: 'many'"),
+    (["--model_size", "5B"], "'5B' (choose from"),
+    (["--learning_rate", "-1"], "learning_rate must be positive, got -1.0"),
+    (["--learning_rate", "nan"], "learning_rate must be positive, got nan"),
+    (["--data", "no/such/file.txt"], "no/such/file.txt"),
+    (["--attention_type", "nsa"], "sparse attention is not in this version"),
+    (["--attention_backend", "cudnn"], "needs a CUDA device"),
+    (["--context_parallel_size", "2"], "only 1 is in this version"),
+    (["--memory_budget", "24GB"], "no effect on a CPU"),
+    (["--kernels", "triton"], "needs a CUDA GPU"),
+    (["--gradient_accumulation_steps", "1000000"], "lower --gradient_accumulation_steps"),
+    (["--config", "no/such.toml"], "no/such.toml"),
+    (["--resume"], "no checkpoint in"),
+    (["--tokenizer", "no/such.json"], "no/such.json"),
+    (["--save", "none", "--checkpoint_interval", "5"], "no effect"),
+    (["--init_from", "no/such/folder"], "has no config.json"),
+]
+
+
+@pytest.mark.parametrize(("extra", "message"), BAD_FLAGS, ids=[" ".join(e) for e, _ in BAD_FLAGS])
+def test_bad_input_is_one_line_before_any_model(extra, message, corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train, "build_model", lambda *_: pytest.fail("a model was built"))
+    status = train.main([*arguments(corpus, tmp_path / "run"), *extra])
+    error = capsys.readouterr().err.strip()
+    assert status == 1 and error.startswith("error: ") and "\n" not in error and message in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("context_lenght = 5", "unknown key 'context_lenght' in"),
+        ("context_length = 'long'", "context_length in .* must be int, got 'long'"),
+        ("context_length = true", "must be int, got True"),
+        ("data = 'a.txt'", "must be a list of str"),
+        ("model_size = '5B'", "must be one of tiny"),
+        ("context_length =", "cannot read --config"),
+    ],
+)
+def test_bad_toml_is_refused(text, message, tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        train.parse_config(["--config", str(path)])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_cuda_asked_for_and_absent(corpus, tmp_path, capsys):
+    assert train.main([*arguments(corpus, tmp_path / "run"), "--device", "cuda"]) == 1
+    assert "PyTorch sees no CUDA GPU" in capsys.readouterr().err
+
+
+def test_checkpoints_that_do_not_fit_are_refused(corpus, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert train.main(arguments(corpus, run, steps=1)) == 0
+    capsys.readouterr()
+    assert train.main(arguments(corpus, run, steps=1)) == 1  # without --resume a run is never run over
+    assert "is already there" in capsys.readouterr().err
+    assert train.main(arguments(corpus, run, "--resume", steps=1)) == 1
+    assert "raise max_steps" in capsys.readouterr().err
+    assert train.main(arguments(corpus, run, "--resume", "--model_size", "0.6B", steps=2)) == 1
+    assert "of another size" in capsys.readouterr().err
+    file = run / "step_00000001" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert train.main(arguments(corpus, run, "--resume", steps=2)) == 1
+    assert "truncated" in capsys.readouterr().err

@@ -1,0 +1,83 @@
+"""verify_chunked_loss.py passes on a sound build, and fails where the loss is broken."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import model
+import verify_chunked_loss
+from kernels.cross_entropy import cross_entropy
+from verify_chunked_loss import accumulation, equivalence, main, memory, switch
+
+SMALL_VOCAB = 512
+
+
+@pytest.fixture
+def small_switch(monkeypatch):
+    """The switch's part with a vocabulary that a test can afford, and the threshold at the same number of tokens."""
+    scaled = model.CHUNKED_LOSS_THRESHOLD_BYTES * SMALL_VOCAB / verify_chunked_loss.VOCAB_SIZE
+    monkeypatch.setattr(model, "CHUNKED_LOSS_THRESHOLD_BYTES", scaled)
+    return functools.partial(switch, vocab_size=SMALL_VOCAB)
+
+
+def test_comparisons_pass(capsys):
+    assert main((equivalence, accumulation)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.endswith("pass") for line in lines) == 12
+    assert lines[-1] == "12 passed, 0 failed, 0 skipped"
+
+
+def test_memory_is_skipped_without_a_gpu(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert main((memory,)) == 0
+    assert "needs a GPU  skipped\n\n0 passed, 0 failed, 1 skipped" in capsys.readouterr().out
+
+
+def test_switch_is_seen_on_both_sides(small_switch, capsys):
+    assert main((small_switch,)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    test_1, test_2 = (next(i for i, line in enumerate(lines) if line.startswith(f"Test {n}: ")) for n in (1, 2))
+    assert lines[test_1].endswith("should_chunk=False") and "standard loss used" in lines[test_1 + 1]
+    assert lines[test_2].endswith("should_chunk=True") and "chunked loss used" in lines[test_2 + 1]
+
+
+def test_sizes_of_the_switch_are_the_owners():
+    config = model.MODEL_SIZES["4B"]
+    sizes = {n: f"{config.projected_logits_bytes(n) / 2**30:.2f}" for n in (4096, 40_000, 131_072)}
+    assert sizes == {4096: "1.16", 40_000: "11.32", 131_072: "37.09"}
+    assert [config.uses_chunked_loss(n) for n in sizes] == [False, True, True]
+
+
+@pytest.mark.parametrize("broken", ["hidden gradient", "head gradient"])
+def test_a_gradient_off_by_one_percent_fails(monkeypatch, capsys, broken):
+    sound = verify_chunked_loss.linear_cross_entropy
+
+    def off(hidden, head, targets, **options):
+        (head if broken == "head gradient" else hidden).register_hook(lambda gradient: 1.01 * gradient)
+        return sound(hidden, head, targets, **options)
+
+    monkeypatch.setattr(verify_chunked_loss, "linear_cross_entropy", off)
+    assert main((equivalence,)) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.endswith("FAIL")]
+    assert failed and all(broken in line for line in failed)
+
+
+def test_a_mean_of_means_fails(monkeypatch, capsys):
+    """Accumulation that forgets `num_valid_tokens`: each micro-batch divides by its own count."""
+    sound = model.linear_cross_entropy
+    monkeypatch.setattr(model, "linear_cross_entropy", lambda *a, denominator, **options: sound(*a, **options))
+    assert main((accumulation,)) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_full_logits_behind_the_chunked_loss_fail(monkeypatch, small_switch, capsys):
+    def full_logits(hidden, head, targets, ignore_index, denominator):
+        return cross_entropy(F.linear(hidden, head), targets, ignore_index=ignore_index, denominator=denominator)
+
+    monkeypatch.setattr(model, "linear_cross_entropy", full_logits)
+    assert main((small_switch,)) == 1
+    out = capsys.readouterr().out
+    assert "should_chunk=True\n  standard loss used" in out and "FAIL" in out

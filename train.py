@@ -1,0 +1,471 @@
+"""Train a decoder: `python train.py`, or `torchrun --nproc_per_node=N train.py` on N GPUs.
+
+Top to bottom: the configuration; what is checked before any work; building; one step; validation; the run.
+"""
+
+import dataclasses
+import difflib
+import json
+import logging
+import math
+import signal
+import sys
+import time
+import tomllib
+import typing
+from argparse import ArgumentParser, BooleanOptionalAction
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from kernels.attention import choose_backend
+from kernels.common import IMPLEMENTATIONS, set_default_implementation
+from model import MODEL_SIZES, ModelConfig, Transformer
+from training import checkpoint
+from training.data import Batch, PackedLoader, load_documents, load_tokenizer, split_documents, validation_batches
+from training.distributed import World, initialize, join_world, shard_model
+from training.memory import apply_gradient_checkpointing, cap_gpu_memory, parse_bytes
+from training.metrics import MetricsFile, peak_flops, peak_memory_gib
+from training.optimizer import MasterAdamW, warmup_cosine
+
+logger = logging.getLogger("train")
+DEFAULT_STEPS = 300
+PEAK_LEARNING_RATE = 3e-4
+TINY_PEAK_LEARNING_RATE = 3e-3
+PROMPT_TOKENS = 64
+
+
+def flag(default, help: str, choices: tuple[str, ...] | None = None):
+    """A field of `TrainConfig`: its default, and what `--help` says of it."""
+    make = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**make, metadata={"help": help, "choices": choices})
+
+
+@dataclass
+class TrainConfig:
+    """Every setting: field name = flag = key of a --config file. Defaults, then the file, then flags."""
+
+    # model
+    model_size: str = flag("tiny", "shape of the model", tuple(MODEL_SIZES))
+    context_length: int = flag(512, "tokens in a sequence")
+    attention_type: str = flag("full", "nsa (native sparse attention) is not in this version", ("full", "nsa"))
+    attention_backend: str = flag("auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu")
+    loss_impl: str = flag("auto", "auto: chunked above 10 GB of logits", ("auto", "chunked", "standard"))
+    kernels: str = flag("auto", "auto: Triton on GPUs, PyTorch references on CPUs", IMPLEMENTATIONS)
+    # data
+    data: list[str] = flag(list, "files or folders of .txt .md .py .jsonl; default: Python's standard library")
+    tokenizer: str | None = flag(None, "a tokenizer.json; default: bytes")
+    validation_fraction: float = flag(0.02, "share of the tokens held out, whole documents")
+    # run
+    init_from: str | None = flag(None, "folder of safetensors weights to start from (Qwen3's form)")
+    max_steps: int | None = flag(None, f"steps in all; default: {DEFAULT_STEPS} from where the run starts")
+    batch_size: int = flag(8, "sequences in a micro-batch of one data-parallel rank")
+    gradient_accumulation_steps: int = flag(1, "micro-batches in a step")
+    learning_rate: float | None = flag(
+        None, f"peak; default: {TINY_PEAK_LEARNING_RATE} for tiny, {PEAK_LEARNING_RATE} else"
+    )
+    final_learning_rate_ratio: float = flag(0.1, "the cosine ends at this share of the peak")
+    warmup_steps: int = flag(20, "steps of linear warm-up")
+    weight_decay: float = flag(0.1, "of the matrices")
+    max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm")
+    seed: int = flag(0, "of the initial weights, the data's order and the sample")
+    # what a run leaves
+    output_dir: str = flag("runs/default", "checkpoints, metrics.jsonl and the resolved configuration")
+    resume: bool = flag(False, "go on from the last checkpoint in output_dir")
+    save: str = flag("full", "a checkpoint holds: full, to resume from; model; or none", ("full", "model", "none"))
+    checkpoint_interval: int = flag(0, "steps between checkpoints; 0: only at the end")
+    validation_interval: int = flag(100, "steps between validations; 0: only at the end")
+    validation_sequences: int = flag(128, "held-out sequences in one validation at most; 0: no validation")
+    sample_tokens: int = flag(200, "tokens to generate at the end; 0: none")
+    # machine
+    device: str = flag("auto", "auto: a GPU if there is one", ("auto", "cuda", "cpu"))
+    gradient_checkpointing: bool = flag(False, "keep only each block's input, recompute the rest in backward")
+    memory_budget: str | None = flag(None, 'hard cap on this process\'s GPU memory, e.g. "24GB"')
+    context_parallel_size: int = flag(1, "GPUs that share one sequence; more than 1 is not in this version")
+    compile: bool = flag(False, "torch.compile each block")
+
+
+def parse_config(argv: list[str]) -> TrainConfig:
+    """Defaults, overridden by the TOML file of --config, overridden by flags.
+
+    Raises:
+        ValueError: unknown flag or key (the nearest name is offered), a value of the wrong type, an unreadable file.
+    """
+    parser = ArgumentParser(prog="train.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.error = _raise_value_error
+    parser.add_argument("--config", help="TOML file with the same names as the flags")
+    types = typing.get_type_hints(TrainConfig)
+    for f in fields(TrainConfig):
+        kind = _element_type(types[f.name])
+        options = {"help": f.metadata["help"], "default": None, "dest": f.name}
+        if kind is bool:
+            options["action"] = BooleanOptionalAction
+        else:
+            options |= {"type": kind, "choices": f.metadata["choices"], "metavar": kind.__name__.upper()}
+            if types[f.name] == list[str]:
+                options["nargs"] = "+"
+        parser.add_argument(f"--{f.name}", **options)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [f"--{f.name}" for f in fields(TrainConfig)] + ["--config"]
+        raise ValueError(f"unknown flag {unknown[0]}{_nearest(unknown[0].split('=')[0], known)}")
+    flags = {name: value for name, value in vars(arguments).items() if value is not None and name != "config"}
+    return TrainConfig(**(_read_toml(arguments.config, types) if arguments.config else {}) | flags)
+
+
+def _raise_value_error(message: str) -> typing.NoReturn:
+    raise ValueError(message)
+
+
+def _element_type(annotation) -> type:
+    """int for `int` and `int | None`, str for `list[str]`."""
+    return next((t for t in typing.get_args(annotation) if t is not type(None)), annotation)
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _read_toml(path: str, types: dict) -> dict:
+    try:
+        values = tomllib.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"cannot read --config {path}: {error}") from None
+    choices = {f.name: f.metadata["choices"] for f in fields(TrainConfig)}
+    for name, value in values.items():
+        if name not in types:
+            raise ValueError(f"unknown key {name!r} in {path}{_nearest(name, list(types))}")
+        kind = _element_type(types[name])
+        if kind is float and type(value) is int:
+            value = values[name] = float(value)
+        elements = value if types[name] == list[str] and isinstance(value, list) else [value]
+        if any(type(e) is not kind for e in elements) or (types[name] == list[str]) != isinstance(value, list):
+            expected = f"a list of {kind.__name__}" if types[name] == list[str] else kind.__name__
+            raise ValueError(f"{name} in {path} must be {expected}, got {value!r}")
+        if choices[name] and value not in choices[name]:
+            raise ValueError(f"{name} in {path} must be one of {', '.join(choices[name])}, got {value!r}")
+    return values
+
+
+def check_config(config: TrainConfig) -> None:
+    """Refuse values out of range, and flags that would have no effect.
+
+    Raises:
+        ValueError: with the value, the limit and what to do.
+    """
+    minimum = {"context_length": 2, "batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 1,
+               "warmup_steps": 0, "checkpoint_interval": 0, "validation_interval": 0, "validation_sequences": 0,
+               "sample_tokens": 0, "context_parallel_size": 1, "weight_decay": 0, "seed": 0,
+               "final_learning_rate_ratio": 0}  # fmt: skip
+    for name, least in minimum.items():
+        value = getattr(config, name)
+        if value is not None and not value >= least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    for name in ("learning_rate", "max_grad_norm"):
+        value = getattr(config, name)
+        if value is not None and not (0 < value < math.inf):
+            raise ValueError(f"{name} must be positive, got {value}")
+    refusals = {
+        "attention_type nsa: sparse attention is not in this version; use full": config.attention_type == "nsa",
+        "context_parallel_size: only 1 is in this version": config.context_parallel_size > 1,
+        "init_from has no effect with resume; drop one": config.init_from is not None and config.resume,
+        "checkpoint_interval has no effect with save none; drop one": config.checkpoint_interval > 0
+        and config.save == "none",
+    }
+    for message, refused in refusals.items():
+        if refused:
+            raise ValueError(message)
+
+
+def choose_model(config: TrainConfig, device: torch.device) -> ModelConfig:
+    """The size asked for, or the shape that --init_from's folder declares, with the run's own settings."""
+    shape = MODEL_SIZES[config.model_size]
+    if config.init_from:
+        path = Path(config.init_from) / "config.json"
+        if not path.is_file():
+            raise ValueError(f"init_from {config.init_from} has no config.json; give a folder in Hugging Face's form")
+        declared = ModelConfig.from_hugging_face(json.loads(path.read_text()))
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+            if getattr(declared, name) != getattr(shape, name):
+                raise ValueError(
+                    f"init_from {config.init_from} has {name} {getattr(declared, name)}, model_size "
+                    f"{config.model_size} has {getattr(shape, name)}; choose the model_size of those weights"
+                )
+        shape = declared
+    backend = choose_backend(config.attention_backend, device)
+    return dataclasses.replace(shape, loss_impl=config.loss_impl, attention_backend=backend)
+
+
+def build_model(config: TrainConfig, model_config: ModelConfig, world: World) -> Transformer:
+    """A model with its initial weights: bf16 on one GPU, else float32 (FSDP computes in bf16 from float32 shards)."""
+    with torch.device("meta"):
+        model = Transformer(model_config)
+    if world.size > 1:
+        shard_model(model, model.layers, world)
+    elif world.device.type == "cuda":
+        model.to(torch.bfloat16)
+    model.to_empty(device=world.device)
+    initialize(model, model.initialize_parameter, config.seed)
+    for block in model.layers if config.compile else ():
+        block.forward = torch.compile(block.forward)
+    if config.gradient_checkpointing:
+        apply_gradient_checkpointing(model.layers)
+    return model
+
+
+def run_model(model: Transformer, batch: Batch, world: World, num_valid_tokens: float | None = None) -> torch.Tensor:
+    """Loss of a micro-batch; document_ids stay on the CPU, where the boundaries are needed."""
+    input_ids, labels = (x.to(world.device, non_blocking=True) for x in (batch.input_ids, batch.labels))
+    return model(input_ids, labels, document_ids=batch.document_ids, num_valid_tokens=num_valid_tokens).loss
+
+
+def document_lengths(batch: Batch) -> list[int]:
+    """Tokens of each document piece in the batch."""
+    row = torch.arange(len(batch.document_ids))[:, None]
+    keys = row * (int(batch.document_ids.max()) + 1) + batch.document_ids
+    return torch.unique_consecutive(keys, return_counts=True)[1].tolist()
+
+
+def train_step(
+    model: Transformer,
+    optimizer: MasterAdamW,
+    batches: list[Batch],
+    world: World,
+    learning_rate: float,
+    max_grad_norm: float,
+) -> tuple[float, float]:
+    """One optimizer step over all micro-batches of all ranks; (mean loss a token, gradient norm).
+
+    Raises:
+        FloatingPointError: a loss or gradient that is not finite; the weights are left as they were.
+    """
+    [num_valid] = world.sum(sum(batch.num_valid_tokens for batch in batches))
+    losses = []
+    for batch in batches:
+        loss = run_model(model, batch, world, max(num_valid, 1))
+        loss.backward()
+        losses.append(loss.detach())
+    norm = optimizer.clip_grad_norm(max_grad_norm)
+    [loss] = world.sum(float(torch.stack(losses).sum()))
+    if not math.isfinite(loss + norm):
+        raise FloatingPointError(f"loss {loss}, gradient norm {norm}: stopped before the weights were touched")
+    optimizer.step(learning_rate)
+    return loss, norm
+
+
+@torch.no_grad()
+def validate(model: Transformer, batches: typing.Iterable[Batch], world: World) -> float:
+    """Mean loss a held-out token, over all ranks."""
+    total, count = 0.0, 0
+    for batch in batches:
+        total += float(run_model(model, batch, world, 1.0))
+        count += batch.num_valid_tokens
+    total, count = world.sum(total, count)
+    return total / max(count, 1)
+
+
+def configure_machine(config: TrainConfig, world: World) -> None:
+    """Settings that hold for the process: which kernels run, and how much GPU memory it may take."""
+    if config.kernels == "triton" and world.device.type != "cuda":
+        raise ValueError('kernels "triton" needs a CUDA GPU; use auto')
+    set_default_implementation(config.kernels)
+    if config.memory_budget is not None:
+        if world.device.type != "cuda":
+            raise ValueError("memory_budget has no effect on a CPU; drop it")
+        cap_gpu_memory(parse_bytes(config.memory_budget), world.device)
+
+
+def load_data(config: TrainConfig, vocab_size: int, world: World):
+    """(tokenizer, loader of training batches, held-out documents)."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    documents = load_documents(config.data or None, tokenizer, vocab_size)
+    documents, held_out = split_documents(documents, config.validation_fraction, config.seed)
+    loader = PackedLoader(
+        documents, config.context_length, config.batch_size, tokenizer.eos_id, config.seed, world.rank, world.size
+    )
+    loader.check_enough_for_step(config.gradient_accumulation_steps)
+    return tokenizer, loader, held_out
+
+
+@dataclass
+class Start:
+    """Where a run starts: at nothing, or at a checkpoint."""
+
+    checkpoint: Path | None = None
+    step: int = 0
+    tokens: int = 0
+    max_steps: int = 0
+
+
+def find_start(config: TrainConfig, loader: PackedLoader) -> Start:
+    """A fresh start, or the last checkpoint of output_dir, verified, with `loader` moved to its position.
+
+    Without --max_steps a run that was stopped keeps the number it had, and a finished one gets DEFAULT_STEPS more.
+    """
+    last = checkpoint.latest_checkpoint(Path(config.output_dir))
+    if not config.resume:
+        if last is not None:
+            raise ValueError(f"{last} is already there: --resume goes on from it, another --output_dir starts afresh")
+        return Start(max_steps=config.max_steps or DEFAULT_STEPS)
+    if last is None:
+        raise ValueError(f"--resume: no checkpoint in {config.output_dir}; drop --resume to start a run")
+    checkpoint.verify_checkpoint(last)
+    if not (last / "optimizer").is_dir():
+        raise ValueError(f"{last} was saved without optimizer state; use --init_from {last} and another --output_dir")
+    state = checkpoint.load_trainer_state(last)
+    loader.load_state_dict(state["loader"])
+    step = state["step"]
+    max_steps = config.max_steps or (state["max_steps"] if state["max_steps"] > step else step + DEFAULT_STEPS)
+    if max_steps <= step:
+        raise ValueError(f"{last} is at step {step}, max_steps is {max_steps}; raise max_steps to go on")
+    return Start(last, step, state["tokens"], max_steps)
+
+
+def build(
+    config: TrainConfig, model_config: ModelConfig, start: Start, world: World
+) -> tuple[Transformer, MasterAdamW]:
+    """Model and optimizer, with fresh weights, those of --init_from, or the whole state of a checkpoint."""
+    weights = start.checkpoint or config.init_from
+    if weights:
+        with torch.device("meta"):
+            shapes = {name: p.shape for name, p in Transformer(model_config).named_parameters()}
+        checkpoint.load_model_weights(weights, shapes)  # refuses other names or shapes; reads nothing large yet
+    model = build_model(config, model_config, world)
+    if weights:
+        checkpoint.copy_weights_into(model, weights)
+    optimizer = MasterAdamW(
+        model.named_parameters(), learning_rate=config.learning_rate, weight_decay=config.weight_decay
+    )
+    if start.checkpoint:
+        checkpoint.load_optimizer_state(start.checkpoint, optimizer.state_dict())
+        optimizer.restore_parameters()
+        checkpoint.restore_rng(start.checkpoint)
+    return model, optimizer
+
+
+def train(config: TrainConfig, world: World) -> None:
+    """A run, from the checks to the final checkpoint and a sample."""
+    configure_machine(config, world)
+    model_config = choose_model(config, world.device)
+    tokenizer, loader, held_out = load_data(config, model_config.vocab_size, world)
+    start = find_start(config, loader)
+    max_steps, tokens = start.max_steps, start.tokens
+    default_rate = TINY_PEAK_LEARNING_RATE if config.model_size == "tiny" else PEAK_LEARNING_RATE
+    learning_rate = config.learning_rate or default_rate
+    config = dataclasses.replace(config, max_steps=max_steps, learning_rate=learning_rate)
+    model, optimizer = build(config, model_config, start, world)
+
+    output_dir = Path(config.output_dir)
+    if world.is_main:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+        metrics = MetricsFile(output_dir / "metrics.jsonl", start.step)
+    tokens_per_step = config.context_length * config.batch_size * config.gradient_accumulation_steps * world.size
+    logger.info("config: %s", json.dumps(dataclasses.asdict(config)))
+    logger.info(
+        "model: %s, %s parameters; attention kernel: %s; device: %s x %d",
+        config.model_size, f"{model_config.num_parameters():,}", model_config.attention_backend,
+        world.device.type, world.size,
+    )  # fmt: skip
+    logger.info(
+        "data: %s training tokens, %s held out; %s tokens a step",
+        f"{loader.num_tokens:,}", f"{sum(len(d.tokens) for d in held_out):,}", f"{tokens_per_step:,}",
+    )  # fmt: skip
+
+    terminated = []
+    before = signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
+    gpu_flops = peak_flops(world.device)
+    progress = tqdm(total=max_steps, initial=start.step, unit="step", disable=not world.is_main)
+    for step in range(start.step + 1, max_steps + 1):
+        began = time.perf_counter()
+        batches = [loader.next_batch() for _ in range(config.gradient_accumulation_steps)]
+        rate = warmup_cosine(
+            step - 1, learning_rate=learning_rate, warmup_steps=config.warmup_steps, max_steps=max_steps,
+            final_ratio=config.final_learning_rate_ratio,
+        )  # fmt: skip
+        loss, norm = train_step(model, optimizer, batches, world, rate, config.max_grad_norm)
+        seconds = time.perf_counter() - began
+        tokens += tokens_per_step
+        values = {
+            "step": step, "loss": loss, "gradient_norm": norm, "learning_rate": rate, "seconds": seconds,
+            "tokens": tokens, "tokens_per_second": tokens_per_step / seconds, "epoch": loader.epoch,
+        }  # fmt: skip
+        if world.device.type == "cuda":
+            values["peak_memory_gib"] = peak_memory_gib(world)
+        if gpu_flops is not None:
+            flops = 3 * sum(model_config.forward_flops(document_lengths(batch)) for batch in batches)
+            values["mfu"] = flops / seconds / gpu_flops
+        is_last, stop = step == max_steps, world.sum(float(bool(terminated)))[0] > 0
+        if config.validation_sequences and (is_last or is_due(step, config.validation_interval)):
+            held_out_batches = validation_batches(
+                held_out, config.context_length, config.batch_size, tokenizer.eos_id, world.rank, world.size,
+                limit=config.validation_sequences,
+            )  # fmt: skip
+            values["validation_loss"] = validate(model, held_out_batches, world)
+        if world.is_main:
+            metrics.write(**values)
+            show(progress, values, "byte" if config.tokenizer is None else "token")
+        if config.save != "none" and (is_last or stop or is_due(step, config.checkpoint_interval)):
+            path = checkpoint.save_checkpoint(
+                output_dir, step,
+                model_state=model.state_dict(), model_config=model_config.to_hugging_face(),
+                optimizer_state=optimizer.state_dict() if config.save == "full" else None,
+                trainer_state={"tokens": tokens, "max_steps": max_steps, "loader": loader.state_dict()},
+            )  # fmt: skip
+            logger.info("checkpoint: %s", path)
+        if stop:
+            logger.info("SIGTERM: stopped after step %d", step)
+            break
+    progress.close()
+    signal.signal(signal.SIGTERM, before)
+    if config.sample_tokens and not terminated:
+        log_sample(model, tokenizer, held_out[0].tokens[:PROMPT_TOKENS].astype("int64"), config, world)
+
+
+def is_due(step: int, interval: int) -> bool:
+    """Whether something done every `interval` steps (0: never) falls on this one."""
+    return interval > 0 and step % interval == 0
+
+
+def show(progress: tqdm, values: dict, unit: str) -> None:
+    """One step on the progress bar, and a line for a validation."""
+    shown = {"loss": f"{values['loss']:.3f}", "tokens/s": f"{values['tokens_per_second']:,.0f}"}
+    if "mfu" in values:
+        shown["mfu"] = f"{values['mfu']:.1%}"
+    if "peak_memory_gib" in values:
+        shown["GiB"] = max(values["peak_memory_gib"])
+    progress.set_postfix(shown)
+    progress.update()
+    if "validation_loss" in values:
+        progress.write(f"step {values['step']}: validation loss {values['validation_loss']:.4f} nats per {unit}")
+
+
+def log_sample(model: Transformer, tokenizer, prompt, config: TrainConfig, world: World) -> None:
+    """What the model writes after a held-out prompt, an int64 array; every rank of a sharded model takes part."""
+    generator = torch.Generator(world.device).manual_seed(config.seed)
+    ids = torch.from_numpy(prompt).to(world.device)[None]
+    ids = model.generate(ids, config.sample_tokens, temperature=0.8, generator=generator)[0].tolist()
+    before, after = tokenizer.decode(ids[: len(prompt)]), tokenizer.decode(ids[len(prompt) :])
+    logger.info("sample, after a held-out prompt:\n%s<<<the prompt ends here>>>%s", before, after)
+
+
+def main(argv: list[str]) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    try:
+        config = parse_config(argv)
+        check_config(config)
+        with join_world(config.device) as world:
+            if not world.is_main:
+                logging.disable(logging.INFO)
+            train(config, world)
+    except (ValueError, FloatingPointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,215 @@
+"""Is the chunked loss the standard loss? `python verify_chunked_loss.py` finds out on this machine, CPU or GPU.
+
+Four parts: which loss a model really runs on each side of the 10 GB switch; the chunked loss and its gradients against
+the standard ones, both judged by the standard loss in float64; gradient accumulation against one batch; peak memory.
+Exit status 1 if any check fails.
+"""
+
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.profiler import profile
+
+from benchmarks.common import extra_gib
+from kernels.cross_entropy import cross_entropy
+from kernels.linear_cross_entropy import linear_cross_entropy
+from model import IGNORE_INDEX, MODEL_SIZES, Transformer
+
+VOCAB_SIZE = MODEL_SIZES["4B"].vocab_size
+RESULTS = ("loss", "hidden gradient", "head gradient")
+
+
+@dataclasses.dataclass
+class Check:
+    """One line of the table: passes when value <= limit; a check without a value was skipped, and `limit` says why."""
+
+    name: str
+    value: float | None
+    limit: float | str
+
+    @property
+    def verdict(self) -> str:
+        if self.value is None:
+            return "skipped"
+        return "pass" if self.value <= self.limit else "FAIL"  # NaN fails
+
+
+def small_config(vocab_size: int, **changes):
+    """One block, so narrow that the loss is nearly all the work."""
+    return dataclasses.replace(
+        MODEL_SIZES["tiny"], vocab_size=vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=1, num_key_value_heads=1, **changes,
+    )  # fmt: skip
+
+
+def run_model(model: Transformer, ids: Tensor, labels: Tensor) -> None:
+    documents = torch.arange(ids.shape[1])[None] // 4096  # short ones: attention is not what is looked at
+    model(ids, labels, document_ids=documents).loss.backward()
+    model.zero_grad()
+
+
+def observed_logits_rows(model: Transformer, ids: Tensor, labels: Tensor) -> int:
+    """Rows of the largest [rows, V] tensor that any operation takes while the model runs forward and backward.
+
+    The profiler records each operation's input shapes, also inside custom operations.
+    """
+    with profile(record_shapes=True) as recorded:
+        run_model(model, ids, labels)
+    shapes = (shape for event in recorded.function_events for shape in event.input_shapes)
+    vocab_size = model.config.vocab_size
+    return max((math.prod(s[:-1]) for s in shapes if len(s) > 1 and s[-1] == vocab_size), default=0)
+
+
+def switch(device: torch.device, vocab_size: int = VOCAB_SIZE) -> Iterator[Check]:
+    """Below 10 GB of projected logits a model makes them all, above it never: seen from outside, in bf16."""
+    config = small_config(vocab_size)
+    torch.manual_seed(0)
+    model = Transformer(config).to(device, torch.bfloat16)
+    for number, length in ((1, 4096), (2, 40_000)):
+        should_chunk = config.uses_chunked_loss(length)
+        size = config.projected_logits_bytes(length) / 2**30
+        print(f"Test {number}: seq_len={length}, logits={size:.2f}GB, should_chunk={should_chunk}", flush=True)
+        ids = torch.randint(vocab_size, (1, length), device=device)
+        labels, note = ids, "every token has a label"
+        if should_chunk and device.type == "cpu":  # all of them would take most of the two minutes
+            labels, note = ids.masked_fill(torch.arange(length) % 8 > 0, IGNORE_INDEX), "one token in 8 has a label"
+        rows = observed_logits_rows(model, ids, labels)
+        used = "standard" if rows == length else "chunked"
+        print(f"  {used} loss used: the largest logits tensor seen in forward and backward was [{rows}, {vocab_size}]")
+        if device.type == "cuda":
+            note += f"; peak memory {extra_gib(lambda: run_model(model, ids, labels), device):.2f} GiB"  # noqa: B023
+        print(f"  ({note})\n")
+        if should_chunk:
+            yield Check(f"rows of the largest logits at {length} tokens", rows or math.nan, 4096)
+        else:
+            yield Check(f"rows missing from the logits at {length} tokens", length - rows, 0)
+
+
+def losses_and_gradients(loss: Callable, hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    hidden, head = (x.detach().clone().requires_grad_() for x in (hidden, head))
+    value = loss(hidden, head, targets)
+    value.backward()
+    return value.detach(), hidden.grad, head.grad
+
+
+def standard_loss(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, head).to(torch.promote_types(hidden.dtype, torch.float32)), targets)
+
+
+def equivalence(device: torch.device) -> Iterator[Check]:
+    """Chunked against standard: the error of each against float64, on an odd length with a sixth of the labels ignored.
+
+    A gradient may be twice as far from float64 as the standard loss of the same dtype, the loss three times.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens, hidden_size, vocab_size, chunk_size = 1357, 96, 5003, 512
+    hidden = torch.randn(tokens, hidden_size, generator=generator)
+    head = torch.randn(vocab_size, hidden_size, generator=generator) * 2 / hidden_size**0.5
+    targets = torch.randint(vocab_size, (tokens,), generator=generator)
+    targets[torch.rand(tokens, generator=generator) < 1 / 6] = IGNORE_INDEX
+    targets = targets.to(device)
+
+    def chunked_loss(hidden, head, targets):
+        return linear_cross_entropy(hidden, head, targets, ignore_index=IGNORE_INDEX, chunk_size=chunk_size)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w = (t.to(device, dtype) for t in (hidden, head))
+        exact = losses_and_gradients(standard_loss, x.double(), w.double(), targets)
+        standard = losses_and_gradients(standard_loss, x, w, targets)
+        chunked = losses_and_gradients(chunked_loss, x, w, targets)
+        # Below this an error is luck, or rounding of the last bit, and not the loss's.
+        floor = {torch.float32: 1e-6, torch.bfloat16: 1e-4}[dtype]
+        name = str(dtype).removeprefix("torch.")
+        for what, reference, ours, theirs in zip(RESULTS, exact, chunked, standard):
+            factor = 3 if what == "loss" else 2
+            limit = max(factor * relative_error(theirs, reference), floor)
+            yield Check(f"{name}: error of the {what}", relative_error(ours, reference), limit)
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    return float((value.double() - reference.double()).norm() / reference.double().norm())
+
+
+def accumulation(device: torch.device) -> Iterator[Check]:
+    """8 sequences as 4 and as 8 micro-batches, `num_valid_tokens` the total of all, against one batch, in float32.
+
+    The sequences have unequal numbers of valid labels, so that a mean of means would show.
+    """
+    torch.manual_seed(0)
+    config = small_config(1009, loss_impl="chunked", tie_word_embeddings=False)
+    model = Transformer(config).to(device)
+    model.layers = nn.ModuleList()  # attention has no float32 kernel on GPUs, and the loss is what is looked at
+    ids = torch.randint(config.vocab_size, (8, 129), device=device)
+    labels = ids.clone()
+    for row in range(8):
+        labels[row, : 15 * row] = IGNORE_INDEX
+    num_valid_tokens = int((labels[:, 1:] != IGNORE_INDEX).sum())
+
+    def run(micro_batches: int) -> list[Tensor]:
+        model.zero_grad()
+        total = torch.zeros((), device=device)
+        for rows in torch.arange(8, device=device).chunk(micro_batches):
+            loss = model(ids[rows], labels[rows], num_valid_tokens=num_valid_tokens).loss
+            loss.backward()
+            total += loss.detach()
+        return [total, model.embed_tokens.weight.grad, model.output_weight.grad]
+
+    whole = [x.clone() for x in run(1)]
+    for micro_batches in (4, 8):
+        for what, parts, one in zip(RESULTS, run(micro_batches), whole):
+            limit = 1e-6 if what == "loss" else 2e-6  # float32 rounding of sums in another order
+            yield Check(f"{micro_batches} micro-batches: error of the {what}", relative_error(parts, one), limit)
+
+
+def memory(device: torch.device) -> Iterator[Check]:
+    """Peak memory of each loss, forward and backward, at a length where the standard one is still possible."""
+    name = "GiB of the chunked loss, limit half the standard's"
+    if device.type != "cuda":
+        yield Check(name, None, "needs a GPU")
+        return
+    tokens, hidden_size = 32_768, 1024
+    hidden = torch.randn(tokens, hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
+    head = torch.randn(VOCAB_SIZE, hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(VOCAB_SIZE, (tokens,), device=device)
+
+    def standard():
+        cross_entropy(F.linear(hidden, head), targets, inplace=True).backward()
+        hidden.grad = head.grad = None
+
+    def chunked():
+        linear_cross_entropy(hidden, head, targets).backward()
+        hidden.grad = head.grad = None
+
+    sizes = {}
+    for run in (standard, chunked):
+        run()  # compiles, and makes cuBLAS's workspace
+        sizes[run] = extra_gib(run, device)
+    print(f"peak memory at {tokens} tokens: standard {sizes[standard]:.2f} GiB, chunked {sizes[chunked]:.2f} GiB\n")
+    yield Check(name, sizes[chunked], sizes[standard] / 2)
+
+
+def main(
+    parts: tuple[Callable[[torch.device], Iterator[Check]], ...] = (switch, equivalence, accumulation, memory),
+) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own chatter
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: small ones take half of a CPU's time
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(f"device: {torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}\n")
+    checks = [check for part in parts for check in part(device)]
+    for check in checks:
+        value = "-" if check.value is None else f"{check.value:.4g}"
+        limit = check.limit if isinstance(check.limit, str) else f"{check.limit:.4g}"
+        print(f"{check.name:<52} {value:>10}  limit {limit:>11}  {check.verdict}")
+    verdicts = [check.verdict for check in checks]
+    print(f"\n{verdicts.count('pass')} passed, {verdicts.count('FAIL')} failed, {verdicts.count('skipped')} skipped")
+    return int("FAIL" in verdicts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
