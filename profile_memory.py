@@ -1,7 +1,7 @@
 """Layer-by-layer memory of a training step: `python profile_memory.py --model_size 4B --context_length 131072`.
 
 On a GPU the table is measured: two whole steps as train.py runs them on one GPU (bf16 weights, float32 masters and
-Adam moments, random tokens). Adam creates its moments in the first step, so the second is the one shown.
+Adam moments, random tokens). The first compiles kernels and makes the libraries' workspaces: the second is shown.
 Without a GPU, and beside the measurement on one, the table is predicted: `predict` walks through the same step tensor
 by tensor. Its assumptions: one GPU, bf16, the Triton kernels, one document a sequence, no allocator overhead
 (fragmentation is in "reserved", which only a measurement knows), and what cuBLAS and cuDNN were seen to take.
@@ -28,7 +28,7 @@ from kernels.attention import choose_backend
 from model import MODEL_SIZES, ModelConfig, Transformer
 from train import TrainConfig, build_model
 from training.distributed import World, join_world
-from training.optimizer import MasterAdamW
+from training.optimizer import PIECE_ELEMENTS, MasterAdamW
 
 GIB = 2**30
 CATEGORIES = ("parameters", "gradients", "optimizer", "residual stream", "attention", "MLP", "loss", "other")
@@ -207,7 +207,9 @@ def predict(run: Run) -> list[Row]:
 
     ledger.make("parameters", parameters=2 * parameters)
     ledger.end_stage("parameters")
-    ledger.make("optimizer", master_m_v=12 * parameters)
+    ledger.make(
+        "optimizer", master_m_v=12 * parameters, room=4 * min(PIECE_ELEMENTS, config.vocab_size * config.hidden_size)
+    )
     ledger.make("other", ids_and_labels=16 * tokens, rotary=4 * run.context_length * config.head_dim)
     ledger.make("other", libraries=LIBRARY_WORKSPACE)
     ledger.end_stage("start of the step")
@@ -321,12 +323,12 @@ class Recorder:
 
     def _state_bytes(self) -> dict[str, int]:
         parameters = list(self.model.parameters())
-        masters, states = [], []
+        gradients, state = [p.grad for p in parameters if p.grad is not None], []
         if self.optimizer is not None:
-            masters = [m for m, p in zip(self.optimizer.masters.values(), parameters) if m is not p]
-            states = [t for state in self.optimizer.adamw.state.values() for t in state.values()]
-        gradients = [t.grad for t in (*parameters, *masters) if t.grad is not None]
-        groups = {"parameters": parameters, "gradients": gradients, "optimizer": masters + states}
+            of_parameters = self.optimizer.states.values()
+            gradients += [s.gradient for s in of_parameters if s.gradient is not None]
+            state = [self.optimizer.room, *(tensor for s in of_parameters for tensor in s.tensors.values())]
+        groups = {"parameters": parameters, "gradients": gradients, "optimizer": state}
         return {name: sum(t.nbytes for t in tensors) for name, tensors in groups.items()}
 
     def _hand_over(self, tensor: Tensor, category: str) -> None:
@@ -369,15 +371,13 @@ class Recorder:
         def before(x: Tensor) -> None:
             if self.in_backward:  # a recomputation, of which x is the first part
                 self._hand_over(x, "residual stream")
-            else:
+            if x.requires_grad:
                 x.register_hook(lambda _: self.enter("residual stream", owner))  # the gradient has taken x's place
             self.enter(category, owner)
 
         def after(output: Tensor) -> None:
-            if self.in_backward:  # a recomputation ends inside the MLP, and lets go of attention's output there
-                self._hand_over(output, "MLP")
-            else:
-                self._hand_over(output, "residual stream")
+            self._hand_over(output, "residual stream")
+            if output.requires_grad:
                 output.register_hook(lambda _: self.enter(category, owner))
             self.enter("residual stream", owner)
 
@@ -403,13 +403,12 @@ class Recorder:
         self.category, self.owner, self.in_backward = "other", "optimizer", False
 
 
-def measure(model: Transformer, input_ids: Tensor, labels: Tensor, counter: CudaCounter) -> tuple[list[Row], int]:
-    """Two training steps: the table of the second, and the peak of the first in bytes."""
+def measure(model: Transformer, input_ids: Tensor, labels: Tensor, counter: CudaCounter) -> list[Row]:
+    """Two training steps, the first of which compiles kernels and makes workspaces: the table of the second."""
     recorder = Recorder(model, counter)
     recorder.end_stage("parameters")
     parameters = recorder.rows[0]
-    recorder.optimizer = optimizer = MasterAdamW(model.named_parameters(), learning_rate=1e-5)
-    peaks = []
+    recorder.optimizer = optimizer = MasterAdamW(model.named_parameters())
     for _ in range(2):
         recorder.start()
         recorder.end_stage("start of the step")
@@ -418,8 +417,7 @@ def measure(model: Transformer, input_ids: Tensor, labels: Tensor, counter: Cuda
         optimizer.clip_grad_norm(1.0)
         optimizer.step(1e-5)
         recorder.end_stage("optimizer")
-        peaks.append(largest(recorder.rows).peak)
-    return [parameters, *recorder.rows], peaks[0]
+    return [parameters, *recorder.rows]
 
 
 # Shown
@@ -499,7 +497,7 @@ def profile(flags: Namespace, world: World) -> dict:
     kind = "predicted, not measured (for a GPU, see the top of profile_memory.py)"
     if on_gpu:
         try:
-            rows, first_peak = measure_on_gpu(run, world)
+            rows = measure_on_gpu(run, world)
         except torch.OutOfMemoryError:
             print("predicted, not measured (out of memory):")
             print_table(predicted, None)
@@ -517,13 +515,12 @@ def profile(flags: Namespace, world: World) -> dict:
     if on_gpu:
         error = 100 * (expected.peak / top.peak - 1)
         print(f"predicted: {expected.peak / GIB:.2f} GiB ({expected.stage}), {error:+.1f}%")
-        print(f"first step, in which Adam's moments are created: {first_peak / GIB:.2f} GiB")
         print(f"reserved by the allocator at the end: {torch.cuda.memory_reserved(world.device) / GIB:.2f} GiB")
     return results
 
 
-def measure_on_gpu(run: Run, world: World) -> tuple[list[Row], int]:
-    model = build_model(TrainConfig(gradient_checkpointing=run.gradient_checkpointing), run.model, world)
+def measure_on_gpu(run: Run, world: World) -> list[Row]:
+    model, _ = build_model(TrainConfig(gradient_checkpointing=run.gradient_checkpointing), run.model, world)
     shape = run.batch_size, run.context_length
     input_ids = torch.randint(run.model.vocab_size, shape, device=world.device)
     return measure(model, input_ids, input_ids.clone(), CudaCounter(world.device))

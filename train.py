@@ -8,6 +8,7 @@ import difflib
 import json
 import logging
 import math
+import os
 import signal
 import sys
 import time
@@ -26,13 +27,21 @@ from model import MODEL_SIZES, ModelConfig, Transformer
 from training import checkpoint
 from training.data import Batch, PackedLoader, load_documents, load_tokenizer, split_documents, validation_batches
 from training.distributed import World, initialize, join_world, shard_model
-from training.memory import apply_gradient_checkpointing, cap_gpu_memory, parse_bytes
+from training.memory import (
+    PinnedArena,
+    Placement,
+    apply_placement,
+    available_host_bytes,
+    cap_gpu_memory,
+    parse_bytes,
+)
 from training.metrics import MetricsFile, peak_flops, peak_memory_gib
 from training.optimizer import MasterAdamW, warmup_cosine
+from training.planner import Plan, Rates, Step, make_plan, measure_rates
 
 logger = logging.getLogger("train")
 DEFAULT_STEPS = 300
-PEAK_LEARNING_RATE = 3e-4
+PEAK_LEARNING_RATE = 2e-5  # of continued training; from scratch wants more, and a far longer warm-up
 TINY_PEAK_LEARNING_RATE = 3e-3
 PROMPT_TOKENS = 64
 
@@ -82,7 +91,8 @@ class TrainConfig:
     # machine
     device: str = flag("auto", "auto: a GPU if there is one", ("auto", "cuda", "cpu"))
     gradient_checkpointing: bool = flag(False, "keep only each block's input, recompute the rest in backward")
-    memory_budget: str | None = flag(None, 'hard cap on this process\'s GPU memory, e.g. "24GB"')
+    memory_budget: str | None = flag(None, "GPU memory to plan for and not to exceed: 24GB, or auto for what is free")
+    host_budget: str | None = flag(None, "host memory that the plan may pin; default: 80% of what is available")
     context_parallel_size: int = flag(1, "GPUs that share one sequence; more than 1 is not in this version")
     compile: bool = flag(False, "torch.compile each block")
 
@@ -174,6 +184,13 @@ def check_config(config: TrainConfig) -> None:
         "init_from has no effect with resume; drop one": config.init_from is not None and config.resume,
         "checkpoint_interval has no effect with save none; drop one": config.checkpoint_interval > 0
         and config.save == "none",
+        "gradient_checkpointing has no effect with memory_budget, whose plan decides; drop one": config.memory_budget
+        is not None
+        and config.gradient_checkpointing,
+        "compile has no effect on the blocks that memory_budget places; drop one": config.memory_budget is not None
+        and config.compile,
+        "host_budget has no effect without memory_budget; drop it": config.host_budget is not None
+        and config.memory_budget is None,
     }
     for message, refused in refusals.items():
         if refused:
@@ -199,21 +216,49 @@ def choose_model(config: TrainConfig, device: torch.device) -> ModelConfig:
     return dataclasses.replace(shape, loss_impl=config.loss_impl, attention_backend=backend)
 
 
-def build_model(config: TrainConfig, model_config: ModelConfig, world: World) -> Transformer:
-    """A model with its initial weights: bf16 on one GPU, else float32 (FSDP computes in bf16 from float32 shards)."""
+def build_model(config: TrainConfig, model_config: ModelConfig, world: World) -> tuple[Transformer, Plan | None]:
+    """A model with its initial weights: bf16 on one GPU, else float32 (FSDP computes in bf16 from float32 shards).
+
+    Its blocks keep for backward what --gradient_checkpointing or the plan for --memory_budget says.
+    """
     with torch.device("meta"):
         model = Transformer(model_config)
     if world.size > 1:
         shard_model(model, model.layers, world)
     elif world.device.type == "cuda":
         model.to(torch.bfloat16)
+    plan = plan_memory(config, model, world)
     model.to_empty(device=world.device)
     initialize(model, model.initialize_parameter, config.seed)
     for block in model.layers if config.compile else ():
         block.forward = torch.compile(block.forward)
-    if config.gradient_checkpointing:
-        apply_gradient_checkpointing(model.layers)
-    return model
+    if plan is not None:
+        choices = plan.choices
+        model.config = dataclasses.replace(model_config, loss_impl=choices.loss_impl)
+        apply_placement(
+            model.layers, choices.placements,
+            mlp_tile_size=choices.mlp_tile_size, attention_by_groups=choices.attention_by_groups,
+            arena=PinnedArena(plan.arena_bytes, world.device) if plan.arena_bytes else None,
+        )  # fmt: skip
+    elif config.gradient_checkpointing:
+        apply_placement(model.layers, [Placement()] * len(model.layers))
+    return model, plan
+
+
+def plan_memory(config: TrainConfig, model: Transformer, world: World) -> Plan | None:
+    """The fastest placement within --memory_budget and --host_budget, the same on every rank; None without a budget."""
+    if config.memory_budget is None:
+        return None
+    host_budget = parse_bytes(config.host_budget) if config.host_budget else available_host_bytes()
+    budgets = world.min(gpu_budget(config, world.device), host_budget)
+    rates = Rates(*world.min(*dataclasses.astuple(measure_rates(model.config, world.device))))
+    torch.cuda.empty_cache()  # what the measurements took
+    step = Step(
+        model.config, model.parameters(), config.context_length, config.batch_size, config.gradient_accumulation_steps
+    )
+    plan = make_plan(step, *budgets, rates)
+    logger.info("plan for %s of GPU memory:\n%s", config.memory_budget, plan)
+    return plan
 
 
 def run_model(model: Transformer, batch: Batch, world: World, num_valid_tokens: float | None = None) -> torch.Tensor:
@@ -275,7 +320,14 @@ def configure_machine(config: TrainConfig, world: World) -> None:
     if config.memory_budget is not None:
         if world.device.type != "cuda":
             raise ValueError("memory_budget has no effect on a CPU; drop it")
-        cap_gpu_memory(parse_bytes(config.memory_budget), world.device)
+        cap_gpu_memory(gpu_budget(config, world.device), world.device)
+
+
+def gpu_budget(config: TrainConfig, device: torch.device) -> int:
+    """Bytes of --memory_budget; "auto" is what is free but for a gigabyte of the driver's own."""
+    if config.memory_budget == "auto":
+        return torch.cuda.mem_get_info(device)[0] - 2**30
+    return parse_bytes(config.memory_budget)
 
 
 def load_data(config: TrainConfig, vocab_size: int, world: World):
@@ -333,11 +385,14 @@ def build(
         with torch.device("meta"):
             shapes = {name: p.shape for name, p in Transformer(model_config).named_parameters()}
         checkpoint.load_model_weights(weights, shapes)  # refuses other names or shapes; reads nothing large yet
-    model = build_model(config, model_config, world)
+    model, plan = build_model(config, model_config, world)
     if weights:
         checkpoint.copy_weights_into(model, weights)
     optimizer = MasterAdamW(
-        model.named_parameters(), learning_rate=config.learning_rate, weight_decay=config.weight_decay
+        model.named_parameters(),
+        weight_decay=config.weight_decay,
+        accumulate=config.gradient_accumulation_steps > 1,
+        gpu_state_bytes=math.inf if plan is None else plan.choices.gpu_state_bytes,
     )
     if start.checkpoint:
         checkpoint.load_optimizer_state(start.checkpoint, optimizer.state_dict())
@@ -454,6 +509,7 @@ def log_sample(model: Transformer, tokenizer, prompt, config: TrainConfig, world
 
 def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # far less fragmentation
     try:
         config = parse_config(argv)
         check_config(config)
@@ -463,6 +519,10 @@ def main(argv: list[str]) -> int:
             train(config, world)
     except (ValueError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except torch.OutOfMemoryError as error:
+        advice = "--memory_budget auto plans what fits, profile_memory.py shows what takes it"
+        print(f"error: {str(error).splitlines()[0]} {advice}", file=sys.stderr)
         return 1
     return 0
 

@@ -50,8 +50,8 @@ def main() -> None:
 
 def our_step(config: ModelConfig, ids: torch.Tensor, world: World):
     settings = TrainConfig(gradient_checkpointing=True)
-    model = build_model(settings, config, world)
-    optimizer = MasterAdamW(model.named_parameters(), learning_rate=PEAK_LEARNING_RATE)
+    model, _ = build_model(settings, config, world)
+    optimizer = MasterAdamW(model.named_parameters(), accumulate=False)
     batch = Batch(ids, ids, torch.zeros_like(ids), ids.numel() - 1)
     return lambda: train_step(model, optimizer, [batch], world, PEAK_LEARNING_RATE, settings.max_grad_norm)[0]
 

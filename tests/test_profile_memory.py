@@ -19,7 +19,7 @@ from kernels.linear_cross_entropy import linear_cross_entropy
 from model import MODEL_SIZES, Transformer
 from profile_memory import CATEGORIES, GIB, Run, largest, main, measure, predict
 from training.distributed import World
-from training.memory import apply_gradient_checkpointing
+from training.memory import Placement, apply_placement
 from training.optimizer import MasterAdamW
 
 
@@ -70,7 +70,7 @@ def dry_run(monkeypatch):
             finally:
                 torch.set_default_dtype(torch.float32)
             if run.gradient_checkpointing:
-                apply_gradient_checkpointing(model.layers)
+                apply_placement(model.layers, [Placement()] * len(model.layers))
             ids = torch.randint(run.model.vocab_size, (run.batch_size, run.context_length))
             return measure(model, ids, ids.clone(), counter)
 
@@ -94,7 +94,7 @@ RUNS = {
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
 def test_prediction_is_what_a_dry_run_allocates(dry_run, run):
     """Stage by stage and category by category, within 1% of the step's peak."""
-    measured, _ = dry_run(run)
+    measured = dry_run(run)
     predicted = predict(run)
     assert [row.stage for row in measured] == [row.stage for row in predicted]
     tolerance = 0.01 * largest(measured).peak
@@ -111,14 +111,12 @@ def test_prediction_is_what_a_dry_run_allocates(dry_run, run):
 
 def test_the_whole_4b_dry_run_has_the_predicted_peak_and_owner(dry_run):
     run = run_of("4B", 131_072)
-    measured, first_step = dry_run(run)
+    measured = dry_run(run)
     top, expected = largest(measured), largest(predict(run))
     assert top.stage == expected.stage == "backward's peak: layer 35 MLP"
     assert abs(expected.peak / top.peak - 1) < 0.002
     for category in CATEGORIES:
         assert abs(expected.held[category] - top.held[category]) < 0.005 * top.peak, category
-    # Both moments, 8 bytes a parameter, come after the first step's largest activations.
-    assert first_step < top.peak - 7 * run.model.num_parameters()
     stages = [row.stage for row in measured]
     layers = [f"layer {i}" for i in range(36)]
     ends = ["after forward", "loss", top.stage, "after backward", "optimizer"]
@@ -128,7 +126,7 @@ def test_the_whole_4b_dry_run_has_the_predicted_peak_and_owner(dry_run):
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_measured_categories_sum_to_what_the_counter_read(dry_run, checkpointing):
     run = run_of("tiny", 256, 2, checkpointing)
-    measured, _ = dry_run(run)
+    measured = dry_run(run)
     for row in measured:
         assert sum(row.held.values()) == row.allocated <= row.peak
     by_stage = {row.stage: row for row in measured}
@@ -146,7 +144,8 @@ def test_predicted_table(size, checkpointing):
     rows = {row.stage.split(":")[0]: row for row in predict(run)}
     parameters, layers = run.model.num_parameters(), run.model.num_hidden_layers
     assert rows["parameters"].allocated == 2 * parameters
-    assert rows["start of the step"].held["optimizer"] == 12 * parameters
+    room = 4 * min(2**23, run.model.vocab_size * run.model.hidden_size)
+    assert rows["start of the step"].held["optimizer"] == 12 * parameters + room
     assert rows["after backward"].held["gradients"] == 4 * parameters
     assert rows["optimizer"].allocated == rows["start of the step"].allocated
     hidden = 2 * 4096 * run.model.hidden_size
@@ -234,7 +233,7 @@ def test_measured_is_printed_beside_predicted(pretended_gpu, dry_run, monkeypatc
     path = tmp_path / "memory.json"
     assert main(["--model_size", "tiny", "--context_length", "512", "--json", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "measured on pretended" in out and "| predicted" in out and "%" in out and "first step" in out
+    assert "measured on pretended" in out and "| predicted" in out and "%" in out
     assert len(json.loads(path.read_text())["measured"]) == 4 + 8
 
 

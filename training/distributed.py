@@ -1,5 +1,6 @@
 """One process or many: process group, device, sharding with FSDP2, and sums over ranks."""
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,14 @@ class World:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor)
+        return tensor.tolist()
+
+    def min(self, *values: float) -> list[float]:
+        """Each value's least over the ranks, in float64."""
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
         return tensor.tolist()
 
 
@@ -66,6 +75,7 @@ def join_world(device: str) -> Iterator[World]:
         yield world
     finally:
         if dist.is_initialized():
+            gc.collect()  # what still refers to the group; gloo aborts now and then otherwise
             dist.destroy_process_group()
 
 

@@ -1,94 +1,320 @@
-"""AdamW on float32 master weights, with gradients accumulated in float32, for plain and for sharded parameters.
+"""AdamW on float32 master weights, state on the GPU or in pinned host memory, for plain and for sharded parameters.
 
-A float32 parameter (CPU, or a shard under FSDP, which computes in bf16) is its own master. Of a bf16 parameter the
-optimizer keeps a float32 copy; as backward makes a gradient it is added to the copy's float32 gradient and freed, so
-that micro-batches accumulate in float32 and no bf16 gradients pile up.
+A float32 parameter (CPU, or a shard under FSDP, which computes in bf16) is its own master; of a bf16 parameter the
+optimizer keeps a float32 copy. It takes each gradient as backward makes it: over one micro-batch the gradient is kept
+as it came, over several they are added in float32. The clipping norm is taken at the last addition, so it is known,
+exactly, before any weight moves, and scaling by it is part of the update.
+
+Each parameter is updated in pieces of at most PIECE_ELEMENTS that are the same wherever its state lives, by the same
+calls on the GPU, so the numbers do not depend on the placement, bit for bit. State on the host costs link time alone.
+4B (4.02e9 parameters) all on the host, at 50 GB/s each way:
+- one micro-batch: bf16 gradients leave during backward, 8 GB in 0.16 s; the update fetches 14 bytes a parameter and
+  sends 12 back at the same time: 1.13 s. Host: 52.4 GiB.
+- several: backward fetches and sends the float32 sums, 32 GB in 0.64 s on a side stream (0.32 s the first time); the
+  update fetches 16 bytes a parameter: 1.29 s. Host: 59.9 GiB.
+With everything on the GPU the update reads and writes 48 bytes a parameter: about 0.05 s.
 """
 
+import itertools
 import math
+import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
+
+from training.memory import PinnedArena
+
+PIECE_ELEMENTS = 2**23  # copies of 32 MiB run at the link's full rate
+NUM_SLOTS = 3  # one piece arrives, one is updated, one leaves
+_HOST_ALIGNMENT = 512  # of the arena's tensors
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """What a `MasterAdamW` takes, in bytes. An update fetches `host` once: it takes host / link rate seconds."""
+
+    gpu_state: int  # masters and moments
+    gpu_gradients: int  # of the parameters whose state is on the GPU; there between backward and update
+    gpu_buffers: int  # pieces on their way through an update
+    host: int  # masters, moments and gradients, pinned
+
+
+def optimizer_bytes(
+    parameters: Iterable[Tensor], *, accumulate: bool = True, gpu_state_bytes: float = math.inf
+) -> OptimizerBytes:
+    """What a `MasterAdamW` with these arguments takes.
+
+    Args:
+        parameters: the model's, in its order, all of one dtype; on the meta device will do.
+        accumulate, gpu_state_bytes: as of `MasterAdamW`.
+    """
+    parameters = list(parameters)
+    keys, gradient_dtype = _formats(parameters[0], accumulate)
+    state, gradient = 4 * len(keys), gradient_dtype.itemsize
+    numels = [_flat(parameter).numel() for parameter in parameters]
+    kept = _kept_on_gpu(numels, state, gpu_state_bytes)
+    on_gpu, on_host = ([n for n, k in zip(numels, kept) if k is wanted] for wanted in (True, False))
+    slots = NUM_SLOTS * (state + gradient) if on_host else 0
+    host_sizes = [n * size for n in on_host for size in (*[4] * len(keys), gradient)]
+    return OptimizerBytes(
+        gpu_state=state * sum(on_gpu),
+        gpu_gradients=gradient * sum(on_gpu),
+        gpu_buffers=(4 + slots) * _piece_elements(numels),
+        host=sum(-(-size // _HOST_ALIGNMENT) * _HOST_ALIGNMENT for size in host_sizes),
+    )
+
+
+def _formats(parameter: Tensor, accumulate: bool) -> tuple[tuple[str, ...], torch.dtype]:
+    """Names of the float32 tensors kept of a parameter, and the dtype that its gradient is kept in."""
+    keys = ("exp_avg", "exp_avg_sq") if parameter.dtype == torch.float32 else ("master", "exp_avg", "exp_avg_sq")
+    return keys, torch.float32 if accumulate else parameter.dtype
+
+
+def _kept_on_gpu(numels: list[int], state_bytes: int, gpu_state_bytes: float) -> list[bool]:
+    """Which parameters' state stays on the GPU: in their order, each that still fits."""
+    kept = []
+    for numel in numels:
+        kept.append(numel * state_bytes <= gpu_state_bytes)
+        gpu_state_bytes -= numel * state_bytes * kept[-1]
+    return kept
+
+
+def _piece_elements(numels: list[int]) -> int:
+    return min(PIECE_ELEMENTS, max(numels))
+
+
+@torch.no_grad()
+def _flat(tensor: Tensor) -> Tensor:
+    """This rank's elements, a view [n]. Never kept of a parameter: FSDP may replace a shard's memory in between."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().view(-1)
+
+
+@dataclass
+class _State:
+    """What is kept of one parameter: flat tensors [n], on the GPU or all on the host."""
+
+    parameter: nn.Parameter
+    weight_decay: float
+    on_host: bool
+    pieces: list[tuple[int, slice]]  # (index into the norms, elements)
+    tensors: dict[str, Tensor]
+    gradient: Tensor | None = None  # on the host: always there
+    arrived: bool = False  # a gradient, since the last update
+
+
+@dataclass
+class _Slot:
+    """Room on the GPU for a piece of state from the host."""
+
+    tensors: dict[str, Tensor]  # [PIECE_ELEMENTS], the gradient included
+    left: torch.cuda.Event  # recorded once the piece that was here last has gone back
 
 
 class MasterAdamW:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101), decoupled weight decay on matrices only.
 
     Args:
-        named_parameters: of the model; names key the saved state.
-        learning_rate, weight_decay, betas, eps: as torch.optim.AdamW.
+        named_parameters: of the model, all of one dtype and sharded alike; names key the saved state. On GPUs: on the
+            current device.
+        weight_decay, betas, eps: as torch.optim.AdamW.
+        accumulate: whether there may be more than one backward before an update.
+        gpu_state_bytes: of master weights and moments to keep on the GPU, in whole parameters; the rest lives in
+            pinned host memory. See `optimizer_bytes`.
+
+    Raises:
+        ValueError: the host does not let that much memory be pinned.
     """
 
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         *,
-        learning_rate: float,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        accumulate: bool = True,
+        gpu_state_bytes: float = math.inf,
     ):
         self.parameters = dict(named_parameters)
-        self.masters = {name: self._make_master(parameter) for name, parameter in self.parameters.items()}
-        groups = [
-            {"params": [m for m in self.masters.values() if m.ndim >= 2], "weight_decay": weight_decay},
-            {"params": [m for m in self.masters.values() if m.ndim < 2], "weight_decay": 0.0},
-        ]
-        self.adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
+        parameters = list(self.parameters.values())
+        first, device = parameters[0], _flat(parameters[0]).device
+        sharding = {(p.dtype, (p.device_mesh, p.placements) if isinstance(p, DTensor) else None) for p in parameters}
+        assert len(sharding) == 1, f"parameters of several dtypes or shardings: {sharding}"
+        self.betas, self.eps, self.accumulate = betas, eps, accumulate
+        self.keys, gradient_dtype = _formats(first, accumulate)
 
-    @staticmethod
-    def _make_master(parameter: nn.Parameter) -> Tensor:
-        if parameter.dtype == torch.float32:
-            return parameter
-        master = parameter.detach().float().requires_grad_()
+        # On a CPU, torch.cpu's streams and events do nothing and copies are done when they return.
+        self.device_module = torch.get_device_module(device)
+        self.inward, self.outward = self.device_module.Stream(), self.device_module.Stream()
+        numels = [_flat(parameter).numel() for parameter in parameters]
+        kept = _kept_on_gpu(numels, 4 * len(self.keys), gpu_state_bytes)
+        size = _piece_elements(numels)
+        self.room = torch.empty(size, device=device)  # a float32 gradient
+        self.slots: list[_Slot] = []
+        if not all(kept):
+            needed = optimizer_bytes(parameters, accumulate=accumulate, gpu_state_bytes=gpu_state_bytes)
+            self.arena = PinnedArena(needed.host, device)
+            dtypes = {**dict.fromkeys(self.keys, torch.float32), "gradient": gradient_dtype}
+            for _ in range(NUM_SLOTS):
+                tensors = {key: torch.empty(size, dtype=dtype, device=device) for key, dtype in dtypes.items()}
+                self.slots.append(_Slot(tensors, self.device_module.Event()))
 
-        def move_gradient(parameter: Tensor) -> None:
-            if master.grad is None:
-                master.grad = parameter.grad.float()
+        # Python cannot free what a tensor's hook refers to while it refers to the tensor: a weak reference.
+        take_gradient = weakref.WeakMethod(self._take_gradient)
+        self.states: dict[str, _State] = {}
+        indices = itertools.count()
+        for (name, parameter), numel, keep in zip(self.parameters.items(), numels, kept):
+            pieces = [(next(indices), slice(start, min(start + size, numel))) for start in range(0, numel, size)]
+            if keep:
+                tensors = {key: torch.zeros(numel, device=device) for key in self.keys}
             else:
-                master.grad.add_(parameter.grad)
-            parameter.grad = None
+                tensors = {key: self.arena.allocate((numel,), torch.float32).zero_() for key in self.keys}
+            state = _State(parameter, weight_decay if parameter.ndim >= 2 else 0.0, not keep, pieces, tensors)
+            if state.on_host:
+                state.gradient = self.arena.allocate((numel,), gradient_dtype)
+            if "master" in tensors:
+                for _, piece in pieces:  # rounding and widening are done on the GPU, a piece at a time
+                    tensors["master"][piece].copy_(_flat(parameter)[piece].float())
+            self.states[name] = state
+            hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: take_gradient()(name))
+            weakref.finalize(self, hook.remove)
+        self.norms = torch.zeros(next(indices), device=device)  # of each piece of the gradients
+        self.steps = torch.zeros((), device=device)  # updates made; float32, for the fused kernel
+        self.scale = 1.0  # of the gradients, in the next update
 
-        parameter.register_post_accumulate_grad_hook(move_gradient)
-        return master
+    @torch.no_grad()
+    def _take_gradient(self, name: str) -> None:
+        """Add the gradient that backward has just made to those before it, and take the norm of the sum."""
+        state = self.states[name]
+        made, first = _flat(state.parameter.grad), not state.arrived
+        state.parameter.grad = None
+        assert first or self.accumulate, "a second gradient before the update: accumulate must be True"
+        state.arrived = True
+        if state.on_host:
+            self._send_gradient(state, made, first)
+            return
+        if first:
+            state.gradient = made.float() if self.accumulate else made
+        else:
+            state.gradient.add_(made)
+        for index, piece in state.pieces:
+            self._take_norm(index, state.gradient[piece])
 
+    def _send_gradient(self, state: _State, made: Tensor, first: bool) -> None:
+        """The same on its way to the host, beside backward: everything in order on one stream."""
+        self.outward.wait_stream(self.device_module.current_stream())  # `made` is written, and `room` no longer read
+        with self.device_module.stream(self.outward):
+            for index, piece in state.pieces:
+                total, host = made[piece], state.gradient[piece]
+                if self.accumulate:
+                    room = self.room[: len(total)]
+                    total = room.copy_(total) if first else room.copy_(host, non_blocking=True).add_(total)
+                self._take_norm(index, total)
+                host.copy_(total, non_blocking=True)
+        if made.is_cuda:
+            made.record_stream(self.outward)  # its memory is not given out again before it has left
+
+    def _take_norm(self, index: int, gradient: Tensor) -> None:
+        torch.linalg.vector_norm(gradient, dtype=torch.float32, out=self.norms[index])
+
+    @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> float:
-        """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before that."""
-        norm = nn.utils.clip_grad_norm_(self.masters.values(), max_norm)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        """Have the next `step` scale all gradients to a global norm of at most `max_norm`; returns their norm."""
+        self.device_module.current_stream().wait_stream(self.outward)  # the norms taken there are written
+        squares = self.norms.double().square().sum()
+        parameter = next(iter(self.parameters.values()))
+        if isinstance(parameter, DTensor):
+            placements = [Partial() if p.is_shard() else p for p in parameter.placements]
+            squares = DTensor.from_local(squares, parameter.device_mesh, placements, run_check=False).full_tensor()
+        norm = math.sqrt(squares)
+        self.scale = min(1.0, max_norm / (norm + 1e-6))
+        return norm
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Update the masters from their gradients, round them into the parameters, and drop the gradients."""
-        for group in self.adamw.param_groups:
-            group["lr"] = learning_rate
-        self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
-        for name, parameter in self.parameters.items():
-            if self.masters[name] is not parameter:
-                parameter.copy_(self.masters[name])
+        self.steps.add_(1)
+        current, slots = self.device_module.current_stream(), itertools.cycle(self.slots)
+        current.wait_stream(self.outward)  # the gradients have left: `room` and `norms` are free
+        self.inward.wait_stream(current)  # so the host has them, and the state that the last step sent back
+        for state in self.states.values():
+            for _, piece in state.pieces if state.arrived else ():
+                if state.on_host:
+                    self._update_through(next(slots), state, piece, learning_rate)
+                else:
+                    tensors = {**state.tensors, "gradient": state.gradient}
+                    self._update({key: tensor[piece] for key, tensor in tensors.items()}, state, piece, learning_rate)
+            state.arrived = False
+            if not state.on_host:
+                state.gradient = None
+        self.norms.zero_()
+        self.scale = 1.0
+
+    def _update_through(self, slot: _Slot, state: _State, piece: slice, learning_rate: float) -> None:
+        """Update a piece of state that lives on the host; the three streams work on three pieces at a time."""
+        current, count = self.device_module.current_stream(), piece.stop - piece.start
+        tensors = {key: tensor[:count] for key, tensor in slot.tensors.items()}
+        with self.device_module.stream(self.inward):
+            self.inward.wait_event(slot.left)  # the slot is free
+            for key, host in {**state.tensors, "gradient": state.gradient}.items():
+                tensors[key].copy_(host[piece], non_blocking=True)
+        current.wait_stream(self.inward)  # the piece has arrived: its copies are the last issued there
+        self._update(tensors, state, piece, learning_rate)
+        self.outward.wait_stream(current)  # the piece is updated
+        with self.device_module.stream(self.outward):
+            for key, host in state.tensors.items():
+                host[piece].copy_(tensors[key], non_blocking=True)
+            slot.left.record()
+
+    def _update(self, tensors: dict[str, Tensor], state: _State, piece: slice, learning_rate: float) -> None:
+        """AdamW on one piece, all tensors [n] on the parameter's device."""
+        parameter = _flat(state.parameter)[piece]
+        master = tensors.get("master", parameter)
+        gradient = self.room[: len(parameter)].copy_(tensors["gradient"]).mul_(self.scale)
+        torch._fused_adamw_(  # what torch.optim.AdamW(fused=True) calls, which keeps its own idea of where state is
+            [master], [gradient], [tensors["exp_avg"]], [tensors["exp_avg_sq"]], [], [self.steps],
+            lr=learning_rate, beta1=self.betas[0], beta2=self.betas[1], weight_decay=state.weight_decay, eps=self.eps,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+        if master is not parameter:
+            parameter.copy_(master)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """References to the state, by parameter name: master, exp_avg, exp_avg_sq and step, all float32.
 
         Loading in place (torch.distributed.checkpoint does) restores it; then call `restore_parameters`.
         """
-        state: dict[str, dict[str, Tensor]] = {}
-        for name, master in self.masters.items():
-            moments = self.adamw.state[master]
-            if not moments:  # before the first step: what torch's AdamW would create in it
-                moments["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-                moments["exp_avg"], moments["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-            state[name] = {"master": master.detach(), **moments}
-        return state
+        self.device_module.synchronize()  # what the last step sent back is on the host
+        return {
+            name: {
+                "master": state.parameter.detach(),  # replaced where it is not its own master
+                **{key: _like(state.parameter, tensor) for key, tensor in state.tensors.items()},
+                "step": self.steps,
+            }
+            for name, state in self.states.items()
+        }
 
     @torch.no_grad()
     def restore_parameters(self) -> None:
         """Round the masters into the parameters, after the state was loaded."""
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self.masters[name])
+        for state in self.states.values():
+            for _, piece in state.pieces if "master" in state.tensors else ():
+                parameter = _flat(state.parameter)[piece]
+                parameter.copy_(state.tensors["master"][piece].to(parameter.device))
+
+
+@torch.no_grad()
+def _like(parameter: nn.Parameter, flat: Tensor) -> Tensor:
+    """`flat` [n] in the parameter's shape, and sharded as it is, wherever `flat` lives."""
+    if not isinstance(parameter, DTensor):
+        return flat.view(parameter.shape)
+    local = flat.view(parameter.to_local().shape)
+    # DTensor.from_local would copy it to the GPU; FSDP makes those of its CPU offload like this, too.
+    spec = torch.empty_like(parameter, dtype=flat.dtype, device="meta")._spec
+    return DTensor(local, spec, requires_grad=False)
 
 
 def warmup_cosine(step: int, *, learning_rate: float, warmup_steps: int, max_steps: int, final_ratio: float) -> float:

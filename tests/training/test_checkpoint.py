@@ -1,5 +1,6 @@
 """Checkpoints: exact round trips on any number of ranks, and every kind of damage is seen."""
 
+import gc
 import itertools
 import json
 import random
@@ -321,6 +322,7 @@ def in_group(rank, world_size, folder, function):
     try:
         function(rank, folder, init_device_mesh("cpu", (world_size,)))
     finally:
+        gc.collect()  # models refer to the group, and gloo may abort the process if they outlive it
         dist.destroy_process_group()
 
 
