@@ -109,11 +109,13 @@ def parse_config(argv: list[str]) -> TrainConfig:
     types = typing.get_type_hints(TrainConfig)
     for f in fields(TrainConfig):
         kind = _element_type(types[f.name])
-        options = {"help": f.metadata["help"], "default": None, "dest": f.name}
+        options = {"help": f.metadata["help"].replace("%", "%%"), "default": None, "dest": f.name}
         if kind is bool:
             options["action"] = BooleanOptionalAction
         else:
-            options |= {"type": kind, "choices": f.metadata["choices"], "metavar": kind.__name__.upper()}
+            options |= {"type": kind, "choices": f.metadata["choices"]}
+            if f.metadata["choices"] is None:
+                options["metavar"] = kind.__name__.upper()
             if types[f.name] == list[str]:
                 options["nargs"] = "+"
         parser.add_argument(f"--{f.name}", **options)
@@ -204,7 +206,10 @@ def choose_model(config: TrainConfig, device: torch.device) -> ModelConfig:
         path = Path(config.init_from) / "config.json"
         if not path.is_file():
             raise ValueError(f"init_from {config.init_from} has no config.json; give a folder in Hugging Face's form")
-        declared = ModelConfig.from_hugging_face(json.loads(path.read_text()))
+        try:
+            declared = ModelConfig.from_hugging_face(json.loads(path.read_text()))
+        except ValueError as error:
+            raise ValueError(f"init_from: cannot take {path}: {error}") from None
         for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
             if getattr(declared, name) != getattr(shape, name):
                 raise ValueError(

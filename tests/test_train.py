@@ -143,6 +143,13 @@ def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
     assert not config.gradient_checkpointing and config.batch_size == train.TrainConfig().batch_size
 
 
+def test_help_names_every_flag(capsys):
+    with pytest.raises(SystemExit) as exit:
+        train.main(["--help"])
+    out = capsys.readouterr().out
+    assert exit.value.code == 0 and all(f"--{f.name}" in out for f in fields(train.TrainConfig))
+
+
 def test_every_recipe_is_valid():
     recipes = sorted((ROOT / "configs").glob("*.toml"))
     assert {"tiny", "4b_32k", "4b_131k"} <= {p.stem for p in recipes}
