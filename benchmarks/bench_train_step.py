@@ -1,11 +1,12 @@
 """A whole training step, ours and the peer's in one run: `python -m benchmarks.bench_train_step`.
 
 The peer is transformers' Qwen3 with Liger's kernels and loss, gradient checkpointing and fused AdamW on bf16 weights
-(no float32 masters). Ours is train.py's step: gradient checkpointing, float32 masters, moments and accumulation.
-Both see the same random tokens as one document.
+(no float32 masters). Ours is train.py's step with float32 masters and moments: once with gradient checkpointing, and on
+a GPU once as `--memory_budget auto` plans it. All see the same random tokens as one document.
 """
 
 import argparse
+import functools
 import gc
 import sys
 import time
@@ -14,11 +15,10 @@ import torch
 
 from benchmarks.common import environment, print_json, print_table
 from model import MODEL_SIZES, ModelConfig, Transformer
-from train import PEAK_LEARNING_RATE, TrainConfig, build_model, choose_model, train_step
+from train import PEAK_LEARNING_RATE, Start, TrainConfig, build, choose_model, train_step
 from training.data import Batch
 from training.distributed import World
 from training.metrics import peak_flops
-from training.optimizer import MasterAdamW
 
 
 def main() -> None:
@@ -31,8 +31,13 @@ def main() -> None:
     world = World(0, 1, torch.device(arguments.device))
     config = choose_model(TrainConfig(model_size=arguments.model_size), world.device)
     ids = torch.randint(config.vocab_size, (1, arguments.context_length), generator=torch.Generator().manual_seed(0))
+    settings = {"ours, gradient checkpointing": TrainConfig(gradient_checkpointing=True)}
+    if world.device.type == "cuda":
+        planned = TrainConfig(memory_budget="auto", context_length=arguments.context_length, batch_size=1)
+        settings["ours, planned"] = planned
+    steps = {name: functools.partial(our_step, s) for name, s in settings.items()}
     results = {}
-    for name, make_step in {"ours": our_step, "transformers + Liger": peer_step}.items():
+    for name, make_step in {**steps, "transformers + Liger": peer_step}.items():
         step = make_step(config, ids, world)
         if step is not None:
             results[name] = measure(step, arguments.steps, config, ids, world.device)
@@ -48,10 +53,8 @@ def main() -> None:
     print_json(operation="train_step", **environment(world.device), **vars(arguments), results=results)
 
 
-def our_step(config: ModelConfig, ids: torch.Tensor, world: World):
-    settings = TrainConfig(gradient_checkpointing=True)
-    model, _ = build_model(settings, config, world)
-    optimizer = MasterAdamW(model.named_parameters(), accumulate=False)
+def our_step(settings: TrainConfig, config: ModelConfig, ids: torch.Tensor, world: World):
+    model, optimizer = build(settings, config, Start(), world)
     batch = Batch(ids, ids, torch.zeros_like(ids), ids.numel() - 1)
     return lambda: train_step(model, optimizer, [batch], world, PEAK_LEARNING_RATE, settings.max_grad_norm)[0]
 

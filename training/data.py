@@ -2,8 +2,9 @@
 
 Documents stay as they were tokenized (uint8 for bytes, uint32 otherwise); a sequence is cut from them only when it is
 asked for, so the corpus is in memory once. An epoch is one stream: the documents in an order drawn from (seed, epoch),
-each followed by the end-of-text id. Training cuts the stream every context_length tokens; the incomplete sequence at
-an epoch's end is dropped, and the next epoch's order drops other tokens.
+each followed by the end-of-text id. Training cuts the stream every context_length tokens and takes the sequences in
+random order, so that a batch is not one document; the incomplete sequence at an epoch's end is dropped, and the next
+epoch's order drops other tokens.
 """
 
 import json
@@ -325,7 +326,7 @@ class PackedLoader:
                 f"{context_length}; lower --context_length or give more --data"
             )
         self.next_sequence = 0  # in the global order, over all epochs and ranks
-        self._stream_epoch, self._stream = -1, None
+        self._stream_epoch, self._stream, self._places = -1, None, None
         fingerprint = 0
         for document in documents:
             fingerprint = zlib.crc32(f"{len(document.tokens)},{document.num_masked};".encode(), fingerprint)
@@ -356,9 +357,11 @@ class PackedLoader:
     def _sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         epoch, index = divmod(index, self.sequences_per_epoch)
         if epoch != self._stream_epoch:
-            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.documents))
+            random = np.random.default_rng([self.seed, epoch])
+            order = random.permutation(len(self.documents))
             self._stream_epoch, self._stream = epoch, _Stream(self.documents, order, self.eos_id)
-        return self._stream.read(index * self.context_length, self.context_length)
+            self._places = random.permutation(self.sequences_per_epoch)
+        return self._stream.read(int(self._places[index]) * self.context_length, self.context_length)
 
     def state_dict(self) -> dict:
         """The position, and what it is a position in. Plain numbers, the same on every rank."""

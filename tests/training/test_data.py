@@ -225,10 +225,12 @@ def test_packing_loses_and_duplicates_no_token(lengths, context_length, world_si
         for batch in batches:
             assert batch.num_valid_tokens == int((batch.labels[:, 1:] != -100).sum())
     for epoch in range(2):
-        order = np.random.default_rng([seed, epoch]).permutation(len(documents))
+        random = np.random.default_rng([seed, epoch])
+        order, places = random.permutation(len(documents)), random.permutation(per_epoch)
         stream = np.concatenate([np.append(documents[i].tokens, EOS) for i in order])
         owner = np.concatenate([np.full(lengths[i] + 1, rank) for rank, i in enumerate(order)])
         rows = sequences[epoch * per_epoch : (epoch + 1) * per_epoch]
+        rows = [rows[i] for i in np.argsort(places)]  # as they lie in the stream
         packed = np.concatenate([ids.numpy() for ids, _, _ in rows])
         assert packed.tolist() == stream[: per_epoch * context_length].tolist()
         for i, (ids, labels, document_ids) in enumerate(rows):
