@@ -4,7 +4,6 @@ Top to bottom: the configuration; what is checked before any work; building; one
 """
 
 import dataclasses
-import difflib
 import json
 import logging
 import math
@@ -12,10 +11,8 @@ import os
 import signal
 import sys
 import time
-import tomllib
 import typing
-from argparse import ArgumentParser, BooleanOptionalAction
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,7 +22,9 @@ from kernels.attention import choose_backend
 from kernels.common import IMPLEMENTATIONS, set_default_implementation
 from model import MODEL_SIZES, ModelConfig, Transformer
 from training import checkpoint
-from training.data import Batch, PackedLoader, load_documents, load_tokenizer, split_documents, validation_batches
+from training.config import flag, parse_config
+from training.corpus import load_documents, load_tokenizer, split_documents
+from training.data import Batch, PackedLoader, validation_batches
 from training.distributed import World, initialize, join_world, shard_model
 from training.memory import (
     PinnedArena,
@@ -44,12 +43,6 @@ DEFAULT_STEPS = 300
 PEAK_LEARNING_RATE = 2e-5  # of continued training; from scratch wants more, and a far longer warm-up
 TINY_PEAK_LEARNING_RATE = 3e-3
 PROMPT_TOKENS = 64
-
-
-def flag(default, help: str, choices: tuple[str, ...] | None = None):
-    """A field of `TrainConfig`: its default, and what `--help` says of it."""
-    make = {"default_factory": default} if callable(default) else {"default": default}
-    return field(**make, metadata={"help": help, "choices": choices})
 
 
 @dataclass
@@ -95,71 +88,6 @@ class TrainConfig:
     host_budget: str | None = flag(None, "host memory that the plan may pin; default: 80% of what is available")
     context_parallel_size: int = flag(1, "GPUs that share one sequence; more than 1 is not in this version")
     compile: bool = flag(False, "torch.compile each block")
-
-
-def parse_config(argv: list[str]) -> TrainConfig:
-    """Defaults, overridden by the TOML file of --config, overridden by flags.
-
-    Raises:
-        ValueError: unknown flag or key (the nearest name is offered), a value of the wrong type, an unreadable file.
-    """
-    parser = ArgumentParser(prog="train.py", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.error = _raise_value_error
-    parser.add_argument("--config", help="TOML file with the same names as the flags")
-    types = typing.get_type_hints(TrainConfig)
-    for f in fields(TrainConfig):
-        kind = _element_type(types[f.name])
-        options = {"help": f.metadata["help"].replace("%", "%%"), "default": None, "dest": f.name}
-        if kind is bool:
-            options["action"] = BooleanOptionalAction
-        else:
-            options |= {"type": kind, "choices": f.metadata["choices"]}
-            if f.metadata["choices"] is None:
-                options["metavar"] = kind.__name__.upper()
-            if types[f.name] == list[str]:
-                options["nargs"] = "+"
-        parser.add_argument(f"--{f.name}", **options)
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
-        known = [f"--{f.name}" for f in fields(TrainConfig)] + ["--config"]
-        raise ValueError(f"unknown flag {unknown[0]}{_nearest(unknown[0].split('=')[0], known)}")
-    flags = {name: value for name, value in vars(arguments).items() if value is not None and name != "config"}
-    return TrainConfig(**(_read_toml(arguments.config, types) if arguments.config else {}) | flags)
-
-
-def _raise_value_error(message: str) -> typing.NoReturn:
-    raise ValueError(message)
-
-
-def _element_type(annotation) -> type:
-    """int for `int` and `int | None`, str for `list[str]`."""
-    return next((t for t in typing.get_args(annotation) if t is not type(None)), annotation)
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _read_toml(path: str, types: dict) -> dict:
-    try:
-        values = tomllib.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"cannot read --config {path}: {error}") from None
-    choices = {f.name: f.metadata["choices"] for f in fields(TrainConfig)}
-    for name, value in values.items():
-        if name not in types:
-            raise ValueError(f"unknown key {name!r} in {path}{_nearest(name, list(types))}")
-        kind = _element_type(types[name])
-        if kind is float and type(value) is int:
-            value = values[name] = float(value)
-        elements = value if types[name] == list[str] and isinstance(value, list) else [value]
-        if any(type(e) is not kind for e in elements) or (types[name] == list[str]) != isinstance(value, list):
-            expected = f"a list of {kind.__name__}" if types[name] == list[str] else kind.__name__
-            raise ValueError(f"{name} in {path} must be {expected}, got {value!r}")
-        if choices[name] and value not in choices[name]:
-            raise ValueError(f"{name} in {path} must be one of {', '.join(choices[name])}, got {value!r}")
-    return values
 
 
 def check_config(config: TrainConfig) -> None:
@@ -516,7 +444,7 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # far less fragmentation
     try:
-        config = parse_config(argv)
+        config = parse_config(TrainConfig, argv, description=__doc__.splitlines()[0])
         check_config(config)
         with join_world(config.device) as world:
             if not world.is_main:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
+from training.config import parse_config
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--context_length", "64", "--batch_size", "2", "--warmup_steps", "2", "--sample_tokens", "0"]
@@ -97,6 +98,10 @@ def test_init_from_a_checkpoint(corpus, tmp_path):
     assert train.main(arguments(corpus, tmp_path / "first", "--resume", steps=20)) == 1  # no optimizer state in it
 
 
+def parse(argv):
+    return parse_config(train.TrainConfig, argv, "")
+
+
 def torchrun(processes, *argv, **options):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     return subprocess.run([*command, "train.py", *argv], cwd=ROOT, capture_output=True, text=True, **options)
@@ -138,7 +143,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights(corpus, tmp_path, capsys):
 def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('context_length = 1024\nlearning_rate = 1\ndata = ["a", "b"]\ngradient_checkpointing = true\n')
-    config = train.parse_config(["--config", str(path), "--context_length=2048", "--no-gradient_checkpointing"])
+    config = parse(["--config", str(path), "--context_length=2048", "--no-gradient_checkpointing"])
     assert (config.context_length, config.learning_rate, config.data) == (2048, 1.0, ["a", "b"])
     assert not config.gradient_checkpointing and config.batch_size == train.TrainConfig().batch_size
 
@@ -154,7 +159,7 @@ def test_every_recipe_is_valid():
     recipes = sorted((ROOT / "configs").glob("*.toml"))
     assert {"tiny", "4b_32k", "4b_131k"} <= {p.stem for p in recipes}
     for recipe in recipes:
-        train.check_config(train.parse_config(["--config", str(recipe)]))
+        train.check_config(parse(["--config", str(recipe)]))
 
 
 def test_readme_names_every_flag():
@@ -208,7 +213,7 @@ def test_bad_toml_is_refused(text, message, tmp_path):
     path = tmp_path / "bad.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        train.parse_config(["--config", str(path)])
+        parse(["--config", str(path)])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -9,15 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.data import (
-    ByteTokenizer,
-    Document,
-    PackedLoader,
-    load_documents,
-    load_tokenizer,
-    split_documents,
-    validation_batches,
-)
+from training.corpus import ByteTokenizer, Document, load_documents, load_tokenizer, split_documents
+from training.data import PackedLoader, validation_batches
 
 EOS = 0
 BYTES = ByteTokenizer()

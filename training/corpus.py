@@ -1,0 +1,234 @@
+"""Text to documents: tokenizers, files and folders, the held-out share.
+
+Documents stay as they were tokenized: uint8 for bytes, uint32 otherwise.
+"""
+
+import json
+import re
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|im_end|>", "</s>", "<eos>", "<|end_of_text|>")
+# Escapes of JSON can spell what UTF-8 text cannot hold: NUL, and halves of surrogate pairs.
+UNSTORABLE = re.compile("[\0\ud800-\udfff]")
+# Other people's packages, and folders of the standard library that are tables or test fixtures rather than programs.
+STANDARD_LIBRARY_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255. Id 0 ends a document: text holds no NUL byte (load_documents refuses it)."""
+
+    name = "bytes"
+    vocab_size = 256
+    eos_id = 0
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+
+    def decode(self, ids) -> str:
+        # 0xFF never occurs in UTF-8, so an id past the bytes (a wider model's) also shows as a replacement character.
+        return bytes(min(int(i), 0xFF) for i in ids).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A Hugging Face tokenizer.json. Special tokens written out in the text become their ids."""
+
+    def __init__(self, path: Path):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise ValueError(f"--tokenizer {path} needs the tokenizers package: pip install tokenizers") from None
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"cannot read tokenizer {path}: {error}; give the path of a tokenizer.json") from None
+        # A file may carry the settings of inference, which would silently cut documents short.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.name = str(path)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have holes: not their number
+        self.eos_id = next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), None)
+        if self.eos_id is None:
+            raise ValueError(f"tokenizer {path} has none of {', '.join(END_OF_TEXT_TOKENS)}: add one to end documents")
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def decode(self, ids) -> str:
+        return self._tokenizer.decode([int(i) for i in ids])
+
+
+def load_tokenizer(path: str | None) -> ByteTokenizer | FileTokenizer:
+    """The tokenizer of a run.
+
+    Args:
+        path: a tokenizer.json, or None for bytes.
+
+    Returns:
+        An object with name, vocab_size (added tokens included), eos_id, encode(str) -> np.ndarray of ids (uint8 or
+        uint32) and decode(ids) -> str.
+
+    Raises:
+        ValueError: the tokenizers package is absent, the file is missing or invalid, or no end-of-text token is known.
+    """
+    return ByteTokenizer() if path is None else FileTokenizer(Path(path))
+
+
+@dataclass(frozen=True)
+class Document:
+    tokens: np.ndarray  # uint8 or uint32, without the end-of-text id
+    num_masked: int = 0  # leading tokens that are no targets: the prompt of a fine-tuning sample
+
+
+def load_documents(paths: list[str] | str | None, tokenizer, vocab_size: int) -> list[Document]:
+    """Read and tokenize the corpus: a text file is one document, a .jsonl line is one document.
+
+    Args:
+        paths: files, or folders searched recursively in sorted order, of .txt, .md, .py and .jsonl (each line
+            {"text": ...}, or {"prompt": ..., "completion": ...} whose prompt is no target). None: the sources of
+            Python's standard library on this machine. Empty text files inside a folder are passed over.
+        tokenizer: of load_tokenizer.
+        vocab_size: the model's; every id must be below it.
+
+    Returns:
+        The documents, never an empty list.
+
+    Raises:
+        ValueError: one line naming file, and offset or line number, for a path that is missing, empty, unreadable,
+            binary or of another type, a .jsonl line of another form, or an id >= vocab_size.
+    """
+    if paths is None:
+        return _standard_library(tokenizer, vocab_size)
+    documents = []
+    for path in [Path(paths)] if isinstance(paths, str) else map(Path, paths):
+        if not path.exists():
+            raise ValueError(f"data path {path} does not exist; give --data a file or a folder")
+        is_folder = path.is_dir()
+        files = sorted(file for file in path.rglob("*") if file.is_file()) if is_folder else [path]
+        found = []
+        for file in files:
+            suffix = file.suffix.lower()
+            if suffix == ".jsonl":
+                found += _read_lines(file, tokenizer, vocab_size)
+            elif suffix in SUFFIXES:
+                text = _decode(_read_bytes(file), str(file))
+                if text.strip():
+                    found.append(Document(_tokenize(text, tokenizer, vocab_size, str(file))))
+            elif not is_folder:
+                raise ValueError(f"data file {file} has suffix {suffix!r}; it must be one of {', '.join(SUFFIXES)}")
+        if not found:
+            what = f"folder {path} has no text in any {', '.join(SUFFIXES)} file" if is_folder else f"{path} is empty"
+            raise ValueError(f"data {what}; give --data a path that holds text")
+        documents += found
+    if not documents:
+        raise ValueError("data is an empty list of paths; give at least one, or none at all for the default corpus")
+    return documents
+
+
+def _standard_library(tokenizer, vocab_size: int) -> list[Document]:
+    root = Path(sysconfig.get_path("stdlib"))
+    documents = []
+    for file in sorted(root.rglob("*.py")):
+        if STANDARD_LIBRARY_SKIPS.isdisjoint(file.relative_to(root).parts):
+            try:
+                text = _decode(file.read_bytes(), str(file))
+            except (OSError, ValueError):  # lib2to3 and others carry sources that are undecodable on purpose
+                continue
+            if text.strip():
+                documents.append(Document(_tokenize(text, tokenizer, vocab_size, str(file))))
+    if not documents:
+        raise ValueError(f"no Python sources in {root} to serve as the default corpus; give --data a file or a folder")
+    return documents
+
+
+def _read_bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror}; give --data a readable file") from None
+
+
+def _decode(raw: bytes, where: str) -> str:
+    nul = raw.find(b"\0")
+    if nul >= 0:
+        raise ValueError(f"{where} is binary: NUL byte at offset {nul}; give --data UTF-8 text")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}; "
+                         "convert it, or leave it out of --data") from None  # fmt: skip
+
+
+def _tokenize(text: str, tokenizer, vocab_size: int, where: str) -> np.ndarray:
+    tokens = tokenizer.encode(text)
+    largest = max(int(tokens.max(initial=0)), tokenizer.eos_id)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"{where}: token id {largest} is not below the model's vocab_size {vocab_size}; "
+            f"tokenizer {tokenizer.name} needs a model of vocab_size {tokenizer.vocab_size} or more"
+        )
+    return tokens
+
+
+def _read_lines(file: Path, tokenizer, vocab_size: int) -> list[Document]:
+    documents = []
+    raw = _read_bytes(file).removesuffix(b"\n")
+    # Only \n ends a line: str.splitlines would also cut at separators that JSON allows inside a string.
+    for number, line in enumerate(raw.split(b"\n") if raw else [], start=1):
+        where = f"{file}:{number}"
+        try:
+            record = json.loads(_decode(line, where))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not JSON ({error.msg}); each line must be one JSON object") from None
+        record = record if isinstance(record, dict) else {}
+        is_sample = "completion" in record
+        prompt, text = (record.get("prompt"), record["completion"]) if is_sample else ("", record.get("text"))
+        if not isinstance(text, str) or not isinstance(prompt, str):
+            raise ValueError(f'{where}: needs a string "text", or strings "prompt" and "completion"')
+        if not text.strip():
+            raise ValueError(f"{where}: empty text leaves nothing to learn from; remove the line")
+        if UNSTORABLE.search(prompt + text):
+            raise ValueError(f"{where}: escaped NUL or lone surrogate in the text; remove it")
+        masked = _tokenize(prompt, tokenizer, vocab_size, where)
+        tokens = _tokenize(text, tokenizer, vocab_size, where)
+        documents.append(Document(np.concatenate([masked, tokens]), len(masked)))
+    return documents
+
+
+def split_documents(
+    documents: list[Document], validation_fraction: float, seed: int
+) -> tuple[list[Document], list[Document]]:
+    """Hold out whole documents, drawn by seed, of at most validation_fraction of all tokens, and at least one.
+
+    A corpus of one document is cut instead: its tail is held out.
+
+    Returns:
+        (training documents, validation documents), neither empty. The held-out ones are in random order, so that a
+        validation that stops early still sees a fair sample.
+
+    Raises:
+        ValueError: a fraction outside (0, 1), or one document too short to cut.
+    """
+    if not 0 < validation_fraction < 1:
+        raise ValueError(f"validation_fraction must be between 0 and 1, both excluded: got {validation_fraction}")
+    sizes = [len(document.tokens) for document in documents]
+    if len(documents) == 1:
+        whole = documents[0]
+        cut = sizes[0] - max(1, int(sizes[0] * validation_fraction))
+        if cut <= whole.num_masked:
+            raise ValueError(f"the one document of {sizes[0]} tokens is too short to hold some out; give more --data")
+        return [Document(whole.tokens[:cut], whole.num_masked)], [Document(whole.tokens[cut:])]
+    allowed = validation_fraction * sum(sizes)
+    held_out = []
+    for i in np.random.default_rng(seed).permutation(len(documents)).tolist():
+        if sizes[i] <= allowed:
+            allowed -= sizes[i]
+            held_out.append(i)
+    held_out = held_out or [int(np.argmin(sizes))]
+    chosen = set(held_out)
+    return [d for i, d in enumerate(documents) if i not in chosen], [documents[i] for i in held_out]
