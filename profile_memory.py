@@ -122,7 +122,7 @@ class Block:
         self.attention_gradients += 4 * 2 * (config.hidden_size + K)
 
     def forward(self, layer: int, keep: bool, recompute: bool = False) -> None:
-        """`keep`: for backward. A recomputation ends with the last tensor that backward needs."""
+        """`keep`: for backward. Of a recomputation's output, made and dropped below the peak, nothing is counted."""
         ledger, hidden = self.ledger, self.hidden
         ledger.layer = layer
         needed = ("normed", "q_raw", "k_raw", "rstd", "head_rstds", "total", "normed_2", "gate", "up", "activated")

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import logging
 import math
-import os
 import signal
 import sys
 import time
@@ -442,7 +441,6 @@ def log_sample(model: Transformer, tokenizer, prompt, config: TrainConfig, world
 
 def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # far less fragmentation
     try:
         config = parse_config(TrainConfig, argv, description=__doc__.splitlines()[0])
         check_config(config)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -53,6 +53,7 @@ def join_world(device: str) -> Iterator[World]:
     Raises:
         ValueError: CUDA asked for where there is none, or fewer GPUs than processes on this machine.
     """
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before CUDA starts: less fragmentation
     rank, size, local_rank = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     if device not in ("auto", "cuda", "cpu"):
         raise ValueError(f'device must be "auto", "cuda" or "cpu", got {device!r}')
@@ -108,8 +109,3 @@ def initialize(model: nn.Module, initialize_parameter, seed: int) -> None:
         if isinstance(parameter, DTensor):
             full = distribute_tensor(full, parameter.device_mesh, parameter.placements)
         parameter.copy_(full)
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded (a collective call, then)."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

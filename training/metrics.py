@@ -9,7 +9,7 @@ from training.distributed import World
 
 # Dense bf16 tensor-core peaks of NVIDIA's data sheets, FLOP/s; the first name found in the GPU's name counts.
 PEAK_FLOPS = {
-    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "GH200": 989e12,
+    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12,
     "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "A6000": 155e12, "A10G": 70e12,
     "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
 }  # fmt: skip
