@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import MODEL_SIZES, Transformer
-from training.distributed import World, full_tensor, initialize, join_world, shard_model
+from training.distributed import World, initialize, join_world, shard_model
 from training.memory import PLACES, PinnedArena, Placement, apply_placement, parse_bytes
 from training.optimizer import MasterAdamW
 from training.planner import Choices, Step
@@ -300,7 +300,8 @@ def compare_sharded(world: World) -> None:
         for shift in range(2):  # gradients add up
             tokens = ids.roll(2 * shift + world.rank, dims=1)
             model(tokens, tokens, document_ids=documents).loss.backward()
-        return torch.cat([full_tensor(p.grad).flatten() for p in model.parameters()])
+        gradients = [p.grad for p in model.parameters()]
+        return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in gradients])
 
     expected = gradients(None)
     for name, placements in PLACEMENTS.items():
