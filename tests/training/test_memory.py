@@ -300,8 +300,7 @@ def compare_sharded(world: World) -> None:
         for shift in range(2):  # gradients add up
             tokens = ids.roll(2 * shift + world.rank, dims=1)
             model(tokens, tokens, document_ids=documents).loss.backward()
-        gradients = [p.grad for p in model.parameters()]
-        return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in gradients])
+        return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
 
     expected = gradients(None)
     for name, placements in PLACEMENTS.items():
