@@ -23,6 +23,7 @@ from model import MODEL_SIZES, ModelConfig, Transformer
 from training import checkpoint
 from training.config import flag, parse_config
 from training.corpus import load_documents, load_tokenizer, split_documents
+from training.cost_model import H200, Choices, Rates, Step, gib, measure_rates
 from training.data import Batch, PackedLoader, validation_batches
 from training.distributed import World, initialize, join_world, shard_model
 from training.memory import (
@@ -35,7 +36,8 @@ from training.memory import (
 )
 from training.metrics import MetricsFile, peak_flops, peak_memory_gib
 from training.optimizer import MasterAdamW, warmup_cosine
-from training.planner import Plan, Rates, Step, make_plan, measure_rates
+from training.planner import Plan, make_plan
+from training.profiler import format_table
 
 logger = logging.getLogger("train")
 DEFAULT_STEPS = 300
@@ -82,11 +84,13 @@ class TrainConfig:
     sample_tokens: int = flag(200, "tokens to generate at the end; 0: none")
     # machine
     device: str = flag("auto", "auto: a GPU if there is one", ("auto", "cuda", "cpu"))
-    gradient_checkpointing: bool = flag(False, "keep only each block's input, recompute the rest in backward")
-    memory_budget: str | None = flag(None, "GPU memory to plan for and not to exceed: 24GB, or auto for what is free")
+    gradient_checkpointing: bool = flag(False, "no plan: keep each block's input, recompute the rest in backward")
+    memory_budget: str | None = flag(
+        None, "GPU memory to plan for and not to exceed: 24GB, or auto for what is free; default on a GPU: auto"
+    )
     host_budget: str | None = flag(None, "host memory that the plan may pin; default: 80% of what is available")
     context_parallel_size: int = flag(1, "GPUs that share one sequence; more than 1 is not in this version")
-    compile: bool = flag(False, "torch.compile each block")
+    compile: bool = flag(False, "no plan: torch.compile each block")
 
 
 def check_config(config: TrainConfig) -> None:
@@ -118,8 +122,8 @@ def check_config(config: TrainConfig) -> None:
         and config.gradient_checkpointing,
         "compile has no effect on the blocks that memory_budget places; drop one": config.memory_budget is not None
         and config.compile,
-        "host_budget has no effect without memory_budget; drop it": config.host_budget is not None
-        and config.memory_budget is None,
+        "host_budget has no effect with gradient_checkpointing or compile; drop one": config.host_budget is not None
+        and (config.gradient_checkpointing or config.compile),
     }
     for message, refused in refusals.items():
         if refused:
@@ -151,7 +155,7 @@ def choose_model(config: TrainConfig, device: torch.device) -> ModelConfig:
 def build_model(config: TrainConfig, model_config: ModelConfig, world: World) -> tuple[Transformer, Plan | None]:
     """A model with its initial weights: bf16 on one GPU, else float32 (FSDP computes in bf16 from float32 shards).
 
-    Its blocks keep for backward what --gradient_checkpointing or the plan for --memory_budget says.
+    Its blocks keep for backward what the plan for --memory_budget or --gradient_checkpointing says; else all.
     """
     with torch.device("meta"):
         model = Transformer(model_config)
@@ -182,15 +186,35 @@ def plan_memory(config: TrainConfig, model: Transformer, world: World) -> Plan |
     if config.memory_budget is None:
         return None
     host_budget = parse_bytes(config.host_budget) if config.host_budget else available_host_bytes()
-    budgets = world.min(gpu_budget(config, world.device), host_budget)
+    budgets = world.min(gpu_budget(config.memory_budget, world.device), host_budget)
     rates = Rates(*world.min(*dataclasses.astuple(measure_rates(model.config, world.device))))
     torch.cuda.empty_cache()  # what the measurements took
-    step = Step(
-        model.config, model.parameters(), config.context_length, config.batch_size, config.gradient_accumulation_steps
-    )
-    plan = make_plan(step, *budgets, rates)
-    logger.info("plan for %s of GPU memory:\n%s", config.memory_budget, plan)
+    plan = make_plan(step_of(config, model.config, model), *budgets, rates)
+    logger.info("plan for %s of GPU and %s of host memory:\n%s", *map(gib, budgets), plan)
     return plan
+
+
+def step_of(config: TrainConfig, model_config: ModelConfig, model: Transformer) -> Step:
+    """One rank's step as the cost model sees it. `model_config`: without the plan's choices."""
+    lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
+    return Step(model_config, model.parameters(), *lengths)
+
+
+def explain_out_of_memory(config: TrainConfig, step: Step, plan: Plan | None, device: torch.device) -> str:
+    """What the step was predicted to take, and a plan that should fit; takes no GPU memory."""
+    if plan is None:
+        kept = Placement() if config.gradient_checkpointing else Placement("gpu", "gpu", "gpu")
+        choices, rates = Choices((kept,) * step.layers), H200
+        budgets = gpu_budget("auto", device), available_host_bytes()
+        advice = "--gradient_checkpointing and --compile dropped make such a plan; its seconds are an H200's"
+    else:
+        choices, rates, budgets = plan.choices, plan.rates, (0.9 * plan.gpu_budget, plan.host_budget)
+        advice = f"--memory_budget {budgets[0] / 2**30:.1f}GB makes such a plan"
+    try:
+        fitting = f"predicted to fit into {gib(budgets[0])}; {advice}:\n{make_plan(step, *budgets, rates)}"
+    except ValueError as error:  # names the largest context
+        fitting = str(error)
+    return f"predicted for the step as it was placed:\n{format_table(list(step.stages(choices)))}\n{fitting}"
 
 
 def run_model(model: Transformer, batch: Batch, world: World, num_valid_tokens: float | None = None) -> torch.Tensor:
@@ -244,22 +268,34 @@ def validate(model: Transformer, batches: typing.Iterable[Batch], world: World) 
     return total / max(count, 1)
 
 
+def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | None:
+    """--memory_budget, by default "auto" on a GPU where no other flag says what blocks keep; None: there is no plan.
+
+    Raises:
+        ValueError: a budget on a CPU.
+    """
+    if device.type == "cuda":
+        return None if config.gradient_checkpointing or config.compile else config.memory_budget or "auto"
+    for name in ("memory_budget", "host_budget"):
+        if getattr(config, name) is not None:
+            raise ValueError(f"{name} has no effect on a CPU; drop it")
+    return None
+
+
 def configure_machine(config: TrainConfig, world: World) -> None:
     """Settings that hold for the process: which kernels run, and how much GPU memory it may take."""
     if config.kernels == "triton" and world.device.type != "cuda":
         raise ValueError('kernels "triton" needs a CUDA GPU; use auto')
     set_default_implementation(config.kernels)
     if config.memory_budget is not None:
-        if world.device.type != "cuda":
-            raise ValueError("memory_budget has no effect on a CPU; drop it")
-        cap_gpu_memory(gpu_budget(config, world.device), world.device)
+        cap_gpu_memory(gpu_budget(config.memory_budget, world.device), world.device)
 
 
-def gpu_budget(config: TrainConfig, device: torch.device) -> int:
-    """Bytes of --memory_budget; "auto" is what is free but for a gigabyte of the driver's own."""
-    if config.memory_budget == "auto":
-        return torch.cuda.mem_get_info(device)[0] - 2**30
-    return parse_bytes(config.memory_budget)
+def gpu_budget(memory_budget: str, device: torch.device) -> int:
+    """Bytes of --memory_budget; "auto" is what is free or this process's, but for a gigabyte of the driver's own."""
+    if memory_budget == "auto":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - 2**30
+    return parse_bytes(memory_budget)
 
 
 def load_data(config: TrainConfig, vocab_size: int, world: World):
@@ -310,7 +346,7 @@ def find_start(config: TrainConfig, loader: PackedLoader) -> Start:
 
 def build(
     config: TrainConfig, model_config: ModelConfig, start: Start, world: World
-) -> tuple[Transformer, MasterAdamW]:
+) -> tuple[Transformer, MasterAdamW, Plan | None]:
     """Model and optimizer, with fresh weights, those of --init_from, or the whole state of a checkpoint."""
     weights = start.checkpoint or config.init_from
     if weights:
@@ -330,11 +366,12 @@ def build(
         checkpoint.load_optimizer_state(start.checkpoint, optimizer.state_dict())
         optimizer.restore_parameters()
         checkpoint.restore_rng(start.checkpoint)
-    return model, optimizer
+    return model, optimizer, plan
 
 
 def train(config: TrainConfig, world: World) -> None:
     """A run, from the checks to the final checkpoint and a sample."""
+    config = dataclasses.replace(config, memory_budget=resolve_memory_budget(config, world.device))
     configure_machine(config, world)
     model_config = choose_model(config, world.device)
     tokenizer, loader, held_out = load_data(config, model_config.vocab_size, world)
@@ -343,13 +380,14 @@ def train(config: TrainConfig, world: World) -> None:
     default_rate = TINY_PEAK_LEARNING_RATE if config.model_size == "tiny" else PEAK_LEARNING_RATE
     learning_rate = config.learning_rate or default_rate
     config = dataclasses.replace(config, max_steps=max_steps, learning_rate=learning_rate)
-    model, optimizer = build(config, model_config, start, world)
+    model, optimizer, plan = build(config, model_config, start, world)
 
     output_dir = Path(config.output_dir)
     if world.is_main:
         output_dir.mkdir(parents=True, exist_ok=True)
         (output_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
         metrics = MetricsFile(output_dir / "metrics.jsonl", start.step)
+    shape = step_of(config, model_config, model)  # now: in a pass, parameters are not sharded
     tokens_per_step = config.context_length * config.batch_size * config.gradient_accumulation_steps * world.size
     logger.info("config: %s", json.dumps(dataclasses.asdict(config)))
     logger.info(
@@ -373,7 +411,12 @@ def train(config: TrainConfig, world: World) -> None:
             step - 1, learning_rate=learning_rate, warmup_steps=config.warmup_steps, max_steps=max_steps,
             final_ratio=config.final_learning_rate_ratio,
         )  # fmt: skip
-        loss, norm = train_step(model, optimizer, batches, world, rate, config.max_grad_norm)
+        try:
+            loss, norm = train_step(model, optimizer, batches, world, rate, config.max_grad_norm)
+        except torch.OutOfMemoryError as error:
+            progress.close()  # which ends its line
+            error.add_note(explain_out_of_memory(config, shape, plan, world.device))
+            raise
         seconds = time.perf_counter() - began
         tokens += tokens_per_step
         values = {
@@ -452,8 +495,9 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except torch.OutOfMemoryError as error:
-        advice = "--memory_budget auto plans what fits, profile_memory.py shows what takes it"
-        print(f"error: {str(error).splitlines()[0]} {advice}", file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):
+            print(note, file=sys.stderr)
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
     return 0
 

@@ -1,72 +1,142 @@
-"""A whole training step, ours and the peer's in one run: `python -m benchmarks.bench_train_step`.
+"""A whole training step of ours, under any memory budget, and the peer's, in one run.
 
-The peer is transformers' Qwen3 with Liger's kernels and loss, gradient checkpointing and fused AdamW on bf16 weights
-(no float32 masters). Ours is train.py's step with float32 masters and moments: once with gradient checkpointing, and on
-a GPU once as `--memory_budget auto` plans it. All see the same random tokens as one document.
+`python -m benchmarks.bench_train_step --settings auto 24GB checkpointing peer --host_budget 84GB`
+
+Ours is train.py's step with float32 masters and moments, placed as the setting says: "auto" or a size is a
+--memory_budget (a hard cap), "checkpointing" is --gradient_checkpointing; "+flash-attn-4" behind either names another
+attention kernel. The peer is transformers' Qwen3 with Liger's kernels and loss, gradient checkpointing and fused AdamW
+on bf16 weights (no float32 masters). All see the same text as one document: the Python standard library, bytes. A step
+of WARM_UP_TOKENS goes before, which compiles and makes the libraries' workspaces, unless host memory is laid out for
+the whole context.
 """
 
 import argparse
-import functools
 import gc
+import re
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.common import environment, print_json, print_table
 from model import MODEL_SIZES, ModelConfig, Transformer
-from train import PEAK_LEARNING_RATE, Start, TrainConfig, build, choose_model, train_step
+from train import PEAK_LEARNING_RATE, TrainConfig, build_model, choose_model, configure_machine, train_step
+from training.corpus import load_documents, load_tokenizer
 from training.data import Batch
-from training.distributed import World
+from training.distributed import World, join_world
 from training.metrics import peak_flops
+from training.optimizer import MasterAdamW
+from training.planner import Plan
+
+GIB = 2**30
+WARM_UP_TOKENS = 2048
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_size", default="4B", choices=MODEL_SIZES)
     parser.add_argument("--context_length", type=int, default=131_072)
-    parser.add_argument("--steps", type=int, default=2, help="timed is the last; the first compiles and allocates")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--settings", nargs="+", default=["auto", "checkpointing", "peer"])
+    parser.add_argument("--host_budget", help="of settings with a memory budget")
+    parser.add_argument("--steps", type=int, default=1, help="timed is the last")
+    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     arguments = parser.parse_args()
-    world = World(0, 1, torch.device(arguments.device))
-    config = choose_model(TrainConfig(model_size=arguments.model_size), world.device)
-    ids = torch.randint(config.vocab_size, (1, arguments.context_length), generator=torch.Generator().manual_seed(0))
-    settings = {"ours, gradient checkpointing": TrainConfig(gradient_checkpointing=True)}
-    if world.device.type == "cuda":
-        planned = TrainConfig(memory_budget="auto", context_length=arguments.context_length, batch_size=1)
-        settings["ours, planned"] = planned
-    steps = {name: functools.partial(our_step, s) for name, s in settings.items()}
+    ids = standard_library(arguments.model_size, arguments.context_length)
     results = {}
-    for name, make_step in {**steps, "transformers + Liger": peer_step}.items():
-        step = make_step(config, ids, world)
-        if step is not None:
-            results[name] = measure(step, arguments.steps, config, ids, world.device)
-        del step
-        gc.collect()
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
-    print_table(
-        f"one step, {arguments.model_size}, {arguments.context_length} tokens",
-        ["", "seconds", "tokens/s", "MFU", "peak GiB", "loss of each step"],
-        [[name, *values.values()] for name, values in results.items()],
-    )
-    print_json(operation="train_step", **environment(world.device), **vars(arguments), results=results)
+    with join_world(arguments.device) as world:
+        for setting in arguments.settings:
+            results[setting] = measure(setting, arguments, ids, world)
+            print(f"\n{setting}\n{results[setting]['plan']}", flush=True)
+            release(world)
+        columns = [name for name in next(iter(results.values())) if name != "plan"]
+        print_table(
+            f"one step, {arguments.model_size}, {arguments.context_length} tokens",
+            ["", *columns],
+            [[name, *(values[column] for column in columns)] for name, values in results.items()],
+        )
+        print_json(operation="train_step", **environment(world.device), **vars(arguments), results=results)
 
 
-def our_step(settings: TrainConfig, config: ModelConfig, ids: torch.Tensor, world: World):
-    model, optimizer = build(settings, config, Start(), world)
-    batch = Batch(ids, ids, torch.zeros_like(ids), ids.numel() - 1)
-    return lambda: train_step(model, optimizer, [batch], world, PEAK_LEARNING_RATE, settings.max_grad_norm)[0]
+def standard_library(model_size: str, length: int) -> torch.Tensor:
+    """int64 [1, length]: as much of the Python standard library, one file after another."""
+    documents = load_documents(None, load_tokenizer(None), MODEL_SIZES[model_size].vocab_size)
+    return torch.from_numpy(np.concatenate([document.tokens for document in documents])[None, :length].astype("int64"))
 
 
-def peer_step(config: ModelConfig, ids: torch.Tensor, world: World):
+def measure(setting: str, arguments: argparse.Namespace, ids: torch.Tensor, world: World) -> dict:
+    """Of the last step: seconds, tokens/s, MFU, peaks, host memory; what was planned; the loss of each step.
+
+    Of steps that run out of memory: empty.
+    """
+    on_gpu, plan = world.device.type == "cuda", None
+    config = choose_model(TrainConfig(model_size=arguments.model_size), world.device)
+    losses, seconds = [], 0.0
     try:
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-    except ImportError as error:
-        print(f"transformers + Liger: not installed ({error})", file=sys.stderr)
-        return None
+        if setting == "peer":
+            step = peer_step(config, world)
+        else:
+            step, plan = our_step(setting, arguments, world)
+        if plan is None or plan.arena_bytes == 0:
+            step(ids[:, :WARM_UP_TOKENS])
+        for _ in range(arguments.steps):
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
+            losses.append(round(step(ids), 3))
+            seconds = time.perf_counter() - start
+    except torch.OutOfMemoryError as error:
+        print(f"{setting}: {str(error).splitlines()[0]}", file=sys.stderr)
+        seconds = float("nan")
+    flops = peak_flops(world.device)
+    return {
+        "seconds": seconds,
+        "predicted_seconds": plan.seconds if plan else 0.0,
+        "tokens_per_second": ids.numel() / seconds,
+        "mfu": 3 * config.forward_flops([ids.numel()]) / seconds / flops if flops else 0.0,
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0,
+        "predicted_gib": plan.peak.bytes / GIB if plan else 0.0,
+        "reserved_gib": torch.cuda.max_memory_reserved() / GIB if on_gpu else 0.0,
+        "host_gib": resident_bytes() / GIB,
+        "predicted_host_gib": plan.host_bytes / GIB if plan else 0.0,
+        "losses": losses,
+        "plan": str(plan) if plan else "",
+    }
+
+
+def our_step(setting: str, arguments: argparse.Namespace, world: World) -> tuple[Callable, Plan | None]:
+    """(a function of token ids [1, T] that makes one step and returns its loss, the plan)."""
+    placement, _, backend = setting.partition("+")
+    settings = TrainConfig(
+        model_size=arguments.model_size,
+        context_length=arguments.context_length,
+        batch_size=1,
+        attention_backend=backend or "auto",
+        gradient_checkpointing=placement == "checkpointing",
+        memory_budget=None if placement == "checkpointing" else placement,
+        host_budget=None if placement == "checkpointing" else arguments.host_budget,
+    )
+    configure_machine(settings, world)
+    model, plan = build_model(settings, choose_model(settings, world.device), world)
+    gpu_state = {"gpu_state_bytes": plan.choices.gpu_state_bytes} if plan else {}
+    optimizer = MasterAdamW(model.named_parameters(), accumulate=False, **gpu_state)
+
+    def step(ids: torch.Tensor) -> float:
+        batch = Batch(ids, ids, torch.zeros_like(ids), ids.numel() - 1)
+        return train_step(model, optimizer, [batch], world, PEAK_LEARNING_RATE, settings.max_grad_norm)[0]
+
+    return step, plan
+
+
+def peer_step(config: ModelConfig, world: World) -> Callable:
+    """A function of token ids [1, T] that makes one step and returns its loss."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     if world.device.type == "cuda":  # Liger's kernels run nowhere else
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+
         apply_liger_kernel_to_qwen3()
     with torch.device("meta"):
         model = Qwen3ForCausalLM(Qwen3Config(**config.to_hugging_face())).to(torch.bfloat16)
@@ -83,9 +153,9 @@ def peer_step(config: ModelConfig, ids: torch.Tensor, world: World):
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LEARNING_RATE, fused=True)
-    ids = ids.to(world.device)
 
-    def step() -> float:
+    def step(ids: torch.Tensor) -> float:
+        ids = ids.to(world.device)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -96,25 +166,17 @@ def peer_step(config: ModelConfig, ids: torch.Tensor, world: World):
     return step
 
 
-def measure(step, num_steps: int, config: ModelConfig, ids: torch.Tensor, device: torch.device) -> dict:
-    """Of the last step: seconds, tokens/s, MFU, peak allocated GiB; and every step's loss."""
-    losses = []
-    for _ in range(num_steps):
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        losses.append(round(step(), 3))
-        seconds = time.perf_counter() - start
-    flops, peak = peak_flops(device), 0.0
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated() / 2**30
-    return {
-        "seconds": seconds,
-        "tokens_per_second": ids.numel() / seconds,
-        "mfu": 3 * config.forward_flops([ids.numel()]) / seconds / flops if flops else 0.0,
-        "peak_gib": peak,
-        "losses": losses,
-    }
+def resident_bytes() -> int:
+    """Host memory of this process, pinned pages included."""
+    return 1024 * int(re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+def release(world: World) -> None:
+    """Give back what the last setting held, and lift its cap."""
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 if __name__ == "__main__":

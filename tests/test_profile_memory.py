@@ -1,212 +1,162 @@
-"""profile_memory.py: the prediction against a dry run of the real model, order of the hooks, flags, printing."""
+"""profile_memory.py: its predictions are the cost model's; flags; measured beside predicted, on fake tensors."""
 
 import contextlib
-import dataclasses
 import gc
-import inspect
 import json
-import types
-import weakref
+import math
+from dataclasses import asdict, replace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import profile_memory
-from kernels.linear_cross_entropy import linear_cross_entropy
-from model import MODEL_SIZES, Transformer
-from profile_memory import CATEGORIES, GIB, Run, largest, main, measure, predict
+from model import MODEL_SIZES
+from profile_memory import GIB, WHOLE, main, smallest_gpus
+from tests.training.test_profiler import dry_run, run_dry, step_of  # noqa: F401
+from training.cost_model import H200, Choices, Rates
 from training.distributed import World
-from training.memory import Placement, apply_placement
-from training.optimizer import MasterAdamW
+from training.gpus import GPUS, scale_rates
+from training.memory import Placement
+from training.planner import find_max_context, make_plan
 
 
-class StorageCounter(TorchDispatchMode):
-    """Counts the bytes of every tensor that lives, as the GPU's allocator would; fake tensors cost nothing."""
+def run_main(tmp_path, *flags):
+    """What it wrote to --json."""
+    path = tmp_path / "memory.json"
+    assert main([*flags, "--json", str(path)]) == 0
+    return json.loads(path.read_text())
 
-    def __init__(self):
-        super().__init__()
-        self.allocated = self.peak = 0
-        self.known = weakref.WeakSet()
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self.known:
-                storage = tensor.untyped_storage()
-                self.known.add(storage)
-                self.allocated += storage.nbytes()
-                self.peak = max(self.peak, self.allocated)
-                weakref.finalize(storage, self._free, storage.nbytes())
-        return output
+def cudnn_step(size, context_length, **options):
+    return step_of(size, context_length, backend="cudnn", **options)
 
-    def _free(self, num_bytes: int) -> None:
-        self.allocated -= num_bytes
 
-    def read(self) -> tuple[int, int]:
-        peak, self.peak = self.peak, self.allocated
-        return self.allocated, peak
+CONTEXTS = (32_768, 65_536)
 
 
 @pytest.fixture
-def dry_run(monkeypatch):
-    """`measure` on fake tensors: the real model, its Triton operations, optimizer and hooks, but no data.
-
-    What kernels take inside an operation does not show in it, so the prediction is made without that too.
-    """
-    monkeypatch.setattr("kernels.common._default", "triton")
-    monkeypatch.setattr(MasterAdamW, "clip_grad_norm", lambda self, max_norm: None)  # its result has no value
-    monkeypatch.setattr(profile_memory, "LIBRARY_WORKSPACE", 0)
-    monkeypatch.setitem(profile_memory.ATTENTION_WORKSPACE, "cudnn", 0)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # fake tensors lie on the CPU; nothing is launched
-
-    def run_dry(run: Run):
-        with FakeTensorMode(), StorageCounter() as counter:
-            torch.set_default_dtype(torch.bfloat16)  # fake parameters cannot be cast in place
-            try:
-                model = Transformer(dataclasses.replace(run.model, attention_backend="auto"))
-            finally:
-                torch.set_default_dtype(torch.float32)
-            if run.gradient_checkpointing:
-                apply_placement(model.layers, [Placement()] * len(model.layers))
-            ids = torch.randint(run.model.vocab_size, (run.batch_size, run.context_length))
-            return measure(model, ids, ids.clone(), counter)
-
-    return run_dry
+def small(monkeypatch):
+    """Comparisons that take little time: six layers of the 0.6B, two contexts."""
+    monkeypatch.setattr(profile_memory, "MODEL_SIZES", {"0.6B": replace(MODEL_SIZES["0.6B"], num_hidden_layers=6)})
+    monkeypatch.setattr(profile_memory, "COMPARED_CONTEXTS", CONTEXTS)
 
 
-def run_of(size: str, context_length: int, batch_size: int = 1, checkpointing: bool = True, **changes) -> Run:
-    config = dataclasses.replace(MODEL_SIZES[size], attention_backend="cudnn", **changes)
-    return Run(config, context_length, batch_size, checkpointing)
-
-
-RUNS = {
-    "4B at 131k": run_of("4B", 131_072, num_hidden_layers=4),
-    "4B at 2k, kept activations": run_of("4B", 2048, checkpointing=False, num_hidden_layers=4),
-    "8B's untied head": run_of("8B", 8192, num_hidden_layers=3),
-    "0.6B, standard loss, two sequences": run_of("0.6B", 4096, 2, num_hidden_layers=5, loss_impl="standard"),
-    "0.6B, chunked loss": run_of("0.6B", 4096, checkpointing=False, num_hidden_layers=2, loss_impl="chunked"),
-}
-
-
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS.keys())
-def test_prediction_is_what_a_dry_run_allocates(dry_run, run):
-    """Stage by stage and category by category, within 1% of the step's peak."""
-    measured = dry_run(run)
-    predicted = predict(run)
-    assert [row.stage for row in measured] == [row.stage for row in predicted]
-    tolerance = 0.01 * largest(measured).peak
-    for ours, real in zip(predicted, measured):
-        assert abs(ours.allocated - real.allocated) < tolerance, ours.stage
-        hidden_logits = 0
-        if ours.stage == "loss" and run.model.uses_chunked_loss(run.tokens):  # inside one operation
-            hidden_logits = 2 * profile_memory.LOSS_CHUNK_TOKENS * run.model.vocab_size
-        assert -tolerance < ours.peak - real.peak < tolerance + hidden_logits, ours.stage
-        # At the peak a measurement cannot tell the part that runs from the gradients which that has just made.
-        for category in () if "peak" in ours.stage else CATEGORIES:
-            assert abs(ours.held[category] - real.held[category]) < tolerance, (ours.stage, category)
-
-
-def test_the_whole_4b_dry_run_has_the_predicted_peak_and_owner(dry_run):
-    run = run_of("4B", 131_072)
-    measured = dry_run(run)
-    top, expected = largest(measured), largest(predict(run))
-    assert top.stage == expected.stage == "backward's peak: layer 35 MLP"
-    assert abs(expected.peak / top.peak - 1) < 0.002
-    for category in CATEGORIES:
-        assert abs(expected.held[category] - top.held[category]) < 0.005 * top.peak, category
-    stages = [row.stage for row in measured]
-    layers = [f"layer {i}" for i in range(36)]
-    ends = ["after forward", "loss", top.stage, "after backward", "optimizer"]
-    assert stages == ["parameters", "start of the step", "after embedding", *layers, *ends]
-
-
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_measured_categories_sum_to_what_the_counter_read(dry_run, checkpointing):
-    run = run_of("tiny", 256, 2, checkpointing)
-    measured = dry_run(run)
-    for row in measured:
-        assert sum(row.held.values()) == row.allocated <= row.peak
-    by_stage = {row.stage: row for row in measured}
-    assert by_stage["parameters"].held["parameters"] == 2 * run.model.num_parameters()
-    state = by_stage["optimizer"].held
-    assert state["gradients"] == state["attention"] == state["MLP"] == state["loss"] == 0
-    kept = by_stage["layer 3"].held["attention"] - by_stage["layer 2"].held["attention"]
-    assert (kept == 0) == checkpointing
-
-
-@pytest.mark.parametrize("size", ["tiny", "4B"])
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_predicted_table(size, checkpointing):
-    run = run_of(size, 4096, checkpointing=checkpointing)
-    rows = {row.stage.split(":")[0]: row for row in predict(run)}
-    parameters, layers = run.model.num_parameters(), run.model.num_hidden_layers
-    assert rows["parameters"].allocated == 2 * parameters
-    room = 4 * min(2**23, run.model.vocab_size * run.model.hidden_size)
-    assert rows["start of the step"].held["optimizer"] == 12 * parameters + room
-    assert rows["after backward"].held["gradients"] == 4 * parameters
-    assert rows["optimizer"].allocated == rows["start of the step"].allocated
-    hidden = 2 * 4096 * run.model.hidden_size
-    if checkpointing:
-        assert rows[f"layer {layers - 1}"].held["residual stream"] == (layers + 1) * hidden
-    for row in rows.values():
-        assert row.allocated <= row.peak
-        assert set(row.held) == set(CATEGORIES) and min(row.held.values()) >= 0
-    for category in ("residual stream", "attention", "MLP", "loss"):
-        assert rows["after backward"].held[category] == 0
-
-
-def test_the_owners_4b_at_131k():
-    rows = {row.stage: row for row in predict(run_of("4B", 131_072))}
-    gib = {name: (row.allocated - row.held["optimizer"]) / GIB for name, row in rows.items()}
-    assert gib["parameters"] == pytest.approx(4_022_468_096 * 2 / GIB)
-    assert gib["layer 0"] - gib["after embedding"] == pytest.approx(0.625)
-    assert 30 < gib["after forward"] < 32
-
-
-def test_the_loss_works_in_chunks_of_the_size_assumed():
-    chunk_size = inspect.signature(linear_cross_entropy).parameters["chunk_size"].default
-    assert chunk_size == profile_memory.LOSS_CHUNK_TOKENS
-
-
-def test_more_tokens_take_more_memory():
-    peaks = [largest(predict(run_of("4B", n))).peak for n in (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)]
-    assert peaks == sorted(peaks) and len(set(peaks)) == len(peaks)
-    assert largest(predict(run_of("4B", 4096, 2))).peak > largest(predict(run_of("4B", 4096))).peak
-    kept = largest(predict(run_of("4B", 65_536, checkpointing=False))).peak
-    assert kept > largest(predict(run_of("4B", 65_536))).peak
-
-
-def test_prediction_is_printed_and_written(tmp_path, capsys):
-    path = tmp_path / "memory.json"
-    assert main(["--device", "cpu", "--context_length", "131072", "--json", str(path)]) == 0
+def test_without_a_gpu_the_plan_for_an_h200_is_shown(tmp_path, capsys):
+    written = run_main(tmp_path, "--device", "cpu")
+    plan = make_plan(cudnn_step("4B", 131_072), GPUS["H200"].memory_bytes - GIB, math.inf)
     out = capsys.readouterr().out
-    assert "predicted, not measured" in out and "layer 35 " in out and "backward's peak: layer 35 MLP" in out
-    written = json.loads(path.read_text())
-    assert written["model_size"] == "4B" and "measured" not in written
-    assert sum(written["predicted"][0]["held"].values()) == 2 * 4_022_468_096
+    assert str(plan) in out and "no GPU in use, so an H200" in out and "not measured" in out
+    assert "backward of layer 35, MLP" in out and f"predicted peak: {plan.peak.bytes / GIB:.2f} GiB" in out
+    assert written["plan"] == str(plan) and written["measured"] is None
+    assert written["choices"]["placements"] == [asdict(p) for p in plan.choices.placements]
+    assert written["choices"]["gpu_state_bytes"] is None and written["environment"]["host_bytes"] is None
+    assert written["summary"]["predicted_peak"] == plan.peak.bytes
+    assert written["summary"]["predicted_seconds"] == plan.seconds
+    assert len(written["predicted"]) == 4 + 3 * 36 and written["settings"]["model_size"] == "4B"
+
+
+@pytest.mark.parametrize(("flag", "placement"), [("--", Placement()), ("--no-", WHOLE)])
+def test_classic_choices(tmp_path, flag, placement):
+    flags = ["--model_size", "0.6B", "--context_length", "8192", "--gradient_accumulation_steps", "2"]
+    written = run_main(tmp_path, "--device", "cpu", f"{flag}gradient_checkpointing", *flags)
+    step = cudnn_step("0.6B", 8192, gradient_accumulation_steps=2)
+    stages = step.stages(Choices((placement,) * 28))
+    assert [stage["categories"] for stage in written["predicted"]] == [stage.categories for stage in stages]
+
+
+def test_another_gpu(tmp_path, capsys):
+    flags = "--model_size", "0.6B", "--context_length", "16384"
+    written = run_main(tmp_path, *flags, "--gpu", "RTX3090", "--host_budget", "32GB")
+    step = step_of("0.6B", 16_384, backend="flash")
+    rates = scale_rates(GPUS["RTX3090"], "flash")
+    plan = make_plan(step, GPUS["RTX3090"].memory_bytes - GIB, 32 * GIB, rates)
+    assert written["plan"] == str(plan) and written["environment"]["rates"] == asdict(rates)
+    assert "RTX3090" in capsys.readouterr().out
+    written = run_main(tmp_path, *flags, "--gpu", "8GB")
+    assert written["environment"]["gpu_bytes"] == 7 * GIB and written["environment"]["rates"] == asdict(H200)
+    written = run_main(tmp_path, *flags, "--gpu", "RTX3090", "--memory_budget", "8GB")
+    assert written["environment"]["gpu_bytes"] == 8 * GIB and written["environment"]["rates"] == asdict(rates)
+
+
+def test_the_longest_context(tmp_path, capsys):
+    flags = "--model_size", "0.6B", "--memory_budget", "6GB", "--host_budget", "16GB"
+    written = run_main(tmp_path, "--device", "cpu", "--find_max_context", *flags)
+    step = cudnn_step("0.6B", 1024)
+    assert written["predicted_context"] == find_max_context(step, 6 * GIB, 16 * GIB)
+    assert f"predicted: {written['predicted_context']:,} tokens in 6.00 GiB of GPU and 16.00" in capsys.readouterr().out
+
+
+def test_with_and_without(small, tmp_path, capsys):
+    flags = "--device", "cpu", "--model_size", "0.6B", "--memory_budget", "4GB"
+    written = run_main(tmp_path, "--compare", *flags)
+    rows = {(row["way"], row["context_length"]): row for row in written["compared"]}
+    assert len(rows) == 4 * len(CONTEXTS)
+    for context_length in CONTEXTS:
+        step = cudnn_step("0.6B", context_length, num_hidden_layers=6)
+        ways = {
+            "no checkpointing, standard loss": Choices((WHOLE,) * 6, loss_impl="standard"),
+            "no checkpointing, chunked loss": Choices((WHOLE,) * 6, loss_impl="chunked"),
+            "checkpointing, chunked loss": Choices((Placement(),) * 6, loss_impl="chunked"),
+            "planned for 4GB": make_plan(step, 4 * GIB, math.inf).choices,
+        }
+        for way, choices in ways.items():
+            row = rows[way, context_length]
+            assert row["peak"] == step.peak(choices).bytes and row["host"] == step.host_bytes(choices)
+            assert row["predicted_seconds"] == step.seconds(choices, H200)
+            assert row["logits"] == 2 * context_length * 151_936
+    out = capsys.readouterr().out
+    for context_length, size in written["smallest_gpu_gib"].items():
+        assert f"{int(context_length):,} tokens: {size:.1f} GiB" in out
+
+
+def test_the_smallest_gpu_is_the_smallest(small):
+    step = cudnn_step("0.6B", 1024, num_hidden_layers=6)
+    found = smallest_gpus(step, 10 * GIB)
+    assert list(found) == list(CONTEXTS) and list(found.values()) == sorted(found.values())
+    for context_length, size in found.items():
+        make_plan(step.at(context_length), size * GIB, 10 * GIB)
+        with pytest.raises(ValueError, match="fit into"):
+            make_plan(step.at(context_length), (size - 0.5) * GIB, 10 * GIB)
 
 
 @pytest.mark.parametrize(
-    "argv, message",
+    ("flags", "message"),
     [
-        (["--attention_type", "nsa"], "sparse attention is not in this version"),
-        (["--context_length", "0"], "context_length must be at least 2, got 0"),
-        (["--context_length", "many"], "invalid int value"),
-        (["--batch_size", "0"], "batch_size must be at least 1, got 0"),
-        (["--model_size", "5B"], "invalid choice"),
-        (["--contextlength", "5"], "unrecognized arguments"),
-        (["--attention_backend", "slow"], "invalid choice"),
-        (["--json", "nowhere/memory.json"], "no folder nowhere"),
+        ("--attention_type nsa", "sparse attention is not in this version"),
+        ("--context_length 0", "context_length must be at least 2, got 0"),
+        ("--context_length many", "invalid int value"),
+        ("--batch_size 0", "batch_size must be at least 1, got 0"),
+        ("--num_layers 37", "num_layers must be at most 36, got 37"),
+        ("--model_size 5B", "invalid choice"),
+        ("--contextlength 5", "unrecognized arguments"),
+        ("--attention_backend slow", "invalid choice"),
+        ("--json nowhere/memory.json", "no folder nowhere"),
+        ("--timeline step.jpeg", "draws .png, .svg or .pdf"),
+        ("--gpu RTX4091", "no GPU 'RTX4091' in the table"),
+        ("--gpu RTX4090 --memory_budget 30GB", "30.00 GiB is more than the 23.99 GiB of RTX4090"),
+        ("--gpu RTX4090 --device cuda", "device cuda has no effect with gpu"),
+        ("--memory_budget 24", "does not fit into 0.00 GiB"),
+        ("--memory_budget much", 'looks like "24GB"'),
+        ("--compare --find_max_context", "find_max_context has no effect with compare"),
+        ("--compare --loss_impl chunked", "loss_impl has no effect with compare"),
+        ("--compare --context_length 4096", "context_length has no effect with compare"),
+        (
+            "--find_max_context --no-gradient_checkpointing",
+            "gradient_checkpointing has no effect with find_max_context",
+        ),
+        ("--measure", "measure has no effect but with find_max_context"),
+        ("--compare --measure --gpu H100", "measure needs a GPU"),
+        ("--num_layers 4 --gpu H100", "num_layers needs a GPU"),
+        ("--snapshot step.pickle --gpu H100", "snapshot needs a GPU"),
+        ("--gradient_checkpointing --memory_budget 24GB", "memory_budget has no effect with gradient_checkpointing"),
+        ("--no-gradient_checkpointing --host_budget 24GB", "host_budget has no effect with gradient_checkpointing"),
+        ("--find_max_context --memory_budget 1GB --gpu 24GB", "does not fit into 1.00 GiB of GPU memory"),
     ],
 )
-def test_bad_flags_are_one_line(argv, message, capsys):
-    assert main(argv) == 1
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1
-    assert captured.err.startswith("error: ") and message in captured.err
+def test_bad_flags_are_one_line(flags, message, capsys):
+    assert main(flags.split()) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("error: ") and message in error
 
 
 def test_cuda_asked_for_and_absent(capsys):
@@ -216,44 +166,118 @@ def test_cuda_asked_for_and_absent(capsys):
     assert capsys.readouterr().err.startswith("error: --device cuda")
 
 
+class DryBench:
+    """Measures on fake tensors, up to a limit of memory; every bench that is built."""
+
+    built, limit = 0, math.inf
+
+    def __init__(self, step, choices, world):
+        DryBench.built += 1
+
+    def measure(self, step, choices, snapshot=None):
+        if step.peak(choices).bytes > DryBench.limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+        step.config = replace(step.config, attention_backend="cpu")
+        return run_dry(step, choices)[0]
+
+
 @pytest.fixture
-def pretended_gpu(monkeypatch):
-    """Everything `profile` asks a GPU for, except the measurement."""
+def pretended_gpu(monkeypatch, dry_run):  # noqa: F811
+    """Everything a GPU is asked for."""
     world = World(0, 1, torch.device("cuda", 0))
     monkeypatch.setattr(profile_memory, "join_world", lambda device: contextlib.nullcontext(world))
     monkeypatch.setattr(profile_memory, "choose_backend", lambda requested, device: "cudnn")
-    properties = types.SimpleNamespace(total_memory=80 * GIB)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(profile_memory, "measure_rates", lambda model, device: Rates())
+    monkeypatch.setattr(profile_memory, "available_host_bytes", lambda: 100 * GIB)
+    monkeypatch.setattr(profile_memory, "build_bench", DryBench)
+    monkeypatch.setattr(DryBench, "built", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "pretended")
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 90 * GIB)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    caps = []
+    monkeypatch.setattr(profile_memory, "cap_gpu_memory", lambda num_bytes, device: caps.append(num_bytes))
+    return caps
 
 
-def test_measured_is_printed_beside_predicted(pretended_gpu, dry_run, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(profile_memory, "measure_on_gpu", lambda run, world: dry_run(run))
-    path = tmp_path / "memory.json"
-    assert main(["--model_size", "tiny", "--context_length", "512", "--json", str(path)]) == 0
+def test_measured_is_printed_beside_predicted(pretended_gpu, tmp_path, capsys):
+    flags = "--model_size", "tiny", "--context_length", "512", "--memory_budget", "2GB"
+    written = run_main(tmp_path, *flags)
     out = capsys.readouterr().out
-    assert "measured on pretended" in out and "| predicted" in out and "%" in out
-    assert len(json.loads(path.read_text())["measured"]) == 4 + 8
+    assert "machine: pretended" in out and "measured peak: " in out and "fragmented" in out and "differs" in out
+    assert [stage["name"] for stage in written["measured"]] == [stage["name"] for stage in written["predicted"]]
+    summary = written["summary"]
+    assert summary["measured_peak"] == max(sum(stage["categories"].values()) for stage in written["measured"])
+    assert {"reserved", "fragmentation", "host", "measured_seconds", "num_alloc_retries"} < set(summary)
+    assert pretended_gpu == [2 * GIB]
+
+
+def test_some_layers_are_measured_and_all_predicted(pretended_gpu, tmp_path, capsys):
+    written = run_main(tmp_path, "--model_size", "0.6B", "--context_length", "4096", "--num_layers", "2")
+    assert "2 of the 28 layers" in capsys.readouterr().out and len(written["measured"]) == 4 + 3 * 2
+    step = cudnn_step("0.6B", 4096)
+    seconds = make_plan(step, 79 * GIB, 100 * GIB).seconds
+    assert written["summary"]["predicted_seconds_of_all_layers"] == seconds
+    assert "extrapolated_seconds" in written["summary"] and pretended_gpu == []
 
 
 def test_out_of_memory_prints_the_prediction_and_one_line(pretended_gpu, monkeypatch, capsys):
-    def measure_on_gpu(run, world):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(profile_memory, "measure_on_gpu", measure_on_gpu)
+    monkeypatch.setattr(DryBench, "limit", 0)
     assert main([]) == 1
     captured = capsys.readouterr()
-    assert "predicted, not measured" in captured.out and "backward's peak: layer 35 MLP" in captured.out
-    assert captured.err.count("\n") == 1 and "this GPU has 80.0" in captured.err
+    assert "predicted, not measured" in captured.out and "backward of layer 35, MLP" in captured.out
+    assert captured.err.count("\n") == 1 and "of 79.00 GiB that are free" in captured.err
+
+
+def test_the_longest_context_is_measured_with_one_model(pretended_gpu, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(DryBench, "limit", 5.7 * GIB)
+    flags = "--model_size", "0.6B", "--memory_budget", "6GB", "--host_budget", "16GB"
+    written = run_main(tmp_path, "--find_max_context", "--measure", *flags)
+    assert DryBench.built == 1 and pretended_gpu == [6 * GIB]
+    assert 0.9 < written["ratio"] < 1
+    ran = {probe["context_length"]: probe["ran"] for probe in written["probes"]}
+    assert written["measured_context"] == max(n for n in ran if ran[n]) < min(n for n in ran if not ran[n])
+    out = capsys.readouterr().out
+    assert out.count(" tokens ") == 1 + len(ran) and "out of memory" in out
+
+
+def test_what_fits_is_measured(small, pretended_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (21 * GIB, 21 * GIB))
+    written = run_main(tmp_path, "--compare", "--measure", "--model_size", "0.6B", "--memory_budget", "4GB")
+    assert DryBench.built <= 3 and set(pretended_gpu) == {4 * GIB, 20 * GIB}
+    assert {"measured_peak" in row for row in written["compared"]} == {True, False}
+    for row in written["compared"]:
+        assert ("measured_peak" in row) == (row["peak"] < 20 * GIB / 1.01)
+        assert row.get("measured_peak", row["peak"]) == pytest.approx(row["peak"], rel=0.05)
+
+
+@pytest.fixture
+def gpu_memory():
+    """All of it, whatever other tests capped or left."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("flags", [[], ["--loss_impl", "chunked"], ["--no-gradient_checkpointing"]])
-def test_measured_and_predicted_peaks_agree(tmp_path, flags):
-    gc.collect()  # models of earlier tests
-    path = tmp_path / "memory.json"
-    assert main(["--model_size", "0.6B", "--context_length", "16384", "--json", str(path), *flags]) == 0
-    results = json.loads(path.read_text())
-    measured, predicted = (max(row["peak"] for row in results[name]) for name in ("measured", "predicted"))
-    assert abs(predicted / measured - 1) < 0.1
+@pytest.mark.parametrize(
+    "flags", ["--memory_budget auto", "--memory_budget 8GB", "--gradient_checkpointing", "--no-gradient_checkpointing"]
+)
+def test_measured_and_predicted_peaks_agree(tmp_path, gpu_memory, flags):
+    summary = run_main(tmp_path, "--model_size", "0.6B", "--context_length", "16384", *flags.split())["summary"]
+    assert summary["predicted_peak"] == pytest.approx(summary["measured_peak"], rel=0.05)
+
+
+@pytest.mark.gpu
+def test_the_predicted_context_is_the_longest_that_runs(tmp_path, gpu_memory):
+    flags = "--model_size", "0.6B", "--memory_budget", "4GB", "--host_budget", "16GB"
+    written = run_main(tmp_path, "--find_max_context", "--measure", *flags)
+    assert written["ratio"] == pytest.approx(1, rel=0.03)
+
+
+@pytest.mark.gpu
+def test_a_snapshot_is_written(tmp_path, gpu_memory):
+    path = tmp_path / "step.pickle"
+    run_main(tmp_path, "--model_size", "tiny", "--context_length", "512", "--snapshot", str(path))
+    assert path.stat().st_size > 10_000

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 import train
+from model import MODEL_SIZES, Transformer
 from training.config import parse_config
+from training.cost_model import Choices
+from training.memory import Placement
+from training.planner import find_max_context, make_plan
+from training.profiler import format_table
 
 ROOT = Path(__file__).parents[1]
+GIB = 2**30
 SMALL = ["--context_length", "64", "--batch_size", "2", "--warmup_steps", "2", "--sample_tokens", "0"]
 SMALL += ["--device", "cpu"]
 
@@ -178,7 +184,12 @@ BAD_FLAGS = [
     (["--attention_type", "nsa"], "sparse attention is not in this version"),
     (["--attention_backend", "cudnn"], "needs a CUDA device"),
     (["--context_parallel_size", "2"], "only 1 is in this version"),
-    (["--memory_budget", "24GB"], "no effect on a CPU"),
+    (["--memory_budget", "24GB"], "memory_budget has no effect on a CPU"),
+    (["--host_budget", "24GB"], "host_budget has no effect on a CPU"),
+    (["--memory_budget", "24GB", "--gradient_checkpointing"], "no effect with memory_budget"),
+    (["--memory_budget", "auto", "--compile"], "no effect on the blocks that memory_budget places"),
+    (["--host_budget", "24GB", "--gradient_checkpointing"], "host_budget has no effect with gradient_checkpointing"),
+    (["--host_budget", "24GB", "--compile"], "host_budget has no effect with gradient_checkpointing or compile"),
     (["--kernels", "triton"], "needs a CUDA GPU"),
     (["--gradient_accumulation_steps", "1000000"], "lower --gradient_accumulation_steps"),
     (["--config", "no/such.toml"], "no/such.toml"),
@@ -196,6 +207,78 @@ def test_bad_input_is_one_line_before_any_model(extra, message, corpus, tmp_path
     error = capsys.readouterr().err.strip()
     assert status == 1 and error.startswith("error: ") and "\n" not in error and message in error
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "auto"),
+        ({"memory_budget": "auto"}, "auto"),
+        ({"memory_budget": "24GB", "host_budget": "84GB"}, "24GB"),
+        ({"gradient_checkpointing": True}, None),
+        ({"compile": True}, None),
+    ],
+)
+def test_a_gpu_has_a_plan_unless_a_flag_replaces_it(settings, expected):
+    assert train.resolve_memory_budget(train.TrainConfig(**settings), torch.device("cuda")) == expected
+
+
+def test_a_cpu_has_no_plan(corpus, tmp_path):
+    assert train.resolve_memory_budget(train.TrainConfig(), torch.device("cpu")) is None
+    assert train.main(arguments(corpus, tmp_path / "run", steps=1)) == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["memory_budget"] is None
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """A GPU of 40 GiB, 2 of them taken by another process, and 60 GiB of host memory."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GIB, 40 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 35 * GIB)
+    monkeypatch.setattr(train, "available_host_bytes", lambda: 60 * GIB)
+
+
+def explain_out_of_memory(plan_budget=None, **settings):
+    """What is said of a 4B without a plan, or with one for `plan_budget` bytes; the step; the plan."""
+    config = train.TrainConfig(**{"context_length": 32_768, "batch_size": 1, **settings})
+    model_config = replace(MODEL_SIZES["4B"], attention_backend="cudnn")
+    with torch.device("meta"):
+        step = train.step_of(config, model_config, Transformer(model_config).to(torch.bfloat16))
+    plan = make_plan(step, plan_budget, 60 * GIB) if plan_budget else None
+    return train.explain_out_of_memory(config, step, plan, torch.device("cuda")), step, plan
+
+
+def explanation(step, choices, advice, plan):
+    table = format_table(list(step.stages(choices)))
+    return f"predicted for the step as it was placed:\n{table}\npredicted to fit into {advice}:\n{plan}"
+
+
+@pytest.mark.parametrize("flag", ["gradient_checkpointing", "compile"])
+def test_out_of_memory_without_a_plan_names_one_that_fits(flag, pretended_gpu):
+    text, step, _ = explain_out_of_memory(**{flag: True})
+    placement = {"gradient_checkpointing": Placement(), "compile": Placement("gpu", "gpu", "gpu")}[flag]
+    advice = "37.00 GiB; --gradient_checkpointing and --compile dropped make such a plan; its seconds are an H200's"
+    assert text == explanation(step, Choices((placement,) * 36), advice, make_plan(step, 37 * GIB, 60 * GIB))
+
+
+def test_out_of_memory_with_a_plan_names_one_of_less():
+    text, step, plan = explain_out_of_memory(plan_budget=40 * GIB)
+    advice = "36.00 GiB; --memory_budget 36.0GB makes such a plan"
+    assert text == explanation(step, plan.choices, advice, make_plan(step, 36 * GIB, 60 * GIB))
+
+
+def test_out_of_memory_where_no_plan_fits_names_the_largest_context(pretended_gpu):
+    text, step, _ = explain_out_of_memory(context_length=1_048_576, gradient_checkpointing=True)
+    assert text.endswith(f"; the largest that does is {find_max_context(step, 37 * GIB, 60 * GIB)}")
+
+
+def test_out_of_memory_is_explained_before_the_one_line(corpus, tmp_path, monkeypatch, capsys):
+    def train_step(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore than anybody reads.")
+
+    monkeypatch.setattr(train, "train_step", train_step)
+    monkeypatch.setattr(train, "explain_out_of_memory", lambda config, step, plan, device: f"{step.tokens}, {plan}")
+    assert train.main(arguments(corpus, tmp_path / "run")) == 1
+    assert capsys.readouterr().err.splitlines()[-2:] == ["128, None", "error: CUDA out of memory."]
 
 
 @pytest.mark.parametrize(

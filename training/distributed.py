@@ -72,12 +72,11 @@ def join_world(device: str) -> Iterator[World]:
     if size > 1:
         gpu = world.device.type == "cuda"
         dist.init_process_group("nccl" if gpu else "gloo", device_id=world.device if gpu else None)
-    try:
-        yield world
-    finally:
-        if dist.is_initialized():
-            gc.collect()  # what still refers to the group; gloo aborts now and then otherwise
-            dist.destroy_process_group()
+    yield world
+    # Not after an error: the other ranks may wait in a collective, and so would this; torchrun ends them as it exits.
+    if dist.is_initialized():
+        gc.collect()  # what still refers to the group; gloo aborts now and then otherwise
+        dist.destroy_process_group()
 
 
 def shard_model(model: nn.Module, blocks: nn.ModuleList, world: World) -> None:

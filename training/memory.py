@@ -4,7 +4,8 @@ A placed block is one autograd function, after Chen et al., arXiv 1604.06174. Fo
 what the block's `Placement` says; backward builds the block again from its input and runs through that graph, so that
 one block's activations exist at a time. Two things of the block are not computed twice: attention, where its output
 and log-sum-exp were kept, and the tiled MLP, whose output no gradient needs. Attention by groups of heads does the
-same once more inside attention, so that one group's queries, keys, values and gradients exist at a time.
+same once more inside attention, so that one group's queries, keys, values and gradients exist at a time. Where memory
+is plenty, a block is left whole to autograd, and nothing of it is computed twice.
 Offloading: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857.
 """
 
@@ -17,6 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -84,6 +86,7 @@ class Placement:
     Args:
         input: "gpu", "host", or "recompute": from the input of the block before it, by running that block again.
         attention: attention's output and log-sum-exp, "gpu", "host" or "recompute".
+        rest: all its other activations, "gpu" or "recompute". On the GPU they need the two above there.
 
     Raises:
         ValueError: another place.
@@ -91,15 +94,31 @@ class Placement:
 
     input: str = "gpu"
     attention: str = "recompute"
+    rest: str = "recompute"
 
     def __post_init__(self):
-        for name in ("input", "attention"):
-            if getattr(self, name) not in PLACES:
-                raise ValueError(f"{name} must be placed in one of {', '.join(PLACES)}, got {getattr(self, name)!r}")
+        for name, places in (("input", PLACES), ("attention", PLACES), ("rest", ("gpu", "recompute"))):
+            if getattr(self, name) not in places:
+                raise ValueError(f"{name} must be placed in one of {', '.join(places)}, got {getattr(self, name)!r}")
+        if self.is_whole and (self.input, self.attention) != ("gpu", "gpu"):
+            raise ValueError(
+                f"rest on gpu needs input and attention there, got {self.input} and {self.attention}; "
+                "place them on gpu, or rest in recompute"
+            )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the block is left to autograd, which keeps all of it."""
+        return self.rest == "gpu"
 
 
 def needed_for_backward(placements: Sequence[Placement], layer: int) -> list[tuple[int, str]]:
-    """What block `layer` is rebuilt from: pairs (block, "input" or "attention"), the input it starts from first."""
+    """What block `layer` is rebuilt from: pairs (block, "input" or "attention"), the input it starts from first.
+
+    A whole block is not rebuilt: nothing.
+    """
+    if placements[layer].is_whole:
+        return []
     start = layer
     while placements[start].input == "recompute":
         start -= 1
@@ -123,7 +142,8 @@ def apply_placement(
     Args:
         blocks: of the model, called as block(x_BTD, context), in this order, each having `self_attn` and `mlp`; each
             forward pass that is to have a backward must have it before the next. They may be sharded by FSDP2.
-        placements: one a block. `Placement()` for all is gradient checkpointing as it is commonly understood.
+        placements: one a block. `Placement()` for all is gradient checkpointing as it is commonly understood. Whole
+            blocks keep their own forward, with all rows and heads at once, whatever the next two say.
         mlp_tile_size: rows that the MLP works on at a time; None: all.
         attention_by_groups: one key/value head and its query heads at a time.
         arena: where "host" is.
@@ -135,24 +155,33 @@ def apply_placement(
         raise ValueError(f"{len(blocks)} blocks need as many placements, got {len(placements)}")
     if placements[0].input == "recompute":
         raise ValueError("the first block has none before it to recompute its input from; place it on gpu or host")
+    for layer, (before, placement) in enumerate(pairwise(placements), start=1):
+        if before.is_whole and placement.input == "recompute":
+            raise ValueError(
+                f"block {layer}'s input cannot be recomputed from block {layer - 1}, which is left to autograd; "
+                "place it on gpu or host"
+            )
     if arena is None and any("host" in (p.input, p.attention) for p in placements):
         raise ValueError("placements in host memory need an arena")
-    for block in blocks:
+    placed = _PlacedBlocks(blocks, placements, arena)
+    for layer, block in enumerate(blocks):
+        if placements[layer].is_whole:
+            block.mlp.tile_size = None
+            continue
         block.mlp.tile_size = mlp_tile_size
         if attention_by_groups:
             whole = block.self_attn.forward
             block.self_attn.forward = functools.partial(_attention_by_groups_forward, block.self_attn, whole)
-    placed = _PlacedBlocks(blocks, placements, arena)
-    for layer, block in enumerate(blocks):
         block.forward = functools.partial(placed.run, layer)
 
 
 class _PlacedBlocks:
-    """All blocks' own forwards, and what they keep between forward and backward."""
+    """All blocks' own forwards, and what those that are not whole keep between forward and backward."""
 
     def __init__(self, blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None):
         self.blocks, self.placements = blocks, placements
         self.forwards = [block.forward for block in blocks]
+        self.first = next((i for i, placement in enumerate(placements) if not placement.is_whole), None)
         self.copies = None if arena is None else _HostCopies(arena)
         self.on_gpu: dict[tuple[int, str], Sequence[Tensor]] = {}
         self.passes = [0] * len(blocks)
@@ -164,7 +193,7 @@ class _PlacedBlocks:
         return _PlacedBlock.apply(x_BTD, self, layer, context)
 
     def forward(self, layer: int, x_BTD: Tensor, context) -> Tensor:
-        if layer == 0:  # a pass that was broken off may have left something
+        if layer == self.first:  # a pass that was broken off may have left something
             if self.copies is not None:
                 self.copies.finish_fetching()
             self.on_gpu.clear()

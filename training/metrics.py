@@ -6,21 +6,15 @@ from pathlib import Path
 import torch
 
 from training.distributed import World
-
-# Dense bf16 tensor-core peaks of NVIDIA's data sheets, FLOP/s; the first name found in the GPU's name counts.
-PEAK_FLOPS = {
-    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12,
-    "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "A6000": 155e12, "A10G": 70e12,
-    "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
-}  # fmt: skip
+from training.gpus import find_gpu
 
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 peak of the GPU, FLOP/s; None on a CPU or a GPU that the table does not know."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
+    gpu = find_gpu(torch.cuda.get_device_name(device))
+    return None if gpu is None else gpu.flops
 
 
 def peak_memory_gib(world: World) -> list[float]:

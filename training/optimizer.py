@@ -18,6 +18,7 @@ With everything on the GPU the update reads and writes 48 bytes a parameter: abo
 import itertools
 import math
 import weakref
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from training.memory import PinnedArena
 
 PIECE_ELEMENTS = 2**23  # copies of 32 MiB run at the link's full rate
 NUM_SLOTS = 3  # one piece arrives, one is updated, one leaves
+LEAVING_BYTES = 2**28  # of gradients on their way to the host: a block's, so that the next block's need not wait
 _HOST_ALIGNMENT = 512  # of the arena's tensors
 
 
@@ -39,6 +41,7 @@ class OptimizerBytes:
     gpu_state: int  # masters and moments
     gpu_gradients: int  # of the parameters whose state is on the GPU; there between backward and update
     gpu_buffers: int  # pieces on their way through an update
+    leaving_gradients: int  # of the other parameters; of those made, LEAVING_BYTES at most are still on the GPU
     host: int  # masters, moments and gradients, pinned
 
 
@@ -63,6 +66,7 @@ def optimizer_bytes(
         gpu_state=state * sum(on_gpu),
         gpu_gradients=gradient * sum(on_gpu),
         gpu_buffers=(4 + slots) * _piece_elements(numels),
+        leaving_gradients=gradient * sum(on_host),
         host=sum(-(-size // _HOST_ALIGNMENT) * _HOST_ALIGNMENT for size in host_sizes),
     )
 
@@ -149,6 +153,7 @@ class MasterAdamW:
         # On a CPU, torch.cpu's streams and events do nothing and copies are done when they return.
         self.device_module = torch.get_device_module(device)
         self.inward, self.outward = self.device_module.Stream(), self.device_module.Stream()
+        self.leaving: deque[tuple[Tensor, torch.Event]] = deque()  # gradients, and when they have reached the host
         numels = [_flat(parameter).numel() for parameter in parameters]
         kept = _kept_on_gpu(numels, 4 * len(self.keys), gpu_state_bytes)
         size = _piece_elements(numels)
@@ -214,8 +219,17 @@ class MasterAdamW:
                     total = room.copy_(total) if first else room.copy_(host, non_blocking=True).add_(total)
                 self._take_norm(index, total)
                 host.copy_(total, non_blocking=True)
-        if made.is_cuda:
-            made.record_stream(self.outward)  # its memory is not given out again before it has left
+            self.leaving.append((made, self.outward.record_event()))
+        self._let_go(LEAVING_BYTES)
+
+    def _let_go(self, num_bytes: int) -> None:
+        """Have no more than this leaving: compute queued from here on, which may write there, waits for the rest.
+
+        With record_stream in place of waits, what is there at a time would depend on how far the host is ahead.
+        """
+        while sum(gradient.nbytes for gradient, _ in self.leaving) > num_bytes:
+            _, left = self.leaving.popleft()
+            self.device_module.current_stream().wait_event(left)
 
     def _take_norm(self, index: int, gradient: Tensor) -> None:
         torch.linalg.vector_norm(gradient, dtype=torch.float32, out=self.norms[index])
@@ -223,6 +237,7 @@ class MasterAdamW:
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> float:
         """Have the next `step` scale all gradients to a global norm of at most `max_norm`; returns their norm."""
+        self._let_go(0)
         self.device_module.current_stream().wait_stream(self.outward)  # the norms taken there are written
         squares = self.norms.double().square().sum()
         parameter = next(iter(self.parameters.values()))

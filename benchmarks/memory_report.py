@@ -1,0 +1,211 @@
+"""Write the tables of MEMORY_REPORT.md anew: `python -m benchmarks.memory_report`.
+
+Measured tables come from what was left in benchmarks/results/: train_step_*.jsonl, the last lines of
+benchmarks.bench_train_step, and profile_*.json, written by profile_memory.py --json. Predicted ones are computed here.
+A table stands between "<!-- name -->" and "<!-- end -->"; the text around it is written by hand.
+"""
+
+import functools
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from model import MODEL_SIZES, Transformer
+from training.cost_model import Choices, Step
+from training.gpus import GPUS, scale_rates
+from training.memory import Placement
+from training.planner import find_max_context, make_plan
+
+ROOT = Path(__file__).parents[1]
+REPORT, RESULTS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results"
+GIB = 2**30
+CONTEXTS = (32_768, 65_536, 131_072, 262_144)
+HOSTS = (64 * GIB, 110 * GIB, math.inf)  # bytes to pin
+CONSUMER_BUDGET, CONSUMER_HOST = 24 * GIB, 110 * GIB
+PEER = "peer"
+
+
+def main() -> None:
+    REPORT.write_text(regenerate(REPORT.read_text()))
+
+
+def regenerate(report: str) -> str:
+    """The report with each table between markers replaced.
+
+    Raises:
+        KeyError: a marker that names no table.
+    """
+
+    def table(match: re.Match) -> str:
+        rows = TABLES[match[1]]()
+        header, *body = [f"| {' | '.join(row)} |" for row in rows]
+        return "\n".join([match[0].splitlines()[0], header, "|" + " --- |" * len(rows[0]), *body, "<!-- end -->"])
+
+    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", table, report, flags=re.DOTALL)
+
+
+# Measured
+
+
+@functools.cache
+def step_results() -> dict[tuple[int, str], dict]:
+    """Of each run of benchmarks.bench_train_step with the 4B: by context and setting."""
+    runs = [json.loads(line) for path in sorted(RESULTS.glob("train_step_*.jsonl")) for line in path.open()]
+    return {
+        (run["context_length"], setting): {**result, "steps": run["steps"]}
+        for run in runs
+        if run["model_size"] == "4B"
+        for setting, result in run["results"].items()
+    }
+
+
+def profile(name: str) -> dict:
+    [path] = RESULTS.glob(f"profile_{name}_h200_*.json")
+    return json.loads(path.read_text())
+
+
+def budgets() -> list[list[str]]:
+    rows = [["context", "cap", "peak GiB, predicted", "measured", "reserved", "s a step, predicted", "measured",
+             "÷ uncapped", "MFU", "host GiB"]]  # fmt: skip
+    results = step_results()
+    for (context, setting), result in sorted(results.items()):
+        if setting == PEER or "+" in setting:
+            continue
+        uncapped = results.get((context, "auto"))
+        ratio = f"{result['seconds'] / uncapped['seconds']:.2f}" if uncapped else "-"
+        peak, predicted = result["peak_gib"], result["predicted_gib"]
+        rows.append([
+            f"{context:,}", "none" if setting == "auto" else setting.replace("GB", " GiB"),
+            f"{predicted:.2f} ({predicted / peak - 1:+.1%})", f"{peak:.2f}", f"{result['reserved_gib']:.2f}",
+            f"{result['predicted_seconds']:.1f}", f"{result['seconds']:.1f}", ratio, f"{result['mfu']:.1%}",
+            f"{result['host_gib']:.1f}",
+        ])  # fmt: skip
+    return rows
+
+
+def against_the_peer() -> list[list[str]]:
+    names = {
+        "auto": "Fathom, `--memory_budget auto`", "auto+flash-attn-4": "... `--attention_backend flash-attn-4`",
+        PEER: "transformers 5 + Liger 0.8.5, gradient checkpointing",
+    }  # fmt: skip
+    rows = [["131,072 tokens", "s a step", "÷ transformers + Liger", "tokens/s", "MFU", "peak GiB"]]
+    peer = step_results()[131_072, PEER]["seconds"]
+    for setting, name in names.items():
+        result = step_results()[131_072, setting]
+        rows.append([
+            name, f"{result['seconds']:.2f}", f"{result['seconds'] / peer:.3f}", f"{result['tokens_per_second']:,.0f}",
+            f"{result['mfu']:.1%}", f"{result['peak_gib']:.1f}",
+        ])  # fmt: skip
+    return rows
+
+
+def stages() -> list[list[str]]:
+    """Of the 4B at 131,072 tokens within 24 GiB: some stages, and the peak."""
+    result = profile("131k_24GB")
+    predicted, measured = (
+        {stage["name"]: stage["categories"] for stage in result[k]} for k in ("predicted", "measured")
+    )
+    shown = [
+        "embedding", "forward of layer 0", "forward of layer 35", "loss", "backward of layer 35, MLP",
+        "backward of layer 35, attention", "backward of layer 0, attention", "backward of embedding", "update",
+    ]  # fmt: skip
+    categories = list(measured["loss"])
+    rows = [["fullest moment of", "predicted GiB", "measured GiB", *categories]]
+    for name in shown:
+        of_stage = measured[name]
+        rows.append([
+            name, *(f"{sum(kind[name].values()) / GIB:.2f}" for kind in (predicted, measured)),
+            *(f"{of_stage[category] / GIB:.2f}" for category in categories),
+        ])  # fmt: skip
+    return rows
+
+
+def few_layers() -> list[list[str]]:
+    rows = [["context", "cap GiB", "layers measured", "peak GiB of those, predicted", "measured",
+             "s of a step of all 36, predicted", "extrapolated", "peak GiB of all 36, predicted"]]  # fmt: skip
+    for name in ("524k_80GB", "1M_139GB"):
+        result = profile(name)
+        summary, settings = result["summary"], result["settings"]
+        peak = re.search(r"predicted GPU peak +(\S+) GiB", result["plan"])[1]
+        predicted, measured = summary["predicted_peak"], summary["measured_peak"]
+        rows.append([
+            f"{settings['context_length']:,}", settings["memory_budget"].removesuffix("GB"),
+            str(settings["num_layers"]),
+            f"{predicted / GIB:.2f} ({predicted / measured - 1:+.1%})", f"{measured / GIB:.2f}",
+            f"{summary['predicted_seconds_of_all_layers']:.0f}", f"{summary['extrapolated_seconds']:.0f}", peak,
+        ])  # fmt: skip
+    return rows
+
+
+def longest_measured() -> list[list[str]]:
+    rows = [["model, budgets", "predicted", "measured", "measured ÷ predicted"]]
+    for path in sorted(RESULTS.glob("profile_max_*.json")):
+        result = json.loads(path.read_text())
+        settings = result["settings"]
+        rows.append([
+            f"{settings['model_size']}, {settings['memory_budget']} and {settings['host_budget']} of the host",
+            f"{result['predicted_context']:,}", f"{result['measured_context']:,}", f"{result['ratio']:.3f}",
+        ])  # fmt: skip
+    return rows
+
+
+# Predicted
+
+
+def step_of(context_length: int, backend: str = "cudnn") -> Step:
+    config = replace(MODEL_SIZES["4B"], attention_backend=backend)
+    with torch.device("meta"):
+        parameters = list(Transformer(config).to(torch.bfloat16).parameters())
+    return Step(config, parameters, context_length, packed=False)
+
+
+def scenarios() -> list[list[str]]:
+    rows = [["tokens", "logits, bf16", "no checkpointing, standard loss", "no checkpointing, chunked loss",
+             "checkpointing, chunked loss", "planned for 24 GiB: GPU", "pinned host", "s a step"]]  # fmt: skip
+    layers = MODEL_SIZES["4B"].num_hidden_layers
+    ways = [
+        Choices((Placement("gpu", "gpu", "gpu"),) * layers, loss_impl="standard"),
+        Choices((Placement("gpu", "gpu", "gpu"),) * layers, loss_impl="chunked"),
+        Choices((Placement(),) * layers, loss_impl="chunked"),
+    ]
+    for context in CONTEXTS:
+        step = step_of(context)
+        peaks = [f"{step.peak(choices).bytes / GIB:.1f}" for choices in ways]
+        logits = f"{step.config.projected_logits_bytes(context) / GIB:.2f}"
+        try:
+            plan = make_plan(step, CONSUMER_BUDGET, CONSUMER_HOST)
+            planned = [f"{plan.peak.bytes / GIB:.1f}", f"{plan.host_bytes / GIB:.1f}", f"{plan.seconds:.1f}"]
+        except ValueError:
+            planned = ["does not fit", "-", "-"]
+        rows.append([f"{context:,}", logits, *peaks, *planned])
+    return rows
+
+
+def hardware() -> list[list[str]]:
+    hosts = [f"with {host / GIB:.0f} GiB of host" if host < math.inf else "with any host" for host in HOSTS]
+    rows = [["GPU", "usable GiB", *(f"longest context {host}" for host in hosts), "131,072 tokens: s a step"]]
+    for name in ("RTX4090", "A100-40GB", "L40S", "A100-80GB", "H100", "H200", "B200"):
+        gpu = GPUS[name]
+        step, usable = step_of(131_072, gpu.attention_backend), gpu.memory_bytes - GIB
+        longest = [f"{find_max_context(step, usable, host):,}" for host in HOSTS]
+        try:
+            seconds = f"{make_plan(step, usable, HOSTS[1], scale_rates(gpu, gpu.attention_backend)).seconds:.0f}"
+        except ValueError:
+            seconds = "does not fit"
+        rows.append([name, f"{usable / GIB:.1f}", *longest, seconds])
+    return rows
+
+
+TABLES: dict[str, Callable[[], list[list[str]]]] = {
+    table.__name__: table
+    for table in (budgets, against_the_peer, stages, few_layers, longest_measured, scenarios, hardware)
+}
+
+
+if __name__ == "__main__":
+    main()

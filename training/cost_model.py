@@ -1,0 +1,362 @@
+"""What a training step takes under given choices of where activations and optimizer state live: bytes and seconds.
+
+Bytes are counted stage by stage: of each stage of a step, what is alive at its fullest moment. Shapes: T tokens of the
+micro-batch, D model width, H query and G key/value heads of width K, F feed-forward width, V vocabulary; "a row" is
+what one token takes. Seconds are floating-point operations over measured rates, attention and matrix products apart,
+and copies where compute is too short to hide them.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from training.memory import PinnedArena, Placement, needed_for_backward
+from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
+
+LOSS_CHUNK_SIZE = 4096  # tokens, the default of kernels.linear_cross_entropy
+LIBRARY_BYTES = 160 * 2**20  # cuBLAS workspaces and the small tensors that nothing below counts
+# Elements of the attention backward's own buffers, in rows of q: float32 dq, dk and dv of each query head; measured.
+_ATTENTION_WORKSPACE = {"cudnn": 4, "flash": 6, "flash-attn-4": 3, "cpu": 4}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the machine does in a second; the defaults are one H200's."""
+
+    matrix_flops: float = 650e12
+    attention_forward_flops: float = 570e12
+    attention_backward_flops: float = 535e12
+    memory_bytes: float = 4.2e12  # read and written
+    link_bytes: float = 50e9  # each way between host and GPU, both at once
+
+
+H200 = Rates()
+
+
+def measure_rates(config, device: torch.device) -> Rates:
+    """The rates of this GPU at the model's shapes, in about two seconds and 1.5 GiB; on a CPU, an H200's.
+
+    Args:
+        config: as of `Step`.
+    """
+    if device.type != "cuda":
+        return H200
+    T, H, G, K = 16_384, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    make = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
+
+    x, weight = make(T, config.hidden_size), make(config.hidden_size, config.intermediate_size)
+    matrix = 2 * x.shape[0] * weight.numel() / _seconds(lambda: x @ weight)
+
+    q, k, v, segments = make(1, T, H, K), make(1, T, G, K), make(1, T, G, K), None
+    ops, backend, flops = torch.ops.fathom, config.attention_backend, 4 * H * K * (T * (T + 1) // 2)
+    out, lse = ops.attention_forward(q, k, v, segments, backend)
+    forward = flops / _seconds(lambda: ops.attention_forward(q, k, v, segments, backend))
+    backward = 2.5 * flops / _seconds(lambda: ops.attention_backward(q, q, k, v, out, lse, segments, backend))
+
+    source, target = (torch.empty(2**28, dtype=torch.uint8, device=device) for _ in range(2))
+    memory = 2 * source.numel() / _seconds(lambda: target.copy_(source))
+    arena, side = PinnedArena(2 * source.numel(), device), torch.cuda.Stream(device)
+    sent, fetched = (arena.allocate(source.shape, torch.uint8) for _ in range(2))
+
+    def copy_both_ways() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            sent.copy_(source, non_blocking=True)
+        target.copy_(fetched, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(side)
+
+    link = source.numel() / _seconds(copy_both_ways)
+    return Rates(matrix, forward, backward, memory, link)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Of one call, over enough of them for the clock that the GPU settles at under load."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    work()  # libraries choose their kernels
+    calls, milliseconds = 1, 0.0
+    while milliseconds < 200:
+        start.record()
+        for _ in range(calls):
+            work()
+        stop.record()
+        stop.synchronize()
+        milliseconds, calls = start.elapsed_time(stop), 4 * calls
+    return milliseconds / (calls // 4) / 1000
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is up to the planner. Tiles and groups are of the blocks that are not left whole to autograd."""
+
+    placements: tuple[Placement, ...]
+    mlp_tile_size: int | None = None
+    attention_by_groups: bool = False
+    gpu_state_bytes: float = math.inf  # of the optimizer, see training.optimizer.MasterAdamW
+    loss_impl: str = "auto"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a step, and what is alive at its fullest moment, bytes by category."""
+
+    name: str
+    categories: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.categories.values())
+
+
+class Step:
+    """A training step of a model: its bytes and seconds under any choices.
+
+    Args:
+        config: the model's shape, as model.ModelConfig names it, with the attention backend that will run.
+        parameters: the model's, on the meta device or any; DTensors where FSDP2 shards them.
+        context_length, batch_size, gradient_accumulation_steps: of one rank.
+        packed: whether documents are packed in a sequence. Counted as if one of them had nearly all of it.
+        element_size: bytes of an activation.
+    """
+
+    def __init__(
+        self,
+        config,
+        parameters: Iterable[Tensor],
+        context_length: int,
+        batch_size: int = 1,
+        gradient_accumulation_steps: int = 1,
+        packed: bool = True,
+        element_size: int = 2,
+    ):
+        self.config, self.parameters, self.element_size = config, list(parameters), element_size
+        self.context_length, self.batch_size, self.packed = context_length, batch_size, packed
+        self.micro_batches = gradient_accumulation_steps
+        self.tokens, self.layers = context_length * batch_size, config.num_hidden_layers
+        # Bytes of a row of hidden states, queries, keys and feed-forward
+        self.d, self.q, self.k, self.f = (
+            element_size * n
+            for n in (
+                config.hidden_size,
+                config.num_attention_heads * config.head_dim,
+                config.num_key_value_heads * config.head_dim,
+                config.intermediate_size,
+            )
+        )
+        # Of attention's log-sum-exp, and of 1 / rms of the two norms and of each head
+        self.lse = 4 * config.num_attention_heads
+        self.norms = 4 * (2 + config.num_attention_heads + config.num_key_value_heads)
+        self.head = element_size * config.vocab_size * config.hidden_size
+        self.mlp_elements = 3 * config.hidden_size * config.intermediate_size
+        layer_elements = config.layer_matrix_parameters()
+        self.layer_share = layer_elements / config.num_parameters()
+        self.head_share = config.vocab_size * config.hidden_size / config.num_parameters()
+        self.parameter_bytes = sum(_local_elements(p) * p.element_size() for p in self.parameters)
+        if isinstance(self.parameters[0], DTensor):
+            # Gathered: the head, a block and the next, which is on its way too, from shards to whole. A block's
+            # gradients, and two blocks' in float32 on their way to the sum over ranks.
+            self.parameter_bytes += self.head + layer_elements * (int(4.5 * element_size) + 8)
+        self._optimizer_bytes: dict[float, OptimizerBytes] = {}
+
+    def at(self, context_length: int) -> "Step":
+        """The same at another context."""
+        step = copy.copy(self)
+        step.context_length, step.tokens = context_length, context_length * self.batch_size
+        return step
+
+    def optimizer(self, choices: Choices) -> OptimizerBytes:
+        if choices.gpu_state_bytes not in self._optimizer_bytes:
+            self._optimizer_bytes[choices.gpu_state_bytes] = optimizer_bytes(
+                self.parameters, accumulate=self.micro_batches > 1, gpu_state_bytes=choices.gpu_state_bytes
+            )
+        return self._optimizer_bytes[choices.gpu_state_bytes]
+
+    def kept_bytes(self, name: str) -> int:
+        """Of a block's "input", or its "attention" output and log-sum-exp."""
+        return self.tokens * (self.d if name == "input" else self.q + self.lse)
+
+    def arena_bytes(self, choices: Choices) -> int:
+        """Of the arena that `apply_placement` needs, slots aligned."""
+        return sum(
+            self.kept_bytes(name) + 1024
+            for placement in choices.placements
+            for name in ("input", "attention")
+            if getattr(placement, name) == "host"
+        )
+
+    def host_bytes(self, choices: Choices) -> int:
+        return self.arena_bytes(choices) + self.optimizer(choices).host
+
+    def uses_chunked_loss(self, choices: Choices) -> bool:
+        config = self.config
+        if config.loss_impl == "auto":
+            config = replace(config, loss_impl=choices.loss_impl)
+        return config.uses_chunked_loss(self.tokens, self.element_size)
+
+    def peak(self, choices: Choices) -> Stage:
+        """The fullest stage."""
+        return max(self.stages(choices), key=lambda stage: stage.bytes)
+
+    def stages(self, choices: Choices) -> Iterator[Stage]:
+        """The stages of a step in order, once the optimizer's state exists; the last micro-batch of several."""
+        T, L, optimizer = self.tokens, self.layers, self.optimizer(choices)
+        always = {
+            "parameters": self.parameter_bytes,
+            "optimizer": optimizer.gpu_state + optimizer.gpu_buffers,
+            # cos and sin, cached, and at the positions of packed documents; token ids, labels, losses
+            "workspace": LIBRARY_BYTES + T * (4 * self.config.head_dim * (1 + self.packed) + 64),
+            **dict.fromkeys(("gradients", "layer inputs", "attention", "MLP"), 0),
+        }
+
+        kinds = ("input", "attention", "rest")
+        places = {kind: [getattr(p, kind) for p in choices.placements] for kind in kinds}
+        inputs_on_gpu, attention_on_gpu, whole_before = (
+            [0, *accumulate(place == "gpu" for place in places[kind])] for kind in kinds
+        )
+        input_bytes, attention_bytes, rest = self.kept_bytes("input"), self.kept_bytes("attention"), self._rest_bytes()
+
+        def stage(name: str, layer: int, fetched: list[str], ready: float, working: dict[str, int]) -> Stage:
+            """`layer`: those before it keep what they have on the GPU; `ready`: the parameters that have gradients."""
+            sizes = {**always, **working}
+            sizes["gradients"] += int(optimizer.gpu_gradients * (1 if self.micro_batches > 1 else ready))
+            sizes["layer inputs"] += (inputs_on_gpu[layer] + fetched.count("input")) * input_bytes
+            sizes["attention"] += (attention_on_gpu[layer] + fetched.count("attention")) * attention_bytes
+            for category, size in rest.items():
+                sizes[category] += whole_before[layer] * size
+            return Stage(name, sizes)
+
+        yield stage("embedding", 0, [], 0, {"layer inputs": T * self.d})
+        forward = [self._forward_bytes(choices, keeps_attention) for keeps_attention in (False, True)]
+        backward = self._backward_bytes(choices)
+        working = [
+            self._whole_bytes() if p.is_whole else (forward[p.attention != "recompute"], *backward)
+            for p in choices.placements
+        ]
+        for layer, (forward, _, _) in enumerate(working):
+            yield stage(f"forward of layer {layer}", layer, [], 0, forward)
+        chunked = self.uses_chunked_loss(choices)
+        logits = self.element_size * self.config.vocab_size * (min(LOSS_CHUNK_SIZE, T) if chunked else T)
+        d_head = 4 * self.head // self.element_size if chunked else self.head
+        yield stage("loss", L, [], 0, {"loss": logits + d_head + 3 * T * self.d})
+
+        # The head's gradient is one of those that are ready, or waits for the embedding's, to which it is tied.
+        tied, head_share = (self.head, 0) if self.config.tie_word_embeddings else (0, self.head_share)
+        needed = [needed_for_backward(choices.placements, layer) for layer in range(L)]
+        for layer in reversed(range(L)):
+            # This one's, and those on their way for the next; a whole block fetches nothing.
+            keys = {*needed[layer], *needed[max(layer - 1, 0)]} if needed[layer] else ()
+            fetched = [kind for i, kind in keys if i < layer and places[kind][i] == "host"]
+            ready = head_share + self.layer_share * (L - 1 - layer)
+            for part, sizes in zip(("MLP", "attention"), working[layer][1:]):
+                ready += self.layer_share * (part == "attention")
+                gradients = tied + min(LEAVING_BYTES, int(optimizer.leaving_gradients * ready))
+                sizes = {**sizes, "gradients": gradients}
+                yield stage(f"backward of layer {layer}, {part}", layer, fetched, ready, sizes)
+        gradients = tied + self.head + min(LEAVING_BYTES, optimizer.leaving_gradients)  # the head's as it is made
+        embedding = {"layer inputs": T * self.d, "gradients": gradients}
+        yield stage("backward of embedding", 0, [], 1 - self.head_share, embedding)
+        yield stage("update", 0, [], 1, {})
+
+    def _forward_bytes(self, choices: Choices, keeps_attention: bool) -> dict[str, int]:
+        """Bytes by category of a block's fullest moment in forward, its input included: RoPE, or the MLP."""
+        d, q, k, T = self.d, self.q, self.k, self.tokens
+        groups = self.config.num_key_value_heads if choices.attention_by_groups else 1
+        rope = (d + (3 * q + 4 * k) // groups + (q if groups > 1 else 0)) * T
+        kept = self.kept_bytes("attention") if keeps_attention else 0
+        # Attention's output, the sum, its norm and what the MLP works with; then its output and the block's.
+        tile = choices.mlp_tile_size
+        mlp = max(5 * d * T, 3 * d * T + 3 * self.f * T if tile is None else 4 * d * T + 3 * self.f * min(tile, T))
+        if rope > kept + mlp:
+            return {"layer inputs": d * T, "attention": rope}
+        return {"layer inputs": d * T, "attention": kept, "MLP": mlp}
+
+    def _backward_bytes(self, choices: Choices) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes by category of a block's two fullest moments in backward, its input and what was kept of it included.
+
+        In the backward of the MLP, with all that attention saved, and in that of attention's kernel.
+        """
+        d, q, k, T, e = self.d, self.q, self.k, self.tokens, self.element_size
+        if choices.attention_by_groups:
+            groups = self.config.num_key_value_heads
+            saved = d + q + self.lse + 8  # x, out
+            # the gradient of x; of one group qkv, q, k, v, out, dout, dq, dk, dv and buffers
+            running = saved + d + (5 * q + 6 * k + self._attention_workspace()) // groups
+        else:
+            saved = d + 3 * q + 3 * k + self.lse + self.norms  # x, q and k before and after RoPE, v, out
+            running = saved + 2 * q + 2 * k + self._attention_workspace()  # dout, dq, dk, dv
+        weights = self.mlp_elements
+        if choices.mlp_tile_size is None:
+            mlp = 2 * d * T + 5 * self.f * T  # sum and its norm; gate, up, and gradients of all three
+        else:  # and dx; float32 dW with the tiles, or with its rounding. Before that: outputs of attention and block
+            tiles = 3 * self.f * min(choices.mlp_tile_size, T)
+            mlp = 2 * d * T + max(d * T + weights * 4 + max(tiles, weights * e), 2 * d * T)
+        inputs = {"layer inputs": d * T}
+        return (
+            {**inputs, "attention": saved * T, "MLP": d * T + mlp},
+            {**inputs, "attention": running * T + d * self.config.hidden_size, "MLP": 2 * d * T},
+        )
+
+    def _attention_workspace(self) -> int:
+        """Bytes of a row of what attention's backward takes beside its arguments and results."""
+        copies = 2 * self.q + 2 * self.k if self.packed else 0  # a document's dout, dq, dk and dv
+        return _ATTENTION_WORKSPACE[self.config.attention_backend] * self.q + copies
+
+    def _rest_bytes(self) -> dict[str, int]:
+        """Bytes by category of what autograd keeps of a whole block besides its input and attention's output."""
+        attention = self.d + 2 * self.q + 3 * self.k + self.norms  # norm's output, q and k before and after RoPE, v
+        mlp = 2 * self.d + 3 * self.f  # sum and its norm; gate, up and the activated product
+        return {"attention": attention * self.tokens, "MLP": mlp * self.tokens}
+
+    def _whole_bytes(self) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        """As the two above, of a whole block: in forward, and in the backward of the MLP and of attention's kernel."""
+        d, q, k, T = self.d, self.q, self.k, self.tokens
+        inputs, rest = {"layer inputs": d * T}, self._rest_bytes()
+        kept = {**inputs, "attention": rest["attention"] + self.kept_bytes("attention"), "MLP": rest["MLP"]}
+        gradients = (2 * q + 2 * k + self._attention_workspace()) * T + d * self.config.hidden_size
+        return (
+            {**kept, "MLP": rest["MLP"] + 3 * d * T},  # outputs of attention, MLP and block
+            {**kept, "MLP": rest["MLP"] + (d + 2 * self.f) * T},  # dy; gradients of all three in one's place
+            {**inputs, "attention": kept["attention"] + gradients, "MLP": d * T},  # the sum's gradient
+        )
+
+    def seconds(self, choices: Choices, rates: Rates) -> float:
+        """Of one whole step."""
+        config, T, L, placements = self.config, self.tokens, self.layers, choices.placements
+        layer = 2 * config.layer_matrix_parameters() * T / rates.matrix_flops
+        mlp = 2 * self.mlp_elements * T / rates.matrix_flops
+        heads = config.num_attention_heads * config.head_dim
+        pairs = self.batch_size * self.context_length * (self.context_length + 1) // 2
+        attention_forward = 4 * heads * pairs / rates.attention_forward_flops
+        attention_backward = 2.5 * 4 * heads * pairs / rates.attention_backward_flops
+        elementwise = T * (9 * self.d + 4 * self.q + 4 * self.k + 3 * self.f) / rates.memory_bytes
+        placed = [i for i in range(L) if not placements[i].is_whole]
+        blocks = L + (0.01 * len(placed) if choices.attention_by_groups else 0)  # smaller launches
+        forward = blocks * (layer + attention_forward + elementwise)
+        backward = blocks * (2 * layer + attention_backward + 2 * elementwise)
+        # What runs again: all but the MLP, of which the tiled one computes gate and up again, the untiled one all.
+        backward += len(placed) * (layer - mlp * (1 / 3 if choices.mlp_tile_size else 0))
+        for i in placed:
+            start, _ = needed_for_backward(placements, i)[0]
+            backward += (i - start) * (layer + elementwise)  # blocks run again for this one's input
+            backward += attention_forward * sum(placements[j].attention == "recompute" for j in range(start, i + 1))
+        copies = self.arena_bytes(choices) / rates.link_bytes
+        optimizer = self.optimizer(choices)
+        loss = 3 * 2 * config.vocab_size * config.hidden_size * T / rates.matrix_flops
+        micro_batch = max(forward, copies) + max(backward, copies) + 0.01 * copies + loss
+        update = optimizer.host / rates.link_bytes + 4 * optimizer.gpu_state / rates.memory_bytes
+        return self.micro_batches * micro_batch + update
+
+
+def _local_elements(parameter: Tensor) -> int:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+
+
+def gib(num_bytes: float) -> str:
+    """As people read it."""
+    return f"{num_bytes / 2**30:.2f} GiB"
