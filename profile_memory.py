@@ -20,6 +20,7 @@ import sys
 import time
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,11 +30,18 @@ import torch
 
 from kernels.attention import choose_backend
 from model import MODEL_SIZES, ModelConfig, Transformer
-from train import TrainConfig, build_model, gpu_budget
+from train import TrainConfig, build_model
 from training.cost_model import Choices, Rates, Step, gib, measure_rates
 from training.distributed import World, join_world
 from training.gpus import parse_gpu, scale_rates
-from training.memory import Placement, available_host_bytes, cap_gpu_memory, parse_bytes
+from training.memory import (
+    DRIVER_BYTES,
+    Placement,
+    available_host_bytes,
+    cap_gpu_memory,
+    gpu_budget,
+    parse_bytes,
+)
 from training.optimizer import MasterAdamW
 from training.planner import LEAST_HEADROOM, Plan, find_max_context, make_plan
 from training.profiler import (
@@ -53,7 +61,6 @@ COMPARED_CONTEXTS = (32_768, 65_536, 131_072, 262_144)
 COMPARED_BUDGET = "24GB"
 LARGEST_GPU_GIB = 192
 LONGEST_COMPARED_SECONDS = 30.0  # a step that is predicted to take longer is not measured by --compare
-RESERVE = GIB  # of a GPU's memory, for the driver, as train.py's "auto" leaves
 WHOLE = Placement("gpu", "gpu", "gpu")
 
 
@@ -111,9 +118,8 @@ def check_flags(flags: Namespace, on_gpu: bool) -> None:
         ("find_max_context", "compare"),
         ("loss_impl", "compare"),
         *((name, mode) for name in for_one_step for mode in ("find_max_context", "compare")),
-        *(
-            (name, "gradient_checkpointing") for name in ("memory_budget", "host_budget")
-        ),  # which leaves nothing to plan
+        ("memory_budget", "gradient_checkpointing"),  # which leaves nothing to plan
+        ("host_budget", "gradient_checkpointing"),
     ]
     for name, other in without_effect:
         if {name, other} <= given:
@@ -165,7 +171,7 @@ def choose_machine(flags: Namespace, memory_budget: str | None, world: World) ->
         host_bytes = available_host_bytes() if flags.host_budget is None else parse_bytes(flags.host_budget)
         return Machine(name, gpu_bytes, host_bytes, rates, model)
     gpu, name = parse_gpu(flags.gpu or "H200"), flags.gpu or "no GPU in use, so an H200"
-    gpu_bytes = gpu.memory_bytes - RESERVE
+    gpu_bytes = gpu.memory_bytes - DRIVER_BYTES
     if memory_budget not in (None, "auto"):
         gpu_bytes = parse_bytes(memory_budget)
         if flags.gpu and gpu_bytes > gpu.memory_bytes:
@@ -318,12 +324,12 @@ def make_probe(
 
     def runs(context_length: int) -> bool:
         longer, start, measured = step.at(context_length), time.perf_counter(), None
-        try:
-            if longer.host_bytes(choices) > machine.host_bytes:
-                raise torch.OutOfMemoryError("more host memory than may be pinned")
-            measured = bench.measure(longer, choices)
-        except torch.OutOfMemoryError as error:
-            outcome = str(error).splitlines()[0]
+        outcome = "out of memory"
+        if longer.host_bytes(choices) > machine.host_bytes:
+            outcome = "more host memory than may be pinned"
+        else:
+            with suppress(torch.OutOfMemoryError):
+                measured = bench.measure(longer, choices)
         probe = {"context_length": context_length, "ran": measured is not None}
         if measured:
             probe |= {"seconds": measured.seconds, "peak": measured.peak.bytes, "reserved": measured.reserved}
@@ -384,8 +390,8 @@ def measure_compared(step: Step, choices: Choices, benches: dict[float, Bench], 
         benches[choices.gpu_state_bytes] = build_bench(step, choices, world)
     try:
         measured = benches[choices.gpu_state_bytes].measure(step, choices)
-    except torch.OutOfMemoryError as error:
-        return {"out_of_memory": str(error).splitlines()[0]}
+    except torch.OutOfMemoryError:
+        return {"out_of_memory": True}
     return {"measured_peak": measured.peak.bytes, "measured_seconds": measured.seconds}
 
 
@@ -397,7 +403,9 @@ def print_compared(row: dict) -> None:
         cells.append("no plan")
     if "measured_peak" in row:
         cells += [f"{row['measured_peak'] / GIB:.2f}", f"{row['measured_seconds']:.1f}"]
-    print(f"{row['way']:<33}" + "".join(f"{cell:>10}" for cell in cells) + row.get("out_of_memory", ""))
+    if "out_of_memory" in row:
+        cells.append("no memory")
+    print(f"{row['way']:<33}" + "".join(f"{cell:>10}" for cell in cells))
 
 
 def smallest_gpus(step: Step, host_bytes: float) -> dict[int, float]:
@@ -429,7 +437,7 @@ def main(argv: list[str]) -> int:
             report = report_max_context if flags.find_max_context else compare if flags.compare else profile
             results = report(flags, machine, world)
         if flags.json:
-            settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(flags).items()}
+            settings = {name: value for name, value in vars(flags).items() if not isinstance(value, Path)}
             environment = {**dataclasses.asdict(machine), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
             results = {"settings": settings, "environment": environment, **results}
             flags.json.write_text(json.dumps(finite(results), allow_nan=False) + "\n")

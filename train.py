@@ -32,6 +32,7 @@ from training.memory import (
     apply_placement,
     available_host_bytes,
     cap_gpu_memory,
+    gpu_budget,
     parse_bytes,
 )
 from training.metrics import MetricsFile, peak_flops, peak_memory_gib
@@ -289,13 +290,6 @@ def configure_machine(config: TrainConfig, world: World) -> None:
     set_default_implementation(config.kernels)
     if config.memory_budget is not None:
         cap_gpu_memory(gpu_budget(config.memory_budget, world.device), world.device)
-
-
-def gpu_budget(memory_budget: str, device: torch.device) -> int:
-    """Bytes of --memory_budget; "auto" is what is free or this process's, but for a gigabyte of the driver's own."""
-    if memory_budget == "auto":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - 2**30
-    return parse_bytes(memory_budget)
 
 
 def load_data(config: TrainConfig, vocab_size: int, world: World):

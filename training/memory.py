@@ -32,6 +32,7 @@ from kernels.rms_norm import rms_norm
 from kernels.rope import rope
 
 PLACES = ("gpu", "host", "recompute")
+DRIVER_BYTES = 2**30  # of a GPU's memory: CUDA's and NCCL's own
 # Slots start at multiples of this: whole cache lines, and whole sectors for the copy engines.
 _SLOT_ALIGNMENT = 512
 
@@ -448,6 +449,13 @@ def parse_bytes(text: str) -> int:
     if match is None:
         raise ValueError(f'a memory size looks like "24GB", got {text!r}')
     return int(float(match[1]) * 2 ** (10 * " KMGT".index(match[2].upper() or " ")))
+
+
+def gpu_budget(text: str, device: torch.device) -> int:
+    """Bytes of a --memory_budget: a size, or "auto", what is free or this process's less a gigabyte for the driver."""
+    if text == "auto":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - DRIVER_BYTES
+    return parse_bytes(text)
 
 
 def available_host_bytes() -> int:
