@@ -159,9 +159,9 @@ class Step:
         self.head_share = config.vocab_size * config.hidden_size / config.num_parameters()
         self.parameter_bytes = sum(_local_elements(p) * p.element_size() for p in self.parameters)
         if isinstance(self.parameters[0], DTensor):
-            # Gathered: the head, a block and the next, which is on its way too, from shards to whole. A block's
-            # gradients, and two blocks' in float32 on their way to the sum over ranks.
-            self.parameter_bytes += self.head + layer_elements * (int(4.5 * element_size) + 8)
+            # Gathered: the head, a block, and the next, as it comes and whole. A block's gradients, and once more in
+            # float32, on their way to the sum over ranks.
+            self.parameter_bytes += self.head + layer_elements * (4 * element_size + 4)
         self._optimizer_bytes: dict[float, OptimizerBytes] = {}
 
     def at(self, context_length: int) -> "Step":

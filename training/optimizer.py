@@ -96,6 +96,12 @@ def _flat(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().view(-1)
 
 
+def _owned(gradient: Tensor) -> Tensor:
+    """Itself, or a copy: FSDP makes views of all gradients of a block, each of which would keep them all."""
+    is_view = gradient.untyped_storage().nbytes() > gradient.nbytes
+    return gradient.clone() if is_view else gradient
+
+
 @dataclass
 class _State:
     """What is kept of one parameter: flat tensors [n], on the GPU or all on the host."""
@@ -202,7 +208,7 @@ class MasterAdamW:
             self._send_gradient(state, made, first)
             return
         if first:
-            state.gradient = made.float() if self.accumulate else made
+            state.gradient = _owned(made.float() if self.accumulate else made)
         else:
             state.gradient.add_(made)
         for index, piece in state.pieces:

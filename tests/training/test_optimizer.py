@@ -290,6 +290,8 @@ def train_sharded(gpu_state_bytes, world, micro_batches, steps=3):
             generator = torch.Generator().manual_seed(10 * step + micro)
             rows = torch.randn(4, 6, generator=generator)
             model(rows[world.rank :: world.size]).backward()
+        for state in optimizer.states.values():  # on the GPU each stands alone, no view that keeps a whole block's
+            assert state.on_host or state.gradient.untyped_storage().nbytes() == state.gradient.nbytes
         norms.append(optimizer.clip_grad_norm(1.0))
         optimizer.step(1e-2)
     return model, optimizer, norms
