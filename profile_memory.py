@@ -354,6 +354,7 @@ def compare(flags: Namespace, machine: Machine, world: World) -> dict:
     ways = {
         "no checkpointing, standard loss": (Choices(whole, loss_impl="standard"), machine.gpu_bytes),
         "no checkpointing, chunked loss": (Choices(whole, loss_impl="chunked"), machine.gpu_bytes),
+        "checkpointing, standard loss": (Choices(checkpointed, loss_impl="standard"), machine.gpu_bytes),
         "checkpointing, chunked loss": (Choices(checkpointed, loss_impl="chunked"), machine.gpu_bytes),
         f"planned for {budget}": (None, planned_bytes),
     }

@@ -1,7 +1,8 @@
 """Write the tables of MEMORY_REPORT.md anew: `python -m benchmarks.memory_report`.
 
 Measured tables come from what was left in benchmarks/results/: train_step_*.jsonl, the last lines of
-benchmarks.bench_train_step, and profile_*.json, written by profile_memory.py --json. Predicted ones are computed here.
+benchmarks.bench_train_step, and profile_max_*.json, of profile_memory.py --find_max_context --measure --json. Predicted
+ones are computed here.
 A table stands between "<!-- name -->" and "<!-- end -->"; the text around it is written by hand.
 """
 
@@ -9,6 +10,7 @@ import functools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -64,11 +66,6 @@ def step_results() -> dict[tuple[int, str], dict]:
     }
 
 
-def profile(name: str) -> dict:
-    [path] = RESULTS.glob(f"profile_{name}_h200_*.json")
-    return json.loads(path.read_text())
-
-
 def budgets() -> list[list[str]]:
     rows = [["context", "cap", "peak GiB, predicted", "measured", "reserved", "s a step, predicted", "measured",
              "÷ uncapped", "MFU", "host GiB"]]  # fmt: skip
@@ -104,44 +101,6 @@ def against_the_peer() -> list[list[str]]:
     return rows
 
 
-def stages() -> list[list[str]]:
-    """Of the 4B at 131,072 tokens within 24 GiB: some stages, and the peak."""
-    result = profile("131k_24GB")
-    predicted, measured = (
-        {stage["name"]: stage["categories"] for stage in result[k]} for k in ("predicted", "measured")
-    )
-    shown = [
-        "embedding", "forward of layer 0", "forward of layer 35", "loss", "backward of layer 35, MLP",
-        "backward of layer 35, attention", "backward of layer 0, attention", "backward of embedding", "update",
-    ]  # fmt: skip
-    categories = list(measured["loss"])
-    rows = [["fullest moment of", "predicted GiB", "measured GiB", *categories]]
-    for name in shown:
-        of_stage = measured[name]
-        rows.append([
-            name, *(f"{sum(kind[name].values()) / GIB:.2f}" for kind in (predicted, measured)),
-            *(f"{of_stage[category] / GIB:.2f}" for category in categories),
-        ])  # fmt: skip
-    return rows
-
-
-def few_layers() -> list[list[str]]:
-    rows = [["context", "cap GiB", "layers measured", "peak GiB of those, predicted", "measured",
-             "s of a step of all 36, predicted", "extrapolated", "peak GiB of all 36, predicted"]]  # fmt: skip
-    for name in ("524k_80GB", "1M_139GB"):
-        result = profile(name)
-        summary, settings = result["summary"], result["settings"]
-        peak = re.search(r"predicted GPU peak +(\S+) GiB", result["plan"])[1]
-        predicted, measured = summary["predicted_peak"], summary["measured_peak"]
-        rows.append([
-            f"{settings['context_length']:,}", settings["memory_budget"].removesuffix("GB"),
-            str(settings["num_layers"]),
-            f"{predicted / GIB:.2f} ({predicted / measured - 1:+.1%})", f"{measured / GIB:.2f}",
-            f"{summary['predicted_seconds_of_all_layers']:.0f}", f"{summary['extrapolated_seconds']:.0f}", peak,
-        ])  # fmt: skip
-    return rows
-
-
 def longest_measured() -> list[list[str]]:
     rows = [["model, budgets", "predicted", "measured", "measured ÷ predicted"]]
     for path in sorted(RESULTS.glob("profile_max_*.json")):
@@ -164,14 +123,33 @@ def step_of(context_length: int, backend: str = "cudnn") -> Step:
     return Step(config, parameters, context_length, packed=False)
 
 
+def long_contexts() -> list[list[str]]:
+    """Plans of contexts whose step takes longer than anybody has measured."""
+    rows = [["context", "cap GiB", "peak GiB", "pinned host GiB", "s a step", "layer inputs", "attention outputs"]]
+    for context, budget in ((524_288, 80), (1_048_576, 139)):
+        plan = make_plan(step_of(context), budget * GIB, CONSUMER_HOST)
+        places = [
+            ", ".join(
+                f"{count} {place}"
+                for place, count in Counter(getattr(p, name) for p in plan.choices.placements).items()
+            )
+            for name in ("input", "attention")
+        ]
+        sizes = plan.peak.bytes, plan.host_bytes
+        rows.append(
+            [f"{context:,}", str(budget), *(f"{size / GIB:.1f}" for size in sizes), f"{plan.seconds:.0f}", *places]
+        )
+    return rows
+
+
 def scenarios() -> list[list[str]]:
-    rows = [["tokens", "logits, bf16", "no checkpointing, standard loss", "no checkpointing, chunked loss",
-             "checkpointing, chunked loss", "planned for 24 GiB: GPU", "pinned host", "s a step"]]  # fmt: skip
-    layers = MODEL_SIZES["4B"].num_hidden_layers
+    rows = [["tokens", "logits, bf16", "all kept, standard loss", "all kept, chunked loss",
+             "checkpointing, standard loss", "checkpointing, chunked loss",
+             "planned for 24 GiB: GPU", "pinned host", "s a step"]]  # fmt: skip
     ways = [
-        Choices((Placement("gpu", "gpu", "gpu"),) * layers, loss_impl="standard"),
-        Choices((Placement("gpu", "gpu", "gpu"),) * layers, loss_impl="chunked"),
-        Choices((Placement(),) * layers, loss_impl="chunked"),
+        Choices((placement,) * MODEL_SIZES["4B"].num_hidden_layers, loss_impl=loss_impl)
+        for placement in (Placement("gpu", "gpu", "gpu"), Placement())
+        for loss_impl in ("standard", "chunked")
     ]
     for context in CONTEXTS:
         step = step_of(context)
@@ -202,8 +180,7 @@ def hardware() -> list[list[str]]:
 
 
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
-    table.__name__: table
-    for table in (budgets, against_the_peer, stages, few_layers, longest_measured, scenarios, hardware)
+    table.__name__: table for table in (budgets, against_the_peer, longest_measured, long_contexts, scenarios, hardware)
 }
 
 
