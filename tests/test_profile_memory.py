@@ -90,12 +90,13 @@ def test_with_and_without(small, tmp_path, capsys):
     flags = "--device", "cpu", "--model_size", "0.6B", "--memory_budget", "4GB"
     written = run_main(tmp_path, "--compare", *flags)
     rows = {(row["way"], row["context_length"]): row for row in written["compared"]}
-    assert len(rows) == 4 * len(CONTEXTS)
+    assert len(rows) == 5 * len(CONTEXTS)
     for context_length in CONTEXTS:
         step = cudnn_step("0.6B", context_length, num_hidden_layers=6)
         ways = {
             "no checkpointing, standard loss": Choices((WHOLE,) * 6, loss_impl="standard"),
             "no checkpointing, chunked loss": Choices((WHOLE,) * 6, loss_impl="chunked"),
+            "checkpointing, standard loss": Choices((Placement(),) * 6, loss_impl="standard"),
             "checkpointing, chunked loss": Choices((Placement(),) * 6, loss_impl="chunked"),
             "planned for 4GB": make_plan(step, 4 * GIB, math.inf).choices,
         }

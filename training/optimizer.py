@@ -243,7 +243,6 @@ class MasterAdamW:
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> float:
         """Have the next `step` scale all gradients to a global norm of at most `max_norm`; returns their norm."""
-        self._let_go(0)
         self.device_module.current_stream().wait_stream(self.outward)  # the norms taken there are written
         squares = self.norms.double().square().sum()
         parameter = next(iter(self.parameters.values()))
@@ -259,7 +258,8 @@ class MasterAdamW:
         """Update the masters from their gradients, round them into the parameters, and drop the gradients."""
         self.steps.add_(1)
         current, slots = self.device_module.current_stream(), itertools.cycle(self.slots)
-        current.wait_stream(self.outward)  # the gradients have left: `room` and `norms` are free
+        self._let_go(0)
+        current.wait_stream(self.outward)  # `room` and `norms` are free
         self.inward.wait_stream(current)  # so the host has them, and the state that the last step sent back
         for state in self.states.values():
             for _, piece in state.pieces if state.arrived else ():

@@ -257,7 +257,11 @@ class Recorder:
         parameters = list(self.model.parameters())
         groups = {
             "parameters": parameters,
-            "gradients": [p.grad for p in parameters] + [state.gradient for state in states],
+            "gradients": [
+                *(p.grad for p in parameters),
+                *(state.gradient for state in states),
+                *(gradient for gradient, _ in optimizer.leaving),
+            ],
             "optimizer": [
                 optimizer.room,
                 *(tensor for part in (*states, *optimizer.slots) for tensor in part.tensors.values()),
