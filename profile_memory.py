@@ -43,7 +43,7 @@ from training.memory import (
     parse_bytes,
 )
 from training.optimizer import MasterAdamW
-from training.planner import LEAST_HEADROOM, Plan, find_max_context, make_plan
+from training.planner import LEAST_HEADROOM, Plan, describe_budgets, find_max_context, make_plan
 from training.profiler import (
     CATEGORIES,
     GIB,
@@ -155,8 +155,7 @@ class Machine:
 
     @property
     def budgets(self) -> str:
-        host = "" if math.isinf(self.host_bytes) else f" and {gib(self.host_bytes)} of host memory"
-        return f"{gib(self.gpu_bytes)} of GPU{host or ' memory, any amount of the host'}"
+        return describe_budgets(self.gpu_bytes, self.host_bytes)
 
 
 def choose_machine(flags: Namespace, memory_budget: str | None, world: World) -> Machine:
@@ -299,9 +298,7 @@ def report_max_context(flags: Namespace, machine: Machine, world: World) -> dict
     step = step_of(flags, machine.model)
     budgets = machine.gpu_bytes, machine.host_bytes
     predicted = find_max_context(step, *budgets)
-    if predicted == 0:
-        raise ValueError(f"the model does not fit into {machine.budgets} at any context")
-    plan = make_plan(step.at(predicted), *budgets, machine.rates)
+    plan = make_plan(step.at(predicted or step.context_length), *budgets, machine.rates)  # where none fits, says why
     print(f"predicted: {predicted:,} tokens in {machine.budgets}\n{plan}")
     results = {"predicted_context": predicted, "plan": str(plan), "choices": dataclasses.asdict(plan.choices)}
     if flags.measure:

@@ -151,7 +151,7 @@ def test_the_smallest_gpu_is_the_smallest(small):
         ("--snapshot step.pickle --gpu H100", "snapshot needs a GPU"),
         ("--gradient_checkpointing --memory_budget 24GB", "memory_budget has no effect with gradient_checkpointing"),
         ("--no-gradient_checkpointing --host_budget 24GB", "host_budget has no effect with gradient_checkpointing"),
-        ("--find_max_context --memory_budget 1GB --gpu 24GB", "does not fit into 1.00 GiB of GPU memory"),
+        ("--find_max_context --memory_budget 1GB --gpu 24GB", "does not fit into 1.00 GiB of GPU and any amount"),
     ],
 )
 def test_bad_flags_are_one_line(flags, message, capsys):

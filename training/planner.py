@@ -66,16 +66,26 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
     """
     found = _search(step, gpu_bytes / HEADROOM, host_bytes) or _search(step, gpu_bytes / LEAST_HEADROOM, host_bytes)
     if not found:
-        budgets = f"{gib(gpu_bytes)} of GPU and {gib(host_bytes)} of host memory"
+        budgets = describe_budgets(gpu_bytes, host_bytes)
         largest = find_max_context(step, gpu_bytes, host_bytes)
         if largest == 0:
-            raise ValueError(f"the model does not fit into {budgets} at any context")
+            state = step.optimizer(Choices(())).gpu_state
+            raise ValueError(
+                f"the model does not fit into {budgets} at any context: its parameters take "
+                f"{gib(step.parameter_bytes)} of the GPU, its optimizer's state {gib(state)} of either"
+            )
         raise ValueError(
             f"context_length {step.context_length} does not fit into {budgets}; the largest that does is {largest}"
         )
     seconds, best = min(((step.seconds(choices, rates), choices) for choices in found), key=lambda pair: pair[0])
     sizes = step.peak(best), step.host_bytes(best), step.arena_bytes(best)
     return Plan(best, *sizes, seconds, gpu_bytes, host_bytes, rates)
+
+
+def describe_budgets(gpu_bytes: float, host_bytes: float) -> str:
+    """Both, as people read them."""
+    host = "any amount" if math.isinf(host_bytes) else gib(host_bytes)
+    return f"{gib(gpu_bytes)} of GPU and {host} of host memory"
 
 
 def find_max_context(step: Step, gpu_bytes: float, host_bytes: float) -> int:
