@@ -36,6 +36,7 @@ from training.distributed import World, join_world
 from training.gpus import parse_gpu, scale_rates
 from training.memory import (
     DRIVER_BYTES,
+    WHOLE,
     Placement,
     available_host_bytes,
     cap_gpu_memory,
@@ -61,7 +62,6 @@ COMPARED_CONTEXTS = (32_768, 65_536, 131_072, 262_144)
 COMPARED_BUDGET = "24GB"
 LARGEST_GPU_GIB = 192
 LONGEST_COMPARED_SECONDS = 30.0  # a step that is predicted to take longer is not measured by --compare
-WHOLE = Placement("gpu", "gpu", "gpu")
 
 
 def parse_flags(argv: list[str]) -> Namespace:
@@ -190,13 +190,6 @@ def step_of(flags: Namespace, model: ModelConfig) -> Step:
     return Step(model, parameters, *lengths, packed=False)
 
 
-def predict(step: Step, choices: Choices, machine: Machine) -> Plan:
-    """What choices made by hand take, in the form of a plan."""
-    sizes = step.peak(choices), step.host_bytes(choices), step.arena_bytes(choices)
-    seconds = step.seconds(choices, machine.rates)
-    return Plan(choices, *sizes, seconds, machine.gpu_bytes, machine.host_bytes, machine.rates)
-
-
 def build_bench(step: Step, choices: Choices, world: World) -> Bench:
     gc.collect()  # an earlier one
     model, _ = build_model(TrainConfig(), step.config, world)
@@ -211,13 +204,13 @@ def build_bench(step: Step, choices: Choices, world: World) -> Bench:
 
 def profile(flags: Namespace, machine: Machine, world: World) -> dict:
     """Print the plan, the table and what stands out of it; what --json writes."""
-    step = step_of(flags, machine.model)
+    step, limits = step_of(flags, machine.model), (machine.gpu_bytes, machine.host_bytes, machine.rates)
     if flags.gradient_checkpointing is None:
-        plan = make_plan(step, machine.gpu_bytes, machine.host_bytes, machine.rates)
+        plan = make_plan(step, *limits)
         print(f"plan for {machine.budgets}:")
     else:
         placement = Placement() if flags.gradient_checkpointing else WHOLE
-        plan = predict(step, Choices((placement,) * step.layers), machine)
+        plan = Plan(step, Choices((placement,) * step.layers), *limits)
         print(f"gradient checkpointing {'on' if flags.gradient_checkpointing else 'off'}, nothing planned:")
     print(f"{plan}\n")
     shown, choices = step, plan.choices
@@ -357,13 +350,14 @@ def compare(flags: Namespace, machine: Machine, world: World) -> dict:
     }
     columns = ["tokens", "logits", "peak", "pinned", "seconds", *(["measured", "seconds"] if flags.measure else [])]
     print(f"{'predicted, GiB':<33}" + "".join(f"{name:>10}" for name in columns))
-    rows, benches, host_bytes, rates = [], {}, machine.host_bytes, machine.rates
+    rows, benches = [], {}
     for way, (choices, gpu_bytes) in ways.items():
         for at in map(step.at, COMPARED_CONTEXTS):
             row = {"way": way, "context_length": at.context_length}
             row["logits"] = machine.model.projected_logits_bytes(at.tokens)
             try:
-                plan = predict(at, choices, machine) if choices else make_plan(at, gpu_bytes, host_bytes, rates)
+                limits = gpu_bytes, machine.host_bytes, machine.rates
+                plan = Plan(at, choices, *limits) if choices else make_plan(at, *limits)
             except ValueError:
                 plan = None
             if plan is not None:
@@ -375,7 +369,7 @@ def compare(flags: Namespace, machine: Machine, world: World) -> dict:
             print_compared(row)
             rows.append(row)
     print("\nthe smallest GPU memory in which each context fits, whatever has to move or to be computed again:")
-    smallest = smallest_gpus(step, host_bytes)
+    smallest = smallest_gpus(step, machine.host_bytes)
     for context_length, size in smallest.items():
         print(f"{context_length:>9,} tokens: {size:.1f} GiB")
     return {"compared": rows, "smallest_gpu_gib": smallest}

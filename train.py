@@ -23,10 +23,11 @@ from model import MODEL_SIZES, ModelConfig, Transformer
 from training import checkpoint
 from training.config import flag, parse_config
 from training.corpus import load_documents, load_tokenizer, split_documents
-from training.cost_model import H200, Choices, Rates, Step, gib, measure_rates
+from training.cost_model import Choices, Rates, Step, gib, measure_rates
 from training.data import Batch, PackedLoader, validation_batches
 from training.distributed import World, initialize, join_world, shard_model
 from training.memory import (
+    WHOLE,
     PinnedArena,
     Placement,
     apply_placement,
@@ -153,7 +154,7 @@ def choose_model(config: TrainConfig, device: torch.device) -> ModelConfig:
     return dataclasses.replace(shape, loss_impl=config.loss_impl, attention_backend=backend)
 
 
-def build_model(config: TrainConfig, model_config: ModelConfig, world: World) -> tuple[Transformer, Plan | None]:
+def build_model(config: TrainConfig, model_config: ModelConfig, world: World) -> tuple[Transformer, Plan]:
     """A model with its initial weights: bf16 on one GPU, else float32 (FSDP computes in bf16 from float32 shards).
 
     Its blocks keep for backward what the plan for --memory_budget or --gradient_checkpointing says; else all.
@@ -165,57 +166,53 @@ def build_model(config: TrainConfig, model_config: ModelConfig, world: World) ->
     elif world.device.type == "cuda":
         model.to(torch.bfloat16)
     plan = plan_memory(config, model, world)
+    choices = plan.choices
     model.to_empty(device=world.device)
     initialize(model, model.initialize_parameter, config.seed)
     for block in model.layers if config.compile else ():
         block.forward = torch.compile(block.forward)
-    if plan is not None:
-        choices = plan.choices
-        model.config = dataclasses.replace(model_config, loss_impl=choices.loss_impl)
-        apply_placement(
-            model.layers, choices.placements,
-            mlp_tile_size=choices.mlp_tile_size, attention_by_groups=choices.attention_by_groups,
-            arena=PinnedArena(plan.arena_bytes, world.device) if plan.arena_bytes else None,
-        )  # fmt: skip
-    elif config.gradient_checkpointing:
-        apply_placement(model.layers, [Placement()] * len(model.layers))
+    model.config = dataclasses.replace(model_config, loss_impl=choices.loss_impl)
+    apply_placement(
+        model.layers, choices.placements,
+        mlp_tile_size=choices.mlp_tile_size, attention_by_groups=choices.attention_by_groups,
+        arena=PinnedArena(plan.arena_bytes, world.device) if plan.arena_bytes else None,
+    )  # fmt: skip
     return model, plan
 
 
-def plan_memory(config: TrainConfig, model: Transformer, world: World) -> Plan | None:
-    """The fastest placement within --memory_budget and --host_budget, the same on every rank; None without a budget."""
+def plan_memory(config: TrainConfig, model: Transformer, world: World) -> Plan:
+    """The fastest placement within --memory_budget and --host_budget, the same on every rank.
+
+    Without a budget: checkpointing of every block, or all left to autograd.
+    """
+    lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
+    step = Step(model.config, model.parameters(), *lengths)
     if config.memory_budget is None:
-        return None
+        placement = Placement() if config.gradient_checkpointing else WHOLE
+        return Plan(step, Choices((placement,) * step.layers, loss_impl=config.loss_impl))
     host_budget = parse_bytes(config.host_budget) if config.host_budget else available_host_bytes()
     budgets = world.min(gpu_budget(config.memory_budget, world.device), host_budget)
     rates = Rates(*world.min(*dataclasses.astuple(measure_rates(model.config, world.device))))
     torch.cuda.empty_cache()  # what the measurements took
-    plan = make_plan(step_of(config, model.config, model), *budgets, rates)
+    plan = make_plan(step, *budgets, rates)
     logger.info("plan for %s of GPU and %s of host memory:\n%s", *map(gib, budgets), plan)
     return plan
 
 
-def step_of(config: TrainConfig, model_config: ModelConfig, model: Transformer) -> Step:
-    """One rank's step as the cost model sees it. `model_config`: without the plan's choices."""
-    lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
-    return Step(model_config, model.parameters(), *lengths)
-
-
-def explain_out_of_memory(config: TrainConfig, step: Step, plan: Plan | None, device: torch.device) -> str:
+def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device) -> str:
     """What the step was predicted to take, and a plan that should fit; takes no GPU memory."""
-    if plan is None:
-        kept = Placement() if config.gradient_checkpointing else Placement("gpu", "gpu", "gpu")
-        choices, rates = Choices((kept,) * step.layers), H200
+    if config.memory_budget is None:
         budgets = gpu_budget("auto", device), available_host_bytes()
         advice = "--gradient_checkpointing and --compile dropped make such a plan; its seconds are an H200's"
     else:
-        choices, rates, budgets = plan.choices, plan.rates, (0.9 * plan.gpu_budget, plan.host_budget)
+        budgets = 0.9 * plan.gpu_budget, plan.host_budget
         advice = f"--memory_budget {budgets[0] / 2**30:.1f}GB makes such a plan"
     try:
-        fitting = f"predicted to fit into {gib(budgets[0])}; {advice}:\n{make_plan(step, *budgets, rates)}"
+        fitting = f"predicted to fit into {gib(budgets[0])}; {advice}:\n{make_plan(plan.step, *budgets, plan.rates)}"
     except ValueError as error:  # names the largest context
         fitting = str(error)
-    return f"predicted for the step as it was placed:\n{format_table(list(step.stages(choices)))}\n{fitting}"
+    table = format_table(list(plan.step.stages(plan.choices)))
+    return f"predicted for the step as it was placed:\n{table}\n{fitting}"
 
 
 def run_model(model: Transformer, batch: Batch, world: World, num_valid_tokens: float | None = None) -> torch.Tensor:
@@ -340,7 +337,7 @@ def find_start(config: TrainConfig, loader: PackedLoader) -> Start:
 
 def build(
     config: TrainConfig, model_config: ModelConfig, start: Start, world: World
-) -> tuple[Transformer, MasterAdamW, Plan | None]:
+) -> tuple[Transformer, MasterAdamW, Plan]:
     """Model and optimizer, with fresh weights, those of --init_from, or the whole state of a checkpoint."""
     weights = start.checkpoint or config.init_from
     if weights:
@@ -354,7 +351,7 @@ def build(
         model.named_parameters(),
         weight_decay=config.weight_decay,
         accumulate=config.gradient_accumulation_steps > 1,
-        gpu_state_bytes=math.inf if plan is None else plan.choices.gpu_state_bytes,
+        gpu_state_bytes=plan.choices.gpu_state_bytes,
     )
     if start.checkpoint:
         checkpoint.load_optimizer_state(start.checkpoint, optimizer.state_dict())
@@ -381,7 +378,6 @@ def train(config: TrainConfig, world: World) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         (output_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
         metrics = MetricsFile(output_dir / "metrics.jsonl", start.step)
-    shape = step_of(config, model_config, model)  # now: in a pass, parameters are not sharded
     tokens_per_step = config.context_length * config.batch_size * config.gradient_accumulation_steps * world.size
     logger.info("config: %s", json.dumps(dataclasses.asdict(config)))
     logger.info(
@@ -409,7 +405,7 @@ def train(config: TrainConfig, world: World) -> None:
             loss, norm = train_step(model, optimizer, batches, world, rate, config.max_grad_norm)
         except torch.OutOfMemoryError as error:
             progress.close()  # which ends its line
-            error.add_note(explain_out_of_memory(config, shape, plan, world.device))
+            error.add_note(explain_out_of_memory(config, plan, world.device))
             raise
         seconds = time.perf_counter() - began
         tokens += tokens_per_step

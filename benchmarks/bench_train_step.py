@@ -106,7 +106,7 @@ def measure(setting: str, arguments: argparse.Namespace, ids: torch.Tensor, worl
     }
 
 
-def our_step(setting: str, arguments: argparse.Namespace, world: World) -> tuple[Callable, Plan | None]:
+def our_step(setting: str, arguments: argparse.Namespace, world: World) -> tuple[Callable, Plan]:
     """(a function of token ids [1, T] that makes one step and returns its loss, the plan)."""
     placement, _, backend = setting.partition("+")
     settings = TrainConfig(
@@ -120,8 +120,7 @@ def our_step(setting: str, arguments: argparse.Namespace, world: World) -> tuple
     )
     configure_machine(settings, world)
     model, plan = build_model(settings, choose_model(settings, world.device), world)
-    gpu_state = {"gpu_state_bytes": plan.choices.gpu_state_bytes} if plan else {}
-    optimizer = MasterAdamW(model.named_parameters(), accumulate=False, **gpu_state)
+    optimizer = MasterAdamW(model.named_parameters(), accumulate=False, gpu_state_bytes=plan.choices.gpu_state_bytes)
 
     def step(ids: torch.Tensor) -> float:
         batch = Batch(ids, ids, torch.zeros_like(ids), ids.numel() - 1)

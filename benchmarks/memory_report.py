@@ -20,7 +20,7 @@ import torch
 from model import MODEL_SIZES, Transformer
 from training.cost_model import Choices, Step
 from training.gpus import GPUS, scale_rates
-from training.memory import Placement
+from training.memory import WHOLE, Placement
 from training.planner import find_max_context, make_plan
 
 ROOT = Path(__file__).parents[1]
@@ -148,7 +148,7 @@ def scenarios() -> list[list[str]]:
              "planned for 24 GiB: GPU", "pinned host", "s a step"]]  # fmt: skip
     ways = [
         Choices((placement,) * MODEL_SIZES["4B"].num_hidden_layers, loss_impl=loss_impl)
-        for placement in (Placement("gpu", "gpu", "gpu"), Placement())
+        for placement in (WHOLE, Placement())
         for loss_impl in ("standard", "chunked")
     ]
     for context in CONTEXTS:

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 import train
 from model import MODEL_SIZES, Transformer
 from training.config import parse_config
-from training.cost_model import Choices
-from training.memory import Placement
+from training.distributed import World
+from training.memory import WHOLE, Placement
 from training.planner import find_max_context, make_plan
 from training.profiler import format_table
 
@@ -238,37 +238,39 @@ def pretended_gpu(monkeypatch):
 
 
 def explain_out_of_memory(plan_budget=None, **settings):
-    """What is said of a 4B without a plan, or with one for `plan_budget` bytes; the step; the plan."""
+    """What is said of a 4B without a planned placement, or with one for `plan_budget` bytes; its plan."""
     config = train.TrainConfig(**{"context_length": 32_768, "batch_size": 1, **settings})
-    model_config = replace(MODEL_SIZES["4B"], attention_backend="cudnn")
     with torch.device("meta"):
-        step = train.step_of(config, model_config, Transformer(model_config).to(torch.bfloat16))
-    plan = make_plan(step, plan_budget, 60 * GIB) if plan_budget else None
-    return train.explain_out_of_memory(config, step, plan, torch.device("cuda")), step, plan
+        model = Transformer(replace(MODEL_SIZES["4B"], attention_backend="cudnn")).to(torch.bfloat16)
+    plan = train.plan_memory(config, model, World(0, 1, torch.device("cpu")))
+    if plan_budget is not None:
+        config, plan = replace(config, memory_budget="auto"), make_plan(plan.step, plan_budget, 60 * GIB)
+    return train.explain_out_of_memory(config, plan, torch.device("cuda")), plan
 
 
-def explanation(step, choices, advice, plan):
-    table = format_table(list(step.stages(choices)))
-    return f"predicted for the step as it was placed:\n{table}\npredicted to fit into {advice}:\n{plan}"
+def explanation(plan, advice, fitting):
+    table = format_table(list(plan.step.stages(plan.choices)))
+    return f"predicted for the step as it was placed:\n{table}\npredicted to fit into {advice}:\n{fitting}"
 
 
 @pytest.mark.parametrize("flag", ["gradient_checkpointing", "compile"])
 def test_out_of_memory_without_a_plan_names_one_that_fits(flag, pretended_gpu):
-    text, step, _ = explain_out_of_memory(**{flag: True})
-    placement = {"gradient_checkpointing": Placement(), "compile": Placement("gpu", "gpu", "gpu")}[flag]
+    text, plan = explain_out_of_memory(**{flag: True})
+    placement = {"gradient_checkpointing": Placement(), "compile": WHOLE}[flag]
+    assert plan.choices.placements == (placement,) * 36
     advice = "37.00 GiB; --gradient_checkpointing and --compile dropped make such a plan; its seconds are an H200's"
-    assert text == explanation(step, Choices((placement,) * 36), advice, make_plan(step, 37 * GIB, 60 * GIB))
+    assert text == explanation(plan, advice, make_plan(plan.step, 37 * GIB, 60 * GIB))
 
 
 def test_out_of_memory_with_a_plan_names_one_of_less():
-    text, step, plan = explain_out_of_memory(plan_budget=40 * GIB)
+    text, plan = explain_out_of_memory(plan_budget=40 * GIB)
     advice = "36.00 GiB; --memory_budget 36.0GB makes such a plan"
-    assert text == explanation(step, plan.choices, advice, make_plan(step, 36 * GIB, 60 * GIB))
+    assert text == explanation(plan, advice, make_plan(plan.step, 36 * GIB, 60 * GIB))
 
 
 def test_out_of_memory_where_no_plan_fits_names_the_largest_context(pretended_gpu):
-    text, step, _ = explain_out_of_memory(context_length=1_048_576, gradient_checkpointing=True)
-    assert text.endswith(f"; the largest that does is {find_max_context(step, 37 * GIB, 60 * GIB)}")
+    text, plan = explain_out_of_memory(context_length=1_048_576, gradient_checkpointing=True)
+    assert text.endswith(f"; the largest that does is {find_max_context(plan.step, 37 * GIB, 60 * GIB)}")
 
 
 def test_out_of_memory_is_explained_before_the_one_line(corpus, tmp_path, monkeypatch, capsys):
@@ -276,9 +278,9 @@ def test_out_of_memory_is_explained_before_the_one_line(corpus, tmp_path, monkey
         raise torch.OutOfMemoryError("CUDA out of memory.\nMore than anybody reads.")
 
     monkeypatch.setattr(train, "train_step", train_step)
-    monkeypatch.setattr(train, "explain_out_of_memory", lambda config, step, plan, device: f"{step.tokens}, {plan}")
+    monkeypatch.setattr(train, "explain_out_of_memory", lambda config, plan, device: f"{plan.step.tokens} tokens")
     assert train.main(arguments(corpus, tmp_path / "run")) == 1
-    assert capsys.readouterr().err.splitlines()[-2:] == ["128, None", "error: CUDA out of memory."]
+    assert capsys.readouterr().err.splitlines()[-2:] == ["128 tokens", "error: CUDA out of memory."]
 
 
 @pytest.mark.parametrize(

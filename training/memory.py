@@ -113,6 +113,9 @@ class Placement:
         return self.rest == "gpu"
 
 
+WHOLE = Placement("gpu", "gpu", "gpu")
+
+
 def needed_for_backward(placements: Sequence[Placement], layer: int) -> list[tuple[int, str]]:
     """What block `layer` is rebuilt from: pairs (block, "input" or "attention"), the input it starts from first.
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from training.cost_model import H200, Choices, Rates, Stage, Step, gib
 from training.memory import Placement
@@ -18,16 +19,30 @@ _CONTEXT_MULTIPLE = 1024  # tokens; the largest context is found to this
 
 @dataclass(frozen=True)
 class Plan:
-    """Choices that fit, what they are predicted to take, and what for."""
+    """Choices for a step, what they are predicted to take, and what they were made for."""
 
+    step: Step
     choices: Choices
-    peak: Stage
-    host_bytes: int
-    arena_bytes: int  # what the arena for `apply_placement` must have; the optimizer makes its own
-    seconds: float
-    gpu_budget: float
-    host_budget: float
-    rates: Rates
+    gpu_budget: float = math.inf
+    host_budget: float = math.inf
+    rates: Rates = H200
+
+    @cached_property
+    def peak(self) -> Stage:
+        return self.step.peak(self.choices)
+
+    @property
+    def host_bytes(self) -> int:
+        return self.step.host_bytes(self.choices)
+
+    @property
+    def arena_bytes(self) -> int:
+        """What the arena for `apply_placement` must have; the optimizer makes its own."""
+        return self.step.arena_bytes(self.choices)
+
+    @property
+    def seconds(self) -> float:
+        return self.step.seconds(self.choices, self.rates)
 
     def __str__(self) -> str:
         choices, placements = self.choices, self.choices.placements
@@ -77,9 +92,8 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
         raise ValueError(
             f"context_length {step.context_length} does not fit into {budgets}; the largest that does is {largest}"
         )
-    seconds, best = min(((step.seconds(choices, rates), choices) for choices in found), key=lambda pair: pair[0])
-    sizes = step.peak(best), step.host_bytes(best), step.arena_bytes(best)
-    return Plan(best, *sizes, seconds, gpu_bytes, host_bytes, rates)
+    fastest = min(found, key=lambda choices: step.seconds(choices, rates))
+    return Plan(step, fastest, gpu_bytes, host_bytes, rates)
 
 
 def describe_budgets(gpu_bytes: float, host_bytes: float) -> str:
@@ -140,7 +154,7 @@ def _layouts(step: Step) -> Iterator[Choices]:
     can_choose = step.config.loss_impl == "auto" and not step.uses_chunked_loss(Choices(()))
     for gpu_state in (math.inf, *(state * quarters / 4 for quarters in (3, 2, 1, 0))):
         for by_groups in (False, True):
-            for loss_impl in ("auto", "chunked") if can_choose else ("auto",):
+            for loss_impl in ("auto", "chunked") if can_choose else (step.config.loss_impl,):
                 yield Choices((), MLP_TILE_SIZE, by_groups, gpu_state, loss_impl)
 
 

@@ -9,7 +9,7 @@ from kernels.common import set_default_implementation
 from model import MODEL_SIZES, Transformer
 from tests.training.test_memory import LiveBytes
 from training.cost_model import H200, LIBRARY_BYTES, LOSS_CHUNK_SIZE, Choices, Step, measure_rates
-from training.memory import Placement, apply_placement
+from training.memory import WHOLE, Placement, apply_placement
 
 GIB = 2**30
 
@@ -95,7 +95,7 @@ def triton_kernels():
     set_default_implementation("auto")
 
 
-GPU, ON_HOST, WHOLE = Placement("gpu", "gpu"), Placement("host", "host"), Placement("gpu", "gpu", "gpu")
+GPU, ON_HOST = Placement("gpu", "gpu"), Placement("host", "host")
 CASES = {
     "checkpointing": (131_072, [Placement()] * 6, None, False),
     "tiled": (131_072, [Placement()] * 6, 8192, False),

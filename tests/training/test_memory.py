@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from model import MODEL_SIZES, Transformer
 from training.cost_model import Choices, Step
 from training.distributed import World, initialize, join_world, shard_model
-from training.memory import PLACES, PinnedArena, Placement, apply_placement, parse_bytes
+from training.memory import PLACES, WHOLE, PinnedArena, Placement, apply_placement, parse_bytes
 from training.optimizer import MasterAdamW
 from training.planner import make_plan
 
@@ -30,7 +30,6 @@ MIXED = {
     "chain": [Placement("gpu", "host"), Placement("recompute"), Placement("recompute", "gpu"), Placement("host")],
 }
 PLACEMENTS = UNIFORM | MIXED
-WHOLE = Placement("gpu", "gpu", "gpu")
 WITH_WHOLE = {
     "all whole": [WHOLE] * 4,
     "whole last": [Placement("host", "host"), Placement("gpu", "gpu"), WHOLE, WHOLE],

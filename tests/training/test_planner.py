@@ -7,7 +7,7 @@ import pytest
 from model import MODEL_SIZES
 from tests.training.test_cost_model import step_of
 from training.cost_model import H200
-from training.memory import Placement
+from training.memory import WHOLE
 from training.planner import HEADROOM, LEAST_HEADROOM, find_max_context, make_plan
 
 GIB = 2**30
@@ -40,7 +40,7 @@ def test_blocks_stay_whole_where_memory_is_plenty():
     """All of them where they fit: then nothing runs twice. Else the last ones, and the more the larger the budget."""
     step = step_of(MODEL_SIZES["4B"], 8192)
     plan = make_plan(step, 139 * GIB, HOST)
-    assert set(plan.choices.placements) == {Placement("gpu", "gpu", "gpu")}
+    assert set(plan.choices.placements) == {WHOLE}
     assert "blocks kept whole      36" in str(plan).splitlines()
     flops = 6 * step.tokens * (36 * step.config.layer_matrix_parameters() + 151_936 * 2560)
     attention = 36 * 4 * 4096 * (8192 * 8193 // 2)
@@ -89,6 +89,14 @@ def test_the_largest_context_fits_and_the_next_does_not():
         make_plan(step.at(largest + 1024), 6 * GIB, 16 * GIB)
     with pytest.raises(ValueError, match="at any context"):
         make_plan(step, 1 * GIB, HOST)
+
+
+@pytest.mark.parametrize("loss_impl", ["chunked", "standard"])
+def test_a_loss_that_was_asked_for_stays(loss_impl):
+    assert (
+        make_plan(step_of(MODEL_SIZES["0.6B"], 4096, loss_impl=loss_impl), 40 * GIB, HOST).choices.loss_impl
+        == loss_impl
+    )
 
 
 def test_a_small_budget_chunks_a_loss_that_would_be_whole():

@@ -15,7 +15,7 @@ from kernels.common import set_default_implementation
 from model import MODEL_SIZES, Transformer
 from training import cost_model
 from training.cost_model import LOSS_CHUNK_SIZE, Choices, Stage, Step
-from training.memory import Placement
+from training.memory import WHOLE, Placement
 from training.optimizer import MasterAdamW
 from training.profiler import (
     CATEGORIES,
@@ -142,7 +142,7 @@ def step_of(size, context_length, *, backend="cpu", loss_impl="auto", num_hidden
     return Step(config, parameters, context_length, packed=False, **options)
 
 
-WHOLE, GPU, ON_HOST = Placement("gpu", "gpu", "gpu"), Placement("gpu", "gpu"), Placement("host", "host")
+GPU, ON_HOST = Placement("gpu", "gpu"), Placement("host", "host")
 CASES = {
     "checkpointing": (131_072, [Placement()] * 6, None, False, {}),
     "whole": (16_384, [WHOLE] * 6, None, False, {}),
