@@ -176,6 +176,8 @@ def choose_machine(flags: Namespace, memory_budget: str | None, world: World) ->
         if flags.gpu and gpu_bytes > gpu.memory_bytes:
             raise ValueError(f"memory_budget {gib(gpu_bytes)} is more than the {gib(gpu.memory_bytes)} of {flags.gpu}")
     backend = gpu.attention_backend if flags.attention_backend == "auto" else flags.attention_backend
+    if backend == "flash-attn-4" and gpu.attention_backend == "flash":
+        raise ValueError(f"flash-attn-4 needs compute capability 9.0, which {flags.gpu} has not; use auto")
     model = dataclasses.replace(shape, attention_backend=backend)
     description = f"{name}; its speed is an H200's scaled by data sheets, not measured"
     host_bytes = math.inf if flags.host_budget is None else parse_bytes(flags.host_budget)
@@ -212,6 +214,8 @@ def profile(flags: Namespace, machine: Machine, world: World) -> dict:
         placement = Placement() if flags.gradient_checkpointing else WHOLE
         plan = Plan(step, Choices((placement,) * step.layers), *limits)
         print(f"gradient checkpointing {'on' if flags.gradient_checkpointing else 'off'}, nothing planned:")
+        if plan.peak.bytes * LEAST_HEADROOM > machine.gpu_bytes:
+            print(f"does not fit into {gib(machine.gpu_bytes)}")
     print(f"{plan}\n")
     shown, choices = step, plan.choices
     if flags.num_layers is not None:
@@ -340,6 +344,8 @@ def compare(flags: Namespace, machine: Machine, world: World) -> dict:
     if budget is None:
         budget = COMPARED_BUDGET if parse_bytes(COMPARED_BUDGET) <= machine.gpu_bytes else "auto"
     planned_bytes = machine.gpu_bytes if budget == "auto" else parse_bytes(budget)
+    if planned_bytes > machine.gpu_bytes:
+        raise ValueError(f"memory_budget {budget} is more than the {gib(machine.gpu_bytes)} that can be used; lower it")
     whole, checkpointed = (WHOLE,) * step.layers, (Placement(),) * step.layers
     ways = {
         "no checkpointing, standard loss": (Choices(whole, loss_impl="standard"), machine.gpu_bytes),
@@ -433,8 +439,8 @@ def main(argv: list[str]) -> int:
             environment = {**dataclasses.asdict(machine), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
             results = {"settings": settings, "environment": environment, **results}
             flags.json.write_text(json.dumps(finite(results), allow_nan=False) + "\n")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, torch.OutOfMemoryError) as error:
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
     return 0
 

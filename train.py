@@ -90,7 +90,7 @@ class TrainConfig:
     memory_budget: str | None = flag(
         None, "GPU memory to plan for and not to exceed: 24GB, or auto for what is free; default on a GPU: auto"
     )
-    host_budget: str | None = flag(None, "host memory that the plan may pin; default: 80% of what is available")
+    host_budget: str | None = flag(None, "host memory each process may pin; default: its share of 80% of what is free")
     context_parallel_size: int = flag(1, "GPUs that share one sequence; more than 1 is not in this version")
     compile: bool = flag(False, "no plan: torch.compile each block")
 
@@ -181,7 +181,7 @@ def build_model(config: TrainConfig, model_config: ModelConfig, world: World) ->
 
 
 def plan_memory(config: TrainConfig, model: Transformer, world: World) -> Plan:
-    """The fastest placement within --memory_budget and --host_budget, the same on every rank.
+    """The fastest placement within --memory_budget and --host_budget, the same on every rank; the GPU's is enforced.
 
     Without a budget: checkpointing of every block, or all left to autograd.
     """
@@ -195,6 +195,8 @@ def plan_memory(config: TrainConfig, model: Transformer, world: World) -> Plan:
     rates = Rates(*world.min(*dataclasses.astuple(measure_rates(model.config, world.device))))
     torch.cuda.empty_cache()  # what the measurements took
     plan = make_plan(step, *budgets, rates)
+    plan = dataclasses.replace(plan, choices=world.broadcast(plan.choices))  # where shards differ, plans might
+    cap_gpu_memory(int(plan.gpu_budget), world.device)
     logger.info("plan for %s of GPU and %s of host memory:\n%s", *map(gib, budgets), plan)
     return plan
 
@@ -281,12 +283,12 @@ def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | No
 
 
 def configure_machine(config: TrainConfig, world: World) -> None:
-    """Settings that hold for the process: which kernels run, and how much GPU memory it may take."""
+    """Which kernels run; and whether the memory asked for is there, before anything else takes time."""
     if config.kernels == "triton" and world.device.type != "cuda":
         raise ValueError('kernels "triton" needs a CUDA GPU; use auto')
     set_default_implementation(config.kernels)
     if config.memory_budget is not None:
-        cap_gpu_memory(gpu_budget(config.memory_budget, world.device), world.device)
+        gpu_budget(config.memory_budget, world.device)
 
 
 def load_data(config: TrainConfig, vocab_size: int, world: World):

@@ -23,7 +23,15 @@ import torch
 
 from benchmarks.common import environment, print_json, print_table
 from model import MODEL_SIZES, ModelConfig, Transformer
-from train import PEAK_LEARNING_RATE, TrainConfig, build_model, choose_model, configure_machine, train_step
+from train import (
+    PEAK_LEARNING_RATE,
+    TrainConfig,
+    build_model,
+    choose_model,
+    configure_machine,
+    resolve_memory_budget,
+    train_step,
+)
 from training.corpus import load_documents, load_tokenizer
 from training.data import Batch
 from training.distributed import World, join_world
@@ -118,6 +126,7 @@ def our_step(setting: str, arguments: argparse.Namespace, world: World) -> tuple
         memory_budget=None if placement == "checkpointing" else placement,
         host_budget=None if placement == "checkpointing" else arguments.host_budget,
     )
+    resolve_memory_budget(settings, world.device)  # refuses a budget on a CPU
     configure_machine(settings, world)
     model, plan = build_model(settings, choose_model(settings, world.device), world)
     optimizer = MasterAdamW(model.named_parameters(), accumulate=False, gpu_state_bytes=plan.choices.gpu_state_bytes)

@@ -20,7 +20,7 @@ import torch
 from model import MODEL_SIZES, Transformer
 from training.cost_model import Choices, Step
 from training.gpus import GPUS, scale_rates
-from training.memory import WHOLE, Placement
+from training.memory import DRIVER_BYTES, WHOLE, Placement
 from training.planner import find_max_context, make_plan
 
 ROOT = Path(__file__).parents[1]
@@ -169,7 +169,7 @@ def hardware() -> list[list[str]]:
     rows = [["GPU", "usable GiB", *(f"longest context {host}" for host in hosts), "131,072 tokens: s a step"]]
     for name in ("RTX4090", "A100-40GB", "L40S", "A100-80GB", "H100", "H200", "B200"):
         gpu = GPUS[name]
-        step, usable = step_of(131_072, gpu.attention_backend), gpu.memory_bytes - GIB
+        step, usable = step_of(131_072, gpu.attention_backend), gpu.memory_bytes - DRIVER_BYTES
         longest = [f"{find_max_context(step, usable, host):,}" for host in HOSTS]
         try:
             seconds = f"{make_plan(step, usable, HOSTS[1], scale_rates(gpu, gpu.attention_backend)).seconds:.0f}"

@@ -151,6 +151,8 @@ def test_the_smallest_gpu_is_the_smallest(small):
         ("--snapshot step.pickle --gpu H100", "snapshot needs a GPU"),
         ("--gradient_checkpointing --memory_budget 24GB", "memory_budget has no effect with gradient_checkpointing"),
         ("--no-gradient_checkpointing --host_budget 24GB", "host_budget has no effect with gradient_checkpointing"),
+        ("--compare --memory_budget 200GB --gpu H100", "memory_budget 200GB is more than the 78.65 GiB"),
+        ("--gpu RTX4090 --attention_backend flash-attn-4", "flash-attn-4 needs compute capability 9.0, which RTX4090"),
         ("--find_max_context --memory_budget 1GB --gpu 24GB", "does not fit into 1.00 GiB of GPU and any amount"),
     ],
 )

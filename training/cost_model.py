@@ -7,7 +7,6 @@ and copies where compute is too short to hide them.
 """
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from training.memory import PinnedArena, Placement, needed_for_backward
+from training.memory import SLOT_ALIGNMENT, PinnedArena, Placement, needed_for_backward
 from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
 
 LOSS_CHUNK_SIZE = 4096  # tokens, the default of kernels.linear_cross_entropy
@@ -41,27 +40,40 @@ H200 = Rates()
 
 
 def measure_rates(config, device: torch.device) -> Rates:
-    """The rates of this GPU at the model's shapes, in about two seconds and 1.5 GiB; on a CPU, an H200's.
+    """The rates of this GPU at the model's shapes, in about two seconds and, for the 4B, 1.2 GiB; on a CPU, an H200's.
 
     Args:
         config: as of `Step`.
     """
     if device.type != "cuda":
         return H200
+    matrix, attention = _matrix_rate(config, device), _attention_rates(config, device)
+    return Rates(matrix, *attention, *_copy_rates(device))
+
+
+def _matrix_rate(config, device: torch.device) -> float:
+    x, weight = (
+        torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
+        for rows, columns in ((16_384, config.hidden_size), (config.hidden_size, config.intermediate_size))
+    )
+    return 2 * len(x) * weight.numel() / _seconds(lambda: x @ weight)
+
+
+def _attention_rates(config, device: torch.device) -> tuple[float, float]:
+    """Forward and backward."""
     T, H, G, K = 16_384, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    make = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
-
-    x, weight = make(T, config.hidden_size), make(config.hidden_size, config.intermediate_size)
-    matrix = 2 * x.shape[0] * weight.numel() / _seconds(lambda: x @ weight)
-
-    q, k, v, segments = make(1, T, H, K), make(1, T, G, K), make(1, T, G, K), None
+    q, k, v = (torch.randn(1, T, heads, K, device=device, dtype=torch.bfloat16) for heads in (H, G, G))
     ops, backend, flops = torch.ops.fathom, config.attention_backend, 4 * H * K * (T * (T + 1) // 2)
-    out, lse = ops.attention_forward(q, k, v, segments, backend)
-    forward = flops / _seconds(lambda: ops.attention_forward(q, k, v, segments, backend))
-    backward = 2.5 * flops / _seconds(lambda: ops.attention_backward(q, q, k, v, out, lse, segments, backend))
+    out, lse = ops.attention_forward(q, k, v, None, backend)
+    return (
+        flops / _seconds(lambda: ops.attention_forward(q, k, v, None, backend)),
+        2.5 * flops / _seconds(lambda: ops.attention_backward(q, q, k, v, out, lse, None, backend)),
+    )
 
-    source, target = (torch.empty(2**28, dtype=torch.uint8, device=device) for _ in range(2))
-    memory = 2 * source.numel() / _seconds(lambda: target.copy_(source))
+
+def _copy_rates(device: torch.device) -> tuple[float, float]:
+    """Within the GPU's memory, and to and from the host at once."""
+    source, target = (torch.empty(2**26, dtype=torch.uint8, device=device) for _ in range(2))
     arena, side = PinnedArena(2 * source.numel(), device), torch.cuda.Stream(device)
     sent, fetched = (arena.allocate(source.shape, torch.uint8) for _ in range(2))
 
@@ -72,8 +84,8 @@ def measure_rates(config, device: torch.device) -> Rates:
         target.copy_(fetched, non_blocking=True)
         torch.cuda.current_stream().wait_stream(side)
 
-    link = source.numel() / _seconds(copy_both_ways)
-    return Rates(matrix, forward, backward, memory, link)
+    memory = 2 * source.numel() / _seconds(lambda: target.copy_(source))
+    return memory, source.numel() / _seconds(copy_both_ways)
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -159,9 +171,10 @@ class Step:
         self.head_share = config.vocab_size * config.hidden_size / config.num_parameters()
         self.parameter_bytes = sum(_local_elements(p) * p.element_size() for p in self.parameters)
         if isinstance(self.parameters[0], DTensor):
-            # Gathered: the head, a block, and the next, as it comes and whole. A block's gradients, and once more in
-            # float32, on their way to the sum over ranks.
-            self.parameter_bytes += self.head + layer_elements * (4 * element_size + 4)
+            # Gathered: embedding and head, with the gradient of a head that is not the embedding; a block, and the
+            # next as it comes and whole. A block's gradients, and once more in float32, on their way to other ranks.
+            self.parameter_bytes += self.head * (1 if config.tie_word_embeddings else 3)
+            self.parameter_bytes += layer_elements * (4 * element_size + 4)
         self._optimizer_bytes: dict[float, OptimizerBytes] = {}
 
     def at(self, context_length: int) -> "Step":
@@ -184,7 +197,7 @@ class Step:
     def arena_bytes(self, choices: Choices) -> int:
         """Of the arena that `apply_placement` needs, slots aligned."""
         return sum(
-            self.kept_bytes(name) + 1024
+            self.kept_bytes(name) + 2 * SLOT_ALIGNMENT
             for placement in choices.placements
             for name in ("input", "attention")
             if getattr(placement, name) == "host"
@@ -348,9 +361,11 @@ class Step:
         copies = self.arena_bytes(choices) / rates.link_bytes
         optimizer = self.optimizer(choices)
         loss = 3 * 2 * config.vocab_size * config.hidden_size * T / rates.matrix_flops
-        micro_batch = max(forward, copies) + max(backward, copies) + 0.01 * copies + loss
+        # Gradients leave in the first micro-batch; in each later one their sums come and, after that, leave again.
+        gradients = optimizer.leaving_gradients / rates.link_bytes
+        backwards = max(backward, copies, gradients) + (self.micro_batches - 1) * max(backward, copies, 2 * gradients)
         update = optimizer.host / rates.link_bytes + 4 * optimizer.gpu_state / rates.memory_bytes
-        return self.micro_batches * micro_batch + update
+        return self.micro_batches * (max(forward, copies) + 0.01 * copies + loss) + backwards + update
 
 
 def _local_elements(parameter: Tensor) -> int:

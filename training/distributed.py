@@ -42,6 +42,14 @@ class World:
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
         return tensor.tolist()
 
+    def broadcast(self, value):
+        """The main rank's value, on every rank; anything that pickles."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, device=self.device)
+        return values[0]
+
 
 @contextmanager
 def join_world(device: str) -> Iterator[World]:

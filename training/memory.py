@@ -34,7 +34,7 @@ from kernels.rope import rope
 PLACES = ("gpu", "host", "recompute")
 DRIVER_BYTES = 2**30  # of a GPU's memory: CUDA's and NCCL's own
 # Slots start at multiples of this: whole cache lines, and whole sectors for the copy engines.
-_SLOT_ALIGNMENT = 512
+SLOT_ALIGNMENT = 512
 
 
 class PinnedArena:
@@ -72,7 +72,7 @@ class PinnedArena:
             ValueError: it does not fit into what is left.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
-        start = -(-self.used_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+        start = -(-self.used_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         if start + num_bytes > self.num_bytes:
             left = self.num_bytes - self.used_bytes
             raise ValueError(f"the pinned arena of {self.num_bytes} bytes has {left} left, {num_bytes} are asked for")
@@ -455,27 +455,33 @@ def parse_bytes(text: str) -> int:
 
 
 def gpu_budget(text: str, device: torch.device) -> int:
-    """Bytes of a --memory_budget: a size, or "auto", what is free or this process's less a gigabyte for the driver."""
-    if text == "auto":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - DRIVER_BYTES
-    return parse_bytes(text)
+    """Bytes of a --memory_budget: a size, or "auto", what is free or this process's less a gigabyte for the driver.
+
+    Raises:
+        ValueError: that much is not free.
+    """
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    budget = free - DRIVER_BYTES if text == "auto" else parse_bytes(text)
+    if not 0 < budget <= free:
+        raise ValueError(
+            f"memory_budget {text}: {free / 2**30:.1f} GB of this GPU are free, of which the driver needs one; "
+            "lower it, or end what else runs there"
+        )
+    return budget
 
 
 def available_host_bytes() -> int:
-    """80% of what the kernel says is available, shared by torchrun's processes on this machine."""
-    available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    return int(0.8 * 1024 * int(available[1])) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """80% of what this machine, and the container we are in, have left, shared by torchrun's processes here."""
+    left = [1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1])]
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # no container, or one without a limit, which reads "max"
+        cached = int(re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)[1])
+        used = int((group / "memory.current").read_text()) - cached
+        left.append(int((group / "memory.max").read_text()) - used)
+    return int(0.8 * min(left)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def cap_gpu_memory(num_bytes: int, device: torch.device) -> None:
-    """Make `num_bytes` the hard limit of this process's GPU allocator, everything reserved included.
-
-    Raises:
-        ValueError: more than the GPU has.
-    """
+    """Make `num_bytes` the hard limit of this process's GPU allocator, everything reserved included."""
     total = torch.cuda.get_device_properties(device).total_memory
-    if num_bytes > total:
-        raise ValueError(
-            f"memory_budget {num_bytes / 2**30:.1f} GB is more than this GPU's {total / 2**30:.1f} GB; lower it"
-        )
     torch.cuda.set_per_process_memory_fraction(num_bytes / total, device)

@@ -26,12 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from training.memory import PinnedArena
+from training.memory import SLOT_ALIGNMENT, PinnedArena
 
 PIECE_ELEMENTS = 2**23  # copies of 32 MiB run at the link's full rate
 NUM_SLOTS = 3  # one piece arrives, one is updated, one leaves
 LEAVING_BYTES = 2**28  # of gradients on their way to the host: a block's, so that the next block's need not wait
-_HOST_ALIGNMENT = 512  # of the arena's tensors
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def optimizer_bytes(
         gpu_gradients=gradient * sum(on_gpu),
         gpu_buffers=(4 + slots) * _piece_elements(numels),
         leaving_gradients=gradient * sum(on_host),
-        host=sum(-(-size // _HOST_ALIGNMENT) * _HOST_ALIGNMENT for size in host_sizes),
+        host=sum(-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for size in host_sizes),
     )
 
 

@@ -86,8 +86,9 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
         if largest == 0:
             state = step.optimizer(Choices(())).gpu_state
             raise ValueError(
-                f"the model does not fit into {budgets} at any context: its parameters take "
-                f"{gib(step.parameter_bytes)} of the GPU, its optimizer's state {gib(state)} of either"
+                f"the model does not fit into {budgets} at {_CONTEXT_MULTIPLE} tokens of context and batch_size "
+                f"{step.batch_size}: its parameters take {gib(step.parameter_bytes)} of the GPU, its optimizer's state "
+                f"{gib(state)} of either"
             )
         raise ValueError(
             f"context_length {step.context_length} does not fit into {budgets}; the largest that does is {largest}"

@@ -7,6 +7,7 @@ allocator the rest of the change, and of the peak, is booked on the part of the 
 """
 
 import gc
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -357,9 +358,18 @@ class Bench:
 
 
 def thin(choices: Choices, layers: int) -> Choices:
-    """The same of fewer layers, taken evenly, with their share of the optimizer's state."""
+    """The same of fewer layers, taken evenly, with their share of the optimizer's state.
+
+    As in a plan, no two layers in a row have their inputs recomputed, and the first ones do.
+    """
     every, state = len(choices.placements), choices.gpu_state_bytes
-    placements = tuple(choices.placements[i * every // layers] for i in range(layers))
+    taken = [choices.placements[i * every // layers] for i in range(layers)]
+    recomputed = [placement for placement in taken if placement.input == "recompute"]
+    others = [placement for placement in taken if placement.input != "recompute"]
+    while len(recomputed) > len(others):
+        others.append(replace(recomputed.pop(), input="host"))
+    pairs = itertools.zip_longest(others, recomputed)
+    placements = tuple(placement for pair in pairs for placement in pair if placement is not None)
     return replace(choices, placements=placements, gpu_state_bytes=state * layers / every)
 
 

@@ -4,6 +4,7 @@ import math
 import os
 import weakref
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -147,7 +148,11 @@ CASES = {
     "checkpointing": (131_072, [Placement()] * 6, None, False, {}),
     "whole": (16_384, [WHOLE] * 6, None, False, {}),
     "some whole": (65_536, [GPU] * 3 + [WHOLE] * 3, 8192, False, {}),
+    "whole first": (131_072, [WHOLE] * 3 + [Placement()] * 3, None, False, {}),
+    "host, then whole": (131_072, [ON_HOST] * 3 + [WHOLE] * 3, 8192, False, {}),
+    "tiled": (131_072, [Placement()] * 6, 8192, False, {}),
     "attention kept": (131_072, [GPU] * 6, 8192, False, {}),
+    "groups, long": (1_048_576, [GPU] * 6, 8192, True, {}),
     "groups, attention again": (65_536, [Placement()] * 6, 8192, True, {}),
     "host, then GPU": (131_072, [ON_HOST] * 4 + [GPU] * 2, 8192, True, {}),
     "all on the host": (131_072, [ON_HOST] * 6, 8192, True, {"gpu_state_bytes": 0}),
@@ -243,6 +248,11 @@ def test_fewer_layers():
     assert [p.input for p in choices.placements] == ["host"] * 4 + ["gpu"] * 2
     assert choices.gpu_state_bytes == 6e9 and choices.mlp_tile_size == 8192
     assert thin(Choices(placements), 6).gpu_state_bytes == math.inf
+    pairs = (Placement("host"), Placement("recompute")) * 9 + (Placement(),) * 18
+    for layers in range(1, 37):
+        inputs = [p.input for p in thin(Choices(pairs), layers).placements]
+        assert len(inputs) == layers and inputs[0] != "recompute"
+        assert all((before, after) != ("recompute", "recompute") for before, after in pairwise(inputs))
     whole, part = step_of("4B", 1024), step_of("4B", 1024, num_hidden_layers=6)
     stages = [MeasuredStage(stage.name, stage.categories, 0, 1.0) for stage in part.stages(choices)]
     seconds = extrapolate(Measurement(stages, 0, 0, 0), part, whole)
