@@ -509,5 +509,6 @@ def measured_peak(config, tokens, choices):
 
 if __name__ == "__main__":
     with join_world("cpu") as world:
+        assert world.broadcast(Placement("host", ("gpu", "recompute")[world.rank])) == Placement("host", "gpu")
         compare_sharded(world)
         gc.collect()  # models in cycles would keep the process group beyond its end, which at times aborts
