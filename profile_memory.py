@@ -12,7 +12,6 @@ Memory sizes are in GiB, 2**30 bytes; "24GB" on the command line means that too.
 
 import bisect
 import dataclasses
-import functools
 import gc
 import json
 import math
@@ -44,7 +43,7 @@ from training.memory import (
     parse_bytes,
 )
 from training.optimizer import MasterAdamW
-from training.planner import LEAST_HEADROOM, Plan, describe_budgets, find_max_context, make_plan
+from training.planner import LEAST_HEADROOM, Plan, describe_budgets, find_max_context, has_plan, make_plan
 from training.profiler import (
     CATEGORIES,
     GIB,
@@ -184,12 +183,15 @@ def choose_machine(flags: Namespace, memory_budget: str | None, world: World) ->
     return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend), model)
 
 
-def step_of(flags: Namespace, model: ModelConfig) -> Step:
-    """The step that is profiled, of a model on the meta device."""
+def step_of(model: ModelConfig, *lengths: int) -> Step:
+    """A step of a model on the meta device, one document a sequence; `lengths` as `Step` takes them."""
     with torch.device("meta"):
         parameters = list(Transformer(model).to(torch.bfloat16).parameters())
-    lengths = flags.context_length or CONTEXT_LENGTH, flags.batch_size, flags.gradient_accumulation_steps
     return Step(model, parameters, *lengths, packed=False)
+
+
+def lengths(flags: Namespace) -> tuple[int, int, int]:
+    return flags.context_length or CONTEXT_LENGTH, flags.batch_size, flags.gradient_accumulation_steps
 
 
 def build_bench(step: Step, choices: Choices, world: World) -> Bench:
@@ -206,20 +208,20 @@ def build_bench(step: Step, choices: Choices, world: World) -> Bench:
 
 def profile(flags: Namespace, machine: Machine, world: World) -> dict:
     """Print the plan, the table and what stands out of it; what --json writes."""
-    step, limits = step_of(flags, machine.model), (machine.gpu_bytes, machine.host_bytes, machine.rates)
+    step, limits = step_of(machine.model, *lengths(flags)), (machine.gpu_bytes, machine.host_bytes, machine.rates)
     if flags.gradient_checkpointing is None:
         plan = make_plan(step, *limits)
         print(f"plan for {machine.budgets}:")
     else:
         placement = Placement() if flags.gradient_checkpointing else WHOLE
-        plan = Plan(step, Choices((placement,) * step.layers), *limits)
+        plan = Plan(step, Choices((placement,) * step.layers, loss_impl=machine.model.loss_impl), *limits)
         print(f"gradient checkpointing {'on' if flags.gradient_checkpointing else 'off'}, nothing planned:")
         if plan.peak.bytes * LEAST_HEADROOM > machine.gpu_bytes:
             print(f"does not fit into {gib(machine.gpu_bytes)}")
     print(f"{plan}\n")
     shown, choices = step, plan.choices
     if flags.num_layers is not None:
-        shown = step_of(flags, dataclasses.replace(machine.model, num_hidden_layers=flags.num_layers))
+        shown = step_of(dataclasses.replace(machine.model, num_hidden_layers=flags.num_layers), *lengths(flags))
         choices = thin(choices, flags.num_layers)
         print(f"below, {flags.num_layers} of the {step.layers} layers:")
     stages = list(shown.stages(choices))
@@ -292,7 +294,7 @@ def print_summary(summary: dict, predicted: dict[str, int], measured: Measuremen
 
 def report_max_context(flags: Namespace, machine: Machine, world: World) -> dict:
     """Print the longest context that should fit and its plan; with --measure, the longest that does."""
-    step = step_of(flags, machine.model)
+    step = step_of(machine.model, *lengths(flags))
     budgets = machine.gpu_bytes, machine.host_bytes
     predicted = find_max_context(step, *budgets)
     plan = make_plan(step.at(predicted or step.context_length), *budgets, machine.rates)  # where none fits, says why
@@ -338,22 +340,25 @@ def make_probe(
 # With and without
 
 
+def compared_choices(layers: int) -> dict[str, Choices]:
+    """With and without checkpointing and the chunked loss, by name."""
+    return {
+        f"{name}, {loss_impl} loss": Choices((placement,) * layers, loss_impl=loss_impl)
+        for name, placement in (("no checkpointing", WHOLE), ("checkpointing", Placement()))
+        for loss_impl in ("standard", "chunked")
+    }
+
+
 def compare(flags: Namespace, machine: Machine, world: World) -> dict:
     """Print what each way takes at each context, and the smallest GPU on which each context fits at all."""
-    step, budget = step_of(flags, machine.model), flags.memory_budget
+    step, budget = step_of(machine.model, *lengths(flags)), flags.memory_budget
     if budget is None:
         budget = COMPARED_BUDGET if parse_bytes(COMPARED_BUDGET) <= machine.gpu_bytes else "auto"
     planned_bytes = machine.gpu_bytes if budget == "auto" else parse_bytes(budget)
     if planned_bytes > machine.gpu_bytes:
         raise ValueError(f"memory_budget {budget} is more than the {gib(machine.gpu_bytes)} that can be used; lower it")
-    whole, checkpointed = (WHOLE,) * step.layers, (Placement(),) * step.layers
-    ways = {
-        "no checkpointing, standard loss": (Choices(whole, loss_impl="standard"), machine.gpu_bytes),
-        "no checkpointing, chunked loss": (Choices(whole, loss_impl="chunked"), machine.gpu_bytes),
-        "checkpointing, standard loss": (Choices(checkpointed, loss_impl="standard"), machine.gpu_bytes),
-        "checkpointing, chunked loss": (Choices(checkpointed, loss_impl="chunked"), machine.gpu_bytes),
-        f"planned for {budget}": (None, planned_bytes),
-    }
+    ways = {name: (choices, machine.gpu_bytes) for name, choices in compared_choices(step.layers).items()}
+    ways[f"planned for {budget}"] = None, planned_bytes
     columns = ["tokens", "logits", "peak", "pinned", "seconds", *(["measured", "seconds"] if flags.measure else [])]
     print(f"{'predicted, GiB':<33}" + "".join(f"{name:>10}" for name in columns))
     rows, benches = [], {}
@@ -368,7 +373,7 @@ def compare(flags: Namespace, machine: Machine, world: World) -> dict:
                 plan = None
             if plan is not None:
                 row |= {"peak": plan.peak.bytes, "host": plan.host_bytes, "predicted_seconds": plan.seconds}
-                fits = plan.peak.bytes * LEAST_HEADROOM <= min(gpu_bytes, machine.gpu_bytes)
+                fits = plan.peak.bytes * LEAST_HEADROOM <= gpu_bytes
                 if flags.measure and fits and plan.seconds < LONGEST_COMPARED_SECONDS:
                     cap_gpu_memory(int(gpu_bytes), world.device)
                     row |= measure_compared(at, plan.choices, benches, world)
@@ -408,16 +413,11 @@ def print_compared(row: dict) -> None:
 
 def smallest_gpus(step: Step, host_bytes: float) -> dict[int, float]:
     """GiB, a multiple of a half, in which each of the compared contexts fits; infinite where the host is too small."""
-
-    @functools.cache
-    def longest(halves: int) -> int:
-        return find_max_context(step, halves * GIB / 2, host_bytes)
-
-    start, stop = 1, 2 * LARGEST_GPU_GIB
+    halves = range(2 * LARGEST_GPU_GIB)
     found = {}
-    for context_length in COMPARED_CONTEXTS:
-        start = bisect.bisect_left(range(stop), context_length, start, key=longest)
-        found[context_length] = start / 2 if start < stop else math.inf
+    for at in map(step.at, COMPARED_CONTEXTS):
+        fitting = bisect.bisect_left(halves, True, key=lambda n, at=at: has_plan(at, n * GIB / 2, host_bytes))
+        found[at.context_length] = fitting / 2 if fitting < len(halves) else math.inf
     return found
 
 

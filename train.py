@@ -28,9 +28,7 @@ from training.data import Batch, PackedLoader, validation_batches
 from training.distributed import World, initialize, join_world, shard_model
 from training.memory import (
     WHOLE,
-    PinnedArena,
     Placement,
-    apply_placement,
     available_host_bytes,
     cap_gpu_memory,
     gpu_budget,
@@ -38,7 +36,7 @@ from training.memory import (
 )
 from training.metrics import MetricsFile, peak_flops, peak_memory_gib
 from training.optimizer import MasterAdamW, warmup_cosine
-from training.planner import Plan, make_plan
+from training.planner import Plan, make_plan, place
 from training.profiler import format_table
 
 logger = logging.getLogger("train")
@@ -166,17 +164,11 @@ def build_model(config: TrainConfig, model_config: ModelConfig, world: World) ->
     elif world.device.type == "cuda":
         model.to(torch.bfloat16)
     plan = plan_memory(config, model, world)
-    choices = plan.choices
     model.to_empty(device=world.device)
     initialize(model, model.initialize_parameter, config.seed)
     for block in model.layers if config.compile else ():
         block.forward = torch.compile(block.forward)
-    model.config = dataclasses.replace(model_config, loss_impl=choices.loss_impl)
-    apply_placement(
-        model.layers, choices.placements,
-        mlp_tile_size=choices.mlp_tile_size, attention_by_groups=choices.attention_by_groups,
-        arena=PinnedArena(plan.arena_bytes, world.device) if plan.arena_bytes else None,
-    )  # fmt: skip
+    place(model, plan.choices, plan.arena_bytes)
     return model, plan
 
 
@@ -203,15 +195,15 @@ def plan_memory(config: TrainConfig, model: Transformer, world: World) -> Plan:
 
 def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device) -> str:
     """What the step was predicted to take, and a plan that should fit; takes no GPU memory."""
-    if config.memory_budget is None:
-        budgets = gpu_budget("auto", device), available_host_bytes()
-        advice = "--gradient_checkpointing and --compile dropped make such a plan; its seconds are an H200's"
-    else:
-        budgets = 0.9 * plan.gpu_budget, plan.host_budget
-        advice = f"--memory_budget {budgets[0] / 2**30:.1f}GB makes such a plan"
     try:
+        if config.memory_budget is None:
+            budgets = gpu_budget("auto", device), available_host_bytes()
+            advice = "--gradient_checkpointing and --compile dropped make such a plan; its seconds are an H200's"
+        else:
+            budgets = 0.9 * plan.gpu_budget, plan.host_budget
+            advice = f"--memory_budget {budgets[0] / 2**30:.1f}GB makes such a plan"
         fitting = f"predicted to fit into {gib(budgets[0])}; {advice}:\n{make_plan(plan.step, *budgets, plan.rates)}"
-    except ValueError as error:  # names the largest context
+    except ValueError as error:  # names the largest context, or what is free
         fitting = str(error)
     table = format_table(list(plan.step.stages(plan.choices)))
     return f"predicted for the step as it was placed:\n{table}\n{fitting}"

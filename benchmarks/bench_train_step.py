@@ -77,7 +77,7 @@ def standard_library(model_size: str, length: int) -> torch.Tensor:
 def measure(setting: str, arguments: argparse.Namespace, ids: torch.Tensor, world: World) -> dict:
     """Of the last step: seconds, tokens/s, MFU, peaks, host memory; what was planned; the loss of each step.
 
-    Of steps that run out of memory: empty.
+    Seconds are NaN where memory runs out.
     """
     on_gpu, plan = world.device.type == "cuda", None
     config = choose_model(TrainConfig(model_size=arguments.model_size), world.device)
@@ -126,7 +126,7 @@ def our_step(setting: str, arguments: argparse.Namespace, world: World) -> tuple
         memory_budget=None if placement == "checkpointing" else placement,
         host_budget=None if placement == "checkpointing" else arguments.host_budget,
     )
-    resolve_memory_budget(settings, world.device)  # refuses a budget on a CPU
+    settings.memory_budget = resolve_memory_budget(settings, world.device)  # refuses one on a CPU
     configure_machine(settings, world)
     model, plan = build_model(settings, choose_model(settings, world.device), world)
     optimizer = MasterAdamW(model.named_parameters(), accumulate=False, gpu_state_bytes=plan.choices.gpu_state_bytes)

@@ -15,20 +15,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from model import MODEL_SIZES, Transformer
-from training.cost_model import Choices, Step
+from model import MODEL_SIZES
+from profile_memory import COMPARED_BUDGET, COMPARED_CONTEXTS, compared_choices, step_of
+from training.cost_model import Step
 from training.gpus import GPUS, scale_rates
-from training.memory import DRIVER_BYTES, WHOLE, Placement
+from training.memory import DRIVER_BYTES, parse_bytes
 from training.planner import find_max_context, make_plan
 
 ROOT = Path(__file__).parents[1]
 REPORT, RESULTS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results"
 GIB = 2**30
-CONTEXTS = (32_768, 65_536, 131_072, 262_144)
 HOSTS = (64 * GIB, 110 * GIB, math.inf)  # bytes to pin
-CONSUMER_BUDGET, CONSUMER_HOST = 24 * GIB, 110 * GIB
 PEER = "peer"
 
 
@@ -59,7 +56,7 @@ def step_results() -> dict[tuple[int, str], dict]:
     """Of each run of benchmarks.bench_train_step with the 4B: by context and setting."""
     runs = [json.loads(line) for path in sorted(RESULTS.glob("train_step_*.jsonl")) for line in path.open()]
     return {
-        (run["context_length"], setting): {**result, "steps": run["steps"]}
+        (run["context_length"], setting): result
         for run in runs
         if run["model_size"] == "4B"
         for setting, result in run["results"].items()
@@ -116,18 +113,15 @@ def longest_measured() -> list[list[str]]:
 # Predicted
 
 
-def step_of(context_length: int, backend: str = "cudnn") -> Step:
-    config = replace(MODEL_SIZES["4B"], attention_backend=backend)
-    with torch.device("meta"):
-        parameters = list(Transformer(config).to(torch.bfloat16).parameters())
-    return Step(config, parameters, context_length, packed=False)
+def step_of_4b(context_length: int, backend: str = "cudnn") -> Step:
+    return step_of(replace(MODEL_SIZES["4B"], attention_backend=backend), context_length)
 
 
 def long_contexts() -> list[list[str]]:
     """Plans of contexts whose step takes longer than anybody has measured."""
     rows = [["context", "cap GiB", "peak GiB", "pinned host GiB", "s a step", "layer inputs", "attention outputs"]]
     for context, budget in ((524_288, 80), (1_048_576, 139)):
-        plan = make_plan(step_of(context), budget * GIB, CONSUMER_HOST)
+        plan = make_plan(step_of_4b(context), budget * GIB, HOSTS[1])
         places = [
             ", ".join(
                 f"{count} {place}"
@@ -143,20 +137,14 @@ def long_contexts() -> list[list[str]]:
 
 
 def scenarios() -> list[list[str]]:
-    rows = [["tokens", "logits, bf16", "all kept, standard loss", "all kept, chunked loss",
-             "checkpointing, standard loss", "checkpointing, chunked loss",
-             "planned for 24 GiB: GPU", "pinned host", "s a step"]]  # fmt: skip
-    ways = [
-        Choices((placement,) * MODEL_SIZES["4B"].num_hidden_layers, loss_impl=loss_impl)
-        for placement in (WHOLE, Placement())
-        for loss_impl in ("standard", "chunked")
-    ]
-    for context in CONTEXTS:
-        step = step_of(context)
-        peaks = [f"{step.peak(choices).bytes / GIB:.1f}" for choices in ways]
+    ways = compared_choices(MODEL_SIZES["4B"].num_hidden_layers)
+    rows = [["tokens", "logits, bf16", *ways, "planned for 24 GiB: GPU", "pinned host", "s a step"]]
+    for context in COMPARED_CONTEXTS:
+        step = step_of_4b(context)
+        peaks = [f"{step.peak(choices).bytes / GIB:.1f}" for choices in ways.values()]
         logits = f"{step.config.projected_logits_bytes(context) / GIB:.2f}"
         try:
-            plan = make_plan(step, CONSUMER_BUDGET, CONSUMER_HOST)
+            plan = make_plan(step, parse_bytes(COMPARED_BUDGET), HOSTS[1])
             planned = [f"{plan.peak.bytes / GIB:.1f}", f"{plan.host_bytes / GIB:.1f}", f"{plan.seconds:.1f}"]
         except ValueError:
             planned = ["does not fit", "-", "-"]
@@ -169,7 +157,7 @@ def hardware() -> list[list[str]]:
     rows = [["GPU", "usable GiB", *(f"longest context {host}" for host in hosts), "131,072 tokens: s a step"]]
     for name in ("RTX4090", "A100-40GB", "L40S", "A100-80GB", "H100", "H200", "B200"):
         gpu = GPUS[name]
-        step, usable = step_of(131_072, gpu.attention_backend), gpu.memory_bytes - DRIVER_BYTES
+        step, usable = step_of_4b(131_072, gpu.attention_backend), gpu.memory_bytes - DRIVER_BYTES
         longest = [f"{find_max_context(step, usable, host):,}" for host in HOSTS]
         try:
             seconds = f"{make_plan(step, usable, HOSTS[1], scale_rates(gpu, gpu.attention_backend)).seconds:.0f}"

@@ -40,7 +40,7 @@ H200 = Rates()
 
 
 def measure_rates(config, device: torch.device) -> Rates:
-    """The rates of this GPU at the model's shapes, in about two seconds and, for the 4B, 1.2 GiB; on a CPU, an H200's.
+    """The rates of this GPU at the model's shapes; for the 4B it takes 1.2 GiB meanwhile. On a CPU, an H200's.
 
     Args:
         config: as of `Step`.

@@ -1,12 +1,13 @@
 """The fastest placement of activations and optimizer state that fits: a search over what the cost model predicts."""
 
+import bisect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from training.cost_model import H200, Choices, Rates, Stage, Step, gib
-from training.memory import Placement
+from training.memory import PinnedArena, Placement, apply_placement
 
 # Budget over predicted peak. What the allocator cannot use of the blocks that it has free, and what the cost model
 # leaves out; and where the context does not fit with that, what is left if expandable segments give back their pages at
@@ -97,34 +98,54 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
     return Plan(step, fastest, gpu_bytes, host_bytes, rates)
 
 
+def place(model, choices: Choices, arena_bytes: int) -> None:
+    """Have a model.Transformer, on its device, keep for backward what `choices` say.
+
+    Args:
+        arena_bytes: of pinned memory for what they place on the host.
+
+    Raises:
+        ValueError: as `PinnedArena`.
+    """
+    device = model.embed_tokens.weight.device
+    if model.config.loss_impl == "auto":
+        model.config = replace(model.config, loss_impl=choices.loss_impl)
+    apply_placement(
+        model.layers, choices.placements,
+        mlp_tile_size=choices.mlp_tile_size, attention_by_groups=choices.attention_by_groups,
+        arena=PinnedArena(arena_bytes, device) if arena_bytes else None,
+    )  # fmt: skip
+
+
 def describe_budgets(gpu_bytes: float, host_bytes: float) -> str:
     """Both, as people read them."""
     host = "any amount" if math.isinf(host_bytes) else gib(host_bytes)
     return f"{gib(gpu_bytes)} of GPU and {host} of host memory"
 
 
+def has_plan(step: Step, gpu_bytes: float, host_bytes: float) -> bool:
+    """Whether any plan fits into both budgets."""
+    return any(
+        _fits(step, _placed(base, inputs), gpu_bytes / LEAST_HEADROOM, host_bytes)
+        for base in _layouts(step)
+        if base.attention_by_groups  # which takes the least, as recomputing half of the inputs does
+        for recomputed in (0, step.layers // 2)
+        for inputs in _input_places(step.layers, recomputed)
+    )
+
+
 def find_max_context(step: Step, gpu_bytes: float, host_bytes: float) -> int:
     """The longest context for which a plan exists, a multiple of 1024 tokens; 0 if there is none."""
-    gpu_bytes /= LEAST_HEADROOM
 
     def fits(multiple: int) -> bool:
-        longer = step.at(multiple * _CONTEXT_MULTIPLE)
-        return any(
-            _fits(longer, _placed(base, inputs), gpu_bytes, host_bytes)
-            for base in _layouts(longer)
-            if base.attention_by_groups  # which takes the least, as recomputing half of the inputs does
-            for recomputed in (0, step.layers // 2)
-            for inputs in _input_places(step.layers, recomputed)
-        )
+        return has_plan(step.at(multiple * _CONTEXT_MULTIPLE), gpu_bytes, host_bytes)
 
     too_long = 1
     while fits(too_long):
         too_long *= 2
-    fitting = too_long // 2
-    while too_long - fitting > 1:
-        middle = (fitting + too_long) // 2
-        fitting, too_long = (middle, too_long) if fits(middle) else (fitting, middle)
-    return fitting * _CONTEXT_MULTIPLE
+    # Half of that, or none of it, fits: the first that does not lies after it.
+    first = bisect.bisect_left(range(too_long), True, too_long // 2 + 1, key=lambda multiple: not fits(multiple))
+    return (first - 1) * _CONTEXT_MULTIPLE
 
 
 def _search(step: Step, gpu_bytes: float, host_bytes: float) -> list[Choices]:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from training.cost_model import Choices, Stage, Step
-from training.memory import PinnedArena, apply_placement
 from training.optimizer import MasterAdamW
+from training.planner import place
 
 GIB = 2**30
 CATEGORIES = ("parameters", "gradients", "optimizer", "layer inputs", "attention", "MLP", "loss", "workspace")
@@ -299,13 +299,7 @@ class Bench:
         counter = counter or CudaCounter(self.device)
         warm_up = step if step.context_length <= LONGEST_REPEATED else step.at(WARM_UP_TOKENS)
         arena_bytes = sum(one.arena_bytes(choices) for one in {step, warm_up})
-        arena = PinnedArena(arena_bytes, self.device) if arena_bytes else None
-        apply_placement(
-            self.model.layers, choices.placements,
-            mlp_tile_size=choices.mlp_tile_size, attention_by_groups=choices.attention_by_groups, arena=arena,
-        )  # fmt: skip
-        if self.config.loss_impl == "auto":
-            self.model.config = replace(self.config, loss_impl=choices.loss_impl)
+        place(self.model, choices, arena_bytes)
         self.model.rotary.tables(step.context_length, self.device)  # in time to count as workspace
         self._run(warm_up, self._random_ids(warm_up))
 

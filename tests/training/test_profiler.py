@@ -115,7 +115,7 @@ def run_dry(step, *all_choices):
                 counter.on_host = False
                 return slot
 
-        monkeypatch.setattr("training.profiler.PinnedArena", FakeArena)
+        monkeypatch.setattr("training.planner.PinnedArena", FakeArena)
         monkeypatch.setattr("training.optimizer.PinnedArena", FakeArena)
         torch.set_default_dtype(torch.bfloat16)  # fake parameters cannot be cast in place
         try:
