@@ -163,7 +163,7 @@ def choose_machine(flags: Namespace, memory_budget: str | None, world: World) ->
     if world.device.type == "cuda":
         model = dataclasses.replace(shape, attention_backend=choose_backend(flags.attention_backend, world.device))
         gpu_bytes = gpu_budget(memory_budget or "auto", world.device)
-        rates = measure_rates(model, world.device)
+        rates = measure_rates(model, world.device, lengths(flags)[0])
         torch.cuda.empty_cache()
         name = torch.cuda.get_device_name(world.device)
         host_bytes = available_host_bytes() if flags.host_budget is None else parse_bytes(flags.host_budget)

@@ -184,7 +184,8 @@ def plan_memory(config: TrainConfig, model: Transformer, world: World) -> Plan:
         return Plan(step, Choices((placement,) * step.layers, loss_impl=config.loss_impl))
     host_budget = parse_bytes(config.host_budget) if config.host_budget else available_host_bytes()
     budgets = world.min(gpu_budget(config.memory_budget, world.device), host_budget)
-    rates = Rates(*world.min(*dataclasses.astuple(measure_rates(model.config, world.device))))
+    rates = measure_rates(model.config, world.device, config.context_length)
+    rates = Rates(*world.min(*dataclasses.astuple(rates)))
     torch.cuda.empty_cache()  # what the measurements took
     plan = make_plan(step, *budgets, rates)
     plan = dataclasses.replace(plan, choices=world.broadcast(plan.choices))  # where shards differ, plans might

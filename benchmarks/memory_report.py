@@ -1,30 +1,28 @@
 """Write the tables of MEMORY_REPORT.md anew: `python -m benchmarks.memory_report`.
 
 Measured tables come from what was left in benchmarks/results/: train_step_*.jsonl, the last lines of
-benchmarks.bench_train_step, and profile_max_*.json, of profile_memory.py --find_max_context --measure --json. Predicted
-ones are computed here.
+benchmarks.bench_train_step, and what profile_memory.py wrote to --json: profile_step_*.json, profile_compare_*.json
+(--compare --measure) and profile_max_*.json (--find_max_context --measure). Predicted ones are computed here.
 A table stands between "<!-- name -->" and "<!-- end -->"; the text around it is written by hand.
 """
 
-import functools
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from model import MODEL_SIZES
+from model import MODEL_SIZES, ModelConfig
 from profile_memory import COMPARED_BUDGET, COMPARED_CONTEXTS, compared_choices, step_of
-from training.cost_model import Step
+from training.cost_model import Rates, Step
 from training.gpus import GPUS, scale_rates
 from training.memory import DRIVER_BYTES, parse_bytes
 from training.planner import find_max_context, make_plan
+from training.profiler import CATEGORIES, GIB
 
 ROOT = Path(__file__).parents[1]
 REPORT, RESULTS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results"
-GIB = 2**30
 HOSTS = (64 * GIB, 110 * GIB, math.inf)  # bytes to pin
 PEER = "peer"
 
@@ -51,35 +49,38 @@ def regenerate(report: str) -> str:
 # Measured
 
 
-@functools.cache
-def step_results() -> dict[tuple[int, str], dict]:
-    """Of each run of benchmarks.bench_train_step with the 4B: by context and setting."""
-    runs = [json.loads(line) for path in sorted(RESULTS.glob("train_step_*.jsonl")) for line in path.open()]
-    return {
-        (run["context_length"], setting): result
-        for run in runs
-        if run["model_size"] == "4B"
-        for setting, result in run["results"].items()
-    }
+def results(pattern: str) -> list[dict]:
+    """Of each line of the files of that name, in the order of the names."""
+    return [json.loads(line) for path in sorted(RESULTS.glob(pattern)) for line in path.open()]
+
+
+def step_runs() -> list[dict]:
+    """What benchmarks.bench_train_step left of the 4B."""
+    return [run for run in results("train_step_*.jsonl") if run["model_size"] == "4B"]
+
+
+def differing(predicted: float, measured: float) -> str:
+    return f"{predicted:.2f} ({predicted / measured - 1:+.1%})"
 
 
 def budgets() -> list[list[str]]:
-    rows = [["context", "cap", "peak GiB, predicted", "measured", "reserved", "s a step, predicted", "measured",
-             "÷ uncapped", "MFU", "host GiB"]]  # fmt: skip
-    results = step_results()
-    for (context, setting), result in sorted(results.items()):
-        if setting == PEER or "+" in setting:
-            continue
-        uncapped = results.get((context, "auto"))
-        ratio = f"{result['seconds'] / uncapped['seconds']:.2f}" if uncapped else "-"
-        peak, predicted = result["peak_gib"], result["predicted_gib"]
-        rows.append([
-            f"{context:,}", "none" if setting == "auto" else setting.replace("GB", " GiB"),
-            f"{predicted:.2f} ({predicted / peak - 1:+.1%})", f"{peak:.2f}", f"{result['reserved_gib']:.2f}",
-            f"{result['predicted_seconds']:.1f}", f"{result['seconds']:.1f}", ratio, f"{result['mfu']:.1%}",
-            f"{result['host_gib']:.1f}",
-        ])  # fmt: skip
-    return rows
+    rows = {}
+    for run in step_runs():
+        gpu, context = run["gpu"].split()[1], run["context_length"]
+        for setting, result in run["results"].items():
+            if setting == PEER or "+" in setting:
+                continue
+            uncapped = run["results"].get("auto")
+            rows[gpu, context, setting] = [  # the last run's
+                gpu, f"{context:,}", "none" if setting == "auto" else setting.replace("GB", " GiB"),
+                differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
+                f"{result['reserved_gib']:.2f}", f"{result['predicted_seconds']:.1f}", f"{result['seconds']:.1f}",
+                f"{result['seconds'] / uncapped['seconds']:.2f}" if uncapped else "-", f"{result['mfu']:.1%}",
+                f"{result['host_gib']:.1f}",
+            ]  # fmt: skip
+    header = ["GPU", "context", "cap", "peak GiB, predicted", "measured", "reserved", "s a step, predicted", "measured",
+              "÷ uncapped", "MFU", "host GiB"]  # fmt: skip
+    return [header, *(rows[key] for key in sorted(rows))]
 
 
 def against_the_peer() -> list[list[str]]:
@@ -88,20 +89,19 @@ def against_the_peer() -> list[list[str]]:
         PEER: "transformers 5 + Liger 0.8.5, gradient checkpointing",
     }  # fmt: skip
     rows = [["131,072 tokens", "s a step", "÷ transformers + Liger", "tokens/s", "MFU", "peak GiB"]]
-    peer = step_results()[131_072, PEER]["seconds"]
+    [run] = [run["results"] for run in step_runs() if PEER in run["results"]]
     for setting, name in names.items():
-        result = step_results()[131_072, setting]
+        result = run[setting]
         rows.append([
-            name, f"{result['seconds']:.2f}", f"{result['seconds'] / peer:.3f}", f"{result['tokens_per_second']:,.0f}",
-            f"{result['mfu']:.1%}", f"{result['peak_gib']:.1f}",
+            name, f"{result['seconds']:.2f}", f"{result['seconds'] / run[PEER]['seconds']:.3f}",
+            f"{result['tokens_per_second']:,.0f}", f"{result['mfu']:.1%}", f"{result['peak_gib']:.1f}",
         ])  # fmt: skip
     return rows
 
 
 def longest_measured() -> list[list[str]]:
     rows = [["model, budgets", "predicted", "measured", "measured ÷ predicted"]]
-    for path in sorted(RESULTS.glob("profile_max_*.json")):
-        result = json.loads(path.read_text())
+    for result in results("profile_max_*.json"):
         settings = result["settings"]
         rows.append([
             f"{settings['model_size']}, {settings['memory_budget']} and {settings['host_budget']} of the host",
@@ -110,30 +110,63 @@ def longest_measured() -> list[list[str]]:
     return rows
 
 
+def some_layers() -> list[list[str]]:
+    """Steps measured with some of their layers, and what follows for all."""
+    rows = [["context", "cap", "layers", "their peak GiB, predicted", "measured", "their s, predicted", "measured",
+             "all 36: peak GiB, predicted", "pinned host GiB", "s a step, predicted", "extrapolated"]]  # fmt: skip
+    for result in results("profile_step_*.json"):
+        settings, environment, summary = result["settings"], result["environment"], result["summary"]
+        if settings["num_layers"] is None:
+            continue
+        budgets = environment["gpu_bytes"], environment["host_bytes"], Rates(**environment["rates"])
+        whole = make_plan(step_of(ModelConfig(**environment["model"]), settings["context_length"]), *budgets)
+        rows.append([
+            f"{settings['context_length']:,}", settings["memory_budget"].replace("GB", " GiB"),
+            str(settings["num_layers"]), differing(summary["predicted_peak"] / GIB, summary["measured_peak"] / GIB),
+            f"{summary['measured_peak'] / GIB:.2f}", f"{summary['predicted_seconds']:.1f}",
+            f"{summary['measured_seconds']:.1f}", f"{whole.peak.bytes / GIB:.1f}", f"{whole.host_bytes / GIB:.1f}",
+            f"{summary['predicted_seconds_of_all_layers']:,.0f}", f"{summary['extrapolated_seconds']:,.0f}",
+        ])  # fmt: skip
+    return [rows[0], *reversed(rows[1:])]  # the names put 1,048,576 before 524,288
+
+
+def stages() -> list[list[str]]:
+    """Some stages of a step that was measured whole."""
+    [result] = [result for result in results("profile_step_*.json") if result["settings"]["num_layers"] is None]
+    last = result["environment"]["model"]["num_hidden_layers"] - 1
+    backward = (f"backward of layer {n}, {part}" for n in (last, 0) for part in ("MLP", "attention"))
+    shown = {"forward of layer 0", f"forward of layer {last}", "loss", *backward, "update"}
+    rows = [["stage", "predicted", "measured", "fragmented", "s", *CATEGORIES]]
+    for predicted, measured in zip(result["predicted"], result["measured"]):
+        if measured["name"] in shown:
+            sizes = measured["categories"]
+            peak = sum(sizes.values())
+            rows.append([
+                measured["name"], differing(sum(predicted["categories"].values()) / GIB, peak / GIB),
+                f"{peak / GIB:.2f}", f"{(measured['reserved'] - peak) / GIB:.2f}", f"{measured['seconds']:.2f}",
+                *(f"{sizes[category] / GIB:.2f}" for category in CATEGORIES),
+            ])  # fmt: skip
+    return rows
+
+
+def compared() -> list[list[str]]:
+    rows = [["", "tokens", "peak GiB, predicted", "measured", "s a step, predicted", "measured"]]
+    for result in results("profile_compare_*.json"):
+        for row in result["compared"]:
+            if "measured_peak" in row:
+                peak = row["measured_peak"] / GIB
+                rows.append([
+                    row["way"], f"{row['context_length']:,}", differing(row["peak"] / GIB, peak), f"{peak:.2f}",
+                    f"{row['predicted_seconds']:.1f}", f"{row['measured_seconds']:.1f}",
+                ])  # fmt: skip
+    return rows
+
+
 # Predicted
 
 
 def step_of_4b(context_length: int, backend: str = "cudnn") -> Step:
     return step_of(replace(MODEL_SIZES["4B"], attention_backend=backend), context_length)
-
-
-def long_contexts() -> list[list[str]]:
-    """Plans of contexts whose step takes longer than anybody has measured."""
-    rows = [["context", "cap GiB", "peak GiB", "pinned host GiB", "s a step", "layer inputs", "attention outputs"]]
-    for context, budget in ((524_288, 80), (1_048_576, 139)):
-        plan = make_plan(step_of_4b(context), budget * GIB, HOSTS[1])
-        places = [
-            ", ".join(
-                f"{count} {place}"
-                for place, count in Counter(getattr(p, name) for p in plan.choices.placements).items()
-            )
-            for name in ("input", "attention")
-        ]
-        sizes = plan.peak.bytes, plan.host_bytes
-        rows.append(
-            [f"{context:,}", str(budget), *(f"{size / GIB:.1f}" for size in sizes), f"{plan.seconds:.0f}", *places]
-        )
-    return rows
 
 
 def scenarios() -> list[list[str]]:
@@ -168,7 +201,8 @@ def hardware() -> list[list[str]]:
 
 
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
-    table.__name__: table for table in (budgets, against_the_peer, longest_measured, long_contexts, scenarios, hardware)
+    table.__name__: table
+    for table in (budgets, against_the_peer, longest_measured, some_layers, stages, compared, scenarios, hardware)
 }
 
 

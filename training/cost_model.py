@@ -39,15 +39,16 @@ class Rates:
 H200 = Rates()
 
 
-def measure_rates(config, device: torch.device) -> Rates:
-    """The rates of this GPU at the model's shapes; for the 4B it takes 1.2 GiB meanwhile. On a CPU, an H200's.
+def measure_rates(config, device: torch.device, context_length: int) -> Rates:
+    """The rates of this GPU at the model's shapes; for the 4B it takes 1.2 to 5 GiB meanwhile. On a CPU, an H200's.
 
     Args:
         config: as of `Step`.
+        context_length: tokens.
     """
     if device.type != "cuda":
         return H200
-    matrix, attention = _matrix_rate(config, device), _attention_rates(config, device)
+    matrix, attention = _matrix_rate(config, device), _attention_rates(config, device, context_length)
     return Rates(matrix, *attention, *_copy_rates(device))
 
 
@@ -59,9 +60,12 @@ def _matrix_rate(config, device: torch.device) -> float:
     return 2 * len(x) * weight.numel() / _seconds(lambda: x @ weight)
 
 
-def _attention_rates(config, device: torch.device) -> tuple[float, float]:
-    """Forward and backward."""
-    T, H, G, K = 16_384, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+def _attention_rates(config, device: torch.device, context_length: int) -> tuple[float, float]:
+    """Forward and backward. Past 131,072 tokens, where both get slower, of one key/value head at the length itself."""
+    T, G, K = 16_384, config.num_key_value_heads, config.head_dim
+    if context_length > 131_072:
+        T, G = min(context_length, 524_288), 1
+    H = G * (config.num_attention_heads // config.num_key_value_heads)
     q, k, v = (torch.randn(1, T, heads, K, device=device, dtype=torch.bfloat16) for heads in (H, G, G))
     ops, backend, flops = torch.ops.fathom, config.attention_backend, 4 * H * K * (T * (T + 1) // 2)
     out, lse = ops.attention_forward(q, k, v, None, backend)
@@ -272,9 +276,13 @@ class Step:
                 sizes = {**sizes, "gradients": gradients}
                 yield stage(f"backward of layer {layer}, {part}", layer, fetched, ready, sizes)
         gradients = tied + self.head + min(LEAVING_BYTES, optimizer.leaving_gradients)  # the head's as it is made
-        embedding = {"layer inputs": T * self.d, "gradients": gradients}
+        embedding = {"layer inputs": T * self.d, "gradients": gradients + self.embedding_sums()}
         yield stage("backward of embedding", 0, [], 1 - self.head_share, embedding)
         yield stage("update", 0, [], 1, {})
+
+    def embedding_sums(self) -> int:
+        """Bytes of the float32 sums, of up to ten tokens of a word each, that the embedding's backward first makes."""
+        return 4 * self.config.hidden_size * (min(self.tokens, self.config.vocab_size) + self.tokens // 10)
 
     def _forward_bytes(self, choices: Choices, keeps_attention: bool) -> dict[str, int]:
         """Bytes by category of a block's fullest moment in forward, its input included: RoPE, or the MLP."""

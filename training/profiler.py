@@ -443,6 +443,6 @@ def draw_timeline(
         axes.axhline(budget / GIB, color="k", linestyle="--", label="budget")
     every = max(1, len(stages) // 40)
     axes.set_xticks(positions[::every], [stage.name for stage in stages][::every], rotation=90, fontsize=7)
-    axes.set(ylabel="GiB, peak of each stage", title="GPU memory along a training step, predicted", xmargin=0)
+    axes.set(ylabel="GiB, peak of each stage", title="GPU memory along a step, categories as predicted", xmargin=0)
     axes.legend(loc="upper left", fontsize=8)
     figure.savefig(path)

@@ -15,7 +15,7 @@ import training.optimizer
 from model import MODEL_SIZES, Transformer
 from training.checkpoint import load_optimizer_state, save_checkpoint
 from training.distributed import World, shard_model
-from training.optimizer import MasterAdamW, optimizer_bytes, warmup_cosine
+from training.optimizer import LEAVING_BYTES, MasterAdamW, optimizer_bytes, warmup_cosine
 
 SHAPES = {"matrix": (8, 16), "norm.weight": (16,), "other": (5, 7)}
 PLACEMENTS = {"device": math.inf, "host": 0, "partly": 8 * 16 * 12}  # gpu_state_bytes; partly: the matrix stays
@@ -441,7 +441,8 @@ def test_gpu_memory_is_as_predicted(share):
     assert held - before == pytest.approx(predicted.gpu_state + predicted.gpu_buffers, abs=4096)
     backward(parameters, 0)
     (with_gradients, _), _ = memory_in_use("cuda")
-    assert with_gradients - held == pytest.approx(predicted.gpu_gradients, abs=4096)
+    leaving = min(predicted.leaving_gradients, LEAVING_BYTES)  # let go of when more come, or in the update
+    assert with_gradients - held == pytest.approx(predicted.gpu_gradients + leaving, abs=4096)
     optimizer.step(1e-3)
     (after, _), _ = memory_in_use("cuda")
     assert after == held

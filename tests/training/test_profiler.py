@@ -171,9 +171,10 @@ def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
     assert [stage.name for stage in measured.stages] == [stage.name for stage in predicted]
     top = max(predicted, key=lambda stage: stage.bytes)
     for ours, real in zip(predicted, measured.stages):
-        # Python refers to fake gradients, so that autograd does not add the embedding's to the head's in place.
-        out_of_place = step.head if "embedding" in ours.name else 0
-        assert -0.01 * top.bytes < real.bytes - ours.bytes < 0.01 * top.bytes + out_of_place, ours.name
+        # Python refers to fake gradients, so that autograd does not add the embedding's to the head's in place; and no
+        # kernel runs that makes sums first.
+        less, more = (step.embedding_sums(), step.head) if ours.name == "backward of embedding" else (0, 0)
+        assert -less < real.bytes - ours.bytes + 0.01 * top.bytes < more + 0.02 * top.bytes, ours.name
     at_peak = next(stage for stage in measured.stages if stage.name == top.name)
     for category in CATEGORIES:
         assert abs(top.categories.get(category, 0) - at_peak.categories[category]) < 0.03 * top.bytes, category
