@@ -30,18 +30,11 @@ import torch
 from kernels.attention import choose_backend
 from model import MODEL_SIZES, ModelConfig, Transformer
 from train import TrainConfig, build_model
-from training.cost_model import Choices, Rates, Step, gib, measure_rates
+from training.budgets import DRIVER_BYTES, available_host_bytes, cap_gpu_memory, gpu_budget, parse_bytes
+from training.cost_model import Choices, Step, gib
 from training.distributed import World, join_world
 from training.gpus import parse_gpu, scale_rates
-from training.memory import (
-    DRIVER_BYTES,
-    WHOLE,
-    Placement,
-    available_host_bytes,
-    cap_gpu_memory,
-    gpu_budget,
-    parse_bytes,
-)
+from training.memory import WHOLE, Placement
 from training.optimizer import MasterAdamW
 from training.planner import LEAST_HEADROOM, Plan, describe_budgets, find_max_context, has_plan, make_plan
 from training.profiler import (
@@ -55,6 +48,7 @@ from training.profiler import (
     largest_that_runs,
     thin,
 )
+from training.rates import Rates, measure_rates
 
 CONTEXT_LENGTH = 131_072
 COMPARED_CONTEXTS = (32_768, 65_536, 131_072, 262_144)

@@ -21,23 +21,18 @@ from kernels.attention import choose_backend
 from kernels.common import IMPLEMENTATIONS, set_default_implementation
 from model import MODEL_SIZES, ModelConfig, Transformer
 from training import checkpoint
+from training.budgets import available_host_bytes, cap_gpu_memory, gpu_budget, parse_bytes
 from training.config import flag, parse_config
 from training.corpus import load_documents, load_tokenizer, split_documents
-from training.cost_model import Choices, Rates, Step, gib, measure_rates
+from training.cost_model import Choices, Step, gib
 from training.data import Batch, PackedLoader, validation_batches
 from training.distributed import World, initialize, join_world, shard_model
-from training.memory import (
-    WHOLE,
-    Placement,
-    available_host_bytes,
-    cap_gpu_memory,
-    gpu_budget,
-    parse_bytes,
-)
+from training.memory import WHOLE, Placement
 from training.metrics import MetricsFile, peak_flops, peak_memory_gib
 from training.optimizer import MasterAdamW, warmup_cosine
 from training.planner import Plan, make_plan, place
 from training.profiler import format_table
+from training.rates import Rates, measure_rates
 
 logger = logging.getLogger("train")
 DEFAULT_STEPS = 300

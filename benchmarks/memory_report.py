@@ -15,11 +15,12 @@ from pathlib import Path
 
 from model import MODEL_SIZES, ModelConfig
 from profile_memory import COMPARED_BUDGET, COMPARED_CONTEXTS, compared_choices, step_of
-from training.cost_model import Rates, Step
+from training.budgets import DRIVER_BYTES, parse_bytes
+from training.cost_model import Step
 from training.gpus import GPUS, scale_rates
-from training.memory import DRIVER_BYTES, parse_bytes
 from training.planner import find_max_context, make_plan
 from training.profiler import CATEGORIES, GIB
+from training.rates import Rates
 
 ROOT = Path(__file__).parents[1]
 REPORT, RESULTS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results"

@@ -15,11 +15,12 @@ import profile_memory
 from model import MODEL_SIZES
 from profile_memory import GIB, WHOLE, main, smallest_gpus
 from tests.training.test_profiler import dry_run, run_dry, step_of  # noqa: F401
-from training.cost_model import H200, Choices, Rates
+from training.cost_model import Choices
 from training.distributed import World
 from training.gpus import GPUS, scale_rates
 from training.memory import Placement
 from training.planner import find_max_context, make_plan
+from training.rates import H200, Rates
 
 
 def run_main(tmp_path, *flags):

@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass, replace
 
-from training.cost_model import H200, Rates
-from training.memory import parse_bytes
+from training.budgets import parse_bytes
+from training.rates import H200, Rates
 
 MIB = 2**20
 _PCIE_4, _PCIE_5 = 32e9, 64e9  # sixteen lanes, each way

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from training.memory import SLOT_ALIGNMENT, PinnedArena
+from training.pinned_arena import SLOT_ALIGNMENT, PinnedArena
 
 PIECE_ELEMENTS = 2**23  # copies of 32 MiB run at the link's full rate
 NUM_SLOTS = 3  # one piece arrives, one is updated, one leaves

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from training.cost_model import H200, Choices, Rates, Stage, Step, gib
-from training.memory import PinnedArena, Placement, apply_placement
+from training.cost_model import Choices, Stage, Step, gib
+from training.memory import Placement, apply_placement
+from training.pinned_arena import PinnedArena
+from training.rates import H200, Rates
 
 # Budget over predicted peak. What the allocator cannot use of the blocks that it has free, and what the cost model
 # leaves out; and where the context does not fit with that, what is left if expandable segments give back their pages at

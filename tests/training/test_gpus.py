@@ -2,8 +2,8 @@ from dataclasses import astuple
 
 import pytest
 
-from training.cost_model import H200
 from training.gpus import GPUS, find_gpu, parse_gpu, scale_rates
+from training.rates import H200
 
 GIB = 2**30
 

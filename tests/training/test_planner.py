@@ -6,9 +6,9 @@ import pytest
 
 from model import MODEL_SIZES
 from tests.training.test_cost_model import step_of
-from training.cost_model import H200
 from training.memory import WHOLE
 from training.planner import HEADROOM, LEAST_HEADROOM, find_max_context, make_plan
+from training.rates import H200
 
 GIB = 2**30
 HOST = 110 * GIB

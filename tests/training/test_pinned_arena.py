@@ -1,0 +1,17 @@
+import pytest
+import torch
+
+from training.pinned_arena import PinnedArena
+
+
+def test_arena_gives_out_what_it_has():
+    arena = PinnedArena(4096, torch.device("cpu"))
+    tensors = [arena.allocate(*spec) for spec in (((3, 5), torch.bfloat16), ((), torch.float32), ((7,), torch.int64))]
+    for value, tensor in enumerate(tensors):
+        tensor.fill_(value)
+        assert tensor.data_ptr() % 64 == 0
+    assert [tensor.unique().tolist() for tensor in tensors] == [[0], [1], [2]]
+    used = arena.used_bytes
+    with pytest.raises(ValueError, match="4096 bytes has"):
+        arena.allocate((4096,), torch.uint8)
+    assert arena.used_bytes == used and arena.allocate((2048,), torch.uint8).numel() == 2048
