@@ -235,9 +235,9 @@ def test_out_of_memory_prints_the_prediction_and_one_line(pretended_gpu, monkeyp
     assert captured.err.count("\n") == 1 and "of 79.00 GiB that are free" in captured.err
 
 
-def test_the_longest_context_is_measured_with_one_model(pretended_gpu, tmp_path, monkeypatch, capsys):
+def test_the_longest_context_is_measured_with_one_model(small, pretended_gpu, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(DryBench, "limit", 5.7 * GIB)
-    flags = "--model_size", "0.6B", "--memory_budget", "6GB", "--host_budget", "16GB"
+    flags = "--model_size", "0.6B", "--memory_budget", "6GB", "--host_budget", "8GB"
     written = run_main(tmp_path, "--find_max_context", "--measure", *flags)
     assert DryBench.built == 1 and pretended_gpu == [6 * GIB]
     assert 0.9 < written["ratio"] < 1

@@ -1,10 +1,10 @@
 """The fastest placement of activations and optimizer state that fits: a search over what the cost model predicts."""
 
 import bisect
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from training.cost_model import Choices, Stage, Step, gib
 from training.memory import Placement, apply_placement
@@ -30,7 +30,7 @@ class Plan:
     host_budget: float = math.inf
     rates: Rates = H200
 
-    @cached_property
+    @functools.cached_property
     def peak(self) -> Stage:
         return self.step.peak(self.choices)
 
@@ -210,13 +210,16 @@ def _keep(step: Step, base: Choices, inputs: list[str], gpu_bytes: float, host_b
     return _placed(base, inputs, on_gpu, largest(L - on_gpu, lambda n: _placed(base, inputs, on_gpu, n)))
 
 
+_placement = functools.cache(Placement)  # a search asks for the same few many thousand times
+
+
 def _placed(
     base: Choices, inputs: list[str], attention_on_gpu: int = 0, attention_on_host: int = 0, whole: int = 0
 ) -> Choices:
     recomputed = len(inputs) - attention_on_gpu - attention_on_host
     attention = ["recompute"] * recomputed + ["host"] * attention_on_host + ["gpu"] * attention_on_gpu
     rest = ["recompute"] * (len(inputs) - whole) + ["gpu"] * whole
-    return replace(base, placements=tuple(map(Placement, inputs, attention, rest)))
+    return replace(base, placements=tuple(map(_placement, inputs, attention, rest)))
 
 
 def _largest(limit: int, holds) -> int:

@@ -96,6 +96,7 @@ def own_bytes(step, choices):
         ops.tiled_gated_mlp.default: 3 * step.f * tile,
         # The rounded gradients, its outputs, are counted already.
         ops.tiled_gated_mlp_backward.default: float32_weights + max(3 * step.f * tile, weights) - weights,
+        torch.ops.aten.embedding_dense_backward.default: step.embedding_sums(),
         ops.linear_cross_entropy.default: 2 * step.config.vocab_size * min(LOSS_CHUNK_SIZE, step.tokens),
     }
 
@@ -145,36 +146,35 @@ def step_of(size, context_length, *, backend="cpu", loss_impl="auto", num_hidden
 
 GPU, ON_HOST = Placement("gpu", "gpu"), Placement("host", "host")
 CASES = {
-    "checkpointing": (131_072, [Placement()] * 6, None, False, {}),
-    "whole": (16_384, [WHOLE] * 6, None, False, {}),
-    "some whole": (65_536, [GPU] * 3 + [WHOLE] * 3, 8192, False, {}),
-    "whole first": (131_072, [WHOLE] * 3 + [Placement()] * 3, None, False, {}),
-    "host, then whole": (131_072, [ON_HOST] * 3 + [WHOLE] * 3, 8192, False, {}),
-    "tiled": (131_072, [Placement()] * 6, 8192, False, {}),
-    "attention kept": (131_072, [GPU] * 6, 8192, False, {}),
-    "groups, long": (1_048_576, [GPU] * 6, 8192, True, {}),
-    "groups, attention again": (65_536, [Placement()] * 6, 8192, True, {}),
-    "host, then GPU": (131_072, [ON_HOST] * 4 + [GPU] * 2, 8192, True, {}),
-    "all on the host": (131_072, [ON_HOST] * 6, 8192, True, {"gpu_state_bytes": 0}),
-    "pairs": (524_288, [Placement("host"), Placement("recompute", "gpu")] * 3, 8192, True, {"gpu_state_bytes": 2e9}),
+    "checkpointing": (131_072, [Placement()] * 4, None, False, {}),
+    "whole": (16_384, [WHOLE] * 4, None, False, {}),
+    "some whole": (65_536, [GPU] * 2 + [WHOLE] * 2, 8192, False, {}),
+    "whole first": (131_072, [WHOLE] * 2 + [Placement()] * 2, None, False, {}),
+    "host, then whole": (131_072, [ON_HOST] * 2 + [WHOLE] * 2, 8192, False, {}),
+    "tiled": (131_072, [Placement()] * 4, 8192, False, {}),
+    "attention kept": (131_072, [GPU] * 4, 8192, False, {}),
+    "groups, long": (1_048_576, [GPU] * 4, 8192, True, {}),
+    "groups, attention again": (65_536, [Placement()] * 4, 8192, True, {}),
+    "host, then GPU": (131_072, [ON_HOST] * 2 + [GPU] * 2, 8192, True, {}),
+    "all on the host": (131_072, [ON_HOST] * 4, 8192, True, {"gpu_state_bytes": 0}),
+    "pairs": (524_288, [Placement("host"), Placement("recompute", "gpu")] * 2, 8192, True, {"gpu_state_bytes": 2e9}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
-    """Of the 4B with six layers: each stage within 1% of the step's peak, categories at the peak within 3%."""
+    """Of the 4B with four layers: each stage within 1% of the step's peak, categories at the peak within 3%."""
     context_length, placements, tile_size, by_groups, more = CASES[case]
-    step = step_of("4B", context_length, loss_impl="chunked", num_hidden_layers=6)
+    step = step_of("4B", context_length, loss_impl="chunked", num_hidden_layers=4)
     choices = Choices(tuple(placements), tile_size, by_groups, **more)
     [measured] = dry_run(step, choices)
     predicted = list(step.stages(choices))
     assert [stage.name for stage in measured.stages] == [stage.name for stage in predicted]
     top = max(predicted, key=lambda stage: stage.bytes)
     for ours, real in zip(predicted, measured.stages):
-        # Python refers to fake gradients, so that autograd does not add the embedding's to the head's in place; and no
-        # kernel runs that makes sums first.
-        less, more = (step.embedding_sums(), step.head) if ours.name == "backward of embedding" else (0, 0)
-        assert -less < real.bytes - ours.bytes + 0.01 * top.bytes < more + 0.02 * top.bytes, ours.name
+        # Python refers to fake gradients, so that autograd does not add the embedding's to the head's in place.
+        out_of_place = step.head if "embedding" in ours.name else 0
+        assert -0.01 * top.bytes < real.bytes - ours.bytes < 0.01 * top.bytes + out_of_place, ours.name
     at_peak = next(stage for stage in measured.stages if stage.name == top.name)
     for category in CATEGORIES:
         assert abs(top.categories.get(category, 0) - at_peak.categories[category]) < 0.03 * top.bytes, category
@@ -200,11 +200,11 @@ def test_peaks_of_other_models_and_steps(variant, placement, dry_run):
 
 
 def test_one_model_under_one_placement_after_another(dry_run):
-    step = step_of("4B", 40_960, loss_impl="auto", num_hidden_layers=4)
+    step = step_of("0.6B", 40_960, loss_impl="auto", num_hidden_layers=2)
     choices = [
-        Choices((ON_HOST,) * 4, 8192, attention_by_groups=True, loss_impl="chunked"),
-        Choices((WHOLE,) * 4, loss_impl="standard"),
-        Choices((Placement(),) * 4, loss_impl="chunked"),
+        Choices((ON_HOST,) * 2, 8192, attention_by_groups=True, loss_impl="chunked"),
+        Choices((WHOLE,) * 2, loss_impl="standard"),
+        Choices((Placement(),) * 2, loss_impl="chunked"),
     ]
     alone = [dry_run(step, one)[0] for one in choices]
     in_turn = dry_run(step, *choices, choices[0])
