@@ -13,14 +13,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from model import MODEL_SIZES, ModelConfig
+from model import MODEL_SIZES
 from profile_memory import COMPARED_BUDGET, COMPARED_CONTEXTS, compared_choices, step_of
 from training.budgets import DRIVER_BYTES, parse_bytes
-from training.cost_model import Step
+from training.cost_model import Stage, Step
 from training.gpus import GPUS, scale_rates
 from training.planner import find_max_context, make_plan
-from training.profiler import CATEGORIES, GIB
-from training.rates import Rates
+from training.profiler import CATEGORIES, GIB, MeasuredStage
 
 ROOT = Path(__file__).parents[1]
 REPORT, RESULTS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results"
@@ -114,21 +113,21 @@ def longest_measured() -> list[list[str]]:
 def some_layers() -> list[list[str]]:
     """Steps measured with some of their layers, and what follows for all."""
     rows = [["context", "cap", "layers", "their peak GiB, predicted", "measured", "their s, predicted", "measured",
-             "all 36: peak GiB, predicted", "pinned host GiB", "s a step, predicted", "extrapolated"]]  # fmt: skip
-    for result in results("profile_step_*.json"):
-        settings, environment, summary = result["settings"], result["environment"], result["summary"]
+             "all layers: peak GiB, predicted", "pinned host GiB", "s a step, predicted", "extrapolated"]]  # fmt: skip
+    for result in sorted(results("profile_step_*.json"), key=lambda result: result["settings"]["context_length"]):
+        settings, summary = result["settings"], result["summary"]
         if settings["num_layers"] is None:
             continue
-        budgets = environment["gpu_bytes"], environment["host_bytes"], Rates(**environment["rates"])
-        whole = make_plan(step_of(ModelConfig(**environment["model"]), settings["context_length"]), *budgets)
+        # As the plan said.
+        peak, host = (re.search(rf"{size} +([\d.]+) GiB", result["plan"])[1] for size in ("GPU peak", "host memory"))
         rows.append([
             f"{settings['context_length']:,}", settings["memory_budget"].replace("GB", " GiB"),
             str(settings["num_layers"]), differing(summary["predicted_peak"] / GIB, summary["measured_peak"] / GIB),
             f"{summary['measured_peak'] / GIB:.2f}", f"{summary['predicted_seconds']:.1f}",
-            f"{summary['measured_seconds']:.1f}", f"{whole.peak.bytes / GIB:.1f}", f"{whole.host_bytes / GIB:.1f}",
+            f"{summary['measured_seconds']:.1f}", peak, host,
             f"{summary['predicted_seconds_of_all_layers']:,.0f}", f"{summary['extrapolated_seconds']:,.0f}",
         ])  # fmt: skip
-    return [rows[0], *reversed(rows[1:])]  # the names put 1,048,576 before 524,288
+    return rows
 
 
 def stages() -> list[list[str]]:
@@ -138,14 +137,13 @@ def stages() -> list[list[str]]:
     backward = (f"backward of layer {n}, {part}" for n in (last, 0) for part in ("MLP", "attention"))
     shown = {"forward of layer 0", f"forward of layer {last}", "loss", *backward, "update"}
     rows = [["stage", "predicted", "measured", "fragmented", "s", *CATEGORIES]]
-    for predicted, measured in zip(result["predicted"], result["measured"]):
-        if measured["name"] in shown:
-            sizes = measured["categories"]
-            peak = sum(sizes.values())
+    for said, found in zip(result["predicted"], result["measured"]):
+        predicted, measured = Stage(**said), MeasuredStage(**found)
+        if measured.name in shown:
             rows.append([
-                measured["name"], differing(sum(predicted["categories"].values()) / GIB, peak / GIB),
-                f"{peak / GIB:.2f}", f"{(measured['reserved'] - peak) / GIB:.2f}", f"{measured['seconds']:.2f}",
-                *(f"{sizes[category] / GIB:.2f}" for category in CATEGORIES),
+                measured.name, differing(predicted.bytes / GIB, measured.bytes / GIB), f"{measured.bytes / GIB:.2f}",
+                f"{(measured.reserved - measured.bytes) / GIB:.2f}", f"{measured.seconds:.2f}",
+                *(f"{measured.categories[category] / GIB:.2f}" for category in CATEGORIES),
             ])  # fmt: skip
     return rows
 
