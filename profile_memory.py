@@ -33,6 +33,7 @@ from train import TrainConfig, build_model
 from training.budgets import DRIVER_BYTES, available_host_bytes, cap_gpu_memory, gpu_budget, parse_bytes
 from training.cost_model import Choices, Step, gib
 from training.distributed import World, join_world
+from training.errors import UserError, refused_as_user_error
 from training.gpus import parse_gpu, scale_rates
 from training.memory import WHOLE, Placement
 from training.optimizer import MasterAdamW
@@ -61,10 +62,10 @@ def parse_flags(argv: list[str]) -> Namespace:
     """The flags, each for itself.
 
     Raises:
-        ValueError: an unknown flag, or not a value of it.
+        UserError: an unknown flag, or not a value of it.
     """
     parser = ArgumentParser(prog="profile_memory.py", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.error = _raise_value_error
+    parser.error = _raise_user_error
     add = parser.add_argument
     add("--model_size", default="4B", choices=MODEL_SIZES)
     add("--context_length", type=int, help=f"default: {CONTEXT_LENGTH}")
@@ -88,8 +89,8 @@ def parse_flags(argv: list[str]) -> Namespace:
     return parser.parse_args(argv)
 
 
-def _raise_value_error(message: str) -> NoReturn:
-    raise ValueError(message)
+def _raise_user_error(message: str) -> NoReturn:
+    raise UserError(message)
 
 
 def check_flags(flags: Namespace, on_gpu: bool) -> None:
@@ -100,9 +101,9 @@ def check_flags(flags: Namespace, on_gpu: bool) -> None:
         value = getattr(flags, name)
         if value is not None and not least <= value <= most:
             limit = f"at least {least}" if value < least else f"at most {most}"
-            raise ValueError(f"{name} must be {limit}, got {value}")
+            raise UserError(f"{name} must be {limit}, got {value}")
     if flags.attention_type == "nsa":
-        raise ValueError("attention_type nsa: sparse attention is not in this version; use full")
+        raise UserError("attention_type nsa: sparse attention is not in this version; use full")
     given = {name for name, value in vars(flags).items() if value not in (None, False)}
     if flags.gradient_checkpointing is not None:
         given.add("gradient_checkpointing")
@@ -116,24 +117,24 @@ def check_flags(flags: Namespace, on_gpu: bool) -> None:
     ]
     for name, other in without_effect:
         if {name, other} <= given:
-            raise ValueError(f"{name} has no effect with {other}; drop one")
+            raise UserError(f"{name} has no effect with {other}; drop one")
     if flags.device == "cuda" and "gpu" in given:
-        raise ValueError("device cuda has no effect with gpu, which predicts for another; drop one")
+        raise UserError("device cuda has no effect with gpu, which predicts for another; drop one")
     if "measure" in given and not given & {"find_max_context", "compare"}:
-        raise ValueError(
+        raise UserError(
             "measure has no effect but with find_max_context or compare: on a GPU a step is measured anyway"
         )
     for name in ("measure", "num_layers", "snapshot"):
         if name in given and not on_gpu:
-            raise ValueError(f"{name} needs a GPU to measure on, without --gpu or --device cpu; drop it")
+            raise UserError(f"{name} needs a GPU to measure on, without --gpu or --device cpu; drop it")
     for name in ("timeline", "snapshot", "json"):
         path = getattr(flags, name)
         if path is not None and not path.parent.is_dir():
-            raise ValueError(f"--{name} {path}: no folder {path.parent}")
+            raise UserError(f"--{name} {path}: no folder {path.parent}")
     if flags.timeline and flags.timeline.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--timeline draws .png, .svg or .pdf, got {flags.timeline}")
+        raise UserError(f"--timeline draws .png, .svg or .pdf, got {flags.timeline}")
     if flags.timeline and find_spec("matplotlib") is None:
-        raise ValueError("--timeline needs matplotlib: pip install matplotlib")
+        raise UserError("--timeline needs matplotlib: pip install matplotlib")
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,9 @@ def choose_machine(flags: Namespace, memory_budget: str | None, world: World) ->
     """The GPU at hand, the one of --gpu, or in want of both an H200."""
     shape = dataclasses.replace(MODEL_SIZES[flags.model_size], loss_impl=flags.loss_impl or "auto")
     if world.device.type == "cuda":
-        model = dataclasses.replace(shape, attention_backend=choose_backend(flags.attention_backend, world.device))
+        with refused_as_user_error():
+            backend = choose_backend(flags.attention_backend, world.device)
+        model = dataclasses.replace(shape, attention_backend=backend)
         gpu_bytes = gpu_budget(memory_budget or "auto", world.device)
         rates = measure_rates(model, world.device, lengths(flags)[0])
         torch.cuda.empty_cache()
@@ -167,10 +170,10 @@ def choose_machine(flags: Namespace, memory_budget: str | None, world: World) ->
     if memory_budget not in (None, "auto"):
         gpu_bytes = parse_bytes(memory_budget)
         if flags.gpu and gpu_bytes > gpu.memory_bytes:
-            raise ValueError(f"memory_budget {gib(gpu_bytes)} is more than the {gib(gpu.memory_bytes)} of {flags.gpu}")
+            raise UserError(f"memory_budget {gib(gpu_bytes)} is more than the {gib(gpu.memory_bytes)} of {flags.gpu}")
     backend = gpu.attention_backend if flags.attention_backend == "auto" else flags.attention_backend
     if backend == "flash-attn-4" and gpu.attention_backend == "flash":
-        raise ValueError(f"flash-attn-4 needs compute capability 9.0, which {flags.gpu} has not; use auto")
+        raise UserError(f"flash-attn-4 needs compute capability 9.0, which {flags.gpu} has not; use auto")
     model = dataclasses.replace(shape, attention_backend=backend)
     description = f"{name}; its speed is an H200's scaled by data sheets, not measured"
     host_bytes = math.inf if flags.host_budget is None else parse_bytes(flags.host_budget)
@@ -257,7 +260,7 @@ def measure(flags: Namespace, machine: Machine, step: Step, choices: Choices, wo
     except torch.OutOfMemoryError:
         print(f"predicted, not measured (out of memory):\n{format_table(list(step.stages(choices)))}")
     limit, peak = gib(machine.gpu_bytes), step.peak(choices)
-    raise ValueError(
+    raise UserError(
         f"out of memory: a peak of {gib(peak.bytes)} is predicted, in {peak.name}, of {limit} that are free"
     )
 
@@ -350,7 +353,7 @@ def compare(flags: Namespace, machine: Machine, world: World) -> dict:
         budget = COMPARED_BUDGET if parse_bytes(COMPARED_BUDGET) <= machine.gpu_bytes else "auto"
     planned_bytes = machine.gpu_bytes if budget == "auto" else parse_bytes(budget)
     if planned_bytes > machine.gpu_bytes:
-        raise ValueError(f"memory_budget {budget} is more than the {gib(machine.gpu_bytes)} that can be used; lower it")
+        raise UserError(f"memory_budget {budget} is more than the {gib(machine.gpu_bytes)} that can be used; lower it")
     ways = {name: (choices, machine.gpu_bytes) for name, choices in compared_choices(step.layers).items()}
     ways[f"planned for {budget}"] = None, planned_bytes
     columns = ["tokens", "logits", "peak", "pinned", "seconds", *(["measured", "seconds"] if flags.measure else [])]
@@ -363,7 +366,7 @@ def compare(flags: Namespace, machine: Machine, world: World) -> dict:
             try:
                 limits = gpu_bytes, machine.host_bytes, machine.rates
                 plan = Plan(at, choices, *limits) if choices else make_plan(at, *limits)
-            except ValueError:
+            except UserError:
                 plan = None
             if plan is not None:
                 row |= {"peak": plan.peak.bytes, "host": plan.host_bytes, "predicted_seconds": plan.seconds}
@@ -420,7 +423,7 @@ def main(argv: list[str]) -> int:
         flags = parse_flags(argv)
         with join_world("cpu" if flags.gpu else flags.device) as world:
             if world.size > 1:
-                raise ValueError("profile_memory.py profiles one GPU: start it with python, not torchrun")
+                raise UserError("profile_memory.py profiles one GPU: start it with python, not torchrun")
             check_flags(flags, on_gpu=world.device.type == "cuda")
             # The budget of a comparison is that of one way only.
             machine = choose_machine(flags, None if flags.compare else flags.memory_budget, world)
@@ -433,7 +436,7 @@ def main(argv: list[str]) -> int:
             environment = {**dataclasses.asdict(machine), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
             results = {"settings": settings, "environment": environment, **results}
             flags.json.write_text(json.dumps(finite(results), allow_nan=False) + "\n")
-    except (ValueError, torch.OutOfMemoryError) as error:
+    except (UserError, torch.OutOfMemoryError) as error:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
     return 0

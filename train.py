@@ -27,6 +27,7 @@ from training.corpus import load_documents, load_tokenizer, split_documents
 from training.cost_model import Choices, Step, gib
 from training.data import Batch, PackedLoader, validation_batches
 from training.distributed import World, initialize, join_world, shard_model
+from training.errors import UserError, refused_as_user_error
 from training.memory import WHOLE, Placement
 from training.metrics import MetricsFile, peak_flops, peak_memory_gib
 from training.optimizer import MasterAdamW, warmup_cosine
@@ -92,7 +93,7 @@ def check_config(config: TrainConfig) -> None:
     """Refuse values out of range, and flags that would have no effect.
 
     Raises:
-        ValueError: with the value, the limit and what to do.
+        UserError: with the value, the limit and what to do.
     """
     minimum = {"context_length": 2, "batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 1,
                "warmup_steps": 0, "checkpoint_interval": 0, "validation_interval": 0, "validation_sequences": 0,
@@ -101,11 +102,11 @@ def check_config(config: TrainConfig) -> None:
     for name, least in minimum.items():
         value = getattr(config, name)
         if value is not None and not value >= least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+            raise UserError(f"{name} must be at least {least}, got {value}")
     for name in ("learning_rate", "max_grad_norm"):
         value = getattr(config, name)
         if value is not None and not (0 < value < math.inf):
-            raise ValueError(f"{name} must be positive, got {value}")
+            raise UserError(f"{name} must be positive, got {value}")
     refusals = {
         "attention_type nsa: sparse attention is not in this version; use full": config.attention_type == "nsa",
         "context_parallel_size: only 1 is in this version": config.context_parallel_size > 1,
@@ -122,7 +123,7 @@ def check_config(config: TrainConfig) -> None:
     }
     for message, refused in refusals.items():
         if refused:
-            raise ValueError(message)
+            raise UserError(message)
 
 
 def choose_model(config: TrainConfig, device: torch.device) -> ModelConfig:
@@ -131,19 +132,18 @@ def choose_model(config: TrainConfig, device: torch.device) -> ModelConfig:
     if config.init_from:
         path = Path(config.init_from) / "config.json"
         if not path.is_file():
-            raise ValueError(f"init_from {config.init_from} has no config.json; give a folder in Hugging Face's form")
-        try:
+            raise UserError(f"init_from {config.init_from} has no config.json; give a folder in Hugging Face's form")
+        with refused_as_user_error(f"init_from: cannot take {path}: "):
             declared = ModelConfig.from_hugging_face(json.loads(path.read_text()))
-        except ValueError as error:
-            raise ValueError(f"init_from: cannot take {path}: {error}") from None
         for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
             if getattr(declared, name) != getattr(shape, name):
-                raise ValueError(
+                raise UserError(
                     f"init_from {config.init_from} has {name} {getattr(declared, name)}, model_size "
                     f"{config.model_size} has {getattr(shape, name)}; choose the model_size of those weights"
                 )
         shape = declared
-    backend = choose_backend(config.attention_backend, device)
+    with refused_as_user_error():
+        backend = choose_backend(config.attention_backend, device)
     return dataclasses.replace(shape, loss_impl=config.loss_impl, attention_backend=backend)
 
 
@@ -199,7 +199,7 @@ def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device)
             budgets = 0.9 * plan.gpu_budget, plan.host_budget
             advice = f"--memory_budget {budgets[0] / 2**30:.1f}GB makes such a plan"
         fitting = f"predicted to fit into {gib(budgets[0])}; {advice}:\n{make_plan(plan.step, *budgets, plan.rates)}"
-    except ValueError as error:  # names the largest context, or what is free
+    except UserError as error:  # names the largest context, or what is free
         fitting = str(error)
     table = format_table(list(plan.step.stages(plan.choices)))
     return f"predicted for the step as it was placed:\n{table}\n{fitting}"
@@ -229,7 +229,7 @@ def train_step(
     """One optimizer step over all micro-batches of all ranks; (mean loss a token, gradient norm).
 
     Raises:
-        FloatingPointError: a loss or gradient that is not finite; the weights are left as they were.
+        UserError: a loss or gradient that is not finite; the weights are left as they were.
     """
     [num_valid] = world.sum(sum(batch.num_valid_tokens for batch in batches))
     losses = []
@@ -240,7 +240,10 @@ def train_step(
     norm = optimizer.clip_grad_norm(max_grad_norm)
     [loss] = world.sum(float(torch.stack(losses).sum()))
     if not math.isfinite(loss + norm):
-        raise FloatingPointError(f"loss {loss}, gradient norm {norm}: stopped before the weights were touched")
+        raise UserError(
+            f"loss {loss}, gradient norm {norm}: stopped before the weights were touched; lower --learning_rate, or "
+            "look at the data of this step"
+        )
     optimizer.step(learning_rate)
     return loss, norm
 
@@ -260,20 +263,20 @@ def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | No
     """--memory_budget, by default "auto" on a GPU where no other flag says what blocks keep; None: there is no plan.
 
     Raises:
-        ValueError: a budget on a CPU.
+        UserError: a budget on a CPU.
     """
     if device.type == "cuda":
         return None if config.gradient_checkpointing or config.compile else config.memory_budget or "auto"
     for name in ("memory_budget", "host_budget"):
         if getattr(config, name) is not None:
-            raise ValueError(f"{name} has no effect on a CPU; drop it")
+            raise UserError(f"{name} has no effect on a CPU; drop it")
     return None
 
 
 def configure_machine(config: TrainConfig, world: World) -> None:
     """Which kernels run; and whether the memory asked for is there, before anything else takes time."""
     if config.kernels == "triton" and world.device.type != "cuda":
-        raise ValueError('kernels "triton" needs a CUDA GPU; use auto')
+        raise UserError('kernels "triton" needs a CUDA GPU; use auto')
     set_default_implementation(config.kernels)
     if config.memory_budget is not None:
         gpu_budget(config.memory_budget, world.device)
@@ -309,19 +312,19 @@ def find_start(config: TrainConfig, loader: PackedLoader) -> Start:
     last = checkpoint.latest_checkpoint(Path(config.output_dir))
     if not config.resume:
         if last is not None:
-            raise ValueError(f"{last} is already there: --resume goes on from it, another --output_dir starts afresh")
+            raise UserError(f"{last} is already there: --resume goes on from it, another --output_dir starts afresh")
         return Start(max_steps=config.max_steps or DEFAULT_STEPS)
     if last is None:
-        raise ValueError(f"--resume: no checkpoint in {config.output_dir}; drop --resume to start a run")
+        raise UserError(f"--resume: no checkpoint in {config.output_dir}; drop --resume to start a run")
     checkpoint.verify_checkpoint(last)
     if not (last / "optimizer").is_dir():
-        raise ValueError(f"{last} was saved without optimizer state; use --init_from {last} and another --output_dir")
+        raise UserError(f"{last} was saved without optimizer state; use --init_from {last} and another --output_dir")
     state = checkpoint.load_trainer_state(last)
     loader.load_state_dict(state["loader"])
     step = state["step"]
     max_steps = config.max_steps or (state["max_steps"] if state["max_steps"] > step else step + DEFAULT_STEPS)
     if max_steps <= step:
-        raise ValueError(f"{last} is at step {step}, max_steps is {max_steps}; raise max_steps to go on")
+        raise UserError(f"{last} is at step {step}, max_steps is {max_steps}; raise max_steps to go on")
     return Start(last, step, state["tokens"], max_steps)
 
 
@@ -471,7 +474,7 @@ def main(argv: list[str]) -> int:
             if not world.is_main:
                 logging.disable(logging.INFO)
             train(config, world)
-    except (ValueError, FloatingPointError) as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except torch.OutOfMemoryError as error:

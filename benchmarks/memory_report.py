@@ -17,6 +17,7 @@ from model import MODEL_SIZES
 from profile_memory import COMPARED_BUDGET, COMPARED_CONTEXTS, compared_choices, step_of
 from training.budgets import DRIVER_BYTES, parse_bytes
 from training.cost_model import Stage, Step
+from training.errors import UserError
 from training.gpus import GPUS, scale_rates
 from training.planner import find_max_context, make_plan
 from training.profiler import CATEGORIES, GIB, MeasuredStage
@@ -178,7 +179,7 @@ def scenarios() -> list[list[str]]:
         try:
             plan = make_plan(step, parse_bytes(COMPARED_BUDGET), HOSTS[1])
             planned = [f"{plan.peak.bytes / GIB:.1f}", f"{plan.host_bytes / GIB:.1f}", f"{plan.seconds:.1f}"]
-        except ValueError:
+        except UserError:
             planned = ["does not fit", "-", "-"]
         rows.append([f"{context:,}", logits, *peaks, *planned])
     return rows
@@ -193,7 +194,7 @@ def hardware() -> list[list[str]]:
         longest = [f"{find_max_context(step, usable, host):,}" for host in HOSTS]
         try:
             seconds = f"{make_plan(step, usable, HOSTS[1], scale_rates(gpu, gpu.attention_backend)).seconds:.0f}"
-        except ValueError:
+        except UserError:
             seconds = "does not fit"
         rows.append([name, f"{usable / GIB:.1f}", *longest, seconds])
     return rows

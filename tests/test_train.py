@@ -63,6 +63,18 @@ def test_trains_validates_saves_and_samples(corpus, tmp_path, caplog):
     assert json.loads((run / "config.json").read_text())["max_steps"] == 30
 
 
+def test_only_what_the_user_can_mend_is_shown_without_a_traceback(corpus, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(train, "train_step", fail)
+    with pytest.raises(ValueError, match="a defect"):
+        train.main(arguments(corpus, tmp_path / "run"))
+    capsys.readouterr()
+    assert train.main(arguments(corpus, tmp_path / "other", "--attention_backend", "none")) == 1
+    assert capsys.readouterr().err.startswith("error: attention backend must be one of")
+
+
 def test_resume_equals_an_uninterrupted_run(corpus, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train.main(arguments(corpus, whole, steps=6)) == 0

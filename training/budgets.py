@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from training.errors import UserError
+
 DRIVER_BYTES = 2**30  # of a GPU's memory: CUDA's and NCCL's own
 
 
@@ -14,11 +16,11 @@ def parse_bytes(text: str) -> int:
     """Bytes in "24GB" or "24GiB" (both 2**30 bytes a GB, as GPUs are sold), "512MB" or a plain number of bytes.
 
     Raises:
-        ValueError: anything else.
+        UserError: anything else.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     if match is None:
-        raise ValueError(f'a memory size looks like "24GB", got {text!r}')
+        raise UserError(f'a memory size looks like "24GB", got {text!r}')
     return int(float(match[1]) * 2 ** (10 * " KMGT".index(match[2].upper() or " ")))
 
 
@@ -26,12 +28,12 @@ def gpu_budget(text: str, device: torch.device) -> int:
     """Bytes of a --memory_budget: a size, or "auto", what is free or this process's less a gigabyte for the driver.
 
     Raises:
-        ValueError: that much is not free.
+        UserError: that much is not free.
     """
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     budget = free - DRIVER_BYTES if text == "auto" else parse_bytes(text)
     if not 0 < budget <= free:
-        raise ValueError(
+        raise UserError(
             f"memory_budget {text}: {free / 2**30:.1f} GB of this GPU are free, of which the driver needs one; "
             "lower it, or end what else runs there"
         )

@@ -32,6 +32,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from training.errors import UserError
+
 FORMAT_VERSION = 1
 GIB = 2**30
 IO_THREADS = 4  # files of a rank written, and checksums computed, at a time
@@ -63,7 +65,7 @@ def save_checkpoint(
         The checkpoint's folder.
 
     Raises:
-        ValueError: too little free disk space, found out before anything is written.
+        UserError: too little free disk space, found out before anything is written.
         Exception: what the writing rank met; the other ranks raise RuntimeError. Earlier checkpoints stand.
     """
     if keep < 1:
@@ -123,7 +125,7 @@ def verify_checkpoint(path: str | Path) -> None:
     """Compare every file with the manifest: all sizes first, then the contents, shared out over the ranks.
 
     Raises:
-        ValueError: one line naming the file that is missing, truncated or corrupted.
+        UserError: one line naming the file that is missing, truncated or corrupted.
     """
     path = Path(path)
     rank, world_size = _rank_and_world_size()
@@ -131,14 +133,14 @@ def verify_checkpoint(path: str | Path) -> None:
         manifest = _read_json(path / "manifest.json")
         for name, (size, _) in manifest.items():
             if not (path / name).is_file():
-                raise ValueError(f"checkpoint {path} is incomplete: {name} is missing; use another checkpoint")
+                raise UserError(f"checkpoint {path} is incomplete: {name} is missing; use another checkpoint")
             found = (path / name).stat().st_size
             if found != size:
-                raise ValueError(f"checkpoint {path}: {name} is truncated or changed: {found} bytes, "
+                raise UserError(f"checkpoint {path}: {name} is truncated or changed: {found} bytes, "
                                  f"saved with {size}; use another checkpoint")  # fmt: skip
         for name, entry in _checksums(path, sorted(manifest)[rank::world_size]).items():
             if entry != manifest[name]:
-                raise ValueError(f"checkpoint {path}: {name} is corrupted (its CRC-32 differs); use another checkpoint")
+                raise UserError(f"checkpoint {path}: {name} is corrupted (its CRC-32 differs); use another checkpoint")
 
 
 def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -155,7 +157,7 @@ def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -
         Iterator of (our name, CPU tensor in the file's dtype).
 
     Raises:
-        ValueError: one line naming the file that is missing or truncated, or the first weight that does not fit.
+        UserError: one line naming the file that is missing or truncated, or the first weight that does not fit.
     """
     path = Path(path)
     places = {}  # our name -> (file, its name there, shape)
@@ -167,16 +169,16 @@ def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -
     hint = "choose the matching --model_size, or another checkpoint"
     for name, shape in expected.items():
         if name not in places:
-            raise ValueError(f"{another}: it has no {_file_name(name)}, this model needs it; {hint}")
+            raise UserError(f"{another}: it has no {_file_name(name)}, this model needs it; {hint}")
         if places[name][2] != tuple(shape):
-            raise ValueError(f"{another}: {_file_name(name)} has shape {list(places[name][2])}, "
+            raise UserError(f"{another}: {_file_name(name)} has shape {list(places[name][2])}, "
                              f"this model needs {list(shape)}; {hint}")  # fmt: skip
     tied_copy = places.pop("lm_head.weight", None) if "lm_head.weight" not in expected else None
     for name in places:
         if name not in expected:
-            raise ValueError(f"{another}: it has {_file_name(name)}, this model does not; {hint}")
+            raise UserError(f"{another}: it has {_file_name(name)}, this model does not; {hint}")
     if tied_copy and not torch.equal(_read_weight(tied_copy), _read_weight(places["embed_tokens.weight"])):
-        raise ValueError(f"checkpoint {path} has an lm_head.weight of its own, this model ties it to the embedding")
+        raise UserError(f"checkpoint {path} has an lm_head.weight of its own, this model ties it to the embedding")
     return ((name, _read_weight(places[name])) for name in expected)
 
 
@@ -201,17 +203,17 @@ def load_optimizer_state(path: str | Path, state: dict) -> None:
         state: nested as at saving; its shapes are those of this run, its sharding may differ.
 
     Raises:
-        ValueError: the checkpoint has no optimizer state, or one of other names or shapes.
+        UserError: the checkpoint has no optimizer state, or one of other names or shapes.
     """
     path = Path(path)
     if not (path / "optimizer" / ".metadata").is_file():
-        raise ValueError(f"checkpoint {path} has no optimizer state; start from its weights with --init_from instead")
+        raise UserError(f"checkpoint {path} has no optimizer state; start from its weights with --init_from instead")
     reader = dcp.FileSystemReader(path / "optimizer")
     tensors, numbers = _split_leaves(state)
     saved_numbers = _read_trainer(path)["optimizer_numbers"]
     differing = {*tensors, *numbers} ^ {*reader.read_metadata().state_dict_metadata, *saved_numbers}
     if differing:
-        raise ValueError(f"checkpoint {path} is of another model or optimizer: {min(differing)} is only in one of them")
+        raise UserError(f"checkpoint {path} is of another model or optimizer: {min(differing)} is only in one of them")
     with _one_line_errors(f"cannot read the optimizer state of {path}"):
         dcp.load(tensors, storage_reader=reader)
     for name, container, key in _leaves(state):
@@ -220,7 +222,7 @@ def load_optimizer_state(path: str | Path, state: dict) -> None:
 
 
 def load_trainer_state(path: str | Path) -> dict:
-    """The trainer_state given to save_checkpoint, and "step". Raises ValueError where it cannot be read."""
+    """The trainer_state given to save_checkpoint, and "step". Raises UserError where it cannot be read."""
     trainer = _read_trainer(Path(path))
     return {"step": trainer["step"], **trainer["trainer_state"]}
 
@@ -290,7 +292,7 @@ def _one_line_errors(what: str):
             yield
         except dcp.CheckpointException as error:
             first, _ = next(iter(error.failures.values()))
-            raise ValueError(f"{what}: {first}") from error
+            raise UserError(f"{what}: {first}") from error
 
 
 def _leaves(state: dict, prefix: str = "") -> Iterator[tuple[str, dict, str]]:
@@ -324,14 +326,14 @@ def _gather_weights(model_state: dict[str, torch.Tensor], rank: int) -> dict[str
 def _weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if not path.exists():
-        raise ValueError(f"checkpoint {path} does not exist")
+        raise UserError(f"checkpoint {path} does not exist")
     if path.is_file():
         return [path]
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"]
     if index.is_file():
         return sorted({path / shard for shard in _read_json(index).get("weight_map", {}).values()})
-    raise ValueError(f"{path} has no model.safetensors; give a checkpoint's step_ folder or a Hugging Face folder")
+    raise UserError(f"{path} has no model.safetensors; give a checkpoint's step_ folder or a Hugging Face folder")
 
 
 @contextlib.contextmanager
@@ -340,7 +342,7 @@ def _open_safetensors(file: Path):
         with safe_open(file, framework="pt") as weights:
             yield weights
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is missing, truncated or no safetensors file: {error}") from None
+        raise UserError(f"{file} is missing, truncated or no safetensors file: {error}") from None
 
 
 def _read_weight(place: tuple[Path, str, tuple[int, ...]]) -> torch.Tensor:
@@ -352,7 +354,7 @@ def _read_weight(place: tuple[Path, str, tuple[int, ...]]) -> torch.Tensor:
 def _read_trainer(path: Path) -> dict:
     trainer = _read_json(path / "trainer.json")
     if trainer.get("format_version") != FORMAT_VERSION:
-        raise ValueError(f"checkpoint {path} has format {trainer.get('format_version')}, this code {FORMAT_VERSION}")
+        raise UserError(f"checkpoint {path} has format {trainer.get('format_version')}, this code {FORMAT_VERSION}")
     return trainer
 
 
@@ -360,7 +362,7 @@ def _read_json(file: Path) -> dict:
     try:
         return json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file} is missing or damaged: {error}") from None
+        raise UserError(f"{file} is missing or damaged: {error}") from None
 
 
 def _write_json(file: Path, content: dict) -> None:
@@ -371,7 +373,7 @@ def _check_free_space(folder: Path, tensors: list[torch.Tensor]) -> None:
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SPARE_BYTES
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ValueError(f"a checkpoint needs {needed / GIB:.2f} GB, {folder} has {free / GIB:.2f} GB free; "
+        raise UserError(f"a checkpoint needs {needed / GIB:.2f} GB, {folder} has {free / GIB:.2f} GB free; "
                          "free some space or choose another --output_dir")  # fmt: skip
 
 

@@ -7,6 +7,8 @@ from argparse import ArgumentParser, BooleanOptionalAction
 from dataclasses import field, fields
 from pathlib import Path
 
+from training.errors import UserError
+
 Config = typing.TypeVar("Config")
 
 
@@ -23,10 +25,10 @@ def parse_config(config_type: type[Config], argv: list[str], description: str) -
         config_type: a dataclass whose fields `flag` made: field name = flag = key of the file.
 
     Raises:
-        ValueError: unknown flag or key (the nearest name is offered), a value of the wrong type, an unreadable file.
+        UserError: unknown flag or key (the nearest name is offered), a value of the wrong type, an unreadable file.
     """
     parser = ArgumentParser(description=description, allow_abbrev=False)
-    parser.error = _raise_value_error
+    parser.error = _raise_user_error
     parser.add_argument("--config", help="TOML file with the same names as the flags")
     types = typing.get_type_hints(config_type)
     for f in fields(config_type):
@@ -44,13 +46,13 @@ def parse_config(config_type: type[Config], argv: list[str], description: str) -
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         known = [f"--{f.name}" for f in fields(config_type)] + ["--config"]
-        raise ValueError(f"unknown flag {unknown[0]}{_nearest(unknown[0].split('=')[0], known)}")
+        raise UserError(f"unknown flag {unknown[0]}{_nearest(unknown[0].split('=')[0], known)}")
     flags = {name: value for name, value in vars(arguments).items() if value is not None and name != "config"}
     return config_type(**(_read_toml(arguments.config, config_type) if arguments.config else {}) | flags)
 
 
-def _raise_value_error(message: str) -> typing.NoReturn:
-    raise ValueError(message)
+def _raise_user_error(message: str) -> typing.NoReturn:
+    raise UserError(message)
 
 
 def _element_type(annotation) -> type:
@@ -68,18 +70,18 @@ def _read_toml(path: str, config_type: type) -> dict:
     try:
         values = tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"cannot read --config {path}: {error}") from None
+        raise UserError(f"cannot read --config {path}: {error}") from None
     choices = {f.name: f.metadata["choices"] for f in fields(config_type)}
     for name, value in values.items():
         if name not in types:
-            raise ValueError(f"unknown key {name!r} in {path}{_nearest(name, list(types))}")
+            raise UserError(f"unknown key {name!r} in {path}{_nearest(name, list(types))}")
         kind = _element_type(types[name])
         if kind is float and type(value) is int:
             value = values[name] = float(value)
         elements = value if types[name] == list[str] and isinstance(value, list) else [value]
         if any(type(e) is not kind for e in elements) or (types[name] == list[str]) != isinstance(value, list):
             expected = f"a list of {kind.__name__}" if types[name] == list[str] else kind.__name__
-            raise ValueError(f"{name} in {path} must be {expected}, got {value!r}")
+            raise UserError(f"{name} in {path} must be {expected}, got {value!r}")
         if choices[name] and value not in choices[name]:
-            raise ValueError(f"{name} in {path} must be one of {', '.join(choices[name])}, got {value!r}")
+            raise UserError(f"{name} in {path} must be one of {', '.join(choices[name])}, got {value!r}")
     return values

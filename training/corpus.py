@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from training.errors import UserError
+
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|im_end|>", "</s>", "<eos>", "<|end_of_text|>")
 # Escapes of JSON can spell what UTF-8 text cannot hold: NUL, and halves of surrogate pairs.
@@ -41,11 +43,11 @@ class FileTokenizer:
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            raise ValueError(f"--tokenizer {path} needs the tokenizers package: pip install tokenizers") from None
+            raise UserError(f"--tokenizer {path} needs the tokenizers package: pip install tokenizers") from None
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"cannot read tokenizer {path}: {error}; give the path of a tokenizer.json") from None
+            raise UserError(f"cannot read tokenizer {path}: {error}; give the path of a tokenizer.json") from None
         # A file may carry the settings of inference, which would silently cut documents short.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -54,7 +56,7 @@ class FileTokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have holes: not their number
         self.eos_id = next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), None)
         if self.eos_id is None:
-            raise ValueError(f"tokenizer {path} has none of {', '.join(END_OF_TEXT_TOKENS)}: add one to end documents")
+            raise UserError(f"tokenizer {path} has none of {', '.join(END_OF_TEXT_TOKENS)}: add one to end documents")
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
@@ -74,7 +76,7 @@ def load_tokenizer(path: str | None) -> ByteTokenizer | FileTokenizer:
         uint32) and decode(ids) -> str.
 
     Raises:
-        ValueError: the tokenizers package is absent, the file is missing or invalid, or no end-of-text token is known.
+        UserError: the tokenizers package is absent, the file is missing or invalid, or no end-of-text token is known.
     """
     return ByteTokenizer() if path is None else FileTokenizer(Path(path))
 
@@ -99,7 +101,7 @@ def load_documents(paths: list[str] | str | None, tokenizer, vocab_size: int) ->
         The documents, never an empty list.
 
     Raises:
-        ValueError: one line naming file, and offset or line number, for a path that is missing, empty, unreadable,
+        UserError: one line naming file, and offset or line number, for a path that is missing, empty, unreadable,
             binary or of another type, a .jsonl line of another form, or an id >= vocab_size.
     """
     if paths is None:
@@ -107,7 +109,7 @@ def load_documents(paths: list[str] | str | None, tokenizer, vocab_size: int) ->
     documents = []
     for path in [Path(paths)] if isinstance(paths, str) else map(Path, paths):
         if not path.exists():
-            raise ValueError(f"data path {path} does not exist; give --data a file or a folder")
+            raise UserError(f"data path {path} does not exist; give --data a file or a folder")
         is_folder = path.is_dir()
         files = sorted(file for file in path.rglob("*") if file.is_file()) if is_folder else [path]
         found = []
@@ -120,13 +122,13 @@ def load_documents(paths: list[str] | str | None, tokenizer, vocab_size: int) ->
                 if text.strip():
                     found.append(Document(_tokenize(text, tokenizer, vocab_size, str(file))))
             elif not is_folder:
-                raise ValueError(f"data file {file} has suffix {suffix!r}; it must be one of {', '.join(SUFFIXES)}")
+                raise UserError(f"data file {file} has suffix {suffix!r}; it must be one of {', '.join(SUFFIXES)}")
         if not found:
             what = f"folder {path} has no text in any {', '.join(SUFFIXES)} file" if is_folder else f"{path} is empty"
-            raise ValueError(f"data {what}; give --data a path that holds text")
+            raise UserError(f"data {what}; give --data a path that holds text")
         documents += found
     if not documents:
-        raise ValueError("data is an empty list of paths; give at least one, or none at all for the default corpus")
+        raise UserError("data is an empty list of paths; give at least one, or none at all for the default corpus")
     return documents
 
 
@@ -142,7 +144,7 @@ def _standard_library(tokenizer, vocab_size: int) -> list[Document]:
             if text.strip():
                 documents.append(Document(_tokenize(text, tokenizer, vocab_size, str(file))))
     if not documents:
-        raise ValueError(f"no Python sources in {root} to serve as the default corpus; give --data a file or a folder")
+        raise UserError(f"no Python sources in {root} to serve as the default corpus; give --data a file or a folder")
     return documents
 
 
@@ -150,17 +152,17 @@ def _read_bytes(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise ValueError(f"cannot read {file}: {error.strerror}; give --data a readable file") from None
+        raise UserError(f"cannot read {file}: {error.strerror}; give --data a readable file") from None
 
 
 def _decode(raw: bytes, where: str) -> str:
     nul = raw.find(b"\0")
     if nul >= 0:
-        raise ValueError(f"{where} is binary: NUL byte at offset {nul}; give --data UTF-8 text")
+        raise UserError(f"{where} is binary: NUL byte at offset {nul}; give --data UTF-8 text")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}; "
+        raise UserError(f"{where} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}; "
                          "convert it, or leave it out of --data") from None  # fmt: skip
 
 
@@ -168,7 +170,7 @@ def _tokenize(text: str, tokenizer, vocab_size: int, where: str) -> np.ndarray:
     tokens = tokenizer.encode(text)
     largest = max(int(tokens.max(initial=0)), tokenizer.eos_id)
     if largest >= vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{where}: token id {largest} is not below the model's vocab_size {vocab_size}; "
             f"tokenizer {tokenizer.name} needs a model of vocab_size {tokenizer.vocab_size} or more"
         )
@@ -184,16 +186,16 @@ def _read_lines(file: Path, tokenizer, vocab_size: int) -> list[Document]:
         try:
             record = json.loads(_decode(line, where))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON ({error.msg}); each line must be one JSON object") from None
+            raise UserError(f"{where}: not JSON ({error.msg}); each line must be one JSON object") from None
         record = record if isinstance(record, dict) else {}
         is_sample = "completion" in record
         prompt, text = (record.get("prompt"), record["completion"]) if is_sample else ("", record.get("text"))
         if not isinstance(text, str) or not isinstance(prompt, str):
-            raise ValueError(f'{where}: needs a string "text", or strings "prompt" and "completion"')
+            raise UserError(f'{where}: needs a string "text", or strings "prompt" and "completion"')
         if not text.strip():
-            raise ValueError(f"{where}: empty text leaves nothing to learn from; remove the line")
+            raise UserError(f"{where}: empty text leaves nothing to learn from; remove the line")
         if UNSTORABLE.search(prompt + text):
-            raise ValueError(f"{where}: escaped NUL or lone surrogate in the text; remove it")
+            raise UserError(f"{where}: escaped NUL or lone surrogate in the text; remove it")
         masked = _tokenize(prompt, tokenizer, vocab_size, where)
         tokens = _tokenize(text, tokenizer, vocab_size, where)
         documents.append(Document(np.concatenate([masked, tokens]), len(masked)))
@@ -212,16 +214,16 @@ def split_documents(
         validation that stops early still sees a fair sample.
 
     Raises:
-        ValueError: a fraction outside (0, 1), or one document too short to cut.
+        UserError: a fraction outside (0, 1), or one document too short to cut.
     """
     if not 0 < validation_fraction < 1:
-        raise ValueError(f"validation_fraction must be between 0 and 1, both excluded: got {validation_fraction}")
+        raise UserError(f"validation_fraction must be between 0 and 1, both excluded: got {validation_fraction}")
     sizes = [len(document.tokens) for document in documents]
     if len(documents) == 1:
         whole = documents[0]
         cut = sizes[0] - max(1, int(sizes[0] * validation_fraction))
         if cut <= whole.num_masked:
-            raise ValueError(f"the one document of {sizes[0]} tokens is too short to hold some out; give more --data")
+            raise UserError(f"the one document of {sizes[0]} tokens is too short to hold some out; give more --data")
         return [Document(whole.tokens[:cut], whole.num_masked)], [Document(whole.tokens[cut:])]
     allowed = validation_fraction * sum(sizes)
     held_out = []

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from training.corpus import Document
+from training.errors import UserError
 
 IGNORE_INDEX = -100
 
@@ -76,7 +77,7 @@ class PackedLoader:
         rank, world_size: of the data-parallel group.
 
     Raises:
-        ValueError: a context_length below 2, or a corpus shorter than one sequence.
+        UserError: a context_length below 2, or a corpus shorter than one sequence.
     """
 
     def __init__(
@@ -90,14 +91,14 @@ class PackedLoader:
         world_size: int = 1,
     ):
         if context_length < 2:
-            raise ValueError(f"context_length must be at least 2 (a token and the one it predicts): {context_length}")
+            raise UserError(f"context_length must be at least 2 (a token and the one it predicts): {context_length}")
         self.documents, self.eos_id, self.seed = documents, eos_id, seed
         self.context_length, self.batch_size = context_length, batch_size
         self.rank, self.world_size = rank, world_size
         self.num_tokens = sum(len(document.tokens) + 1 for document in documents)
         self.sequences_per_epoch = self.num_tokens // context_length
         if self.sequences_per_epoch == 0:
-            raise ValueError(
+            raise UserError(
                 f"the corpus of {self.num_tokens} training tokens is shorter than one context_length "
                 f"{context_length}; lower --context_length or give more --data"
             )
@@ -115,10 +116,10 @@ class PackedLoader:
         return self.next_sequence / self.sequences_per_epoch
 
     def check_enough_for_step(self, gradient_accumulation_steps: int) -> None:
-        """Raises ValueError where one optimizer step would take more sequences than an epoch has."""
+        """Raises UserError where one optimizer step would take more sequences than an epoch has."""
         needed = self.batch_size * gradient_accumulation_steps * self.world_size
         if needed > self.sequences_per_epoch:
-            raise ValueError(
+            raise UserError(
                 f"one step takes {needed} sequences of {self.context_length} tokens (batch_size {self.batch_size} x "
                 f"gradient_accumulation_steps {gradient_accumulation_steps} x {self.world_size} ranks), the corpus has "
                 f"{self.sequences_per_epoch}; lower --gradient_accumulation_steps, --batch_size or --context_length, "
@@ -147,11 +148,11 @@ class PackedLoader:
         """Go on from state, on any number of ranks.
 
         Raises:
-            ValueError: the state belongs to another corpus, tokenizer, seed or context_length.
+            UserError: the state belongs to another corpus, tokenizer, seed or context_length.
         """
         for name, ours in self._identity.items():
             if state.get(name) != ours:
-                raise ValueError(
+                raise UserError(
                     f"cannot resume: the checkpoint's data has {name} {state.get(name)}, this run {ours}; "
                     "resume with the same --data, --tokenizer, --context_length and --seed"
                 )

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from training.errors import UserError
+
 
 @dataclass(frozen=True)
 class World:
@@ -59,14 +61,14 @@ def join_world(device: str) -> Iterator[World]:
         device: "auto" (a GPU if there is one), "cuda" or "cpu".
 
     Raises:
-        ValueError: CUDA asked for where there is none, or fewer GPUs than processes on this machine.
+        UserError: CUDA asked for where there is none, or fewer GPUs than processes on this machine.
     """
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before CUDA starts: less fragmentation
     rank, size, local_rank = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     if device not in ("auto", "cuda", "cpu"):
-        raise ValueError(f'device must be "auto", "cuda" or "cpu", got {device!r}')
+        raise UserError(f'device must be "auto", "cuda" or "cpu", got {device!r}')
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but PyTorch sees no CUDA GPU here; use --device cpu, or check nvidia-smi")
+        raise UserError("--device cuda, but PyTorch sees no CUDA GPU here; use --device cpu, or check nvidia-smi")
     if device == "cpu" or not torch.cuda.is_available():
         world = World(rank, size, torch.device("cpu"))
         # torchrun allows each process one thread; share the cores among this machine's processes instead.
@@ -74,7 +76,7 @@ def join_world(device: str) -> Iterator[World]:
     else:
         if local_rank >= torch.cuda.device_count():
             count = torch.cuda.device_count()
-            raise ValueError(f"more processes than the {count} GPUs here: torchrun --nproc_per_node={count} at most")
+            raise UserError(f"more processes than the {count} GPUs here: torchrun --nproc_per_node={count} at most")
         world = World(rank, size, torch.device("cuda", local_rank))
         torch.cuda.set_device(world.device)
     if size > 1:

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, replace
 
 from training.budgets import parse_bytes
+from training.errors import UserError
 from training.rates import H200, Rates
 
 MIB = 2**20
@@ -62,15 +63,15 @@ def parse_gpu(text: str) -> GPU:
     """A GPU of the table by its name, or one of an H200's speed that has another size.
 
     Raises:
-        ValueError: neither.
+        UserError: neither.
     """
     by_name = {name.lower(): gpu for name, gpu in GPUS.items()}
     if text.lower() in by_name:
         return by_name[text.lower()]
     try:
         return replace(GPUS["H200"], memory_bytes=parse_bytes(text))
-    except ValueError:
-        raise ValueError(f"no GPU {text!r} in the table: {', '.join(GPUS)}; or a size such as 24GB") from None
+    except UserError:
+        raise UserError(f"no GPU {text!r} in the table: {', '.join(GPUS)}; or a size such as 24GB") from None
 
 
 def scale_rates(gpu: GPU, attention_backend: str) -> Rates:

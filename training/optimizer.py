@@ -134,7 +134,7 @@ class MasterAdamW:
             pinned host memory. See `optimizer_bytes`.
 
     Raises:
-        ValueError: the host does not let that much memory be pinned.
+        UserError: the host does not let that much memory be pinned.
     """
 
     def __init__(

@@ -8,6 +8,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from training.errors import UserError
+
 # Slots start at multiples of this: whole cache lines, and whole sectors for the copy engines.
 SLOT_ALIGNMENT = 512
 
@@ -22,7 +24,7 @@ class PinnedArena:
         device: whose copies it serves; a CPU needs plain memory only.
 
     Raises:
-        ValueError: the host does not let this much be pinned.
+        UserError: the host does not let this much be pinned.
     """
 
     def __init__(self, num_bytes: int, device: torch.device):
@@ -35,7 +37,7 @@ class PinnedArena:
             address = self._bytes.data_ptr()
             error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
             if error:
-                raise ValueError(
+                raise UserError(
                     f"cannot pin {num_bytes / 2**30:.1f} GB of host memory (CUDA error {error}); lower host_budget"
                 )
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, address)

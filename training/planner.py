@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from training.cost_model import Choices, Stage, Step, gib
+from training.errors import UserError
 from training.memory import Placement, apply_placement
 from training.pinned_arena import PinnedArena
 from training.rates import H200, Rates
@@ -80,7 +81,7 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
         rates: of this machine.
 
     Raises:
-        ValueError: none fits; names the largest context that would.
+        UserError: none fits; names the largest context that would.
     """
     found = _search(step, gpu_bytes / HEADROOM, host_bytes) or _search(step, gpu_bytes / LEAST_HEADROOM, host_bytes)
     if not found:
@@ -88,12 +89,12 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
         largest = find_max_context(step, gpu_bytes, host_bytes)
         if largest == 0:
             state = step.optimizer(Choices(())).gpu_state
-            raise ValueError(
+            raise UserError(
                 f"the model does not fit into {budgets} at {_CONTEXT_MULTIPLE} tokens of context and batch_size "
                 f"{step.batch_size}: its parameters take {gib(step.parameter_bytes)} of the GPU, its optimizer's state "
                 f"{gib(state)} of either"
             )
-        raise ValueError(
+        raise UserError(
             f"context_length {step.context_length} does not fit into {budgets}; the largest that does is {largest}"
         )
     fastest = min(found, key=lambda choices: step.seconds(choices, rates))
@@ -107,7 +108,7 @@ def place(model, choices: Choices, arena_bytes: int) -> None:
         arena_bytes: of pinned memory for what they place on the host.
 
     Raises:
-        ValueError: as `PinnedArena`.
+        UserError: as `PinnedArena`.
     """
     device = model.embed_tokens.weight.device
     if model.config.loss_impl == "auto":

@@ -293,7 +293,7 @@ class Bench:
 
         Raises:
             torch.OutOfMemoryError: then call `clear`, once the error is let go of.
-            ValueError: the host does not let the arena be pinned.
+            UserError: the host does not let the arena be pinned.
         """
         self.clear()
         counter = counter or CudaCounter(self.device)

@@ -1,0 +1,20 @@
+"""The one error class for what the person who started the program can mend."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class UserError(ValueError):
+    """Bad input: a flag, a file, a machine too small. Shown as one line, without a traceback, with exit status 1.
+
+    The message names the value, the limit and what to do. Any other exception is a defect and keeps its traceback.
+    """
+
+
+@contextmanager
+def refused_as_user_error(prefix: str = "") -> Iterator[None]:
+    """A ValueError raised in here refuses a value that the user gave: it becomes a UserError of the same words."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{prefix}{error}") from None
