@@ -18,6 +18,7 @@ from kernels.attention import attention
 from kernels.cross_entropy import cross_entropy
 from kernels.gated_mlp import gated_mlp
 from kernels.linear_cross_entropy import linear_cross_entropy
+from kernels.qkv_attention import qkv_attention
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
 
@@ -227,8 +228,15 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * K, D, bias=False)
         self.q_norm = RMSNorm(K, config.rms_norm_eps)
         self.k_norm = RMSNorm(K, config.rms_norm_eps)
+        self.heads_at_a_time: int | None = None  # key/value heads; set from outside where memory is short
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
+        if self.heads_at_a_time is not None and context.caches is None:
+            modules = self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.q_norm, self.k_norm
+            return qkv_attention(
+                x_BTD, *(module.weight for module in modules), context.cos, context.sin, context.segments,
+                eps=self.q_norm.eps, backend=self.backend, heads_at_a_time=self.heads_at_a_time,
+            )  # fmt: skip
         q_BTHK, k_BTGK, v_BTGK = (
             projection(x_BTD).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)

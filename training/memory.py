@@ -3,12 +3,13 @@
 A placed block is one autograd function, after Chen et al., arXiv 1604.06174. Forward runs without a graph and keeps
 what the block's `Placement` says; backward builds the block again from its input and runs through that graph, so that
 one block's activations exist at a time. Two things of the block are not computed twice: attention, where its output
-and log-sum-exp were kept, and the tiled MLP, whose output no gradient needs. training.grouped_attention does the same
-once more inside attention. Where memory is plenty, a block is left whole to autograd: nothing is computed twice.
+and log-sum-exp were kept, and the tiled MLP, whose output no gradient needs. Where memory is plenty, a block is left
+whole to autograd: nothing is computed twice.
 Offloading: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from training.grouped_attention import attention_by_groups_forward
 from training.pinned_arena import PinnedArena
 
 PLACES = ("gpu", "host", "recompute")
@@ -115,12 +115,10 @@ def apply_placement(
     placed = _PlacedBlocks(blocks, placements, arena)
     for layer, block in enumerate(blocks):
         if placements[layer].is_whole:
-            block.mlp.tile_size = None
+            block.mlp.tile_size = block.self_attn.heads_at_a_time = None
             continue
         block.mlp.tile_size = mlp_tile_size
-        if attention_by_groups:
-            whole = block.self_attn.forward
-            block.self_attn.forward = functools.partial(attention_by_groups_forward, block.self_attn, whole)
+        block.self_attn.heads_at_a_time = 1 if attention_by_groups else None
         block.forward = functools.partial(placed.run, layer)
 
 
@@ -132,7 +130,8 @@ class _PlacedBlocks:
         self.forwards = [block.forward for block in blocks]
         self.first = next((i for i, placement in enumerate(placements) if not placement.is_whole), None)
         self.copies = None if arena is None else _HostCopies(arena)
-        self.on_gpu: dict[tuple[int, str], Sequence[Tensor]] = {}
+        self.on_gpu: dict[tuple[int, str], list[Tensor]] = {}  # of (layer, kind), in the order they were made
+        self.kept_calls: Counter = Counter()  # of (layer, kind): times that something was kept in the last forward
         self.passes = [0] * len(blocks)
 
     def run(self, layer: int, x_BTD: Tensor, context) -> Tensor:
@@ -146,6 +145,7 @@ class _PlacedBlocks:
             if self.copies is not None:
                 self.copies.finish_fetching()
             self.on_gpu.clear()
+            self.kept_calls.clear()
         self._keep(layer, "input", (x_BTD,))
         keeps_attention = self.placements[layer].attention != "recompute"
         keep = functools.partial(self._keep, layer, "attention")
@@ -188,14 +188,16 @@ class _PlacedBlocks:
     def _keep(self, layer: int, name: str, tensors: Sequence[Tensor]) -> None:
         place = getattr(self.placements[layer], name)
         if place == "gpu":
-            self.on_gpu[layer, name] = tensors
+            self.on_gpu.setdefault((layer, name), []).extend(tensors)
         elif place == "host":
-            self.copies.send((layer, name), tensors)
+            self.copies.send((layer, name, self.kept_calls[layer, name]), tensors)
+        self.kept_calls[layer, name] += 1
 
     def _fetch(self, layer: int) -> None:
         for key in needed_for_backward(self.placements, layer):
             if key not in self.on_gpu:
-                self.on_gpu[key] = self.copies.fetch(key)
+                calls = range(self.kept_calls[key])
+                self.on_gpu[key] = [tensor for call in calls for tensor in self.copies.fetch((*key, call))]
 
 
 class _PlacedBlock(torch.autograd.Function):
@@ -207,6 +209,8 @@ class _PlacedBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy_BTD):
+        if torch.is_grad_enabled():
+            raise RuntimeError("a placed block has no second derivative (create_graph=True); leave it whole")
         if ctx.number != ctx.blocks.passes[ctx.layer]:
             raise RuntimeError(f"block {ctx.layer} went forward or backward again since this forward: nothing is kept")
         ctx.blocks.passes[ctx.layer] += 1
@@ -222,12 +226,12 @@ class _HostCopies:
 
     def __init__(self, arena: PinnedArena):
         self.arena = arena
-        self.slots: dict[tuple[int, str], list[Tensor]] = {}
+        self.slots: dict[tuple[int, str, int], list[Tensor]] = {}
         self.leaving: list[Sequence[Tensor]] = []
         self.device_module = torch.get_device_module(arena.device)  # torch.cpu's streams do nothing
         self.to_host, self.to_gpu = self.device_module.Stream(), self.device_module.Stream()
 
-    def send(self, key: tuple[int, str], tensors: Sequence[Tensor]) -> None:
+    def send(self, key: tuple[int, str, int], tensors: Sequence[Tensor]) -> None:
         slots = self.slots.get(key)
         if slots is None or [s.shape for s in slots] != [t.shape for t in tensors]:
             slots = self.slots[key] = [self.arena.allocate(t.shape, t.dtype) for t in tensors]
@@ -240,7 +244,7 @@ class _HostCopies:
         self.device_module.current_stream().wait_stream(self.to_host)
         self.leaving.clear()
 
-    def fetch(self, key: tuple[int, str]) -> list[Tensor]:
+    def fetch(self, key: tuple[int, str, int]) -> list[Tensor]:
         """Tensors that may be read after `finish_fetching`."""
         slots = self.slots[key]
         tensors = [torch.empty(slot.shape, dtype=slot.dtype, device=self.arena.device) for slot in slots]
@@ -262,8 +266,8 @@ class _HostCopies:
 class _Interception(TorchDispatchMode):
     """Sees the operations of a block while it runs: hands attention's results to `keep`, or returns those `kept`.
 
-    With `skip_mlp` the tiled MLP returns a tensor of anything: its output is only added to the block's, its backward
-    starts from its input.
+    Kept results are returned in the order of the calls that made them, and all must be asked for. With `skip_mlp` the
+    tiled MLP returns a tensor of anything: its output is only added to the block's, its backward starts from its input.
     """
 
     def __init__(
@@ -274,17 +278,23 @@ class _Interception(TorchDispatchMode):
         skip_mlp: bool = False,
     ):
         super().__init__()
-        self.keep, self.kept, self.skip_mlp = keep, kept, skip_mlp
+        self.keep, self.skip_mlp = keep, skip_mlp
+        self.kept = None if kept is None else list(kept)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         ops = torch.ops.fathom
         if func is ops.tiled_gated_mlp.default and self.skip_mlp:
             return args[0].new_empty(1).expand(args[0].shape)
-        if func not in (ops.attention_forward.default, ops.attention_by_groups.default):
+        if func not in (ops.attention_forward.default, ops.qkv_attention.default):
             return func(*args, **(kwargs or {}))
         if self.kept is not None:
-            return tuple(tensor.detach() for tensor in self.kept)  # new ones, as autograd writes its graph into them
+            out, lse, *self.kept = self.kept
+            return out.detach(), lse.detach()  # new ones, as autograd writes its graph into them
         outputs = func(*args, **(kwargs or {}))
         if self.keep is not None:
             self.keep(outputs)
         return outputs
+
+    def __exit__(self, exc_type, exc_value, traceback):
+        super().__exit__(exc_type, exc_value, traceback)
+        assert exc_type or not self.kept, "attention ran less often than in the forward that kept its results"

@@ -336,8 +336,7 @@ class Bench:
     def clear(self) -> None:
         """Take the placement off again, and what a step that was broken off has left."""
         for block in self.model.layers:
-            for module in (block, block.self_attn):
-                vars(module).pop("forward", None)
+            vars(block).pop("forward", None)
         self.model.config = self.config
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # copies to and from the arena

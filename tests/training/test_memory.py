@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import MODEL_SIZES, Transformer
+from model import MODEL_SIZES, Attention, Transformer
 from training.cost_model import Choices, Step
 from training.distributed import World, initialize, join_world, shard_model
 from training.memory import PLACES, WHOLE, Placement, apply_placement
@@ -242,6 +242,61 @@ def test_validation_and_generation_keep_nothing():
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
     assert torch.equal(plain.generate(ids[:1], 5), placed.generate(ids[:1], 5))
     assert not placed.layers[0].forward.func.__self__.copies.slots
+
+
+class TwoCalls(torch.nn.Module):
+    """Attention, and attention again of what it gave, within one block."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x_BTD, context):
+        return self.attention(x_BTD + self.attention(x_BTD, context), context)
+
+
+@pytest.mark.parametrize("placements", [PLACEMENTS["gpu gpu"], PLACEMENTS["host host"], PLACEMENTS["chain"]])
+def test_a_block_may_attend_twice(placements):
+    def gradients(placements):
+        model = build()
+        for block in model.layers:
+            block.self_attn = TwoCalls(block.self_attn)
+        if placements is not None:
+            apply_placement(model.layers, placements, arena=PinnedArena(2**22, CPU))
+        return run(model, packed=True)
+
+    assert all(map(torch.equal, gradients(placements), gradients(None)))
+
+
+def test_by_groups_does_not_replace_an_attention_of_another_kind():
+    """A window of 4 tokens, by a forward of its own, stays one."""
+
+    class Window(Attention):
+        def forward(self, x_BTD, context):
+            T = x_BTD.shape[1]
+            segments = torch.tensor([[0, start, min(start + 4, T)] for start in range(0, T, 4)])
+            rows = [replace(context, segments=segments) for _ in x_BTD]
+            return torch.cat([super(Window, self).forward(x[None], c) for x, c in zip(x_BTD, rows)])
+
+    def gradients(**options):
+        model = build()
+        for block in model.layers:
+            block.self_attn.__class__ = Window
+        apply_placement(model.layers, [Placement()] * 4, **options)
+        return run(model)
+
+    expected, found = gradients(), gradients(attention_by_groups=True)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
+    assert (found[1] - expected[1]).abs().max() <= 1e-6 * expected[1].abs().max()
+
+
+@pytest.mark.parametrize("by_groups", [False, True])
+def test_second_derivatives_are_refused(by_groups):
+    model = build([Placement()] * 4, attention_by_groups=by_groups)
+    ids, _ = make_batch(packed=False)
+    loss = model(ids, return_hidden_states=True).hidden_states.square().sum()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 
 
 def test_a_second_forward_before_backward_is_refused():

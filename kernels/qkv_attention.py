@@ -1,0 +1,147 @@
+"""A block's attention from its input to its output projection, some key/value heads at a time.
+
+With n of G key/value heads at a time, q, k, v and their gradients take n / G of their memory: each step projects the
+input to n key/value heads and their query heads, normalises and rotates these, and attends.
+
+Kept for backward: the input, attention's output and log-sum-exp. Backward projects each step's q, k and v again.
+Attention costs the same as all heads at once; the matrix products are smaller.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.attention import choose_backend
+from kernels.rms_norm import rms_norm
+from kernels.rope import rope
+
+
+def _weight_of_step(weights: Sequence[Tensor], step: int, num_steps: int) -> Tensor:
+    """Rows of the q, k and v projections that make the heads of one step, [(R + 2) n K, D]; R query heads a group."""
+    return torch.cat([weight.chunk(num_steps)[step] for weight in weights])
+
+
+def _split_heads(qkv: Tensor, norms: Sequence[Tensor], eps: float, n: int, cos: Tensor, sin: Tensor) -> list[Tensor]:
+    """[B, T, (R + 2) n K] -> q [B, T, R n, K], k and v [B, T, n, K], normalised and rotated as attention takes them."""
+    K = len(norms[0])
+    heads = qkv.unflatten(-1, (-1, K)).split([qkv.shape[-1] // K - 2 * n, n, n], dim=2)
+    q, k = rope(*(rms_norm(x, weight, eps) for x, weight in zip(heads, norms)), cos, sin)
+    return [q, k, heads[2].contiguous()]
+
+
+@torch.library.custom_op("fathom::qkv_attention", mutates_args=())
+def _qkv_attention(
+    x: Tensor, weights: list[Tensor], norms: list[Tensor], eps: float, cos: Tensor, sin: Tensor,
+    segments: Tensor | None, backend: str, n: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x [B, T, D] -> attention's output [B, T, H, K] and log-sum-exp [B, H, T]; weights of q, k, v; norms of q, k."""
+    out, lse = _empty_outputs(x, weights, norms)
+    steps = len(weights[1]) // len(norms[1]) // n
+    for step, (out_n, lse_n) in enumerate(zip(out.chunk(steps, dim=2), lse.chunk(steps, dim=1))):
+        q, k, v = _split_heads(F.linear(x, _weight_of_step(weights, step, steps)), norms, eps, n, cos, sin)
+        for whole, part in zip((out_n, lse_n), torch.ops.fathom.attention_forward(q, k, v, segments, backend)):
+            whole.copy_(part)
+    return out, lse
+
+
+def _empty_outputs(x: Tensor, weights: list[Tensor], norms: list[Tensor]) -> tuple[Tensor, Tensor]:
+    (B, T, _), K = x.shape, len(norms[0])
+    H = len(weights[0]) // K
+    return x.new_empty(B, T, H, K), x.new_empty(B, H, T, dtype=torch.float32)
+
+
+@_qkv_attention.register_fake
+def _(x, weights, norms, eps, cos, sin, segments, backend, n):
+    return _empty_outputs(x, weights, norms)
+
+
+class _QKVAttention(torch.autograd.Function):
+    """The input's gradient is rounded to its dtype after each step, G / n times."""
+
+    @staticmethod
+    def forward(ctx, x, q_weight, k_weight, v_weight, o_weight, q_norm, k_norm, cos, sin, segments, eps, backend, n):
+        weights, norms = [q_weight, k_weight, v_weight], [q_norm, k_norm]
+        out, lse = torch.ops.fathom.qkv_attention(x, weights, norms, eps, cos, sin, segments, backend, n)
+        ctx.save_for_backward(x, *weights, o_weight, *norms, cos, sin, out, lse)
+        ctx.segments, ctx.eps, ctx.backend, ctx.n = segments, eps, backend, n
+        return F.linear(out.flatten(2), o_weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled():
+            raise RuntimeError("attention some heads at a time has no second derivative (create_graph=True)")
+        x, *weights, o_weight, q_norm, k_norm, cos, sin, out, lse = ctx.saved_tensors
+        steps = len(weights[1]) // len(k_norm) // ctx.n
+        norms = [weight.detach().requires_grad_() for weight in (q_norm, k_norm)]
+        x_rows, dy_rows = x.flatten(0, 1), dy.flatten(0, 1)
+        dx_rows, d_weights = torch.zeros_like(x_rows), [torch.empty_like(weight) for weight in weights]
+        d_norms = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in norms]
+        parts_of_steps = zip(out.chunk(steps, dim=2), lse.chunk(steps, dim=1), o_weight.chunk(steps, dim=1))
+        for step, (out_n, lse_n, o_weight_n) in enumerate(parts_of_steps):
+            weight = _weight_of_step(weights, step, steps)
+            qkv = F.linear(x, weight).requires_grad_()
+            with torch.enable_grad():
+                heads = _split_heads(qkv, norms, ctx.eps, ctx.n, cos, sin)
+            d_out = (dy @ o_weight_n).view(out_n.shape)
+            d_heads = torch.ops.fathom.attention_backward(
+                d_out, *(head.detach() for head in heads), out_n.contiguous(), lse_n.contiguous(),
+                ctx.segments, ctx.backend,
+            )  # fmt: skip
+            d_qkv, *d_norms_n = torch.autograd.grad(heads, [qkv, *norms], d_heads)
+            d_qkv_rows = d_qkv.flatten(0, 1)
+            dx_rows.addmm_(d_qkv_rows, weight)
+            parts = (d_qkv_rows.T @ x_rows).split([len(w) // steps for w in weights])
+            for d_weight, part in zip(d_weights, parts):
+                d_weight.chunk(steps)[step].copy_(part)
+            for d_norm, part in zip(d_norms, d_norms_n):
+                d_norm += part
+            del qkv, heads, d_out, d_heads, d_qkv, d_qkv_rows, parts  # before those of the next step are made
+        d_norms = [d.to(w.dtype) for d, w in zip(d_norms, norms)]
+        return dx_rows.view_as(x), *d_weights, dy_rows.T @ out.flatten(0, 1).flatten(1), *d_norms, *[None] * 6
+
+
+def qkv_attention(
+    x_BTD: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    v_weight: Tensor,
+    o_weight: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    segments: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    backend: str = "auto",
+    heads_at_a_time: int = 1,
+) -> Tensor:
+    """Projections, q/k RMSNorm, RoPE, causal grouped-query attention and the output projection.
+
+    Args:
+        x_BTD: [B, T, D], of the weights' dtype.
+        q_weight: [H K, D].
+        k_weight, v_weight: [G K, D], G a divisor of H.
+        o_weight: [D, H K].
+        q_norm, k_norm: RMSNorm weights of each head, [K].
+        cos, sin: float32, as `rope` takes them.
+        segments, backend: as `attention` takes them.
+        eps: of the two norms.
+        heads_at_a_time: key/value heads that one step works on, a divisor of G.
+
+    Returns:
+        [B, T, D].
+
+    Raises:
+        ValueError: heads_at_a_time does not divide G; an unavailable backend.
+        RuntimeError: in backward, create_graph=True.
+    """
+    G = len(k_weight) // len(k_norm)
+    if heads_at_a_time < 1 or G % heads_at_a_time:
+        raise ValueError(f"heads_at_a_time must divide the {G} key/value heads, got {heads_at_a_time}")
+    return _QKVAttention.apply(
+        x_BTD, q_weight, k_weight, v_weight, o_weight, q_norm, k_norm, cos, sin, segments,
+        eps, choose_backend(backend, x_BTD.device), heads_at_a_time,
+    )  # fmt: skip
