@@ -199,6 +199,21 @@ class KeyValueCache:
 
 
 @dataclass
+class Documents:
+    """The documents packed in each row of a batch. On the CPU, where their boundaries decide what is launched."""
+
+    segments: Tensor | None  # int64 [S, 3], rows (batch row, start, stop); None where each row is one document
+    positions_BT: Tensor  # int64, each token's position in its document
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each document."""
+        if self.segments is None:
+            return [self.positions_BT.shape[1]] * len(self.positions_BT)
+        return (self.segments[:, 2] - self.segments[:, 1]).tolist()
+
+
+@dataclass
 class Context:
     """What every block needs to know about the tokens besides their activations."""
 
@@ -329,10 +344,10 @@ class Transformer(nn.Module):
         input_ids: Tensor,
         labels: Tensor | None = None,
         *,
-        document_ids: Tensor | None = None,
+        document_ids: Tensor | Documents | None = None,
         return_logits: bool = False,
         return_hidden_states: bool = False,
-        num_valid_tokens: Tensor | float | None = None,
+        denominator: Tensor | float | None = None,
         caches: list[KeyValueCache] | None = None,
     ) -> ModelOutput:
         """Run the decoder.
@@ -340,22 +355,30 @@ class Transformer(nn.Module):
         Args:
             input_ids: int64 [B, T].
             labels: int64 [B, T], unshifted: position t is trained to predict labels[t + 1]; -100 is ignored.
-            document_ids: integers [B, T], non-decreasing in a row. Documents do not see each other and their
-                positions start at 0. Best on the CPU: their boundaries decide what is launched.
+            document_ids: integers [B, T], non-decreasing in a row, or what `find_documents` found in them. Documents
+                do not see each other, positions start at 0 in each, and no token is trained to predict the next
+                document's first. FSDP moves a tensor to the GPU, from where it has to come back; `Documents` it
+                leaves on the CPU.
             return_logits, return_hidden_states: fill those fields of the output.
-            num_valid_tokens: what the summed loss is divided by (valid labels of all micro-batches and ranks);
+            denominator: what the summed loss is divided by (valid labels of all micro-batches and ranks);
                 None: the valid labels of this call.
             caches: one `KeyValueCache` a layer, while generating.
 
         Raises:
             ValueError: tensors of unequal shape, a document id that decreases, documents together with caches.
         """
-        for name, tensor in (("labels", labels), ("document_ids", document_ids)):
+        documents = find_documents(document_ids) if isinstance(document_ids, Tensor) else document_ids
+        positions_BT = None if documents is None else documents.positions_BT
+        for name, tensor in (("labels", labels), ("document_ids", positions_BT)):
             if tensor is not None and tensor.shape != input_ids.shape:
                 expected, got = tuple(input_ids.shape), tuple(tensor.shape)
                 raise ValueError(f"{name} must have input_ids' shape {expected}, got {got}")
         x_BTD = self.embed_tokens(input_ids)
-        context = self._context(input_ids, document_ids, caches)
+        if documents is not None:
+            positions_BT = positions_BT.to(input_ids.device, non_blocking=True)
+            if labels is not None:
+                labels = labels.masked_fill(positions_BT == 0, IGNORE_INDEX)
+        context = self._context(input_ids, documents, positions_BT, caches)
         for layer in self.layers:
             x_BTD = layer(x_BTD, context)
         x_BTD = self.norm(x_BTD)
@@ -363,38 +386,38 @@ class Transformer(nn.Module):
         if return_logits:
             output.logits = F.linear(x_BTD, self.output_weight)
         if labels is not None:
-            output.loss = self._loss(x_BTD, labels, output.logits, num_valid_tokens)
+            output.loss = self._loss(x_BTD, labels, output.logits, denominator)
         return output
 
-    def _context(self, input_ids: Tensor, document_ids: Tensor | None, caches: list[KeyValueCache] | None) -> Context:
+    def _context(
+        self,
+        input_ids: Tensor,
+        documents: Documents | None,
+        positions_BT: Tensor | None,
+        caches: list[KeyValueCache] | None,
+    ) -> Context:
         (_, T), device = input_ids.shape, input_ids.device
         start = caches[0].length if caches else 0
-        if caches and (document_ids is not None or (start and T > 1)):
+        if caches and (documents is not None or (start and T > 1)):
             raise ValueError("with a key/value cache, give one document, and one token at a time after the prompt")
         cos, sin = self.rotary.tables(start + T, device)
-        if document_ids is None:
+        if documents is None:
             return Context(cos[start : start + T], sin[start : start + T], caches=caches)
-        segments, positions_BT = document_segments(document_ids)
-        positions_BT = positions_BT.to(device, non_blocking=True)
-        return Context(cos[positions_BT], sin[positions_BT], segments)
+        return Context(cos[positions_BT], sin[positions_BT], documents.segments)
 
-    def _loss(self, x_BTD: Tensor, labels: Tensor, logits: Tensor | None, num_valid_tokens) -> Tensor:
+    def _loss(self, x_BTD: Tensor, labels: Tensor, logits: Tensor | None, denominator) -> Tensor:
         """Cross-entropy of position t against labels[t + 1]: from `logits`, or by whichever way the switch says."""
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-        chunked = self.config.uses_chunked_loss(targets.numel(), x_BTD.element_size())
-        if chunked and logits is None:
-            log_loss_choice("chunked", self.config, targets.numel(), x_BTD.element_size())
-            return linear_cross_entropy(
-                x_BTD, self.output_weight, targets, ignore_index=IGNORE_INDEX, denominator=num_valid_tokens
-            )
-        log_loss_choice("standard", self.config, targets.numel(), x_BTD.element_size())
-        inplace = logits is None  # nobody else will read the logits, so the gradient may take their place
-        if logits is None:
-            logits = F.linear(x_BTD, self.output_weight)
-        return cross_entropy(
-            logits.flatten(0, 1), targets.flatten(),
-            ignore_index=IGNORE_INDEX, denominator=num_valid_tokens, inplace=inplace,
-        )  # fmt: skip
+        size = labels.numel(), x_BTD.element_size()
+        options = {"ignore_index": IGNORE_INDEX, "denominator": denominator}
+        # The last position has no target: with it, the chunked loss would have to gather the rows that have one.
+        x_BTD, targets = x_BTD[:, :-1], labels[:, 1:]
+        if logits is None and self.config.uses_chunked_loss(*size):
+            log_loss_choice("chunked", self.config, *size)
+            return linear_cross_entropy(x_BTD, self.output_weight, targets, **options)
+        log_loss_choice("standard", self.config, *size)
+        if logits is None:  # nobody else will read them, so the gradient may take their place
+            return cross_entropy(F.linear(x_BTD, self.output_weight), targets, inplace=True, **options)
+        return cross_entropy(logits, F.pad(targets, (0, 1), value=IGNORE_INDEX), **options)
 
     @torch.no_grad()
     def generate(
@@ -431,15 +454,11 @@ class Transformer(nn.Module):
         return input_ids
 
 
-def document_segments(document_ids: Tensor) -> tuple[Tensor | None, Tensor]:
+def find_documents(document_ids: Tensor) -> Documents:
     """Boundaries and positions of the documents packed in each row.
 
     Args:
         document_ids: integers [B, T], non-decreasing in a row.
-
-    Returns:
-        int64 [S, 3] on the CPU, rows (batch row, start, stop), None where each row is one document;
-        int64 [B, T] on the CPU, each token's position in its document.
 
     Raises:
         ValueError: ids that decrease within a row.
@@ -456,7 +475,7 @@ def document_segments(document_ids: Tensor) -> tuple[Tensor | None, Tensor]:
     index_BT = torch.arange(T).expand(B, T)
     positions_BT = index_BT - torch.where(first_BT, index_BT, 0).cummax(dim=1).values
     segments = torch.stack([rows, starts, stops], dim=1)
-    return (None if len(segments) == B else segments), positions_BT
+    return Documents(None if len(segments) == B else segments, positions_BT)
 
 
 @functools.lru_cache(maxsize=64)

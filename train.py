@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from kernels.attention import choose_backend
 from kernels.common import IMPLEMENTATIONS, set_default_implementation
-from model import MODEL_SIZES, ModelConfig, Transformer
+from model import MODEL_SIZES, ModelConfig, Transformer, find_documents
 from training import checkpoint
 from training.budgets import available_host_bytes, cap_gpu_memory, gpu_budget, parse_bytes
 from training.config import flag, parse_config
@@ -205,17 +205,10 @@ def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device)
     return f"predicted for the step as it was placed:\n{table}\n{fitting}"
 
 
-def run_model(model: Transformer, batch: Batch, world: World, num_valid_tokens: float | None = None) -> torch.Tensor:
-    """Loss of a micro-batch; document_ids stay on the CPU, where the boundaries are needed."""
+def run_model(model: Transformer, batch: Batch, world: World, denominator: float | None = None) -> torch.Tensor:
+    """Summed loss of a micro-batch over `denominator`; None: over its targets."""
     input_ids, labels = (x.to(world.device, non_blocking=True) for x in (batch.input_ids, batch.labels))
-    return model(input_ids, labels, document_ids=batch.document_ids, num_valid_tokens=num_valid_tokens).loss
-
-
-def document_lengths(batch: Batch) -> list[int]:
-    """Tokens of each document piece in the batch."""
-    row = torch.arange(len(batch.document_ids))[:, None]
-    keys = row * (int(batch.document_ids.max()) + 1) + batch.document_ids
-    return torch.unique_consecutive(keys, return_counts=True)[1].tolist()
+    return model(input_ids, labels, document_ids=find_documents(batch.document_ids), denominator=denominator).loss
 
 
 def train_step(
@@ -409,7 +402,8 @@ def train(config: TrainConfig, world: World) -> None:
         if world.device.type == "cuda":
             values["peak_memory_gib"] = peak_memory_gib(world)
         if gpu_flops is not None:
-            flops = 3 * sum(model_config.forward_flops(document_lengths(batch)) for batch in batches)
+            documents = [find_documents(batch.document_ids) for batch in batches]
+            flops = 3 * sum(model_config.forward_flops(d.lengths) for d in documents)
             values["mfu"] = flops / seconds / gpu_flops
         is_last, stop = step == max_steps, world.sum(float(bool(terminated)))[0] > 0
         if config.validation_sequences and (is_last or is_due(step, config.validation_interval)):

@@ -155,7 +155,7 @@ def accumulation(device: torch.device) -> Iterator[Check]:
         model.zero_grad()
         total = torch.zeros((), device=device)
         for rows in torch.arange(8, device=device).chunk(micro_batches):
-            loss = model(ids[rows], labels[rows], num_valid_tokens=num_valid_tokens).loss
+            loss = model(ids[rows], labels[rows], denominator=num_valid_tokens).loss
             loss.backward()
             total += loss.detach()
         return [total, model.embed_tokens.weight.grad, model.output_weight.grad]

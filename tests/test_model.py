@@ -1,3 +1,4 @@
+import importlib
 import logging
 from dataclasses import replace
 
@@ -6,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
-from model import MODEL_SIZES, KeyValueCache, ModelConfig, ModelOutput, RotaryCache, Transformer, document_segments
+from model import MODEL_SIZES, KeyValueCache, ModelConfig, ModelOutput, RotaryCache, Transformer, find_documents
 
 TINY = replace(MODEL_SIZES["tiny"], num_hidden_layers=2, hidden_size=64, intermediate_size=96)
 
@@ -81,7 +82,7 @@ def test_chunked_and_standard_losses_agree(denominator):
     labels = torch.where(tokens(2, 65, seed=1, high=4) == 0, -100, ids)
     for loss_impl in ("chunked", "standard"):
         model = build(replace(TINY, loss_impl=loss_impl))
-        loss = model(ids, labels, num_valid_tokens=denominator).loss
+        loss = model(ids, labels, denominator=denominator).loss
         loss.backward()
         losses.append(loss)
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
@@ -107,13 +108,45 @@ def test_packed_documents_equal_separate_ones():
         torch.testing.assert_close(packed[row : row + 1, start:stop], alone, rtol=1e-4, atol=1e-5)
 
 
-def test_document_segments():
-    segments, positions = document_segments(torch.tensor([[0, 0, 1, 3], [2, 2, 2, 2]]))
-    assert segments.tolist() == [[0, 0, 2], [0, 2, 3], [0, 3, 4], [1, 0, 4]]
-    assert positions.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
-    assert document_segments(torch.zeros(3, 5, dtype=torch.int32))[0] is None
+def test_documents_are_found():
+    documents = find_documents(torch.tensor([[0, 0, 1, 3], [2, 2, 2, 2]]))
+    assert documents.segments.tolist() == [[0, 0, 2], [0, 2, 3], [0, 3, 4], [1, 0, 4]]
+    assert documents.positions_BT.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
+    assert documents.lengths == [2, 1, 1, 4]
+    one_each = find_documents(torch.zeros(3, 5, dtype=torch.int32))
+    assert one_each.segments is None and one_each.lengths == [5, 5, 5]
     with pytest.raises(ValueError, match="must not decrease"):
-        document_segments(torch.tensor([[1, 0]]))
+        find_documents(torch.tensor([[1, 0]]))
+
+
+@pytest.mark.parametrize("loss_impl", ["chunked", "standard"])
+def test_no_token_is_trained_to_predict_the_next_document(loss_impl):
+    model, ids = build(replace(TINY, loss_impl=loss_impl)), tokens(2, 12)
+    document_ids = torch.tensor([[0] * 5 + [1] * 7, [3] * 12])
+    labels = ids.clone()
+    labels[0, 5] = -100  # the second document's first token
+    expected = model(ids, labels, document_ids=document_ids).loss
+    assert torch.equal(model(ids, ids, document_ids=document_ids).loss, expected)
+    assert torch.equal(model(ids, ids, document_ids=find_documents(document_ids)).loss, expected)
+
+
+def test_the_loss_gathers_no_rows_where_every_position_has_a_target(monkeypatch):
+    module = importlib.import_module("kernels.linear_cross_entropy")  # the package's attribute is the function
+    rows_to_compute, gathered = module._rows_to_compute, []
+    monkeypatch.setattr(module, "_rows_to_compute", lambda *args: gathered.append(rows_to_compute(*args)))
+    for rows in (1, 3):
+        model, ids = build(replace(TINY, loss_impl="chunked")), tokens(rows, 12)
+        model(ids, ids).loss.backward()
+    assert gathered == [None, None]
+
+
+def test_fsdp_leaves_documents_on_the_cpu():
+    """It moves tensors, also in lists and dicts, to the GPU, and their boundaries would have to come back."""
+    from torch.distributed.utils import _to_kwargs
+
+    documents = find_documents(torch.tensor([[0, 0, 1, 3]]))
+    moved = _to_kwargs((), {"document_ids": documents}, torch.device("meta"), False)[1][0]["document_ids"]
+    assert moved.segments.device.type == moved.positions_BT.device.type == "cpu"
 
 
 def test_rotary_tables_are_right_at_a_million_positions():
