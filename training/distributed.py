@@ -89,14 +89,21 @@ def join_world(device: str) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def shard_model(model: nn.Module, blocks: nn.ModuleList, world: World) -> None:
-    """FSDP2: each block a group, the rest another; parameters and gradient sums in float32, compute in bf16 on GPUs.
+def shard_model(
+    model: nn.Module, blocks: nn.ModuleList, world: World, compute_dtype: torch.dtype | None = None
+) -> None:
+    """FSDP2: each block a group, the rest another; parameters and gradient sums in float32.
 
     Gradients are summed over ranks, not averaged: the loss is divided by all ranks' valid tokens already.
+
+    Args:
+        compute_dtype: of the gathered parameters; None: bfloat16 on GPUs, float32 on CPUs.
     """
     mesh = init_device_mesh(world.device.type, (world.size,))
-    compute_dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    if compute_dtype is None:
+        compute_dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    # Inputs are not cast: hidden states have the parameters' dtype already, and RoPE's tables must stay float32.
+    policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     for module in (*blocks, model):

@@ -1,0 +1,104 @@
+"""FSDP2 in bfloat16 against one process: on CPUs by gloo, and on two GPUs by NCCL.
+
+`torchrun --nproc_per_node=2 -m tests.training.test_distributed cpu` (or cuda) is what the tests start.
+"""
+
+import gc
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import model as model_module
+from model import MODEL_SIZES, Transformer
+from training.distributed import World, initialize, join_world, shard_model
+
+ROOT = Path(__file__).parents[2]
+# The packed documents' cos and sin, [B, T, K/2], pass through every block; 0.6B's width with two blocks on a GPU.
+CONFIGS = {
+    "cpu": MODEL_SIZES["tiny"],
+    "cuda": replace(MODEL_SIZES["0.6B"], num_hidden_layers=2, vocab_size=1024),
+}
+
+
+def build(device, world=None):
+    """The same weights on any number of ranks: bfloat16 values, sharded in float32."""
+    with torch.device("meta"):
+        model = Transformer(CONFIGS[device.type])
+    if world is None:
+        model.to(torch.bfloat16)
+    else:
+        shard_model(model, model.layers, world, compute_dtype=torch.bfloat16)
+    model.to_empty(device=device)
+    initialize(model, model.initialize_parameter, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
+def make_batch(device):
+    T = 100 if device.type == "cpu" else 4096
+    ids = torch.randint(256, (2, T), generator=torch.Generator().manual_seed(0))
+    return ids.to(device), (torch.arange(T)[None] > torch.tensor([[T // 3], [T // 2]])).long()
+
+
+def loss_and_gradients(model, ids, documents):
+    loss = model(ids, ids, document_ids=documents, denominator=1000).loss
+    loss.backward()
+    gradients = {
+        name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).double()
+        for name, p in model.named_parameters()
+    }
+    return loss.detach(), gradients
+
+
+def compare_with_one_process(world: World) -> None:
+    """Each rank has one of two sequences; one process has both, one after the other."""
+    seen = []
+    rope = model_module.rope
+    model_module.rope = lambda q, k, cos, sin: seen.append((q.dtype, cos.dtype, sin.dtype)) or rope(q, k, cos, sin)
+    ids, documents = make_batch(world.device)
+    row = slice(world.rank, world.rank + 1)
+    sharded = build(world.device, world)
+    loss, gradients = loss_and_gradients(sharded, ids[row], documents[row])
+    assert seen == [(torch.bfloat16, torch.float32, torch.float32)] * len(sharded.layers), seen
+
+    alone = build(world.device)
+    losses = [loss_and_gradients(alone, ids[i : i + 1], documents[i : i + 1])[0] for i in range(2)]
+    assert torch.equal(loss, losses[world.rank]), (loss, losses)
+    for name, parameter in alone.named_parameters():
+        found, expected = gradients[name], parameter.grad.double()  # summed in float32 and in bfloat16
+        difference = float((found - expected).norm() / expected.norm())
+        assert difference < 5e-3, (name, difference)
+    print("equal", flush=True)
+
+
+def run_ranks(device: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    result = subprocess.run(
+        [*command, "-m", "tests.training.test_distributed", device], cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("equal") == 2
+
+
+def test_two_processes_equal_one_in_bfloat16():
+    run_ranks("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_equal_one():
+    run_ranks("cuda")
+
+
+if __name__ == "__main__":
+    with join_world(sys.argv[1]) as world:
+        compare_with_one_process(world)
+        gc.collect()  # models in cycles would keep the process group beyond its end, which at times aborts
