@@ -1,7 +1,9 @@
 """How much memory a run may have: sizes as people write them, what is free, and the cap that makes a budget hold."""
 
+import math
 import os
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,14 +43,33 @@ def gpu_budget(text: str, device: torch.device) -> int:
 
 
 def available_host_bytes() -> int:
-    """80% of what this machine, and the container we are in, have left, shared by torchrun's processes here."""
-    left = [1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1])]
-    group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):  # no container, or one without a limit, which reads "max"
-        cached = int(re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)[1])
-        used = int((group / "memory.current").read_text()) - cached
-        left.append(int((group / "memory.max").read_text()) - used)
-    return int(0.8 * min(left)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """80% of what this machine and this process's control groups have left, shared by torchrun's processes here."""
+    available = 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1])
+    return int(0.8 * min(available, *_bytes_left_in_groups())) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _bytes_left_in_groups() -> Iterator[float]:
+    """What each memory limit on this process leaves: of its control group and those around it (container, Slurm job).
+
+    cgroup v2 lists one path with an empty controller, v1 one path for the controller "memory". In a container the path
+    may be the host's and not exist here; the limit is then that of the nearest folder above which does.
+    """
+    yield math.inf
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, limit, usage, cache = "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit, usage = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache = "total_inactive_file"
+        else:
+            continue
+        group = Path(root, path.lstrip("/"))
+        for folder in (group, *group.parents[: len(group.parts) - len(Path(root).parts)]):
+            with suppress(OSError, ValueError):  # no such folder or file, or no limit, which v2 writes as "max"
+                size = int((folder / limit).read_text())
+                cached = re.search(rf"^{cache} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)[1]
+                yield size - (int((folder / usage).read_text()) - int(cached))
 
 
 def cap_gpu_memory(num_bytes: int, device: torch.device) -> None:

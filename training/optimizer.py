@@ -239,6 +239,16 @@ class MasterAdamW:
     def _take_norm(self, index: int, gradient: Tensor) -> None:
         torch.linalg.vector_norm(gradient, dtype=torch.float32, out=self.norms[index])
 
+    def zero_grad(self) -> None:
+        """Drop the gradients, also those of a backward that failed half way, as if none had come since the update."""
+        self._let_go(0)  # the norms that were taken on the way out are written
+        self.norms.zero_()
+        self.scale = 1.0
+        for state in self.states.values():
+            state.parameter.grad, state.arrived = None, False
+            if not state.on_host:
+                state.gradient = None
+
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> float:
         """Have the next `step` scale all gradients to a global norm of at most `max_norm`; returns their norm."""
@@ -267,11 +277,7 @@ class MasterAdamW:
                 else:
                     tensors = {**state.tensors, "gradient": state.gradient}
                     self._update({key: tensor[piece] for key, tensor in tensors.items()}, state, piece, learning_rate)
-            state.arrived = False
-            if not state.on_host:
-                state.gradient = None
-        self.norms.zero_()
-        self.scale = 1.0
+        self.zero_grad()
 
     def _update_through(self, slot: _Slot, state: _State, piece: slice, learning_rate: float) -> None:
         """Update a piece of state that lives on the host; the three streams work on three pieces at a time."""

@@ -31,6 +31,8 @@ class PinnedArena:
         self.num_bytes, self.used_bytes, self.device = num_bytes, 0, device
         pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
+        # A forked child would share the pages until one side writes; the writer then gets others, which are not pinned.
+        pages.madvise(mmap.MADV_DONTFORK)
         if device.type == "cuda" and num_bytes:
             with suppress(OSError):  # a kernel without huge pages: small ones take longer to pin
                 pages.madvise(mmap.MADV_HUGEPAGE)

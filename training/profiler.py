@@ -340,11 +340,7 @@ class Bench:
         self.model.config = self.config
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # copies to and from the arena
-        self.optimizer.leaving.clear()
-        for state in self.optimizer.states.values():
-            state.parameter.grad, state.arrived = None, False
-            if not state.on_host:
-                state.gradient = None
+        self.optimizer.zero_grad()
         gc.collect()  # the arena, before the next is pinned
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

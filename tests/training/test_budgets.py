@@ -34,16 +34,50 @@ def test_a_gpu_budget_is_of_what_is_free(monkeypatch):
         gpu_budget("auto", CPU)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [("max", 80), (str(50 * 2**30), 0.8 * (50 - 10 + 4))])
-def test_host_memory_is_that_of_the_container(limit, expected, monkeypatch):
-    """100 GiB available on the machine; of 10 used here, 4 are files that can be dropped."""
+V2 = ("memory.max", "memory.current", "inactive_file")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+NO_LIMIT = {V2: "max", V1: str(2**63 - 4096)}
+
+
+def group_files(folder, names, limit):
+    """Of a control group in which 10 GiB are used, 4 of them files that can be dropped."""
+    max_name, current, inactive = names
+    return {
+        f"{folder}/{max_name}": NO_LIMIT[names] if limit is None else str(limit * 2**30),
+        f"{folder}/{current}": str(10 * 2**30),
+        f"{folder}/memory.stat": f"active_file 5\n{inactive} {4 * 2**30}\n",
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "root", "names"),
+    [("0::/{}", "/sys/fs/cgroup", V2), ("4:cpuset,memory:/{}", "/sys/fs/cgroup/memory", V1)],
+)
+@pytest.mark.parametrize(
+    ("path", "limits", "expected"),
+    [
+        ("", {"": None}, 80),
+        ("", {"": 50}, 0.8 * (50 - 6)),
+        ("slurm/job_7/step_0", {"": None, "/slurm/job_7": 30, "/slurm/job_7/step_0": None}, 0.8 * (30 - 6)),
+        ("user.slice/run.scope", {"/user.slice": 60, "/user.slice/run.scope": 20}, 0.8 * (20 - 6)),
+        ("docker/of_the_host", {"": 40}, 0.8 * (40 - 6)),
+    ],
+)
+def test_host_memory_is_that_of_the_control_groups(line, root, names, path, limits, expected, monkeypatch):
+    """100 GiB are available on the machine."""
     files = {
         "/proc/meminfo": f"MemTotal: 1 kB\nMemAvailable:  {100 * 2**20} kB\n",
-        "/sys/fs/cgroup/memory.max": limit,
-        "/sys/fs/cgroup/memory.current": str(10 * 2**30),
-        "/sys/fs/cgroup/memory.stat": f"active_file 5\ninactive_file {4 * 2**30}\n",
+        "/proc/self/cgroup": "9:name=systemd:/\n" + line.format(path) + "\n",
     }
-    monkeypatch.setattr(Path, "read_text", lambda path: files[str(path)])
+    for folder, limit in limits.items():
+        files |= group_files(root + folder, names, limit)
+
+    def read_text(path):
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
     assert available_host_bytes() / 2**30 == pytest.approx(expected)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert available_host_bytes() / 2**30 == pytest.approx(expected / 2)

@@ -158,6 +158,32 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm_before_anything_moves(p
     assert all(torch.equal(parameters[n], weight) for n, weight in weights.items())
 
 
+@MICRO_BATCHES
+@PLACEMENT
+def test_gradients_of_a_backward_that_failed_can_be_dropped(micro_batches, placement, device):
+    """An update after it is as if it had never been."""
+
+    def updated(fails):
+        parameters = make_parameters(torch.bfloat16, device)
+        accumulate = micro_batches > 1
+        optimizer = MasterAdamW(parameters.items(), accumulate=accumulate, gpu_state_bytes=PLACEMENTS[placement])
+        if fails:
+            handle = parameters["other"].register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                backward(parameters, seed=7)
+            handle.remove()
+            optimizer.zero_grad()
+        for micro in range(micro_batches):
+            backward(parameters, seed=micro)
+        norm = optimizer.clip_grad_norm(1.0)
+        optimizer.step(1e-2)
+        return norm, copy_of_state(optimizer)
+
+    (norm, state), (expected_norm, expected) = updated(True), updated(False)
+    assert norm == expected_norm
+    assert_equal_states(state, expected)
+
+
 @PLACEMENT
 def test_a_parameter_without_gradient_stays(placement, device):
     parameters = make_parameters(torch.bfloat16, device)

@@ -1,3 +1,7 @@
+import ctypes
+import os
+import signal
+
 import pytest
 import torch
 
@@ -15,3 +19,15 @@ def test_arena_gives_out_what_it_has():
     with pytest.raises(ValueError, match="4096 bytes has"):
         arena.allocate((4096,), torch.uint8)
     assert arena.used_bytes == used and arena.allocate((2048,), torch.uint8).numel() == 2048
+
+
+def test_a_forked_child_does_not_get_the_pages():
+    arena = PinnedArena(4096, torch.device("cpu"))
+    address = arena.allocate((1,), torch.uint8).fill_(1).data_ptr()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        ctypes.string_at(address, 1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV
