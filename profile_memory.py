@@ -31,7 +31,7 @@ from kernels.attention import choose_backend
 from model import MODEL_SIZES, ModelConfig, Transformer
 from train import TrainConfig, build_model
 from training.budgets import DRIVER_BYTES, available_host_bytes, cap_gpu_memory, gpu_budget, parse_bytes
-from training.cost_model import Choices, Step, gib
+from training.cost_model import Choices, PackedDocuments, Step, gib
 from training.distributed import World, join_world
 from training.errors import UserError, refused_as_user_error
 from training.gpus import parse_gpu, scale_rates
@@ -180,11 +180,12 @@ def choose_machine(flags: Namespace, memory_budget: str | None, world: World) ->
     return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend), model)
 
 
-def step_of(model: ModelConfig, *lengths: int) -> Step:
-    """A step of a model on the meta device, one document a sequence; `lengths` as `Step` takes them."""
+def step_of(model: ModelConfig, context_length: int, batch_size: int = 1, micro_batches: int = 1) -> Step:
+    """A step of a model on the meta device, one document a sequence."""
     with torch.device("meta"):
         parameters = list(Transformer(model).to(torch.bfloat16).parameters())
-    return Step(model, parameters, *lengths, packed=False)
+    documents = PackedDocuments.one_each(context_length, batch_size)
+    return Step(model, parameters, context_length, batch_size, micro_batches, documents)
 
 
 def lengths(flags: Namespace) -> tuple[int, int, int]:

@@ -24,14 +24,14 @@ from training import checkpoint
 from training.budgets import available_host_bytes, cap_gpu_memory, gpu_budget, parse_bytes
 from training.config import flag, parse_config
 from training.corpus import load_documents, load_tokenizer, split_documents
-from training.cost_model import Choices, Step, gib
+from training.cost_model import Choices, PackedDocuments, Step, gib
 from training.data import Batch, PackedLoader, validation_batches
 from training.distributed import World, initialize, join_world, shard_model
 from training.errors import UserError, refused_as_user_error
 from training.memory import WHOLE, Placement
 from training.metrics import MetricsFile, peak_flops, peak_memory_gib
 from training.optimizer import MasterAdamW, warmup_cosine
-from training.planner import Plan, make_plan, place
+from training.planner import Plan, has_plan, make_plan, place
 from training.profiler import format_table
 from training.rates import Rates, measure_rates
 
@@ -147,18 +147,26 @@ def choose_model(config: TrainConfig, device: torch.device) -> ModelConfig:
     return dataclasses.replace(shape, loss_impl=config.loss_impl, attention_backend=backend)
 
 
-def build_model(config: TrainConfig, model_config: ModelConfig, world: World) -> tuple[Transformer, Plan]:
-    """A model with its initial weights: bf16 on one GPU, else float32 (FSDP computes in bf16 from float32 shards).
-
-    Its blocks keep for backward what the plan for --memory_budget or --gradient_checkpointing says; else all.
-    """
+def model_on_meta(model_config: ModelConfig, world: World) -> Transformer:
+    """A model without memory: bf16 on one GPU, else float32 (FSDP computes in bf16 from float32 shards)."""
     with torch.device("meta"):
         model = Transformer(model_config)
     if world.size > 1:
         shard_model(model, model.layers, world)
     elif world.device.type == "cuda":
         model.to(torch.bfloat16)
-    plan = plan_memory(config, model, world)
+    return model
+
+
+def build_model(
+    config: TrainConfig, model_config: ModelConfig, world: World, documents: PackedDocuments | None = None
+) -> tuple[Transformer, Plan]:
+    """A model with its initial weights, and what is planned for it.
+
+    Its blocks keep for backward what the plan for --memory_budget or --gradient_checkpointing says; else all.
+    """
+    model = model_on_meta(model_config, world)
+    plan = plan_memory(config, model, world, documents)
     model.to_empty(device=world.device)
     initialize(model, model.initialize_parameter, config.seed)
     for block in model.layers if config.compile else ():
@@ -167,18 +175,41 @@ def build_model(config: TrainConfig, model_config: ModelConfig, world: World) ->
     return model, plan
 
 
-def plan_memory(config: TrainConfig, model: Transformer, world: World) -> Plan:
+def step_of(config: TrainConfig, model: Transformer, documents: PackedDocuments | None) -> Step:
+    lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
+    return Step(model.config, model.parameters(), *lengths, documents)
+
+
+def memory_budgets(config: TrainConfig, world: World) -> list[float]:
+    """Bytes of --memory_budget and --host_budget, the least of all ranks."""
+    host_budget = parse_bytes(config.host_budget) if config.host_budget else available_host_bytes()
+    return world.min(gpu_budget(config.memory_budget, world.device), host_budget)
+
+
+def check_fits(config: TrainConfig, model_config: ModelConfig, world: World) -> None:
+    """Refuse, before the data are read, a step for which there is no plan even if all documents are short.
+
+    Raises:
+        UserError: no plan fits; names the largest context that would.
+    """
+    if config.memory_budget is None:
+        return
+    short = PackedDocuments(longest=1, count=math.inf, pairs=0)
+    step, budgets = step_of(config, model_on_meta(model_config, world), short), memory_budgets(config, world)
+    if not has_plan(step, *budgets):
+        make_plan(step, *budgets)  # says why
+
+
+def plan_memory(config: TrainConfig, model: Transformer, world: World, documents: PackedDocuments | None) -> Plan:
     """The fastest placement within --memory_budget and --host_budget, the same on every rank; the GPU's is enforced.
 
     Without a budget: checkpointing of every block, or all left to autograd.
     """
-    lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
-    step = Step(model.config, model.parameters(), *lengths)
+    step = step_of(config, model, documents)
     if config.memory_budget is None:
         placement = Placement() if config.gradient_checkpointing else WHOLE
         return Plan(step, Choices((placement,) * step.layers, loss_impl=config.loss_impl))
-    host_budget = parse_bytes(config.host_budget) if config.host_budget else available_host_bytes()
-    budgets = world.min(gpu_budget(config.memory_budget, world.device), host_budget)
+    budgets = memory_budgets(config, world)
     rates = measure_rates(model.config, world.device, config.context_length)
     rates = Rates(*world.min(*dataclasses.astuple(rates)))
     torch.cuda.empty_cache()  # what the measurements took
@@ -238,6 +269,7 @@ def train_step(
             "look at the data of this step"
         )
     optimizer.step(learning_rate)
+    torch.get_device_module(world.device).synchronize()  # whoever reads a clock now has the update in it
     return loss, norm
 
 
@@ -259,7 +291,13 @@ def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | No
         UserError: a budget on a CPU.
     """
     if device.type == "cuda":
-        return None if config.gradient_checkpointing or config.compile else config.memory_budget or "auto"
+        if config.gradient_checkpointing or config.compile:
+            return None
+        if config.kernels == "torch":
+            raise UserError(
+                "kernels torch takes more memory than plans count; use auto, or --gradient_checkpointing without a plan"
+            )
+        return config.memory_budget or "auto"
     for name in ("memory_budget", "host_budget"):
         if getattr(config, name) is not None:
             raise UserError(f"{name} has no effect on a CPU; drop it")
@@ -322,7 +360,7 @@ def find_start(config: TrainConfig, loader: PackedLoader) -> Start:
 
 
 def build(
-    config: TrainConfig, model_config: ModelConfig, start: Start, world: World
+    config: TrainConfig, model_config: ModelConfig, start: Start, documents: PackedDocuments, world: World
 ) -> tuple[Transformer, MasterAdamW, Plan]:
     """Model and optimizer, with fresh weights, those of --init_from, or the whole state of a checkpoint."""
     weights = start.checkpoint or config.init_from
@@ -330,7 +368,7 @@ def build(
         with torch.device("meta"):
             shapes = {name: p.shape for name, p in Transformer(model_config).named_parameters()}
         checkpoint.load_model_weights(weights, shapes)  # refuses other names or shapes; reads nothing large yet
-    model, plan = build_model(config, model_config, world)
+    model, plan = build_model(config, model_config, world, documents)
     if weights:
         checkpoint.copy_weights_into(model, weights)
     optimizer = MasterAdamW(
@@ -351,13 +389,17 @@ def train(config: TrainConfig, world: World) -> None:
     config = dataclasses.replace(config, memory_budget=resolve_memory_budget(config, world.device))
     configure_machine(config, world)
     model_config = choose_model(config, world.device)
+    check_fits(config, model_config, world)
     tokenizer, loader, held_out = load_data(config, model_config.vocab_size, world)
     start = find_start(config, loader)
     max_steps, tokens = start.max_steps, start.tokens
     default_rate = TINY_PEAK_LEARNING_RATE if config.model_size == "tiny" else PEAK_LEARNING_RATE
     learning_rate = config.learning_rate or default_rate
     config = dataclasses.replace(config, max_steps=max_steps, learning_rate=learning_rate)
-    model, optimizer, plan = build(config, model_config, start, world)
+    documents = PackedDocuments.average(
+        *loader.document_lengths(), loader.longest_document, config.batch_size, world.size
+    )
+    model, optimizer, plan = build(config, model_config, start, documents, world)
 
     output_dir = Path(config.output_dir)
     if world.is_main:

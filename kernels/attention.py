@@ -16,7 +16,7 @@ from torch import Tensor
 
 BACKENDS = ("auto", "cudnn", "flash", "flash-attn-4", "cpu")
 # cuDNN builds a plan for each new length; rounding a document up to this many tokens keeps the plans few.
-_CUDNN_LENGTH_MULTIPLE = 1024
+PADDED_LENGTH_MULTIPLE = 1024
 _CUDNN_SHORTEST = 64  # tokens; cuDNN refuses a single one
 _NEVER_ATTENDS = 1e30  # a log-sum-exp under which every probability is exactly 0
 
@@ -117,7 +117,7 @@ def _run_backward(
 
 def _padded_stop(backend: str, start: int, stop: int, T: int) -> int:
     """Where a document's slice may end. Causality lets it run into what follows: the extra rows are thrown away."""
-    multiple = _CUDNN_LENGTH_MULTIPLE if backend == "cudnn" else 1
+    multiple = PADDED_LENGTH_MULTIPLE if backend == "cudnn" else 1
     return min(T, start + -(-(stop - start) // multiple) * multiple)
 
 

@@ -12,9 +12,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import numpy as np
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from kernels.attention import PADDED_LENGTH_MULTIPLE
 from training.memory import Placement, needed_for_backward
 from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
 from training.pinned_arena import SLOT_ALIGNMENT
@@ -49,6 +51,46 @@ class Stage:
         return sum(self.categories.values())
 
 
+@dataclass(frozen=True)
+class PackedDocuments:
+    """What the documents of one rank's micro-batch ask of attention.
+
+    Args:
+        longest: tokens of the longest one that may come.
+        count: documents, on average.
+        pairs: of a query and a key that it sees, on average: n (n + 1) / 2 of a document of n tokens.
+    """
+
+    longest: int
+    count: float
+    pairs: float
+
+    @classmethod
+    def one_each(cls, context_length: int, batch_size: int) -> "PackedDocuments":
+        """Each sequence is one document."""
+        return cls(context_length, batch_size, batch_size * context_length * (context_length + 1) / 2)
+
+    @classmethod
+    def average(
+        cls, lengths: np.ndarray, sequences: np.ndarray, longest: int, batch_size: int, num_ranks: int
+    ) -> "PackedDocuments":
+        """Over the micro-batches of an epoch, of the rank that has most pairs: the others wait for it.
+
+        Args:
+            lengths: int [N], tokens of each document.
+            sequences: int [N], in which sequence of the epoch it is. Of each batch_size * num_ranks sequences rank r
+                takes those at r, r + num_ranks, ...
+            longest: tokens of the longest document that any epoch may have.
+        """
+        size = batch_size * num_ranks
+        used = (sequences.max() + 1) // size * size
+        count = np.bincount(sequences)[:used].reshape(-1, batch_size, num_ranks).sum(1)
+        pairs = np.bincount(sequences, weights=lengths * (lengths + 1) / 2)[:used]
+        pairs = pairs.reshape(-1, batch_size, num_ranks).sum(1)
+        slowest = np.arange(len(pairs)), pairs.argmax(1)
+        return cls(longest, float(count[slowest].mean()), float(pairs[slowest].mean()))
+
+
 class Step:
     """A training step of a model: its bytes and seconds under any choices.
 
@@ -56,7 +98,8 @@ class Step:
         config: the model's shape, as model.ModelConfig names it, with the attention backend that will run.
         parameters: the model's, on the meta device or any; DTensors where FSDP2 shards them.
         context_length, batch_size, gradient_accumulation_steps: of one rank.
-        packed: whether documents are packed in a sequence. Counted as if one of them had nearly all of it.
+        documents: what is packed in a sequence. None, not known: bytes are counted as if several documents were and
+            one of them had nearly all of the sequence, seconds as if each sequence were one document.
         element_size: bytes of an activation.
     """
 
@@ -67,11 +110,11 @@ class Step:
         context_length: int,
         batch_size: int = 1,
         gradient_accumulation_steps: int = 1,
-        packed: bool = True,
+        documents: PackedDocuments | None = None,
         element_size: int = 2,
     ):
         self.config, self.parameters, self.element_size = config, list(parameters), element_size
-        self.context_length, self.batch_size, self.packed = context_length, batch_size, packed
+        self.context_length, self.batch_size, self.documents = context_length, batch_size, documents
         self.micro_batches = gradient_accumulation_steps
         self.tokens, self.layers = context_length * batch_size, config.num_hidden_layers
         # Bytes of a row of hidden states, queries, keys and feed-forward
@@ -100,11 +143,19 @@ class Step:
             self.parameter_bytes += layer_elements * (4 * element_size + 4)
         self._optimizer_bytes: dict[float, OptimizerBytes] = {}
 
-    def at(self, context_length: int) -> "Step":
-        """The same at another context."""
+    def at(self, context_length: int, documents: PackedDocuments | None = None) -> "Step":
+        """The same at another context: of these documents, else of one a sequence if this one is, else not known."""
         step = copy.copy(self)
         step.context_length, step.tokens = context_length, context_length * self.batch_size
+        if documents is None and not self.is_packed:
+            documents = PackedDocuments.one_each(context_length, self.batch_size)
+        step.documents = documents
         return step
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a sequence may hold several documents."""
+        return self.documents is None or self.documents.count > self.batch_size
 
     def optimizer(self, choices: Choices) -> OptimizerBytes:
         if choices.gpu_state_bytes not in self._optimizer_bytes:
@@ -146,7 +197,7 @@ class Step:
             "parameters": self.parameter_bytes,
             "optimizer": optimizer.gpu_state + optimizer.gpu_buffers,
             # cos and sin, cached, and at the positions of packed documents; token ids, labels, losses
-            "workspace": LIBRARY_BYTES + T * (4 * self.config.head_dim * (1 + self.packed) + 64),
+            "workspace": LIBRARY_BYTES + T * (4 * self.config.head_dim * (1 + self.is_packed) + 64),
             **dict.fromkeys(("gradients", "layer inputs", "attention", "MLP"), 0),
         }
 
@@ -226,10 +277,10 @@ class Step:
             groups = self.config.num_key_value_heads
             saved = d + q + self.lse + 8  # x, out
             # the gradient of x; of one group qkv, q, k, v, out, dout, dq, dk, dv and buffers
-            running = saved + d + (5 * q + 6 * k + self._attention_workspace()) // groups
+            running = (saved + d + (5 * q + 6 * k) // groups) * T + self._attention_workspace() // groups
         else:
             saved = d + 3 * q + 3 * k + self.lse + self.norms  # x, q and k before and after RoPE, v, out
-            running = saved + 2 * q + 2 * k + self._attention_workspace()  # dout, dq, dk, dv
+            running = (saved + 2 * q + 2 * k) * T + self._attention_workspace()  # dout, dq, dk, dv
         weights = self.mlp_elements
         if choices.mlp_tile_size is None:
             mlp = 2 * d * T + 5 * self.f * T  # sum and its norm; gate, up, and gradients of all three
@@ -239,13 +290,23 @@ class Step:
         inputs = {"layer inputs": d * T}
         return (
             {**inputs, "attention": saved * T, "MLP": d * T + mlp},
-            {**inputs, "attention": running * T + d * self.config.hidden_size, "MLP": 2 * d * T},
+            {**inputs, "attention": running + d * self.config.hidden_size, "MLP": 2 * d * T},
         )
 
     def _attention_workspace(self) -> int:
-        """Bytes of a row of what attention's backward takes beside its arguments and results."""
-        copies = 2 * self.q + 2 * self.k if self.packed else 0  # a document's dout, dq, dk and dv
-        return _ATTENTION_WORKSPACE[self.config.attention_backend] * self.q + copies
+        """Bytes of what attention's backward takes beside its arguments and results.
+
+        A micro-batch whose sequences are one document each runs at once; else one document after the other runs, with
+        copies of its dout, dq, dk and dv.
+        """
+        row = _ATTENTION_WORKSPACE[self.config.attention_backend] * self.q
+        longest = self.documents.longest if self.documents else self.context_length
+        at_once = row * self.tokens if longest >= self.context_length else 0
+        if not self.is_packed:
+            return at_once
+        multiple = PADDED_LENGTH_MULTIPLE if self.config.attention_backend == "cudnn" else 1
+        padded = min(-(-longest // multiple) * multiple, self.context_length)
+        return max(at_once, (row + 2 * self.q + 2 * self.k) * padded)
 
     def _rest_bytes(self) -> dict[str, int]:
         """Bytes by category of what autograd keeps of a whole block besides its input and attention's output."""
@@ -258,7 +319,7 @@ class Step:
         d, q, k, T = self.d, self.q, self.k, self.tokens
         inputs, rest = {"layer inputs": d * T}, self._rest_bytes()
         kept = {**inputs, "attention": rest["attention"] + self.kept_bytes("attention"), "MLP": rest["MLP"]}
-        gradients = (2 * q + 2 * k + self._attention_workspace()) * T + d * self.config.hidden_size
+        gradients = (2 * q + 2 * k) * T + self._attention_workspace() + d * self.config.hidden_size
         return (
             {**kept, "MLP": rest["MLP"] + 3 * d * T},  # outputs of attention, MLP and block
             {**kept, "MLP": rest["MLP"] + (d + 2 * self.f) * T},  # dy; gradients of all three in one's place
@@ -271,9 +332,12 @@ class Step:
         layer = 2 * config.layer_matrix_parameters() * T / rates.matrix_flops
         mlp = 2 * self.mlp_elements * T / rates.matrix_flops
         heads = config.num_attention_heads * config.head_dim
-        pairs = self.batch_size * self.context_length * (self.context_length + 1) // 2
-        attention_forward = 4 * heads * pairs / rates.attention_forward_flops
-        attention_backward = 2.5 * 4 * heads * pairs / rates.attention_backward_flops
+        documents = self.documents or PackedDocuments.one_each(self.context_length, self.batch_size)
+        calls = documents.count if documents.count > self.batch_size else 0
+        calls *= config.num_key_value_heads if choices.attention_by_groups else 1
+        flops = 4 * heads * documents.pairs
+        attention_forward = flops / rates.attention_forward_flops + calls / rates.forward_documents
+        attention_backward = 2.5 * flops / rates.attention_backward_flops + calls / rates.backward_documents
         elementwise = T * (9 * self.d + 4 * self.q + 4 * self.k + 3 * self.f) / rates.memory_bytes
         placed = [i for i in range(L) if not placements[i].is_whole]
         blocks = L + (0.01 * len(placed) if choices.attention_by_groups else 0)  # smaller launches

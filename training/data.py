@@ -126,6 +126,23 @@ class PackedLoader:
                 "or give more --data"
             )
 
+    @property
+    def longest_document(self) -> int:
+        """Tokens of the longest document, its end included, as far as a sequence can hold it."""
+        return min(self.context_length, 1 + max(len(document.tokens) for document in self.documents))
+
+    def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, sequence) of each document as the first epoch packs it; sequences are counted as they are taken.
+
+        For documents of 3 and 5 tokens, their ends included, and a context_length of 4: ([3, 1, 4], [0, 0, 1]).
+        """
+        self._sequence(0)
+        last = self.sequences_per_epoch * self.context_length
+        borders = np.arange(self.context_length, last + 1, self.context_length)
+        stops = np.union1d(self._stream.ends[self._stream.ends < last], borders)
+        order = np.argsort(self._places)
+        return np.diff(stops, prepend=0), order[(stops - 1) // self.context_length]
+
     def next_batch(self) -> Batch:
         first = self.next_sequence + self.rank
         self.next_sequence += self.batch_size * self.world_size

@@ -16,6 +16,9 @@ class Rates:
     matrix_flops: float = 650e12
     attention_forward_flops: float = 570e12
     attention_backward_flops: float = 535e12
+    # Packed documents; a call for each costs this besides its floating-point operations.
+    forward_documents: float = 12_000
+    backward_documents: float = 5_000
     memory_bytes: float = 4.2e12  # read and written
     link_bytes: float = 50e9  # each way between host and GPU, both at once
 
@@ -32,8 +35,8 @@ def measure_rates(config, device: torch.device, context_length: int) -> Rates:
     """
     if device.type != "cuda":
         return H200
-    matrix, attention = _matrix_rate(config, device), _attention_rates(config, device, context_length)
-    return Rates(matrix, *attention, *_copy_rates(device))
+    flops = _matrix_rate(config, device), *_attention_rates(config, device, context_length)
+    return Rates(*flops, *_document_rates(config, device, *flops[1:]), *_copy_rates(device))
 
 
 def _matrix_rate(config, device: torch.device) -> float:
@@ -58,6 +61,20 @@ def _attention_rates(config, device: torch.device, context_length: int) -> tuple
         flops / _seconds(lambda: ops.attention_forward(q, k, v, None, backend)),
         2.5 * flops / _seconds(lambda: ops.attention_backward(q, q, k, v, out, lse, None, backend)),
     )
+
+
+def _document_rates(config, device: torch.device, forward_flops: float, backward_flops: float) -> tuple[float, float]:
+    """Forward and backward, of short documents packed in a sequence."""
+    count, length, H, G, K = 32, 512, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    q, k, v = (torch.randn(1, count * length, n, K, device=device, dtype=torch.bfloat16) for n in (H, G, G))
+    segments = torch.tensor([[0, i * length, (i + 1) * length] for i in range(count)])
+    backend, ops = choose_backend(config.attention_backend, device), torch.ops.fathom
+    flops = 4 * H * K * count * length * (length + 1) // 2
+    out, lse = ops.attention_forward(q, k, v, segments, backend)
+    forward = _seconds(lambda: ops.attention_forward(q, k, v, segments, backend)) - flops / forward_flops
+    backward = _seconds(lambda: ops.attention_backward(q, q, k, v, out, lse, segments, backend))
+    backward -= 2.5 * flops / backward_flops
+    return tuple(count / max(seconds, 1e-9) for seconds in (forward, backward))
 
 
 def _copy_rates(device: torch.device) -> tuple[float, float]:

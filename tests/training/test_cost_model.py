@@ -1,11 +1,12 @@
 import gc
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from model import MODEL_SIZES, Transformer
-from training.cost_model import Choices, Step
+from training.cost_model import Choices, PackedDocuments, Step
 from training.distributed import World, shard_model
 from training.memory import Placement
 from training.rates import H200
@@ -23,10 +24,36 @@ def step_of(config, context_length, backend="cudnn", loss_impl="auto", **options
 def test_today_measured():
     """Block checkpointing of the 4B at 131,072 tokens on one H200: 47.2 s, 94.3 GiB (training/optimizer.py's buffers
     for an update, 0.03 GiB, were not there, nor is its first step, whose peak is less)."""
-    step = step_of(MODEL_SIZES["4B"], 131_072, packed=False)
+    step = step_of(MODEL_SIZES["4B"], 131_072, documents=PackedDocuments.one_each(131_072, 1))
     choices = Choices((Placement(),) * 36)
     assert step.peak(choices).bytes / GIB == pytest.approx(94.3, rel=0.02)
     assert step.seconds(choices, H200) == pytest.approx(47.2, rel=0.05)
+
+
+def test_a_rank_waits_for_the_one_with_most_pairs():
+    """Two ranks, two sequences each: sequences 0 and 2 are the first rank's, 1 and 3 the second's."""
+    lengths, sequences = np.array([4, 2, 2, 4, 1, 3, 4]), np.array([0, 1, 1, 2, 3, 3, 4])
+    documents = PackedDocuments.average(lengths, sequences, longest=4, batch_size=2, num_ranks=2)
+    assert documents == PackedDocuments(longest=4, count=2, pairs=10 + 10)
+    alone = PackedDocuments.average(lengths, sequences, longest=4, batch_size=1, num_ranks=1)
+    assert alone == PackedDocuments(4, 7 / 5, (10 + 6 + 10 + 7 + 10) / 5)
+    assert PackedDocuments.one_each(4, 2) == PackedDocuments(4, 2, 20)
+
+
+@pytest.mark.parametrize("by_groups", [False, True])
+def test_short_documents_take_less_time_and_room(by_groups):
+    """64 documents of 2,048 tokens have a 64th of the pairs of one of 131,072; each costs a call."""
+    choices = Choices((Placement("gpu", "gpu"),) * 36, 8192, by_groups)
+    whole, short = (
+        step_of(MODEL_SIZES["4B"], 131_072, documents=documents)
+        for documents in (PackedDocuments.one_each(131_072, 1), PackedDocuments(2048, 64, 64 * 2048 * 2049 / 2))
+    )
+    attention = 36 * 4 * 4096 * (131_072 * 131_073 / 2)
+    attention *= 1 / H200.attention_forward_flops + 2.5 / H200.attention_backward_flops
+    calls = 36 * 64 * (8 if by_groups else 1) * (1 / H200.forward_documents + 1 / H200.backward_documents)
+    saved = whole.seconds(choices, H200) - short.seconds(choices, H200)
+    assert saved == pytest.approx(63 / 64 * attention - calls, rel=0.02)
+    assert short.peak(choices).bytes < whole.peak(choices).bytes
 
 
 @pytest.mark.parametrize("micro_batches", [1, 16])

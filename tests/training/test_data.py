@@ -150,3 +150,14 @@ def test_validation_limit_does_not_depend_on_ranks():
         return sorted(t for batches in ranks for b in batches for t in b.labels[:, 1:].flatten().tolist() if t != -100)
 
     assert targets(1) == targets(3) and len(targets(1)) == 7 * 4 - 1  # one document's start inside
+
+
+def test_lengths_of_packed_documents_are_those_of_the_batches():
+    """Of one epoch, sequence by sequence in the order they are taken; the longest is that of any epoch."""
+    documents = [Document(np.full(size, 7, dtype=np.uint8)) for size in (3, 30, 1, 11, 2, 9, 0, 21)]
+    loader = PackedLoader(documents, 12, 1, eos_id=0, seed=3)
+    lengths, sequences = loader.document_lengths()
+    assert loader.longest_document == 12 and PackedLoader(documents, 50, 1, eos_id=0, seed=3).longest_document == 31
+    for index in range(loader.sequences_per_epoch):
+        [ids] = loader.next_batch().document_ids
+        assert sorted(torch.bincount(ids).tolist()) == sorted(lengths[sequences == index].tolist())

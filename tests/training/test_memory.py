@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import MODEL_SIZES, Attention, Transformer
-from training.cost_model import Choices, Step
+from training.cost_model import Choices, PackedDocuments, Step
 from training.distributed import World, initialize, join_world, shard_model
 from training.memory import PLACES, WHOLE, Placement, apply_placement
 from training.optimizer import MasterAdamW
@@ -470,8 +470,10 @@ def test_nothing_grows_over_fifty_steps_on_a_gpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("length", [32_768 - 1001, 2000])
 @pytest.mark.parametrize("name", ["checkpointing", "attention kept", "all on the host"])
-def test_peak_is_as_predicted(name):
+def test_peak_is_as_predicted(name, length):
+    """Of a document of 1001 tokens and one of the rest, and of documents of 2000 tokens."""
     config, tokens = replace(MODEL_SIZES["0.6B"], loss_impl="chunked", attention_backend="cudnn"), 32_768
     layers = config.num_hidden_layers
     choices = {
@@ -480,11 +482,14 @@ def test_peak_is_as_predicted(name):
         "all on the host": Choices((Placement("host", "host"),) * layers, 8192, True, gpu_state_bytes=0),
     }[name]
     with torch.device("meta"):
-        predicted = Step(config, Transformer(config).to(torch.bfloat16).parameters(), tokens).peak(choices)
-    assert measured_peak(config, tokens, choices) == pytest.approx(predicted.bytes, rel=0.05), predicted
+        parameters = list(Transformer(config).to(torch.bfloat16).parameters())
+    documents = PackedDocuments(length, count=tokens / length + 1, pairs=0)
+    predicted = Step(config, parameters, tokens, documents=documents).peak(choices)
+    measured = measured_peak(config, tokens, choices, (torch.arange(tokens)[None] + length - 1001) // length)
+    assert measured == pytest.approx(predicted.bytes, rel=0.05), predicted
 
 
-def measured_peak(config, tokens, choices):
+def measured_peak(config, tokens, choices, documents=None):
     """Bytes of the second training step of a packed sequence."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -492,7 +497,8 @@ def measured_peak(config, tokens, choices):
     model = build_on_gpu(config, tokens, choices)
     optimizer = MasterAdamW(model.named_parameters(), accumulate=False, gpu_state_bytes=choices.gpu_state_bytes)
     ids = torch.randint(config.vocab_size, (1, tokens), device="cuda")
-    documents = (torch.arange(tokens)[None] > 1_000).long()
+    if documents is None:
+        documents = (torch.arange(tokens)[None] > 1_000).long()
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         model(ids, ids, document_ids=documents).loss.backward()

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from kernels.common import set_default_implementation
 from model import MODEL_SIZES, Transformer
 from training import cost_model
-from training.cost_model import LOSS_CHUNK_SIZE, Choices, Stage, Step
+from training.cost_model import LOSS_CHUNK_SIZE, Choices, PackedDocuments, Stage, Step
 from training.memory import WHOLE, Placement
 from training.optimizer import MasterAdamW
 from training.profiler import (
@@ -141,7 +141,8 @@ def step_of(size, context_length, *, backend="cpu", loss_impl="auto", num_hidden
     config = replace(config, num_hidden_layers=num_hidden_layers or config.num_hidden_layers)
     with torch.device("meta"):
         parameters = list(Transformer(config).to(torch.bfloat16).parameters())
-    return Step(config, parameters, context_length, packed=False, **options)
+    documents = PackedDocuments.one_each(context_length, options.get("batch_size", 1))
+    return Step(config, parameters, context_length, documents=documents, **options)
 
 
 GPU, ON_HOST = Placement("gpu", "gpu"), Placement("host", "host")
