@@ -200,7 +200,9 @@ def check_fits(config: TrainConfig, model_config: ModelConfig, world: World) -> 
         make_plan(step, *budgets)  # says why
 
 
-def plan_memory(config: TrainConfig, model: Transformer, world: World, documents: PackedDocuments | None) -> Plan:
+def plan_memory(
+    config: TrainConfig, model: Transformer, world: World, documents: PackedDocuments | None = None
+) -> Plan:
     """The fastest placement within --memory_budget and --host_budget, the same on every rank; the GPU's is enforced.
 
     Without a budget: checkpointing of every block, or all left to autograd.

@@ -5,14 +5,18 @@
 Ours is train.py's step with float32 masters and moments, placed as the setting says: "auto" or a size is a
 --memory_budget (a hard cap), "checkpointing" is --gradient_checkpointing; "+flash-attn-4" behind either names another
 attention kernel. The peer is transformers' Qwen3 with Liger's kernels and loss, gradient checkpointing and fused AdamW
-on bf16 weights (no float32 masters). All see the same text as one document: the Python standard library, bytes. A step
-of WARM_UP_TOKENS goes before, which compiles and makes the libraries' workspaces, unless host memory is laid out for
-the whole context.
+on bf16 weights (no float32 masters). All see the same text as one document: the Python standard library, bytes.
+
+Of each setting's `--steps` the first compiles, and makes the libraries' workspaces and the optimizer's state; the last
+is timed, its update included: the GPU has finished when either clock is read. With `--packed` each step is of another
+sequence of documents, packed as train.py packs them; all steps but the first are timed, and predicted from their own
+documents' lengths.
 """
 
 import argparse
 import gc
 import re
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import environment, print_json, print_table
-from model import MODEL_SIZES, ModelConfig, Transformer
+from model import MODEL_SIZES, ModelConfig, Transformer, find_documents
 from train import (
     PEAK_LEARNING_RATE,
     TrainConfig,
@@ -33,14 +37,14 @@ from train import (
     train_step,
 )
 from training.corpus import load_documents, load_tokenizer
-from training.data import Batch
+from training.cost_model import PackedDocuments
+from training.data import Batch, PackedLoader
 from training.distributed import World, join_world
 from training.metrics import peak_flops
 from training.optimizer import MasterAdamW
 from training.planner import Plan
 
 GIB = 2**30
-WARM_UP_TOKENS = 2048
 
 
 def main() -> None:
@@ -49,14 +53,17 @@ def main() -> None:
     parser.add_argument("--context_length", type=int, default=131_072)
     parser.add_argument("--settings", nargs="+", default=["auto", "checkpointing", "peer"])
     parser.add_argument("--host_budget", help="of settings with a memory budget")
-    parser.add_argument("--steps", type=int, default=1, help="timed is the last")
+    parser.add_argument("--steps", type=int, default=2, help="at least 2; the first is not timed")
+    parser.add_argument("--packed", action="store_true", help="several documents a sequence, another one each step")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     arguments = parser.parse_args()
-    ids = standard_library(arguments.model_size, arguments.context_length)
+    if arguments.steps < 2 or (arguments.packed and "peer" in arguments.settings):
+        parser.error("--steps must be at least 2, and the peer takes no packed documents")
+    batches = standard_library(arguments)
     results = {}
     with join_world(arguments.device) as world:
         for setting in arguments.settings:
-            results[setting] = measure(setting, arguments, ids, world)
+            results[setting] = measure(setting, arguments, batches, world)
             print(f"\n{setting}\n{results[setting]['plan']}", flush=True)
             release(world)
         columns = [name for name in next(iter(results.values())) if name != "plan"]
@@ -68,54 +75,71 @@ def main() -> None:
         print_json(operation="train_step", **environment(world.device), **vars(arguments), results=results)
 
 
-def standard_library(model_size: str, length: int) -> torch.Tensor:
-    """int64 [1, length]: as much of the Python standard library, one file after another."""
-    documents = load_documents(None, load_tokenizer(None), MODEL_SIZES[model_size].vocab_size)
-    return torch.from_numpy(np.concatenate([document.tokens for document in documents])[None, :length].astype("int64"))
+def standard_library(arguments: argparse.Namespace) -> list[Batch]:
+    """The micro-batch of each step, [1, context_length] of the Python standard library's text."""
+    tokenizer, length = load_tokenizer(None), arguments.context_length
+    documents = load_documents(None, tokenizer, MODEL_SIZES[arguments.model_size].vocab_size)
+    if arguments.packed:
+        loader = PackedLoader(documents, length, 1, tokenizer.eos_id, seed=0)
+        return [loader.next_batch() for _ in range(arguments.steps)]
+    ids = np.concatenate([document.tokens for document in documents])[None, :length].astype("int64")
+    ids = torch.from_numpy(ids)
+    return [Batch(ids, ids, torch.zeros_like(ids), length - 1)] * arguments.steps
 
 
-def measure(setting: str, arguments: argparse.Namespace, ids: torch.Tensor, world: World) -> dict:
-    """Of the last step: seconds, tokens/s, MFU, peaks, host memory; what was planned; the loss of each step.
+def documents_of(batch: Batch) -> PackedDocuments:
+    lengths = np.array(find_documents(batch.document_ids).lengths)
+    return PackedDocuments.average(lengths, np.zeros_like(lengths), int(lengths.max()), batch_size=1, num_ranks=1)
+
+
+def measure(setting: str, arguments: argparse.Namespace, batches: list[Batch], world: World) -> dict:
+    """Seconds a timed step, tokens/s, MFU, peaks, host memory; what was planned; the loss of each step.
 
     Seconds are NaN where memory runs out.
     """
     on_gpu, plan = world.device.type == "cuda", None
     config = choose_model(TrainConfig(model_size=arguments.model_size), world.device)
-    losses, seconds = [], 0.0
+    losses, every, timed = [], [], batches[1:] if arguments.packed else batches[-1:]
     try:
         if setting == "peer":
             step = peer_step(config, world)
         else:
-            step, plan = our_step(setting, arguments, world)
-        if plan is None or plan.arena_bytes == 0:
-            step(ids[:, :WARM_UP_TOKENS])
-        for _ in range(arguments.steps):
+            step, plan = our_step(setting, arguments, batches, world)
+        for batch in batches:
+            synchronize(world)
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             start = time.perf_counter()
-            losses.append(round(step(ids), 3))
-            seconds = time.perf_counter() - start
+            losses.append(round(step(batch), 3))
+            synchronize(world)
+            every.append(time.perf_counter() - start)
+        seconds = statistics.mean(every[-len(timed) :])
     except torch.OutOfMemoryError as error:
         print(f"{setting}: {str(error).splitlines()[0]}", file=sys.stderr)
         seconds = float("nan")
-    flops = peak_flops(world.device)
+    flops, tokens, predicted = peak_flops(world.device), arguments.context_length, 0.0
+    if plan:
+        steps = [plan.step.at(tokens, documents_of(batch)) for batch in timed]
+        predicted = statistics.mean(step.seconds(plan.choices, plan.rates) for step in steps)
+    model_flops = statistics.mean(3 * config.forward_flops(find_documents(b.document_ids).lengths) for b in timed)
     return {
         "seconds": seconds,
-        "predicted_seconds": plan.seconds if plan else 0.0,
-        "tokens_per_second": ids.numel() / seconds,
-        "mfu": 3 * config.forward_flops([ids.numel()]) / seconds / flops if flops else 0.0,
+        "predicted_seconds": predicted,
+        "tokens_per_second": tokens / seconds,
+        "mfu": model_flops / seconds / flops if flops else 0.0,
         "peak_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0,
         "predicted_gib": plan.peak.bytes / GIB if plan else 0.0,
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB if on_gpu else 0.0,
         "host_gib": resident_bytes() / GIB,
         "predicted_host_gib": plan.host_bytes / GIB if plan else 0.0,
         "losses": losses,
+        "seconds_of_each_step": [round(value, 2) for value in every],
         "plan": str(plan) if plan else "",
     }
 
 
-def our_step(setting: str, arguments: argparse.Namespace, world: World) -> tuple[Callable, Plan]:
-    """(a function of token ids [1, T] that makes one step and returns its loss, the plan)."""
+def our_step(setting: str, arguments: argparse.Namespace, batches: list[Batch], world: World) -> tuple[Callable, Plan]:
+    """(a function of a batch that makes one step and returns its loss, the plan)."""
     placement, _, backend = setting.partition("+")
     settings = TrainConfig(
         model_size=arguments.model_size,
@@ -128,18 +152,18 @@ def our_step(setting: str, arguments: argparse.Namespace, world: World) -> tuple
     )
     settings.memory_budget = resolve_memory_budget(settings, world.device)  # refuses one on a CPU
     configure_machine(settings, world)
-    model, plan = build_model(settings, choose_model(settings, world.device), world)
+    documents = max(map(documents_of, batches), key=lambda documents: documents.longest)
+    model, plan = build_model(settings, choose_model(settings, world.device), world, documents)
     optimizer = MasterAdamW(model.named_parameters(), accumulate=False, gpu_state_bytes=plan.choices.gpu_state_bytes)
 
-    def step(ids: torch.Tensor) -> float:
-        batch = Batch(ids, ids, torch.zeros_like(ids), ids.numel() - 1)
+    def step(batch: Batch) -> float:
         return train_step(model, optimizer, [batch], world, PEAK_LEARNING_RATE, settings.max_grad_norm)[0]
 
     return step, plan
 
 
 def peer_step(config: ModelConfig, world: World) -> Callable:
-    """A function of token ids [1, T] that makes one step and returns its loss."""
+    """A function of a batch that makes one step and returns its loss."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     if world.device.type == "cuda":  # Liger's kernels run nowhere else
@@ -162,8 +186,8 @@ def peer_step(config: ModelConfig, world: World) -> Callable:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LEARNING_RATE, fused=True)
 
-    def step(ids: torch.Tensor) -> float:
-        ids = ids.to(world.device)
+    def step(batch: Batch) -> float:
+        ids = batch.input_ids.to(world.device)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -172,6 +196,10 @@ def peer_step(config: ModelConfig, world: World) -> Callable:
         return float(loss.detach())
 
     return step
+
+
+def synchronize(world: World) -> None:
+    torch.get_device_module(world.device).synchronize()
 
 
 def resident_bytes() -> int:

@@ -235,6 +235,46 @@ def test_a_gpu_has_a_plan_unless_a_flag_replaces_it(settings, expected):
     assert train.resolve_memory_budget(train.TrainConfig(**settings), torch.device("cuda")) == expected
 
 
+def test_the_reference_kernels_have_no_plan():
+    """They take far more memory than any plan counts."""
+    with pytest.raises(ValueError, match="kernels torch takes more memory than plans count; use auto, or --gradient"):
+        train.resolve_memory_budget(train.TrainConfig(kernels="torch"), torch.device("cuda"))
+    config = train.TrainConfig(kernels="torch", gradient_checkpointing=True)
+    assert train.resolve_memory_budget(config, torch.device("cuda")) is None
+
+
+def test_a_steps_seconds_hold_its_update(corpus, tmp_path, monkeypatch):
+    """The device has finished the update before the clock is read."""
+    events, synchronize, step = [], torch.cpu.synchronize, train.MasterAdamW.step
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda: events.append("synchronize") or synchronize())
+    monkeypatch.setattr(train.MasterAdamW, "step", lambda *a: events.append("update") or step(*a))
+    clock = time.perf_counter
+    monkeypatch.setattr(train.time, "perf_counter", lambda: events.append("clock") or clock())
+    assert train.main(arguments(corpus, tmp_path / "run", "--save", "none", steps=2)) == 0
+    events = " ".join(event for event in events)
+    assert events.count("clock update synchronize clock") == 2
+
+
+def test_a_plan_that_cannot_be_is_refused_before_the_data_are_read(corpus, tmp_path, monkeypatch, capsys):
+    """On a pretended GPU of 24 GiB, of a 4B; the longest context is that of documents of any length."""
+    monkeypatch.setattr(train, "resolve_memory_budget", lambda config, device: "24GB")
+    monkeypatch.setattr(train, "gpu_budget", lambda text, device: 24 * GIB)
+    monkeypatch.setattr(train, "load_documents", lambda *_: pytest.fail("the data were read"))
+    flags = [
+        "--model_size",
+        "4B",
+        "--context_length",
+        str(2**21),
+        "--host_budget",
+        "64GB",
+        "--attention_backend",
+        "cpu",
+    ]
+    assert train.main(arguments(corpus, tmp_path / "run", *flags)) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: context_length 2097152 does not fit into 24.00 GiB of GPU and 64.00 GiB")
+
+
 def test_a_cpu_has_no_plan(corpus, tmp_path):
     assert train.resolve_memory_budget(train.TrainConfig(), torch.device("cpu")) is None
     assert train.main(arguments(corpus, tmp_path / "run", steps=1)) == 0
