@@ -314,9 +314,9 @@ def row_step(
     """Statistics of rows, and into `gradient`, which may be `logits`, their gradients times `scale`. No autograd.
 
     Args:
-        logits: [N, C], the classes first_class to first_class + C of num_classes (default C).
-        target: [N] int64.
-        weight: [num_classes] or None.
+        logits: [N, C], the classes first_class to first_class + C of num_classes (default C). Rows are contiguous.
+        target: [N] int64, contiguous.
+        weight: [num_classes], contiguous, or None.
         statistics: [4, N], those of whole rows where C is a shard; computed if None.
         scale: [] or [N], of the statistics' dtype.
 
@@ -563,7 +563,7 @@ def cross_entropy(
     check_options(logits, target, weight, logits.shape[-1], reduction, label_smoothing, softcap, on_triton)
     if inplace and not logits.is_contiguous():
         raise ValueError(f"inplace=True needs contiguous logits, got strides {logits.stride()}")
-    labels = target.reshape(-1).long()
+    labels, weight = flat_labels_and_weight(target, weight)
     rows = logits.reshape(-1, logits.shape[-1])
     if rows.stride(1) != 1:
         rows = rows.contiguous()
@@ -580,6 +580,13 @@ def cross_entropy(
         losses = terms
     loss = terms.view(target.shape) if reduction == "none" else terms.sum() * scale
     return details(loss, losses, log_sum_exp, target.shape) if return_details else loss
+
+
+def flat_labels_and_weight(
+    target: torch.Tensor, weight: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[N] int64 labels and class weights as the kernel reads them: contiguous, weights without a gradient."""
+    return target.reshape(-1).long().contiguous(), None if weight is None else weight.detach().contiguous()
 
 
 def check_options(logits, target, weight, num_classes, reduction, label_smoothing, softcap, on_triton):

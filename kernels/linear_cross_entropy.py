@@ -27,6 +27,7 @@ from kernels.cross_entropy import (
     check_options,
     cross_entropy_reference,
     details,
+    flat_labels_and_weight,
     loss_scale,
     row_losses,
     row_step,
@@ -304,7 +305,8 @@ def linear_cross_entropy(
     )
     _check(input, linear_weight, linear_bias, target, num_valid_tokens, logits_dtype, chunk_size)
 
-    x, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1).long()
+    x = input.reshape(-1, input.shape[-1])
+    labels, weight = flat_labels_and_weight(target, weight)
     dtype = torch.promote_types(input.dtype, torch.float32)
     scale = loss_scale(labels, weight, reduction, ignore_index, denominator, dtype)
     # Gradients are computed in forward, if at all; of reduction="none" they are not.

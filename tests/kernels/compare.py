@@ -10,6 +10,20 @@ def random(*shape, seed=0, dtype=torch.float32, device=DEVICE):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
+STRIDES = ("contiguous", "every other", "column", "reversed dimensions", "expanded")
+
+
+def strided(x, strides):
+    """The values of `x` in memory laid out otherwise; "expanded" repeats the first value, at stride 0."""
+    if strides == "every other":
+        return x.repeat_interleave(2, dim=-1)[..., ::2]
+    if strides == "column":
+        return torch.stack([x, x + 1], dim=-1)[..., 0]
+    if strides == "reversed dimensions":
+        return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
+    return x.flatten()[0].expand(x.shape) if strides == "expanded" else x
+
+
 def outputs_and_gradients(function, inputs):
     """What `function` returns, and the gradient of every input against random gradients of every output."""
     inputs = [x.detach().requires_grad_() for x in inputs]

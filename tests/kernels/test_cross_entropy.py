@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from kernels.linear_cross_entropy import linear_cross_entropy
 from tests.kernels.ahead_of_time import KernelToCompile
+from tests.kernels.compare import DEVICE, STRIDES, strided
 
 module = importlib.import_module("kernels.cross_entropy")
 
@@ -248,6 +250,35 @@ def test_strided_logits(device, layout):
     (gradient,) = torch.autograd.grad(cross_entropy(leaf, target, impl="triton"), leaf)
     _, expected = _loss_and_gradient(cross_entropy_reference, strided.double(), target)
     torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-7)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    shape=st.sampled_from([(6,), (6, 1), (1, 6), (2, 3)]),
+    of_target=st.sampled_from(STRIDES),
+    of_weight=st.sampled_from([None, *STRIDES]),
+    reduction=st.sampled_from(["mean", "none"]),
+    inplace=st.booleans(),
+    impl=st.sampled_from(IMPLEMENTATIONS),
+)
+def test_strides_of_target_and_weight(shape, of_target, of_weight, reduction, inplace, impl):
+    target = torch.tensor([2, 0, -100, 3, 1, 4], device=DEVICE).view(shape)
+    weight = None if of_weight is None else strided(torch.arange(1.0, 6.0, device=DEVICE), of_weight)
+    logits = 3 * torch.randn(*shape, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    options = {"weight": weight, "label_smoothing": 0.1, "reduction": reduction}
+    _assert_as_exact_as_pytorch(logits, strided(target, of_target), 1.0, impl, inplace, **options)
+
+
+@pytest.mark.parametrize("function", ["whole", "chunked"])
+def test_class_weights_have_no_gradient(function):
+    logits, target = _inputs("cpu", vocab=53)
+    weight = torch.rand(53, requires_grad=True)
+    if function == "whole":
+        loss = cross_entropy(logits.requires_grad_(), target, weight=weight)
+    else:
+        loss = linear_cross_entropy(logits.requires_grad_(), torch.eye(53), target, weight=weight)
+    loss.backward()
+    assert logits.grad is not None and weight.grad is None
 
 
 @pytest.mark.parametrize("num_columns", [1, 127, 17000, 66000])

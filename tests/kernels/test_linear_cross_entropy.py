@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from tests.kernels.compare import DEVICE, STRIDES, strided
 
 module = importlib.import_module("kernels.linear_cross_entropy")
 cross_entropy_module = importlib.import_module("kernels.cross_entropy")
@@ -316,6 +317,27 @@ def test_noncontiguous_inputs(device):
     torch.testing.assert_close(ours, expected)
 
 
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    shape=st.sampled_from([(6,), (6, 1), (1, 6), (2, 3)]),
+    of_target=st.sampled_from(STRIDES),
+    of_weight=st.sampled_from([None, *STRIDES]),
+    reduction=st.sampled_from(["mean", "none"]),
+    all_valid=st.booleans(),
+    chunk_size=st.sampled_from([4, 4096]),
+    impl=st.sampled_from(IMPLEMENTATIONS),
+)
+def test_strides_of_target_and_weight(shape, of_target, of_weight, reduction, all_valid, chunk_size, impl):
+    target = torch.tensor([2, 0, 1 if all_valid else -100, 3, 1, 4], device=DEVICE).view(shape)
+    weight = None if of_weight is None else strided(torch.arange(1.0, 6.0, device=DEVICE), of_weight)
+    generator = torch.Generator().manual_seed(0)
+    input, linear_weight = (torch.randn(*s, 8, generator=generator).to(DEVICE) for s in (shape, (5,)))
+    options = {"weight": weight, "label_smoothing": 0.1, "reduction": reduction}
+    _assert_as_exact_as_pytorch(
+        input, linear_weight, strided(target, of_target), chunk_size=chunk_size, impl=impl, **options
+    )
+
+
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_triton_runs_once_a_chunk_and_torch_never(device, monkeypatch, impl):
     grids, kernel = [], cross_entropy_module._cross_entropy_kernel
@@ -387,6 +409,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from tests.kernels.compare import DEVICE, STRIDES, strided
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
