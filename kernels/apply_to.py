@@ -11,7 +11,6 @@ import logging
 from collections import Counter
 from types import FunctionType, MethodType
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -83,8 +82,6 @@ def _loss(model, hidden_states, labels, impl, num_items_in_batch=None, ignore_in
         )
     if shift_labels is None:
         shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
-    if isinstance(num_items_in_batch, torch.Tensor):
-        num_items_in_batch = num_items_in_batch.to(hidden_states.device)
     return linear_cross_entropy(
         hidden_states,
         model.lm_head.weight,

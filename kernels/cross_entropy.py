@@ -85,16 +85,46 @@ def loss_scale(
     denominator: float | torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """What the sum of the losses is multiplied by, []: finite where no row is valid. Without host synchronisation."""
+    """What the sum of the losses is multiplied by, []: 1 where no row is valid. Without host synchronisation."""
     if reduction != "mean":
         return torch.ones((), device=target.device, dtype=dtype)
     if denominator is None:
         valid = target != ignore_index
-        counts = valid if weight is None else weight[torch.where(valid, target, 0)] * valid
-        denominator = counts.sum(dtype=dtype)
-    elif not isinstance(denominator, torch.Tensor):
-        denominator = torch.full((), denominator, device=target.device, dtype=dtype)
-    return 1 / denominator.to(dtype).clamp(min=torch.finfo(dtype).tiny)
+        if weight is None:
+            return 1 / valid.sum(dtype=dtype).clamp(min=1)
+        total = torch.where(valid, weight[torch.where(valid, target, 0)], 0).sum(dtype=dtype)
+        return _reciprocal(torch.where(valid.any(), total, 1), "the sum of the valid labels' class weights")
+    if isinstance(denominator, torch.Tensor):
+        if denominator.numel() != 1:
+            raise ValueError(f"denominator must be one number, got a tensor of shape {list(denominator.shape)}")
+        scale = _reciprocal(denominator.detach().reshape(()).to(dtype), "denominator")
+        return scale.to(target.device, non_blocking=True)
+    _check_denominator(0 < denominator < torch.inf, denominator, "denominator")
+    return torch.full((), 1 / denominator, device=target.device, dtype=dtype)
+
+
+@torch.library.custom_op("fathom::reciprocal", mutates_args=())
+def _reciprocal(denominator: torch.Tensor, name: str) -> torch.Tensor:
+    """1 / denominator, which must be positive and finite; on CUDA the device asserts it, so the host never waits."""
+    is_valid = (denominator > 0) & (denominator < torch.inf)
+    if denominator.is_cuda:
+        torch._assert_async(is_valid, f"{name} is not positive and finite")
+    else:
+        _check_denominator(is_valid, denominator, name)
+    return 1 / denominator
+
+
+@_reciprocal.register_fake
+def _(denominator, name):
+    return torch.empty_like(denominator)
+
+
+def _check_denominator(is_valid, value, name):
+    if not is_valid:
+        raise ValueError(
+            f"{name} must be positive and finite, got {float(value)}; give the number of labels that count in all "
+            "micro-batches as denominator, 1 if there are none"
+        )
 
 
 def details(loss: torch.Tensor, losses: torch.Tensor, log_sum_exp: torch.Tensor, shape: torch.Size) -> Details:
@@ -544,8 +574,9 @@ def cross_entropy(
         label_smoothing: in [0, 1] (Szegedy et al. 2016, arXiv:1512.00567).
         z_loss: adds z_loss * log_sum_exp^2 to each row's loss (Chowdhery et al. 2022, arXiv:2204.02311).
         softcap: replaces logits by softcap * tanh(logits / softcap), as Gemma 2 does (arXiv:2408.00118).
-        denominator: what "mean" divides by: a number or a [] tensor, for instance the labels of all micro-batches of
-            all ranks. Without it, the number of rows not ignored, or the sum of their labels' `weight`.
+        denominator: what "mean" divides by: a positive number or tensor of one element, for instance the labels of
+            all micro-batches of all ranks. Without it, the number of rows not ignored, or the sum of their labels'
+            `weight`, which must be positive. Where all rows are ignored, the loss is 0.
         return_details: also return each row's loss and log-sum-exp.
         inplace: let the gradient overwrite the logits in forward. Saves a second [..., V] and a read of it; the
             logits are gone, and backward can run once.
@@ -556,7 +587,8 @@ def cross_entropy(
         a `Details`.
 
     Raises:
-        ValueError: shapes, dtypes or options that do not fit together.
+        ValueError: shapes, dtypes or options that do not fit together; a denominator or sum of class weights that is
+            not positive and finite (in a CUDA tensor, a device-side assertion).
         RuntimeError: in backward, if the gradient of inplace=True has been used or overwritten.
     """
     on_triton = use_triton(impl, logits)

@@ -286,7 +286,8 @@ def linear_cross_entropy(
         a `Details`.
 
     Raises:
-        ValueError: shapes, dtypes or options that do not fit together.
+        ValueError: shapes, dtypes or options that do not fit together; a denominator or sum of class weights as
+            `cross_entropy` refuses it.
         RuntimeError: num_valid_tokens is wrong; in backward, create_graph=True.
     """
     if hasattr(linear_weight, "full_tensor"):

@@ -1,4 +1,7 @@
 import importlib
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,10 +178,55 @@ def test_a_label_out_of_range_makes_the_loss_infinite(device, impl):
 @pytest.mark.parametrize("inplace", [False, True])
 def test_all_labels_ignored(device, inplace, impl):
     logits, target = _inputs(device)
-    loss, gradient = _loss_and_gradient(
-        cross_entropy, logits, torch.full_like(target, -100), impl=impl, inplace=inplace
-    )
-    assert loss == 0 and gradient.eq(0).all()
+    for weight in (None, torch.rand(2101, device=device), torch.zeros(2101, device=device)):
+        loss, gradient = _loss_and_gradient(
+            cross_entropy, logits, torch.full_like(target, -100), weight=weight, impl=impl, inplace=inplace
+        )
+        assert loss == 0 and gradient.eq(0).all()
+
+
+def _whole_and_chunked(logits, target, **options):
+    yield lambda: cross_entropy(logits, target, **options)
+    yield lambda: linear_cross_entropy(logits, torch.eye(logits.shape[-1]).to(logits), target, **options)
+
+
+@pytest.mark.parametrize("value", [0, -3, float("nan"), float("inf")])
+@pytest.mark.parametrize("of", [float, torch.tensor, lambda value: torch.tensor([value], dtype=torch.float64)])
+def test_a_denominator_that_is_not_positive_is_refused(device, of, value):
+    """Numbers and CPU tensors; a CUDA tensor's assertion would end this process."""
+    for function in _whole_and_chunked(*_inputs(device, vocab=53), denominator=of(value)):
+        with pytest.raises(ValueError, match=f"denominator must be positive and finite, got {float(value)}"):
+            function()
+
+
+def test_a_denominator_of_one_element_is_a_number_and_of_more_is_refused(device):
+    inputs = _inputs(device, vocab=53)
+    expected = cross_entropy(*inputs, denominator=7)
+    for shape in ((), (1,), (1, 1)):
+        for function in _whole_and_chunked(*inputs, denominator=torch.full(shape, 7)):
+            torch.testing.assert_close(function(), expected)
+    for function in _whole_and_chunked(*inputs, denominator=torch.tensor(7.0).expand(10)):
+        with pytest.raises(ValueError, match="one number, got a tensor of shape"):
+            function()
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_class_weights_of_valid_labels_must_have_a_positive_sum(value):
+    logits, target = _inputs("cpu", vocab=53)
+    weight = torch.ones(53)
+    weight[target[target != -100]] = value
+    for function in _whole_and_chunked(logits, target, weight=weight):
+        with pytest.raises(ValueError, match=f"class weights must be positive and finite, got {9 * value}"):
+            function()
+
+
+def test_checked_denominators_compile_in_one_graph():
+    logits, target = _inputs("cpu", vocab=53)
+    weight = torch.rand(53)
+    for options in ({"denominator": torch.tensor(7)}, {"weight": weight}):
+        for function in _whole_and_chunked(logits, target, **options):
+            compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+            torch.testing.assert_close(compiled(), function())
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -438,10 +486,30 @@ def test_rows_beyond_2_31_elements(device):
 def test_no_host_synchronisation(device, inplace):
     logits, target = _inputs(device)
     leaf = logits.requires_grad_()
-    cross_entropy(leaf * 1, target, denominator=7, inplace=inplace).backward()  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        cross_entropy(leaf * 1, target, denominator=7, inplace=inplace).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    weight = torch.rand(logits.shape[-1], device=device)
+    denominators = [{"denominator": 7}, {"denominator": torch.tensor(7, device=device)}, {"weight": weight}]
+    for mode in ("default", "error"):  # the first round compiles
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            for options in denominators:
+                cross_entropy(leaf * 1, target, inplace=inplace, **options).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     assert leaf.grad.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", ["denominator=zero", "weight=zero.expand(53)"])
+def test_a_cuda_denominator_that_is_not_positive_is_a_device_side_assertion(options):
+    """In a process of its own, which the assertion ends."""
+    program = f"""
+import torch
+from kernels.cross_entropy import cross_entropy
+zero = torch.zeros((), device="cuda")
+cross_entropy(torch.zeros(5, 53, device="cuda"), torch.arange(5, device="cuda"), {options})
+torch.cuda.synchronize()
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
+    assert process.returncode != 0 and "device-side assert" in process.stderr, process.stderr

@@ -486,6 +486,7 @@ def test_no_host_synchronisation_when_the_number_of_valid_tokens_is_known(device
     try:
         step(num_valid_tokens=12)
         step(num_valid_tokens=12, denominator=40)
+        step(num_valid_tokens=12, denominator=torch.full((), 40, device=device))
         with pytest.raises(RuntimeError, match="synchroniz"):
             step()
     finally:
