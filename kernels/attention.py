@@ -51,13 +51,18 @@ def choose_backend(requested: str, device: torch.device) -> str:
         if requested not in ("auto", "cpu"):
             raise ValueError(f'attention backend {requested!r} needs a CUDA device, got {device}; use "auto"')
         return "cpu"
-    capability = torch.cuda.get_device_capability(device)
-    if requested == "auto":
-        return "cudnn" if capability >= (9, 0) and torch.backends.cudnn.is_available() else "flash"
     if requested == "cpu":
         raise ValueError(f'attention backend "cpu" does not run on {device}; use "auto"')
-    if requested == "cudnn" and (capability < (8, 0) or not torch.backends.cudnn.is_available()):
-        raise ValueError(f"cuDNN attention needs cuDNN and compute capability 8.0, this GPU has {capability}")
+    capability, has_cudnn = torch.cuda.get_device_capability(device), torch.backends.cudnn.is_available()
+    if capability < (8, 0):
+        raise ValueError(
+            "attention's GPU kernels need compute capability 8.0 (Ampere) or newer, "
+            f"{device} has {capability[0]}.{capability[1]}; use a newer GPU, or the CPU"
+        )
+    if requested == "auto":
+        return "cudnn" if capability >= (9, 0) and has_cudnn else "flash"
+    if requested == "cudnn" and not has_cudnn:
+        raise ValueError('cuDNN attention needs cuDNN, which this installation of PyTorch lacks; use "auto"')
     if requested == "flash-attn-4":
         if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
             raise ValueError('flash-attn-4 is not installed: pip install "flash-attn-4>=4.0.0b36", or use "auto"')

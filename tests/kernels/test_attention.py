@@ -84,6 +84,21 @@ def test_backend_choice_is_explicit():
         choose_backend("cuddn", torch.device("cpu"))
 
 
+def test_backend_follows_the_compute_capability(monkeypatch):
+    """A GPU that is not here: what the driver would say of it is all that is asked."""
+    gpu = torch.device("cuda:0")
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    for capability, chosen in (((8, 0), "flash"), ((8, 9), "flash"), ((9, 0), "cudnn"), ((12, 0), "cudnn")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert choose_backend("auto", gpu) == chosen
+        assert choose_backend("flash", gpu) == "flash"
+    for capability in ((7, 0), (7, 5)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        for requested in ("auto", "flash", "cudnn", "flash-attn-4"):
+            with pytest.raises(ValueError, match=f"capability 8.0 .*has {capability[0]}.{capability[1]}; use"):
+                choose_backend(requested, gpu)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cudnn", "flash"])
 @pytest.mark.parametrize("lengths", [None, [[1500, 3, 1569], [3072]]])
