@@ -49,12 +49,13 @@ class ModelConfig:
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
+    max_position_embeddings: int = 40_960  # only declared, for Hugging Face's tools; no length is refused here
     loss_impl: str = "auto"  # "chunked" or "standard" force one
     attention_backend: str = "auto"  # see kernels.attention.BACKENDS
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                     "num_key_value_heads", "head_dim"):  # fmt: skip
+                     "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -108,7 +109,6 @@ class ModelConfig:
             **{name: getattr(self, name) for name in _HUGGING_FACE_FIELDS},
             "hidden_act": _HUGGING_FACE_ACTIVATIONS[self.hidden_act],
             "attention_bias": False,
-            "max_position_embeddings": 131_072,
             "rope_scaling": None,
         }
 
@@ -117,20 +117,37 @@ class ModelConfig:
         """The shape that a Qwen3 config.json declares, in its older form or with `rope_parameters`.
 
         Raises:
-            ValueError: another architecture, a missing field, or scaled rotary positions.
+            ValueError: another architecture, a missing field, or a setting that would compute something else here.
         """
-        rope_parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        config = {"rope_theta": rope_parameters.get("rope_theta"), **config}
-        scaling = rope_parameters.get("rope_type", "default")
-        if config.get("model_type") != "qwen3" or config.get("attention_bias") or scaling != "default":
-            raise ValueError(
-                "config.json must be of model_type qwen3 without attention_bias or rope scaling, got "
-                f"{config.get('model_type')!r}, attention_bias {config.get('attention_bias')}, rope {scaling!r}"
-            )
-        missing = [name for name in _HUGGING_FACE_FIELDS if config.get(name) is None]
+        scaling, parameters = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+        plain = ("rope_type", "default"), ("type", "default")  # "type" is the older name
+        rope = [*scaling.items(), *parameters.items()]
+        # As transformers reads it: without layer_types, the layers from max_window_layers on have the window.
+        layer_types, num_full_layers = config.get("layer_types"), config.get("max_window_layers", 28)
+        has_window = config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
+        if not layer_types and has_window and num_full_layers < config.get("num_hidden_layers", 0):
+            layer_types = ["sliding_attention"]
+        other_layers = sorted({*(layer_types or ())} - {"full_attention"})
         activations = {theirs: ours for ours, theirs in _HUGGING_FACE_ACTIVATIONS.items()}
-        if missing or config.get("hidden_act") not in activations:
-            raise ValueError(f"config.json lacks {missing or 'a known hidden_act'}")
+        refusals = {
+            f"model_type {config.get('model_type')!r}": config.get("model_type") != "qwen3",
+            f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act") not in activations,
+            "attention_bias": config.get("attention_bias"),
+            "quantization_config": config.get("quantization_config"),
+            "is_causal False": not config.get("is_causal", True),
+            f"scaled rotary positions {dict(rope)}": any(
+                setting not in plain and setting[0] != "rope_theta" for setting in rope
+            ),
+            "use_sliding_window": has_window and other_layers,
+            f"layers of {', '.join(other_layers)}": other_layers,
+        }
+        refused = [setting for setting, is_refused in refusals.items() if is_refused]
+        if refused:
+            raise ValueError(f"config.json has {', '.join(refused)}, which this decoder does not compute")
+        config = {**config, **{key: value for key, value in rope if key == "rope_theta"}}
+        missing = [name for name in _HUGGING_FACE_FIELDS if config.get(name) is None]
+        if missing:
+            raise ValueError(f"config.json lacks {', '.join(missing)}")
         fields = {name: config[name] for name in _HUGGING_FACE_FIELDS}
         return cls(**fields, hidden_act=activations[config["hidden_act"]])
 
@@ -139,6 +156,7 @@ _HUGGING_FACE_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 _HUGGING_FACE_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps", "initializer_range",
+    "max_position_embeddings",
 )  # fmt: skip
 _QWEN3 = ModelConfig(
     vocab_size=151_936, hidden_size=2560, intermediate_size=9728,

@@ -66,6 +66,47 @@ def test_hugging_face_config_round_trip():
         ModelConfig.from_hugging_face({**newer, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}})
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "scaled rotary positions .*yarn"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "scaled rotary positions .*linear"),
+        ({"rope_scaling": {"type": "default", "mrope_section": [8, 8]}}, "mrope_section"),
+        ({"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 64}, "use_sliding_window"),
+        ({"use_sliding_window": True}, "use_sliding_window"),  # 4,096 tokens from layer 28 on, in transformers
+        ({"layer_types": ["full_attention"] * 35 + ["sliding_attention"]}, "layers of sliding_attention"),
+        ({"is_causal": False}, "is_causal"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ({"rope_theta": None}, "lacks rope_theta"),
+    ],
+)
+def test_settings_that_would_compute_something_else_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hugging_face({**MODEL_SIZES["4B"].to_hugging_face(), **settings})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_scaling": {"type": "default"}},
+        {"use_sliding_window": False, "sliding_window": 4096},
+        {"use_sliding_window": True, "sliding_window": None},
+        {"use_sliding_window": True, "max_window_layers": 36},
+        {"layer_types": ["full_attention"] * 36, "attention_dropout": 0.1},
+    ],
+)
+def test_settings_without_effect_are_taken(settings):
+    config = MODEL_SIZES["4B"]
+    assert ModelConfig.from_hugging_face({**config.to_hugging_face(), **settings}) == config
+
+
+def test_declared_length_is_kept_in_hugging_faces_config():
+    config = replace(TINY, max_position_embeddings=777)
+    assert config.to_hugging_face()["max_position_embeddings"] == 777
+    assert ModelConfig.from_hugging_face(config.to_hugging_face()) == config
+
+
 def test_the_switch_is_at_ten_gigabytes():
     config = MODEL_SIZES["4B"]
     assert not config.uses_chunked_loss(4096) and config.uses_chunked_loss(40_000)
