@@ -25,7 +25,7 @@ from training.budgets import available_host_bytes, cap_gpu_memory, gpu_budget, p
 from training.config import flag, parse_config
 from training.corpus import load_documents, load_tokenizer, split_documents
 from training.cost_model import Choices, PackedDocuments, Step, gib
-from training.data import Batch, PackedLoader, validation_batches
+from training.data import Batch, PackedLoader, check_same_data, validation_batches
 from training.distributed import World, initialize, join_world, shard_model
 from training.errors import UserError, refused_as_user_error
 from training.memory import WHOLE, Placement
@@ -126,22 +126,27 @@ def check_config(config: TrainConfig) -> None:
             raise UserError(message)
 
 
-def choose_model(config: TrainConfig, device: torch.device) -> ModelConfig:
-    """The size asked for, or the shape that --init_from's folder declares, with the run's own settings."""
-    shape = MODEL_SIZES[config.model_size]
-    if config.init_from:
-        path = Path(config.init_from) / "config.json"
+def choose_model(config: TrainConfig, device: torch.device, resumed: Path | None = None) -> ModelConfig:
+    """The model_size's shape, or the one that the weights to start from declare, with the run's own settings.
+
+    Args:
+        resumed: the checkpoint to go on from, if there is one; else the weights are those of --init_from.
+    """
+    shape = dataclasses.replace(MODEL_SIZES[config.model_size], max_position_embeddings=config.context_length)
+    if folder := resumed or config.init_from:
+        path = Path(folder) / "config.json"
         if not path.is_file():
-            raise UserError(f"init_from {config.init_from} has no config.json; give a folder in Hugging Face's form")
-        with refused_as_user_error(f"init_from: cannot take {path}: "):
-            declared = ModelConfig.from_hugging_face(json.loads(path.read_text()))
+            raise UserError(f"init_from {folder} has no config.json; give a folder in Hugging Face's form")
+        with refused_as_user_error(f"cannot take {path}: "):
+            declared = ModelConfig.from_hugging_face(checkpoint.read_json(path))
         for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
             if getattr(declared, name) != getattr(shape, name):
                 raise UserError(
-                    f"init_from {config.init_from} has {name} {getattr(declared, name)}, model_size "
+                    f"{folder} is of another size: it has {name} {getattr(declared, name)}, model_size "
                     f"{config.model_size} has {getattr(shape, name)}; choose the model_size of those weights"
                 )
-        shape = declared
+        length = max(declared.max_position_embeddings, config.context_length)
+        shape = dataclasses.replace(declared, max_position_embeddings=length)
     with refused_as_user_error():
         backend = choose_backend(config.attention_backend, device)
     return dataclasses.replace(shape, loss_impl=config.loss_impl, attention_backend=backend)
@@ -335,10 +340,11 @@ class Start:
     step: int = 0
     tokens: int = 0
     max_steps: int = 0
+    loader: dict = dataclasses.field(default_factory=dict)  # the position in the data
 
 
-def find_start(config: TrainConfig, loader: PackedLoader) -> Start:
-    """A fresh start, or the last checkpoint of output_dir, verified, with `loader` moved to its position.
+def find_start(config: TrainConfig) -> Start:
+    """A fresh start, or the last checkpoint of output_dir. Nothing larger than its trainer.json is read yet.
 
     Without --max_steps a run that was stopped keeps the number it had, and a finished one gets DEFAULT_STEPS more.
     """
@@ -349,29 +355,30 @@ def find_start(config: TrainConfig, loader: PackedLoader) -> Start:
         return Start(max_steps=config.max_steps or DEFAULT_STEPS)
     if last is None:
         raise UserError(f"--resume: no checkpoint in {config.output_dir}; drop --resume to start a run")
-    checkpoint.verify_checkpoint(last)
     if not (last / "optimizer").is_dir():
         raise UserError(f"{last} was saved without optimizer state; use --init_from {last} and another --output_dir")
     state = checkpoint.load_trainer_state(last)
-    loader.load_state_dict(state["loader"])
+    check_same_data(state["loader"], {"context_length": config.context_length, "seed": config.seed})
     step = state["step"]
     max_steps = config.max_steps or (state["max_steps"] if state["max_steps"] > step else step + DEFAULT_STEPS)
     if max_steps <= step:
         raise UserError(f"{last} is at step {step}, max_steps is {max_steps}; raise max_steps to go on")
-    return Start(last, step, state["tokens"], max_steps)
+    return Start(last, step, state["tokens"], max_steps, state["loader"])
+
+
+def check_weights(weights: str | Path, model_config: ModelConfig) -> None:
+    """Refuse weights of other names or shapes than the model's, by what the files' headers say."""
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in Transformer(model_config).named_parameters()}
+    checkpoint.load_model_weights(weights, shapes)  # reads nothing large before the first weight is asked for
 
 
 def build(
     config: TrainConfig, model_config: ModelConfig, start: Start, documents: PackedDocuments, world: World
 ) -> tuple[Transformer, MasterAdamW, Plan]:
     """Model and optimizer, with fresh weights, those of --init_from, or the whole state of a checkpoint."""
-    weights = start.checkpoint or config.init_from
-    if weights:
-        with torch.device("meta"):
-            shapes = {name: p.shape for name, p in Transformer(model_config).named_parameters()}
-        checkpoint.load_model_weights(weights, shapes)  # refuses other names or shapes; reads nothing large yet
     model, plan = build_model(config, model_config, world, documents)
-    if weights:
+    if weights := start.checkpoint or config.init_from:
         checkpoint.copy_weights_into(model, weights)
     optimizer = MasterAdamW(
         model.named_parameters(),
@@ -388,12 +395,18 @@ def build(
 
 def train(config: TrainConfig, world: World) -> None:
     """A run, from the checks to the final checkpoint and a sample."""
+    # What can be refused in seconds comes before the data, which may take minutes to tokenise.
     config = dataclasses.replace(config, memory_budget=resolve_memory_budget(config, world.device))
+    start = find_start(config)
     configure_machine(config, world)
-    model_config = choose_model(config, world.device)
+    model_config = choose_model(config, world.device, start.checkpoint)
+    if start.checkpoint or config.init_from:
+        check_weights(start.checkpoint or config.init_from, model_config)
     check_fits(config, model_config, world)
     tokenizer, loader, held_out = load_data(config, model_config.vocab_size, world)
-    start = find_start(config, loader)
+    if start.checkpoint:
+        loader.load_state_dict(start.loader)
+        checkpoint.verify_checkpoint(start.checkpoint)  # reads every byte of it
     max_steps, tokens = start.max_steps, start.tokens
     default_rate = TINY_PEAK_LEARNING_RATE if config.model_size == "tiny" else PEAK_LEARNING_RATE
     learning_rate = config.learning_rate or default_rate

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import train
 from model import MODEL_SIZES, Transformer
+from training.checkpoint import save_checkpoint
 from training.config import parse_config
 from training.distributed import World
 from training.memory import WHOLE, Placement
@@ -114,6 +115,57 @@ def test_init_from_a_checkpoint(corpus, tmp_path):
     assert train.main(arguments(corpus, tmp_path / "second", "--init_from", start, steps=1)) == 0
     assert losses(tmp_path / "second")[0] < losses(tmp_path / "first")[0] - 0.3
     assert train.main(arguments(corpus, tmp_path / "first", "--resume", steps=20)) == 1  # no optimizer state in it
+
+
+def weights_of_another_shape(folder):
+    """A checkpoint of weights whose shape is no MODEL_SIZES entry's."""
+    shape = {"intermediate_size": 200, "head_dim": 16, "tie_word_embeddings": False, "rope_theta": 5e6}
+    config = replace(MODEL_SIZES["tiny"], **shape, max_position_embeddings=4096)
+    model = Transformer(config)
+    train.initialize(model, model.initialize_parameter, seed=1)
+    state = {"model_state": model.state_dict(), "model_config": config.to_hugging_face()}
+    return save_checkpoint(folder, 1, **state, optimizer_state=None, trainer_state={})
+
+
+def test_resume_keeps_the_shape_that_was_trained(corpus, tmp_path):
+    start = weights_of_another_shape(tmp_path / "start")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train.main(arguments(corpus, whole, "--init_from", str(start))) == 0
+    command = arguments(corpus, parts, "--init_from", str(start), "--checkpoint_interval", "2")
+    assert train.main(command) == 0
+    (parts / "step_00000004").rename(tmp_path / "lost")
+    assert train.main(arguments(corpus, parts, "--resume")) == 0
+    assert losses(parts) == losses(whole)
+    config = json.loads((parts / "step_00000004" / "config.json").read_text())
+    assert config == json.loads((whole / "step_00000004" / "config.json").read_text())
+    assert (config["rope_theta"], config["head_dim"], config["max_position_embeddings"]) == (5e6, 16, 4096)
+
+
+def test_config_json_declares_the_trained_length(corpus, tmp_path):
+    assert train.main(arguments(corpus, tmp_path / "run", steps=1)) == 0
+    config = json.loads((tmp_path / "run" / "step_00000001" / "config.json").read_text())
+    assert config["max_position_embeddings"] == 64
+
+
+def test_refusals_come_before_the_data(corpus, tmp_path, monkeypatch, capsys):
+    assert train.main(arguments(corpus, tmp_path / "run", steps=1)) == 0
+    assert train.main(arguments(corpus, tmp_path / "weights", "--save", "model", steps=1)) == 0
+    monkeypatch.setattr(train, "load_documents", lambda *_: pytest.fail("the data were read"))
+    monkeypatch.setattr(train.checkpoint, "verify_checkpoint", lambda *_: pytest.fail("checksums were computed"))
+    start = weights_of_another_shape(tmp_path / "start")
+    config = json.loads((start / "config.json").read_text())
+    (start / "config.json").write_text(json.dumps({**config, "intermediate_size": 300}))
+    for folder, extra, message in (
+        ("run", [], "is already there"),
+        ("run", ["--resume", "--max_steps", "1"], "raise max_steps"),
+        ("run", ["--resume", "--context_length", "32"], "context_length 64, this run 32"),
+        ("run", ["--resume", "--model_size", "0.6B"], "of another size"),
+        ("weights", ["--resume"], "without optimizer state"),
+        ("new", ["--resume"], "no checkpoint in"),
+        ("new", ["--init_from", str(start)], "of another size"),
+    ):
+        assert train.main([*arguments(corpus, tmp_path / folder, steps=2), *extra]) == 1
+        assert message in capsys.readouterr().err
 
 
 def parse(argv):

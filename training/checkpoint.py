@@ -130,7 +130,7 @@ def verify_checkpoint(path: str | Path) -> None:
     path = Path(path)
     rank, world_size = _rank_and_world_size()
     with _failing_together():
-        manifest = _read_json(path / "manifest.json")
+        manifest = read_json(path / "manifest.json")
         for name, (size, _) in manifest.items():
             if not (path / name).is_file():
                 raise UserError(f"checkpoint {path} is incomplete: {name} is missing; use another checkpoint")
@@ -227,6 +227,14 @@ def load_trainer_state(path: str | Path) -> dict:
     return {"step": trainer["step"], **trainer["trainer_state"]}
 
 
+def read_json(file: Path) -> dict:
+    """What a JSON file holds. Raises UserError, naming the file, where it cannot be read."""
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is missing or damaged: {error}") from None
+
+
 def restore_rng(path: str | Path) -> bool:
     """Set this rank's random generators (Python, NumPy, torch's CPU and current CUDA device) as they were at saving.
 
@@ -236,7 +244,7 @@ def restore_rng(path: str | Path) -> bool:
     file = Path(path) / f"rng_{_rank_and_world_size()[0]}.json"
     if not file.is_file():
         return False
-    state = _read_json(file)
+    state = read_json(file)
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(state["numpy"])
@@ -332,7 +340,7 @@ def _weight_files(path: Path) -> list[Path]:
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"]
     if index.is_file():
-        return sorted({path / shard for shard in _read_json(index).get("weight_map", {}).values()})
+        return sorted({path / shard for shard in read_json(index).get("weight_map", {}).values()})
     raise UserError(f"{path} has no model.safetensors; give a checkpoint's step_ folder or a Hugging Face folder")
 
 
@@ -352,17 +360,10 @@ def _read_weight(place: tuple[Path, str, tuple[int, ...]]) -> torch.Tensor:
 
 
 def _read_trainer(path: Path) -> dict:
-    trainer = _read_json(path / "trainer.json")
+    trainer = read_json(path / "trainer.json")
     if trainer.get("format_version") != FORMAT_VERSION:
         raise UserError(f"checkpoint {path} has format {trainer.get('format_version')}, this code {FORMAT_VERSION}")
     return trainer
-
-
-def _read_json(file: Path) -> dict:
-    try:
-        return json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} is missing or damaged: {error}") from None
 
 
 def _write_json(file: Path, content: dict) -> None:

@@ -167,13 +167,18 @@ class PackedLoader:
         Raises:
             UserError: the state belongs to another corpus, tokenizer, seed or context_length.
         """
-        for name, ours in self._identity.items():
-            if state.get(name) != ours:
-                raise UserError(
-                    f"cannot resume: the checkpoint's data has {name} {state.get(name)}, this run {ours}; "
-                    "resume with the same --data, --tokenizer, --context_length and --seed"
-                )
+        check_same_data(state, self._identity)
         self.next_sequence = state["next_sequence"]
+
+
+def check_same_data(state: dict, ours: dict) -> None:
+    """Refuse a loader's saved state that differs from `ours`: what this run's data have under the same names."""
+    for name, value in ours.items():
+        if state.get(name) != value:
+            raise UserError(
+                f"cannot resume: the checkpoint's data has {name} {state.get(name)}, this run {value}; "
+                "resume with the same --data, --tokenizer, --context_length and --seed"
+            )
 
 
 def validation_batches(
