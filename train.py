@@ -22,7 +22,7 @@ from kernels.common import IMPLEMENTATIONS, set_default_implementation
 from model import MODEL_SIZES, ModelConfig, Transformer, find_documents
 from training import checkpoint
 from training.budgets import available_host_bytes, cap_gpu_memory, gpu_budget, parse_bytes
-from training.config import flag, parse_config
+from training.config import flag, given_settings
 from training.corpus import load_documents, load_tokenizer, split_documents
 from training.cost_model import Choices, PackedDocuments, Step, gib
 from training.data import Batch, PackedLoader, check_same_data, validation_batches
@@ -40,6 +40,11 @@ DEFAULT_STEPS = 300
 PEAK_LEARNING_RATE = 2e-5  # of continued training; from scratch wants more, and a far longer warm-up
 TINY_PEAK_LEARNING_RATE = 3e-3
 PROMPT_TOKENS = 64
+# What a resumed run takes from its flags alone, and what a flag given then replaces among the settings of before.
+NOT_INHERITED = ("resume", "init_from", "output_dir", "device")
+BUDGETS = ("memory_budget", "host_budget")
+REPLACED = {name: BUDGETS for name in ("gradient_checkpointing", "compile")}
+REPLACED |= {name: ("gradient_checkpointing", "compile") for name in BUDGETS}
 
 
 @dataclass
@@ -339,31 +344,101 @@ class Start:
     checkpoint: Path | None = None
     step: int = 0
     tokens: int = 0
-    max_steps: int = 0
+    cosine_steps: int = 0  # from the first step to the end of the learning rate's cosine
     loader: dict = dataclasses.field(default_factory=dict)  # the position in the data
 
 
-def find_start(config: TrainConfig) -> Start:
-    """A fresh start, or the last checkpoint of output_dir. Nothing larger than its trainer.json is read yet.
+def find_start(given: dict, world: World) -> tuple[TrainConfig, Start]:
+    """The settings of a fresh run, or those of the last checkpoint in output_dir changed by the given ones.
 
-    Without --max_steps a run that was stopped keeps the number it had, and a finished one gets DEFAULT_STEPS more.
+    Nothing larger than the checkpoint's trainer.json is read yet. Without --max_steps a run that was stopped keeps the
+    number it had, and a finished one gets DEFAULT_STEPS more at its last learning rate.
     """
+    config = TrainConfig(**given)
     last = checkpoint.latest_checkpoint(Path(config.output_dir))
     if not config.resume:
         if last is not None:
             raise UserError(f"{last} is already there: --resume goes on from it, another --output_dir starts afresh")
-        return Start(max_steps=config.max_steps or DEFAULT_STEPS)
+        config = with_defaults(config)
+        return config, Start(cosine_steps=config.max_steps)
     if last is None:
         raise UserError(f"--resume: no checkpoint in {config.output_dir}; drop --resume to start a run")
     if not (last / "optimizer").is_dir():
         raise UserError(f"{last} was saved without optimizer state; use --init_from {last} and another --output_dir")
     state = checkpoint.load_trainer_state(last)
+    step, steps_before = state["step"], state["max_steps"]
+    saved = {**saved_settings(last, state), "max_steps": steps_before}
+    before = with_defaults(TrainConfig(**saved))
+    config = with_defaults(inherit_settings(saved, given, world.device))
+    if "max_steps" not in given and steps_before <= step:
+        config = dataclasses.replace(config, max_steps=step + DEFAULT_STEPS)
+    if config.max_steps <= step:
+        raise UserError(f"{last} is at step {step}, max_steps is {config.max_steps}; raise max_steps to go on")
+    check_config(config)
     check_same_data(state["loader"], {"context_length": config.context_length, "seed": config.seed})
-    step = state["step"]
-    max_steps = config.max_steps or (state["max_steps"] if state["max_steps"] > step else step + DEFAULT_STEPS)
-    if max_steps <= step:
-        raise UserError(f"{last} is at step {step}, max_steps is {max_steps}; raise max_steps to go on")
-    return Start(last, step, state["tokens"], max_steps, state["loader"])
+    log_changes(before, config, state, world)
+    cosine_before = state.get("cosine_steps", steps_before)
+    cosine_steps = given.get("max_steps", cosine_before)
+    rates = learning_rate_of(step, before, cosine_before), learning_rate_of(step + 1, config, cosine_steps)
+    if step >= cosine_steps:
+        logger.info("learning rate: held at %.3g, where its cosine ended; --max_steps stretches it", rates[1])
+    elif rates[1] != learning_rate_of(step + 1, before, cosine_before):
+        logger.info("learning rate: %.3g in step %d -> %.3g in step %d", rates[0], step, rates[1], step + 1)
+    return config, Start(last, step, state["tokens"], cosine_steps, state["loader"])
+
+
+def with_defaults(config: TrainConfig) -> TrainConfig:
+    """The settings, with max_steps and learning_rate filled in where they were not given."""
+    default_rate = TINY_PEAK_LEARNING_RATE if config.model_size == "tiny" else PEAK_LEARNING_RATE
+    return dataclasses.replace(
+        config, max_steps=config.max_steps or DEFAULT_STEPS, learning_rate=config.learning_rate or default_rate
+    )
+
+
+def saved_settings(last: Path, state: dict) -> dict:
+    """The settings that the run of a checkpoint had, those that this version knows.
+
+    Checkpoints of older versions do not hold them; output_dir/config.json does.
+    """
+    file = last.parent / "config.json"
+    saved = state.get("settings") or (checkpoint.read_json(file) if file.is_file() else {})
+    if not saved:
+        logger.info("%s does not say its settings: what is not given now has its default", last)
+    known = {f.name for f in dataclasses.fields(TrainConfig)}
+    if unknown := sorted(saved.keys() - known):
+        logger.info("settings of another version, ignored: %s", ", ".join(unknown))
+    return {name: value for name, value in saved.items() if name in known}
+
+
+def inherit_settings(saved: dict, given: dict, device: torch.device) -> TrainConfig:
+    """The settings of a resumed run: its own, changed by the given ones and rid of what those contradict."""
+    dropped = {*NOT_INHERITED, *(BUDGETS if device.type == "cpu" else ())}
+    dropped.update(*(REPLACED.get(name, ()) for name, value in given.items() if value))
+    return TrainConfig(**{**{name: value for name, value in saved.items() if name not in dropped}, **given})
+
+
+def log_changes(before: TrainConfig, config: TrainConfig, state: dict, world: World) -> None:
+    """A line for each setting of a resumed run that is not what it was."""
+    for name, value in dataclasses.asdict(config).items():
+        if name not in NOT_INHERITED and value != getattr(before, name):
+            logger.info("%s: %s -> %s", name, getattr(before, name), value)
+    tokens, ranks = state.get("tokens_per_step"), state.get("ranks")
+    if tokens not in (None, tokens_per_step(config, world)):
+        because = f" ({ranks} -> {world.size} ranks)" if ranks != world.size else ""
+        logger.info("tokens a step: %s -> %s%s", f"{tokens:,}", f"{tokens_per_step(config, world):,}", because)
+
+
+def tokens_per_step(config: TrainConfig, world: World) -> int:
+    """Of all ranks and micro-batches."""
+    return config.context_length * config.batch_size * config.gradient_accumulation_steps * world.size
+
+
+def learning_rate_of(step: int, config: TrainConfig, cosine_steps: int) -> float:
+    """The rate of a step, counted from 1; after `cosine_steps` the last one of the cosine."""
+    return warmup_cosine(
+        step - 1, learning_rate=config.learning_rate, warmup_steps=config.warmup_steps, max_steps=cosine_steps,
+        final_ratio=config.final_learning_rate_ratio,
+    )  # fmt: skip
 
 
 def check_weights(weights: str | Path, model_config: ModelConfig) -> None:
@@ -393,11 +468,16 @@ def build(
     return model, optimizer, plan
 
 
-def train(config: TrainConfig, world: World) -> None:
-    """A run, from the checks to the final checkpoint and a sample."""
+def train(given: dict, world: World) -> None:
+    """A run, from the checks to the final checkpoint and a sample.
+
+    Args:
+        given: settings by field of TrainConfig, as flags and --config name them.
+    """
     # What can be refused in seconds comes before the data, which may take minutes to tokenise.
+    config, start = find_start(given, world)
+    settings = dataclasses.asdict(config)  # for the checkpoints: a budget of "auto" is chosen anew where one resumes
     config = dataclasses.replace(config, memory_budget=resolve_memory_budget(config, world.device))
-    start = find_start(config)
     configure_machine(config, world)
     model_config = choose_model(config, world.device, start.checkpoint)
     if start.checkpoint or config.init_from:
@@ -407,10 +487,6 @@ def train(config: TrainConfig, world: World) -> None:
     if start.checkpoint:
         loader.load_state_dict(start.loader)
         checkpoint.verify_checkpoint(start.checkpoint)  # reads every byte of it
-    max_steps, tokens = start.max_steps, start.tokens
-    default_rate = TINY_PEAK_LEARNING_RATE if config.model_size == "tiny" else PEAK_LEARNING_RATE
-    learning_rate = config.learning_rate or default_rate
-    config = dataclasses.replace(config, max_steps=max_steps, learning_rate=learning_rate)
     documents = PackedDocuments.average(
         *loader.document_lengths(), loader.longest_document, config.batch_size, world.size
     )
@@ -421,7 +497,7 @@ def train(config: TrainConfig, world: World) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         (output_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
         metrics = MetricsFile(output_dir / "metrics.jsonl", start.step)
-    tokens_per_step = config.context_length * config.batch_size * config.gradient_accumulation_steps * world.size
+    step_tokens, tokens, max_steps = tokens_per_step(config, world), start.tokens, config.max_steps
     logger.info("config: %s", json.dumps(dataclasses.asdict(config)))
     logger.info(
         "model: %s, %s parameters; attention kernel: %s; device: %s x %d",
@@ -430,7 +506,7 @@ def train(config: TrainConfig, world: World) -> None:
     )  # fmt: skip
     logger.info(
         "data: %s training tokens, %s held out; %s tokens a step",
-        f"{loader.num_tokens:,}", f"{sum(len(d.tokens) for d in held_out):,}", f"{tokens_per_step:,}",
+        f"{loader.num_tokens:,}", f"{sum(len(d.tokens) for d in held_out):,}", f"{step_tokens:,}",
     )  # fmt: skip
 
     terminated = []
@@ -440,10 +516,7 @@ def train(config: TrainConfig, world: World) -> None:
     for step in range(start.step + 1, max_steps + 1):
         began = time.perf_counter()
         batches = [loader.next_batch() for _ in range(config.gradient_accumulation_steps)]
-        rate = warmup_cosine(
-            step - 1, learning_rate=learning_rate, warmup_steps=config.warmup_steps, max_steps=max_steps,
-            final_ratio=config.final_learning_rate_ratio,
-        )  # fmt: skip
+        rate = learning_rate_of(step, config, start.cosine_steps)
         try:
             loss, norm = train_step(model, optimizer, batches, world, rate, config.max_grad_norm)
         except torch.OutOfMemoryError as error:
@@ -451,10 +524,10 @@ def train(config: TrainConfig, world: World) -> None:
             error.add_note(explain_out_of_memory(config, plan, world.device))
             raise
         seconds = time.perf_counter() - began
-        tokens += tokens_per_step
+        tokens += step_tokens
         values = {
             "step": step, "loss": loss, "gradient_norm": norm, "learning_rate": rate, "seconds": seconds,
-            "tokens": tokens, "tokens_per_second": tokens_per_step / seconds, "epoch": loader.epoch,
+            "tokens": tokens, "tokens_per_second": step_tokens / seconds, "epoch": loader.epoch,
         }  # fmt: skip
         if world.device.type == "cuda":
             values["peak_memory_gib"] = peak_memory_gib(world)
@@ -477,7 +550,11 @@ def train(config: TrainConfig, world: World) -> None:
                 output_dir, step,
                 model_state=model.state_dict(), model_config=model_config.to_hugging_face(),
                 optimizer_state=optimizer.state_dict() if config.save == "full" else None,
-                trainer_state={"tokens": tokens, "max_steps": max_steps, "loader": loader.state_dict()},
+                trainer_state={
+                    "tokens": tokens, "max_steps": max_steps, "cosine_steps": start.cosine_steps,
+                    "tokens_per_step": step_tokens, "ranks": world.size, "settings": settings,
+                    "loader": loader.state_dict(),
+                },
             )  # fmt: skip
             logger.info("checkpoint: %s", path)
         if stop:
@@ -519,12 +596,13 @@ def log_sample(model: Transformer, tokenizer, prompt, config: TrainConfig, world
 def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     try:
-        config = parse_config(TrainConfig, argv, description=__doc__.splitlines()[0])
+        given = given_settings(TrainConfig, argv, description=__doc__.splitlines()[0])
+        config = TrainConfig(**given)
         check_config(config)
         with join_world(config.device) as world:
             if not world.is_main:
                 logging.disable(logging.INFO)
-            train(config, world)
+            train(given, world)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 import train
 from model import MODEL_SIZES, Transformer
 from training.checkpoint import save_checkpoint
-from training.config import parse_config
+from training.config import given_settings
 from training.distributed import World
 from training.memory import WHOLE, Placement
+from training.optimizer import warmup_cosine
 from training.planner import find_max_context, make_plan
 from training.profiler import format_table
 
@@ -168,8 +169,109 @@ def test_refusals_come_before_the_data(corpus, tmp_path, monkeypatch, capsys):
         assert message in capsys.readouterr().err
 
 
+CHANGED = ["--batch_size", "3", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-3"]
+CHANGED += ["--weight_decay", "0.3", "--max_grad_norm", "0.5", "--final_learning_rate_ratio", "0.2"]
+
+
+def only_resume(output_dir, *extra):
+    return ["--output_dir", str(output_dir), "--device", "cpu", "--resume", *extra]
+
+
+def interrupt(run, step, lost):
+    """Leave a run as if it had been stopped after `step`."""
+    [later] = [path for path in run.glob("step_*") if int(path.name.split("_")[1]) > step]
+    later.rename(lost)
+
+
+def edit_trainer_json(path, edit):
+    """Change a checkpoint's trainer.json, and the manifest with it."""
+    trainer = json.loads((path / "trainer.json").read_text())
+    edit(trainer["trainer_state"])
+    (path / "trainer.json").write_text(json.dumps(trainer))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest.update(train.checkpoint._checksums(path, ["trainer.json"]))
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def keep_only_older_keys(state):
+    for name in state.keys() - {"tokens", "max_steps", "loader"}:
+        del state[name]
+
+
+@pytest.mark.parametrize("version", ["this", "older"])
+def test_resume_without_flags_keeps_every_setting(version, corpus, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train.main(arguments(corpus, whole, *CHANGED, steps=6)) == 0
+    assert train.main(arguments(corpus, parts, *CHANGED, "--checkpoint_interval", "3", steps=6)) == 0
+    interrupt(parts, 3, tmp_path / "lost")
+    if version == "older":
+        edit_trainer_json(parts / "step_00000003", keep_only_older_keys)
+    caplog.clear()
+    assert train.main(only_resume(parts)) == 0
+    assert losses(parts) == losses(whole)
+    assert " -> " not in caplog.text and "held at" not in caplog.text
+    settings = json.loads((parts / "step_00000006" / "trainer.json").read_text())["trainer_state"]["settings"]
+    assert (settings["batch_size"], settings["learning_rate"], settings["max_steps"]) == (3, 1e-3, 6)
+
+
+def test_resume_says_what_changed(corpus, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    run = tmp_path / "run"
+    assert train.main(arguments(corpus, run, "--checkpoint_interval", "2")) == 0
+    interrupt(run, 2, tmp_path / "lost")
+    edit_trainer_json(run / "step_00000002", lambda state: state.update(ranks=4, tokens_per_step=512))
+    edit_trainer_json(run / "step_00000002", lambda state: state["settings"].update(warp_speed=9))
+    caplog.clear()
+    (tmp_path / "run.toml").write_text("weight_decay = 0.2\n")
+    assert train.main(only_resume(run, "--batch_size", "4", "--config", str(tmp_path / "run.toml"))) == 0
+    changes = [line for line in caplog.messages if " -> " in line]
+    assert changes == ["batch_size: 2 -> 4", "weight_decay: 0.1 -> 0.2", "tokens a step: 512 -> 256 (4 -> 1 ranks)"]
+    assert "settings of another version, ignored: warp_speed" in caplog.messages
+    assert metrics(run)[-1]["tokens"] == 2 * 128 + 2 * 256
+
+
+def test_a_given_flag_replaces_the_saved_ones_that_it_contradicts():
+    saved = {"memory_budget": "24GB", "host_budget": "84GB", "batch_size": 3, "output_dir": "there", "device": "cpu"}
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+
+    def inherit(saved, given, device=cuda):
+        config = train.inherit_settings(saved, given, device)
+        train.check_config(config)
+        default = train.TrainConfig()
+        return {f.name: value for f in fields(config) if (value := getattr(config, f.name)) != getattr(default, f.name)}
+
+    assert inherit(saved, {}) == {"memory_budget": "24GB", "host_budget": "84GB", "batch_size": 3}
+    assert inherit(saved, {}, cpu) == {"batch_size": 3}
+    assert inherit(saved, {"compile": True}) == {"compile": True, "batch_size": 3}
+    assert inherit(saved, {"compile": False, "batch_size": 8})["memory_budget"] == "24GB"
+    assert inherit({"compile": True, "gradient_checkpointing": True}, {"host_budget": "8GB"}) == {"host_budget": "8GB"}
+    assert inherit(saved, {"memory_budget": "9GB"}, cpu)["memory_budget"] == "9GB"  # given: refused as in a fresh run
+
+
+def rates(output_dir):
+    return [line["learning_rate"] for line in metrics(output_dir)]
+
+
+def test_steps_past_the_end_hold_the_last_learning_rate(corpus, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(train, "DEFAULT_STEPS", 3)
+    run = tmp_path / "run"
+    assert train.main(arguments(corpus, run, steps=5)) == 0
+    assert train.main(only_resume(run, "--checkpoint_interval", "2")) == 0
+    assert "learning rate: held at 0.0003, where its cosine ended; --max_steps stretches it" in caplog.messages
+    interrupt(run, 6, tmp_path / "lost")
+    assert train.main(only_resume(run)) == 0  # stopped in these steps, and resumed: still held
+    assert rates(run)[4:] == [pytest.approx(3e-4)] * 4
+    caplog.clear()
+    assert train.main(only_resume(run, "--max_steps", "16")) == 0
+    expected = warmup_cosine(8, learning_rate=3e-3, warmup_steps=2, max_steps=16, final_ratio=0.1)
+    assert rates(run)[8] == expected and rates(run)[15] == pytest.approx(3e-4)
+    assert f"learning rate: 0.0003 in step 8 -> {expected:.3g} in step 9" in caplog.messages
+
+
 def parse(argv):
-    return parse_config(train.TrainConfig, argv, "")
+    return train.TrainConfig(**given_settings(train.TrainConfig, argv, ""))
 
 
 def torchrun(processes, *argv, **options):

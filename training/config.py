@@ -9,8 +9,6 @@ from pathlib import Path
 
 from training.errors import UserError
 
-Config = typing.TypeVar("Config")
-
 
 def flag(default, help: str, choices: tuple[str, ...] | None = None):
     """A field of a configuration: its default, and what `--help` says of it."""
@@ -18,8 +16,8 @@ def flag(default, help: str, choices: tuple[str, ...] | None = None):
     return field(**make, metadata={"help": help, "choices": choices})
 
 
-def parse_config(config_type: type[Config], argv: list[str], description: str) -> Config:
-    """Defaults, overridden by the TOML file of --config, overridden by flags.
+def given_settings(config_type: type, argv: list[str], description: str) -> dict:
+    """The settings that are given, field name -> value: those of --config's TOML file, overridden by flags.
 
     Args:
         config_type: a dataclass whose fields `flag` made: field name = flag = key of the file.
@@ -48,7 +46,7 @@ def parse_config(config_type: type[Config], argv: list[str], description: str) -
         known = [f"--{f.name}" for f in fields(config_type)] + ["--config"]
         raise UserError(f"unknown flag {unknown[0]}{_nearest(unknown[0].split('=')[0], known)}")
     flags = {name: value for name, value in vars(arguments).items() if value is not None and name != "config"}
-    return config_type(**(_read_toml(arguments.config, config_type) if arguments.config else {}) | flags)
+    return (_read_toml(arguments.config, config_type) if arguments.config else {}) | flags
 
 
 def _raise_user_error(message: str) -> typing.NoReturn:
