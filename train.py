@@ -60,7 +60,9 @@ class TrainConfig:
     kernels: str = flag("auto", "auto: Triton on GPUs, PyTorch references on CPUs", IMPLEMENTATIONS)
     # data
     data: list[str] = flag(list, "files or folders of .txt .md .py .jsonl; default: Python's standard library")
-    tokenizer: str | None = flag(None, "a tokenizer.json; default: bytes")
+    tokenizer: str | None = flag(
+        None, "a tokenizer.json, or bytes; default: init_from's tokenizer.json, without init_from bytes"
+    )
     validation_fraction: float = flag(0.02, "share of the tokens held out, whole documents")
     # run
     init_from: str | None = flag(None, "folder of safetensors weights to start from (Qwen3's form)")
@@ -325,18 +327,6 @@ def configure_machine(config: TrainConfig, world: World) -> None:
         gpu_budget(config.memory_budget, world.device)
 
 
-def load_data(config: TrainConfig, vocab_size: int, world: World):
-    """(tokenizer, loader of training batches, held-out documents)."""
-    tokenizer = load_tokenizer(config.tokenizer)
-    documents = load_documents(config.data or None, tokenizer, vocab_size)
-    documents, held_out = split_documents(documents, config.validation_fraction, config.seed)
-    loader = PackedLoader(
-        documents, config.context_length, config.batch_size, tokenizer.eos_id, config.seed, world.rank, world.size
-    )
-    loader.check_enough_for_step(config.gradient_accumulation_steps)
-    return tokenizer, loader, held_out
-
-
 @dataclass
 class Start:
     """Where a run starts: at nothing, or at a checkpoint."""
@@ -345,6 +335,7 @@ class Start:
     step: int = 0
     tokens: int = 0
     cosine_steps: int = 0  # from the first step to the end of the learning rate's cosine
+    tokenizer: str | None = None  # its identity; older checkpoints do not say it
     loader: dict = dataclasses.field(default_factory=dict)  # the position in the data
 
 
@@ -384,7 +375,7 @@ def find_start(given: dict, world: World) -> tuple[TrainConfig, Start]:
         logger.info("learning rate: held at %.3g, where its cosine ended; --max_steps stretches it", rates[1])
     elif rates[1] != learning_rate_of(step + 1, before, cosine_before):
         logger.info("learning rate: %.3g in step %d -> %.3g in step %d", rates[0], step, rates[1], step + 1)
-    return config, Start(last, step, state["tokens"], cosine_steps, state["loader"])
+    return config, Start(last, step, state["tokens"], cosine_steps, state.get("tokenizer"), state["loader"])
 
 
 def with_defaults(config: TrainConfig) -> TrainConfig:
@@ -441,6 +432,49 @@ def learning_rate_of(step: int, config: TrainConfig, cosine_steps: int) -> float
     )  # fmt: skip
 
 
+def choose_tokenizer(config: TrainConfig, model_config: ModelConfig) -> str:
+    """--tokenizer; else what the weights of --init_from were trained with; else bytes."""
+    if config.tokenizer is not None or config.init_from is None:
+        return config.tokenizer or "bytes"
+    file, ours = Path(config.init_from) / "tokenizer.json", Path(config.init_from) / "trainer.json"
+    if file.is_file():
+        return str(file)
+    if ours.is_file():  # a checkpoint; older ones do not say their tokenizer
+        trained_with = checkpoint.load_trainer_state(config.init_from).get("tokenizer")
+        if trained_with == "bytes" or (trained_with is None and model_config.vocab_size == 256):
+            return "bytes"
+    raise UserError(
+        f"init_from {config.init_from} has no tokenizer.json: give --tokenizer FILE, the one that its weights were "
+        "trained with, or --tokenizer bytes"
+    )
+
+
+def open_tokenizer(config: TrainConfig, start: Start):
+    """The tokenizer of the run, which a resumed run must have been trained with.
+
+    Raises:
+        UserError: the file is missing or invalid, or its content is not what the checkpoint's run had.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    if start.tokenizer not in (None, tokenizer.identity):
+        raise UserError(
+            f"cannot resume: {start.checkpoint} was trained with tokenizer {start.tokenizer[:12]}, {tokenizer.name} is "
+            f"{tokenizer.identity[:12]} (first digits of the files' SHA-256); give that --tokenizer"
+        )
+    return tokenizer
+
+
+def load_data(config: TrainConfig, tokenizer, vocab_size: int, world: World):
+    """(loader of training batches, held-out documents)."""
+    documents = load_documents(config.data or None, tokenizer, vocab_size)
+    documents, held_out = split_documents(documents, config.validation_fraction, config.seed)
+    loader = PackedLoader(
+        documents, config.context_length, config.batch_size, tokenizer.eos_id, config.seed, world.rank, world.size
+    )
+    loader.check_enough_for_step(config.gradient_accumulation_steps)
+    return loader, held_out
+
+
 def check_weights(weights: str | Path, model_config: ModelConfig) -> None:
     """Refuse weights of other names or shapes than the model's, by what the files' headers say."""
     with torch.device("meta"):
@@ -476,14 +510,17 @@ def train(given: dict, world: World) -> None:
     """
     # What can be refused in seconds comes before the data, which may take minutes to tokenise.
     config, start = find_start(given, world)
+    model_config = choose_model(config, world.device, start.checkpoint)
+    config = dataclasses.replace(config, tokenizer=choose_tokenizer(config, model_config))
     settings = dataclasses.asdict(config)  # for the checkpoints: a budget of "auto" is chosen anew where one resumes
     config = dataclasses.replace(config, memory_budget=resolve_memory_budget(config, world.device))
     configure_machine(config, world)
-    model_config = choose_model(config, world.device, start.checkpoint)
+    tokenizer = open_tokenizer(config, start)
     if start.checkpoint or config.init_from:
         check_weights(start.checkpoint or config.init_from, model_config)
     check_fits(config, model_config, world)
-    tokenizer, loader, held_out = load_data(config, model_config.vocab_size, world)
+
+    loader, held_out = load_data(config, tokenizer, model_config.vocab_size, world)
     if start.checkpoint:
         loader.load_state_dict(start.loader)
         checkpoint.verify_checkpoint(start.checkpoint)  # reads every byte of it
@@ -544,7 +581,7 @@ def train(given: dict, world: World) -> None:
             values["validation_loss"] = validate(model, held_out_batches, world)
         if world.is_main:
             metrics.write(**values)
-            show(progress, values, "byte" if config.tokenizer is None else "token")
+            show(progress, values, "byte" if config.tokenizer == "bytes" else "token")
         if config.save != "none" and (is_last or stop or is_due(step, config.checkpoint_interval)):
             path = checkpoint.save_checkpoint(
                 output_dir, step,
@@ -553,7 +590,7 @@ def train(given: dict, world: World) -> None:
                 trainer_state={
                     "tokens": tokens, "max_steps": max_steps, "cosine_steps": start.cosine_steps,
                     "tokens_per_step": step_tokens, "ranks": world.size, "settings": settings,
-                    "loader": loader.state_dict(),
+                    "tokenizer": tokenizer.identity, "loader": loader.state_dict(),
                 },
             )  # fmt: skip
             logger.info("checkpoint: %s", path)

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 import train
 from model import MODEL_SIZES, Transformer
+from tests.training.test_corpus import write_tokenizer
 from training.checkpoint import save_checkpoint
 from training.config import given_settings
 from training.distributed import World
@@ -268,6 +270,82 @@ def test_steps_past_the_end_hold_the_last_learning_rate(corpus, tmp_path, monkey
     expected = warmup_cosine(8, learning_rate=3e-3, warmup_steps=2, max_steps=16, final_ratio=0.1)
     assert rates(run)[8] == expected and rates(run)[15] == pytest.approx(3e-4)
     assert f"learning rate: 0.0003 in step 8 -> {expected:.3g} in step 9" in caplog.messages
+
+
+@pytest.fixture
+def released(tmp_path, monkeypatch):
+    """A folder as transformers saves a model, without a tokenizer; its vocabulary has room for more than bytes."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = replace(MODEL_SIZES["tiny"], vocab_size=300)
+    monkeypatch.setitem(MODEL_SIZES, "tiny", shape)
+    Qwen3ForCausalLM(Qwen3Config(**shape.to_hugging_face())).save_pretrained(tmp_path / "released")
+    return tmp_path / "released"
+
+
+def trainer_state(run, step):
+    return json.loads((run / f"step_{step:08d}" / "trainer.json").read_text())["trainer_state"]
+
+
+def test_released_weights_want_their_tokenizer(released, corpus, tmp_path, capsys):
+    command = ["--init_from", str(released)]
+    assert train.main([*arguments(corpus, tmp_path / "run"), *command]) == 1
+    assert "give --tokenizer FILE, the one that its weights were trained with, or" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert train.main([*arguments(corpus, tmp_path / "bytes", steps=1), *command, "--tokenizer", "bytes"]) == 0
+    assert trainer_state(tmp_path / "bytes", 1)["tokenizer"] == "bytes"
+    write_tokenizer(released / "tokenizer.json")
+    assert train.main([*arguments(corpus, tmp_path / "file", steps=1), *command]) == 0
+    state = trainer_state(tmp_path / "file", 1)
+    assert state["tokenizer"] == hashlib.sha256((released / "tokenizer.json").read_bytes()).hexdigest()
+    assert train.main(only_resume(tmp_path / "file", "--max_steps", "2")) == 0  # with the same tokenizer
+
+
+def test_checkpoints_trained_on_bytes_need_no_tokenizer(released, corpus, tmp_path, capsys):
+    first = arguments(corpus, tmp_path / "first", "--init_from", str(released), "--tokenizer", "bytes", steps=1)
+    assert train.main(first) == 0
+    start = tmp_path / "first" / "step_00000001"
+    second = arguments(corpus, tmp_path / "second", "--init_from", str(start), "--save", "none", steps=1)
+    assert train.main(second) == 0
+    edit_trainer_json(start, keep_only_older_keys)  # with a vocabulary of 300 no longer a sign of bytes
+    capsys.readouterr()
+    assert train.main([*second, "--output_dir", str(tmp_path / "third")]) == 1
+    assert "--tokenizer bytes" in capsys.readouterr().err
+
+
+def test_resume_refuses_another_tokenizer_before_the_data(released, corpus, tmp_path, monkeypatch, capsys):
+    run, file = tmp_path / "run", released / "tokenizer.json"
+    write_tokenizer(file)
+    assert train.main(arguments(corpus, run, "--init_from", str(released), steps=1)) == 0
+    content = file.read_bytes()
+    write_tokenizer(file, special="</s>")
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "load_documents", lambda *_: pytest.fail("the data were read"))
+        for extra in ([], ["--tokenizer", "bytes"]):
+            assert train.main(only_resume(run, "--max_steps", "2", *extra)) == 1
+            expected = f"was trained with tokenizer {hashlib.sha256(content).hexdigest()[:12]}"
+            assert expected in capsys.readouterr().err
+    edit_trainer_json(run / "step_00000001", lambda state: state.pop("tokenizer"))
+    file.write_bytes(content)
+    assert train.main(only_resume(run, "--max_steps", "2")) == 0  # a checkpoint that does not say it skips the check
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "use_sliding_window"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "scaled rotary positions"),
+    ],
+)
+def test_released_weights_that_this_decoder_cannot_compute(settings, message, released, corpus, tmp_path, capsys):
+    path = released / "config.json"
+    config = {**json.loads(path.read_text()), "layer_types": None, **settings}
+    path.write_text(json.dumps(config))
+    command = arguments(corpus, tmp_path / "run", "--init_from", str(released), "--tokenizer", "bytes")
+    assert train.main(command) == 1
+    error = capsys.readouterr().err.strip()
+    assert error.startswith(f"error: cannot take {path}: ") and message in error and "\n" not in error
 
 
 def parse(argv):

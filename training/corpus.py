@@ -3,6 +3,7 @@
 Documents stay as they were tokenized: uint8 for bytes, uint32 otherwise.
 """
 
+import hashlib
 import json
 import re
 import sysconfig
@@ -24,7 +25,7 @@ STANDARD_LIBRARY_SKIPS = {"site-packages", "dist-packages", "test", "tests", "id
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255. Id 0 ends a document: text holds no NUL byte (load_documents refuses it)."""
 
-    name = "bytes"
+    name = identity = "bytes"
     vocab_size = 256
     eos_id = 0
 
@@ -53,6 +54,7 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.name = str(path)
+        self.identity = hashlib.sha256(path.read_bytes()).hexdigest()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have holes: not their number
         self.eos_id = next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), None)
         if self.eos_id is None:
@@ -69,16 +71,16 @@ def load_tokenizer(path: str | None) -> ByteTokenizer | FileTokenizer:
     """The tokenizer of a run.
 
     Args:
-        path: a tokenizer.json, or None for bytes.
+        path: a tokenizer.json; "bytes" or None for bytes.
 
     Returns:
-        An object with name, vocab_size (added tokens included), eos_id, encode(str) -> np.ndarray of ids (uint8 or
-        uint32) and decode(ids) -> str.
+        An object with name, identity ("bytes", or the file's SHA-256), vocab_size (added tokens included), eos_id,
+        encode(str) -> np.ndarray of ids (uint8 or uint32) and decode(ids) -> str.
 
     Raises:
         UserError: the tokenizers package is absent, the file is missing or invalid, or no end-of-text token is known.
     """
-    return ByteTokenizer() if path is None else FileTokenizer(Path(path))
+    return ByteTokenizer() if path in (None, "bytes") else FileTokenizer(Path(path))
 
 
 @dataclass(frozen=True)

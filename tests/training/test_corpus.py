@@ -58,6 +58,15 @@ def test_tokenizer_file_keeps_large_ids_and_all_tokens(tmp_path):
     assert batch.input_ids.tolist() == [[70256, 70256, 70257]]
 
 
+def test_identity_is_of_the_content(tmp_path):
+    paths = [
+        write_tokenizer(tmp_path / name, special) for name, special in (("a", "</s>"), ("b", "</s>"), ("c", "<eos>"))
+    ]
+    one, same, other = (load_tokenizer(path).identity for path in paths)
+    assert one == same != other and len(one) == 64
+    assert load_tokenizer(None).identity == load_tokenizer("bytes").identity == "bytes"
+
+
 @pytest.mark.parametrize("special", ["<|im_end|>", "</s>", "<eos>", "<|end_of_text|>"])
 def test_tokenizer_end_of_text(tmp_path, special):
     assert load_tokenizer(write_tokenizer(tmp_path / "t.json", special)).eos_id == 257
