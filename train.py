@@ -531,9 +531,12 @@ def train(given: dict, world: World) -> None:
 
     output_dir = Path(config.output_dir)
     if world.is_main:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-        metrics = MetricsFile(output_dir / "metrics.jsonl", start.step)
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            (output_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+            metrics = MetricsFile(output_dir / "metrics.jsonl", start.step)
+        except OSError as error:
+            raise UserError(f"output_dir {output_dir} cannot be written to: {error}; choose another") from None
     step_tokens, tokens, max_steps = tokens_per_step(config, world), start.tokens, config.max_steps
     logger.info("config: %s", json.dumps(dataclasses.asdict(config)))
     logger.info(

@@ -348,6 +348,22 @@ def test_released_weights_that_this_decoder_cannot_compute(settings, message, re
     assert error.startswith(f"error: cannot take {path}: ") and message in error and "\n" not in error
 
 
+def test_resume_with_a_damaged_metrics_file(corpus, tmp_path, caplog):
+    run = tmp_path / "run"
+    assert train.main(arguments(corpus, run, steps=3)) == 0
+    file = run / "metrics.jsonl"
+    file.write_text(file.read_text()[:-40])  # killed while it wrote the third line
+    assert train.main(only_resume(run, "--max_steps", "4")) == 0
+    assert [line["step"] for line in metrics(run)] == [1, 2, 4]
+    assert f"{file}: 1 of 3 lines are damaged and were dropped" in caplog.messages
+
+
+def test_an_output_dir_that_cannot_be_written_is_one_line(corpus, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert train.main(arguments(corpus, tmp_path / "file" / "run")) == 1
+    assert "file/run cannot be written to: " in capsys.readouterr().err
+
+
 def parse(argv):
     return train.TrainConfig(**given_settings(train.TrainConfig, argv, ""))
 

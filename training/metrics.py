@@ -1,12 +1,16 @@
 """What a step reports: throughput, model FLOP utilisation, memory; a line a step in metrics.jsonl."""
 
 import json
+import logging
+import os
 from pathlib import Path
 
 import torch
 
 from training.distributed import World
 from training.gpus import find_gpu
+
+logger = logging.getLogger(__name__)
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -29,15 +33,37 @@ class MetricsFile:
     """metrics.jsonl of a run; written by one rank only, a line at a time, flushed.
 
     Args:
-        path: appended to; lines past `from_step` (of a run that went on after its last checkpoint) are dropped.
+        path: appended to. Lines past `from_step` (of a run that went on after its last checkpoint) are dropped, and so
+            are lines that were cut short, by a kill or a full disk.
     """
 
     def __init__(self, path: Path, from_step: int):
-        lines = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= from_step]
-        self._file = path.open("w")
-        self._file.writelines(f"{line}\n" for line in kept)
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        steps = [_step(line) for line in lines]
+        if damaged := steps.count(None):
+            logger.warning("%s: %d of %d lines are damaged and were dropped", path, damaged, len(lines))
+        # Written beside its place and renamed, so that a kill here loses no line of before.
+        temporary = path.with_name(f".{path.name}.tmp")
+        with temporary.open("w") as file:
+            kept = (line for line, step in zip(lines, steps) if step is not None and step <= from_step)
+            file.writelines(f"{line}\n" for line in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        self._file = path.open("a")
 
     def write(self, **values) -> None:
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        """Append a line. One that cannot be written is a warning: the run is worth more than its log."""
+        try:
+            self._file.write(json.dumps(values) + "\n")
+            self._file.flush()
+        except OSError as error:
+            logger.warning("step %s cannot be written to %s: %s", values["step"], self._file.name, error)
+
+
+def _step(line: str) -> int | None:
+    """The step of a line; None of a damaged one."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None

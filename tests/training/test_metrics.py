@@ -1,0 +1,49 @@
+"""metrics.jsonl: what a resumed run keeps of it, and what a full disk does to it."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from training.metrics import MetricsFile
+
+
+def steps_in(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_lines_past_the_checkpoint_and_damaged_ones_are_dropped(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3)]
+    path.write_bytes("\n".join([lines[0], "\0\0", "7", lines[1], "{}", lines[2], lines[0][:-5]]).encode() + b"\xff")
+    metrics = MetricsFile(path, from_step=2)
+    assert steps_in(path) == [1, 2]  # on disk before the first step ends
+    assert caplog.messages == [f"{path}: 4 of 7 lines are damaged and were dropped"]
+    metrics.write(step=3)
+    assert steps_in(path) == [1, 2, 3]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_rewrite_that_fails_leaves_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+
+    def fail(*_):
+        raise OSError("disk on fire")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="disk on fire"):
+        MetricsFile(path, from_step=1)
+    assert steps_in(path) == [1]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_line_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", from_step=0)
+    metrics._file = Path("/dev/full").open("w")  # noqa: SIM115
+    for step in (1, 2):
+        metrics.write(step=step)
+    error = "[Errno 28] No space left on device"
+    assert caplog.messages == [f"step {step} cannot be written to /dev/full: {error}" for step in (1, 2)]
