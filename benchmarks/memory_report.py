@@ -55,9 +55,9 @@ def results(pattern: str) -> list[dict]:
     return [json.loads(line) for path in sorted(RESULTS.glob(pattern)) for line in path.open()]
 
 
-def step_runs() -> list[dict]:
+def step_runs(packed: bool = False) -> list[dict]:
     """What benchmarks.bench_train_step left of the 4B."""
-    return [run for run in results("train_step_*.jsonl") if run["model_size"] == "4B"]
+    return [run for run in results("train_step_*.jsonl") if run["model_size"] == "4B" and run["packed"] == packed]
 
 
 def differing(predicted: float, measured: float) -> str:
@@ -77,11 +77,26 @@ def budgets() -> list[list[str]]:
                 differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
                 f"{result['reserved_gib']:.2f}", f"{result['predicted_seconds']:.1f}", f"{result['seconds']:.1f}",
                 f"{result['seconds'] / uncapped['seconds']:.2f}" if uncapped else "-", f"{result['mfu']:.1%}",
-                f"{result['host_gib']:.1f}",
+                f"{result['host_gib']:.1f}", run["date"],
             ]  # fmt: skip
     header = ["GPU", "context", "cap", "peak GiB, predicted", "measured", "reserved", "s a step, predicted", "measured",
-              "÷ uncapped", "MFU", "host GiB"]  # fmt: skip
+              "÷ uncapped", "MFU", "host GiB", "date"]  # fmt: skip
     return [header, *(rows[key] for key in sorted(rows))]
+
+
+def packed_documents() -> list[list[str]]:
+    rows = [["context", "cap", "timed steps, s", "mean s a step, predicted", "measured", "peak GiB, predicted",
+             "measured", "MFU"]]  # fmt: skip
+    for run in step_runs(packed=True):
+        for setting, result in run["results"].items():
+            rows.append([
+                f"{run['context_length']:,}", "none" if setting == "auto" else setting.replace("GB", " GiB"),
+                ", ".join(f"{seconds:.1f}" for seconds in result["seconds_of_each_step"][1:]),
+                differing(result["predicted_seconds"], result["seconds"]), f"{result['seconds']:.2f}",
+                differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
+                f"{result['mfu']:.1%}",
+            ])  # fmt: skip
+    return rows
 
 
 def against_the_peer() -> list[list[str]]:
@@ -200,10 +215,8 @@ def hardware() -> list[list[str]]:
     return rows
 
 
-TABLES: dict[str, Callable[[], list[list[str]]]] = {
-    table.__name__: table
-    for table in (budgets, against_the_peer, longest_measured, some_layers, stages, compared, scenarios, hardware)
-}
+MEASURED = (budgets, packed_documents, against_the_peer, longest_measured, some_layers, stages, compared)
+TABLES: dict[str, Callable[[], list[list[str]]]] = {table.__name__: table for table in (*MEASURED, scenarios, hardware)}
 
 
 if __name__ == "__main__":
