@@ -1,6 +1,7 @@
 """verify_chunked_loss.py passes on a sound build, and fails where the loss is broken."""
 
 import functools
+import importlib
 
 import pytest
 import torch
@@ -17,16 +18,16 @@ SMALL_VOCAB = 512
 @pytest.fixture
 def small_switch(monkeypatch):
     """The switch's part with a vocabulary that a test can afford, and the threshold at the same number of tokens."""
-    scaled = model.CHUNKED_LOSS_THRESHOLD_BYTES * SMALL_VOCAB / verify_chunked_loss.VOCAB_SIZE
-    monkeypatch.setattr(model, "CHUNKED_LOSS_THRESHOLD_BYTES", scaled)
-    return functools.partial(switch, vocab_size=SMALL_VOCAB)
+    scale = SMALL_VOCAB / verify_chunked_loss.VOCAB_SIZE
+    monkeypatch.setattr(model, "CHUNKED_LOSS_THRESHOLD_BYTES", model.CHUNKED_LOSS_THRESHOLD_BYTES * scale)
+    return functools.partial(switch, vocab_size=SMALL_VOCAB, switch_bytes=10 * 2**30 * scale)
 
 
 def test_comparisons_pass(capsys):
     assert main((equivalence, accumulation)) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.endswith("pass") for line in lines) == 12
-    assert lines[-1] == "12 passed, 0 failed, 0 skipped"
+    assert sum(line.endswith("pass") for line in lines) == 13
+    assert lines[-1] == "13 passed, 0 failed, 0 skipped"
 
 
 def test_memory_is_skipped_without_a_gpu(capsys):
@@ -42,6 +43,15 @@ def test_switch_is_seen_on_both_sides(small_switch, capsys):
     test_1, test_2 = (next(i for i, line in enumerate(lines) if line.startswith(f"Test {n}: ")) for n in (1, 2))
     assert lines[test_1].endswith("should_chunk=False") and "standard loss used" in lines[test_1 + 1]
     assert lines[test_2].endswith("should_chunk=True") and "chunked loss used" in lines[test_2 + 1]
+
+
+@pytest.mark.parametrize(("gigabytes", "failures"), [(1, 2), (9.999, 1), (10.001, 1), (12, 2)])
+def test_a_switch_elsewhere_fails(monkeypatch, small_switch, capsys, gigabytes, failures):
+    """At 1 GB the short run is chunked, at 12 GB the long one is not; nearer 10 GB, the configuration tells."""
+    scaled = gigabytes * 2**30 * SMALL_VOCAB / verify_chunked_loss.VOCAB_SIZE
+    monkeypatch.setattr(model, "CHUNKED_LOSS_THRESHOLD_BYTES", scaled)
+    assert main((small_switch,)) == 1
+    assert f" {failures} failed" in capsys.readouterr().out
 
 
 def test_sizes_of_the_switch_are_the_owners():
@@ -63,6 +73,21 @@ def test_a_gradient_off_by_one_percent_fails(monkeypatch, capsys, broken):
     assert main((equivalence,)) == 1
     failed = [line for line in capsys.readouterr().out.splitlines() if line.endswith("FAIL")]
     assert failed and all(broken in line for line in failed)
+
+
+def test_a_head_gradient_summed_in_bf16_fails(monkeypatch, capsys):
+    """Only where there are many chunks to sum."""
+    loss = importlib.import_module("kernels.linear_cross_entropy")
+    sound = loss._empty_outputs
+
+    def in_the_inputs_dtype(input, *rest):
+        *others, d_weight, d_bias = sound(input, *rest)
+        return *others, d_weight.to(input.dtype), d_bias
+
+    monkeypatch.setattr(loss, "_empty_outputs", in_the_inputs_dtype)
+    assert main((equivalence,)) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.endswith("FAIL")]
+    assert [line.split("  ")[0] for line in failed] == ["bfloat16: error of the head gradient, chunks of 16"]
 
 
 def test_a_mean_of_means_fails(monkeypatch, capsys):
