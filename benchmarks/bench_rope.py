@@ -21,16 +21,13 @@ def main() -> None:
     print(environment(device))
 
     inv_freq = 1e6 ** -(torch.arange(0, K, 2, dtype=torch.float64, device=device) / K)
-    positions = torch.arange(tokens, device=device)
-    angles = positions[:, None] * inv_freq
+    angles = torch.arange(tokens, device=device)[:, None] * inv_freq
     cos, sin = angles.cos().float(), angles.sin().float()
     q, k = (torch.randn(1, tokens, heads, K, device=device).bfloat16().requires_grad_() for heads in (32, 8))
     check(q[:, :300].detach(), k[:, :300].detach(), cos[:300], sin[:300])
 
     implementations = {
         "ours": (lambda q, k: rope(q, k, cos, sin), [q, k]),
-        "ours, table by position": (lambda q, k: rope(q, k, cos, sin, positions=positions), [q, k]),
-        "ours, angles computed": (lambda q, k: rope(q, k, None, None, positions=positions, inv_freq=inv_freq), [q, k]),
         "eager": (lambda q, k: rope_reference(q, k, cos, sin), [q, k]),
         "torch.compile": (compiled(lambda q, k: rope_reference(q, k, cos, sin), device), [q, k]),
     }
