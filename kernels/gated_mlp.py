@@ -4,8 +4,8 @@ With a = act(gate), d the gradient of a * up:
 
     d_gate = d * up * act'(gate),  d_up = d * a
 
-act is SiLU (SwiGLU), or GELU by tanh or by erf (GEGLU). 0.5 (1 + tanh(z)) = sigmoid(2 z), so the tanh form is
-x * sigmoid(.) like SiLU. Arithmetic in float32, one rounding at the end.
+act is SiLU (SwiGLU) or GELU by tanh (GEGLU), which is x * sigmoid(.) too, as 0.5 (1 + tanh(z)) = sigmoid(2 z).
+Arithmetic in float32, one rounding at the end.
 
 Kept for backward: gate and up by `swiglu` and `geglu`, which recompute the activation; the input alone by the tiled
 `gated_mlp`. Tiled, rows go through gate, up, activation and down a tile at a time, in buffers of one tile; backward
@@ -21,7 +21,7 @@ import triton.language as tl
 
 from kernels.common import use_triton
 
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+ACTIVATIONS = ("silu", "gelu_tanh")
 BLOCK_SIZE = 2048  # columns of one row a program works on
 
 
@@ -29,7 +29,7 @@ def gated_activation_reference(gate: torch.Tensor, up: torch.Tensor, activation:
     """act(gate) * up in plain PyTorch; float64 stays float64."""
     compute_dtype = torch.promote_types(gate.dtype, torch.float32)
     x = gate.to(compute_dtype)
-    value = F.silu(x) if activation == "silu" else F.gelu(x, approximate=_approximate(activation))
+    value = F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
     return (value * up.to(compute_dtype)).to(gate.dtype)
 
 
@@ -46,16 +46,9 @@ def gated_mlp_reference(
     return F.linear(gated_activation_reference(gate, up, activation), down_weight)
 
 
-def _approximate(activation: str) -> str:
-    return "tanh" if activation == "gelu_tanh" else "none"
-
-
 @triton.jit
 def _activate(x, ACTIVATION: tl.constexpr):
     """act(x) and act'(x)."""
-    if ACTIVATION == "gelu":
-        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-        return x * cdf, cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     if ACTIVATION == "gelu_tanh":
         y = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 sqrt(2 / pi) (...)
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
@@ -258,9 +251,7 @@ def _activation_backward_in_place(d_hidden, gate, up, activation):
     if activation == "silu":
         value, d_gate = F.silu(x), torch.ops.aten.silu_backward(d * u, x)
     else:
-        approximate = _approximate(activation)
-        value = F.gelu(x, approximate=approximate)
-        d_gate = torch.ops.aten.gelu_backward(d * u, x, approximate=approximate)
+        value, d_gate = F.gelu(x, approximate="tanh"), torch.ops.aten.gelu_backward(d * u, x, approximate="tanh")
     gate.copy_(d_gate)
     up.copy_(d * value)
     d_hidden.copy_(value * u)
@@ -307,14 +298,9 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, impl: str = "auto") -> torch
     return _gated(gate, up, "silu", impl)
 
 
-def geglu(gate: torch.Tensor, up: torch.Tensor, *, approximate: str = "tanh", impl: str = "auto") -> torch.Tensor:
-    """gelu(gate) * up (Shazeer 2020, arXiv:2002.05202); `approximate` is "tanh" (Gemma's) or "none", by erf.
-
-    Arguments, result and errors are otherwise those of `swiglu`.
-    """
-    if approximate not in ("tanh", "none"):
-        raise ValueError(f'approximate must be "tanh" or "none", got {approximate!r}')
-    return _gated(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu", impl)
+def geglu(gate: torch.Tensor, up: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
+    """gelu(gate) * up (Shazeer 2020, arXiv:2002.05202), GELU by tanh as Gemma's; otherwise as `swiglu`."""
+    return _gated(gate, up, "gelu_tanh", impl)
 
 
 def _gated(gate: torch.Tensor, up: torch.Tensor, activation: str, impl: str) -> torch.Tensor:
@@ -350,7 +336,7 @@ def gated_mlp(
         input: [..., D].
         gate_weight, up_weight: [F, D].
         down_weight: [D, F]; all as `torch.nn.Linear` keeps them, without biases.
-        activation: "silu", "gelu_tanh" or "gelu".
+        activation: "silu" or "gelu_tanh".
         tile_size: None runs the whole at once and keeps gate and up for backward. A number of rows runs one autograd
             function over tiles, which keeps the input only and needs 3 * tile_size * F elements at a time (and, in
             backward, the three weight gradients in float32): 8192 costs the 4B's MLP 0.45 GiB.
