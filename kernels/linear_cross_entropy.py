@@ -117,7 +117,6 @@ def _loss_and_gradients(
     needs_weight: bool,
     needs_bias: bool,
     num_valid_tokens: int | None,
-    logits_dtype: torch.dtype,
     chunk_size: int,
     group_name: str | None,
     ignore_index: int,
@@ -145,17 +144,14 @@ def _loss_and_gradients(
     if num_rows == 0:
         d_weight.zero_()
     statistics = losses.new_empty(4, num_rows)
-    logits_buffer = input.new_empty(min(chunk_size, num_rows), len(linear_weight), dtype=logits_dtype)
-    # The gradient overwrites the logits where it has their dtype.
-    same_dtype = logits_dtype == input.dtype or not needs_gradient
-    gradient_buffer = logits_buffer if same_dtype else torch.empty_like(logits_buffer, dtype=input.dtype)
+    logits_buffer = input.new_empty(min(chunk_size, num_rows), len(linear_weight))
 
     for start in range(0, num_rows, chunk_size):
         here = slice(start, start + chunk_size)
         chunk = here if rows is None else rows[here]
         x, labels, row_scale = input[chunk], target[chunk], scale[chunk] if scale.dim() else None
         logits = logits_buffer[: len(x)]
-        gradient = gradient_buffer[: len(x)] if needs_gradient else None
+        gradient = logits if needs_gradient else None  # which overwrites them
         _matmul(x, linear_weight.T, out=logits)
         if linear_bias is not None:
             logits += linear_bias
@@ -247,7 +243,6 @@ def linear_cross_entropy(
     softcap: float | None = None,
     denominator: float | torch.Tensor | None = None,
     num_valid_tokens: int | None = None,
-    logits_dtype: torch.dtype | None = None,
     chunk_size: int = 4096,
     process_group: dist.ProcessGroup | None = None,
     return_details: bool = False,
@@ -272,8 +267,6 @@ def linear_cross_entropy(
         label_smoothing, z_loss, softcap, denominator: as in `cross_entropy`.
         num_valid_tokens: how many labels are not `ignore_index`, if the caller knows: then the host does not wait
             for the device. A wrong number is an error (on CUDA a device-side assertion).
-        logits_dtype: dtype of a chunk's logits: the input's (default) or torch.float32, with the gradient beside
-            them in the input's dtype.
         chunk_size: tokens a chunk.
         process_group: shards the vocabulary: each rank calls with the same input and target and its own rows of
             linear_weight and linear_bias, equally many on every rank and in the order of ranks. Every rank returns
@@ -298,13 +291,12 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(input.device.type)
         input, linear_weight = input.to(dtype), linear_weight.to(dtype)
         linear_bias = None if linear_bias is None else linear_bias.to(dtype)
-    logits_dtype = logits_dtype or input.dtype
     on_triton = use_triton(impl, input)
     num_shards = 1 if process_group is None else process_group.size()
     check_options(
         input, target, weight, num_shards * linear_weight.shape[0], reduction, label_smoothing, softcap, on_triton
     )
-    _check(input, linear_weight, linear_bias, target, num_valid_tokens, logits_dtype, chunk_size)
+    _check(input, linear_weight, linear_bias, target, num_valid_tokens, chunk_size)
 
     x = input.reshape(-1, input.shape[-1])
     labels, weight = flat_labels_and_weight(target, weight)
@@ -315,7 +307,7 @@ def linear_cross_entropy(
     needs = [computes_gradients and t is not None and t.requires_grad for t in (x, linear_weight, linear_bias)]
     group_name = None if process_group is None else process_group.group_name
     loss, losses, log_sum_exp, *_ = _loss_and_gradients(
-        x, linear_weight, labels, linear_bias, weight, scale, *needs, num_valid_tokens, logits_dtype, chunk_size,
+        x, linear_weight, labels, linear_bias, weight, scale, *needs, num_valid_tokens, chunk_size,
         group_name, ignore_index, label_smoothing, z_loss, softcap, on_triton,
     )  # fmt: skip
     if reduction == "none":
@@ -323,7 +315,7 @@ def linear_cross_entropy(
     return details(loss, losses, log_sum_exp, target.shape) if return_details else loss
 
 
-def _check(input, linear_weight, linear_bias, target, num_valid_tokens, logits_dtype, chunk_size):
+def _check(input, linear_weight, linear_bias, target, num_valid_tokens, chunk_size):
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
         raise ValueError(f"linear_weight must be [V, {input.shape[-1]}], got {list(linear_weight.shape)}")
     if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
@@ -331,8 +323,6 @@ def _check(input, linear_weight, linear_bias, target, num_valid_tokens, logits_d
     for name, tensor in {"linear_weight": linear_weight, "linear_bias": linear_bias}.items():
         if tensor is not None and tensor.dtype != input.dtype:
             raise ValueError(f"{name} must have the input's dtype, {input.dtype}, got {tensor.dtype}")
-    if logits_dtype not in (input.dtype, torch.float32):
-        raise ValueError(f"logits_dtype must be the input's, {input.dtype}, or torch.float32, got {logits_dtype}")
     if num_valid_tokens is not None and not 0 <= num_valid_tokens <= target.numel():
         raise ValueError(f"num_valid_tokens must be between 0 and {target.numel()}, got {num_valid_tokens}")
     if chunk_size < 1:

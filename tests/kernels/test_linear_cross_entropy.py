@@ -44,7 +44,7 @@ def _error(actual, exact):
 
 def _assert_as_exact_as_pytorch(input, linear_weight, target, d_loss=1.0, slack=2e-6, chunk_size=4, **options):
     of_chunks = {"impl": "triton", "chunk_size": chunk_size}
-    of_chunks |= {k: options.pop(k) for k in ("impl", "num_valid_tokens", "logits_dtype") if k in options}
+    of_chunks |= {k: options.pop(k) for k in ("impl", "num_valid_tokens") if k in options}
     in_float64 = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     exact = _loss_and_gradients(
         linear_cross_entropy_reference, input.double(), linear_weight.double(), target, d_loss, **in_float64
@@ -82,21 +82,10 @@ def test_every_option_is_as_exact_as_pytorch(device, options, impl):
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("logits_dtype", [None, torch.float32])
-def test_16_bit(device, dtype, logits_dtype, impl):
+def test_16_bit(device, dtype, impl):
     inputs = _inputs(device, shape=(3, 11), dtype=dtype)
     bias = _with_tensors({"linear_bias": True}, inputs[1])
-    _assert_as_exact_as_pytorch(*inputs, impl=impl, logits_dtype=logits_dtype, **bias)
-
-
-def test_float32_logits_make_a_16_bit_loss_more_exact(device):
-    inputs = _inputs(device, shape=(64,), dtype=torch.bfloat16)
-    exact, *_ = _loss_and_gradients(linear_cross_entropy_reference, *(t.double() for t in inputs[:2]), inputs[2])
-    error = {
-        dtype: _error(linear_cross_entropy(*inputs, logits_dtype=dtype, impl="triton").double(), exact)
-        for dtype in (torch.bfloat16, torch.float32)
-    }
-    assert error[torch.float32] < 1e-6 < error[torch.bfloat16]
+    _assert_as_exact_as_pytorch(*inputs, impl=impl, **bias)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -299,7 +288,7 @@ def test_compiles_in_one_graph(device, reduction, impl):
 
 def test_op_has_the_schema_and_fake_outputs_it_claims(device):
     input, linear_weight, target = _inputs(device)
-    rest = (5, torch.float32, 4096, None, -100, 0.0, 0.0, None, False)
+    rest = (5, 4096, None, -100, 0.0, 0.0, None, False)
     for needs in ((True, True, False), (False, False, False)):
         torch.library.opcheck(
             module._loss_and_gradients,
@@ -362,7 +351,6 @@ def test_triton_runs_once_a_chunk_and_torch_never(device, monkeypatch, impl):
         ({"linear_bias": torch.zeros(130)}, "linear_bias must be"),
         ({"weight": torch.zeros(130)}, "one a class"),
         ({"reduction": "average"}, "reduction"),
-        ({"logits_dtype": torch.float64}, "logits_dtype"),
         ({"num_valid_tokens": 15}, "num_valid_tokens"),
         ({"chunk_size": 0}, "chunk_size"),
         ({"impl": "cuda"}, "impl"),
