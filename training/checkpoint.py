@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from training.errors import UserError
@@ -38,6 +37,7 @@ FORMAT_VERSION = 1
 GIB = 2**30
 IO_THREADS = 4  # files of a rank written, and checksums computed, at a time
 SPARE_BYTES = 64 * 2**20  # for everything in a checkpoint that is not a tensor
+SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 def save_checkpoint(
@@ -54,8 +54,8 @@ def save_checkpoint(
 
     Args:
         step: optimizer steps taken.
-        model_state: parameter name -> tensor or DTensor, the same names in the same order on every rank; gathered on
-            rank 0 one at a time.
+        model_state: parameter name -> tensor or DTensor, the same names in the same order on every rank; gathered and
+            written one at a time.
         model_config: written as config.json.
         optimizer_state: nested dict of tensors, DTensors and plain numbers. A plain tensor is the same on every rank.
         trainer_state: what JSON can hold; load_trainer_state returns it.
@@ -83,15 +83,15 @@ def save_checkpoint(
                     shutil.rmtree(leftover)
                 _check_free_space(output_dir, [*model_state.values(), *tensors.values()])
                 temporary.mkdir()
-        weights = _gather_weights(model_state, rank)
         with _failing_together():
             _write_json(temporary / f"rng_{rank}.json", _rng_state())
             if rank == 0:
-                save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+                (temporary / "model.safetensors").write_bytes(_safetensors_header(model_state))
                 _write_json(temporary / "config.json", model_config)
                 trainer = {"step": step, "trainer_state": trainer_state, "optimizer_numbers": numbers}
                 _write_json(temporary / "trainer.json", {"format_version": FORMAT_VERSION, **trainer})
-        del weights  # a whole model in rank 0's host memory
+        with _failing_together():
+            _append_weights(temporary / "model.safetensors", model_state, rank)
         if optimizer_state is not None:
             with _one_line_errors("cannot write the optimizer state"):
                 dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary / "optimizer", thread_count=IO_THREADS))
@@ -322,13 +322,44 @@ def _file_name(name: str) -> str:
     return name if name == "lm_head.weight" else f"model.{name}"
 
 
-def _gather_weights(model_state: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    weights = {}
+def _safetensors_header(model_state: dict[str, torch.Tensor]) -> bytes:
+    """A safetensors file up to its data: the header's length in 8 little-endian bytes, then the header in JSON.
+
+    Each weight's data_offsets count from the end of the header, which is padded with spaces to a multiple of 8 bytes:
+    two weights of 24 and 66 bytes have [0, 24] and [24, 90].
+    """
+    header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, tensor in model_state.items():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # collective
-        if rank == 0:
-            weights[_file_name(name)] = full.detach().cpu().contiguous()
-    return weights
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        dtype = SAFETENSORS_DTYPES[tensor.dtype]
+        header[_file_name(name)] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _append_weights(file: Path, model_state: dict[str, torch.Tensor], rank: int) -> None:
+    """Write the weights after the header, from rank 0, with one full weight in memory at a time.
+
+    full_tensor() is a collective: if rank 0 left at a full disk, the other ranks would wait for it in the next one. So
+    every rank gathers every weight, also after rank 0 has an error, which is raised once the last is gathered.
+    """
+    error = None
+    for tensor in model_state.values():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if rank == 0 and error is None:
+            try:
+                with file.open("ab") as output:
+                    output.write(_bytes_of(full))
+            except Exception as caught:
+                error = caught
+        del full  # before the next is gathered
+    if error is not None:
+        raise error
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -5,12 +5,14 @@ import itertools
 import json
 import random
 import shutil
+import weakref
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -105,6 +107,19 @@ def test_round_trip_in_one_process(tmp_path, dtype):
     assert state["state"]["norm.weight"]["exp_avg"] is tensor
     assert load_trainer_state(path) == {"step": 100, "tokens_seen": 2**40, "loader": {"next_sequence": 12}}
     assert json.loads((path / "config.json").read_text()) == CONFIG
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_a_safetensors_file(tmp_path, dtype):
+    model = {**weights_of(Model(1, dtype)), "lm_head.weight": torch.randn(6, 11).to(dtype).t()}  # not contiguous
+    file = save(tmp_path, 1, model_state=model, optimizer_state=None) / "model.safetensors"
+    expected = {"model.embed_tokens.weight": model["embed_tokens.weight"], "model.norm.weight": model["norm.weight"]}
+    expected["lm_head.weight"] = model["lm_head.weight"]
+    assert_same_state(load_file(file), expected)
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"} and set(opened.keys()) == set(expected)
+        assert all(opened.get_tensor(name).dtype == dtype for name in expected)
+    assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
 
 
 def test_without_optimizer_state(tmp_path):
@@ -274,7 +289,7 @@ def test_full_disk_is_found_before_anything_changes(tmp_path, monkeypatch):
     verify_checkpoint(tmp_path / "step_00000001")
 
 
-@pytest.mark.parametrize("victim", ["save_file", "_checksums", "_put_in_place"])
+@pytest.mark.parametrize("victim", ["_safetensors_header", "_bytes_of", "_checksums", "_put_in_place"])
 def test_failed_save_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, victim):
     save(tmp_path, 1, keep=1)
 
@@ -372,6 +387,39 @@ def damage_in_a_group(rank, folder, mesh):
     assert steps_in(folder / "run") == ["step_00000003"]
 
 
+def save_with_few_full_weights(rank, folder, mesh):
+    model = shard(Model(1), mesh, [Shard(0)])
+    gather, alive = DTensor.full_tensor, []
+
+    def full_tensor(self):
+        # A tensor made from an array refers to it until its memory is free, whatever else looks at that memory.
+        assert [array for array in alive if array() is not None] == []
+        array = gather(self).numpy().copy()
+        alive.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+    DTensor.full_tensor = full_tensor
+    path = save(folder / "run", 3, model)
+    assert len(alive) == 2
+    assert torch.equal(load_file(path / "model.safetensors")["model.norm.weight"], Model(1).norm.weight)
+
+
+def full_disk_in_a_group(rank, folder, mesh):
+    model = shard(Model(1), mesh, [Shard(0)])
+    gather, gathered = DTensor.full_tensor, []
+    DTensor.full_tensor = lambda self: gathered.append(1) or gather(self)
+
+    def no_room(tensor):
+        raise OSError(28, "No space left on device")
+
+    checkpoint._bytes_of = no_room
+    with pytest.raises((OSError, RuntimeError), match="No space left on device"):
+        save(folder / "run", 4, model)
+    assert len(gathered) == 2  # on both ranks: rank 0 did not leave rank 1 waiting in the second
+    dist.barrier()
+    assert steps_in(folder / "run") == ["step_00000003"]
+
+
 def spawn(world_size, folder, function):
     mp.spawn(in_group, (world_size, folder, function), nprocs=world_size)
     (folder / "group").unlink(missing_ok=True)
@@ -389,6 +437,12 @@ def test_saved_by_two_ranks_loaded_by_one_and_three(tmp_path):
     load_optimizer_state(path, state)
     assert_same_state(state, optimizer_state_of(model))
     spawn(3, tmp_path, load_sharded)
+
+
+def test_one_full_weight_at_a_time_and_a_full_disk_in_the_middle(tmp_path):
+    spawn(2, tmp_path, save_with_few_full_weights)
+    spawn(2, tmp_path, full_disk_in_a_group)
+    verify_checkpoint(latest_checkpoint(tmp_path / "run"))
 
 
 def test_saved_by_one_rank_loaded_by_two_and_errors_reach_both(tmp_path):
