@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import signal
 import sys
 import time
@@ -40,6 +41,7 @@ DEFAULT_STEPS = 300
 PEAK_LEARNING_RATE = 2e-5  # of continued training; from scratch wants more, and a far longer warm-up
 TINY_PEAK_LEARNING_RATE = 3e-3
 PROMPT_TOKENS = 64
+SHUTDOWN_SECONDS = 30  # torchrun's, between SIGTERM and SIGKILL
 # What a resumed run takes from its flags alone, and what a flag given then replaces among the settings of before.
 NOT_INHERITED = ("resume", "init_from", "output_dir", "device")
 BUDGETS = ("memory_budget", "host_budget")
@@ -502,6 +504,28 @@ def build(
     return model, optimizer, plan
 
 
+def warn_of_short_shutdown(step_seconds: float) -> None:
+    """Under torchrun, say that a step takes longer than the time from its SIGTERM to its SIGKILL.
+
+    A worker sees that time where the environment sets it, and does not see the flag --shutdown-timeout.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    from torch.distributed.launcher.api import LaunchConfig
+
+    can_be_set, timeout = hasattr(LaunchConfig, "shutdown_timeout"), SHUTDOWN_SECONDS
+    for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT") if can_be_set else ():
+        timeout = int(os.environ.get(name, timeout))
+    if step_seconds < timeout - 5:
+        return
+    enough = round(2 * step_seconds) + 120  # a step, its validation and a checkpoint
+    logger.warning(
+        "SIGTERM saves at the end of a step, %.0f s at most; torchrun kills after %d s%s", step_seconds, timeout,
+        f": start it with --shutdown-timeout {enough}, unless you did" if can_be_set
+        else f", and that of torch {torch.__version__} has no --shutdown-timeout: a newer torch has",
+    )  # fmt: skip
+
+
 def train(given: dict, world: World) -> None:
     """A run, from the checks to the final checkpoint and a sample.
 
@@ -584,6 +608,8 @@ def train(given: dict, world: World) -> None:
             values["validation_loss"] = validate(model, held_out_batches, world)
         if world.is_main:
             metrics.write(**values)
+            if step == start.step + 2:  # the first takes longer
+                warn_of_short_shutdown(seconds)
             show(progress, values, "byte" if config.tokenizer == "bytes" else "token")
         if config.save != "none" and (is_last or stop or is_due(step, config.checkpoint_interval)):
             path = checkpoint.save_checkpoint(

@@ -364,6 +364,34 @@ def test_an_output_dir_that_cannot_be_written_is_one_line(corpus, tmp_path, caps
     assert "file/run cannot be written to: " in capsys.readouterr().err
 
 
+def test_steps_longer_than_torchruns_patience_are_warned_of(monkeypatch, caplog):
+    for name in ("TORCHELASTIC_RUN_ID", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    train.warn_of_short_shutdown(40)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    train.warn_of_short_shutdown(20)
+    assert caplog.messages == []
+    from torch.distributed.launcher.api import LaunchConfig
+
+    monkeypatch.setattr(LaunchConfig, "shutdown_timeout", None, raising=False)
+    begin = "SIGTERM saves at the end of a step, 40 s at most; torchrun kills after 30 s"
+    train.warn_of_short_shutdown(40)
+    assert caplog.messages == [f"{begin}: start it with --shutdown-timeout 200, unless you did"]
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
+    train.warn_of_short_shutdown(40)
+    assert len(caplog.messages) == 1
+    monkeypatch.delattr(LaunchConfig, "shutdown_timeout")
+    train.warn_of_short_shutdown(40)  # a torch without the flag has no use for the variable
+    assert caplog.messages[1].startswith(f"{begin}, and that of torch {torch.__version__} has no --shutdown-timeout")
+
+
+def test_torchruns_patience_is_looked_at_once(corpus, tmp_path, monkeypatch):
+    seconds = []
+    monkeypatch.setattr(train, "warn_of_short_shutdown", seconds.append)
+    assert train.main(arguments(corpus, tmp_path / "run", steps=4)) == 0
+    assert seconds == [metrics(tmp_path / "run")[1]["seconds"]]
+
+
 def parse(argv):
     return train.TrainConfig(**given_settings(train.TrainConfig, argv, ""))
 
