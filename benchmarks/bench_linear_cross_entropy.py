@@ -102,6 +102,10 @@ def compare_chunked(tokens: int, weight: torch.Tensor) -> dict[str, dict[str, fl
     num_masked = int((masked != -100).sum())
     losses = {
         "ours": lambda: linear_cross_entropy(x, weight, target, num_valid_tokens=tokens),
+        # The last position of a sequence has no target; the denominator is that of all micro-batches.
+        "ours, as model.py calls it": lambda: linear_cross_entropy(
+            x[None, :-1], weight, target[None, 1:], denominator=tokens - 1
+        ),
         "ours, 75% of labels -100": lambda: linear_cross_entropy(x, weight, masked, num_valid_tokens=num_masked),
     }
     if peer := liger_loss(device):
