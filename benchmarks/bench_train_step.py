@@ -10,7 +10,7 @@ on bf16 weights (no float32 masters). All see the same text as one document: the
 Of each setting's `--steps` the first compiles, and makes the libraries' workspaces and the optimizer's state; the last
 is timed, its update included: the GPU has finished when either clock is read. With `--packed` each step is of another
 sequence of documents, packed as train.py packs them; all steps but the first are timed, and predicted from their own
-documents' lengths.
+documents' lengths. Under torchrun each rank has sequences of its own, and what is printed is the first rank's.
 """
 
 import argparse
@@ -59,58 +59,67 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.steps < 2 or (arguments.packed and "peer" in arguments.settings):
         parser.error("--steps must be at least 2, and the peer takes no packed documents")
-    batches = standard_library(arguments)
     results = {}
     with join_world(arguments.device) as world:
+        steps = standard_library(arguments, world.size)
         for setting in arguments.settings:
-            results[setting] = measure(setting, arguments, batches, world)
-            print(f"\n{setting}\n{results[setting]['plan']}", flush=True)
+            results[setting] = measure(setting, arguments, steps, world)
+            if world.is_main:
+                print(f"\n{setting}\n{results[setting]['plan']}", flush=True)
             release(world)
+        if not world.is_main:
+            return
         columns = [name for name in next(iter(results.values())) if name != "plan"]
         print_table(
-            f"one step, {arguments.model_size}, {arguments.context_length} tokens",
+            f"one step, {arguments.model_size}, {arguments.context_length} tokens, {world.size} GPUs",
             ["", *columns],
             [[name, *(values[column] for column in columns)] for name, values in results.items()],
         )
-        print_json(operation="train_step", **environment(world.device), **vars(arguments), results=results)
+        settings = {"ranks": world.size, **vars(arguments)}
+        print_json(operation="train_step", **environment(world.device), **settings, results=results)
 
 
-def standard_library(arguments: argparse.Namespace) -> list[Batch]:
-    """The micro-batch of each step, [1, context_length] of the Python standard library's text."""
+def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list[Batch]]:
+    """For each step the micro-batch of each rank, [1, context_length] of the Python standard library's text."""
     tokenizer, length = load_tokenizer(None), arguments.context_length
     documents = load_documents(None, tokenizer, MODEL_SIZES[arguments.model_size].vocab_size)
     if arguments.packed:
-        loader = PackedLoader(documents, length, 1, tokenizer.eos_id, seed=0)
-        return [loader.next_batch() for _ in range(arguments.steps)]
+        loaders = [
+            PackedLoader(documents, length, 1, tokenizer.eos_id, 0, rank, num_ranks) for rank in range(num_ranks)
+        ]
+        return [[loader.next_batch() for loader in loaders] for _ in range(arguments.steps)]
     ids = np.concatenate([document.tokens for document in documents])[None, :length].astype("int64")
     ids = torch.from_numpy(ids)
-    return [Batch(ids, ids, torch.zeros_like(ids), length - 1)] * arguments.steps
+    return [[Batch(ids, ids, torch.zeros_like(ids), length - 1)] * num_ranks] * arguments.steps
 
 
-def documents_of(batch: Batch) -> PackedDocuments:
-    lengths = np.array(find_documents(batch.document_ids).lengths)
-    return PackedDocuments.average(lengths, np.zeros_like(lengths), int(lengths.max()), batch_size=1, num_ranks=1)
+def documents_of(batches: list[Batch]) -> PackedDocuments:
+    """Of the micro-batches of all ranks."""
+    lengths = [np.array(find_documents(batch.document_ids).lengths) for batch in batches]
+    sequences = np.repeat(np.arange(len(batches)), [len(each) for each in lengths])
+    lengths = np.concatenate(lengths)
+    return PackedDocuments.average(lengths, sequences, int(lengths.max()), batch_size=1, num_ranks=len(batches))
 
 
-def measure(setting: str, arguments: argparse.Namespace, batches: list[Batch], world: World) -> dict:
+def measure(setting: str, arguments: argparse.Namespace, steps: list[list[Batch]], world: World) -> dict:
     """Seconds a timed step, tokens/s, MFU, peaks, host memory; what was planned; the loss of each step.
 
     Seconds are NaN where memory runs out.
     """
     on_gpu, plan = world.device.type == "cuda", None
     config = choose_model(TrainConfig(model_size=arguments.model_size), world.device)
-    losses, every, timed = [], [], batches[1:] if arguments.packed else batches[-1:]
+    losses, every, timed = [], [], steps[1:] if arguments.packed else steps[-1:]
     try:
         if setting == "peer":
             step = peer_step(config, world)
         else:
-            step, plan = our_step(setting, arguments, batches, world)
-        for batch in batches:
+            step, plan = our_step(setting, arguments, steps, world)
+        for batches in steps:
             synchronize(world)
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             start = time.perf_counter()
-            losses.append(round(step(batch), 3))
+            losses.append(round(step(batches[world.rank]), 3))
             synchronize(world)
             every.append(time.perf_counter() - start)
         seconds = statistics.mean(every[-len(timed) :])
@@ -119,9 +128,11 @@ def measure(setting: str, arguments: argparse.Namespace, batches: list[Batch], w
         seconds = float("nan")
     flops, tokens, predicted = peak_flops(world.device), arguments.context_length, 0.0
     if plan:
-        steps = [plan.step.at(tokens, documents_of(batch)) for batch in timed]
-        predicted = statistics.mean(step.seconds(plan.choices, plan.rates) for step in steps)
-    model_flops = statistics.mean(3 * config.forward_flops(find_documents(b.document_ids).lengths) for b in timed)
+        predicted = statistics.mean(
+            plan.step.at(tokens, documents_of(batches)).seconds(plan.choices, plan.rates) for batches in timed
+        )
+    own = [find_documents(batches[world.rank].document_ids).lengths for batches in timed]
+    model_flops = statistics.mean(3 * config.forward_flops(lengths) for lengths in own)
     return {
         "seconds": seconds,
         "predicted_seconds": predicted,
@@ -138,7 +149,9 @@ def measure(setting: str, arguments: argparse.Namespace, batches: list[Batch], w
     }
 
 
-def our_step(setting: str, arguments: argparse.Namespace, batches: list[Batch], world: World) -> tuple[Callable, Plan]:
+def our_step(
+    setting: str, arguments: argparse.Namespace, steps: list[list[Batch]], world: World
+) -> tuple[Callable, Plan]:
     """(a function of a batch that makes one step and returns its loss, the plan)."""
     placement, _, backend = setting.partition("+")
     settings = TrainConfig(
@@ -152,7 +165,7 @@ def our_step(setting: str, arguments: argparse.Namespace, batches: list[Batch], 
     )
     settings.memory_budget = resolve_memory_budget(settings, world.device)  # refuses one on a CPU
     configure_machine(settings, world)
-    documents = max(map(documents_of, batches), key=lambda documents: documents.longest)
+    documents = max(map(documents_of, steps), key=lambda documents: documents.longest)
     model, plan = build_model(settings, choose_model(settings, world.device), world, documents)
     optimizer = MasterAdamW(model.named_parameters(), accumulate=False, gpu_state_bytes=plan.choices.gpu_state_bytes)
 

@@ -85,12 +85,13 @@ def budgets() -> list[list[str]]:
 
 
 def packed_documents() -> list[list[str]]:
-    rows = [["context", "cap", "timed steps, s", "mean s a step, predicted", "measured", "peak GiB, predicted",
+    rows = [["GPUs", "context", "cap", "timed steps, s", "mean s a step, predicted", "measured", "peak GiB, predicted",
              "measured", "MFU"]]  # fmt: skip
     for run in step_runs(packed=True):
         for setting, result in run["results"].items():
             rows.append([
-                f"{run['context_length']:,}", "none" if setting == "auto" else setting.replace("GB", " GiB"),
+                str(run["ranks"]), f"{run['context_length']:,}",
+                "none" if setting == "auto" else setting.replace("GB", " GiB"),
                 ", ".join(f"{seconds:.1f}" for seconds in result["seconds_of_each_step"][1:]),
                 differing(result["predicted_seconds"], result["seconds"]), f"{result['seconds']:.2f}",
                 differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
