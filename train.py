@@ -42,9 +42,10 @@ PEAK_LEARNING_RATE = 2e-5  # of continued training; from scratch wants more, and
 TINY_PEAK_LEARNING_RATE = 3e-3
 PROMPT_TOKENS = 64
 SHUTDOWN_SECONDS = 30  # torchrun's, between SIGTERM and SIGKILL
-# What a resumed run takes from its flags alone, and what a flag given then replaces among the settings of before.
+# A resumed run takes these from its flags alone, all other settings from the run that it continues.
 NOT_INHERITED = ("resume", "init_from", "output_dir", "device")
 BUDGETS = ("memory_budget", "host_budget")
+# A flag given with --resume drops the earlier run's settings that it would contradict.
 REPLACED = {name: BUDGETS for name in ("gradient_checkpointing", "compile")}
 REPLACED |= {name: ("gradient_checkpointing", "compile") for name in BUDGETS}
 
@@ -81,7 +82,7 @@ class TrainConfig:
     seed: int = flag(0, "of the initial weights, the data's order and the sample")
     # what a run leaves
     output_dir: str = flag("runs/default", "checkpoints, metrics.jsonl and the resolved configuration")
-    resume: bool = flag(False, "go on from the last checkpoint in output_dir")
+    resume: bool = flag(False, "go on from the last checkpoint in output_dir, with its settings; flags change them")
     save: str = flag("full", "a checkpoint holds: full, to resume from; model; or none", ("full", "model", "none"))
     checkpoint_interval: int = flag(0, "steps between checkpoints; 0: only at the end")
     validation_interval: int = flag(100, "steps between validations; 0: only at the end")
@@ -120,7 +121,7 @@ def check_config(config: TrainConfig) -> None:
         "attention_type nsa: sparse attention is not in this version; use full": config.attention_type == "nsa",
         "context_parallel_size: only 1 is in this version": config.context_parallel_size > 1,
         "init_from has no effect with resume; drop one": config.init_from is not None and config.resume,
-        "checkpoint_interval has no effect with save none; drop one": config.checkpoint_interval > 0
+        "checkpoint_interval has no effect with save none; drop one or make it 0": config.checkpoint_interval > 0
         and config.save == "none",
         "gradient_checkpointing has no effect with memory_budget, whose plan decides; drop one": config.memory_budget
         is not None
