@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kernels.attention import PADDED_LENGTH_MULTIPLE
+from training.checkpoint import IO_THREADS
 from training.memory import Placement, needed_for_backward
 from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
 from training.pinned_arena import SLOT_ALIGNMENT
@@ -179,6 +180,14 @@ class Step:
 
     def host_bytes(self, choices: Choices) -> int:
         return self.arena_bytes(choices) + self.optimizer(choices).host
+
+    def checkpoint_bytes(self) -> int:
+        """Host memory that saving a checkpoint takes for a moment, besides what is pinned.
+
+        One weight gathered whole, and a copy of a float32 tensor of the optimizer in each writing thread.
+        """
+        weight = max(parameter.numel() * parameter.element_size() for parameter in self.parameters)
+        return weight + IO_THREADS * 4 * max(map(_local_elements, self.parameters))
 
     def uses_chunked_loss(self, choices: Choices) -> bool:
         config = self.config

@@ -66,7 +66,8 @@ class Plan:
         rows += [("loss", choices.loss_impl), ("optimizer state", state)]
         rows += [("predicted GPU peak", f"{gib(self.peak.bytes)}, in {self.peak.name}")]
         rows += [(f"  {name}", gib(size)) for name, size in self.peak.categories.items() if size]
-        rows += [("predicted host memory", gib(self.host_bytes)), ("predicted step", f"{self.seconds:.1f} s")]
+        rows += [("predicted host memory", gib(self.host_bytes))]
+        rows += [("  and while saving", gib(self.step.checkpoint_bytes())), ("predicted step", f"{self.seconds:.1f} s")]
         width = max(len(title) for title, _ in rows)
         return "\n".join(f"{title:<{width}}  {value}" for title, value in rows)
 

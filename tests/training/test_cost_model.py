@@ -82,3 +82,9 @@ def test_a_head_that_is_not_the_embedding_is_gathered_too(tmp_path):
     finally:
         gc.collect()
         torch.distributed.destroy_process_group()
+
+
+def test_a_checkpoint_takes_host_memory_for_its_largest_tensors():
+    """The 4B's embedding: gathered in bf16, and in float32 in each of four writing threads."""
+    step = step_of(MODEL_SIZES["4B"], 1024)
+    assert step.checkpoint_bytes() == 151_936 * 2560 * (2 + 4 * 4)
