@@ -32,7 +32,7 @@ from model import MODEL_SIZES, ModelConfig, Transformer
 from train import TrainConfig, build_model
 from training.budgets import DRIVER_BYTES, available_host_bytes, cap_gpu_memory, gpu_budget, parse_bytes
 from training.cost_model import Choices, PackedDocuments, Step, gib
-from training.distributed import World, join_world
+from training.distributed import World, copy_weights, initial_weights, join_world
 from training.errors import UserError, refused_as_user_error
 from training.gpus import parse_gpu, scale_rates
 from training.memory import WHOLE, Placement
@@ -195,6 +195,7 @@ def lengths(flags: Namespace) -> tuple[int, int, int]:
 def build_bench(step: Step, choices: Choices, world: World) -> Bench:
     gc.collect()  # an earlier one
     model, _ = build_model(TrainConfig(), step.config, world)
+    copy_weights(model, initial_weights(model, seed=0))
     optimizer = MasterAdamW(
         model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=choices.gpu_state_bytes
     )

@@ -27,7 +27,7 @@ from training.config import flag, given_settings
 from training.corpus import load_documents, load_tokenizer, split_documents
 from training.cost_model import Choices, PackedDocuments, Step, gib
 from training.data import Batch, PackedLoader, check_same_data, validation_batches
-from training.distributed import World, initialize, join_world, shard_model
+from training.distributed import World, initial_weights, join_world, shard_model
 from training.errors import UserError, refused_as_user_error
 from training.memory import WHOLE, Placement
 from training.metrics import MetricsFile, peak_flops, peak_memory_gib
@@ -176,14 +176,13 @@ def model_on_meta(model_config: ModelConfig, world: World) -> Transformer:
 def build_model(
     config: TrainConfig, model_config: ModelConfig, world: World, documents: PackedDocuments | None = None
 ) -> tuple[Transformer, Plan]:
-    """A model with its initial weights, and what is planned for it.
+    """A model whose weights are yet to be set, and what is planned for it.
 
     Its blocks keep for backward what the plan for --memory_budget or --gradient_checkpointing says; else all.
     """
     model = model_on_meta(model_config, world)
     plan = plan_memory(config, model, world, documents)
     model.to_empty(device=world.device)
-    initialize(model, model.initialize_parameter, config.seed)
     for block in model.layers if config.compile else ():
         block.forward = torch.compile(block.forward)
     place(model, plan.choices, plan.arena_bytes)
@@ -490,8 +489,6 @@ def build(
 ) -> tuple[Transformer, MasterAdamW, Plan]:
     """Model and optimizer, with fresh weights, those of --init_from, or the whole state of a checkpoint."""
     model, plan = build_model(config, model_config, world, documents)
-    if weights := start.checkpoint or config.init_from:
-        checkpoint.copy_weights_into(model, weights)
     optimizer = MasterAdamW(
         model.named_parameters(),
         weight_decay=config.weight_decay,
@@ -502,6 +499,11 @@ def build(
         checkpoint.load_optimizer_state(start.checkpoint, optimizer.state_dict())
         optimizer.restore_parameters()
         checkpoint.restore_rng(start.checkpoint)
+    elif config.init_from:
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        optimizer.load_weights(checkpoint.load_model_weights(config.init_from, shapes))
+    else:
+        optimizer.load_weights(initial_weights(model, config.seed))
     return model, optimizer, plan
 
 

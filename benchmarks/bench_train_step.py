@@ -29,8 +29,9 @@ from benchmarks.common import environment, print_json, print_table
 from model import MODEL_SIZES, ModelConfig, Transformer, find_documents
 from train import (
     PEAK_LEARNING_RATE,
+    Start,
     TrainConfig,
-    build_model,
+    build,
     choose_model,
     configure_machine,
     resolve_memory_budget,
@@ -41,7 +42,6 @@ from training.cost_model import PackedDocuments
 from training.data import Batch, PackedLoader
 from training.distributed import World, join_world
 from training.metrics import peak_flops
-from training.optimizer import MasterAdamW
 from training.planner import Plan
 
 GIB = 2**30
@@ -166,8 +166,7 @@ def our_step(
     settings.memory_budget = resolve_memory_budget(settings, world.device)  # refuses one on a CPU
     configure_machine(settings, world)
     documents = max(map(documents_of, steps), key=lambda documents: documents.longest)
-    model, plan = build_model(settings, choose_model(settings, world.device), world, documents)
-    optimizer = MasterAdamW(model.named_parameters(), accumulate=False, gpu_state_bytes=plan.choices.gpu_state_bytes)
+    model, optimizer, plan = build(settings, choose_model(settings, world.device), Start(), documents, world)
 
     def step(batch: Batch) -> float:
         return train_step(model, optimizer, [batch], world, PEAK_LEARNING_RATE, settings.max_grad_norm)[0]

@@ -18,7 +18,7 @@ from model import MODEL_SIZES, Transformer
 from tests.training.test_corpus import write_tokenizer
 from training.checkpoint import save_checkpoint
 from training.config import given_settings
-from training.distributed import World
+from training.distributed import World, copy_weights, initial_weights
 from training.memory import WHOLE, Placement
 from training.optimizer import warmup_cosine
 from training.planner import find_max_context, make_plan
@@ -125,7 +125,7 @@ def weights_of_another_shape(folder):
     shape = {"intermediate_size": 200, "head_dim": 16, "tie_word_embeddings": False, "rope_theta": 5e6}
     config = replace(MODEL_SIZES["tiny"], **shape, max_position_embeddings=4096)
     model = Transformer(config)
-    train.initialize(model, model.initialize_parameter, seed=1)
+    copy_weights(model, initial_weights(model, seed=1))
     state = {"model_state": model.state_dict(), "model_config": config.to_hugging_face()}
     return save_checkpoint(folder, 1, **state, optimizer_state=None, trainer_state={})
 

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from training.errors import UserError
 
@@ -180,19 +180,6 @@ def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -
     if tied_copy and not torch.equal(_read_weight(tied_copy), _read_weight(places["embed_tokens.weight"])):
         raise UserError(f"checkpoint {path} has an lm_head.weight of its own, this model ties it to the embedding")
     return ((name, _read_weight(places[name])) for name in expected)
-
-
-@torch.no_grad()
-def copy_weights_into(model: torch.nn.Module, path: str | Path) -> None:
-    """load_model_weights into the model's parameters, in place, plain or DTensor; every rank reads the file itself."""
-    parameters = dict(model.named_parameters())
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    for name, tensor in load_model_weights(path, shapes):
-        parameter = parameters[name]
-        if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)  # None: no communication
-        parameter.copy_(tensor)
 
 
 def load_optimizer_state(path: str | Path, state: dict) -> None:

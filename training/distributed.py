@@ -2,13 +2,13 @@
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -111,17 +111,32 @@ def shard_model(
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
 
-@torch.no_grad()
-def initialize(model: nn.Module, initialize_parameter, seed: int) -> None:
-    """Fill every parameter by `initialize_parameter(name, tensor, generator)`, the same whatever the number of ranks.
+def initial_weights(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """(name, full float32 tensor) of each parameter, drawn one at a time, the same on every rank.
 
-    A sharded parameter is drawn whole in float32, one at a time, and each rank keeps its shard.
+    Args:
+        model: has `initialize_parameter(name, tensor, generator)`; its parameters may be sharded, of any dtype.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         full = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-        initialize_parameter(name, full, generator)
-        if isinstance(parameter, DTensor):
-            full = distribute_tensor(full, parameter.device_mesh, parameter.placements)
-        parameter.copy_(full)
+        model.initialize_parameter(name, full, generator)
+        yield name, full
+
+
+def local_part(parameter: Tensor, full: Tensor) -> Tensor:
+    """This rank's part of a full tensor that every rank has; all of it if `parameter` is not sharded."""
+    if not isinstance(parameter, DTensor):
+        return full
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()  # None: no communication
+
+
+@torch.no_grad()
+def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy full tensors, the same on every rank, into the parameters of these names, which may be sharded."""
+    parameters = dict(model.named_parameters())
+    for name, full in weights:
+        parameter = parameters[name]
+        (parameter.to_local() if isinstance(parameter, DTensor) else parameter).copy_(local_part(parameter, full))

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
+from training.distributed import local_part
 from training.pinned_arena import SLOT_ALIGNMENT, PinnedArena
 
 PIECE_ELEMENTS = 2**23  # copies of 32 MiB run at the link's full rate
@@ -322,6 +323,16 @@ class MasterAdamW:
             }
             for name, state in self.states.items()
         }
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Start from full tensors, the same on every rank, by parameter name: float32 masters keep what bf16 rounds."""
+        for name, full in weights:
+            state = self.states[name]
+            local = local_part(state.parameter, full).flatten()
+            _flat(state.parameter).copy_(local)
+            if "master" in state.tensors:
+                state.tensors["master"].copy_(local)
 
     @torch.no_grad()
     def restore_parameters(self) -> None:

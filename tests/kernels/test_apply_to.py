@@ -153,10 +153,11 @@ def test_loss_arguments_mean_what_they_mean_in_transformers(extra):
     assert_equal_training(plain, patched, {**batch, **extra}, 3e-6)
 
 
-def test_shift_labels_of_every_other_token():
+def test_shift_labels_of_every_other_token(device):
     """A sequence shared by two ranks: at batch 1 a rank's labels are a view that skips the other's."""
-    plain, patched = make_pair("llama", impl="triton")
-    batch = {**make_batch(B=1), "shift_labels": torch.arange(38).view(1, 38)[:, 1::2]}
+    plain, patched = (model.to(device) for model in make_pair("llama", impl="triton"))
+    batch = {name: tensor.to(device) for name, tensor in make_batch(B=1).items()}
+    batch["shift_labels"] = torch.arange(38, device=device).view(1, 38)[:, 1::2]
     assert_equal_training(plain, patched, batch, 3e-6)
 
 

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from training import checkpoint
 from training.checkpoint import (
-    copy_weights_into,
     latest_checkpoint,
     load_model_weights,
     load_optimizer_state,
@@ -29,6 +28,7 @@ from training.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from training.distributed import copy_weights
 
 CONFIG = {"model_type": "qwen3", "hidden_size": 6}
 
@@ -97,7 +97,7 @@ def test_round_trip_in_one_process(tmp_path, dtype):
     verify_checkpoint(path)
     other = Model(2, dtype)
     embedding = other.embed_tokens.weight
-    copy_weights_into(other, path)
+    copy_weights(other, load_model_weights(path, {n: p.shape for n, p in other.named_parameters()}))
     assert_same_state(weights_of(other), weights_of(model))
     assert other.embed_tokens.weight is embedding
     state = optimizer_state_of(model, value=-1.0)
@@ -353,7 +353,10 @@ def save_sharded(rank, folder, mesh):
 def load_sharded(rank, folder, mesh):
     for placements in ([Shard(0)], [Replicate()]):
         model = shard(Model(2), mesh, placements)
-        copy_weights_into(model, folder / "run" / "step_00000003")
+        copy_weights(
+            model,
+            load_model_weights(folder / "run" / "step_00000003", {n: p.shape for n, p in model.named_parameters()}),
+        )
         state = optimizer_state_of(model, value=-1.0)
         load_optimizer_state(folder / "run" / "step_00000003", state)
         expected = Model(1)
@@ -431,7 +434,7 @@ def test_saved_by_two_ranks_loaded_by_one_and_three(tmp_path):
     verify_checkpoint(path)
     assert {"rng_0.json", "rng_1.json"} <= json.loads((path / "manifest.json").read_text()).keys()
     model = Model(2)
-    copy_weights_into(model, path)
+    copy_weights(model, load_model_weights(path, {n: p.shape for n, p in model.named_parameters()}))
     assert_same_state(weights_of(model), weights_of(Model(1)))
     state = optimizer_state_of(model, value=-1.0)
     load_optimizer_state(path, state)

@@ -15,7 +15,7 @@ import torch
 
 import model as model_module
 from model import MODEL_SIZES, Transformer
-from training.distributed import World, initialize, join_world, shard_model
+from training.distributed import World, copy_weights, initial_weights, join_world, shard_model
 
 ROOT = Path(__file__).parents[2]
 # The packed documents' cos and sin, [B, T, K/2], pass through every block; 0.6B's width with two blocks on a GPU.
@@ -34,7 +34,7 @@ def build(device, world=None):
     else:
         shard_model(model, model.layers, world, compute_dtype=torch.bfloat16)
     model.to_empty(device=device)
-    initialize(model, model.initialize_parameter, seed=0)
+    copy_weights(model, initial_weights(model, seed=0))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())

@@ -42,4 +42,4 @@ def test_rates_are_scaled_by_the_data_sheets():
     assert a100.attention_forward_flops == pytest.approx(570e12 * 312 / 989)
     assert scale_rates(GPUS["H200"], "flash").attention_forward_flops == pytest.approx(328e12, rel=0.01)
     assert a100.link_bytes == 25e9
-    assert all(0 < theirs < ours for theirs, ours in zip(astuple(a100), astuple(H200)))
+    assert all(0 < theirs <= ours for theirs, ours in zip(astuple(a100), astuple(H200)))

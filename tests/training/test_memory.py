@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from model import MODEL_SIZES, Attention, Transformer
 from training.cost_model import Choices, PackedDocuments, Step
-from training.distributed import World, initialize, join_world, shard_model
+from training.distributed import World, copy_weights, initial_weights, join_world, shard_model
 from training.memory import PLACES, WHOLE, Placement, apply_placement
 from training.optimizer import MasterAdamW
 from training.pinned_arena import PinnedArena
@@ -357,7 +357,7 @@ def compare_sharded(world: World) -> None:
             model = Transformer(TINY)
         shard_model(model, model.layers, world)
         model.to_empty(device=world.device)
-        initialize(model, model.initialize_parameter, seed=0)
+        copy_weights(model, initial_weights(model, seed=0))
         if placements is not None:
             apply_placement(model.layers, placements, arena=PinnedArena(2**22, CPU))
         ids, documents = make_batch(packed=True)

@@ -158,6 +158,17 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm_before_anything_moves(p
     assert all(torch.equal(parameters[n], weight) for n, weight in weights.items())
 
 
+@PLACEMENT
+def test_masters_start_from_float32_weights(placement, device):
+    """As float32 shards do under FSDP: bf16 parameters are rounded, their masters are not."""
+    parameters = make_parameters(torch.bfloat16, device)
+    optimizer = MasterAdamW(parameters.items(), gpu_state_bytes=PLACEMENTS[placement])
+    weights = {name: torch.randn(p.shape, device=device) for name, p in parameters.items()}
+    optimizer.load_weights(weights.items())
+    for name, state in copy_of_state(optimizer).items():
+        assert torch.equal(state["master"], weights[name]) and torch.equal(parameters[name], weights[name].bfloat16())
+
+
 @MICRO_BATCHES
 @PLACEMENT
 def test_gradients_of_a_backward_that_failed_can_be_dropped(micro_batches, placement, device):
