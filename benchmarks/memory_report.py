@@ -102,7 +102,7 @@ def packed_documents() -> list[list[str]]:
 
 def against_the_peer() -> list[list[str]]:
     names = {
-        "auto": "Fathom, `--memory_budget auto`", "auto+flash-attn-4": "... `--attention_backend flash-attn-4`",
+        "auto": "Fathom, `--memory_budget auto`", "24GB": "Fathom, `--memory_budget 24GB`",
         PEER: "transformers 5 + Liger 0.8.5, gradient checkpointing",
     }  # fmt: skip
     rows = [["131,072 tokens", "s a step", "÷ transformers + Liger", "tokens/s", "MFU", "peak GiB"]]
