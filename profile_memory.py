@@ -31,14 +31,13 @@ from kernels.attention import choose_backend
 from model import MODEL_SIZES, ModelConfig, Transformer
 from train import TrainConfig, build_model
 from training.budgets import DRIVER_BYTES, available_host_bytes, cap_gpu_memory, gpu_budget, parse_bytes
-from training.cost_model import Choices, PackedDocuments, Step, gib
-from training.distributed import World, copy_weights, initial_weights, join_world
 from training.errors import UserError, refused_as_user_error
 from training.gpus import parse_gpu, scale_rates
-from training.memory import WHOLE, Placement
-from training.optimizer import MasterAdamW
-from training.planner import LEAST_HEADROOM, Plan, describe_budgets, find_max_context, has_plan, make_plan
-from training.profiler import (
+from training.memory.cost_model import Choices, PackedDocuments, Step, gib
+from training.memory.machine import Rates, measure_rates
+from training.memory.placement import WHOLE, Placement
+from training.memory.planner import LEAST_HEADROOM, Plan, describe_budgets, find_max_context, has_plan, make_plan
+from training.memory.profiler import (
     CATEGORIES,
     GIB,
     Bench,
@@ -49,7 +48,8 @@ from training.profiler import (
     largest_that_runs,
     thin,
 )
-from training.rates import Rates, measure_rates
+from training.optimizer import MasterAdamW
+from training.parallel.world import World, copy_weights, initial_weights, join_world
 
 CONTEXT_LENGTH = 131_072
 COMPARED_CONTEXTS = (32_768, 65_536, 131_072, 262_144)

@@ -37,12 +37,12 @@ from train import (
     resolve_memory_budget,
     train_step,
 )
-from training.corpus import load_documents, load_tokenizer
-from training.cost_model import PackedDocuments
-from training.data import Batch, PackedLoader
-from training.distributed import World, join_world
+from training.data.loader import Batch, PackedLoader
+from training.data.sources import load_documents, load_tokenizer
+from training.memory.cost_model import PackedDocuments
+from training.memory.planner import Plan
 from training.metrics import peak_flops
-from training.planner import Plan
+from training.parallel.world import World, join_world
 
 GIB = 2**30
 

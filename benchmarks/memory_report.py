@@ -16,11 +16,11 @@ from pathlib import Path
 from model import MODEL_SIZES
 from profile_memory import COMPARED_BUDGET, COMPARED_CONTEXTS, compared_choices, step_of
 from training.budgets import DRIVER_BYTES, parse_bytes
-from training.cost_model import Stage, Step
 from training.errors import UserError
 from training.gpus import GPUS, scale_rates
-from training.planner import find_max_context, make_plan
-from training.profiler import CATEGORIES, GIB, MeasuredStage
+from training.memory.cost_model import Stage, Step
+from training.memory.planner import find_max_context, make_plan
+from training.memory.profiler import CATEGORIES, GIB, MeasuredStage
 
 ROOT = Path(__file__).parents[1]
 REPORT, RESULTS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results"

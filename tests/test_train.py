@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 
 import train
 from model import MODEL_SIZES, Transformer
-from tests.training.test_corpus import write_tokenizer
-from training.checkpoint import save_checkpoint
+from tests.training.data.test_sources import write_tokenizer
+from training.checkpoint.files import save_checkpoint
 from training.config import given_settings
-from training.distributed import World, copy_weights, initial_weights
-from training.memory import WHOLE, Placement
+from training.memory.placement import WHOLE, Placement
+from training.memory.planner import find_max_context, make_plan
+from training.memory.profiler import format_table
 from training.optimizer import warmup_cosine
-from training.planner import find_max_context, make_plan
-from training.profiler import format_table
+from training.parallel.world import World, copy_weights, initial_weights
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from training.budgets import parse_bytes
 from training.errors import UserError
-from training.rates import H200, Rates
+from training.memory.machine import H200, Rates
 
 MIB = 2**20
 _PCIE_4, _PCIE_5 = 32e9, 64e9  # sixteen lanes, each way

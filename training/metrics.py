@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from training.distributed import World
 from training.gpus import find_gpu
+from training.parallel.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import training.optimizer
 from model import MODEL_SIZES, Transformer
-from training.checkpoint import load_optimizer_state, save_checkpoint
-from training.distributed import World, shard_model
+from training.checkpoint.files import load_optimizer_state, save_checkpoint
 from training.optimizer import LEAVING_BYTES, MasterAdamW, optimizer_bytes, warmup_cosine
+from training.parallel.world import World, shard_model
 
 SHAPES = {"matrix": (8, 16), "norm.weight": (16,), "other": (5, 7)}
 PLACEMENTS = {"device": math.inf, "host": 0, "partly": 8 * 16 * 12}  # gpu_state_bytes; partly: the matrix stays

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model import MODEL_SIZES
-from training.rates import H200, measure_rates
+from training.memory.machine import H200, measure_rates
 
 
 def test_without_a_gpu_the_rates_are_an_h200s():

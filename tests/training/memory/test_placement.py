@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import MODEL_SIZES, Attention, Transformer
-from training.cost_model import Choices, PackedDocuments, Step
-from training.distributed import World, copy_weights, initial_weights, join_world, shard_model
-from training.memory import PLACES, WHOLE, Placement, apply_placement
+from training.memory.cost_model import Choices, PackedDocuments, Step
+from training.memory.host_copies import PinnedArena
+from training.memory.placement import PLACES, WHOLE, Placement, apply_placement
+from training.memory.planner import make_plan
 from training.optimizer import MasterAdamW
-from training.pinned_arena import PinnedArena
-from training.planner import make_plan
+from training.parallel.world import World, copy_weights, initial_weights, join_world, shard_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 TINY = MODEL_SIZES["tiny"]  # 4 layers
 UNIFORM = {f"{i} {a}": (Placement(i, a),) * 4 for i in ("gpu", "host") for a in PLACES}
@@ -343,7 +343,11 @@ def test_sharded_over_two_processes():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [*command, "-m", "tests.training.test_memory"], cwd=ROOT, env=environment, capture_output=True, text=True
+        [*command, "-m", "tests.training.memory.test_placement"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count("equal") == 2 * len(PLACEMENTS | WITH_WHOLE)

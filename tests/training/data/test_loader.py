@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.corpus import Document
-from training.data import PackedLoader, validation_batches
+from training.data.loader import PackedLoader, validation_batches
+from training.data.sources import Document
 
 EOS = 0
 

@@ -3,7 +3,7 @@ from dataclasses import astuple
 import pytest
 
 from training.gpus import GPUS, find_gpu, parse_gpu, scale_rates
-from training.rates import H200
+from training.memory.machine import H200
 
 GIB = 2**30
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from training import checkpoint
-from training.checkpoint import (
+from training.checkpoint import files as checkpoint
+from training.checkpoint.files import (
     latest_checkpoint,
     load_model_weights,
     load_optimizer_state,
@@ -28,7 +28,7 @@ from training.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from training.distributed import copy_weights
+from training.parallel.world import copy_weights
 
 CONFIG = {"model_type": "qwen3", "hidden_size": 6}
 

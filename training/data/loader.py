@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from training.corpus import Document
+from training.data.sources import Document
 from training.errors import UserError
 
 IGNORE_INDEX = -100

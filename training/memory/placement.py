@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from training.pinned_arena import PinnedArena
+from training.memory.host_copies import PinnedArena
 
 PLACES = ("gpu", "host", "recompute")
 

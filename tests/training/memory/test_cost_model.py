@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from model import MODEL_SIZES, Transformer
-from training.cost_model import Choices, PackedDocuments, Step
-from training.distributed import World, shard_model
-from training.memory import Placement
-from training.rates import H200
+from training.memory.cost_model import Choices, PackedDocuments, Step
+from training.memory.machine import H200
+from training.memory.placement import Placement
+from training.parallel.world import World, shard_model
 
 GIB = 2**30
 

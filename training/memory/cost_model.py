@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kernels.attention import PADDED_LENGTH_MULTIPLE
-from training.checkpoint import IO_THREADS
-from training.memory import Placement, needed_for_backward
+from training.checkpoint.files import IO_THREADS
+from training.memory.host_copies import SLOT_ALIGNMENT
+from training.memory.machine import Rates
+from training.memory.placement import Placement, needed_for_backward
 from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
-from training.pinned_arena import SLOT_ALIGNMENT
-from training.rates import Rates
 
 LOSS_CHUNK_SIZE = 4096  # tokens, the default of kernels.linear_cross_entropy
 LIBRARY_BYTES = 160 * 2**20  # cuBLAS workspaces and the small tensors that nothing below counts

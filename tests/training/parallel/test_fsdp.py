@@ -1,6 +1,6 @@
 """FSDP2 in bfloat16 against one process: on CPUs by gloo, and on two GPUs by NCCL.
 
-`torchrun --nproc_per_node=2 -m tests.training.test_distributed cpu` (or cuda) is what the tests start.
+`torchrun --nproc_per_node=2 -m tests.training.parallel.test_fsdp cpu` (or cuda) is what the tests start.
 """
 
 import gc
@@ -15,9 +15,9 @@ import torch
 
 import model as model_module
 from model import MODEL_SIZES, Transformer
-from training.distributed import World, copy_weights, initial_weights, join_world, shard_model
+from training.parallel.world import World, copy_weights, initial_weights, join_world, shard_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # The packed documents' cos and sin, [B, T, K/2], pass through every block; 0.6B's width with two blocks on a GPU.
 CONFIGS = {
     "cpu": MODEL_SIZES["tiny"],
@@ -81,7 +81,7 @@ def compare_with_one_process(world: World) -> None:
 def run_ranks(device: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     result = subprocess.run(
-        [*command, "-m", "tests.training.test_distributed", device], cwd=ROOT,
+        [*command, "-m", "tests.training.parallel.test_fsdp", device], cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from model import MODEL_SIZES
-from tests.training.test_cost_model import step_of
-from training.memory import WHOLE
-from training.planner import HEADROOM, LEAST_HEADROOM, find_max_context, make_plan
-from training.rates import H200
+from tests.training.memory.test_cost_model import step_of
+from training.memory.machine import H200
+from training.memory.placement import WHOLE
+from training.memory.planner import HEADROOM, LEAST_HEADROOM, find_max_context, make_plan
 
 GIB = 2**30
 HOST = 110 * GIB

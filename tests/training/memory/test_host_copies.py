@@ -5,7 +5,7 @@ import signal
 import pytest
 import torch
 
-from training.pinned_arena import PinnedArena
+from training.memory.host_copies import PinnedArena
 
 
 def test_arena_gives_out_what_it_has():

@@ -1,9 +1,10 @@
 """What a training step takes, measured: its memory stage by stage and category by category, beside the prediction.
 
-Hooks on the model split a step into the stages of training.cost_model.Step, so that rows pair up. Bytes are told apart
-in two ways. Exactly, from tensors that are known: parameters, gradients, optimizer state, blocks' inputs, the gradients
-that flow between blocks, attention outputs that placed blocks keep. And by who ran: between two readings of the
-allocator the rest of the change, and of the peak, is booked on the part of the block that ran (attention or MLP).
+Hooks on the model split a step into the stages of cost_model.Step, so that measured and predicted rows pair up. Bytes
+are told apart in two ways. Exactly, from tensors that are known: parameters, gradients, optimizer state, blocks'
+inputs, the gradients that flow between blocks, attention outputs that placed blocks keep. And by who ran: between two
+readings of the allocator the rest of the change, and of the peak, is booked on the part of the block that ran
+(attention or MLP).
 """
 
 import gc
@@ -19,9 +20,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from training.cost_model import Choices, Stage, Step
+from training.memory.cost_model import Choices, Stage, Step
+from training.memory.planner import place
 from training.optimizer import MasterAdamW
-from training.planner import place
 
 GIB = 2**30
 CATEGORIES = ("parameters", "gradients", "optimizer", "layer inputs", "attention", "MLP", "loss", "workspace")

@@ -1,4 +1,4 @@
-"""What a machine does in a second: the seconds of training.cost_model are amounts of work over these."""
+"""What a machine does in a second: the seconds of training.memory.cost_model are amounts of work over these."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention import choose_backend
-from training.pinned_arena import PinnedArena
+from training.memory.host_copies import PinnedArena
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""training/profiler.py: measured on fake tensors against the prediction, stage by stage and category by category."""
+"""The profiler on fake tensors against the prediction, stage by stage and category by category."""
 
 import math
 import os
@@ -14,11 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from kernels.common import set_default_implementation
 from model import MODEL_SIZES, Transformer
-from training import cost_model
-from training.cost_model import LOSS_CHUNK_SIZE, Choices, PackedDocuments, Stage, Step
-from training.memory import WHOLE, Placement
-from training.optimizer import MasterAdamW
-from training.profiler import (
+from training.memory import cost_model
+from training.memory.cost_model import LOSS_CHUNK_SIZE, Choices, PackedDocuments, Stage, Step
+from training.memory.placement import WHOLE, Placement
+from training.memory.profiler import (
     CATEGORIES,
     GIB,
     Bench,
@@ -31,6 +30,7 @@ from training.profiler import (
     largest_that_runs,
     thin,
 )
+from training.optimizer import MasterAdamW
 
 
 class StorageCounter(TorchDispatchMode):
@@ -116,7 +116,7 @@ def run_dry(step, *all_choices):
                 counter.on_host = False
                 return slot
 
-        monkeypatch.setattr("training.planner.PinnedArena", FakeArena)
+        monkeypatch.setattr("training.memory.planner.PinnedArena", FakeArena)
         monkeypatch.setattr("training.optimizer.PinnedArena", FakeArena)
         torch.set_default_dtype(torch.bfloat16)  # fake parameters cannot be cast in place
         try:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from training.cost_model import Choices, Stage, Step, gib
 from training.errors import UserError
-from training.memory import Placement, apply_placement
-from training.pinned_arena import PinnedArena
-from training.rates import H200, Rates
+from training.memory.cost_model import Choices, Stage, Step, gib
+from training.memory.host_copies import PinnedArena
+from training.memory.machine import H200, Rates
+from training.memory.placement import Placement, apply_placement
 
 # Budget over predicted peak. What the allocator cannot use of the blocks that it has free, and what the cost model
 # leaves out; and where the context does not fit with that, what is left if expandable segments give back their pages at

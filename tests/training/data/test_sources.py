@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.test_data import EOS, make_documents
-from training.corpus import ByteTokenizer, load_documents, load_tokenizer, split_documents
-from training.data import PackedLoader
+from tests.training.data.test_loader import EOS, make_documents
+from training.data.loader import PackedLoader
+from training.data.sources import ByteTokenizer, load_documents, load_tokenizer, split_documents
 
 BYTES = ByteTokenizer()
 
