@@ -30,11 +30,19 @@ import torch
 from kernels.attention import choose_backend
 from model import MODEL_SIZES, ModelConfig, Transformer
 from train import TrainConfig, build_model
-from training.budgets import DRIVER_BYTES, available_host_bytes, cap_gpu_memory, gpu_budget, parse_bytes
 from training.errors import UserError, refused_as_user_error
-from training.gpus import parse_gpu, scale_rates
 from training.memory.cost_model import Choices, PackedDocuments, Step, gib
-from training.memory.machine import Rates, measure_rates
+from training.memory.machine import (
+    DRIVER_BYTES,
+    Rates,
+    available_host_bytes,
+    cap_gpu_memory,
+    gpu_budget,
+    measure_rates,
+    parse_bytes,
+    parse_gpu,
+    scale_rates,
+)
 from training.memory.placement import WHOLE, Placement
 from training.memory.planner import LEAST_HEADROOM, Plan, describe_budgets, find_max_context, has_plan, make_plan
 from training.memory.profiler import (

@@ -15,10 +15,9 @@ from pathlib import Path
 
 from model import MODEL_SIZES
 from profile_memory import COMPARED_BUDGET, COMPARED_CONTEXTS, compared_choices, step_of
-from training.budgets import DRIVER_BYTES, parse_bytes
 from training.errors import UserError
-from training.gpus import GPUS, scale_rates
 from training.memory.cost_model import Stage, Step
+from training.memory.machine import DRIVER_BYTES, GPUS, parse_bytes, scale_rates
 from training.memory.planner import find_max_context, make_plan
 from training.memory.profiler import CATEGORIES, GIB, MeasuredStage
 

@@ -15,9 +15,8 @@ import profile_memory
 from model import MODEL_SIZES
 from profile_memory import GIB, WHOLE, main, smallest_gpus
 from tests.training.memory.test_profiler import dry_run, run_dry, step_of  # noqa: F401
-from training.gpus import GPUS, scale_rates
 from training.memory.cost_model import Choices
-from training.memory.machine import H200, Rates
+from training.memory.machine import GPUS, H200, Rates, scale_rates
 from training.memory.placement import Placement
 from training.memory.planner import find_max_context, make_plan
 from training.parallel.world import World

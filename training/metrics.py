@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from training.gpus import find_gpu
+from training.memory.machine import find_gpu
 from training.parallel.world import World
 
 logger = logging.getLogger(__name__)

@@ -1,26 +1,110 @@
-"""What a machine does in a second: the seconds of training.memory.cost_model are amounts of work over these."""
+"""The machine that a step is planned for: what memory is free, what the GPU does in a second, and GPUs by data sheet.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+The cost model divides amounts of work by `Rates`: measured on the GPU at hand, or, for a GPU that is not here, an
+H200's scaled by NVIDIA's data sheets. The data sheets' peak also serves to compute a run's model FLOP utilisation.
+"""
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from kernels.attention import choose_backend
+from training.errors import UserError
 from training.memory.host_copies import PinnedArena
+
+DRIVER_BYTES = 2**30  # GPU memory that CUDA and NCCL take for themselves
+MIB = 2**20
+_PCIE_4, _PCIE_5 = 32e9, 64e9  # bytes/s each way of a link of sixteen lanes
+
+
+# Memory
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in "24GB" or "24GiB" (both 2**30 bytes a GB, as GPUs are sold), "512MB" or a plain number of bytes.
+
+    Raises:
+        UserError: anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise UserError(f'a memory size looks like "24GB", got {text!r}')
+    return int(float(match[1]) * 2 ** (10 * " KMGT".index(match[2].upper() or " ")))
+
+
+def gpu_budget(text: str, device: torch.device) -> int:
+    """Bytes of a --memory_budget: a size, or "auto" for what is free or already this process's, less DRIVER_BYTES.
+
+    Raises:
+        UserError: that much is not free.
+    """
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    budget = free - DRIVER_BYTES if text == "auto" else parse_bytes(text)
+    if not 0 < budget <= free:
+        raise UserError(
+            f"memory_budget {text}: {free / 2**30:.1f} GB of this GPU are free, of which the driver needs one; "
+            "lower it, or end what else runs there"
+        )
+    return budget
+
+
+def available_host_bytes() -> int:
+    """80% of what this machine and this process's control groups have left, shared by torchrun's processes here."""
+    available = 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1])
+    return int(0.8 * min(available, *_bytes_left_in_groups())) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _bytes_left_in_groups() -> Iterator[float]:
+    """Bytes left under each memory limit on this process: its control group's and its parents' (container, Slurm job).
+
+    cgroup v2 lists one path with an empty controller, v1 one path for the controller "memory". In a container the path
+    may be the host's and not exist here; the limit is then that of the nearest folder above which does.
+    """
+    yield math.inf
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, limit, usage, cache = "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit, usage = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache = "total_inactive_file"
+        else:
+            continue
+        group = Path(root, path.lstrip("/"))
+        for folder in (group, *group.parents[: len(group.parts) - len(Path(root).parts)]):
+            with suppress(OSError, ValueError):  # no such folder or file, or no limit, which v2 writes as "max"
+                size = int((folder / limit).read_text())
+                cached = re.search(rf"^{cache} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)[1]
+                yield size - (int((folder / usage).read_text()) - int(cached))
+
+
+def cap_gpu_memory(num_bytes: int, device: torch.device) -> None:
+    """Make `num_bytes` the hard limit of this process's GPU allocator, everything reserved included."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(num_bytes / total, device)
+
+
+# Rates
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine does in a second; the defaults are one H200's."""
+    """What a machine does in one second; the defaults are one H200's."""
 
     matrix_flops: float = 650e12
     attention_forward_flops: float = 570e12
     attention_backward_flops: float = 535e12
-    # Packed documents; a call for each costs this besides its floating-point operations.
+    # Attention runs once for each packed document: launches a second, besides their floating-point operations.
     forward_documents: float = 12_000
     backward_documents: float = 5_000
-    memory_bytes: float = 4.2e12  # read and written
-    link_bytes: float = 50e9  # each way between host and GPU, both at once
+    memory_bytes: float = 4.2e12  # bytes read plus bytes written
+    link_bytes: float = 50e9  # bytes each way between host and GPU, in both directions at once
 
 
 H200 = Rates()
@@ -48,7 +132,7 @@ def _matrix_rate(config, device: torch.device) -> float:
 
 
 def _attention_rates(config, device: torch.device, context_length: int) -> tuple[float, float]:
-    """Forward and backward. Past 131,072 tokens, where forward gets slower, of one key/value head at such a length."""
+    """FLOP/s of forward and backward; past 131,072 tokens, where forward gets slower, of one key/value head."""
     T, G, K = 16_384, config.num_key_value_heads, config.head_dim
     if context_length > 131_072:
         T, G = min(context_length, 524_288), 1
@@ -64,7 +148,7 @@ def _attention_rates(config, device: torch.device, context_length: int) -> tuple
 
 
 def _document_rates(config, device: torch.device, forward_flops: float, backward_flops: float) -> tuple[float, float]:
-    """Forward and backward, of short documents packed in a sequence."""
+    """Calls a second of forward and backward, from 32 documents of 512 tokens packed in a sequence."""
     count, length, H, G, K = 32, 512, config.num_attention_heads, config.num_key_value_heads, config.head_dim
     q, k, v = (torch.randn(1, count * length, n, K, device=device, dtype=torch.bfloat16) for n in (H, G, G))
     segments = torch.tensor([[0, i * length, (i + 1) * length] for i in range(count)])
@@ -78,7 +162,7 @@ def _document_rates(config, device: torch.device, forward_flops: float, backward
 
 
 def _copy_rates(device: torch.device) -> tuple[float, float]:
-    """Within the GPU's memory, and to and from the host at once."""
+    """Bytes/s of copies within the GPU's memory, and each way of copies to and from the host at once."""
     source, target = (torch.empty(2**26, dtype=torch.uint8, device=device) for _ in range(2))
     arena, side = PinnedArena(2 * source.numel(), device), torch.cuda.Stream(device)
     sent, fetched = (arena.allocate(source.shape, torch.uint8) for _ in range(2))
@@ -95,7 +179,7 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Of one call, over enough of them for the clock that the GPU settles at under load."""
+    """Seconds of one call, averaged over enough calls (200 ms) for the GPU to settle at its clock under load."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     work()  # libraries choose their kernels
     calls, milliseconds = 1, 0.0
@@ -107,3 +191,83 @@ def _seconds(work: Callable[[], object]) -> float:
         stop.synchronize()
         milliseconds, calls = start.elapsed_time(stop), 4 * calls
     return milliseconds / (calls // 4) / 1000
+
+
+# GPUs by data sheet
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One model of GPU.
+
+    Args:
+        device_name: pattern of a word that stands in the driver's name of it.
+        memory_bytes: what nvidia-smi shows, which is less than the round number in the name.
+        flops: dense bf16 peak of the tensor cores, float32 accumulation, FLOP/s.
+        memory_bandwidth, link_bandwidth: bytes/s of its memory, and each way of its link to the host.
+        attention_backend: what kernels.attention chooses there.
+    """
+
+    device_name: str
+    memory_bytes: int
+    flops: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    attention_backend: str = "flash"
+
+
+# The driver's name of a GPU may match two entries; the first of them counts.
+GPUS = {
+    "RTX3090": GPU("RTX 3090", 24_576 * MIB, 71e12, 936e9, _PCIE_4),
+    "RTX4090": GPU("RTX 4090", 24_564 * MIB, 165e12, 1008e9, _PCIE_4),
+    "RTX5090": GPU("RTX 5090", 32_607 * MIB, 210e12, 1792e9, _PCIE_5, "cudnn"),
+    "A10G": GPU("A10G", 23_028 * MIB, 70e12, 600e9, _PCIE_4),
+    "A40": GPU("A40", 46_068 * MIB, 150e12, 696e9, _PCIE_4),
+    "A6000": GPU("A6000", 49_140 * MIB, 155e12, 768e9, _PCIE_4),
+    "L40": GPU("L40", 46_068 * MIB, 181e12, 864e9, _PCIE_4),
+    "L40S": GPU("L40S", 46_068 * MIB, 362e12, 864e9, _PCIE_4),
+    "A100-40GB": GPU("A[18]00", 40_960 * MIB, 312e12, 1555e9, _PCIE_4),
+    "A100-80GB": GPU("A[18]00", 81_920 * MIB, 312e12, 2039e9, _PCIE_4),
+    "H100-PCIe": GPU("H100 PCIe", 81_559 * MIB, 756e12, 2039e9, _PCIE_5, "cudnn"),
+    "H100": GPU("H100", 81_559 * MIB, 989e12, 3350e9, _PCIE_5, "cudnn"),
+    "H200": GPU("G?H200", 143_771 * MIB, 989e12, 4800e9, _PCIE_5, "cudnn"),
+    "B200": GPU("B200", 183_359 * MIB, 2250e12, 8000e9, _PCIE_5, "cudnn"),
+}
+# Measured on an H200: the rate of each attention kernel divided by cuDNN's. FlashAttention-2 does not use Hopper's new
+# instructions; on an A100, for which it was written, it reaches the share of peak that cuDNN reaches on Hopper (Dao,
+# arXiv 2307.08691).
+_HOPPER_ATTENTION = {"cudnn": 1.0, "flash": 0.58, "flash-attn-4": 1.14}
+
+
+def find_gpu(device_name: str) -> GPU | None:
+    """The GPU that the driver calls so; None if the table does not know it."""
+    return next((gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.device_name}\b", device_name)), None)
+
+
+def parse_gpu(text: str) -> GPU:
+    """A GPU of the table by its name, or one of an H200's speed that has another size.
+
+    Raises:
+        UserError: neither.
+    """
+    by_name = {name.lower(): gpu for name, gpu in GPUS.items()}
+    if text.lower() in by_name:
+        return by_name[text.lower()]
+    try:
+        return replace(GPUS["H200"], memory_bytes=parse_bytes(text))
+    except UserError:
+        raise UserError(f"no GPU {text!r} in the table: {', '.join(GPUS)}; or a size such as 24GB") from None
+
+
+def scale_rates(gpu: GPU, attention_backend: str) -> Rates:
+    """Rates of a `gpu` that is not here, if it comes as near to its data sheet as an H200 does to its own."""
+    h200 = GPUS["H200"]
+    flops, link = gpu.flops / h200.flops, gpu.link_bandwidth / h200.link_bandwidth
+    attention = flops * (1 if gpu.attention_backend == "flash" else _HOPPER_ATTENTION[attention_backend])
+    return Rates(
+        matrix_flops=H200.matrix_flops * flops,
+        attention_forward_flops=H200.attention_forward_flops * attention,
+        attention_backward_flops=H200.attention_backward_flops * attention,
+        memory_bytes=H200.memory_bytes * (gpu.memory_bandwidth / h200.memory_bandwidth),
+        link_bytes=H200.link_bytes * link,
+    )

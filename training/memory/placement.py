@@ -5,7 +5,6 @@ what the block's `Placement` says; backward builds the block again from its inpu
 one block's activations exist at a time. Two things of the block are not computed twice: attention, where its output
 and log-sum-exp were kept, and the tiled MLP, whose output no gradient needs. Where memory is plenty, a block is left
 whole to autograd: nothing is computed twice.
-Offloading: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857.
 """
 
 import functools
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from training.memory.host_copies import PinnedArena
+from training.memory.host_copies import HostCopies, PinnedArena
 
 PLACES = ("gpu", "host", "recompute")
 
@@ -129,7 +128,7 @@ class _PlacedBlocks:
         self.blocks, self.placements = blocks, placements
         self.forwards = [block.forward for block in blocks]
         self.first = next((i for i, placement in enumerate(placements) if not placement.is_whole), None)
-        self.copies = None if arena is None else _HostCopies(arena)
+        self.copies = None if arena is None else HostCopies(arena)
         self.on_gpu: dict[tuple[int, str], list[Tensor]] = {}  # of (layer, kind), in the order they were made
         self.kept_calls: Counter = Counter()  # of (layer, kind): times that something was kept in the last forward
         self.passes = [0] * len(blocks)
@@ -215,52 +214,6 @@ class _PlacedBlock(torch.autograd.Function):
             raise RuntimeError(f"block {ctx.layer} went forward or backward again since this forward: nothing is kept")
         ctx.blocks.passes[ctx.layer] += 1
         return ctx.blocks.backward(ctx.layer, dy_BTD, ctx.context), None, None, None
-
-
-class _HostCopies:
-    """Copies of tensors to slots of the arena and back, on two streams made once; on a CPU, plain copies.
-
-    A tensor's memory belongs to the compute stream's allocator throughout. Waits keep it from being used again under
-    a copy, and not record_stream: the peak would depend on how far the host is ahead.
-    """
-
-    def __init__(self, arena: PinnedArena):
-        self.arena = arena
-        self.slots: dict[tuple[int, str, int], list[Tensor]] = {}
-        self.leaving: list[Sequence[Tensor]] = []
-        self.device_module = torch.get_device_module(arena.device)  # torch.cpu's streams do nothing
-        self.to_host, self.to_gpu = self.device_module.Stream(), self.device_module.Stream()
-
-    def send(self, key: tuple[int, str, int], tensors: Sequence[Tensor]) -> None:
-        slots = self.slots.get(key)
-        if slots is None or [s.shape for s in slots] != [t.shape for t in tensors]:
-            slots = self.slots[key] = [self.arena.allocate(t.shape, t.dtype) for t in tensors]
-        # After what computes the tensors, and after backward's last use of what was fetched from these slots.
-        self._copy(slots, tensors, self.to_host)
-        self.leaving.append(tensors)  # so that nobody gets their memory while they are read
-
-    def finish_sending(self) -> None:
-        """Let go of the tensors: compute queued from here on, which may write into their memory, waits for copies."""
-        self.device_module.current_stream().wait_stream(self.to_host)
-        self.leaving.clear()
-
-    def fetch(self, key: tuple[int, str, int]) -> list[Tensor]:
-        """Tensors that may be read after `finish_fetching`."""
-        slots = self.slots[key]
-        tensors = [torch.empty(slot.shape, dtype=slot.dtype, device=self.arena.device) for slot in slots]
-        # After the last use of the memory that `tensors` got, and after finish_sending, so that the slots are written.
-        self._copy(tensors, slots, self.to_gpu)
-        return tensors
-
-    def finish_fetching(self) -> None:
-        """Compute queued from here on waits for all fetches; it alone uses the tensors then, and may free them."""
-        self.device_module.current_stream().wait_stream(self.to_gpu)
-
-    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: torch.Stream) -> None:
-        stream.wait_stream(self.device_module.current_stream())
-        with self.device_module.stream(stream):
-            for target, source in zip(targets, sources):
-                target.copy_(source, non_blocking=True)
 
 
 class _Interception(TorchDispatchMode):
