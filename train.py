@@ -23,8 +23,10 @@ from kernels.common import IMPLEMENTATIONS, set_default_implementation
 from model import MODEL_SIZES, ModelConfig, Transformer, find_documents
 from training.checkpoint import files as checkpoint
 from training.config import flag, given_settings
-from training.data.loader import Batch, PackedLoader, check_same_data, validation_batches
-from training.data.sources import load_documents, load_tokenizer, split_documents
+from training.data.loader import PackedLoader, check_same_data, validation_batches
+from training.data.packing import Batch
+from training.data.sources import load_documents, split_documents
+from training.data.tokenizer import load_tokenizer
 from training.errors import UserError, refused_as_user_error
 from training.memory.cost_model import Choices, PackedDocuments, Step, gib
 from training.memory.machine import Rates, available_host_bytes, cap_gpu_memory, gpu_budget, measure_rates, parse_bytes

@@ -37,8 +37,10 @@ from train import (
     resolve_memory_budget,
     train_step,
 )
-from training.data.loader import Batch, PackedLoader
-from training.data.sources import load_documents, load_tokenizer
+from training.data.loader import PackedLoader
+from training.data.packing import Batch
+from training.data.sources import load_documents
+from training.data.tokenizer import load_tokenizer
 from training.memory.cost_model import PackedDocuments
 from training.memory.planner import Plan
 from training.metrics import peak_flops

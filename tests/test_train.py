@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import train
 from model import MODEL_SIZES, Transformer
-from tests.training.data.test_sources import write_tokenizer
+from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint.files import save_checkpoint
 from training.config import given_settings
 from training.memory.placement import WHOLE, Placement

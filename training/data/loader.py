@@ -1,65 +1,18 @@
-"""Documents to batches: packing to context_length, validation.
+"""Batches of packed sequences: an endless training order that can be resumed, and the held-out documents once.
 
-A sequence is cut from the documents only when it is asked for, so the corpus is in memory once. An epoch is one stream:
-the documents in an order drawn from (seed, epoch), each followed by the end-of-text id. Training cuts the stream every
-context_length tokens and takes the sequences in random order, so that a batch is not one document; the incomplete
-sequence at an epoch's end is dropped, and the next epoch's order drops other tokens.
+An epoch is one stream: the documents in an order drawn from (seed, epoch), each followed by the end-of-text id.
+Training cuts the stream every context_length tokens and takes the sequences in random order, so that a batch is not one
+document. The incomplete sequence at an epoch's end is dropped; the next epoch's order drops other tokens.
 """
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
-import torch
 
+from training.data.packing import Batch, PackedStream, stack_sequences
 from training.data.sources import Document
 from training.errors import UserError
-
-IGNORE_INDEX = -100
-
-
-@dataclass(frozen=True)
-class Batch:
-    input_ids: torch.Tensor  # [B, T] int64
-    labels: torch.Tensor  # [B, T] int64, unshifted; -100: no target (padding, prompts, a segment's first token)
-    document_ids: torch.Tensor  # [B, T] int32, counted from 0 within each sequence, non-decreasing
-    num_valid_tokens: int  # targets left after the model's shift: labels[:, 1:] != -100
-
-
-class _Stream:
-    """Documents in a given order, each followed by eos_id, as one sequence of tokens that is never materialized."""
-
-    def __init__(self, documents: list[Document], order: np.ndarray, eos_id: int):
-        self.documents, self.order, self.eos_id = documents, order, eos_id
-        self.ends = np.cumsum([len(documents[i].tokens) + 1 for i in order])
-
-    def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens start to start + length: (ids, labels, document ids), padded past the end with unlabelled eos_id."""
-        ids = np.full(length, self.eos_id, dtype=np.int64)
-        labels = np.full(length, IGNORE_INDEX, dtype=np.int64)
-        document_ids = np.zeros(length, dtype=np.int32)
-        rank = int(np.searchsorted(self.ends, start, side="right"))  # of the document in the order
-        position = segment = 0
-        while position < length and rank < len(self.order):
-            document = self.documents[self.order[rank]]
-            size = len(document.tokens) + 1
-            offset = start + position - (int(self.ends[rank]) - size)
-            stop = min(position + size - offset, length)
-            piece = document.tokens[offset : offset + stop - position]
-            ids[position : position + len(piece)] = piece  # eos_id follows where the document ends here
-            # Not predicted across segments: the first token, whatever precedes it; and the prompt.
-            first_target = position + max(1, document.num_masked - offset)
-            labels[first_target:stop] = ids[first_target:stop]
-            document_ids[position:stop] = segment
-            position, rank, segment = stop, rank + 1, segment + 1
-        document_ids[position:] = segment
-        return ids, labels, document_ids
-
-
-def _to_batch(sequences: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Batch:
-    input_ids, labels, document_ids = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*sequences))
-    return Batch(input_ids, labels, document_ids, int((labels[:, 1:] != IGNORE_INDEX).sum()))
 
 
 class PackedLoader:
@@ -146,14 +99,14 @@ class PackedLoader:
     def next_batch(self) -> Batch:
         first = self.next_sequence + self.rank
         self.next_sequence += self.batch_size * self.world_size
-        return _to_batch([self._sequence(i) for i in range(first, self.next_sequence, self.world_size)])
+        return stack_sequences([self._sequence(i) for i in range(first, self.next_sequence, self.world_size)])
 
     def _sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         epoch, index = divmod(index, self.sequences_per_epoch)
         if epoch != self._stream_epoch:
             random = np.random.default_rng([self.seed, epoch])
             order = random.permutation(len(self.documents))
-            self._stream_epoch, self._stream = epoch, _Stream(self.documents, order, self.eos_id)
+            self._stream_epoch, self._stream = epoch, PackedStream(self.documents, order, self.eos_id)
             self._places = random.permutation(self.sequences_per_epoch)
         return self._stream.read(int(self._places[index]) * self.context_length, self.context_length)
 
@@ -204,7 +157,7 @@ def validation_batches(
     Returns:
         Iterator of Batch, [batch_size, context_length] each.
     """
-    stream = _Stream(documents, np.arange(len(documents)), eos_id)
+    stream = PackedStream(documents, np.arange(len(documents)), eos_id)
     stride = context_length - 1
     num_sequences = -(-(int(stream.ends[-1]) - 1) // stride)
     if limit is not None:
@@ -213,4 +166,4 @@ def validation_batches(
         indices = range(first, first + batch_size * world_size, world_size)
         # A sequence past the last is read from beyond the stream: padding only.
         starts = [i * stride if i < num_sequences else int(stream.ends[-1]) for i in indices]
-        yield _to_batch([stream.read(start, context_length) for start in starts])
+        yield stack_sequences([stream.read(start, context_length) for start in starts])

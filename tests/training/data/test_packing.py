@@ -1,0 +1,69 @@
+"""Packing: no token is lost or duplicated, and none is predicted across documents."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from training.data.loader import PackedLoader
+from training.data.sources import Document
+
+EOS = 0
+
+
+def make_documents(lengths, masked=0):
+    """Documents whose tokens are all different and never EOS."""
+    ids = np.arange(1, sum(lengths) + 1, dtype=np.uint32)
+    return [Document(tokens, masked) for tokens in np.split(ids, np.cumsum(lengths)[:-1])]
+
+
+def test_segments_and_masks():
+    # With this seed the order is as given: 1 2 end 3 | 4 5 6 7, and the last end is dropped.
+    batch = PackedLoader(make_documents([2, 5]), 4, 2, EOS, seed=0).next_batch()
+    assert batch.input_ids.tolist() == [[1, 2, EOS, 3], [4, 5, 6, 7]]
+    assert batch.labels.tolist() == [[-100, 2, EOS, -100], [-100, 5, 6, 7]]
+    assert batch.document_ids.tolist() == [[0, 0, 0, 1], [0, 0, 0, 0]]
+    assert batch.num_valid_tokens == 5
+    assert (batch.input_ids.dtype, batch.labels.dtype) == (torch.int64, torch.int64)
+    assert batch.document_ids.dtype == torch.int32
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    context_length=st.integers(2, 17),
+    world_size=st.integers(1, 3),
+    batch_size=st.integers(1, 3),
+    seed=st.integers(0, 3),
+)
+def test_packing_loses_and_duplicates_no_token(lengths, context_length, world_size, batch_size, seed):
+    documents = make_documents(lengths)
+    total = sum(lengths) + len(lengths)
+    if total < context_length:
+        with pytest.raises(ValueError, match=f"{total} training tokens is shorter than one context_length"):
+            PackedLoader(documents, context_length, batch_size, EOS, seed)
+        return
+    loaders = [PackedLoader(documents, context_length, batch_size, EOS, seed, r, world_size) for r in range(world_size)]
+    per_epoch = total // context_length
+    sequences = []  # of two epochs and a little more, in the global order
+    while len(sequences) < 2 * per_epoch:
+        batches = [loader.next_batch() for loader in loaders]
+        for row in range(batch_size):
+            sequences += [(b.input_ids[row], b.labels[row], b.document_ids[row]) for b in batches]
+        for batch in batches:
+            assert batch.num_valid_tokens == int((batch.labels[:, 1:] != -100).sum())
+    for epoch in range(2):
+        random = np.random.default_rng([seed, epoch])
+        order, places = random.permutation(len(documents)), random.permutation(per_epoch)
+        stream = np.concatenate([np.append(documents[i].tokens, EOS) for i in order])
+        owner = np.concatenate([np.full(lengths[i] + 1, rank) for rank, i in enumerate(order)])
+        rows = sequences[epoch * per_epoch : (epoch + 1) * per_epoch]
+        rows = [rows[i] for i in np.argsort(places)]  # as they lie in the stream
+        packed = np.concatenate([ids.numpy() for ids, _, _ in rows])
+        assert packed.tolist() == stream[: per_epoch * context_length].tolist()
+        for i, (ids, labels, document_ids) in enumerate(rows):
+            part = owner[i * context_length : (i + 1) * context_length]
+            assert document_ids.tolist() == (part - part[0]).tolist()
+            starts_segment = np.append(True, part[1:] != part[:-1])
+            assert labels.tolist() == np.where(starts_segment, -100, ids.numpy()).tolist()

@@ -1,0 +1,78 @@
+"""Tokenizers of bytes and of files, and every refusal."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from training.data.loader import PackedLoader
+from training.data.sources import load_documents
+from training.data.tokenizer import ByteTokenizer, load_tokenizer
+
+BYTES = ByteTokenizer()
+
+
+def write_tokenizer(path, special="<|endoftext|>", filler=0):
+    """A BPE over bytes, with filler unused tokens so that later ids are large."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *(f"unused {i}" for i in range(filler)), "he"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("h", "e")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if special:
+        tokenizer.add_special_tokens([AddedToken(special, special=True)])
+    tokenizer.enable_truncation(max_length=2)  # a setting for inference, which must not cut documents
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(path))
+    return str(path)
+
+
+def test_byte_tokenizer_round_trip():
+    text = "na\u00efve \u2192 \U0001f600"
+    ids = BYTES.encode(text)
+    assert ids.dtype == np.uint8 and ids.tolist() == list(text.encode()) and BYTES.decode(ids) == text
+    assert (BYTES.vocab_size, BYTES.eos_id, BYTES.name) == (256, 0, "bytes")
+    assert BYTES.decode(torch.tensor([104, 0xC3, 105, 70000])) == "h\ufffdi\ufffd"
+
+
+def test_tokenizer_file_keeps_large_ids_and_all_tokens(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "tokenizer.json", filler=70000))
+    ids = tokenizer.encode("hehe hx")
+    assert ids.dtype == np.uint32 and len(ids) == 5
+    assert ids[0] == ids[1] == 256 + 70000
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (256 + 70001, 256 + 70002)
+    assert tokenizer.decode(torch.from_numpy(ids.astype(np.int64))) == "hehe hx"
+    (tmp_path / "a.txt").write_text("hehe")
+    documents = load_documents(str(tmp_path / "a.txt"), tokenizer, tokenizer.vocab_size)
+    batch = PackedLoader(documents, 3, 1, tokenizer.eos_id, seed=0).next_batch()
+    assert batch.input_ids.tolist() == [[70256, 70256, 70257]]
+
+
+def test_identity_is_of_the_content(tmp_path):
+    paths = [
+        write_tokenizer(tmp_path / name, special) for name, special in (("a", "</s>"), ("b", "</s>"), ("c", "<eos>"))
+    ]
+    one, same, other = (load_tokenizer(path).identity for path in paths)
+    assert one == same != other and len(one) == 64
+    assert load_tokenizer(None).identity == load_tokenizer("bytes").identity == "bytes"
+
+
+@pytest.mark.parametrize("special", ["<|im_end|>", "</s>", "<eos>", "<|end_of_text|>"])
+def test_tokenizer_end_of_text(tmp_path, special):
+    assert load_tokenizer(write_tokenizer(tmp_path / "t.json", special)).eos_id == 257
+
+
+def test_tokenizer_errors(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"t\.json has none of <\|endoftext\|>, .*<\|end_of_text\|>"):
+        load_tokenizer(write_tokenizer(tmp_path / "t.json", special=None))
+    with pytest.raises(ValueError, match=r"cannot read tokenizer .*missing\.json.*No such file"):
+        load_tokenizer(str(tmp_path / "missing.json"))
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ValueError, match=r"cannot read tokenizer .*bad\.json"):
+        load_tokenizer(str(tmp_path / "bad.json"))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match="pip install tokenizers"):
+        load_tokenizer("t.json")
