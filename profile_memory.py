@@ -57,7 +57,8 @@ from training.memory.profiler import (
     thin,
 )
 from training.optimizer import MasterAdamW
-from training.parallel.world import World, copy_weights, initial_weights, join_world
+from training.parallel.fsdp import copy_weights, initial_weights
+from training.parallel.world import World, join_world
 
 CONTEXT_LENGTH = 131_072
 COMPARED_CONTEXTS = (32_768, 65_536, 131_072, 262_144)

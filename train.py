@@ -21,7 +21,15 @@ from tqdm import tqdm
 from kernels.attention import choose_backend
 from kernels.common import IMPLEMENTATIONS, set_default_implementation
 from model import MODEL_SIZES, ModelConfig, Transformer, find_documents
-from training.checkpoint import files as checkpoint
+from training.checkpoint.files import (
+    latest_checkpoint,
+    load_optimizer_state,
+    load_trainer_state,
+    restore_rng,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from training.checkpoint.weights import load_model_weights, read_json
 from training.config import flag, given_settings
 from training.data.loader import PackedLoader, check_same_data, validation_batches
 from training.data.packing import Batch
@@ -35,7 +43,8 @@ from training.memory.planner import Plan, has_plan, make_plan, place
 from training.memory.profiler import format_table
 from training.metrics import MetricsFile, peak_flops, peak_memory_gib
 from training.optimizer import MasterAdamW, warmup_cosine
-from training.parallel.world import World, initial_weights, join_world, shard_model
+from training.parallel.fsdp import initial_weights, shard_model
+from training.parallel.world import World, join_world
 
 logger = logging.getLogger("train")
 DEFAULT_STEPS = 300
@@ -149,7 +158,7 @@ def choose_model(config: TrainConfig, device: torch.device, resumed: Path | None
         if not path.is_file():
             raise UserError(f"init_from {folder} has no config.json; give a folder in Hugging Face's form")
         with refused_as_user_error(f"cannot take {path}: "):
-            declared = ModelConfig.from_hugging_face(checkpoint.read_json(path))
+            declared = ModelConfig.from_hugging_face(read_json(path))
         for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
             if getattr(declared, name) != getattr(shape, name):
                 raise UserError(
@@ -349,7 +358,7 @@ def find_start(given: dict, world: World) -> tuple[TrainConfig, Start]:
     number it had, and a finished one gets DEFAULT_STEPS more at its last learning rate.
     """
     config = TrainConfig(**given)
-    last = checkpoint.latest_checkpoint(Path(config.output_dir))
+    last = latest_checkpoint(Path(config.output_dir))
     if not config.resume:
         if last is not None:
             raise UserError(f"{last} is already there: --resume goes on from it, another --output_dir starts afresh")
@@ -359,7 +368,7 @@ def find_start(given: dict, world: World) -> tuple[TrainConfig, Start]:
         raise UserError(f"--resume: no checkpoint in {config.output_dir}; drop --resume to start a run")
     if not (last / "optimizer").is_dir():
         raise UserError(f"{last} was saved without optimizer state; use --init_from {last} and another --output_dir")
-    state = checkpoint.load_trainer_state(last)
+    state = load_trainer_state(last)
     step, steps_before = state["step"], state["max_steps"]
     saved = {**saved_settings(last, state), "max_steps": steps_before}
     before = with_defaults(TrainConfig(**saved))
@@ -395,7 +404,7 @@ def saved_settings(last: Path, state: dict) -> dict:
     Checkpoints of older versions do not hold them; output_dir/config.json does.
     """
     file = last.parent / "config.json"
-    saved = state.get("settings") or (checkpoint.read_json(file) if file.is_file() else {})
+    saved = state.get("settings") or (read_json(file) if file.is_file() else {})
     if not saved:
         logger.info("%s does not say its settings: what is not given now has its default", last)
     known = {f.name for f in dataclasses.fields(TrainConfig)}
@@ -443,7 +452,7 @@ def choose_tokenizer(config: TrainConfig, model_config: ModelConfig) -> str:
     if file.is_file():
         return str(file)
     if ours.is_file():  # a checkpoint; older ones do not say their tokenizer
-        trained_with = checkpoint.load_trainer_state(config.init_from).get("tokenizer")
+        trained_with = load_trainer_state(config.init_from).get("tokenizer")
         if trained_with == "bytes" or (trained_with is None and model_config.vocab_size == 256):
             return "bytes"
     raise UserError(
@@ -482,7 +491,7 @@ def check_weights(weights: str | Path, model_config: ModelConfig) -> None:
     """Refuse weights of other names or shapes than the model's, by what the files' headers say."""
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Transformer(model_config).named_parameters()}
-    checkpoint.load_model_weights(weights, shapes)  # reads nothing large before the first weight is asked for
+    load_model_weights(weights, shapes)  # reads nothing large before the first weight is asked for
 
 
 def build(
@@ -497,12 +506,12 @@ def build(
         gpu_state_bytes=plan.choices.gpu_state_bytes,
     )
     if start.checkpoint:
-        checkpoint.load_optimizer_state(start.checkpoint, optimizer.state_dict())
+        load_optimizer_state(start.checkpoint, optimizer.state_dict())
         optimizer.restore_parameters()
-        checkpoint.restore_rng(start.checkpoint)
+        restore_rng(start.checkpoint)
     elif config.init_from:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        optimizer.load_weights(checkpoint.load_model_weights(config.init_from, shapes))
+        optimizer.load_weights(load_model_weights(config.init_from, shapes))
     else:
         optimizer.load_weights(initial_weights(model, config.seed))
     return model, optimizer, plan
@@ -551,7 +560,7 @@ def train(given: dict, world: World) -> None:
     loader, held_out = load_data(config, tokenizer, model_config.vocab_size, world)
     if start.checkpoint:
         loader.load_state_dict(start.loader)
-        checkpoint.verify_checkpoint(start.checkpoint)  # reads every byte of it
+        verify_checkpoint(start.checkpoint)  # reads every byte of it
     documents = PackedDocuments.average(
         *loader.document_lengths(), loader.longest_document, config.batch_size, world.size
     )
@@ -616,7 +625,7 @@ def train(given: dict, world: World) -> None:
                 warn_of_short_shutdown(seconds)
             show(progress, values, "byte" if config.tokenizer == "bytes" else "token")
         if config.save != "none" and (is_last or stop or is_due(step, config.checkpoint_interval)):
-            path = checkpoint.save_checkpoint(
+            path = save_checkpoint(
                 output_dir, step,
                 model_state=model.state_dict(), model_config=model_config.to_hugging_face(),
                 optimizer_state=optimizer.state_dict() if config.save == "full" else None,

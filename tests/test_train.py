@@ -16,13 +16,15 @@ from safetensors.torch import load_file
 import train
 from model import MODEL_SIZES, Transformer
 from tests.training.data.test_tokenizer import write_tokenizer
+from training.checkpoint import files
 from training.checkpoint.files import save_checkpoint
 from training.config import given_settings
 from training.memory.placement import WHOLE, Placement
 from training.memory.planner import find_max_context, make_plan
 from training.memory.profiler import format_table
 from training.optimizer import warmup_cosine
-from training.parallel.world import World, copy_weights, initial_weights
+from training.parallel.fsdp import copy_weights, initial_weights
+from training.parallel.world import World
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -32,9 +34,9 @@ SMALL += ["--device", "cpu"]
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A megabyte of nothing: some text of this repository, in a file."""
+    """Words of this repository, in a file; in indentation a model of tied embeddings would be right from the start."""
     path = tmp_path / "corpus.txt"
-    path.write_text("\n".join((ROOT / name).read_text() for name in ("model.py", "train.py")))
+    path.write_text(" ".join(word for name in ("model.py", "train.py") for word in (ROOT / name).read_text().split()))
     return str(path)
 
 
@@ -154,7 +156,7 @@ def test_refusals_come_before_the_data(corpus, tmp_path, monkeypatch, capsys):
     assert train.main(arguments(corpus, tmp_path / "run", steps=1)) == 0
     assert train.main(arguments(corpus, tmp_path / "weights", "--save", "model", steps=1)) == 0
     monkeypatch.setattr(train, "load_documents", lambda *_: pytest.fail("the data were read"))
-    monkeypatch.setattr(train.checkpoint, "verify_checkpoint", lambda *_: pytest.fail("checksums were computed"))
+    monkeypatch.setattr(train, "verify_checkpoint", lambda *_: pytest.fail("checksums were computed"))
     start = weights_of_another_shape(tmp_path / "start")
     config = json.loads((start / "config.json").read_text())
     (start / "config.json").write_text(json.dumps({**config, "intermediate_size": 300}))
@@ -191,7 +193,7 @@ def edit_trainer_json(path, edit):
     edit(trainer["trainer_state"])
     (path / "trainer.json").write_text(json.dumps(trainer))
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest.update(train.checkpoint._checksums(path, ["trainer.json"]))
+    manifest.update(files._checksums(path, ["trainer.json"]))
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from training.memory.host_copies import SLOT_ALIGNMENT, PinnedArena
-from training.parallel.world import local_part
+from training.parallel.fsdp import local_part
 
 PIECE_ELEMENTS = 2**23  # copies of 32 MiB run at the link's full rate
 NUM_SLOTS = 3  # one piece arrives, one is updated, one leaves

@@ -15,7 +15,8 @@ import training.optimizer
 from model import MODEL_SIZES, Transformer
 from training.checkpoint.files import load_optimizer_state, save_checkpoint
 from training.optimizer import LEAVING_BYTES, MasterAdamW, optimizer_bytes, warmup_cosine
-from training.parallel.world import World, shard_model
+from training.parallel.fsdp import shard_model
+from training.parallel.world import World
 
 SHAPES = {"matrix": (8, 16), "norm.weight": (16,), "other": (5, 7)}
 PLACEMENTS = {"device": math.inf, "host": 0, "partly": 8 * 16 * 12}  # gpu_state_bytes; partly: the matrix stays

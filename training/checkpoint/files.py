@@ -28,16 +28,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
-from torch.distributed.tensor import DTensor
 
+from training.checkpoint.weights import append_weights, read_json, safetensors_header
 from training.errors import UserError
 
 FORMAT_VERSION = 1
 GIB = 2**30
 IO_THREADS = 4  # files of a rank written, and checksums computed, at a time
 SPARE_BYTES = 64 * 2**20  # for everything in a checkpoint that is not a tensor
-SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 def save_checkpoint(
@@ -86,12 +84,12 @@ def save_checkpoint(
         with _failing_together():
             _write_json(temporary / f"rng_{rank}.json", _rng_state())
             if rank == 0:
-                (temporary / "model.safetensors").write_bytes(_safetensors_header(model_state))
+                (temporary / "model.safetensors").write_bytes(safetensors_header(model_state))
                 _write_json(temporary / "config.json", model_config)
                 trainer = {"step": step, "trainer_state": trainer_state, "optimizer_numbers": numbers}
                 _write_json(temporary / "trainer.json", {"format_version": FORMAT_VERSION, **trainer})
         with _failing_together():
-            _append_weights(temporary / "model.safetensors", model_state, rank)
+            append_weights(temporary / "model.safetensors", model_state, rank)
         if optimizer_state is not None:
             with _one_line_errors("cannot write the optimizer state"):
                 dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary / "optimizer", thread_count=IO_THREADS))
@@ -143,45 +141,6 @@ def verify_checkpoint(path: str | Path) -> None:
                 raise UserError(f"checkpoint {path}: {name} is corrupted (its CRC-32 differs); use another checkpoint")
 
 
-def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a checkpoint, of a Hugging Face folder (one file or shards) or of a .safetensors file.
-
-    Names and shapes are checked from the files' headers, in this call; tensors are then read one at a time.
-
-    Args:
-        path: the folder or file.
-        expected: our parameter name -> full shape. Without lm_head.weight the model is tied: a copy of the embedding
-            under that name is accepted and dropped.
-
-    Returns:
-        Iterator of (our name, CPU tensor in the file's dtype).
-
-    Raises:
-        UserError: one line naming the file that is missing or truncated, or the first weight that does not fit.
-    """
-    path = Path(path)
-    places = {}  # our name -> (file, its name there, shape)
-    for file in _weight_files(path):
-        with _open_safetensors(file) as weights:
-            for key in sorted(weights.keys()):
-                places[key.removeprefix("model.")] = file, key, tuple(weights.get_slice(key).get_shape())
-    another = f"checkpoint {path} is of another size"
-    hint = "choose the matching --model_size, or another checkpoint"
-    for name, shape in expected.items():
-        if name not in places:
-            raise UserError(f"{another}: it has no {_file_name(name)}, this model needs it; {hint}")
-        if places[name][2] != tuple(shape):
-            raise UserError(f"{another}: {_file_name(name)} has shape {list(places[name][2])}, "
-                             f"this model needs {list(shape)}; {hint}")  # fmt: skip
-    tied_copy = places.pop("lm_head.weight", None) if "lm_head.weight" not in expected else None
-    for name in places:
-        if name not in expected:
-            raise UserError(f"{another}: it has {_file_name(name)}, this model does not; {hint}")
-    if tied_copy and not torch.equal(_read_weight(tied_copy), _read_weight(places["embed_tokens.weight"])):
-        raise UserError(f"checkpoint {path} has an lm_head.weight of its own, this model ties it to the embedding")
-    return ((name, _read_weight(places[name])) for name in expected)
-
-
 def load_optimizer_state(path: str | Path, state: dict) -> None:
     """Read the optimizer's state into the tensors, DTensors and numbers of state, in place, on any number of ranks.
 
@@ -212,14 +171,6 @@ def load_trainer_state(path: str | Path) -> dict:
     """The trainer_state given to save_checkpoint, and "step". Raises UserError where it cannot be read."""
     trainer = _read_trainer(Path(path))
     return {"step": trainer["step"], **trainer["trainer_state"]}
-
-
-def read_json(file: Path) -> dict:
-    """What a JSON file holds. Raises UserError, naming the file, where it cannot be read."""
-    try:
-        return json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} is missing or damaged: {error}") from None
 
 
 def restore_rng(path: str | Path) -> bool:
@@ -303,78 +254,6 @@ def _split_leaves(state: dict) -> tuple[dict[str, torch.Tensor], dict]:
     values = {name: container[key] for name, container, key in _leaves(state)}
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     return tensors, {name: value for name, value in values.items() if name not in tensors}
-
-
-def _file_name(name: str) -> str:
-    return name if name == "lm_head.weight" else f"model.{name}"
-
-
-def _safetensors_header(model_state: dict[str, torch.Tensor]) -> bytes:
-    """A safetensors file up to its data: the header's length in 8 little-endian bytes, then the header in JSON.
-
-    Each weight's data_offsets count from the end of the header, which is padded with spaces to a multiple of 8 bytes:
-    two weights of 24 and 66 bytes have [0, 24] and [24, 90].
-    """
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, tensor in model_state.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        dtype = SAFETENSORS_DTYPES[tensor.dtype]
-        header[_file_name(name)] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _append_weights(file: Path, model_state: dict[str, torch.Tensor], rank: int) -> None:
-    """Write the weights after the header, from rank 0, with one full weight in memory at a time.
-
-    full_tensor() is a collective: if rank 0 left at a full disk, the other ranks would wait for it in the next one. So
-    every rank gathers every weight, also after rank 0 has an error, which is raised once the last is gathered.
-    """
-    error = None
-    for tensor in model_state.values():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if rank == 0 and error is None:
-            try:
-                with file.open("ab") as output:
-                    output.write(_bytes_of(full))
-            except Exception as caught:
-                error = caught
-        del full  # before the next is gathered
-    if error is not None:
-        raise error
-
-
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-
-
-def _weight_files(path: Path) -> list[Path]:
-    index = path / "model.safetensors.index.json"
-    if not path.exists():
-        raise UserError(f"checkpoint {path} does not exist")
-    if path.is_file():
-        return [path]
-    if (path / "model.safetensors").is_file():
-        return [path / "model.safetensors"]
-    if index.is_file():
-        return sorted({path / shard for shard in read_json(index).get("weight_map", {}).values()})
-    raise UserError(f"{path} has no model.safetensors; give a checkpoint's step_ folder or a Hugging Face folder")
-
-
-@contextlib.contextmanager
-def _open_safetensors(file: Path):
-    try:
-        with safe_open(file, framework="pt") as weights:
-            yield weights
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} is missing, truncated or no safetensors file: {error}") from None
-
-
-def _read_weight(place: tuple[Path, str, tuple[int, ...]]) -> torch.Tensor:
-    file, key, _ = place
-    with _open_safetensors(file) as weights:
-        return weights.get_tensor(key)
 
 
 def _read_trainer(path: Path) -> dict:

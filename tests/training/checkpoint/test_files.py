@@ -1,7 +1,6 @@
 """Checkpoints: exact round trips on any number of ranks, and every kind of damage is seen."""
 
 import gc
-import itertools
 import json
 import random
 import shutil
@@ -12,23 +11,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from training.checkpoint import files as checkpoint
+from training.checkpoint import files, weights
 from training.checkpoint.files import (
     latest_checkpoint,
-    load_model_weights,
     load_optimizer_state,
     load_trainer_state,
     restore_rng,
     save_checkpoint,
     verify_checkpoint,
 )
-from training.parallel.world import copy_weights
+from training.checkpoint.weights import load_model_weights
+from training.parallel.fsdp import copy_weights
 
 CONFIG = {"model_type": "qwen3", "hidden_size": 6}
 
@@ -109,19 +107,6 @@ def test_round_trip_in_one_process(tmp_path, dtype):
     assert json.loads((path / "config.json").read_text()) == CONFIG
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_a_safetensors_file(tmp_path, dtype):
-    model = {**weights_of(Model(1, dtype)), "lm_head.weight": torch.randn(6, 11).to(dtype).t()}  # not contiguous
-    file = save(tmp_path, 1, model_state=model, optimizer_state=None) / "model.safetensors"
-    expected = {"model.embed_tokens.weight": model["embed_tokens.weight"], "model.norm.weight": model["norm.weight"]}
-    expected["lm_head.weight"] = model["lm_head.weight"]
-    assert_same_state(load_file(file), expected)
-    with safe_open(file, framework="pt") as opened:
-        assert opened.metadata() == {"format": "pt"} and set(opened.keys()) == set(expected)
-        assert all(opened.get_tensor(name).dtype == dtype for name in expected)
-    assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
-
-
 def test_without_optimizer_state(tmp_path):
     path = save(tmp_path, 1, optimizer_state=None)
     verify_checkpoint(path)
@@ -142,78 +127,11 @@ def test_random_generators_go_on_exactly(tmp_path):
     assert not restore_rng(path)
 
 
-def test_files_are_hugging_faces(tmp_path):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    torch.manual_seed(0)
-    for tied in (True, False):
-        theirs = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=tied))
-        ours = {name.removeprefix("model."): p.detach() for name, p in theirs.named_parameters()}
-        assert ("lm_head.weight" in ours) == (not tied)
-        path = save(tmp_path, 1, model_state=ours, model_config=theirs.config.to_dict(), optimizer_state=None)
-        reloaded = Qwen3ForCausalLM.from_pretrained(path)
-        assert_same_state(reloaded.state_dict(), theirs.state_dict())
-        for shard_size in ("1GB", "4KB"):
-            theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard_size)
-            found = dict(load_model_weights(tmp_path / "theirs", {name: p.shape for name, p in ours.items()}))
-            assert_same_state(found, ours)
-            assert (tmp_path / "theirs" / "model.safetensors.index.json").exists() == (shard_size == "4KB")
-            shutil.rmtree(tmp_path / "theirs")
-
-
-def test_weights_of_another_size(tmp_path):
-    path = save(tmp_path, 1)
-    shapes = {"embed_tokens.weight": (11, 6), "norm.weight": (6,)}
-    assert dict(load_model_weights(path, shapes)).keys() == shapes.keys()
-    assert dict(load_model_weights(path / "model.safetensors", shapes)).keys() == shapes.keys()
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[6\], this model needs \[8\]; choose"):
-        load_model_weights(path, {**shapes, "norm.weight": (8,)})
-    with pytest.raises(ValueError, match=r"it has no model\.layers\.0\.mlp\.up_proj\.weight, this model needs it"):
-        load_model_weights(path, {**shapes, "layers.0.mlp.up_proj.weight": (1, 2)})
-    with pytest.raises(ValueError, match=r"it has model\.norm\.weight, this model does not"):
-        load_model_weights(path, {"embed_tokens.weight": (11, 6)})
-
-
-def test_copy_of_a_tied_head_is_dropped_and_another_head_refused(tmp_path):
-    file = tmp_path / "weights.safetensors"
-    embedding = torch.randn(3, 2)
-    save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}, file)
-    assert_same_state(
-        dict(load_model_weights(file, {"embed_tokens.weight": (3, 2)})), {"embed_tokens.weight": embedding}
-    )
-    save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": embedding + 1}, file)
-    with pytest.raises(ValueError, match=r"lm_head\.weight of its own, this model ties it"):
-        load_model_weights(file, {"embed_tokens.weight": (3, 2)})
-    untied = dict(load_model_weights(file, {"embed_tokens.weight": (3, 2), "lm_head.weight": (3, 2)}))
-    assert torch.equal(untied["lm_head.weight"], embedding + 1)
-
-
-def test_weights_that_cannot_be_read(tmp_path):
-    shapes = {name: p.shape for name, p in weights_of(Model()).items()}
-    with pytest.raises(ValueError, match="nowhere does not exist"):
-        load_model_weights(tmp_path / "nowhere", shapes)
-    with pytest.raises(ValueError, match=r"has no model\.safetensors; give a checkpoint's step_ folder"):
-        load_model_weights(tmp_path, shapes)
-    path = save(tmp_path, 1)
-    content = (path / "model.safetensors").read_bytes()
-    for size in (0, 5, 100, len(content) - 1):
-        (path / "model.safetensors").write_bytes(content[:size])
-        with pytest.raises(ValueError, match=r"model\.safetensors is missing, truncated or no safetensors file"):
-            load_model_weights(path, shapes)
-    (path / "model.safetensors").unlink()
-    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"model-00001-of-00002\.safetensors is missing, truncated"):
-        load_model_weights(path, shapes)
-
-
 def test_every_damaged_file_is_named(tmp_path):
     path = save(tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text())
-    files = [str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()]
-    assert {*manifest, "manifest.json"} == set(files)
+    names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    assert {*manifest, "manifest.json"} == names
     assert {"model.safetensors", "config.json", "trainer.json", "rng_0.json", "optimizer/.metadata"} <= set(manifest)
     assert any(name.endswith(".distcp") for name in manifest)
     for name in manifest:
@@ -282,22 +200,25 @@ def test_no_checkpoint(tmp_path):
 
 def test_full_disk_is_found_before_anything_changes(tmp_path, monkeypatch):
     save(tmp_path, 1, keep=1)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 2**26))
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 2**26))
     with pytest.raises(ValueError, match=r"needs 0\.06 GB, .* has 0\.06 GB free; free some space"):
         save(tmp_path, 2, keep=1)
     assert steps_in(tmp_path) == ["step_00000001"]
     verify_checkpoint(tmp_path / "step_00000001")
 
 
-@pytest.mark.parametrize("victim", ["_safetensors_header", "_bytes_of", "_checksums", "_put_in_place"])
-def test_failed_save_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, victim):
+@pytest.mark.parametrize(
+    "module, victim",
+    [(files, "safetensors_header"), (weights, "_bytes_of"), (files, "_checksums"), (files, "_put_in_place")],
+)
+def test_failed_save_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, module, victim):
     save(tmp_path, 1, keep=1)
 
     def fail(*args, **kwargs):
         raise OSError("disk on fire")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, victim, fail)
+        patch.setattr(module, victim, fail)
         with pytest.raises(OSError, match="disk on fire"):
             save(tmp_path, 2, keep=1)
     assert steps_in(tmp_path) == ["step_00000001"]
@@ -307,9 +228,9 @@ def test_failed_save_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, victim
 
 def save_and_die(_, output_dir, victim):
     def die(*args, **kwargs):
-        checkpoint.os.kill(checkpoint.os.getpid(), 9)
+        files.os.kill(files.os.getpid(), 9)
 
-    owner = {"_put_in_place": checkpoint, "save": checkpoint.dcp, "rmtree": checkpoint.shutil}[victim]
+    owner = {"_put_in_place": files, "save": files.dcp, "rmtree": files.shutil}[victim]
     setattr(owner, victim, die)
     save(output_dir, 2, keep=1)
 
@@ -383,7 +304,7 @@ def damage_in_a_group(rank, folder, mesh):
     with pytest.raises((ValueError, RuntimeError), match=f"{manifest[1]} is corrupted"):
         verify_checkpoint(path)
     if rank == 1:
-        checkpoint._rng_state = lambda: 1 / 0
+        files._rng_state = lambda: 1 / 0
     with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
         save(folder / "run", 4, shard(Model(1), mesh, [Shard(0)]))
     dist.barrier()
@@ -415,7 +336,7 @@ def full_disk_in_a_group(rank, folder, mesh):
     def no_room(tensor):
         raise OSError(28, "No space left on device")
 
-    checkpoint._bytes_of = no_room
+    weights._bytes_of = no_room
     with pytest.raises((OSError, RuntimeError), match="No space left on device"):
         save(folder / "run", 4, model)
     assert len(gathered) == 2  # on both ranks: rank 0 did not leave rank 1 waiting in the second
@@ -458,15 +379,3 @@ def test_saved_by_one_rank_loaded_by_two_and_errors_reach_both(tmp_path):
     spawn(2, tmp_path, load_sharded)
     (path / "rng_1.json").unlink()
     spawn(2, tmp_path, damage_in_a_group)
-
-
-def test_only_the_header_is_read_before_the_check(tmp_path, monkeypatch):
-    path = save(tmp_path, 1)
-    shapes = {name: p.shape for name, p in weights_of(Model()).items()}
-    reads = []
-    real = checkpoint._read_weight
-    monkeypatch.setattr(checkpoint, "_read_weight", lambda place: reads.append(place[1]) or real(place))
-    weights = load_model_weights(path, shapes)
-    assert reads == []
-    list(itertools.islice(weights, 1))
-    assert reads == ["model.embed_tokens.weight"]

@@ -9,7 +9,8 @@ from model import MODEL_SIZES, Transformer
 from training.memory.cost_model import Choices, PackedDocuments, Step
 from training.memory.machine import H200
 from training.memory.placement import Placement
-from training.parallel.world import World, shard_model
+from training.parallel.fsdp import shard_model
+from training.parallel.world import World
 
 GIB = 2**30
 

@@ -20,7 +20,8 @@ from training.memory.host_copies import PinnedArena
 from training.memory.placement import PLACES, WHOLE, Placement, apply_placement
 from training.memory.planner import make_plan
 from training.optimizer import MasterAdamW
-from training.parallel.world import World, copy_weights, initial_weights, join_world, shard_model
+from training.parallel.fsdp import copy_weights, initial_weights, shard_model
+from training.parallel.world import World, join_world
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")

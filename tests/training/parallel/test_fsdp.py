@@ -15,7 +15,8 @@ import torch
 
 import model as model_module
 from model import MODEL_SIZES, Transformer
-from training.parallel.world import World, copy_weights, initial_weights, join_world, shard_model
+from training.parallel.fsdp import copy_weights, initial_weights, shard_model
+from training.parallel.world import World, join_world
 
 ROOT = Path(__file__).parents[3]
 # The packed documents' cos and sin, [B, T, K/2], pass through every block; 0.6B's width with two blocks on a GPU.

@@ -1,0 +1,106 @@
+"""Weights: files that Hugging Face's tools read and write, and what does not fit is refused by its header."""
+
+import itertools
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.training.checkpoint.test_files import Model, assert_same_state, save, weights_of
+from training.checkpoint import weights as weights_module
+from training.checkpoint.weights import load_model_weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_a_safetensors_file(tmp_path, dtype):
+    model = {**weights_of(Model(1, dtype)), "lm_head.weight": torch.randn(6, 11).to(dtype).t()}  # not contiguous
+    file = save(tmp_path, 1, model_state=model, optimizer_state=None) / "model.safetensors"
+    expected = {"model.embed_tokens.weight": model["embed_tokens.weight"], "model.norm.weight": model["norm.weight"]}
+    expected["lm_head.weight"] = model["lm_head.weight"]
+    assert_same_state(load_file(file), expected)
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"} and set(opened.keys()) == set(expected)
+        assert all(opened.get_tensor(name).dtype == dtype for name in expected)
+    assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
+
+
+def test_files_are_hugging_faces(tmp_path):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    torch.manual_seed(0)
+    for tied in (True, False):
+        theirs = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=tied))
+        ours = {name.removeprefix("model."): p.detach() for name, p in theirs.named_parameters()}
+        assert ("lm_head.weight" in ours) == (not tied)
+        path = save(tmp_path, 1, model_state=ours, model_config=theirs.config.to_dict(), optimizer_state=None)
+        reloaded = Qwen3ForCausalLM.from_pretrained(path)
+        assert_same_state(reloaded.state_dict(), theirs.state_dict())
+        for shard_size in ("1GB", "4KB"):
+            theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard_size)
+            found = dict(load_model_weights(tmp_path / "theirs", {name: p.shape for name, p in ours.items()}))
+            assert_same_state(found, ours)
+            assert (tmp_path / "theirs" / "model.safetensors.index.json").exists() == (shard_size == "4KB")
+            shutil.rmtree(tmp_path / "theirs")
+
+
+def test_weights_of_another_size(tmp_path):
+    path = save(tmp_path, 1)
+    shapes = {"embed_tokens.weight": (11, 6), "norm.weight": (6,)}
+    assert dict(load_model_weights(path, shapes)).keys() == shapes.keys()
+    assert dict(load_model_weights(path / "model.safetensors", shapes)).keys() == shapes.keys()
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[6\], this model needs \[8\]; choose"):
+        load_model_weights(path, {**shapes, "norm.weight": (8,)})
+    with pytest.raises(ValueError, match=r"it has no model\.layers\.0\.mlp\.up_proj\.weight, this model needs it"):
+        load_model_weights(path, {**shapes, "layers.0.mlp.up_proj.weight": (1, 2)})
+    with pytest.raises(ValueError, match=r"it has model\.norm\.weight, this model does not"):
+        load_model_weights(path, {"embed_tokens.weight": (11, 6)})
+
+
+def test_copy_of_a_tied_head_is_dropped_and_another_head_refused(tmp_path):
+    file = tmp_path / "weights.safetensors"
+    embedding = torch.randn(3, 2)
+    save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}, file)
+    assert_same_state(
+        dict(load_model_weights(file, {"embed_tokens.weight": (3, 2)})), {"embed_tokens.weight": embedding}
+    )
+    save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": embedding + 1}, file)
+    with pytest.raises(ValueError, match=r"lm_head\.weight of its own, this model ties it"):
+        load_model_weights(file, {"embed_tokens.weight": (3, 2)})
+    untied = dict(load_model_weights(file, {"embed_tokens.weight": (3, 2), "lm_head.weight": (3, 2)}))
+    assert torch.equal(untied["lm_head.weight"], embedding + 1)
+
+
+def test_weights_that_cannot_be_read(tmp_path):
+    shapes = {name: p.shape for name, p in weights_of(Model()).items()}
+    with pytest.raises(ValueError, match="nowhere does not exist"):
+        load_model_weights(tmp_path / "nowhere", shapes)
+    with pytest.raises(ValueError, match=r"has no model\.safetensors; give a checkpoint's step_ folder"):
+        load_model_weights(tmp_path, shapes)
+    path = save(tmp_path, 1)
+    content = (path / "model.safetensors").read_bytes()
+    for size in (0, 5, 100, len(content) - 1):
+        (path / "model.safetensors").write_bytes(content[:size])
+        with pytest.raises(ValueError, match=r"model\.safetensors is missing, truncated or no safetensors file"):
+            load_model_weights(path, shapes)
+    (path / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"model-00001-of-00002\.safetensors is missing, truncated"):
+        load_model_weights(path, shapes)
+
+
+def test_only_the_header_is_read_before_the_check(tmp_path, monkeypatch):
+    path = save(tmp_path, 1)
+    shapes = {name: p.shape for name, p in weights_of(Model()).items()}
+    reads = []
+    real = weights_module._read_weight
+    monkeypatch.setattr(weights_module, "_read_weight", lambda place: reads.append(place[1]) or real(place))
+    weights = load_model_weights(path, shapes)
+    assert reads == []
+    list(itertools.islice(weights, 1))
+    assert reads == ["model.embed_tokens.weight"]

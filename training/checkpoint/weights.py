@@ -1,0 +1,138 @@
+"""Weights in Hugging Face's form: safetensors files, written and read one weight at a time.
+
+A file's name of a weight is "model." and our name of it, except for lm_head.weight, which has one name. A folder holds
+config.json, and either model.safetensors or several such files with an index.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor
+
+from training.errors import UserError
+
+SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a checkpoint, of a Hugging Face folder (one file or shards) or of a .safetensors file.
+
+    Names and shapes are checked from the files' headers, in this call; tensors are then read one at a time.
+
+    Args:
+        path: the folder or file.
+        expected: our parameter name -> full shape. Without lm_head.weight the model is tied: a copy of the embedding
+            under that name is accepted and dropped.
+
+    Returns:
+        Iterator of (our name, CPU tensor in the file's dtype).
+
+    Raises:
+        UserError: one line naming the file that is missing or truncated, or the first weight that does not fit.
+    """
+    path = Path(path)
+    places = {}  # our name -> (file, its name there, shape)
+    for file in _weight_files(path):
+        with _open_safetensors(file) as weights:
+            for key in sorted(weights.keys()):
+                places[key.removeprefix("model.")] = file, key, tuple(weights.get_slice(key).get_shape())
+    another = f"checkpoint {path} is of another size"
+    hint = "choose the matching --model_size, or another checkpoint"
+    for name, shape in expected.items():
+        if name not in places:
+            raise UserError(f"{another}: it has no {_file_name(name)}, this model needs it; {hint}")
+        if places[name][2] != tuple(shape):
+            raise UserError(f"{another}: {_file_name(name)} has shape {list(places[name][2])}, "
+                             f"this model needs {list(shape)}; {hint}")  # fmt: skip
+    tied_copy = places.pop("lm_head.weight", None) if "lm_head.weight" not in expected else None
+    for name in places:
+        if name not in expected:
+            raise UserError(f"{another}: it has {_file_name(name)}, this model does not; {hint}")
+    if tied_copy and not torch.equal(_read_weight(tied_copy), _read_weight(places["embed_tokens.weight"])):
+        raise UserError(f"checkpoint {path} has an lm_head.weight of its own, this model ties it to the embedding")
+    return ((name, _read_weight(places[name])) for name in expected)
+
+
+def safetensors_header(model_state: dict[str, torch.Tensor]) -> bytes:
+    """A safetensors file up to its data: the header's length in 8 little-endian bytes, then the header in JSON.
+
+    Each weight's data_offsets count from the end of the header, which is padded with spaces to a multiple of 8 bytes:
+    two weights of 24 and 66 bytes have [0, 24] and [24, 90].
+    """
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in model_state.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        dtype = SAFETENSORS_DTYPES[tensor.dtype]
+        header[_file_name(name)] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def append_weights(file: Path, model_state: dict[str, torch.Tensor], rank: int) -> None:
+    """Write the weights after the header, from rank 0, with one full weight in memory at a time.
+
+    full_tensor() is a collective: if rank 0 left when its disk is full, the other ranks would wait for it in the next
+    one. So every rank gathers every weight, also after an error on rank 0, which is raised once the last is gathered.
+    """
+    error = None
+    for tensor in model_state.values():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if rank == 0 and error is None:
+            try:
+                with file.open("ab") as output:
+                    output.write(_bytes_of(full))
+            except Exception as caught:
+                error = caught
+        del full  # before the next weight is gathered
+    if error is not None:
+        raise error
+
+
+def read_json(file: Path) -> dict:
+    """What a JSON file holds. Raises UserError, naming the file, where it cannot be read."""
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is missing or damaged: {error}") from None
+
+
+def _file_name(name: str) -> str:
+    return name if name == "lm_head.weight" else f"model.{name}"
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if not path.exists():
+        raise UserError(f"checkpoint {path} does not exist")
+    if path.is_file():
+        return [path]
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    if index.is_file():
+        return sorted({path / shard for shard in read_json(index).get("weight_map", {}).values()})
+    raise UserError(f"{path} has no model.safetensors; give a checkpoint's step_ folder or a Hugging Face folder")
+
+
+@contextmanager
+def _open_safetensors(file: Path):
+    try:
+        with safe_open(file, framework="pt") as weights:
+            yield weights
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is missing, truncated or no safetensors file: {error}") from None
+
+
+def _read_weight(place: tuple[Path, str, tuple[int, ...]]) -> torch.Tensor:
+    file, key, _ = place
+    with _open_safetensors(file) as weights:
+        return weights.get_tensor(key)
