@@ -1,6 +1,7 @@
 """Train a decoder: `python train.py`, or `torchrun --nproc_per_node=N train.py` on N GPUs.
 
-Top to bottom: the configuration; what is checked before any work; building; one step; validation; the run.
+Top to bottom: what is refused; where the run starts, and what a resumed one inherits; tokenizer and data; validation;
+the run; what it shows. training/run.py builds the model and makes a step, training/config.py has the settings.
 """
 
 import dataclasses
@@ -12,44 +13,37 @@ import signal
 import sys
 import time
 import typing
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from kernels.attention import choose_backend
-from kernels.common import IMPLEMENTATIONS, set_default_implementation
-from model import MODEL_SIZES, ModelConfig, Transformer, find_documents
-from training.checkpoint.files import (
-    latest_checkpoint,
-    load_optimizer_state,
-    load_trainer_state,
-    restore_rng,
-    save_checkpoint,
-    verify_checkpoint,
-)
+from model import ModelConfig, Transformer, find_documents
+from training.checkpoint.files import latest_checkpoint, load_trainer_state, save_checkpoint, verify_checkpoint
 from training.checkpoint.weights import load_model_weights, read_json
-from training.config import flag, given_settings
+from training.config import DEFAULT_STEPS, PEAK_LEARNING_RATE, TINY_PEAK_LEARNING_RATE, TrainConfig, given_settings
 from training.data.loader import PackedLoader, check_same_data, validation_batches
 from training.data.packing import Batch
 from training.data.sources import load_documents, split_documents
 from training.data.tokenizer import load_tokenizer
-from training.errors import UserError, refused_as_user_error
-from training.memory.cost_model import Choices, PackedDocuments, Step, gib
-from training.memory.machine import Rates, available_host_bytes, cap_gpu_memory, gpu_budget, measure_rates, parse_bytes
-from training.memory.placement import WHOLE, Placement
-from training.memory.planner import Plan, has_plan, make_plan, place
-from training.memory.profiler import format_table
+from training.errors import UserError
+from training.memory.cost_model import PackedDocuments
 from training.metrics import MetricsFile, peak_flops, peak_memory_gib
-from training.optimizer import MasterAdamW, warmup_cosine
-from training.parallel.fsdp import initial_weights, shard_model
+from training.optimizer import warmup_cosine
 from training.parallel.world import World, join_world
+from training.run import (
+    Start,
+    build,
+    check_fits,
+    choose_model,
+    configure_machine,
+    explain_out_of_memory,
+    resolve_memory_budget,
+    run_model,
+    train_step,
+)
 
 logger = logging.getLogger("train")
-DEFAULT_STEPS = 300
-PEAK_LEARNING_RATE = 2e-5  # of continued training; from scratch wants more, and a far longer warm-up
-TINY_PEAK_LEARNING_RATE = 3e-3
 PROMPT_TOKENS = 64
 SHUTDOWN_SECONDS = 30  # torchrun's, between SIGTERM and SIGKILL
 # A resumed run takes these from its flags alone, all other settings from the run that it continues.
@@ -58,55 +52,6 @@ BUDGETS = ("memory_budget", "host_budget")
 # A flag given with --resume drops the earlier run's settings that it would contradict.
 REPLACED = {name: BUDGETS for name in ("gradient_checkpointing", "compile")}
 REPLACED |= {name: ("gradient_checkpointing", "compile") for name in BUDGETS}
-
-
-@dataclass
-class TrainConfig:
-    """Every setting: field name = flag = key of a --config file. Defaults, then the file, then flags."""
-
-    # model
-    model_size: str = flag("tiny", "shape of the model", tuple(MODEL_SIZES))
-    context_length: int = flag(512, "tokens in a sequence")
-    attention_type: str = flag("full", "nsa (native sparse attention) is not in this version", ("full", "nsa"))
-    attention_backend: str = flag("auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu")
-    loss_impl: str = flag("auto", "auto: chunked above 10 GB of logits", ("auto", "chunked", "standard"))
-    kernels: str = flag("auto", "auto: Triton on GPUs, PyTorch references on CPUs", IMPLEMENTATIONS)
-    # data
-    data: list[str] = flag(list, "files or folders of .txt .md .py .jsonl; default: Python's standard library")
-    tokenizer: str | None = flag(
-        None, "a tokenizer.json, or bytes; default: init_from's tokenizer.json, without init_from bytes"
-    )
-    validation_fraction: float = flag(0.02, "share of the tokens held out, whole documents")
-    # run
-    init_from: str | None = flag(None, "folder of safetensors weights to start from (Qwen3's form)")
-    max_steps: int | None = flag(None, f"steps in all; default: {DEFAULT_STEPS} from where the run starts")
-    batch_size: int = flag(8, "sequences in a micro-batch of one data-parallel rank")
-    gradient_accumulation_steps: int = flag(1, "micro-batches in a step")
-    learning_rate: float | None = flag(
-        None, f"peak; default: {TINY_PEAK_LEARNING_RATE} for tiny, {PEAK_LEARNING_RATE} else"
-    )
-    final_learning_rate_ratio: float = flag(0.1, "the cosine ends at this share of the peak")
-    warmup_steps: int = flag(20, "steps of linear warm-up")
-    weight_decay: float = flag(0.1, "of the matrices")
-    max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm")
-    seed: int = flag(0, "of the initial weights, the data's order and the sample")
-    # what a run leaves
-    output_dir: str = flag("runs/default", "checkpoints, metrics.jsonl and the resolved configuration")
-    resume: bool = flag(False, "go on from the last checkpoint in output_dir, with its settings; flags change them")
-    save: str = flag("full", "a checkpoint holds: full, to resume from; model; or none", ("full", "model", "none"))
-    checkpoint_interval: int = flag(0, "steps between checkpoints; 0: only at the end")
-    validation_interval: int = flag(100, "steps between validations; 0: only at the end")
-    validation_sequences: int = flag(128, "held-out sequences in one validation at most; 0: no validation")
-    sample_tokens: int = flag(200, "tokens to generate at the end; 0: none")
-    # machine
-    device: str = flag("auto", "auto: a GPU if there is one", ("auto", "cuda", "cpu"))
-    gradient_checkpointing: bool = flag(False, "no plan: keep each block's input, recompute the rest in backward")
-    memory_budget: str | None = flag(
-        None, "GPU memory to plan for and not to exceed: 24GB, or auto for what is free; default on a GPU: auto"
-    )
-    host_budget: str | None = flag(None, "host memory each process may pin; default: its share of 80% of what is free")
-    context_parallel_size: int = flag(1, "GPUs that share one sequence; more than 1 is not in this version")
-    compile: bool = flag(False, "no plan: torch.compile each block")
 
 
 def check_config(config: TrainConfig) -> None:
@@ -144,211 +89,6 @@ def check_config(config: TrainConfig) -> None:
     for message, refused in refusals.items():
         if refused:
             raise UserError(message)
-
-
-def choose_model(config: TrainConfig, device: torch.device, resumed: Path | None = None) -> ModelConfig:
-    """The model_size's shape, or the one that the weights to start from declare, with the run's own settings.
-
-    Args:
-        resumed: the checkpoint to go on from, if there is one; else the weights are those of --init_from.
-    """
-    shape = dataclasses.replace(MODEL_SIZES[config.model_size], max_position_embeddings=config.context_length)
-    if folder := resumed or config.init_from:
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            raise UserError(f"init_from {folder} has no config.json; give a folder in Hugging Face's form")
-        with refused_as_user_error(f"cannot take {path}: "):
-            declared = ModelConfig.from_hugging_face(read_json(path))
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-            if getattr(declared, name) != getattr(shape, name):
-                raise UserError(
-                    f"{folder} is of another size: it has {name} {getattr(declared, name)}, model_size "
-                    f"{config.model_size} has {getattr(shape, name)}; choose the model_size of those weights"
-                )
-        length = max(declared.max_position_embeddings, config.context_length)
-        shape = dataclasses.replace(declared, max_position_embeddings=length)
-    with refused_as_user_error():
-        backend = choose_backend(config.attention_backend, device)
-    return dataclasses.replace(shape, loss_impl=config.loss_impl, attention_backend=backend)
-
-
-def model_on_meta(model_config: ModelConfig, world: World) -> Transformer:
-    """A model without memory: bf16 on one GPU, else float32 (FSDP computes in bf16 from float32 shards)."""
-    with torch.device("meta"):
-        model = Transformer(model_config)
-    if world.size > 1:
-        shard_model(model, model.layers, world)
-    elif world.device.type == "cuda":
-        model.to(torch.bfloat16)
-    return model
-
-
-def build_model(
-    config: TrainConfig, model_config: ModelConfig, world: World, documents: PackedDocuments | None = None
-) -> tuple[Transformer, Plan]:
-    """A model whose weights are yet to be set, and what is planned for it.
-
-    Its blocks keep for backward what the plan for --memory_budget or --gradient_checkpointing says; else all.
-    """
-    model = model_on_meta(model_config, world)
-    plan = plan_memory(config, model, world, documents)
-    model.to_empty(device=world.device)
-    for block in model.layers if config.compile else ():
-        block.forward = torch.compile(block.forward)
-    place(model, plan.choices, plan.arena_bytes)
-    return model, plan
-
-
-def step_of(config: TrainConfig, model: Transformer, documents: PackedDocuments | None) -> Step:
-    lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
-    return Step(model.config, model.parameters(), *lengths, documents)
-
-
-def memory_budgets(config: TrainConfig, world: World) -> list[float]:
-    """Bytes of --memory_budget and --host_budget, the least of all ranks."""
-    host_budget = parse_bytes(config.host_budget) if config.host_budget else available_host_bytes()
-    return world.min(gpu_budget(config.memory_budget, world.device), host_budget)
-
-
-def check_fits(config: TrainConfig, model_config: ModelConfig, world: World) -> None:
-    """Refuse, before the data are read, a step for which there is no plan even if all documents are short.
-
-    Raises:
-        UserError: no plan fits; names the largest context that would.
-    """
-    if config.memory_budget is None:
-        return
-    short = PackedDocuments(longest=1, count=math.inf, pairs=0)
-    step, budgets = step_of(config, model_on_meta(model_config, world), short), memory_budgets(config, world)
-    if not has_plan(step, *budgets):
-        make_plan(step, *budgets)  # says why
-
-
-def plan_memory(
-    config: TrainConfig, model: Transformer, world: World, documents: PackedDocuments | None = None
-) -> Plan:
-    """The fastest placement within --memory_budget and --host_budget, the same on every rank; the GPU's is enforced.
-
-    Without a budget: checkpointing of every block, or all left to autograd.
-    """
-    step = step_of(config, model, documents)
-    if config.memory_budget is None:
-        placement = Placement() if config.gradient_checkpointing else WHOLE
-        return Plan(step, Choices((placement,) * step.layers, loss_impl=config.loss_impl))
-    budgets = memory_budgets(config, world)
-    rates = measure_rates(model.config, world.device, config.context_length)
-    rates = Rates(*world.min(*dataclasses.astuple(rates)))
-    torch.cuda.empty_cache()  # what the measurements took
-    plan = make_plan(step, *budgets, rates)
-    plan = dataclasses.replace(plan, choices=world.broadcast(plan.choices))  # where shards differ, plans might
-    cap_gpu_memory(int(plan.gpu_budget), world.device)
-    logger.info("plan for %s of GPU and %s of host memory:\n%s", *map(gib, budgets), plan)
-    return plan
-
-
-def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device) -> str:
-    """What the step was predicted to take, and a plan that should fit; takes no GPU memory."""
-    try:
-        if config.memory_budget is None:
-            budgets = gpu_budget("auto", device), available_host_bytes()
-            advice = "--gradient_checkpointing and --compile dropped make such a plan; its seconds are an H200's"
-        else:
-            budgets = 0.9 * plan.gpu_budget, plan.host_budget
-            advice = f"--memory_budget {budgets[0] / 2**30:.1f}GB makes such a plan"
-        fitting = f"predicted to fit into {gib(budgets[0])}; {advice}:\n{make_plan(plan.step, *budgets, plan.rates)}"
-    except UserError as error:  # names the largest context, or what is free
-        fitting = str(error)
-    table = format_table(list(plan.step.stages(plan.choices)))
-    return f"predicted for the step as it was placed:\n{table}\n{fitting}"
-
-
-def run_model(model: Transformer, batch: Batch, world: World, denominator: float | None = None) -> torch.Tensor:
-    """Summed loss of a micro-batch over `denominator`; None: over its targets."""
-    input_ids, labels = (x.to(world.device, non_blocking=True) for x in (batch.input_ids, batch.labels))
-    return model(input_ids, labels, document_ids=find_documents(batch.document_ids), denominator=denominator).loss
-
-
-def train_step(
-    model: Transformer,
-    optimizer: MasterAdamW,
-    batches: list[Batch],
-    world: World,
-    learning_rate: float,
-    max_grad_norm: float,
-) -> tuple[float, float]:
-    """One optimizer step over all micro-batches of all ranks; (mean loss a token, gradient norm).
-
-    Raises:
-        UserError: a loss or gradient that is not finite; the weights are left as they were.
-    """
-    [num_valid] = world.sum(sum(batch.num_valid_tokens for batch in batches))
-    losses = []
-    for batch in batches:
-        loss = run_model(model, batch, world, max(num_valid, 1))
-        loss.backward()
-        losses.append(loss.detach())
-    norm = optimizer.clip_grad_norm(max_grad_norm)
-    [loss] = world.sum(float(torch.stack(losses).sum()))
-    if not math.isfinite(loss + norm):
-        raise UserError(
-            f"loss {loss}, gradient norm {norm}: stopped before the weights were touched; lower --learning_rate, or "
-            "look at the data of this step"
-        )
-    optimizer.step(learning_rate)
-    torch.get_device_module(world.device).synchronize()  # whoever reads a clock now has the update in it
-    return loss, norm
-
-
-@torch.no_grad()
-def validate(model: Transformer, batches: typing.Iterable[Batch], world: World) -> float:
-    """Mean loss a held-out token, over all ranks."""
-    total, count = 0.0, 0
-    for batch in batches:
-        total += float(run_model(model, batch, world, 1.0))
-        count += batch.num_valid_tokens
-    total, count = world.sum(total, count)
-    return total / max(count, 1)
-
-
-def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | None:
-    """--memory_budget, by default "auto" on a GPU where no other flag says what blocks keep; None: there is no plan.
-
-    Raises:
-        UserError: a budget on a CPU.
-    """
-    if device.type == "cuda":
-        if config.gradient_checkpointing or config.compile:
-            return None
-        if config.kernels == "torch":
-            raise UserError(
-                "kernels torch takes more memory than plans count; use auto, or --gradient_checkpointing without a plan"
-            )
-        return config.memory_budget or "auto"
-    for name in ("memory_budget", "host_budget"):
-        if getattr(config, name) is not None:
-            raise UserError(f"{name} has no effect on a CPU; drop it")
-    return None
-
-
-def configure_machine(config: TrainConfig, world: World) -> None:
-    """Which kernels run; and whether the memory asked for is there, before anything else takes time."""
-    if config.kernels == "triton" and world.device.type != "cuda":
-        raise UserError('kernels "triton" needs a CUDA GPU; use auto')
-    set_default_implementation(config.kernels)
-    if config.memory_budget is not None:
-        gpu_budget(config.memory_budget, world.device)
-
-
-@dataclass
-class Start:
-    """Where a run starts: at nothing, or at a checkpoint."""
-
-    checkpoint: Path | None = None
-    step: int = 0
-    tokens: int = 0
-    cosine_steps: int = 0  # from the first step to the end of the learning rate's cosine
-    tokenizer: str | None = None  # its identity; older checkpoints do not say it
-    loader: dict = dataclasses.field(default_factory=dict)  # the position in the data
 
 
 def find_start(given: dict, world: World) -> tuple[TrainConfig, Start]:
@@ -494,27 +234,15 @@ def check_weights(weights: str | Path, model_config: ModelConfig) -> None:
     load_model_weights(weights, shapes)  # reads nothing large before the first weight is asked for
 
 
-def build(
-    config: TrainConfig, model_config: ModelConfig, start: Start, documents: PackedDocuments, world: World
-) -> tuple[Transformer, MasterAdamW, Plan]:
-    """Model and optimizer, with fresh weights, those of --init_from, or the whole state of a checkpoint."""
-    model, plan = build_model(config, model_config, world, documents)
-    optimizer = MasterAdamW(
-        model.named_parameters(),
-        weight_decay=config.weight_decay,
-        accumulate=config.gradient_accumulation_steps > 1,
-        gpu_state_bytes=plan.choices.gpu_state_bytes,
-    )
-    if start.checkpoint:
-        load_optimizer_state(start.checkpoint, optimizer.state_dict())
-        optimizer.restore_parameters()
-        restore_rng(start.checkpoint)
-    elif config.init_from:
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        optimizer.load_weights(load_model_weights(config.init_from, shapes))
-    else:
-        optimizer.load_weights(initial_weights(model, config.seed))
-    return model, optimizer, plan
+@torch.no_grad()
+def validate(model: Transformer, batches: typing.Iterable[Batch], world: World) -> float:
+    """Mean loss a held-out token, over all ranks."""
+    total, count = 0.0, 0
+    for batch in batches:
+        total += float(run_model(model, batch, world, 1.0))
+        count += batch.num_valid_tokens
+    total, count = world.sum(total, count)
+    return total / max(count, 1)
 
 
 def warn_of_short_shutdown(step_seconds: float) -> None:

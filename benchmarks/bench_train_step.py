@@ -27,16 +27,7 @@ import torch
 
 from benchmarks.common import environment, print_json, print_table
 from model import MODEL_SIZES, ModelConfig, Transformer, find_documents
-from train import (
-    PEAK_LEARNING_RATE,
-    Start,
-    TrainConfig,
-    build,
-    choose_model,
-    configure_machine,
-    resolve_memory_budget,
-    train_step,
-)
+from training.config import PEAK_LEARNING_RATE, TrainConfig
 from training.data.loader import PackedLoader
 from training.data.packing import Batch
 from training.data.sources import load_documents
@@ -45,6 +36,7 @@ from training.memory.cost_model import PackedDocuments
 from training.memory.planner import Plan
 from training.metrics import peak_flops
 from training.parallel.world import World, join_world
+from training.run import Start, build, choose_model, configure_machine, resolve_memory_budget, train_step
 
 GIB = 2**30
 

@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from model import MODEL_SIZES
-from profile_memory import COMPARED_BUDGET, COMPARED_CONTEXTS, compared_choices, step_of
 from training.errors import UserError
 from training.memory.cost_model import Stage, Step
 from training.memory.machine import DRIVER_BYTES, GPUS, parse_bytes, scale_rates
 from training.memory.planner import find_max_context, make_plan
 from training.memory.profiler import CATEGORIES, GIB, MeasuredStage
+from training.memory.reports import COMPARED_BUDGET, COMPARED_CONTEXTS, compared_choices
+from training.run import step_on_meta
 
 ROOT = Path(__file__).parents[1]
 REPORT, RESULTS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results"
@@ -181,7 +182,7 @@ def compared() -> list[list[str]]:
 
 
 def step_of_4b(context_length: int, backend: str = "cudnn") -> Step:
-    return step_of(replace(MODEL_SIZES["4B"], attention_backend=backend), context_length)
+    return step_on_meta(replace(MODEL_SIZES["4B"], attention_backend=backend), context_length)
 
 
 def scenarios() -> list[list[str]]:

@@ -18,13 +18,10 @@ from model import MODEL_SIZES, Transformer
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint import files
 from training.checkpoint.files import save_checkpoint
-from training.config import given_settings
-from training.memory.placement import WHOLE, Placement
-from training.memory.planner import find_max_context, make_plan
-from training.memory.profiler import format_table
-from training.optimizer import warmup_cosine
+from training.config import TrainConfig, given_settings
+from training.optimizer import MasterAdamW, warmup_cosine
 from training.parallel.fsdp import copy_weights, initial_weights
-from training.parallel.world import World
+from training.run import resolve_memory_budget
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -242,7 +239,7 @@ def test_a_given_flag_replaces_the_saved_ones_that_it_contradicts():
     def inherit(saved, given, device=cuda):
         config = train.inherit_settings(saved, given, device)
         train.check_config(config)
-        default = train.TrainConfig()
+        default = TrainConfig()
         return {f.name: value for f in fields(config) if (value := getattr(config, f.name)) != getattr(default, f.name)}
 
     assert inherit(saved, {}) == {"memory_budget": "24GB", "host_budget": "84GB", "batch_size": 3}
@@ -395,7 +392,7 @@ def test_torchruns_patience_is_looked_at_once(corpus, tmp_path, monkeypatch):
 
 
 def parse(argv):
-    return train.TrainConfig(**given_settings(train.TrainConfig, argv, ""))
+    return TrainConfig(**given_settings(TrainConfig, argv, ""))
 
 
 def torchrun(processes, *argv, **options):
@@ -441,14 +438,14 @@ def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
     path.write_text('context_length = 1024\nlearning_rate = 1\ndata = ["a", "b"]\ngradient_checkpointing = true\n')
     config = parse(["--config", str(path), "--context_length=2048", "--no-gradient_checkpointing"])
     assert (config.context_length, config.learning_rate, config.data) == (2048, 1.0, ["a", "b"])
-    assert not config.gradient_checkpointing and config.batch_size == train.TrainConfig().batch_size
+    assert not config.gradient_checkpointing and config.batch_size == TrainConfig().batch_size
 
 
 def test_help_names_every_flag(capsys):
     with pytest.raises(SystemExit) as exit:
         train.main(["--help"])
     out = capsys.readouterr().out
-    assert exit.value.code == 0 and all(f"--{f.name}" in out for f in fields(train.TrainConfig))
+    assert exit.value.code == 0 and all(f"--{f.name}" in out for f in fields(TrainConfig))
 
 
 def test_every_recipe_is_valid():
@@ -460,7 +457,7 @@ def test_every_recipe_is_valid():
 
 def test_readme_names_every_flag():
     readme = (ROOT / "README.md").read_text()
-    assert [f.name for f in fields(train.TrainConfig) if f"`--{f.name}`" not in readme] == []
+    assert [f.name for f in fields(TrainConfig) if f"`--{f.name}`" not in readme] == []
 
 
 BAD_FLAGS = [
@@ -492,40 +489,18 @@ BAD_FLAGS = [
 
 @pytest.mark.parametrize(("extra", "message"), BAD_FLAGS, ids=[" ".join(e) for e, _ in BAD_FLAGS])
 def test_bad_input_is_one_line_before_any_model(extra, message, corpus, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train, "build_model", lambda *_: pytest.fail("a model was built"))
+    monkeypatch.setattr("training.run.build_model", lambda *_: pytest.fail("a model was built"))
     status = train.main([*arguments(corpus, tmp_path / "run"), *extra])
     error = capsys.readouterr().err.strip()
     assert status == 1 and error.startswith("error: ") and "\n" not in error and message in error
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, "auto"),
-        ({"memory_budget": "auto"}, "auto"),
-        ({"memory_budget": "24GB", "host_budget": "84GB"}, "24GB"),
-        ({"gradient_checkpointing": True}, None),
-        ({"compile": True}, None),
-    ],
-)
-def test_a_gpu_has_a_plan_unless_a_flag_replaces_it(settings, expected):
-    assert train.resolve_memory_budget(train.TrainConfig(**settings), torch.device("cuda")) == expected
-
-
-def test_the_reference_kernels_have_no_plan():
-    """They take far more memory than any plan counts."""
-    with pytest.raises(ValueError, match="kernels torch takes more memory than plans count; use auto, or --gradient"):
-        train.resolve_memory_budget(train.TrainConfig(kernels="torch"), torch.device("cuda"))
-    config = train.TrainConfig(kernels="torch", gradient_checkpointing=True)
-    assert train.resolve_memory_budget(config, torch.device("cuda")) is None
-
-
 def test_a_steps_seconds_hold_its_update(corpus, tmp_path, monkeypatch):
     """The device has finished the update before the clock is read."""
-    events, synchronize, step = [], torch.cpu.synchronize, train.MasterAdamW.step
+    events, synchronize, step = [], torch.cpu.synchronize, MasterAdamW.step
     monkeypatch.setattr(torch.cpu, "synchronize", lambda: events.append("synchronize") or synchronize())
-    monkeypatch.setattr(train.MasterAdamW, "step", lambda *a: events.append("update") or step(*a))
+    monkeypatch.setattr(MasterAdamW, "step", lambda *a: events.append("update") or step(*a))
     clock = time.perf_counter
     monkeypatch.setattr(train.time, "perf_counter", lambda: events.append("clock") or clock())
     assert train.main(arguments(corpus, tmp_path / "run", "--save", "none", steps=2)) == 0
@@ -536,7 +511,7 @@ def test_a_steps_seconds_hold_its_update(corpus, tmp_path, monkeypatch):
 def test_a_plan_that_cannot_be_is_refused_before_the_data_are_read(corpus, tmp_path, monkeypatch, capsys):
     """On a pretended GPU of 24 GiB, of a 4B; the longest context is that of documents of any length."""
     monkeypatch.setattr(train, "resolve_memory_budget", lambda config, device: "24GB")
-    monkeypatch.setattr(train, "gpu_budget", lambda text, device: 24 * GIB)
+    monkeypatch.setattr("training.run.gpu_budget", lambda text, device: 24 * GIB)
     monkeypatch.setattr(train, "load_documents", lambda *_: pytest.fail("the data were read"))
     flags = [
         "--model_size",
@@ -554,53 +529,9 @@ def test_a_plan_that_cannot_be_is_refused_before_the_data_are_read(corpus, tmp_p
 
 
 def test_a_cpu_has_no_plan(corpus, tmp_path):
-    assert train.resolve_memory_budget(train.TrainConfig(), torch.device("cpu")) is None
+    assert resolve_memory_budget(TrainConfig(), torch.device("cpu")) is None
     assert train.main(arguments(corpus, tmp_path / "run", steps=1)) == 0
     assert json.loads((tmp_path / "run" / "config.json").read_text())["memory_budget"] is None
-
-
-@pytest.fixture
-def pretended_gpu(monkeypatch):
-    """A GPU of 40 GiB, 2 of them taken by another process, and 60 GiB of host memory."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GIB, 40 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 35 * GIB)
-    monkeypatch.setattr(train, "available_host_bytes", lambda: 60 * GIB)
-
-
-def explain_out_of_memory(plan_budget=None, **settings):
-    """What is said of a 4B without a planned placement, or with one for `plan_budget` bytes; its plan."""
-    config = train.TrainConfig(**{"context_length": 32_768, "batch_size": 1, **settings})
-    with torch.device("meta"):
-        model = Transformer(replace(MODEL_SIZES["4B"], attention_backend="cudnn")).to(torch.bfloat16)
-    plan = train.plan_memory(config, model, World(0, 1, torch.device("cpu")))
-    if plan_budget is not None:
-        config, plan = replace(config, memory_budget="auto"), make_plan(plan.step, plan_budget, 60 * GIB)
-    return train.explain_out_of_memory(config, plan, torch.device("cuda")), plan
-
-
-def explanation(plan, advice, fitting):
-    table = format_table(list(plan.step.stages(plan.choices)))
-    return f"predicted for the step as it was placed:\n{table}\npredicted to fit into {advice}:\n{fitting}"
-
-
-@pytest.mark.parametrize("flag", ["gradient_checkpointing", "compile"])
-def test_out_of_memory_without_a_plan_names_one_that_fits(flag, pretended_gpu):
-    text, plan = explain_out_of_memory(**{flag: True})
-    placement = {"gradient_checkpointing": Placement(), "compile": WHOLE}[flag]
-    assert plan.choices.placements == (placement,) * 36
-    advice = "37.00 GiB; --gradient_checkpointing and --compile dropped make such a plan; its seconds are an H200's"
-    assert text == explanation(plan, advice, make_plan(plan.step, 37 * GIB, 60 * GIB))
-
-
-def test_out_of_memory_with_a_plan_names_one_of_less():
-    text, plan = explain_out_of_memory(plan_budget=40 * GIB)
-    advice = "36.00 GiB; --memory_budget 36.0GB makes such a plan"
-    assert text == explanation(plan, advice, make_plan(plan.step, 36 * GIB, 60 * GIB))
-
-
-def test_out_of_memory_where_no_plan_fits_names_the_largest_context(pretended_gpu):
-    text, plan = explain_out_of_memory(context_length=1_048_576, gradient_checkpointing=True)
-    assert text.endswith(f"; the largest that does is {find_max_context(plan.step, 37 * GIB, 60 * GIB)}")
 
 
 def test_out_of_memory_is_explained_before_the_one_line(corpus, tmp_path, monkeypatch, capsys):

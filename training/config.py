@@ -1,19 +1,74 @@
-"""A configuration dataclass as command-line flags and as a TOML file."""
+"""A run's settings: one flat dataclass, whose fields are the command line's flags and the keys of a TOML file."""
 
 import difflib
 import tomllib
 import typing
 from argparse import ArgumentParser, BooleanOptionalAction
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from kernels.common import IMPLEMENTATIONS
+from model import MODEL_SIZES
 from training.errors import UserError
+
+DEFAULT_STEPS = 300
+PEAK_LEARNING_RATE = 2e-5  # for continued training; training from scratch wants more, and a far longer warm-up
+TINY_PEAK_LEARNING_RATE = 3e-3
 
 
 def flag(default, help: str, choices: tuple[str, ...] | None = None):
     """A field of a configuration: its default, and what `--help` says of it."""
     make = {"default_factory": default} if callable(default) else {"default": default}
     return field(**make, metadata={"help": help, "choices": choices})
+
+
+@dataclass
+class TrainConfig:
+    """Every setting: field name = flag = key of a --config file. Defaults, then the file, then flags."""
+
+    # model
+    model_size: str = flag("tiny", "shape of the model", tuple(MODEL_SIZES))
+    context_length: int = flag(512, "tokens in a sequence")
+    attention_type: str = flag("full", "nsa (native sparse attention) is not in this version", ("full", "nsa"))
+    attention_backend: str = flag("auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu")
+    loss_impl: str = flag("auto", "auto: chunked above 10 GB of logits", ("auto", "chunked", "standard"))
+    kernels: str = flag("auto", "auto: Triton on GPUs, PyTorch references on CPUs", IMPLEMENTATIONS)
+    # data
+    data: list[str] = flag(list, "files or folders of .txt .md .py .jsonl; default: Python's standard library")
+    tokenizer: str | None = flag(
+        None, "a tokenizer.json, or bytes; default: init_from's tokenizer.json, without init_from bytes"
+    )
+    validation_fraction: float = flag(0.02, "share of the tokens held out, whole documents")
+    # run
+    init_from: str | None = flag(None, "folder of safetensors weights to start from (Qwen3's form)")
+    max_steps: int | None = flag(None, f"steps in all; default: {DEFAULT_STEPS} from where the run starts")
+    batch_size: int = flag(8, "sequences in a micro-batch of one data-parallel rank")
+    gradient_accumulation_steps: int = flag(1, "micro-batches in a step")
+    learning_rate: float | None = flag(
+        None, f"peak; default: {TINY_PEAK_LEARNING_RATE} for tiny, {PEAK_LEARNING_RATE} else"
+    )
+    final_learning_rate_ratio: float = flag(0.1, "the cosine ends at this share of the peak")
+    warmup_steps: int = flag(20, "steps of linear warm-up")
+    weight_decay: float = flag(0.1, "of the matrices")
+    max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm")
+    seed: int = flag(0, "of the initial weights, the data's order and the sample")
+    # what a run leaves
+    output_dir: str = flag("runs/default", "checkpoints, metrics.jsonl and the resolved configuration")
+    resume: bool = flag(False, "go on from the last checkpoint in output_dir, with its settings; flags change them")
+    save: str = flag("full", "a checkpoint holds: full, to resume from; model; or none", ("full", "model", "none"))
+    checkpoint_interval: int = flag(0, "steps between checkpoints; 0: only at the end")
+    validation_interval: int = flag(100, "steps between validations; 0: only at the end")
+    validation_sequences: int = flag(128, "held-out sequences in one validation at most; 0: no validation")
+    sample_tokens: int = flag(200, "tokens to generate at the end; 0: none")
+    # machine
+    device: str = flag("auto", "auto: a GPU if there is one", ("auto", "cuda", "cpu"))
+    gradient_checkpointing: bool = flag(False, "no plan: keep each block's input, recompute the rest in backward")
+    memory_budget: str | None = flag(
+        None, "GPU memory to plan for and not to exceed: 24GB, or auto for what is free; default on a GPU: auto"
+    )
+    host_budget: str | None = flag(None, "host memory each process may pin; default: its share of 80% of what is free")
+    context_parallel_size: int = flag(1, "GPUs that share one sequence; more than 1 is not in this version")
+    compile: bool = flag(False, "no plan: torch.compile each block")
 
 
 def given_settings(config_type: type, argv: list[str], description: str) -> dict:

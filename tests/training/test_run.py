@@ -1,0 +1,83 @@
+"""Which runs have a plan, and what is said of a step that ran out of memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from model import MODEL_SIZES, Transformer
+from training import run
+from training.config import TrainConfig
+from training.memory.placement import WHOLE, Placement
+from training.memory.planner import find_max_context, make_plan
+from training.memory.profiler import format_table
+from training.parallel.world import World
+from training.run import plan_memory, resolve_memory_budget
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "auto"),
+        ({"memory_budget": "auto"}, "auto"),
+        ({"memory_budget": "24GB", "host_budget": "84GB"}, "24GB"),
+        ({"gradient_checkpointing": True}, None),
+        ({"compile": True}, None),
+    ],
+)
+def test_a_gpu_has_a_plan_unless_a_flag_replaces_it(settings, expected):
+    assert resolve_memory_budget(TrainConfig(**settings), torch.device("cuda")) == expected
+
+
+def test_the_reference_kernels_have_no_plan():
+    """They take far more memory than any plan counts."""
+    with pytest.raises(ValueError, match="kernels torch takes more memory than plans count; use auto, or --gradient"):
+        resolve_memory_budget(TrainConfig(kernels="torch"), torch.device("cuda"))
+    config = TrainConfig(kernels="torch", gradient_checkpointing=True)
+    assert resolve_memory_budget(config, torch.device("cuda")) is None
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """A GPU of 40 GiB, 2 of them taken by another process, and 60 GiB of host memory."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GIB, 40 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 35 * GIB)
+    monkeypatch.setattr(run, "available_host_bytes", lambda: 60 * GIB)
+
+
+def explain_out_of_memory(plan_budget=None, **settings):
+    """What is said of a 4B without a planned placement, or with one for `plan_budget` bytes; its plan."""
+    config = TrainConfig(**{"context_length": 32_768, "batch_size": 1, **settings})
+    with torch.device("meta"):
+        model = Transformer(replace(MODEL_SIZES["4B"], attention_backend="cudnn")).to(torch.bfloat16)
+    plan = plan_memory(config, model, World(0, 1, torch.device("cpu")))
+    if plan_budget is not None:
+        config, plan = replace(config, memory_budget="auto"), make_plan(plan.step, plan_budget, 60 * GIB)
+    return run.explain_out_of_memory(config, plan, torch.device("cuda")), plan
+
+
+def explanation(plan, advice, fitting):
+    table = format_table(list(plan.step.stages(plan.choices)))
+    return f"predicted for the step as it was placed:\n{table}\npredicted to fit into {advice}:\n{fitting}"
+
+
+@pytest.mark.parametrize("flag", ["gradient_checkpointing", "compile"])
+def test_out_of_memory_without_a_plan_names_one_that_fits(flag, pretended_gpu):
+    text, plan = explain_out_of_memory(**{flag: True})
+    placement = {"gradient_checkpointing": Placement(), "compile": WHOLE}[flag]
+    assert plan.choices.placements == (placement,) * 36
+    advice = "37.00 GiB; --gradient_checkpointing and --compile dropped make such a plan; its seconds are an H200's"
+    assert text == explanation(plan, advice, make_plan(plan.step, 37 * GIB, 60 * GIB))
+
+
+def test_out_of_memory_with_a_plan_names_one_of_less():
+    text, plan = explain_out_of_memory(plan_budget=40 * GIB)
+    advice = "36.00 GiB; --memory_budget 36.0GB makes such a plan"
+    assert text == explanation(plan, advice, make_plan(plan.step, 36 * GIB, 60 * GIB))
+
+
+def test_out_of_memory_where_no_plan_fits_names_the_largest_context(pretended_gpu):
+    text, plan = explain_out_of_memory(context_length=1_048_576, gradient_checkpointing=True)
+    assert text.endswith(f"; the largest that does is {find_max_context(plan.step, 37 * GIB, 60 * GIB)}")

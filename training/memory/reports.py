@@ -1,0 +1,308 @@
+"""Three questions about a step, answered in print: what it takes, the longest context, with and without each measure.
+
+Every answer is predicted by the cost model. Given `build_bench` it is measured on the GPU too, beside the prediction.
+Each function returns what it printed as a dictionary for JSON.
+"""
+
+import bisect
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from model import ModelConfig
+from training.errors import UserError
+from training.memory.cost_model import Choices, Step, gib
+from training.memory.machine import Rates, cap_gpu_memory, parse_bytes
+from training.memory.placement import WHOLE, Placement
+from training.memory.planner import LEAST_HEADROOM, Plan, describe_budgets, find_max_context, has_plan, make_plan
+from training.memory.profiler import (
+    CATEGORIES,
+    GIB,
+    Bench,
+    Measurement,
+    draw_timeline,
+    extrapolate,
+    format_table,
+    largest_that_runs,
+    thin,
+)
+
+COMPARED_CONTEXTS = (32_768, 65_536, 131_072, 262_144)
+COMPARED_BUDGET = "24GB"
+LARGEST_GPU_GIB = 192
+LONGEST_COMPARED_SECONDS = 30.0  # a step that is predicted to take longer is not measured by a comparison
+BuildBench = Callable[[Step, Choices], Bench]  # a model and its optimizer, on the GPU that is measured
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is planned for: a GPU and its host, by their memory in bytes and their speed, and the model to run there."""
+
+    description: str
+    gpu_bytes: float  # that PyTorch's allocator may reserve
+    host_bytes: float  # that may be page-locked
+    rates: Rates
+    model: ModelConfig  # its attention backend is the one that runs on this machine
+
+    @property
+    def limits(self) -> tuple[float, float, Rates]:
+        """What `make_plan` takes after the step."""
+        return self.gpu_bytes, self.host_bytes, self.rates
+
+    @property
+    def budgets(self) -> str:
+        return describe_budgets(self.gpu_bytes, self.host_bytes)
+
+
+# One step
+
+
+def report_step(
+    step: Step,
+    machine: Machine,
+    *,
+    gradient_checkpointing: bool | None = None,
+    part: Step | None = None,
+    timeline: Path | None = None,
+    build_bench: BuildBench | None = None,
+    snapshot: Path | None = None,
+) -> dict:
+    """Print the plan, the table of stages, and what stands out of it.
+
+    Args:
+        gradient_checkpointing: None: planned; else nothing is planned, and all blocks are checkpointed or none.
+        part: the same step with fewer layers; the table, the measurement and the timeline are of it.
+        timeline: where a picture of the step goes.
+        build_bench: builds what the step is measured on; None: predicted only.
+        snapshot: where PyTorch's memory snapshot of the measured step goes.
+
+    Raises:
+        UserError: no plan fits, or the measured step ran out of memory.
+    """
+    if gradient_checkpointing is None:
+        plan = make_plan(step, *machine.limits)
+        print(f"plan for {machine.budgets}:")
+    else:
+        placement = Placement() if gradient_checkpointing else WHOLE
+        plan = Plan(step, Choices((placement,) * step.layers, loss_impl=machine.model.loss_impl), *machine.limits)
+        print(f"gradient checkpointing {'on' if gradient_checkpointing else 'off'}, nothing planned:")
+        if plan.peak.bytes * LEAST_HEADROOM > machine.gpu_bytes:
+            print(f"does not fit into {gib(machine.gpu_bytes)}")
+    print(f"{plan}\n")
+    shown, choices = step, plan.choices
+    if part is not None:
+        shown, choices = part, thin(choices, part.layers)
+        print(f"below, {part.layers} of the {step.layers} layers:")
+    stages = list(shown.stages(choices))
+    measured = _measure_or_refuse(build_bench, machine, shown, choices, snapshot) if build_bench else None
+    print(format_table(stages, measured.stages if measured else None))
+    peak = max(stages, key=lambda stage: stage.bytes)
+    summary = {
+        "predicted_peak": peak.bytes, "predicted_peak_stage": peak.name,
+        "predicted_host": shown.host_bytes(choices), "predicted_seconds": shown.seconds(choices, machine.rates),
+    }  # fmt: skip
+    if measured:
+        summary |= {
+            "measured_peak": measured.peak.bytes, "measured_peak_stage": measured.peak.name,
+            "reserved": measured.reserved,
+            "fragmentation": measured.peak.reserved - measured.peak.bytes,
+            "host": measured.host_bytes, "measured_seconds": measured.seconds,
+            "num_alloc_retries": measured.alloc_retries,
+        }  # fmt: skip
+        if part is not None:
+            summary["extrapolated_seconds"] = extrapolate(measured, shown, step)
+            summary["predicted_seconds_of_all_layers"] = plan.seconds
+    _print_summary(summary, peak.categories, measured)
+    if timeline:
+        budget = machine.gpu_bytes if gradient_checkpointing is None else None
+        draw_timeline(timeline, stages, measured.stages if measured else None, budget)
+    return {
+        "plan": str(plan), "choices": dataclasses.asdict(choices), "summary": summary,
+        "predicted": [dataclasses.asdict(stage) for stage in stages],
+        "measured": [dataclasses.asdict(stage) for stage in measured.stages] if measured else None,
+    }  # fmt: skip
+
+
+def _measure_or_refuse(
+    build_bench: BuildBench, machine: Machine, step: Step, choices: Choices, snapshot: Path | None
+) -> Measurement:
+    """One measured step; where memory runs out, the prediction is printed and an error raised."""
+    try:
+        return build_bench(step, choices).measure(step, choices, snapshot=snapshot)
+    except torch.OutOfMemoryError:
+        print(f"predicted, not measured (out of memory):\n{format_table(list(step.stages(choices)))}")
+    limit, peak = gib(machine.gpu_bytes), step.peak(choices)
+    raise UserError(
+        f"out of memory: a peak of {gib(peak.bytes)} is predicted, in {peak.name}, of {limit} that are free"
+    )
+
+
+def _print_summary(summary: dict, predicted: dict[str, int], measured: Measurement | None) -> None:
+    """Print the peak by category, then the figures of `summary`, predicted and measured."""
+    by_category = measured.peak.categories if measured else None
+    print(f"\n{'at the peak, GiB':<16}{'predicted':>12}" + (f"{'measured':>12}" if measured else ""))
+    for category in CATEGORIES:
+        measured_cell = f"{by_category[category] / GIB:12.3f}" if measured else ""
+        print(f"{category:<16}{predicted.get(category, 0) / GIB:12.3f}{measured_cell}")
+    print(f"\npredicted peak: {gib(summary['predicted_peak'])}, in {summary['predicted_peak_stage']}")
+    if measured:
+        error = 100 * (summary["predicted_peak"] / summary["measured_peak"] - 1)
+        print(f"measured peak: {gib(summary['measured_peak'])}, in {summary['measured_peak_stage']} ({error:+.1f}%)")
+        print(f"reserved: {gib(summary['reserved'])}; at the peak {gib(summary['fragmentation'])} more than allocated")
+        print(f"the allocator had to give back what it cached: {summary['num_alloc_retries']} times")
+    host, seconds = gib(summary["predicted_host"]), f"{summary['predicted_seconds']:.2f} s"
+    print(f"pinned host memory: predicted {host}" + (f", measured {gib(summary['host'])}" if measured else ""))
+    print(f"step: predicted {seconds}" + (f", measured {summary['measured_seconds']:.2f} s" if measured else ""))
+    if "extrapolated_seconds" in summary:
+        both = summary["predicted_seconds_of_all_layers"], summary["extrapolated_seconds"]
+        print("step of all layers: predicted {:.2f} s, extrapolated {:.2f} s".format(*both))
+
+
+# The longest context
+
+
+def report_max_context(step: Step, machine: Machine, build_bench: BuildBench | None = None) -> dict:
+    """Print the longest context that should fit and its plan; measured, also the longest that does fit."""
+    budgets = machine.gpu_bytes, machine.host_bytes
+    predicted = find_max_context(step, *budgets)
+    plan = make_plan(step.at(predicted or step.context_length), *budgets, machine.rates)  # raises where none fits
+    print(f"predicted: {predicted:,} tokens in {machine.budgets}\n{plan}")
+    results = {"predicted_context": predicted, "plan": str(plan), "choices": dataclasses.asdict(plan.choices)}
+    if build_bench:
+        # The placements that take the least: a context longer than predicted leaves no room for attention outputs.
+        placements = tuple(Placement(placement.input) for placement in plan.choices.placements)
+        choices = dataclasses.replace(plan.choices, placements=placements)
+        probes: list[dict] = []
+        bench = build_bench(step, choices)
+        longest = largest_that_runs(predicted, _make_probe(bench, step, choices, machine, probes))
+        print(f"measured: {longest:,} tokens, {longest / predicted:.3f} of the prediction")
+        results |= {"measured_context": longest, "ratio": longest / predicted, "probes": probes}
+    return results
+
+
+def _make_probe(
+    bench: Bench, step: Step, choices: Choices, machine: Machine, probes: list[dict]
+) -> Callable[[int], bool]:
+    """A function that says whether a step of so many tokens runs, prints it, and appends a record to `probes`."""
+
+    def runs(context_length: int) -> bool:
+        longer, start, measured = step.at(context_length), time.perf_counter(), None
+        outcome = "out of memory"
+        if longer.host_bytes(choices) > machine.host_bytes:
+            outcome = "more host memory than may be pinned"
+        else:
+            with suppress(torch.OutOfMemoryError):
+                measured = bench.measure(longer, choices)
+        probe = {"context_length": context_length, "ran": measured is not None}
+        if measured:
+            probe |= {"seconds": measured.seconds, "peak": measured.peak.bytes, "reserved": measured.reserved}
+            outcome = f"ran: peak {gib(measured.peak.bytes)}, reserved {gib(measured.reserved)}"
+        print(f"  {context_length:>9,} tokens {time.perf_counter() - start:8.1f} s  {outcome}", flush=True)
+        probes.append(probe)
+        return measured is not None
+
+    return runs
+
+
+# With and without
+
+
+def compared_choices(layers: int) -> dict[str, Choices]:
+    """With and without checkpointing and the chunked loss, by name."""
+    return {
+        f"{name}, {loss_impl} loss": Choices((placement,) * layers, loss_impl=loss_impl)
+        for name, placement in (("no checkpointing", WHOLE), ("checkpointing", Placement()))
+        for loss_impl in ("standard", "chunked")
+    }
+
+
+def report_comparison(
+    step: Step, machine: Machine, budget: str | None, device: torch.device, build_bench: BuildBench | None = None
+) -> dict:
+    """Print what each way takes at each context, and the smallest GPU on which each context fits at all.
+
+    Args:
+        budget: GPU memory of the planned way; None: COMPARED_BUDGET where the GPU has that much, else all there is.
+        device: whose allocator is capped for each way that is measured.
+        build_bench: builds what steps are measured on; None: predicted only.
+
+    Raises:
+        UserError: a budget that is more than the GPU has.
+    """
+    if budget is None:
+        budget = COMPARED_BUDGET if parse_bytes(COMPARED_BUDGET) <= machine.gpu_bytes else "auto"
+    planned_bytes = machine.gpu_bytes if budget == "auto" else parse_bytes(budget)
+    if planned_bytes > machine.gpu_bytes:
+        raise UserError(f"memory_budget {budget} is more than the {gib(machine.gpu_bytes)} that can be used; lower it")
+    ways = {name: (choices, machine.gpu_bytes) for name, choices in compared_choices(step.layers).items()}
+    ways[f"planned for {budget}"] = None, planned_bytes
+    columns = ["tokens", "logits", "peak", "pinned", "seconds", *(["measured", "seconds"] if build_bench else [])]
+    print(f"{'predicted, GiB':<33}" + "".join(f"{name:>10}" for name in columns))
+    rows, benches = [], {}
+    for way, (choices, gpu_bytes) in ways.items():
+        for at in map(step.at, COMPARED_CONTEXTS):
+            row = {"way": way, "context_length": at.context_length}
+            row["logits"] = machine.model.projected_logits_bytes(at.tokens)
+            try:
+                limits = gpu_bytes, machine.host_bytes, machine.rates
+                plan = Plan(at, choices, *limits) if choices else make_plan(at, *limits)
+            except UserError:
+                plan = None
+            if plan is not None:
+                row |= {"peak": plan.peak.bytes, "host": plan.host_bytes, "predicted_seconds": plan.seconds}
+                fits = plan.peak.bytes * LEAST_HEADROOM <= gpu_bytes
+                if build_bench and fits and plan.seconds < LONGEST_COMPARED_SECONDS:
+                    cap_gpu_memory(int(gpu_bytes), device)
+                    row |= _measure_compared(at, plan.choices, benches, build_bench)
+            _print_compared(row)
+            rows.append(row)
+    print("\nthe smallest GPU memory in which each context fits, whatever has to move or to be computed again:")
+    smallest = smallest_gpus(step, machine.host_bytes)
+    for context_length, size in smallest.items():
+        print(f"{context_length:>9,} tokens: {size:.1f} GiB")
+    return {"compared": rows, "smallest_gpu_gib": smallest}
+
+
+def _measure_compared(step: Step, choices: Choices, benches: dict[float, Bench], build_bench: BuildBench) -> dict:
+    """A measured step, as it stands in a row of the comparison.
+
+    Args:
+        benches: by choices.gpu_state_bytes, the last bench built, if any: it serves again where those are the same.
+    """
+    if choices.gpu_state_bytes not in benches:
+        benches.clear()  # frees its memory before the next is built
+        benches[choices.gpu_state_bytes] = build_bench(step, choices)
+    try:
+        measured = benches[choices.gpu_state_bytes].measure(step, choices)
+    except torch.OutOfMemoryError:
+        return {"out_of_memory": True}
+    return {"measured_peak": measured.peak.bytes, "measured_seconds": measured.seconds}
+
+
+def _print_compared(row: dict) -> None:
+    cells = [f"{row['context_length']:,}", f"{row['logits'] / GIB:.2f}"]
+    if "peak" in row:
+        cells += [f"{row['peak'] / GIB:.2f}", f"{row['host'] / GIB:.2f}", f"{row['predicted_seconds']:.1f}"]
+    else:
+        cells.append("no plan")
+    if "measured_peak" in row:
+        cells += [f"{row['measured_peak'] / GIB:.2f}", f"{row['measured_seconds']:.1f}"]
+    if "out_of_memory" in row:
+        cells.append("no memory")
+    print(f"{row['way']:<33}" + "".join(f"{cell:>10}" for cell in cells))
+
+
+def smallest_gpus(step: Step, host_bytes: float) -> dict[int, float]:
+    """GiB, a multiple of a half, in which each of the compared contexts fits; infinite where the host is too small."""
+    halves = range(2 * LARGEST_GPU_GIB)
+    found = {}
+    for at in map(step.at, COMPARED_CONTEXTS):
+        fitting = bisect.bisect_left(halves, True, key=lambda n, at=at: has_plan(at, n * GIB / 2, host_bytes))
+        found[at.context_length] = fitting / 2 if fitting < len(halves) else math.inf
+    return found

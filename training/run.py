@@ -1,0 +1,275 @@
+"""What train.py, profile_memory.py and the benchmarks share: a model, its optimizer and its memory plan, and one step.
+
+Top to bottom: the machine and the model's shape; the plan; building; one step.
+"""
+
+import dataclasses
+import gc
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kernels.attention import choose_backend
+from kernels.common import set_default_implementation
+from model import MODEL_SIZES, ModelConfig, Transformer, find_documents
+from training.checkpoint.files import load_optimizer_state, restore_rng
+from training.checkpoint.weights import load_model_weights, read_json
+from training.config import TrainConfig
+from training.data.packing import Batch
+from training.errors import UserError, refused_as_user_error
+from training.memory.cost_model import Choices, PackedDocuments, Step, gib
+from training.memory.machine import Rates, available_host_bytes, cap_gpu_memory, gpu_budget, measure_rates, parse_bytes
+from training.memory.placement import WHOLE, Placement
+from training.memory.planner import Plan, has_plan, make_plan, place
+from training.memory.profiler import Bench, format_table
+from training.optimizer import MasterAdamW
+from training.parallel.fsdp import copy_weights, initial_weights, shard_model
+from training.parallel.world import World
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | None:
+    """The run's --memory_budget: on a GPU "auto", unless another flag says what blocks keep. None: there is no plan.
+
+    Raises:
+        UserError: a budget on a CPU.
+    """
+    if device.type == "cuda":
+        if config.gradient_checkpointing or config.compile:
+            return None
+        if config.kernels == "torch":
+            raise UserError(
+                "kernels torch takes more memory than plans count; use auto, or --gradient_checkpointing without a plan"
+            )
+        return config.memory_budget or "auto"
+    for name in ("memory_budget", "host_budget"):
+        if getattr(config, name) is not None:
+            raise UserError(f"{name} has no effect on a CPU; drop it")
+    return None
+
+
+def configure_machine(config: TrainConfig, world: World) -> None:
+    """Choose which kernels run, and refuse a memory budget that is not free, before anything else takes time."""
+    if config.kernels == "triton" and world.device.type != "cuda":
+        raise UserError('kernels "triton" needs a CUDA GPU; use auto')
+    set_default_implementation(config.kernels)
+    if config.memory_budget is not None:
+        gpu_budget(config.memory_budget, world.device)
+
+
+def choose_model(config: TrainConfig, device: torch.device, resumed: Path | None = None) -> ModelConfig:
+    """The model_size's shape, or the one that the weights to start from declare, with the run's own settings.
+
+    Args:
+        resumed: the checkpoint to go on from, if there is one; else the weights are those of --init_from.
+    """
+    shape = dataclasses.replace(MODEL_SIZES[config.model_size], max_position_embeddings=config.context_length)
+    if folder := resumed or config.init_from:
+        path = Path(folder) / "config.json"
+        if not path.is_file():
+            raise UserError(f"init_from {folder} has no config.json; give a folder in Hugging Face's form")
+        with refused_as_user_error(f"cannot take {path}: "):
+            declared = ModelConfig.from_hugging_face(read_json(path))
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+            if getattr(declared, name) != getattr(shape, name):
+                raise UserError(
+                    f"{folder} is of another size: it has {name} {getattr(declared, name)}, model_size "
+                    f"{config.model_size} has {getattr(shape, name)}; choose the model_size of those weights"
+                )
+        length = max(declared.max_position_embeddings, config.context_length)
+        shape = dataclasses.replace(declared, max_position_embeddings=length)
+    with refused_as_user_error():
+        backend = choose_backend(config.attention_backend, device)
+    return dataclasses.replace(shape, loss_impl=config.loss_impl, attention_backend=backend)
+
+
+# The plan
+
+
+def step_of(config: TrainConfig, model: Transformer, documents: PackedDocuments | None) -> Step:
+    """The step that the settings ask for; `documents` are None where they are not known yet."""
+    lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
+    return Step(model.config, model.parameters(), *lengths, documents)
+
+
+def step_on_meta(model_config: ModelConfig, context_length: int, batch_size: int = 1, micro_batches: int = 1) -> Step:
+    """A step of a bf16 model on the meta device, which takes no memory; each sequence is one document."""
+    with torch.device("meta"):
+        parameters = list(Transformer(model_config).to(torch.bfloat16).parameters())
+    documents = PackedDocuments.one_each(context_length, batch_size)
+    return Step(model_config, parameters, context_length, batch_size, micro_batches, documents)
+
+
+def memory_budgets(config: TrainConfig, world: World) -> list[float]:
+    """Bytes of --memory_budget and of --host_budget: of each, the smallest that any rank has."""
+    host_budget = parse_bytes(config.host_budget) if config.host_budget else available_host_bytes()
+    return world.min(gpu_budget(config.memory_budget, world.device), host_budget)
+
+
+def check_fits(config: TrainConfig, model_config: ModelConfig, world: World) -> None:
+    """Refuse, before the data are read, a step for which there is no plan even if all documents are short.
+
+    Raises:
+        UserError: no plan fits; names the largest context that would.
+    """
+    if config.memory_budget is None:
+        return
+    short = PackedDocuments(longest=1, count=math.inf, pairs=0)
+    step, budgets = step_of(config, model_on_meta(model_config, world), short), memory_budgets(config, world)
+    if not has_plan(step, *budgets):
+        make_plan(step, *budgets)  # raises the error that says why
+
+
+def plan_memory(
+    config: TrainConfig, model: Transformer, world: World, documents: PackedDocuments | None = None
+) -> Plan:
+    """The fastest plan within --memory_budget and --host_budget, the same on every rank; caps the GPU's memory.
+
+    Without a budget nothing is searched: --gradient_checkpointing keeps each block's input, otherwise blocks keep all.
+    """
+    step = step_of(config, model, documents)
+    if config.memory_budget is None:
+        placement = Placement() if config.gradient_checkpointing else WHOLE
+        return Plan(step, Choices((placement,) * step.layers, loss_impl=config.loss_impl))
+    budgets = memory_budgets(config, world)
+    rates = measure_rates(model.config, world.device, config.context_length)
+    rates = Rates(*world.min(*dataclasses.astuple(rates)))
+    torch.cuda.empty_cache()  # frees what the measurements took
+    plan = make_plan(step, *budgets, rates)
+    plan = dataclasses.replace(plan, choices=world.broadcast(plan.choices))  # unequal shards might plan unequally
+    cap_gpu_memory(int(plan.gpu_budget), world.device)
+    logger.info("plan for %s of GPU and %s of host memory:\n%s", *map(gib, budgets), plan)
+    return plan
+
+
+def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device) -> str:
+    """What the step was predicted to take, and a plan that should fit; computed without GPU memory."""
+    try:
+        if config.memory_budget is None:
+            budgets = gpu_budget("auto", device), available_host_bytes()
+            advice = "--gradient_checkpointing and --compile dropped make such a plan; its seconds are an H200's"
+        else:
+            budgets = 0.9 * plan.gpu_budget, plan.host_budget
+            advice = f"--memory_budget {budgets[0] / 2**30:.1f}GB makes such a plan"
+        fitting = f"predicted to fit into {gib(budgets[0])}; {advice}:\n{make_plan(plan.step, *budgets, plan.rates)}"
+    except UserError as error:  # its message names the largest context, or what is free
+        fitting = str(error)
+    table = format_table(list(plan.step.stages(plan.choices)))
+    return f"predicted for the step as it was placed:\n{table}\n{fitting}"
+
+
+# Building
+
+
+@dataclass
+class Start:
+    """Where a run starts: at step 0, or where a checkpoint was saved."""
+
+    checkpoint: Path | None = None
+    step: int = 0
+    tokens: int = 0
+    cosine_steps: int = 0  # steps from the run's first to the end of the learning rate's cosine
+    tokenizer: str | None = None  # the tokenizer's identity; None where an older checkpoint does not hold it
+    loader: dict = dataclasses.field(default_factory=dict)  # the loader's state: its position in the data
+
+
+def model_on_meta(model_config: ModelConfig, world: World) -> Transformer:
+    """A model that takes no memory: bf16 on one GPU, else float32 (FSDP computes in bf16 from float32 shards)."""
+    with torch.device("meta"):
+        model = Transformer(model_config)
+    if world.size > 1:
+        shard_model(model, model.layers, world)
+    elif world.device.type == "cuda":
+        model.to(torch.bfloat16)
+    return model
+
+
+def build_model(
+    config: TrainConfig, model_config: ModelConfig, world: World, documents: PackedDocuments | None = None
+) -> tuple[Transformer, Plan]:
+    """A model on its device whose weights are not set yet, and its plan, which its blocks follow."""
+    model = model_on_meta(model_config, world)
+    plan = plan_memory(config, model, world, documents)
+    model.to_empty(device=world.device)
+    for block in model.layers if config.compile else ():
+        block.forward = torch.compile(block.forward)
+    place(model, plan.choices, plan.arena_bytes)
+    return model, plan
+
+
+def build(
+    config: TrainConfig, model_config: ModelConfig, start: Start, documents: PackedDocuments, world: World
+) -> tuple[Transformer, MasterAdamW, Plan]:
+    """Model, optimizer and plan; weights are fresh, those of --init_from, or with all other state a checkpoint's."""
+    model, plan = build_model(config, model_config, world, documents)
+    optimizer = MasterAdamW(
+        model.named_parameters(),
+        weight_decay=config.weight_decay,
+        accumulate=config.gradient_accumulation_steps > 1,
+        gpu_state_bytes=plan.choices.gpu_state_bytes,
+    )
+    if start.checkpoint:
+        load_optimizer_state(start.checkpoint, optimizer.state_dict())
+        optimizer.restore_parameters()
+        restore_rng(start.checkpoint)
+    elif config.init_from:
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        optimizer.load_weights(load_model_weights(config.init_from, shapes))
+    else:
+        optimizer.load_weights(initial_weights(model, config.seed))
+    return model, optimizer, plan
+
+
+def build_bench(step: Step, choices: Choices, world: World) -> Bench:
+    """A model and an optimizer for `step`, with fresh weights, on which a profiler measures steps."""
+    gc.collect()  # the bench before this one, if there was one
+    model, _ = build_model(TrainConfig(), step.config, world)
+    copy_weights(model, initial_weights(model, seed=0))
+    optimizer = MasterAdamW(
+        model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=choices.gpu_state_bytes
+    )
+    return Bench(model, optimizer)
+
+
+# One step
+
+
+def run_model(model: Transformer, batch: Batch, world: World, denominator: float | None = None) -> torch.Tensor:
+    """The summed loss of a micro-batch, divided by `denominator`; None: by the number of its targets."""
+    input_ids, labels = (x.to(world.device, non_blocking=True) for x in (batch.input_ids, batch.labels))
+    return model(input_ids, labels, document_ids=find_documents(batch.document_ids), denominator=denominator).loss
+
+
+def train_step(
+    model: Transformer,
+    optimizer: MasterAdamW,
+    batches: list[Batch],
+    world: World,
+    learning_rate: float,
+    max_grad_norm: float,
+) -> tuple[float, float]:
+    """One optimizer step over all micro-batches of all ranks. Returns (mean loss a token, gradient norm).
+
+    Raises:
+        UserError: a loss or gradient that is not finite; the weights are left as they were.
+    """
+    [num_valid] = world.sum(sum(batch.num_valid_tokens for batch in batches))
+    losses = []
+    for batch in batches:
+        loss = run_model(model, batch, world, max(num_valid, 1))
+        loss.backward()
+        losses.append(loss.detach())
+    norm = optimizer.clip_grad_norm(max_grad_norm)
+    [loss] = world.sum(float(torch.stack(losses).sum()))
+    if not math.isfinite(loss + norm):
+        raise UserError(
+            f"loss {loss}, gradient norm {norm}: stopped before the weights were touched; lower --learning_rate, or "
+            "look at the data of this step"
+        )
+    optimizer.step(learning_rate)
+    torch.get_device_module(world.device).synchronize()  # a clock that is read now has the update in it
+    return loss, norm
