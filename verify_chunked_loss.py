@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
-from benchmarks.common import extra_gib
 from kernels.cross_entropy import cross_entropy
 from kernels.linear_cross_entropy import linear_cross_entropy
 from model import IGNORE_INDEX, MODEL_SIZES, Transformer
@@ -66,6 +65,16 @@ def observed_logits_rows(model: Transformer, ids: Tensor, labels: Tensor) -> int
     shapes = (shape for event in recorded.function_events for shape in event.input_shapes)
     vocab_size = model.config.vocab_size
     return max((math.prod(s[:-1]) for s in shapes if len(s) > 1 and s[-1] == vocab_size), default=0)
+
+
+def extra_gib(function: Callable[[], object], device: torch.device) -> float:
+    """GiB of the GPU that `function` takes at its peak, besides what was allocated before it."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    function()
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**30
 
 
 def switch(device: torch.device, vocab_size: int = VOCAB_SIZE, switch_bytes: float = SWITCH_BYTES) -> Iterator[Check]:
