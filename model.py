@@ -218,17 +218,19 @@ class KeyValueCache:
 
 @dataclass
 class Documents:
-    """The documents packed in each row of a batch. On the CPU, where their boundaries decide what is launched."""
+    """The documents packed in each row of a batch. On the CPU, where their boundaries decide what is launched.
+
+    Where several ranks share a sequence, each has its own positions, and the segments and lengths of whole sequences.
+    """
 
     segments: Tensor | None  # int64 [S, 3], rows (batch row, start, stop); None where each row is one document
     positions_BT: Tensor  # int64, each token's position in its document
+    lengths: list[int]  # tokens of each document
 
     @property
-    def lengths(self) -> list[int]:
-        """Tokens of each document."""
-        if self.segments is None:
-            return [self.positions_BT.shape[1]] * len(self.positions_BT)
-        return (self.segments[:, 2] - self.segments[:, 1]).tolist()
+    def are_whole(self) -> bool:
+        """Whether the positions are those of whole sequences, not of one rank's share."""
+        return self.positions_BT.numel() == sum(self.lengths)
 
 
 @dataclass
@@ -362,10 +364,12 @@ class Transformer(nn.Module):
         input_ids: Tensor,
         labels: Tensor | None = None,
         *,
-        document_ids: Tensor | Documents | None = None,
+        document_ids: Tensor | None = None,
+        targets: Tensor | None = None,
+        documents: Documents | None = None,
+        denominator: Tensor | float | None = None,
         return_logits: bool = False,
         return_hidden_states: bool = False,
-        denominator: Tensor | float | None = None,
         caches: list[KeyValueCache] | None = None,
     ) -> ModelOutput:
         """Run the decoder.
@@ -373,29 +377,43 @@ class Transformer(nn.Module):
         Args:
             input_ids: int64 [B, T].
             labels: int64 [B, T], unshifted: position t is trained to predict labels[t + 1]; -100 is ignored.
-            document_ids: integers [B, T], non-decreasing in a row, or what `find_documents` found in them. Documents
-                do not see each other, positions start at 0 in each, and no token is trained to predict the next
-                document's first. FSDP moves a tensor to the GPU, from where it has to come back; `Documents` it
-                leaves on the CPU.
+            document_ids: integers [B, T], non-decreasing in a row. Documents do not see each other, positions start
+                at 0 in each, and no label is predicted by a token of the document before its own.
+            targets: int64 [B, T], in place of `labels`: position t is trained to predict targets[t]; -100 is ignored.
+                Nothing is masked here. The last position of a whole sequence must have -100.
+            documents: what `find_documents` found, in place of `document_ids`. FSDP moves tensors to the GPU, from
+                where document ids would have to come back; `Documents` it leaves on the CPU.
+            denominator: what the summed loss is divided by (valid targets of all micro-batches and ranks);
+                None: the valid targets of this call.
             return_logits, return_hidden_states: fill those fields of the output.
-            denominator: what the summed loss is divided by (valid labels of all micro-batches and ranks);
-                None: the valid labels of this call.
             caches: one `KeyValueCache` a layer, while generating.
 
         Raises:
-            ValueError: tensors of unequal shape, a document id that decreases, documents together with caches.
+            ValueError: both labels and targets, or both document_ids and documents; tensors of unequal shape; a
+                document id that decreases; documents together with caches.
+            RuntimeError: a target at the last position of a whole sequence.
         """
-        documents = find_documents(document_ids) if isinstance(document_ids, Tensor) else document_ids
+        if (labels is not None and targets is not None) or (document_ids is not None and documents is not None):
+            raise ValueError("give either labels or targets, and either document_ids or documents")
+        if document_ids is not None:
+            documents = find_documents(document_ids)
         positions_BT = None if documents is None else documents.positions_BT
-        for name, tensor in (("labels", labels), ("document_ids", positions_BT)):
+        for name, tensor in (("labels", labels), ("targets", targets), ("documents", positions_BT)):
             if tensor is not None and tensor.shape != input_ids.shape:
                 expected, got = tuple(input_ids.shape), tuple(tensor.shape)
                 raise ValueError(f"{name} must have input_ids' shape {expected}, got {got}")
         x_BTD = self.embed_tokens(input_ids)
         if documents is not None:
             positions_BT = positions_BT.to(input_ids.device, non_blocking=True)
-            if labels is not None:
-                labels = labels.masked_fill(positions_BT == 0, IGNORE_INDEX)
+        # The last position of a whole sequence has no target, and is left out of the loss: with it, the chunked loss
+        # would have to gather the rows that have one.
+        if labels is not None:
+            labels = labels if documents is None else labels.masked_fill(positions_BT == 0, IGNORE_INDEX)
+            targets = labels[:, 1:]
+        elif targets is not None and (documents is None or documents.are_whole):
+            has_none = (targets[:, -1] == IGNORE_INDEX).all()
+            torch._assert_async(has_none, "targets must be -100 at the last position of a whole sequence")
+            targets = targets[:, :-1]
         context = self._context(input_ids, documents, positions_BT, caches)
         for layer in self.layers:
             x_BTD = layer(x_BTD, context)
@@ -403,8 +421,8 @@ class Transformer(nn.Module):
         output = ModelOutput(hidden_states=x_BTD if return_hidden_states else None)
         if return_logits:
             output.logits = F.linear(x_BTD, self.output_weight)
-        if labels is not None:
-            output.loss = self._loss(x_BTD, labels, output.logits, denominator)
+        if targets is not None:
+            output.loss = self._loss(x_BTD, targets, output.logits, denominator)
         return output
 
     def _context(
@@ -418,24 +436,29 @@ class Transformer(nn.Module):
         start = caches[0].length if caches else 0
         if caches and (documents is not None or (start and T > 1)):
             raise ValueError("with a key/value cache, give one document, and one token at a time after the prompt")
-        cos, sin = self.rotary.tables(start + T, device)
         if documents is None:
+            cos, sin = self.rotary.tables(start + T, device)
             return Context(cos[start : start + T], sin[start : start + T], caches=caches)
+        # The positions in a share of a sequence reach as far as the whole sequence's longest document.
+        cos, sin = self.rotary.tables(max(T, *documents.lengths), device)
         return Context(cos[positions_BT], sin[positions_BT], documents.segments)
 
-    def _loss(self, x_BTD: Tensor, labels: Tensor, logits: Tensor | None, denominator) -> Tensor:
-        """Cross-entropy of position t against labels[t + 1]: from `logits`, or by whichever way the switch says."""
-        size = labels.numel(), x_BTD.element_size()
+    def _loss(self, x_BTD: Tensor, targets: Tensor, logits_BTV: Tensor | None, denominator) -> Tensor:
+        """Cross-entropy of the first positions against their targets [B, T or T - 1], float32 scalar.
+
+        It is taken from `logits_BTV` where they are given, else by whichever way the switch says.
+        """
+        size = x_BTD.shape[:2].numel(), x_BTD.element_size()
         options = {"ignore_index": IGNORE_INDEX, "denominator": denominator}
-        # The last position has no target: with it, the chunked loss would have to gather the rows that have one.
-        x_BTD, targets = x_BTD[:, :-1], labels[:, 1:]
-        if logits is None and self.config.uses_chunked_loss(*size):
+        num_without = x_BTD.shape[1] - targets.shape[1]
+        x_BTD = x_BTD[:, : targets.shape[1]]
+        if logits_BTV is None and self.config.uses_chunked_loss(*size):
             log_loss_choice("chunked", self.config, *size)
             return linear_cross_entropy(x_BTD, self.output_weight, targets, **options)
         log_loss_choice("standard", self.config, *size)
-        if logits is None:  # nobody else will read them, so the gradient may take their place
+        if logits_BTV is None:  # nobody else will read them, so the gradient may take their place
             return cross_entropy(F.linear(x_BTD, self.output_weight), targets, inplace=True, **options)
-        return cross_entropy(logits, F.pad(targets, (0, 1), value=IGNORE_INDEX), **options)
+        return cross_entropy(logits_BTV, F.pad(targets, (0, num_without), value=IGNORE_INDEX), **options)
 
     @torch.no_grad()
     def generate(
@@ -493,7 +516,7 @@ def find_documents(document_ids: Tensor) -> Documents:
     index_BT = torch.arange(T).expand(B, T)
     positions_BT = index_BT - torch.where(first_BT, index_BT, 0).cummax(dim=1).values
     segments = torch.stack([rows, starts, stops], dim=1)
-    return Documents(None if len(segments) == B else segments, positions_BT)
+    return Documents(None if len(segments) == B else segments, positions_BT, (stops - starts).tolist())
 
 
 @functools.lru_cache(maxsize=64)

@@ -18,12 +18,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from model import ModelConfig, Transformer, find_documents
+from model import ModelConfig, Transformer
 from training.checkpoint.files import latest_checkpoint, load_trainer_state, save_checkpoint, verify_checkpoint
 from training.checkpoint.weights import load_model_weights, read_json
 from training.config import DEFAULT_STEPS, PEAK_LEARNING_RATE, TINY_PEAK_LEARNING_RATE, TrainConfig, given_settings
-from training.data.loader import PackedLoader, check_same_data, validation_batches
-from training.data.packing import Batch
+from training.data.loader import Batch, PackedLoader, check_same_data, validation_batches
 from training.data.sources import load_documents, split_documents
 from training.data.tokenizer import load_tokenizer
 from training.errors import UserError
@@ -337,8 +336,7 @@ def train(given: dict, world: World) -> None:
         if world.device.type == "cuda":
             values["peak_memory_gib"] = peak_memory_gib(world)
         if gpu_flops is not None:
-            documents = [find_documents(batch.document_ids) for batch in batches]
-            flops = 3 * sum(model_config.forward_flops(d.lengths) for d in documents)
+            flops = 3 * sum(model_config.forward_flops(batch.documents.lengths) for batch in batches)
             values["mfu"] = flops / seconds / gpu_flops
         is_last, stop = step == max_steps, world.sum(float(bool(terminated)))[0] > 0
         if config.validation_sequences and (is_last or is_due(step, config.validation_interval)):

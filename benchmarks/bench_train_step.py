@@ -24,12 +24,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from benchmarks.common import environment, print_json, print_table
-from model import MODEL_SIZES, ModelConfig, Transformer, find_documents
+from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer, find_documents
 from training.config import PEAK_LEARNING_RATE, TrainConfig
-from training.data.loader import PackedLoader
-from training.data.packing import Batch
+from training.data.loader import Batch, PackedLoader
 from training.data.sources import load_documents
 from training.data.tokenizer import load_tokenizer
 from training.memory.cost_model import PackedDocuments
@@ -84,12 +84,13 @@ def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list
         return [[loader.next_batch() for loader in loaders] for _ in range(arguments.steps)]
     ids = np.concatenate([document.tokens for document in documents])[None, :length].astype("int64")
     ids = torch.from_numpy(ids)
-    return [[Batch(ids, ids, torch.zeros_like(ids), length - 1)] * num_ranks] * arguments.steps
+    targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
+    return [[Batch(ids, targets, find_documents(torch.zeros_like(ids)), length - 1)] * num_ranks] * arguments.steps
 
 
 def documents_of(batches: list[Batch]) -> PackedDocuments:
     """Of the micro-batches of all ranks."""
-    lengths = [np.array(find_documents(batch.document_ids).lengths) for batch in batches]
+    lengths = [np.array(batch.documents.lengths) for batch in batches]
     sequences = np.repeat(np.arange(len(batches)), [len(each) for each in lengths])
     lengths = np.concatenate(lengths)
     return PackedDocuments.average(lengths, sequences, int(lengths.max()), batch_size=1, num_ranks=len(batches))
@@ -125,8 +126,8 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[Batch]
         predicted = statistics.mean(
             plan.step.at(tokens, documents_of(batches)).seconds(plan.choices, plan.rates) for batches in timed
         )
-    own = [find_documents(batches[world.rank].document_ids).lengths for batches in timed]
-    model_flops = statistics.mean(3 * config.forward_flops(lengths) for lengths in own)
+    own = [batches[world.rank].documents for batches in timed]
+    model_flops = statistics.mean(3 * config.forward_flops(documents.lengths) for documents in own)
     return {
         "seconds": seconds,
         "predicted_seconds": predicted,

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
 from model import MODEL_SIZES, KeyValueCache, ModelConfig, ModelOutput, RotaryCache, Transformer, find_documents
+from training.data.loader import Batch
 
 TINY = replace(MODEL_SIZES["tiny"], num_hidden_layers=2, hidden_size=64, intermediate_size=96)
 
@@ -168,7 +169,12 @@ def test_no_token_is_trained_to_predict_the_next_document(loss_impl):
     labels[0, 5] = -100  # the second document's first token
     expected = model(ids, labels, document_ids=document_ids).loss
     assert torch.equal(model(ids, ids, document_ids=document_ids).loss, expected)
-    assert torch.equal(model(ids, ids, document_ids=find_documents(document_ids)).loss, expected)
+    documents = find_documents(document_ids)
+    assert torch.equal(model(ids, ids, documents=documents).loss, expected)
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    assert torch.equal(model(ids, targets=targets, documents=documents).loss, expected)
+    logits_too = model(ids, targets=targets, documents=documents, return_logits=True)
+    torch.testing.assert_close(logits_too.loss, expected)
 
 
 def test_the_loss_gathers_no_rows_where_every_position_has_a_target(monkeypatch):
@@ -178,7 +184,42 @@ def test_the_loss_gathers_no_rows_where_every_position_has_a_target(monkeypatch)
     for rows in (1, 3):
         model, ids = build(replace(TINY, loss_impl="chunked")), tokens(rows, 12)
         model(ids, ids).loss.backward()
-    assert gathered == [None, None]
+        targets, whole = F.pad(ids[:, 1:], (0, 1), value=-100), find_documents(torch.zeros_like(ids))
+        for documents in (None, whole):
+            model(ids, targets=targets, documents=documents).loss.backward()
+    assert gathered == [None] * 6
+
+
+@pytest.mark.parametrize("loss_impl", ["chunked", "standard"])
+@pytest.mark.parametrize("return_logits", [False, True])
+def test_a_share_of_a_sequence_has_a_target_at_its_last_position(loss_impl, return_logits):
+    """A model without attention, whose positions know nothing of each other: the losses of the shares add up."""
+    model, ids = build(replace(TINY, loss_impl=loss_impl)), tokens(2, 12)
+    model.layers = torch.nn.ModuleList()
+    targets = F.pad(ids[:, 1:], (0, 1), value=-100)
+    batch = Batch(ids, targets, find_documents(torch.zeros_like(ids)), 22)
+    shares, losses = [batch.slice(rank, 3) for rank in range(3)], []
+    assert batch.documents.are_whole and not any(share.documents.are_whole for share in shares)
+    for share in shares:
+        output = model(
+            share.input_ids, targets=share.targets, documents=share.documents, denominator=22,
+            return_logits=return_logits,
+        )  # fmt: skip
+        losses.append(output.loss)
+    torch.testing.assert_close(sum(losses), model(ids, ids).loss)
+
+
+def test_targets_exclude_labels_and_have_none_at_the_end():
+    model, ids = build(), tokens(1, 8)
+    documents = find_documents(torch.zeros_like(ids))
+    with pytest.raises(ValueError, match="either labels or targets"):
+        model(ids, ids, targets=ids)
+    with pytest.raises(ValueError, match="either document_ids or documents"):
+        model(ids, document_ids=torch.zeros_like(ids), documents=documents)
+    with pytest.raises(ValueError, match="documents must have input_ids' shape"):
+        model(ids[:, :4], documents=documents)
+    with pytest.raises(RuntimeError, match="-100 at the last position"):
+        model(ids, targets=ids)
 
 
 def test_fsdp_leaves_documents_on_the_cpu():
@@ -186,7 +227,7 @@ def test_fsdp_leaves_documents_on_the_cpu():
     from torch.distributed.utils import _to_kwargs
 
     documents = find_documents(torch.tensor([[0, 0, 1, 3]]))
-    moved = _to_kwargs((), {"document_ids": documents}, torch.device("meta"), False)[1][0]["document_ids"]
+    moved = _to_kwargs((), {"documents": documents}, torch.device("meta"), False)[1][0]["documents"]
     assert moved.segments.device.type == moved.positions_BT.device.type == "cpu"
 
 

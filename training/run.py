@@ -14,11 +14,11 @@ import torch
 
 from kernels.attention import choose_backend
 from kernels.common import set_default_implementation
-from model import MODEL_SIZES, ModelConfig, Transformer, find_documents
+from model import MODEL_SIZES, ModelConfig, Transformer
 from training.checkpoint.files import load_optimizer_state, restore_rng
 from training.checkpoint.weights import load_model_weights, read_json
 from training.config import TrainConfig
-from training.data.packing import Batch
+from training.data.loader import Batch
 from training.errors import UserError, refused_as_user_error
 from training.memory.cost_model import Choices, PackedDocuments, Step, gib
 from training.memory.machine import Rates, available_host_bytes, cap_gpu_memory, gpu_budget, measure_rates, parse_bytes
@@ -240,8 +240,8 @@ def build_bench(step: Step, choices: Choices, world: World) -> Bench:
 
 def run_model(model: Transformer, batch: Batch, world: World, denominator: float | None = None) -> torch.Tensor:
     """The summed loss of a micro-batch, divided by `denominator`; None: by the number of its targets."""
-    input_ids, labels = (x.to(world.device, non_blocking=True) for x in (batch.input_ids, batch.labels))
-    return model(input_ids, labels, document_ids=find_documents(batch.document_ids), denominator=denominator).loss
+    input_ids, targets = (x.to(world.device, non_blocking=True) for x in (batch.input_ids, batch.targets))
+    return model(input_ids, targets=targets, documents=batch.documents, denominator=denominator).loss
 
 
 def train_step(

@@ -7,12 +7,50 @@ document. The incomplete sequence at an epoch's end is dropped; the next epoch's
 
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
-from training.data.packing import Batch, PackedStream, stack_sequences
+from model import IGNORE_INDEX, Documents, find_documents
+from training.data.packing import PackedStream
 from training.data.sources import Document
 from training.errors import UserError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch of packed sequences, or one rank's share of it, on the CPU."""
+
+    input_ids: torch.Tensor  # int64 [B, T]
+    # int64 [B, T], already shifted: position t is trained to predict targets[b, t]. -100 where nothing is predicted: a
+    # token of a prompt or of padding, the next document's first token, and what lies behind the last position.
+    targets: torch.Tensor
+    documents: Documents  # which tokens see each other; padding is a document of its own
+    num_valid_tokens: int  # number of targets that are not -100
+
+    def slice(self, rank: int, size: int) -> "Batch":
+        """What `rank` (0 .. size - 1) has where `size` ranks share each sequence: [B, T / size] neighbouring tokens.
+
+        Of 8 tokens and 4 ranks, rank 1 has those at positions 2 and 3. The documents' segments and lengths stay those
+        of whole sequences, because each rank attends over whole sequences with some of the heads.
+
+        Raises:
+            ValueError: a sequence of a number of tokens that `size` does not divide.
+        """
+        length = self.input_ids.shape[1]
+        if length % size:
+            raise ValueError(f"{size} ranks cannot share a sequence of {length} tokens equally; it must be a multiple")
+        own = slice(rank * length // size, (rank + 1) * length // size)
+        targets = self.targets[:, own]
+        documents = replace(self.documents, positions_BT=self.documents.positions_BT[:, own])
+        return Batch(self.input_ids[:, own], targets, documents, int((targets != IGNORE_INDEX).sum()))
+
+
+def stack_sequences(sequences: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Batch:
+    """A batch of what `PackedStream.read` returned, one sequence a row."""
+    input_ids, targets, document_ids = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*sequences))
+    return Batch(input_ids, targets, find_documents(document_ids), int((targets != IGNORE_INDEX).sum()))
 
 
 class PackedLoader:
@@ -145,7 +183,7 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """The held-out documents once, in order, in the same number of batches on every rank.
 
-    Consecutive sequences share one token, the last of one being the unlabelled first of the next: so every token but
+    Consecutive sequences share one token, the last of one being the first of the next: so every token but
     a document's first is a target exactly once. The tail is padded, and so are the ranks that have no sequence left:
     their batches hold no target, but let collectives match.
 

@@ -3,24 +3,10 @@
 A sequence is cut from the documents only when it is asked for, so the corpus is in memory once.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
-import torch
 
+from model import IGNORE_INDEX
 from training.data.sources import Document
-
-IGNORE_INDEX = -100
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A micro-batch of packed sequences, on the CPU."""
-
-    input_ids: torch.Tensor  # [B, T] int64
-    labels: torch.Tensor  # [B, T] int64, unshifted; -100, no target: padding, prompts, each segment's first token
-    document_ids: torch.Tensor  # [B, T] int32, counted from 0 within each sequence, non-decreasing
-    num_valid_tokens: int  # number of targets that the model's shift leaves: labels[:, 1:] != -100
 
 
 class PackedStream:
@@ -31,9 +17,9 @@ class PackedStream:
         self.ends = np.cumsum([len(documents[i].tokens) + 1 for i in order])
 
     def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(ids, labels, document ids), [length] each, from position `start`; past the end, eos_id without a label."""
+        """(ids, targets, document ids), [length] each, from position `start`; past the end, eos_id without a target."""
         ids = np.full(length, self.eos_id, dtype=np.int64)
-        labels = np.full(length, IGNORE_INDEX, dtype=np.int64)
+        targets = np.full(length, IGNORE_INDEX, dtype=np.int64)
         document_ids = np.zeros(length, dtype=np.int32)
         rank = int(np.searchsorted(self.ends, start, side="right"))  # the document's place in the order
         position = segment = 0
@@ -46,14 +32,8 @@ class PackedStream:
             ids[position : position + len(piece)] = piece  # an eos_id stands behind it already
             # A segment's first token is never predicted, whatever precedes it, and neither is a prompt.
             first_target = position + max(1, document.num_masked - offset)
-            labels[first_target:stop] = ids[first_target:stop]
+            targets[first_target - 1 : stop - 1] = ids[first_target:stop]
             document_ids[position:stop] = segment
             position, rank, segment = stop, rank + 1, segment + 1
         document_ids[position:] = segment
-        return ids, labels, document_ids
-
-
-def stack_sequences(sequences: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Batch:
-    """A batch of what `PackedStream.read` returned, one sequence a row."""
-    input_ids, labels, document_ids = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*sequences))
-    return Batch(input_ids, labels, document_ids, int((labels[:, 1:] != IGNORE_INDEX).sum()))
+        return ids, targets, document_ids

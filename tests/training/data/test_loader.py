@@ -70,16 +70,15 @@ def test_validation_counts_every_token_once(lengths, world_size, batch_size):
     ranks = [list(validation_batches(documents, 5, batch_size, EOS, r, world_size)) for r in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1
     assert all(batch.input_ids.shape == (batch_size, 5) for batches in ranks for batch in batches)
-    targets = torch.cat([b.labels[:, 1:].flatten() for batches in ranks for b in batches])
+    targets = torch.cat([b.targets.flatten() for batches in ranks for b in batches])
     targets = targets[targets != -100]
     # All tokens but each document's first, and each document's end.
     expected = [t for d in documents for t in d.tokens[1:].tolist()] + [EOS] * len(documents)
     assert sorted(targets.tolist()) == sorted(expected)
     assert sum(b.num_valid_tokens for batches in ranks for b in batches) == len(expected)
     for batch in (b for batches in ranks for b in batches):
-        assert (batch.document_ids.diff(dim=1) >= 0).all()
-        same = batch.document_ids[:, 1:] == batch.document_ids[:, :-1]
-        assert (batch.labels[:, 1:][~same] == -100).all()
+        border = batch.documents.positions_BT[:, 1:] == 0
+        assert (batch.targets[:, :-1][border] == -100).all() and (batch.targets[:, -1] == -100).all()
 
 
 def test_validation_limit_does_not_depend_on_ranks():
@@ -87,7 +86,7 @@ def test_validation_limit_does_not_depend_on_ranks():
 
     def targets(world_size):
         ranks = [validation_batches(documents, 5, 2, EOS, r, world_size, limit=7) for r in range(world_size)]
-        return sorted(t for batches in ranks for b in batches for t in b.labels[:, 1:].flatten().tolist() if t != -100)
+        return sorted(t for batches in ranks for b in batches for t in b.targets.flatten().tolist() if t != -100)
 
     assert targets(1) == targets(3) and len(targets(1)) == 7 * 4 - 1  # one document's start inside
 
@@ -99,5 +98,23 @@ def test_lengths_of_packed_documents_are_those_of_the_batches():
     lengths, sequences = loader.document_lengths()
     assert loader.longest_document == 12 and PackedLoader(documents, 50, 1, eos_id=0, seed=3).longest_document == 31
     for index in range(loader.sequences_per_epoch):
-        [ids] = loader.next_batch().document_ids
-        assert sorted(torch.bincount(ids).tolist()) == sorted(lengths[sequences == index].tolist())
+        assert sorted(loader.next_batch().documents.lengths) == sorted(lengths[sequences == index].tolist())
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_slices_of_a_shared_sequence_make_up_the_whole(size):
+    for documents in ([3, 30, 1, 11], [60]):  # packed, and one document a sequence
+        batch = PackedLoader(make_documents(documents, masked=2), 12, 3, EOS, seed=0).next_batch()
+        shares = [batch.slice(rank, size) for rank in range(size)]
+        for whole, parts in (
+            (batch.input_ids, [share.input_ids for share in shares]),
+            (batch.targets, [share.targets for share in shares]),
+            (batch.documents.positions_BT, [share.documents.positions_BT for share in shares]),
+        ):
+            assert all(part.shape == (3, 12 // size) for part in parts) and torch.equal(torch.cat(parts, 1), whole)
+        assert sum(share.num_valid_tokens for share in shares) == batch.num_valid_tokens
+        for share in shares:
+            assert share.documents.segments is batch.documents.segments
+            assert share.documents.lengths == batch.documents.lengths
+    with pytest.raises(ValueError, match="5 ranks cannot share a sequence of 12 tokens"):
+        batch.slice(0, 5)

@@ -22,11 +22,11 @@ def test_segments_and_masks():
     # With this seed the order is as given: 1 2 end 3 | 4 5 6 7, and the last end is dropped.
     batch = PackedLoader(make_documents([2, 5]), 4, 2, EOS, seed=0).next_batch()
     assert batch.input_ids.tolist() == [[1, 2, EOS, 3], [4, 5, 6, 7]]
-    assert batch.labels.tolist() == [[-100, 2, EOS, -100], [-100, 5, 6, 7]]
-    assert batch.document_ids.tolist() == [[0, 0, 0, 1], [0, 0, 0, 0]]
+    assert batch.targets.tolist() == [[2, EOS, -100, -100], [5, 6, 7, -100]]
+    assert batch.documents.segments.tolist() == [[0, 0, 3], [0, 3, 4], [1, 0, 4]]
+    assert batch.documents.positions_BT.tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
     assert batch.num_valid_tokens == 5
-    assert (batch.input_ids.dtype, batch.labels.dtype) == (torch.int64, torch.int64)
-    assert batch.document_ids.dtype == torch.int32
+    assert (batch.input_ids.dtype, batch.targets.dtype) == (torch.int64, torch.int64)
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -50,9 +50,12 @@ def test_packing_loses_and_duplicates_no_token(lengths, context_length, world_si
     while len(sequences) < 2 * per_epoch:
         batches = [loader.next_batch() for loader in loaders]
         for row in range(batch_size):
-            sequences += [(b.input_ids[row], b.labels[row], b.document_ids[row]) for b in batches]
+            sequences += [(b.input_ids[row], b.targets[row], b.documents.positions_BT[row]) for b in batches]
         for batch in batches:
-            assert batch.num_valid_tokens == int((batch.labels[:, 1:] != -100).sum())
+            assert batch.num_valid_tokens == int((batch.targets != -100).sum())
+            starts = (batch.documents.positions_BT == 0).nonzero().tolist()
+            expected = starts if batch.documents.segments is None else batch.documents.segments[:, :2].tolist()
+            assert starts == expected and batch.documents.are_whole
     for epoch in range(2):
         random = np.random.default_rng([seed, epoch])
         order, places = random.permutation(len(documents)), random.permutation(per_epoch)
@@ -62,8 +65,8 @@ def test_packing_loses_and_duplicates_no_token(lengths, context_length, world_si
         rows = [rows[i] for i in np.argsort(places)]  # as they lie in the stream
         packed = np.concatenate([ids.numpy() for ids, _, _ in rows])
         assert packed.tolist() == stream[: per_epoch * context_length].tolist()
-        for i, (ids, labels, document_ids) in enumerate(rows):
+        for i, (ids, targets, positions) in enumerate(rows):
             part = owner[i * context_length : (i + 1) * context_length]
-            assert document_ids.tolist() == (part - part[0]).tolist()
-            starts_segment = np.append(True, part[1:] != part[:-1])
-            assert labels.tolist() == np.where(starts_segment, -100, ids.numpy()).tolist()
+            assert positions.tolist() == [j - part.tolist().index(rank) for j, rank in enumerate(part)]
+            following, crosses = np.append(ids[1:], -100), np.append(part[1:] != part[:-1], True)
+            assert targets.tolist() == np.where(crosses, -100, following).tolist()

@@ -45,7 +45,7 @@ def test_prompt_is_masked(tmp_path):
     (document,) = read_text(tmp_path, "a.jsonl", b'{"prompt": "ab", "completion": "cd"}')
     assert document.num_masked == 2 and BYTES.decode(document.tokens) == "abcd"
     batch = PackedLoader([document], 5, 1, EOS, seed=0).next_batch()
-    assert batch.labels.tolist() == [[-100, -100, ord("c"), ord("d"), EOS]]
+    assert batch.targets.tolist() == [[-100, ord("c"), ord("d"), EOS, -100]]
     assert batch.num_valid_tokens == 3
 
 
