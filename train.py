@@ -23,8 +23,10 @@ from training.checkpoint.files import latest_checkpoint, load_trainer_state, sav
 from training.checkpoint.weights import load_model_weights, read_json
 from training.config import DEFAULT_STEPS, PEAK_LEARNING_RATE, TINY_PEAK_LEARNING_RATE, TrainConfig, given_settings
 from training.data.loader import Batch, PackedLoader, check_same_data, validation_batches
+from training.data.packing import ConcatenatedPacking
 from training.data.sources import load_documents, split_documents
 from training.data.tokenizer import load_tokenizer
+from training.data.tokens import TokenStore
 from training.errors import UserError
 from training.memory.cost_model import PackedDocuments
 from training.metrics import MetricsFile, peak_flops, peak_memory_gib
@@ -216,12 +218,12 @@ def open_tokenizer(config: TrainConfig, start: Start):
 
 
 def load_data(config: TrainConfig, tokenizer, vocab_size: int, world: World):
-    """(loader of training batches, held-out documents)."""
+    """(loader of training batches, store of the held-out documents)."""
     documents = load_documents(config.data or None, tokenizer, vocab_size)
-    documents, held_out = split_documents(documents, config.validation_fraction, config.seed)
-    loader = PackedLoader(
-        documents, config.context_length, config.batch_size, tokenizer.eos_id, config.seed, world.rank, world.size
-    )
+    shares = split_documents(documents, config.validation_fraction, config.seed)
+    store, held_out = (TokenStore(share, tokenizer.eos_id) for share in shares)
+    packing = ConcatenatedPacking(store.lengths, config.context_length, config.seed)
+    loader = PackedLoader(store, packing, config.batch_size, world.rank, world.size)
     loader.check_enough_for_step(config.gradient_accumulation_steps)
     return loader, held_out
 
@@ -310,7 +312,7 @@ def train(given: dict, world: World) -> None:
     )  # fmt: skip
     logger.info(
         "data: %s training tokens, %s held out; %s tokens a step",
-        f"{loader.num_tokens:,}", f"{sum(len(d.tokens) for d in held_out):,}", f"{step_tokens:,}",
+        f"{loader.num_tokens:,}", f"{(held_out.lengths - 1).sum():,}", f"{step_tokens:,}",
     )  # fmt: skip
 
     terminated = []
@@ -341,7 +343,7 @@ def train(given: dict, world: World) -> None:
         is_last, stop = step == max_steps, world.sum(float(bool(terminated)))[0] > 0
         if config.validation_sequences and (is_last or is_due(step, config.validation_interval)):
             held_out_batches = validation_batches(
-                held_out, config.context_length, config.batch_size, tokenizer.eos_id, world.rank, world.size,
+                held_out, config.context_length, config.batch_size, world.rank, world.size,
                 limit=config.validation_sequences,
             )  # fmt: skip
             values["validation_loss"] = validate(model, held_out_batches, world)
@@ -368,7 +370,8 @@ def train(given: dict, world: World) -> None:
     progress.close()
     signal.signal(signal.SIGTERM, before)
     if config.sample_tokens and not terminated:
-        log_sample(model, tokenizer, held_out[0].tokens[:PROMPT_TOKENS].astype("int64"), config, world)
+        prompt = held_out.read(0, 0, min(PROMPT_TOKENS, int(held_out.lengths[0]) - 1))  # without the document's end
+        log_sample(model, tokenizer, prompt, config, world)
 
 
 def is_due(step: int, interval: int) -> bool:

@@ -30,8 +30,10 @@ from benchmarks.common import environment, print_json, print_table
 from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer, find_documents
 from training.config import PEAK_LEARNING_RATE, TrainConfig
 from training.data.loader import Batch, PackedLoader
+from training.data.packing import ConcatenatedPacking
 from training.data.sources import load_documents
 from training.data.tokenizer import load_tokenizer
+from training.data.tokens import TokenStore
 from training.memory.cost_model import PackedDocuments
 from training.memory.planner import Plan
 from training.metrics import peak_flops
@@ -78,9 +80,9 @@ def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list
     tokenizer, length = load_tokenizer(None), arguments.context_length
     documents = load_documents(None, tokenizer, MODEL_SIZES[arguments.model_size].vocab_size)
     if arguments.packed:
-        loaders = [
-            PackedLoader(documents, length, 1, tokenizer.eos_id, 0, rank, num_ranks) for rank in range(num_ranks)
-        ]
+        store = TokenStore(documents, tokenizer.eos_id)
+        packing = ConcatenatedPacking(store.lengths, length, seed=0)
+        loaders = [PackedLoader(store, packing, 1, rank, num_ranks) for rank in range(num_ranks)]
         return [[loader.next_batch() for loader in loaders] for _ in range(arguments.steps)]
     ids = np.concatenate([document.tokens for document in documents])[None, :length].astype("int64")
     ids = torch.from_numpy(ids)

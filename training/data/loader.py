@@ -1,11 +1,5 @@
-"""Batches of packed sequences: an endless training order that can be resumed, and the held-out documents once.
+"""Batches of packed sequences: an endless training order that can be resumed, and the held-out documents once."""
 
-An epoch is one stream: the documents in an order drawn from (seed, epoch), each followed by the end-of-text id.
-Training cuts the stream every context_length tokens and takes the sequences in random order, so that a batch is not one
-document. The incomplete sequence at an epoch's end is dropped; the next epoch's order drops other tokens.
-"""
-
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -13,8 +7,8 @@ import numpy as np
 import torch
 
 from model import IGNORE_INDEX, Documents, find_documents
-from training.data.packing import PackedStream
-from training.data.sources import Document
+from training.data.packing import ConcatenatedPacking, Piece, Stream
+from training.data.tokens import TokenStore
 from training.errors import UserError
 
 
@@ -47,59 +41,55 @@ class Batch:
         return Batch(self.input_ids[:, own], targets, documents, int((targets != IGNORE_INDEX).sum()))
 
 
-def stack_sequences(sequences: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Batch:
-    """A batch of what `PackedStream.read` returned, one sequence a row."""
-    input_ids, targets, document_ids = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*sequences))
+def make_batch(store: TokenStore, sequences: list[list[Piece]], context_length: int) -> Batch:
+    """One sequence a row, of its pieces one after the other; behind the last piece, end-of-text ids without targets."""
+    shape = len(sequences), context_length
+    input_ids, targets = np.full(shape, store.eos_id, dtype=np.int64), np.full(shape, IGNORE_INDEX, dtype=np.int64)
+    document_ids = np.zeros(shape, dtype=np.int32)
+    for row, pieces in enumerate(sequences):
+        position = 0
+        for segment, (document, start, stop) in enumerate(pieces):
+            ids = store.read(document, start, stop)
+            end = position + len(ids)
+            input_ids[row, position:end] = ids
+            # A piece's first token is never predicted, whatever precedes it, and neither is a prompt.
+            first = max(1, store.num_masked[document] - start)
+            targets[row, position + first - 1 : end - 1] = ids[first:]
+            document_ids[row, position:end] = segment
+            position = end
+        document_ids[row, position:] = len(pieces)
+    input_ids, targets, document_ids = map(torch.from_numpy, (input_ids, targets, document_ids))
     return Batch(input_ids, targets, find_documents(document_ids), int((targets != IGNORE_INDEX).sum()))
 
 
 class PackedLoader:
-    """Endless training batches of full sequences in one global order, which depends on seed and corpus alone.
+    """Endless training batches of full sequences in one global order, which depends on corpus and packing alone.
 
     A step of any number of ranks takes the next batch_size * world_size sequences of that order, rank r the ones at
     r, r + world_size, ...; so the position, and a resumed run, do not depend on the number of ranks.
 
     Args:
-        documents: of load_documents or split_documents.
-        context_length: tokens of a sequence, at least 2. A document continues in the next sequence as a new segment.
+        store: the training documents.
+        packing: of the store's lengths.
         batch_size: sequences of a micro-batch on this rank.
-        eos_id: the tokenizer's.
-        seed: of the documents' order in every epoch.
         rank, world_size: of the data-parallel group.
 
-    Raises:
-        UserError: a context_length below 2, or a corpus shorter than one sequence.
+    Attributes:
+        store, packing, batch_size, rank, world_size: as given.
+        num_tokens: of the store, the documents' ends included.
+        sequences_per_epoch, longest_document, document_lengths: the packing's.
+        next_sequence: the position in the global order, over all epochs and ranks.
     """
 
     def __init__(
-        self,
-        documents: list[Document],
-        context_length: int,
-        batch_size: int,
-        eos_id: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
+        self, store: TokenStore, packing: ConcatenatedPacking, batch_size: int, rank: int = 0, world_size: int = 1
     ):
-        if context_length < 2:
-            raise UserError(f"context_length must be at least 2 (a token and the one it predicts): {context_length}")
-        self.documents, self.eos_id, self.seed = documents, eos_id, seed
-        self.context_length, self.batch_size = context_length, batch_size
+        self.store, self.packing, self.batch_size = store, packing, batch_size
         self.rank, self.world_size = rank, world_size
-        self.num_tokens = sum(len(document.tokens) + 1 for document in documents)
-        self.sequences_per_epoch = self.num_tokens // context_length
-        if self.sequences_per_epoch == 0:
-            raise UserError(
-                f"the corpus of {self.num_tokens} training tokens is shorter than one context_length "
-                f"{context_length}; lower --context_length or give more --data"
-            )
-        self.next_sequence = 0  # in the global order, over all epochs and ranks
-        self._stream_epoch, self._stream, self._places = -1, None, None
-        fingerprint = 0
-        for document in documents:
-            fingerprint = zlib.crc32(f"{len(document.tokens)},{document.num_masked};".encode(), fingerprint)
-            fingerprint = zlib.crc32(np.ascontiguousarray(document.tokens), fingerprint)
-        self._identity = {"context_length": context_length, "seed": seed, "eos_id": eos_id, "corpus_crc32": fingerprint}
+        self.num_tokens, self.sequences_per_epoch = int(store.lengths.sum()), packing.sequences_per_epoch
+        self.longest_document, self.document_lengths = packing.longest_document, packing.document_lengths
+        self.next_sequence = 0
+        self._identity = {**packing.identity, "eos_id": store.eos_id, "corpus_crc32": store.identity}
 
     @property
     def epoch(self) -> float:
@@ -111,42 +101,19 @@ class PackedLoader:
         needed = self.batch_size * gradient_accumulation_steps * self.world_size
         if needed > self.sequences_per_epoch:
             raise UserError(
-                f"one step takes {needed} sequences of {self.context_length} tokens (batch_size {self.batch_size} x "
-                f"gradient_accumulation_steps {gradient_accumulation_steps} x {self.world_size} ranks), the corpus has "
-                f"{self.sequences_per_epoch}; lower --gradient_accumulation_steps, --batch_size or --context_length, "
-                "or give more --data"
+                f"one step takes {needed} sequences of {self.packing.context_length} tokens "
+                f"(batch_size {self.batch_size} x gradient_accumulation_steps {gradient_accumulation_steps} x "
+                f"{self.world_size} ranks), the corpus has {self.sequences_per_epoch}; "
+                "lower --gradient_accumulation_steps, --batch_size or --context_length, or give more --data"
             )
 
-    @property
-    def longest_document(self) -> int:
-        """Tokens of the longest document, its end included, as far as a sequence can hold it."""
-        return min(self.context_length, 1 + max(len(document.tokens) for document in self.documents))
-
-    def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, sequence) of each document as the first epoch packs it; sequences are counted as they are taken.
-
-        For documents of 3 and 5 tokens, their ends included, and a context_length of 4: ([3, 1, 4], [0, 0, 1]).
-        """
-        self._sequence(0)
-        last = self.sequences_per_epoch * self.context_length
-        borders = np.arange(self.context_length, last + 1, self.context_length)
-        stops = np.union1d(self._stream.ends[self._stream.ends < last], borders)
-        order = np.argsort(self._places)
-        return np.diff(stops, prepend=0), order[(stops - 1) // self.context_length]
-
     def next_batch(self) -> Batch:
+        """[batch_size, context_length]: this rank's share of the next sequences."""
         first = self.next_sequence + self.rank
         self.next_sequence += self.batch_size * self.world_size
-        return stack_sequences([self._sequence(i) for i in range(first, self.next_sequence, self.world_size)])
-
-    def _sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        epoch, index = divmod(index, self.sequences_per_epoch)
-        if epoch != self._stream_epoch:
-            random = np.random.default_rng([self.seed, epoch])
-            order = random.permutation(len(self.documents))
-            self._stream_epoch, self._stream = epoch, PackedStream(self.documents, order, self.eos_id)
-            self._places = random.permutation(self.sequences_per_epoch)
-        return self._stream.read(int(self._places[index]) * self.context_length, self.context_length)
+        indices = range(first, self.next_sequence, self.world_size)
+        sequences = [self.packing.pieces(*divmod(i, self.sequences_per_epoch)) for i in indices]
+        return make_batch(self.store, sequences, self.packing.context_length)
 
     def state_dict(self) -> dict:
         """The position, and what it is a position in. Plain numbers, the same on every rank."""
@@ -173,35 +140,35 @@ def check_same_data(state: dict, ours: dict) -> None:
 
 
 def validation_batches(
-    documents: list[Document],
+    store: TokenStore,
     context_length: int,
     batch_size: int,
-    eos_id: int,
     rank: int = 0,
     world_size: int = 1,
     limit: int | None = None,
 ) -> Iterator[Batch]:
     """The held-out documents once, in order, in the same number of batches on every rank.
 
-    Consecutive sequences share one token, the last of one being the first of the next: so every token but
-    a document's first is a target exactly once. The tail is padded, and so are the ranks that have no sequence left:
-    their batches hold no target, but let collectives match.
+    Consecutive sequences share one token, the last of one being the first of the next: so every token but a document's
+    first is a target exactly once. The tail is padded, and so are the ranks that have no sequence left: their batches
+    hold no target, but let collectives match.
 
     Args:
-        documents: of split_documents.
-        context_length, batch_size, eos_id, rank, world_size: as in PackedLoader.
+        store: the held-out documents.
+        context_length: tokens of a sequence, at least 2.
+        batch_size, rank, world_size: as in PackedLoader.
         limit: at most this many sequences over all ranks, so that the result does not depend on their number.
 
     Returns:
         Iterator of Batch, [batch_size, context_length] each.
     """
-    stream = PackedStream(documents, np.arange(len(documents)), eos_id)
+    stream = Stream(store.lengths, np.arange(len(store.lengths)))
     stride = context_length - 1
     num_sequences = -(-(int(stream.ends[-1]) - 1) // stride)
     if limit is not None:
         num_sequences = min(num_sequences, limit)
     for first in range(rank, num_sequences + rank, batch_size * world_size):
         indices = range(first, first + batch_size * world_size, world_size)
-        # A sequence past the last is read from beyond the stream: padding only.
-        starts = [i * stride if i < num_sequences else int(stream.ends[-1]) for i in indices]
-        yield stack_sequences([stream.read(start, context_length) for start in starts])
+        # A sequence past the last has no pieces: it is padding only.
+        sequences = [stream.cut(i * stride, i * stride + context_length) if i < num_sequences else [] for i in indices]
+        yield make_batch(store, sequences, context_length)

@@ -1,39 +1,94 @@
-"""Packing: documents one after the other as a stream of tokens, from which sequences of any length are cut.
+"""Packing: which pieces of which documents make each training sequence, decided from the documents' lengths alone.
 
-A sequence is cut from the documents only when it is asked for, so the corpus is in memory once.
+A piece (document, start, stop) is the tokens at positions start .. stop - 1 of a document.
 """
 
 import numpy as np
 
-from model import IGNORE_INDEX
-from training.data.sources import Document
+from training.errors import UserError
+
+Piece = tuple[int, int, int]
 
 
-class PackedStream:
-    """Documents in a given order, each followed by eos_id, as one sequence of tokens that is never materialized."""
+class Stream:
+    """Documents one after the other in a given order, from which pieces are cut only when they are asked for.
 
-    def __init__(self, documents: list[Document], order: np.ndarray, eos_id: int):
-        self.documents, self.order, self.eos_id = documents, order, eos_id
-        self.ends = np.cumsum([len(documents[i].tokens) + 1 for i in order])
+    Args:
+        lengths: int64 [N], tokens of each document.
+        order: int64 [N], the documents' numbers, in the order in which they follow each other.
+    """
 
-    def read(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(ids, targets, document ids), [length] each, from position `start`; past the end, eos_id without a target."""
-        ids = np.full(length, self.eos_id, dtype=np.int64)
-        targets = np.full(length, IGNORE_INDEX, dtype=np.int64)
-        document_ids = np.zeros(length, dtype=np.int32)
-        rank = int(np.searchsorted(self.ends, start, side="right"))  # the document's place in the order
-        position = segment = 0
-        while position < length and rank < len(self.order):
-            document = self.documents[self.order[rank]]
-            size = len(document.tokens) + 1
-            offset = start + position - (int(self.ends[rank]) - size)
-            stop = min(position + size - offset, length)
-            piece = document.tokens[offset : offset + stop - position]
-            ids[position : position + len(piece)] = piece  # an eos_id stands behind it already
-            # A segment's first token is never predicted, whatever precedes it, and neither is a prompt.
-            first_target = position + max(1, document.num_masked - offset)
-            targets[first_target - 1 : stop - 1] = ids[first_target:stop]
-            document_ids[position:stop] = segment
-            position, rank, segment = stop, rank + 1, segment + 1
-        document_ids[position:] = segment
-        return ids, targets, document_ids
+    def __init__(self, lengths: np.ndarray, order: np.ndarray):
+        self.order, self.ends = order, np.cumsum(lengths[order])
+        self._starts = self.ends - lengths[order]
+
+    def cut(self, start: int, stop: int) -> list[Piece]:
+        """The pieces at positions start .. stop - 1 of the stream, or up to its end.
+
+        For documents of 3 and 5 tokens in this order, cut(2, 6) is [(0, 2, 3), (1, 0, 3)].
+        """
+        first, last = np.searchsorted(self.ends, start, side="right"), np.searchsorted(self._starts, stop)
+        found = (array[first:last].tolist() for array in (self.order, self._starts, self.ends))
+        return [(document, max(start, begin) - begin, min(stop, end) - begin) for document, begin, end in zip(*found)]
+
+
+class ConcatenatedPacking:
+    """An epoch is one stream: the documents in random order, cut every context_length tokens.
+
+    The sequences are taken in random order, so that a batch is not one document; a document that is cut goes on in the
+    next sequence as a new segment. The incomplete sequence at an epoch's end is dropped; the next epoch's order drops
+    other tokens. Another packing is another class with these attributes and the methods `pieces` and
+    `document_lengths`.
+
+    Args:
+        lengths: int64 [N], tokens of each document, its end included.
+        context_length: tokens of a sequence, at least 2.
+        seed: of both orders, which are drawn anew from (seed, epoch).
+
+    Attributes:
+        context_length: as given.
+        identity: what decides the sequences besides the corpus; a resumed run must have the same.
+        sequences_per_epoch: full sequences of context_length tokens.
+        longest_document: tokens of the longest document, as far as a sequence can hold it.
+
+    Raises:
+        UserError: a context_length below 2, or a corpus shorter than one sequence.
+    """
+
+    def __init__(self, lengths: np.ndarray, context_length: int, seed: int):
+        if context_length < 2:
+            raise UserError(f"context_length must be at least 2 (a token and the one it predicts): {context_length}")
+        self.context_length, self.seed, self._lengths = context_length, seed, lengths
+        self.identity = {"context_length": context_length, "seed": seed}
+        self.sequences_per_epoch = int(lengths.sum()) // context_length
+        if self.sequences_per_epoch == 0:
+            raise UserError(
+                f"the corpus of {lengths.sum()} training tokens is shorter than one context_length "
+                f"{context_length}; lower --context_length or give more --data"
+            )
+        self.longest_document = min(context_length, int(lengths.max()))
+        self._epoch, self._stream, self._places = -1, None, None
+
+    def pieces(self, epoch: int, index: int) -> list[Piece]:
+        """The pieces of an epoch's sequence `index`, 0 .. sequences_per_epoch - 1, context_length tokens together."""
+        self._draw(epoch)
+        start = int(self._places[index]) * self.context_length
+        return self._stream.cut(start, start + self.context_length)
+
+    def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, sequence), int64 [P] each, of the pieces of the first epoch; sequences count as they are taken.
+
+        For documents of 3 and 5 tokens and a context_length of 4: ([3, 1, 4], [0, 0, 1]).
+        """
+        self._draw(0)
+        last = self.sequences_per_epoch * self.context_length
+        borders = np.arange(self.context_length, last + 1, self.context_length)
+        stops = np.union1d(self._stream.ends[self._stream.ends < last], borders)
+        order = np.argsort(self._places)
+        return np.diff(stops, prepend=0), order[(stops - 1) // self.context_length]
+
+    def _draw(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            random = np.random.default_rng([self.seed, epoch])
+            self._epoch, self._stream = epoch, Stream(self._lengths, random.permutation(len(self._lengths)))
+            self._places = random.permutation(self.sequences_per_epoch)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.data.test_packing import EOS, make_documents
-from training.data.loader import PackedLoader, validation_batches
+from tests.training.data.test_packing import EOS, make_documents, make_loader
+from training.data.loader import validation_batches
 from training.data.sources import Document
+from training.data.tokens import TokenStore
 
 
 def take(loader, count):
@@ -19,7 +20,7 @@ def test_resume_is_exact_and_independent_of_the_number_of_ranks():
     documents = make_documents([5, 17, 2, 9, 30, 11, 8])
 
     def make(rank=0, world_size=1, batch_size=2):
-        return PackedLoader(documents, 6, batch_size, EOS, 3, rank, world_size)
+        return make_loader(documents, 6, batch_size, 3, rank, world_size)
 
     assert make().sequences_per_epoch == 14
     one = make()
@@ -49,25 +50,27 @@ def test_resume_is_exact_and_independent_of_the_number_of_ranks():
 )
 def test_state_of_another_corpus_is_refused(change, message):
     arguments = {"documents": make_documents([8, 9]), "context_length": 4, "batch_size": 1, "eos_id": EOS, "seed": 0}
-    state = PackedLoader(**arguments).state_dict()
+    state = make_loader(**arguments).state_dict()
+    assert list(state) == ["next_sequence", "context_length", "seed", "eos_id", "corpus_crc32"]
     with pytest.raises(ValueError, match=f"cannot resume: .*{message}"):
-        PackedLoader(**{**arguments, **change}).load_state_dict(state)
+        make_loader(**{**arguments, **change}).load_state_dict(state)
 
 
 def test_more_accumulation_than_data():
-    loader = PackedLoader(make_documents([39]), 10, 1, EOS, seed=0, world_size=2)
+    loader = make_loader(make_documents([39]), 10, 1, world_size=2)
     loader.check_enough_for_step(2)
     with pytest.raises(ValueError, match=r"takes 6 sequences of 10 tokens .*_steps 3 x 2 ranks.* corpus has 4; lower"):
         loader.check_enough_for_step(3)
     with pytest.raises(ValueError, match="at least 2"):
-        PackedLoader(make_documents([39]), 0, 1, EOS, seed=0)
+        make_loader(make_documents([39]), 0, 1)
 
 
 @pytest.mark.parametrize("world_size, batch_size", [(1, 1), (1, 4), (3, 2), (5, 3)])
 @pytest.mark.parametrize("lengths", [[1], [4, 1, 12, 7, 3], [19, 20, 21]])
 def test_validation_counts_every_token_once(lengths, world_size, batch_size):
     documents = make_documents(lengths)
-    ranks = [list(validation_batches(documents, 5, batch_size, EOS, r, world_size)) for r in range(world_size)]
+    store = TokenStore(documents, EOS)
+    ranks = [list(validation_batches(store, 5, batch_size, r, world_size)) for r in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1
     assert all(batch.input_ids.shape == (batch_size, 5) for batches in ranks for batch in batches)
     targets = torch.cat([b.targets.flatten() for batches in ranks for b in batches])
@@ -82,10 +85,10 @@ def test_validation_counts_every_token_once(lengths, world_size, batch_size):
 
 
 def test_validation_limit_does_not_depend_on_ranks():
-    documents = make_documents([19, 20, 21])
+    store = TokenStore(make_documents([19, 20, 21]), EOS)
 
     def targets(world_size):
-        ranks = [validation_batches(documents, 5, 2, EOS, r, world_size, limit=7) for r in range(world_size)]
+        ranks = [validation_batches(store, 5, 2, r, world_size, limit=7) for r in range(world_size)]
         return sorted(t for batches in ranks for b in batches for t in b.targets.flatten().tolist() if t != -100)
 
     assert targets(1) == targets(3) and len(targets(1)) == 7 * 4 - 1  # one document's start inside
@@ -94,9 +97,9 @@ def test_validation_limit_does_not_depend_on_ranks():
 def test_lengths_of_packed_documents_are_those_of_the_batches():
     """Of one epoch, sequence by sequence in the order they are taken; the longest is that of any epoch."""
     documents = [Document(np.full(size, 7, dtype=np.uint8)) for size in (3, 30, 1, 11, 2, 9, 0, 21)]
-    loader = PackedLoader(documents, 12, 1, eos_id=0, seed=3)
+    loader = make_loader(documents, 12, 1, seed=3)
     lengths, sequences = loader.document_lengths()
-    assert loader.longest_document == 12 and PackedLoader(documents, 50, 1, eos_id=0, seed=3).longest_document == 31
+    assert loader.longest_document == 12 and make_loader(documents, 50, 1, seed=3).longest_document == 31
     for index in range(loader.sequences_per_epoch):
         assert sorted(loader.next_batch().documents.lengths) == sorted(lengths[sequences == index].tolist())
 
@@ -104,7 +107,7 @@ def test_lengths_of_packed_documents_are_those_of_the_batches():
 @pytest.mark.parametrize("size", [1, 2, 6])
 def test_slices_of_a_shared_sequence_make_up_the_whole(size):
     for documents in ([3, 30, 1, 11], [60]):  # packed, and one document a sequence
-        batch = PackedLoader(make_documents(documents, masked=2), 12, 3, EOS, seed=0).next_batch()
+        batch = make_loader(make_documents(documents, masked=2), 12, 3).next_batch()
         shares = [batch.slice(rank, size) for rank in range(size)]
         for whole, parts in (
             (batch.input_ids, [share.input_ids for share in shares]),

@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.data.loader import PackedLoader
+from training.data.packing import ConcatenatedPacking, Stream
 from training.data.sources import Document
+from training.data.tokens import TokenStore
 
 EOS = 0
 
@@ -18,9 +20,28 @@ def make_documents(lengths, masked=0):
     return [Document(tokens, masked) for tokens in np.split(ids, np.cumsum(lengths)[:-1])]
 
 
+def make_loader(documents, context_length, batch_size, seed=0, rank=0, world_size=1, eos_id=EOS):
+    store = TokenStore(documents, eos_id)
+    return PackedLoader(store, ConcatenatedPacking(store.lengths, context_length, seed), batch_size, rank, world_size)
+
+
+def test_a_stream_is_cut_into_pieces():
+    stream = Stream(np.array([5, 1, 3]), np.array([2, 0, 1]))  # positions 0 .. 2, 3 .. 7, 8
+    assert stream.cut(2, 6) == [(2, 2, 3), (0, 0, 3)]
+    assert stream.cut(3, 8) == [(0, 0, 5)] and stream.cut(4, 5) == [(0, 1, 2)]
+    assert stream.cut(7, 20) == [(0, 4, 5), (1, 0, 1)] and stream.cut(9, 20) == []
+
+
+def test_packing_reads_no_tokens():
+    """It is given lengths alone, and its pieces are the same whatever the tokens are."""
+    packing = ConcatenatedPacking(np.array([3, 6]), 4, seed=0)
+    assert sorted(packing.pieces(0, index) for index in range(2)) == [[(0, 0, 3), (1, 0, 1)], [(1, 1, 5)]]
+    assert packing.longest_document == 4 and packing.sequences_per_epoch == 2
+
+
 def test_segments_and_masks():
     # With this seed the order is as given: 1 2 end 3 | 4 5 6 7, and the last end is dropped.
-    batch = PackedLoader(make_documents([2, 5]), 4, 2, EOS, seed=0).next_batch()
+    batch = make_loader(make_documents([2, 5]), 4, 2).next_batch()
     assert batch.input_ids.tolist() == [[1, 2, EOS, 3], [4, 5, 6, 7]]
     assert batch.targets.tolist() == [[2, EOS, -100, -100], [5, 6, 7, -100]]
     assert batch.documents.segments.tolist() == [[0, 0, 3], [0, 3, 4], [1, 0, 4]]
@@ -42,9 +63,9 @@ def test_packing_loses_and_duplicates_no_token(lengths, context_length, world_si
     total = sum(lengths) + len(lengths)
     if total < context_length:
         with pytest.raises(ValueError, match=f"{total} training tokens is shorter than one context_length"):
-            PackedLoader(documents, context_length, batch_size, EOS, seed)
+            make_loader(documents, context_length, batch_size, seed)
         return
-    loaders = [PackedLoader(documents, context_length, batch_size, EOS, seed, r, world_size) for r in range(world_size)]
+    loaders = [make_loader(documents, context_length, batch_size, seed, r, world_size) for r in range(world_size)]
     per_epoch = total // context_length
     sequences = []  # of two epochs and a little more, in the global order
     while len(sequences) < 2 * per_epoch:
