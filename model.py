@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 IGNORE_INDEX = -100
 # Above this size the projected logits are never materialised (GB = 2**30 bytes).
 CHUNKED_LOSS_THRESHOLD_BYTES = 10 * 2**30
+_HUGGING_FACE_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class ModelConfig:
     """Shape of a decoder; `MODEL_SIZES` holds the named ones.
 
     Raises:
-        ValueError: a size that is not positive, heads that do not divide, an unknown activation or loss.
+        ValueError: a size that is not positive, heads that do not divide, an unknown activation.
     """
 
     vocab_size: int
@@ -50,8 +51,6 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     max_position_embeddings: int = 40_960  # only declared, for Hugging Face's tools; no length is refused here
-    loss_impl: str = "auto"  # "chunked" or "standard" force one
-    attention_backend: str = "auto"  # see kernels.attention.BACKENDS
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -65,18 +64,18 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
-        for name, choices in (("hidden_act", ("silu", "gelu_tanh")), ("loss_impl", ("auto", "chunked", "standard"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if self.hidden_act not in _HUGGING_FACE_ACTIVATIONS:
+            activations = ", ".join(_HUGGING_FACE_ACTIVATIONS)
+            raise ValueError(f"hidden_act must be one of {activations}, got {self.hidden_act!r}")
 
     def projected_logits_bytes(self, num_tokens: int, bytes_per_logit: int = 2) -> int:
         """Size of the [num_tokens, V] logits that the standard loss materialises."""
         return num_tokens * self.vocab_size * bytes_per_logit
 
-    def uses_chunked_loss(self, num_tokens: int, bytes_per_logit: int = 2) -> bool:
-        """The switch: chunked above `CHUNKED_LOSS_THRESHOLD_BYTES` unless `loss_impl` says otherwise."""
-        if self.loss_impl != "auto":
-            return self.loss_impl == "chunked"
+    def uses_chunked_loss(self, num_tokens: int, bytes_per_logit: int = 2, loss_impl: str = "auto") -> bool:
+        """The switch: chunked above `CHUNKED_LOSS_THRESHOLD_BYTES`, unless `loss_impl` is "chunked" or "standard"."""
+        if loss_impl != "auto":
+            return loss_impl == "chunked"
         return self.projected_logits_bytes(num_tokens, bytes_per_logit) > CHUNKED_LOSS_THRESHOLD_BYTES
 
     def layer_matrix_parameters(self) -> int:
@@ -152,7 +151,6 @@ class ModelConfig:
         return cls(**fields, hidden_act=activations[config["hidden_act"]])
 
 
-_HUGGING_FACE_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 _HUGGING_FACE_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps", "initializer_range",
@@ -255,7 +253,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        D, K, self.layer, self.backend = config.hidden_size, config.head_dim, layer, config.attention_backend
+        D, K, self.layer = config.hidden_size, config.head_dim, layer
         self.head_dim = K
         self.q_proj = nn.Linear(D, config.num_attention_heads * K, bias=False)
         self.k_proj = nn.Linear(D, config.num_key_value_heads * K, bias=False)
@@ -263,7 +261,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * K, D, bias=False)
         self.q_norm = RMSNorm(K, config.rms_norm_eps)
         self.k_norm = RMSNorm(K, config.rms_norm_eps)
-        self.heads_at_a_time: int | None = None  # key/value heads; set from outside where memory is short
+        self.backend = "auto"  # see kernels.attention.BACKENDS; set from outside, as is the next
+        self.heads_at_a_time: int | None = None  # key/value heads; None: all
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
         if self.heads_at_a_time is not None and context.caches is None:
@@ -337,6 +336,7 @@ class Transformer(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = RotaryCache(config.head_dim, config.rope_theta)
+        self.loss_impl = "auto"  # "chunked" or "standard" force one; set from outside
         for name, parameter in self.named_parameters():
             self.initialize_parameter(name, parameter)
 
@@ -452,10 +452,10 @@ class Transformer(nn.Module):
         options = {"ignore_index": IGNORE_INDEX, "denominator": denominator}
         num_without = x_BTD.shape[1] - targets.shape[1]
         x_BTD = x_BTD[:, : targets.shape[1]]
-        if logits_BTV is None and self.config.uses_chunked_loss(*size):
-            log_loss_choice("chunked", self.config, *size)
+        if logits_BTV is None and self.config.uses_chunked_loss(*size, self.loss_impl):
+            log_loss_choice("chunked", self.config, *size, self.loss_impl)
             return linear_cross_entropy(x_BTD, self.output_weight, targets, **options)
-        log_loss_choice("standard", self.config, *size)
+        log_loss_choice("standard", self.config, *size, self.loss_impl)
         if logits_BTV is None:  # nobody else will read them, so the gradient may take their place
             return cross_entropy(F.linear(x_BTD, self.output_weight), targets, inplace=True, **options)
         return cross_entropy(logits_BTV, F.pad(targets, (0, num_without), value=IGNORE_INDEX), **options)
@@ -520,8 +520,8 @@ def find_documents(document_ids: Tensor) -> Documents:
 
 
 @functools.lru_cache(maxsize=64)
-def log_loss_choice(choice: str, config: ModelConfig, num_tokens: int, bytes_per_logit: int) -> None:
+def log_loss_choice(choice: str, config: ModelConfig, num_tokens: int, bytes_per_logit: int, loss_impl: str) -> None:
     """Say once for each size which loss runs, and why."""
     gb = config.projected_logits_bytes(num_tokens, bytes_per_logit) / 2**30
-    reason = "forced by loss_impl" if config.loss_impl != "auto" else "the threshold is 10 GB"
+    reason = "forced by loss_impl" if loss_impl != "auto" else "the threshold is 10 GB"
     logger.info("loss: %s (%d tokens would project to %.2f GB of logits; %s)", choice, num_tokens, gb, reason)

@@ -24,10 +24,10 @@ from typing import NoReturn
 
 import torch
 
-from kernels.attention import choose_backend
 from model import MODEL_SIZES
-from training.errors import UserError, refused_as_user_error
+from training.errors import UserError
 from training.memory.cost_model import gib
+from training.memory.execution import Execution
 from training.memory.machine import (
     DRIVER_BYTES,
     available_host_bytes,
@@ -40,7 +40,7 @@ from training.memory.machine import (
 )
 from training.memory.reports import Machine, report_comparison, report_max_context, report_step
 from training.parallel.world import World, join_world
-from training.run import build_bench, step_on_meta
+from training.run import build_bench, settled_execution, step_on_meta
 
 CONTEXT_LENGTH = 131_072
 
@@ -126,17 +126,15 @@ def check_flags(flags: Namespace, on_gpu: bool) -> None:
 
 def choose_machine(flags: Namespace, memory_budget: str | None, world: World) -> Machine:
     """The GPU at hand, else the one of --gpu, else an H200."""
-    shape = dataclasses.replace(MODEL_SIZES[flags.model_size], loss_impl=flags.loss_impl or "auto")
+    model, loss_impl = MODEL_SIZES[flags.model_size], flags.loss_impl or "auto"
     if world.device.type == "cuda":
-        with refused_as_user_error():
-            backend = choose_backend(flags.attention_backend, world.device)
-        model = dataclasses.replace(shape, attention_backend=backend)
+        given = settled_execution(loss_impl, flags.attention_backend, world.device)
         gpu_bytes = gpu_budget(memory_budget or "auto", world.device)
-        rates = measure_rates(model, world.device, lengths(flags)[0])
+        rates = measure_rates(model, given.attention_backend, world.device, lengths(flags)[0])
         torch.cuda.empty_cache()
         name = torch.cuda.get_device_name(world.device)
         host_bytes = available_host_bytes() if flags.host_budget is None else parse_bytes(flags.host_budget)
-        return Machine(name, gpu_bytes, host_bytes, rates, model)
+        return Machine(name, gpu_bytes, host_bytes, rates, model, given)
     gpu, name = parse_gpu(flags.gpu or "H200"), flags.gpu or "no GPU in use, so an H200"
     gpu_bytes = gpu.memory_bytes - DRIVER_BYTES
     if memory_budget not in (None, "auto"):
@@ -146,10 +144,10 @@ def choose_machine(flags: Namespace, memory_budget: str | None, world: World) ->
     backend = gpu.attention_backend if flags.attention_backend == "auto" else flags.attention_backend
     if backend == "flash-attn-4" and gpu.attention_backend == "flash":
         raise UserError(f"flash-attn-4 needs compute capability 9.0, which {flags.gpu} has not; use auto")
-    model = dataclasses.replace(shape, attention_backend=backend)
+    given = Execution(loss_impl=loss_impl, attention_backend=backend)
     description = f"{name}; its speed is an H200's scaled by data sheets, not measured"
     host_bytes = math.inf if flags.host_budget is None else parse_bytes(flags.host_budget)
-    return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend), model)
+    return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend), model, given)
 
 
 def lengths(flags: Namespace) -> tuple[int, int, int]:
@@ -159,7 +157,7 @@ def lengths(flags: Namespace) -> tuple[int, int, int]:
 
 def report(flags: Namespace, machine: Machine, world: World) -> dict:
     """Print the answer that the flags ask for, and return what --json writes."""
-    step = step_on_meta(machine.model, *lengths(flags))
+    step = step_on_meta(machine.model, *lengths(flags), machine.given)
     on_gpu, build = world.device.type == "cuda", functools.partial(build_bench, world=world)
     if flags.compare:
         return report_comparison(step, machine, flags.memory_budget, world.device, build if flags.measure else None)
@@ -172,7 +170,7 @@ def report(flags: Namespace, machine: Machine, world: World) -> dict:
     part = None
     if flags.num_layers is not None:
         shape = dataclasses.replace(machine.model, num_hidden_layers=flags.num_layers)
-        part = step_on_meta(shape, *lengths(flags))
+        part = step_on_meta(shape, *lengths(flags), machine.given)
     return report_step(
         step, machine, gradient_checkpointing=flags.gradient_checkpointing, part=part, timeline=flags.timeline,
         build_bench=build if on_gpu else None, snapshot=flags.snapshot,
@@ -188,7 +186,7 @@ def main(argv: list[str]) -> int:
             check_flags(flags, on_gpu=world.device.type == "cuda")
             # The budget of a comparison is that of one way only.
             machine = choose_machine(flags, None if flags.compare else flags.memory_budget, world)
-            print(f"machine: {machine.description}; attention kernel {machine.model.attention_backend}")
+            print(f"machine: {machine.description}; attention kernel {machine.given.attention_backend}")
             print(f"model: {flags.model_size}, {machine.model.num_parameters():,} parameters")
             results = report(flags, machine, world)
         if flags.json:

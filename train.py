@@ -276,7 +276,7 @@ def train(given: dict, world: World) -> None:
     """
     # What can be refused in seconds comes before the data, which may take minutes to tokenise.
     config, start = find_start(given, world)
-    model_config = choose_model(config, world.device, start.checkpoint)
+    model_config = choose_model(config, start.checkpoint)
     config = dataclasses.replace(config, tokenizer=choose_tokenizer(config, model_config))
     settings = dataclasses.asdict(config)  # for the checkpoints: a budget of "auto" is chosen anew where one resumes
     config = dataclasses.replace(config, memory_budget=resolve_memory_budget(config, world.device))
@@ -307,7 +307,7 @@ def train(given: dict, world: World) -> None:
     logger.info("config: %s", json.dumps(dataclasses.asdict(config)))
     logger.info(
         "model: %s, %s parameters; attention kernel: %s; device: %s x %d",
-        config.model_size, f"{model_config.num_parameters():,}", model_config.attention_backend,
+        config.model_size, f"{model_config.num_parameters():,}", plan.execution.attention_backend,
         world.device.type, world.size,
     )  # fmt: skip
     logger.info(

@@ -45,13 +45,13 @@ GIB = 2**30
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_size", default="4B", choices=MODEL_SIZES)
+    parser.add_argument("--model_size", default="4B", execution=MODEL_SIZES)
     parser.add_argument("--context_length", type=int, default=131_072)
     parser.add_argument("--settings", nargs="+", default=["auto", "checkpointing", "peer"])
     parser.add_argument("--host_budget", help="of settings with a memory budget")
     parser.add_argument("--steps", type=int, default=2, help="at least 2; the first is not timed")
     parser.add_argument("--packed", action="store_true", help="several documents a sequence, another one each step")
-    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
+    parser.add_argument("--device", default="auto", execution=("auto", "cuda", "cpu"))
     arguments = parser.parse_args()
     if arguments.steps < 2 or (arguments.packed and "peer" in arguments.settings):
         parser.error("--steps must be at least 2, and the peer takes no packed documents")
@@ -104,7 +104,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[Batch]
     Seconds are NaN where memory runs out.
     """
     on_gpu, plan = world.device.type == "cuda", None
-    config = choose_model(TrainConfig(model_size=arguments.model_size), world.device)
+    config = MODEL_SIZES[arguments.model_size]
     losses, every, timed = [], [], steps[1:] if arguments.packed else steps[-1:]
     try:
         if setting == "peer":
@@ -126,7 +126,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[Batch]
     flops, tokens, predicted = peak_flops(world.device), arguments.context_length, 0.0
     if plan:
         predicted = statistics.mean(
-            plan.step.at(tokens, documents_of(batches)).seconds(plan.choices, plan.rates) for batches in timed
+            plan.step.at(tokens, documents_of(batches)).seconds(plan.execution, plan.rates) for batches in timed
         )
     own = [batches[world.rank].documents for batches in timed]
     model_flops = statistics.mean(3 * config.forward_flops(documents.lengths) for documents in own)
@@ -163,7 +163,7 @@ def our_step(
     settings.memory_budget = resolve_memory_budget(settings, world.device)  # refuses one on a CPU
     configure_machine(settings, world)
     documents = max(map(documents_of, steps), key=lambda documents: documents.longest)
-    model, optimizer, plan = build(settings, choose_model(settings, world.device), Start(), documents, world)
+    model, optimizer, plan = build(settings, choose_model(settings), Start(), documents, world)
 
     def step(batch: Batch) -> float:
         return train_step(model, optimizer, [batch], world, PEAK_LEARNING_RATE, settings.max_grad_norm)[0]

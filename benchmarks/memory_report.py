@@ -10,16 +10,16 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from model import MODEL_SIZES
 from training.errors import UserError
 from training.memory.cost_model import Stage, Step
+from training.memory.execution import Execution
 from training.memory.machine import DRIVER_BYTES, GPUS, parse_bytes, scale_rates
 from training.memory.planner import find_max_context, make_plan
 from training.memory.profiler import CATEGORIES, GIB, MeasuredStage
-from training.memory.reports import COMPARED_BUDGET, COMPARED_CONTEXTS, compared_choices
+from training.memory.reports import COMPARED_BUDGET, COMPARED_CONTEXTS, compared_executions
 from training.run import step_on_meta
 
 ROOT = Path(__file__).parents[1]
@@ -182,15 +182,15 @@ def compared() -> list[list[str]]:
 
 
 def step_of_4b(context_length: int, backend: str = "cudnn") -> Step:
-    return step_on_meta(replace(MODEL_SIZES["4B"], attention_backend=backend), context_length)
+    return step_on_meta(MODEL_SIZES["4B"], context_length, given=Execution(attention_backend=backend))
 
 
 def scenarios() -> list[list[str]]:
-    ways = compared_choices(MODEL_SIZES["4B"].num_hidden_layers)
+    ways = compared_executions(Execution(attention_backend="cudnn"), MODEL_SIZES["4B"].num_hidden_layers)
     rows = [["tokens", "logits, bf16", *ways, "planned for 24 GiB: GPU", "pinned host", "s a step"]]
     for context in COMPARED_CONTEXTS:
         step = step_of_4b(context)
-        peaks = [f"{step.peak(choices).bytes / GIB:.1f}" for choices in ways.values()]
+        peaks = [f"{step.peak(execution).bytes / GIB:.1f}" for execution in ways.values()]
         logits = f"{step.config.projected_logits_bytes(context) / GIB:.2f}"
         try:
             plan = make_plan(step, parse_bytes(COMPARED_BUDGET), HOSTS[1])

@@ -16,9 +16,9 @@ from model import MODEL_SIZES
 from profile_memory import main
 from tests.training.memory.test_profiler import dry_run, run_dry, step_of  # noqa: F401
 from training.memory import reports
-from training.memory.cost_model import Choices
+from training.memory.cost_model import Execution
+from training.memory.execution import WHOLE, Placement
 from training.memory.machine import GPUS, H200, Rates, scale_rates
-from training.memory.placement import WHOLE, Placement
 from training.memory.planner import find_max_context, make_plan
 from training.memory.profiler import GIB
 from training.parallel.world import World
@@ -52,8 +52,8 @@ def test_without_a_gpu_the_plan_for_an_h200_is_shown(tmp_path, capsys):
     assert str(plan) in out and "no GPU in use, so an H200" in out and "not measured" in out
     assert "backward of layer 35, MLP" in out and f"predicted peak: {plan.peak.bytes / GIB:.2f} GiB" in out
     assert written["plan"] == str(plan) and written["measured"] is None
-    assert written["choices"]["placements"] == [asdict(p) for p in plan.choices.placements]
-    assert written["choices"]["gpu_state_bytes"] is None and written["environment"]["host_bytes"] is None
+    assert written["execution"]["placements"] == [asdict(p) for p in plan.execution.placements]
+    assert written["execution"]["gpu_state_bytes"] is None and written["environment"]["host_bytes"] is None
     assert written["summary"]["predicted_peak"] == plan.peak.bytes
     assert written["summary"]["predicted_seconds"] == plan.seconds
     assert len(written["predicted"]) == 4 + 3 * 36 and written["settings"]["model_size"] == "4B"
@@ -64,7 +64,7 @@ def test_classic_choices(tmp_path, flag, placement):
     flags = ["--model_size", "0.6B", "--context_length", "8192", "--gradient_accumulation_steps", "2"]
     written = run_main(tmp_path, "--device", "cpu", f"{flag}gradient_checkpointing", *flags)
     step = cudnn_step("0.6B", 8192, gradient_accumulation_steps=2)
-    stages = step.stages(Choices((placement,) * 28))
+    stages = step.stages(Execution((placement,) * 28))
     assert [stage["categories"] for stage in written["predicted"]] == [stage.categories for stage in stages]
 
 
@@ -98,11 +98,11 @@ def test_with_and_without(small, tmp_path, capsys):
     for context_length in CONTEXTS:
         step = cudnn_step("0.6B", context_length, num_hidden_layers=6)
         ways = {
-            "no checkpointing, standard loss": Choices((WHOLE,) * 6, loss_impl="standard"),
-            "no checkpointing, chunked loss": Choices((WHOLE,) * 6, loss_impl="chunked"),
-            "checkpointing, standard loss": Choices((Placement(),) * 6, loss_impl="standard"),
-            "checkpointing, chunked loss": Choices((Placement(),) * 6, loss_impl="chunked"),
-            "planned for 4GB": make_plan(step, 4 * GIB, math.inf).choices,
+            "no checkpointing, standard loss": Execution((WHOLE,) * 6, loss_impl="standard"),
+            "no checkpointing, chunked loss": Execution((WHOLE,) * 6, loss_impl="chunked"),
+            "checkpointing, standard loss": Execution((Placement(),) * 6, loss_impl="standard"),
+            "checkpointing, chunked loss": Execution((Placement(),) * 6, loss_impl="chunked"),
+            "planned for 4GB": make_plan(step, 4 * GIB, math.inf).execution,
         }
         for way, choices in ways.items():
             row = rows[way, context_length]
@@ -168,14 +168,13 @@ class DryBench:
 
     built, limit = 0, math.inf
 
-    def __init__(self, step, choices, world):
+    def __init__(self, step, execution, world):
         DryBench.built += 1
 
-    def measure(self, step, choices, snapshot=None):
-        if step.peak(choices).bytes > DryBench.limit:
+    def measure(self, step, execution, snapshot=None):
+        if step.peak(execution).bytes > DryBench.limit:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried")
-        step.config = replace(step.config, attention_backend="cpu")
-        return run_dry(step, choices)[0]
+        return run_dry(step, replace(execution, attention_backend="cpu"))[0]
 
 
 @pytest.fixture

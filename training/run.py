@@ -20,10 +20,11 @@ from training.checkpoint.weights import load_model_weights, read_json
 from training.config import TrainConfig
 from training.data.loader import Batch
 from training.errors import UserError, refused_as_user_error
-from training.memory.cost_model import Choices, PackedDocuments, Step, gib
+from training.memory.cost_model import PackedDocuments, Step, gib
+from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import Rates, available_host_bytes, cap_gpu_memory, gpu_budget, measure_rates, parse_bytes
-from training.memory.placement import WHOLE, Placement
-from training.memory.planner import Plan, has_plan, make_plan, place
+from training.memory.placement import apply_execution
+from training.memory.planner import Plan, has_plan, make_plan
 from training.memory.profiler import Bench, format_table
 from training.optimizer import MasterAdamW
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
@@ -57,12 +58,13 @@ def configure_machine(config: TrainConfig, world: World) -> None:
     if config.kernels == "triton" and world.device.type != "cuda":
         raise UserError('kernels "triton" needs a CUDA GPU; use auto')
     set_default_implementation(config.kernels)
+    settled_execution(config.loss_impl, config.attention_backend, world.device)  # refuses a backend that is not there
     if config.memory_budget is not None:
         gpu_budget(config.memory_budget, world.device)
 
 
-def choose_model(config: TrainConfig, device: torch.device, resumed: Path | None = None) -> ModelConfig:
-    """The model_size's shape, or the one that the weights to start from declare, with the run's own settings.
+def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfig:
+    """The model_size's shape, or the one that the weights to start from declare.
 
     Args:
         resumed: the checkpoint to go on from, if there is one; else the weights are those of --init_from.
@@ -82,26 +84,41 @@ def choose_model(config: TrainConfig, device: torch.device, resumed: Path | None
                 )
         length = max(declared.max_position_embeddings, config.context_length)
         shape = dataclasses.replace(declared, max_position_embeddings=length)
-    with refused_as_user_error():
-        backend = choose_backend(config.attention_backend, device)
-    return dataclasses.replace(shape, loss_impl=config.loss_impl, attention_backend=backend)
+    return shape
 
 
 # The plan
 
 
-def step_of(config: TrainConfig, model: Transformer, documents: PackedDocuments | None) -> Step:
+def settled_execution(loss_impl: str, attention_backend: str, device: torch.device) -> Execution:
+    """What flags settle of an execution before anything is planned.
+
+    Raises:
+        UserError: an attention backend that `device` or this installation does not have.
+    """
+    with refused_as_user_error():
+        return Execution(loss_impl=loss_impl, attention_backend=choose_backend(attention_backend, device))
+
+
+def step_of(config: TrainConfig, model: Transformer, device: torch.device, documents: PackedDocuments | None) -> Step:
     """The step that the settings ask for; `documents` are None where they are not known yet."""
     lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
-    return Step(model.config, model.parameters(), *lengths, documents)
+    given = settled_execution(config.loss_impl, config.attention_backend, device)
+    return Step(model.config, model.parameters(), *lengths, documents, given)
 
 
-def step_on_meta(model_config: ModelConfig, context_length: int, batch_size: int = 1, micro_batches: int = 1) -> Step:
+def step_on_meta(
+    model_config: ModelConfig,
+    context_length: int,
+    batch_size: int = 1,
+    micro_batches: int = 1,
+    given: Execution | None = None,
+) -> Step:
     """A step of a bf16 model on the meta device, which takes no memory; each sequence is one document."""
     with torch.device("meta"):
         parameters = list(Transformer(model_config).to(torch.bfloat16).parameters())
     documents = PackedDocuments.one_each(context_length, batch_size)
-    return Step(model_config, parameters, context_length, batch_size, micro_batches, documents)
+    return Step(model_config, parameters, context_length, batch_size, micro_batches, documents, given)
 
 
 def memory_budgets(config: TrainConfig, world: World) -> list[float]:
@@ -119,7 +136,8 @@ def check_fits(config: TrainConfig, model_config: ModelConfig, world: World) -> 
     if config.memory_budget is None:
         return
     short = PackedDocuments(longest=1, count=math.inf, pairs=0)
-    step, budgets = step_of(config, model_on_meta(model_config, world), short), memory_budgets(config, world)
+    step = step_of(config, model_on_meta(model_config, world), world.device, short)
+    budgets = memory_budgets(config, world)
     if not has_plan(step, *budgets):
         make_plan(step, *budgets)  # raises the error that says why
 
@@ -131,16 +149,16 @@ def plan_memory(
 
     Without a budget nothing is searched: --gradient_checkpointing keeps each block's input, otherwise blocks keep all.
     """
-    step = step_of(config, model, documents)
+    step = step_of(config, model, world.device, documents)
     if config.memory_budget is None:
         placement = Placement() if config.gradient_checkpointing else WHOLE
-        return Plan(step, Choices((placement,) * step.layers, loss_impl=config.loss_impl))
+        return Plan(step, dataclasses.replace(step.given, placements=(placement,) * step.layers))
     budgets = memory_budgets(config, world)
-    rates = measure_rates(model.config, world.device, config.context_length)
+    rates = measure_rates(model.config, step.given.attention_backend, world.device, config.context_length)
     rates = Rates(*world.min(*dataclasses.astuple(rates)))
     torch.cuda.empty_cache()  # frees what the measurements took
     plan = make_plan(step, *budgets, rates)
-    plan = dataclasses.replace(plan, choices=world.broadcast(plan.choices))  # unequal shards might plan unequally
+    plan = dataclasses.replace(plan, execution=world.broadcast(plan.execution))  # unequal shards might plan unequally
     cap_gpu_memory(int(plan.gpu_budget), world.device)
     logger.info("plan for %s of GPU and %s of host memory:\n%s", *map(gib, budgets), plan)
     return plan
@@ -158,7 +176,7 @@ def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device)
         fitting = f"predicted to fit into {gib(budgets[0])}; {advice}:\n{make_plan(plan.step, *budgets, plan.rates)}"
     except UserError as error:  # its message names the largest context, or what is free
         fitting = str(error)
-    table = format_table(list(plan.step.stages(plan.choices)))
+    table = format_table(list(plan.step.stages(plan.execution)))
     return f"predicted for the step as it was placed:\n{table}\n{fitting}"
 
 
@@ -197,7 +215,7 @@ def build_model(
     model.to_empty(device=world.device)
     for block in model.layers if config.compile else ():
         block.forward = torch.compile(block.forward)
-    place(model, plan.choices, plan.arena_bytes)
+    apply_execution(model, plan.execution, plan.arena_bytes)
     return model, plan
 
 
@@ -210,7 +228,7 @@ def build(
         model.named_parameters(),
         weight_decay=config.weight_decay,
         accumulate=config.gradient_accumulation_steps > 1,
-        gpu_state_bytes=plan.choices.gpu_state_bytes,
+        gpu_state_bytes=plan.execution.gpu_state_bytes,
     )
     if start.checkpoint:
         load_optimizer_state(start.checkpoint, optimizer.state_dict())
@@ -224,13 +242,13 @@ def build(
     return model, optimizer, plan
 
 
-def build_bench(step: Step, choices: Choices, world: World) -> Bench:
+def build_bench(step: Step, execution: Execution, world: World) -> Bench:
     """A model and an optimizer for `step`, with fresh weights, on which a profiler measures steps."""
     gc.collect()  # the bench before this one, if there was one
     model, _ = build_model(TrainConfig(), step.config, world)
     copy_weights(model, initial_weights(model, seed=0))
     optimizer = MasterAdamW(
-        model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=choices.gpu_state_bytes
+        model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=execution.gpu_state_bytes
     )
     return Bench(model, optimizer)
 

@@ -8,7 +8,7 @@ import torch
 from model import MODEL_SIZES, Transformer
 from training import run
 from training.config import TrainConfig
-from training.memory.placement import WHOLE, Placement
+from training.memory.execution import WHOLE, Placement
 from training.memory.planner import find_max_context, make_plan
 from training.memory.profiler import format_table
 from training.parallel.world import World
@@ -51,7 +51,7 @@ def explain_out_of_memory(plan_budget=None, **settings):
     """What is said of a 4B without a planned placement, or with one for `plan_budget` bytes; its plan."""
     config = TrainConfig(**{"context_length": 32_768, "batch_size": 1, **settings})
     with torch.device("meta"):
-        model = Transformer(replace(MODEL_SIZES["4B"], attention_backend="cudnn")).to(torch.bfloat16)
+        model = Transformer(MODEL_SIZES["4B"]).to(torch.bfloat16)
     plan = plan_memory(config, model, World(0, 1, torch.device("cpu")))
     if plan_budget is not None:
         config, plan = replace(config, memory_budget="auto"), make_plan(plan.step, plan_budget, 60 * GIB)
@@ -59,7 +59,7 @@ def explain_out_of_memory(plan_budget=None, **settings):
 
 
 def explanation(plan, advice, fitting):
-    table = format_table(list(plan.step.stages(plan.choices)))
+    table = format_table(list(plan.step.stages(plan.execution)))
     return f"predicted for the step as it was placed:\n{table}\npredicted to fit into {advice}:\n{fitting}"
 
 
@@ -67,7 +67,7 @@ def explanation(plan, advice, fitting):
 def test_out_of_memory_without_a_plan_names_one_that_fits(flag, pretended_gpu):
     text, plan = explain_out_of_memory(**{flag: True})
     placement = {"gradient_checkpointing": Placement(), "compile": WHOLE}[flag]
-    assert plan.choices.placements == (placement,) * 36
+    assert plan.execution.placements == (placement,) * 36
     advice = "37.00 GiB; --gradient_checkpointing and --compile dropped make such a plan; its seconds are an H200's"
     assert text == explanation(plan, advice, make_plan(plan.step, 37 * GIB, 60 * GIB))
 

@@ -1,4 +1,4 @@
-"""What a training step takes under given choices of where activations and optimizer state live: bytes and seconds.
+"""What a training step takes under given execution of where activations and optimizer state live: bytes and seconds.
 
 Bytes are counted stage by stage: of each stage of a step, what is alive at its fullest moment. Shapes: T tokens of the
 micro-batch, D model width, H query and G key/value heads of width K, F feed-forward width, V vocabulary; "a row" is
@@ -7,9 +7,8 @@ and copies where compute is too short to hide them.
 """
 
 import copy
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -18,26 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from kernels.attention import PADDED_LENGTH_MULTIPLE
 from training.checkpoint.files import IO_THREADS
+from training.memory.execution import Execution, needed_for_backward
 from training.memory.host_copies import SLOT_ALIGNMENT
 from training.memory.machine import Rates
-from training.memory.placement import Placement, needed_for_backward
 from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
 
 LOSS_CHUNK_SIZE = 4096  # tokens, the default of kernels.linear_cross_entropy
 LIBRARY_BYTES = 160 * 2**20  # cuBLAS workspaces and the small tensors that nothing below counts
 # Elements of the attention backward's own buffers, in rows of q: float32 dq, dk and dv of each query head; measured.
-_ATTENTION_WORKSPACE = {"cudnn": 4, "flash": 6, "flash-attn-4": 3, "cpu": 4}
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What is up to the planner. Tiles and groups are of the blocks that are not left whole to autograd."""
-
-    placements: tuple[Placement, ...]
-    mlp_tile_size: int | None = None
-    attention_by_groups: bool = False
-    gpu_state_bytes: float = math.inf  # of the optimizer, see training.optimizer.MasterAdamW
-    loss_impl: str = "auto"
+_ATTENTION_WORKSPACE = {"auto": 4, "cudnn": 4, "flash": 6, "flash-attn-4": 3, "cpu": 4}
 
 
 @dataclass(frozen=True)
@@ -93,14 +81,15 @@ class PackedDocuments:
 
 
 class Step:
-    """A training step of a model: its bytes and seconds under any choices.
+    """A training step of a model: its bytes and seconds under any execution.
 
     Args:
-        config: the model's shape, as model.ModelConfig names it, with the attention backend that will run.
+        config: the model's shape, as model.ModelConfig names it.
         parameters: the model's, on the meta device or any; DTensors where FSDP2 shards them.
         context_length, batch_size, gradient_accumulation_steps: of one rank.
         documents: what is packed in a sequence. None, not known: bytes are counted as if several documents were and
             one of them had nearly all of the sequence, seconds as if each sequence were one document.
+        given: what is settled before anything is planned: loss and attention backend.
         element_size: bytes of an activation.
     """
 
@@ -112,11 +101,12 @@ class Step:
         batch_size: int = 1,
         gradient_accumulation_steps: int = 1,
         documents: PackedDocuments | None = None,
+        given: Execution | None = None,
         element_size: int = 2,
     ):
         self.config, self.parameters, self.element_size = config, list(parameters), element_size
         self.context_length, self.batch_size, self.documents = context_length, batch_size, documents
-        self.micro_batches = gradient_accumulation_steps
+        self.micro_batches, self.given = gradient_accumulation_steps, given or Execution()
         self.tokens, self.layers = context_length * batch_size, config.num_hidden_layers
         # Bytes of a row of hidden states, queries, keys and feed-forward
         self.d, self.q, self.k, self.f = (
@@ -158,28 +148,28 @@ class Step:
         """Whether a sequence may hold several documents."""
         return self.documents is None or self.documents.count > self.batch_size
 
-    def optimizer(self, choices: Choices) -> OptimizerBytes:
-        if choices.gpu_state_bytes not in self._optimizer_bytes:
-            self._optimizer_bytes[choices.gpu_state_bytes] = optimizer_bytes(
-                self.parameters, accumulate=self.micro_batches > 1, gpu_state_bytes=choices.gpu_state_bytes
+    def optimizer(self, execution: Execution) -> OptimizerBytes:
+        if execution.gpu_state_bytes not in self._optimizer_bytes:
+            self._optimizer_bytes[execution.gpu_state_bytes] = optimizer_bytes(
+                self.parameters, accumulate=self.micro_batches > 1, gpu_state_bytes=execution.gpu_state_bytes
             )
-        return self._optimizer_bytes[choices.gpu_state_bytes]
+        return self._optimizer_bytes[execution.gpu_state_bytes]
 
     def kept_bytes(self, name: str) -> int:
         """Of a block's "input", or its "attention" output and log-sum-exp."""
         return self.tokens * (self.d if name == "input" else self.q + self.lse)
 
-    def arena_bytes(self, choices: Choices) -> int:
+    def arena_bytes(self, execution: Execution) -> int:
         """Of the arena that `apply_placement` needs, slots aligned."""
         return sum(
             self.kept_bytes(name) + 2 * SLOT_ALIGNMENT
-            for placement in choices.placements
+            for placement in execution.placements
             for name in ("input", "attention")
             if getattr(placement, name) == "host"
         )
 
-    def host_bytes(self, choices: Choices) -> int:
-        return self.arena_bytes(choices) + self.optimizer(choices).host
+    def host_bytes(self, execution: Execution) -> int:
+        return self.arena_bytes(execution) + self.optimizer(execution).host
 
     def checkpoint_bytes(self) -> int:
         """Host memory that saving a checkpoint takes for a moment, besides what is pinned.
@@ -189,19 +179,20 @@ class Step:
         weight = max(parameter.numel() * parameter.element_size() for parameter in self.parameters)
         return weight + IO_THREADS * 4 * max(map(_local_elements, self.parameters))
 
-    def uses_chunked_loss(self, choices: Choices) -> bool:
-        config = self.config
-        if config.loss_impl == "auto":
-            config = replace(config, loss_impl=choices.loss_impl)
-        return config.uses_chunked_loss(self.tokens, self.element_size)
+    def uses_chunked_loss(self, execution: Execution) -> bool:
+        return self.config.uses_chunked_loss(self.tokens, self.element_size, execution.loss_impl)
 
-    def peak(self, choices: Choices) -> Stage:
+    def _steps_of_attention(self, execution: Execution) -> int:
+        """In how many steps a block's attention goes through the key/value heads."""
+        return self.config.num_key_value_heads // (execution.heads_at_a_time or self.config.num_key_value_heads)
+
+    def peak(self, execution: Execution) -> Stage:
         """The fullest stage."""
-        return max(self.stages(choices), key=lambda stage: stage.bytes)
+        return max(self.stages(execution), key=lambda stage: stage.bytes)
 
-    def stages(self, choices: Choices) -> Iterator[Stage]:
+    def stages(self, execution: Execution) -> Iterator[Stage]:
         """The stages of a step in order, once the optimizer's state exists; the last micro-batch of several."""
-        T, L, optimizer = self.tokens, self.layers, self.optimizer(choices)
+        T, L, optimizer = self.tokens, self.layers, self.optimizer(execution)
         always = {
             "parameters": self.parameter_bytes,
             "optimizer": optimizer.gpu_state + optimizer.gpu_buffers,
@@ -211,7 +202,7 @@ class Step:
         }
 
         kinds = ("input", "attention", "rest")
-        places = {kind: [getattr(p, kind) for p in choices.placements] for kind in kinds}
+        places = {kind: [getattr(p, kind) for p in execution.placements] for kind in kinds}
         inputs_on_gpu, attention_on_gpu, whole_before = (
             [0, *accumulate(place == "gpu" for place in places[kind])] for kind in kinds
         )
@@ -228,22 +219,22 @@ class Step:
             return Stage(name, sizes)
 
         yield stage("embedding", 0, [], 0, {"layer inputs": T * self.d})
-        forward = [self._forward_bytes(choices, keeps_attention) for keeps_attention in (False, True)]
-        backward = self._backward_bytes(choices)
+        forward = [self._forward_bytes(execution, keeps_attention) for keeps_attention in (False, True)]
+        backward = self._backward_bytes(execution)
         working = [
-            self._whole_bytes() if p.is_whole else (forward[p.attention != "recompute"], *backward)
-            for p in choices.placements
+            self._whole_bytes(execution) if p.is_whole else (forward[p.attention != "recompute"], *backward)
+            for p in execution.placements
         ]
         for layer, (forward, _, _) in enumerate(working):
             yield stage(f"forward of layer {layer}", layer, [], 0, forward)
-        chunked = self.uses_chunked_loss(choices)
+        chunked = self.uses_chunked_loss(execution)
         logits = self.element_size * self.config.vocab_size * (min(LOSS_CHUNK_SIZE, T) if chunked else T)
         d_head = 4 * self.head // self.element_size if chunked else self.head
         yield stage("loss", L, [], 0, {"loss": logits + d_head + 3 * T * self.d})
 
         # The head's gradient is one of those that are ready, or waits for the embedding's, to which it is tied.
         tied, head_share = (self.head, 0) if self.config.tie_word_embeddings else (0, self.head_share)
-        needed = [needed_for_backward(choices.placements, layer) for layer in range(L)]
+        needed = [needed_for_backward(execution.placements, layer) for layer in range(L)]
         for layer in reversed(range(L)):
             # This one's, and those on their way for the next; a whole block fetches nothing.
             keys = {*needed[layer], *needed[max(layer - 1, 0)]} if needed[layer] else ()
@@ -263,38 +254,38 @@ class Step:
         """Bytes of the float32 sums, of up to ten tokens of a word each, that the embedding's backward first makes."""
         return 4 * self.config.hidden_size * (min(self.tokens, self.config.vocab_size) + self.tokens // 10)
 
-    def _forward_bytes(self, choices: Choices, keeps_attention: bool) -> dict[str, int]:
+    def _forward_bytes(self, execution: Execution, keeps_attention: bool) -> dict[str, int]:
         """Bytes by category of a block's fullest moment in forward, its input included: RoPE, or the MLP."""
         d, q, k, T = self.d, self.q, self.k, self.tokens
-        groups = self.config.num_key_value_heads if choices.attention_by_groups else 1
+        groups = self._steps_of_attention(execution)
         rope = (d + (3 * q + 4 * k) // groups + (q if groups > 1 else 0)) * T
         kept = self.kept_bytes("attention") if keeps_attention else 0
         # Attention's output, the sum, its norm and what the MLP works with; then its output and the block's.
-        tile = choices.mlp_tile_size
+        tile = execution.mlp_tile_size
         mlp = max(5 * d * T, 3 * d * T + 3 * self.f * T if tile is None else 4 * d * T + 3 * self.f * min(tile, T))
         if rope > kept + mlp:
             return {"layer inputs": d * T, "attention": rope}
         return {"layer inputs": d * T, "attention": kept, "MLP": mlp}
 
-    def _backward_bytes(self, choices: Choices) -> tuple[dict[str, int], dict[str, int]]:
+    def _backward_bytes(self, execution: Execution) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes by category of a block's two fullest moments in backward, its input and what was kept of it included.
 
         In the backward of the MLP, with all that attention saved, and in that of attention's kernel.
         """
         d, q, k, T, e = self.d, self.q, self.k, self.tokens, self.element_size
-        if choices.attention_by_groups:
-            groups = self.config.num_key_value_heads
+        if execution.heads_at_a_time:
+            groups = self._steps_of_attention(execution)
             saved = d + q + self.lse + 8  # x, out
             # the gradient of x; of one group qkv, q, k, v, out, dout, dq, dk, dv and buffers
-            running = (saved + d + (5 * q + 6 * k) // groups) * T + self._attention_workspace() // groups
+            running = (saved + d + (5 * q + 6 * k) // groups) * T + self._attention_workspace(execution) // groups
         else:
             saved = d + 3 * q + 3 * k + self.lse + self.norms  # x, q and k before and after RoPE, v, out
-            running = (saved + 2 * q + 2 * k) * T + self._attention_workspace()  # dout, dq, dk, dv
+            running = (saved + 2 * q + 2 * k) * T + self._attention_workspace(execution)  # dout, dq, dk, dv
         weights = self.mlp_elements
-        if choices.mlp_tile_size is None:
+        if execution.mlp_tile_size is None:
             mlp = 2 * d * T + 5 * self.f * T  # sum and its norm; gate, up, and gradients of all three
         else:  # and dx; float32 dW with the tiles, or with its rounding. Before that: outputs of attention and block
-            tiles = 3 * self.f * min(choices.mlp_tile_size, T)
+            tiles = 3 * self.f * min(execution.mlp_tile_size, T)
             mlp = 2 * d * T + max(d * T + weights * 4 + max(tiles, weights * e), 2 * d * T)
         inputs = {"layer inputs": d * T}
         return (
@@ -302,18 +293,18 @@ class Step:
             {**inputs, "attention": running + d * self.config.hidden_size, "MLP": 2 * d * T},
         )
 
-    def _attention_workspace(self) -> int:
+    def _attention_workspace(self, execution: Execution) -> int:
         """Bytes of what attention's backward takes beside its arguments and results.
 
         A micro-batch whose sequences are one document each runs at once; else one document after the other runs, with
         copies of its dout, dq, dk and dv.
         """
-        row = _ATTENTION_WORKSPACE[self.config.attention_backend] * self.q
+        row = _ATTENTION_WORKSPACE[execution.attention_backend] * self.q
         longest = self.documents.longest if self.documents else self.context_length
         at_once = row * self.tokens if longest >= self.context_length else 0
         if not self.is_packed:
             return at_once
-        multiple = PADDED_LENGTH_MULTIPLE if self.config.attention_backend == "cudnn" else 1
+        multiple = PADDED_LENGTH_MULTIPLE if execution.attention_backend in ("auto", "cudnn") else 1
         padded = min(-(-longest // multiple) * multiple, self.context_length)
         return max(at_once, (row + 2 * self.q + 2 * self.k) * padded)
 
@@ -323,43 +314,43 @@ class Step:
         mlp = 2 * self.d + 3 * self.f  # sum and its norm; gate, up and the activated product
         return {"attention": attention * self.tokens, "MLP": mlp * self.tokens}
 
-    def _whole_bytes(self) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    def _whole_bytes(self, execution: Execution) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
         """As the two above, of a whole block: in forward, and in the backward of the MLP and of attention's kernel."""
         d, q, k, T = self.d, self.q, self.k, self.tokens
         inputs, rest = {"layer inputs": d * T}, self._rest_bytes()
         kept = {**inputs, "attention": rest["attention"] + self.kept_bytes("attention"), "MLP": rest["MLP"]}
-        gradients = (2 * q + 2 * k) * T + self._attention_workspace() + d * self.config.hidden_size
+        gradients = (2 * q + 2 * k) * T + self._attention_workspace(execution) + d * self.config.hidden_size
         return (
             {**kept, "MLP": rest["MLP"] + 3 * d * T},  # outputs of attention, MLP and block
             {**kept, "MLP": rest["MLP"] + (d + 2 * self.f) * T},  # dy; gradients of all three in one's place
             {**inputs, "attention": kept["attention"] + gradients, "MLP": d * T},  # the sum's gradient
         )
 
-    def seconds(self, choices: Choices, rates: Rates) -> float:
+    def seconds(self, execution: Execution, rates: Rates) -> float:
         """Of one whole step."""
-        config, T, L, placements = self.config, self.tokens, self.layers, choices.placements
+        config, T, L, placements = self.config, self.tokens, self.layers, execution.placements
         layer = 2 * config.layer_matrix_parameters() * T / rates.matrix_flops
         mlp = 2 * self.mlp_elements * T / rates.matrix_flops
         heads = config.num_attention_heads * config.head_dim
         documents = self.documents or PackedDocuments.one_each(self.context_length, self.batch_size)
         calls = documents.count if documents.count > self.batch_size else 0
-        calls *= config.num_key_value_heads if choices.attention_by_groups else 1
+        calls *= self._steps_of_attention(execution)
         flops = 4 * heads * documents.pairs
         attention_forward = flops / rates.attention_forward_flops + calls / rates.forward_documents
         attention_backward = 2.5 * flops / rates.attention_backward_flops + calls / rates.backward_documents
         elementwise = T * (9 * self.d + 4 * self.q + 4 * self.k + 3 * self.f) / rates.memory_bytes
         placed = [i for i in range(L) if not placements[i].is_whole]
-        blocks = L + (0.01 * len(placed) if choices.attention_by_groups else 0)  # smaller launches
+        blocks = L + (0.01 * len(placed) if execution.heads_at_a_time else 0)  # smaller launches
         forward = blocks * (layer + attention_forward + elementwise)
         backward = blocks * (2 * layer + attention_backward + 2 * elementwise)
         # What runs again: all but the MLP, of which the tiled one computes gate and up again, the untiled one all.
-        backward += len(placed) * (layer - mlp * (1 / 3 if choices.mlp_tile_size else 0))
+        backward += len(placed) * (layer - mlp * (1 / 3 if execution.mlp_tile_size else 0))
         for i in placed:
             start, _ = needed_for_backward(placements, i)[0]
             backward += (i - start) * (layer + elementwise)  # blocks run again for this one's input
             backward += attention_forward * sum(placements[j].attention == "recompute" for j in range(start, i + 1))
-        copies = self.arena_bytes(choices) / rates.link_bytes
-        optimizer = self.optimizer(choices)
+        copies = self.arena_bytes(execution) / rates.link_bytes
+        optimizer = self.optimizer(execution)
         loss = 3 * 2 * config.vocab_size * config.hidden_size * T / rates.matrix_flops
         # Gradients leave in the first micro-batch; in each later one their sums come and, after that, leave again.
         gradients = optimizer.leaving_gradients / rates.link_bytes

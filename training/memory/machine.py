@@ -110,17 +110,19 @@ class Rates:
 H200 = Rates()
 
 
-def measure_rates(config, device: torch.device, context_length: int) -> Rates:
+def measure_rates(config, attention_backend: str, device: torch.device, context_length: int) -> Rates:
     """The rates of this GPU at the model's shapes; for the 4B it takes 1.2 to 5 GiB meanwhile. On a CPU, an H200's.
 
     Args:
         config: the model's shape, as model.ModelConfig names it.
+        attention_backend: as `kernels.attention.choose_backend` takes it.
         context_length: tokens.
     """
     if device.type != "cuda":
         return H200
-    flops = _matrix_rate(config, device), *_attention_rates(config, device, context_length)
-    return Rates(*flops, *_document_rates(config, device, *flops[1:]), *_copy_rates(device))
+    backend = choose_backend(attention_backend, device)
+    flops = _matrix_rate(config, device), *_attention_rates(config, backend, device, context_length)
+    return Rates(*flops, *_document_rates(config, backend, device, *flops[1:]), *_copy_rates(device))
 
 
 def _matrix_rate(config, device: torch.device) -> float:
@@ -131,14 +133,13 @@ def _matrix_rate(config, device: torch.device) -> float:
     return 2 * len(x) * weight.numel() / _seconds(lambda: x @ weight)
 
 
-def _attention_rates(config, device: torch.device, context_length: int) -> tuple[float, float]:
+def _attention_rates(config, backend: str, device: torch.device, context_length: int) -> tuple[float, float]:
     """FLOP/s of forward and backward; past 131,072 tokens, where forward gets slower, of one key/value head."""
     T, G, K = 16_384, config.num_key_value_heads, config.head_dim
     if context_length > 131_072:
         T, G = min(context_length, 524_288), 1
     H = G * (config.num_attention_heads // config.num_key_value_heads)
     q, k, v = (torch.randn(1, T, heads, K, device=device, dtype=torch.bfloat16) for heads in (H, G, G))
-    backend = choose_backend(config.attention_backend, device)
     ops, flops = torch.ops.fathom, 4 * H * K * (T * (T + 1) // 2)
     out, lse = ops.attention_forward(q, k, v, None, backend)
     return (
@@ -147,13 +148,14 @@ def _attention_rates(config, device: torch.device, context_length: int) -> tuple
     )
 
 
-def _document_rates(config, device: torch.device, forward_flops: float, backward_flops: float) -> tuple[float, float]:
+def _document_rates(
+    config, backend: str, device: torch.device, forward_flops: float, backward_flops: float
+) -> tuple[float, float]:
     """Calls a second of forward and backward, from 32 documents of 512 tokens packed in a sequence."""
     count, length, H, G, K = 32, 512, config.num_attention_heads, config.num_key_value_heads, config.head_dim
     q, k, v = (torch.randn(1, count * length, n, K, device=device, dtype=torch.bfloat16) for n in (H, G, G))
     segments = torch.tensor([[0, i * length, (i + 1) * length] for i in range(count)])
-    backend, ops = choose_backend(config.attention_backend, device), torch.ops.fathom
-    flops = 4 * H * K * count * length * (length + 1) // 2
+    ops, flops = torch.ops.fathom, 4 * H * K * count * length * (length + 1) // 2
     out, lse = ops.attention_forward(q, k, v, segments, backend)
     forward = _seconds(lambda: ops.attention_forward(q, k, v, segments, backend)) - flops / forward_flops
     backward = _seconds(lambda: ops.attention_backward(q, q, k, v, out, lse, segments, backend))

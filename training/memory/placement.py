@@ -11,7 +11,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -19,81 +18,39 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from training.memory.execution import Execution, Placement, needed_for_backward
 from training.memory.host_copies import HostCopies, PinnedArena
 
-PLACES = ("gpu", "host", "recompute")
 
-
-@dataclass(frozen=True)
-class Placement:
-    """Where one block's activations wait for backward.
+def apply_execution(model: nn.Module, execution: Execution, arena_bytes: int = 0) -> None:
+    """Run a model.Transformer, on its device, as `execution` says.
 
     Args:
-        input: "gpu", "host", or "recompute": from the input of the block before it, by running that block again.
-        attention: attention's output and log-sum-exp, "gpu", "host" or "recompute".
-        rest: all its other activations, "gpu" or "recompute". On the GPU they need the two above there.
+        arena_bytes: of pinned memory for what its placements keep on the host.
 
     Raises:
-        ValueError: another place.
+        UserError: the host does not let that much be pinned.
+        ValueError: as `apply_placement`.
     """
-
-    input: str = "gpu"
-    attention: str = "recompute"
-    rest: str = "recompute"
-
-    def __post_init__(self):
-        for name, places in (("input", PLACES), ("attention", PLACES), ("rest", ("gpu", "recompute"))):
-            if getattr(self, name) not in places:
-                raise ValueError(f"{name} must be placed in one of {', '.join(places)}, got {getattr(self, name)!r}")
-        if self.is_whole and (self.input, self.attention) != ("gpu", "gpu"):
-            raise ValueError(
-                f"rest on gpu needs input and attention there, got {self.input} and {self.attention}; "
-                "place them on gpu, or rest in recompute"
-            )
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the block is left to autograd, which keeps all of it."""
-        return self.rest == "gpu"
+    model.loss_impl = execution.loss_impl
+    for block, placement in zip(model.layers, execution.placements):
+        block.self_attn.backend = execution.attention_backend
+        block.self_attn.heads_at_a_time = None if placement.is_whole else execution.heads_at_a_time
+        block.mlp.tile_size = None if placement.is_whole else execution.mlp_tile_size
+    arena = PinnedArena(arena_bytes, model.embed_tokens.weight.device) if arena_bytes else None
+    apply_placement(model.layers, execution.placements, arena)
 
 
-WHOLE = Placement("gpu", "gpu", "gpu")
-
-
-def needed_for_backward(placements: Sequence[Placement], layer: int) -> list[tuple[int, str]]:
-    """What block `layer` is rebuilt from: pairs (block, "input" or "attention"), the input it starts from first.
-
-    A whole block is not rebuilt: nothing.
-    """
-    if placements[layer].is_whole:
-        return []
-    start = layer
-    while placements[start].input == "recompute":
-        start -= 1
-    blocks = range(start, layer + 1)
-    return [(start, "input"), *((i, "attention") for i in blocks if placements[i].attention != "recompute")]
-
-
-def apply_placement(
-    blocks: nn.ModuleList,
-    placements: Sequence[Placement],
-    *,
-    mlp_tile_size: int | None = None,
-    attention_by_groups: bool = False,
-    arena: PinnedArena | None = None,
-) -> None:
+def apply_placement(blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None = None) -> None:
     """Give each block a forward that keeps for backward what its placement says, and where.
 
-    Backward gives the same numbers as without it, except by groups, where attention's input gradient is a sum over
-    groups, rounded to its dtype after each.
+    Backward gives the same numbers as without it.
 
     Args:
-        blocks: of the model, called as block(x_BTD, context), in this order, each having `self_attn` and `mlp`; each
-            forward pass that is to have a backward must have it before the next. They may be sharded by FSDP2.
+        blocks: of the model, called as block(x_BTD, context), in this order, each having `mlp`; each forward pass that
+            is to have a backward must have it before the next. They may be sharded by FSDP2.
         placements: one a block. `Placement()` for all is gradient checkpointing as it is commonly understood. Whole
-            blocks keep their own forward, with all rows and heads at once, whatever the next two say.
-        mlp_tile_size: rows that the MLP works on at a time; None: all.
-        attention_by_groups: one key/value head and its query heads at a time.
+            blocks keep their own forward.
         arena: where "host" is.
 
     Raises:
@@ -113,12 +70,8 @@ def apply_placement(
         raise ValueError("placements in host memory need an arena")
     placed = _PlacedBlocks(blocks, placements, arena)
     for layer, block in enumerate(blocks):
-        if placements[layer].is_whole:
-            block.mlp.tile_size = block.self_attn.heads_at_a_time = None
-            continue
-        block.mlp.tile_size = mlp_tile_size
-        block.self_attn.heads_at_a_time = 1 if attention_by_groups else None
-        block.forward = functools.partial(placed.run, layer)
+        if not placements[layer].is_whole:
+            block.forward = functools.partial(placed.run, layer)
 
 
 class _PlacedBlocks:

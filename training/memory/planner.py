@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from training.errors import UserError
-from training.memory.cost_model import Choices, Stage, Step, gib
-from training.memory.host_copies import PinnedArena
+from training.memory.cost_model import Stage, Step, gib
+from training.memory.execution import Execution, Placement
 from training.memory.machine import H200, Rates
-from training.memory.placement import Placement, apply_placement
 
 # Budget over predicted peak. What the allocator cannot use of the blocks that it has free, and what the cost model
 # leaves out; and where the context does not fit with that, what is left if expandable segments give back their pages at
@@ -23,33 +22,33 @@ _CONTEXT_MULTIPLE = 1024  # tokens; the largest context is found to this
 
 @dataclass(frozen=True)
 class Plan:
-    """Choices for a step, what they are predicted to take, and what they were made for."""
+    """An execution of a step, what it is predicted to take, and what it was made for."""
 
     step: Step
-    choices: Choices
+    execution: Execution
     gpu_budget: float = math.inf
     host_budget: float = math.inf
     rates: Rates = H200
 
     @functools.cached_property
     def peak(self) -> Stage:
-        return self.step.peak(self.choices)
+        return self.step.peak(self.execution)
 
     @property
     def host_bytes(self) -> int:
-        return self.step.host_bytes(self.choices)
+        return self.step.host_bytes(self.execution)
 
     @property
     def arena_bytes(self) -> int:
         """What the arena for `apply_placement` must have; the optimizer makes its own."""
-        return self.step.arena_bytes(self.choices)
+        return self.step.arena_bytes(self.execution)
 
     @property
     def seconds(self) -> float:
-        return self.step.seconds(self.choices, self.rates)
+        return self.step.seconds(self.execution, self.rates)
 
     def __str__(self) -> str:
-        choices, placements = self.choices, self.choices.placements
+        execution, placements = self.execution, self.execution.placements
         rows = []
         for title, name in (("layer inputs", "input"), ("attention outputs", "attention")):
             places = [getattr(p, name) for p in placements]
@@ -57,13 +56,13 @@ class Plan:
             rows.append((title, ", ".join(counts)))
         num_whole = sum(p.is_whole for p in placements)
         rows.append(("blocks kept whole", num_whole))
-        state = {math.inf: "GPU", 0: "host"}.get(choices.gpu_state_bytes)
-        state = state or f"up to {gib(choices.gpu_state_bytes)} on the GPU, the rest on the host"
+        state = {math.inf: "GPU", 0: "host"}.get(execution.gpu_state_bytes)
+        state = state or f"up to {gib(execution.gpu_state_bytes)} on the GPU, the rest on the host"
         if num_whole < len(placements):
-            heads = "one key/value head at a time" if choices.attention_by_groups else "all heads at once"
-            tiles = f"{choices.mlp_tile_size} rows at a time" if choices.mlp_tile_size else "all rows at once"
+            heads = "one key/value head at a time" if execution.heads_at_a_time else "all heads at once"
+            tiles = f"{execution.mlp_tile_size} rows at a time" if execution.mlp_tile_size else "all rows at once"
             rows += [("attention", heads), ("MLP", tiles)]
-        rows += [("loss", choices.loss_impl), ("optimizer state", state)]
+        rows += [("loss", execution.loss_impl), ("optimizer state", state)]
         rows += [("predicted GPU peak", f"{gib(self.peak.bytes)}, in {self.peak.name}")]
         rows += [(f"  {name}", gib(size)) for name, size in self.peak.categories.items() if size]
         rows += [("predicted host memory", gib(self.host_bytes))]
@@ -89,7 +88,7 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
         budgets = describe_budgets(gpu_bytes, host_bytes)
         largest = find_max_context(step, gpu_bytes, host_bytes)
         if largest == 0:
-            state = step.optimizer(Choices(())).gpu_state
+            state = step.optimizer(step.given).gpu_state
             raise UserError(
                 f"the model does not fit into {budgets} at {_CONTEXT_MULTIPLE} tokens of context and batch_size "
                 f"{step.batch_size}: its parameters take {gib(step.parameter_bytes)} of the GPU, its optimizer's state "
@@ -98,27 +97,8 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
         raise UserError(
             f"context_length {step.context_length} does not fit into {budgets}; the largest that does is {largest}"
         )
-    fastest = min(found, key=lambda choices: step.seconds(choices, rates))
+    fastest = min(found, key=lambda execution: step.seconds(execution, rates))
     return Plan(step, fastest, gpu_bytes, host_bytes, rates)
-
-
-def place(model, choices: Choices, arena_bytes: int) -> None:
-    """Have a model.Transformer, on its device, keep for backward what `choices` say.
-
-    Args:
-        arena_bytes: of pinned memory for what they place on the host.
-
-    Raises:
-        UserError: as `PinnedArena`.
-    """
-    device = model.embed_tokens.weight.device
-    if model.config.loss_impl == "auto":
-        model.config = replace(model.config, loss_impl=choices.loss_impl)
-    apply_placement(
-        model.layers, choices.placements,
-        mlp_tile_size=choices.mlp_tile_size, attention_by_groups=choices.attention_by_groups,
-        arena=PinnedArena(arena_bytes, device) if arena_bytes else None,
-    )  # fmt: skip
 
 
 def describe_budgets(gpu_bytes: float, host_bytes: float) -> str:
@@ -132,7 +112,7 @@ def has_plan(step: Step, gpu_bytes: float, host_bytes: float) -> bool:
     return any(
         _fits(step, _placed(base, inputs), gpu_bytes / LEAST_HEADROOM, host_bytes)
         for base in _layouts(step)
-        if base.attention_by_groups  # which takes the least, as recomputing half of the inputs does
+        if base.heads_at_a_time  # which takes the least, as recomputing half of the inputs does
         for recomputed in (0, step.layers // 2)
         for inputs in _input_places(step.layers, recomputed)
     )
@@ -152,7 +132,7 @@ def find_max_context(step: Step, gpu_bytes: float, host_bytes: float) -> int:
     return (first - 1) * _CONTEXT_MULTIPLE
 
 
-def _search(step: Step, gpu_bytes: float, host_bytes: float) -> list[Choices]:
+def _search(step: Step, gpu_bytes: float, host_bytes: float) -> list[Execution]:
     """Of each layout, what is fastest at each share of the inputs on the host: a peak of `gpu_bytes` at most."""
     found = []
     for base in _layouts(step):
@@ -168,20 +148,20 @@ def _search(step: Step, gpu_bytes: float, host_bytes: float) -> list[Choices]:
     return found
 
 
-def _fits(step: Step, choices: Choices, gpu_bytes: float, host_bytes: float) -> bool:
+def _fits(step: Step, execution: Execution, gpu_bytes: float, host_bytes: float) -> bool:
     """Decided at the first stage that is too full: most that are tried do not fit."""
-    fits_host = step.host_bytes(choices) <= host_bytes
-    return fits_host and all(stage.bytes <= gpu_bytes for stage in step.stages(choices))
+    fits_host = step.host_bytes(execution) <= host_bytes
+    return fits_host and all(stage.bytes <= gpu_bytes for stage in step.stages(execution))
 
 
-def _layouts(step: Step) -> Iterator[Choices]:
+def _layouts(step: Step) -> Iterator[Execution]:
     """All there is to choose but the placements."""
-    state = step.optimizer(Choices(())).gpu_state
-    can_choose = step.config.loss_impl == "auto" and not step.uses_chunked_loss(Choices(()))
+    state = step.optimizer(step.given).gpu_state
+    can_choose = step.given.loss_impl == "auto" and not step.uses_chunked_loss(step.given)
     for gpu_state in (math.inf, *(state * quarters / 4 for quarters in (3, 2, 1, 0))):
-        for by_groups in (False, True):
-            for loss_impl in ("auto", "chunked") if can_choose else (step.config.loss_impl,):
-                yield Choices((), MLP_TILE_SIZE, by_groups, gpu_state, loss_impl)
+        for heads in (None, 1):
+            for loss_impl in ("auto", "chunked") if can_choose else (step.given.loss_impl,):
+                yield Execution((), MLP_TILE_SIZE, heads, gpu_state, loss_impl, step.given.attention_backend)
 
 
 def _input_places(layers: int, recomputed: int) -> Iterator[list[str]]:
@@ -196,13 +176,13 @@ def _input_places(layers: int, recomputed: int) -> Iterator[list[str]]:
         yield places
 
 
-def _keep(step: Step, base: Choices, inputs: list[str], gpu_bytes: float, host_bytes: float) -> Choices:
+def _keep(step: Step, base: Execution, inputs: list[str], gpu_bytes: float, host_bytes: float) -> Execution:
     """As many attention outputs as fit on the GPU, then on the host; where nothing had to leave, whole blocks.
 
     On the GPU the last ones, as of the inputs.
     """
 
-    def largest(limit: int, place: Callable[[int], Choices]) -> int:
+    def largest(limit: int, place: Callable[[int], Execution]) -> int:
         return _largest(limit, lambda n: _fits(step, place(n), gpu_bytes, host_bytes))
 
     L = step.layers
@@ -216,8 +196,8 @@ _placement = functools.cache(Placement)  # a search asks for the same few many t
 
 
 def _placed(
-    base: Choices, inputs: list[str], attention_on_gpu: int = 0, attention_on_host: int = 0, whole: int = 0
-) -> Choices:
+    base: Execution, inputs: list[str], attention_on_gpu: int = 0, attention_on_host: int = 0, whole: int = 0
+) -> Execution:
     recomputed = len(inputs) - attention_on_gpu - attention_on_host
     attention = ["recompute"] * recomputed + ["host"] * attention_on_host + ["gpu"] * attention_on_gpu
     rest = ["recompute"] * (len(inputs) - whole) + ["gpu"] * whole

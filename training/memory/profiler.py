@@ -20,8 +20,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from training.memory.cost_model import Choices, Stage, Step
-from training.memory.planner import place
+from training.memory.cost_model import Stage, Step
+from training.memory.execution import Execution
+from training.memory.placement import apply_execution
 from training.optimizer import MasterAdamW
 
 GIB = 2**30
@@ -285,7 +286,7 @@ class Bench:
         self.device = model.embed_tokens.weight.device
 
     def measure(
-        self, step: Step, choices: Choices, counter: CudaCounter | None = None, snapshot: Path | None = None
+        self, step: Step, execution: Execution, counter: CudaCounter | None = None, snapshot: Path | None = None
     ) -> Measurement:
         """One step of random tokens, one document a sequence.
 
@@ -299,8 +300,8 @@ class Bench:
         self.clear()
         counter = counter or CudaCounter(self.device)
         warm_up = step if step.context_length <= LONGEST_REPEATED else step.at(WARM_UP_TOKENS)
-        arena_bytes = sum(one.arena_bytes(choices) for one in {step, warm_up})
-        place(self.model, choices, arena_bytes)
+        arena_bytes = sum(one.arena_bytes(execution) for one in {step, warm_up})
+        apply_execution(self.model, execution, arena_bytes)
         self.model.rotary.tables(step.context_length, self.device)  # in time to count as workspace
         self._run(warm_up, self._random_ids(warm_up))
 
@@ -338,7 +339,6 @@ class Bench:
         """Take the placement off again, and what a step that was broken off has left."""
         for block in self.model.layers:
             vars(block).pop("forward", None)
-        self.model.config = self.config
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # copies to and from the arena
         self.optimizer.zero_grad()
@@ -347,20 +347,20 @@ class Bench:
             torch.cuda.empty_cache()
 
 
-def thin(choices: Choices, layers: int) -> Choices:
+def thin(execution: Execution, layers: int) -> Execution:
     """The same of fewer layers, taken evenly, with their share of the optimizer's state.
 
     As in a plan, no two layers in a row have their inputs recomputed, and the first ones do.
     """
-    every, state = len(choices.placements), choices.gpu_state_bytes
-    taken = [choices.placements[i * every // layers] for i in range(layers)]
+    every, state = len(execution.placements), execution.gpu_state_bytes
+    taken = [execution.placements[i * every // layers] for i in range(layers)]
     recomputed = [placement for placement in taken if placement.input == "recompute"]
     others = [placement for placement in taken if placement.input != "recompute"]
     while len(recomputed) > len(others):
         others.append(replace(recomputed.pop(), input="host"))
     pairs = itertools.zip_longest(others, recomputed)
     placements = tuple(placement for pair in pairs for placement in pair if placement is not None)
-    return replace(choices, placements=placements, gpu_state_bytes=state * layers / every)
+    return replace(execution, placements=placements, gpu_state_bytes=state * layers / every)
 
 
 def extrapolate(measured: Measurement, part: Step, whole: Step) -> float:

@@ -17,9 +17,9 @@ import torch
 
 from model import ModelConfig
 from training.errors import UserError
-from training.memory.cost_model import Choices, Step, gib
+from training.memory.cost_model import Step, gib
+from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import Rates, cap_gpu_memory, parse_bytes
-from training.memory.placement import WHOLE, Placement
 from training.memory.planner import LEAST_HEADROOM, Plan, describe_budgets, find_max_context, has_plan, make_plan
 from training.memory.profiler import (
     CATEGORIES,
@@ -37,7 +37,7 @@ COMPARED_CONTEXTS = (32_768, 65_536, 131_072, 262_144)
 COMPARED_BUDGET = "24GB"
 LARGEST_GPU_GIB = 192
 LONGEST_COMPARED_SECONDS = 30.0  # a step that is predicted to take longer is not measured by a comparison
-BuildBench = Callable[[Step, Choices], Bench]  # a model and its optimizer, on the GPU that is measured
+BuildBench = Callable[[Step, Execution], Bench]  # a model and its optimizer, on the GPU that is measured
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Machine:
     gpu_bytes: float  # that PyTorch's allocator may reserve
     host_bytes: float  # that may be page-locked
     rates: Rates
-    model: ModelConfig  # its attention backend is the one that runs on this machine
+    model: ModelConfig
+    given: Execution  # the loss that was asked for, and the attention backend that runs on this machine
 
     @property
     def limits(self) -> tuple[float, float, Rates]:
@@ -90,22 +91,23 @@ def report_step(
         print(f"plan for {machine.budgets}:")
     else:
         placement = Placement() if gradient_checkpointing else WHOLE
-        plan = Plan(step, Choices((placement,) * step.layers, loss_impl=machine.model.loss_impl), *machine.limits)
+        execution = dataclasses.replace(step.given, placements=(placement,) * step.layers)
+        plan = Plan(step, execution, *machine.limits)
         print(f"gradient checkpointing {'on' if gradient_checkpointing else 'off'}, nothing planned:")
         if plan.peak.bytes * LEAST_HEADROOM > machine.gpu_bytes:
             print(f"does not fit into {gib(machine.gpu_bytes)}")
     print(f"{plan}\n")
-    shown, choices = step, plan.choices
+    shown, execution = step, plan.execution
     if part is not None:
-        shown, choices = part, thin(choices, part.layers)
+        shown, execution = part, thin(execution, part.layers)
         print(f"below, {part.layers} of the {step.layers} layers:")
-    stages = list(shown.stages(choices))
-    measured = _measure_or_refuse(build_bench, machine, shown, choices, snapshot) if build_bench else None
+    stages = list(shown.stages(execution))
+    measured = _measure_or_refuse(build_bench, machine, shown, execution, snapshot) if build_bench else None
     print(format_table(stages, measured.stages if measured else None))
     peak = max(stages, key=lambda stage: stage.bytes)
     summary = {
         "predicted_peak": peak.bytes, "predicted_peak_stage": peak.name,
-        "predicted_host": shown.host_bytes(choices), "predicted_seconds": shown.seconds(choices, machine.rates),
+        "predicted_host": shown.host_bytes(execution), "predicted_seconds": shown.seconds(execution, machine.rates),
     }  # fmt: skip
     if measured:
         summary |= {
@@ -123,21 +125,21 @@ def report_step(
         budget = machine.gpu_bytes if gradient_checkpointing is None else None
         draw_timeline(timeline, stages, measured.stages if measured else None, budget)
     return {
-        "plan": str(plan), "choices": dataclasses.asdict(choices), "summary": summary,
+        "plan": str(plan), "execution": dataclasses.asdict(execution), "summary": summary,
         "predicted": [dataclasses.asdict(stage) for stage in stages],
         "measured": [dataclasses.asdict(stage) for stage in measured.stages] if measured else None,
     }  # fmt: skip
 
 
 def _measure_or_refuse(
-    build_bench: BuildBench, machine: Machine, step: Step, choices: Choices, snapshot: Path | None
+    build_bench: BuildBench, machine: Machine, step: Step, execution: Execution, snapshot: Path | None
 ) -> Measurement:
     """One measured step; where memory runs out, the prediction is printed and an error raised."""
     try:
-        return build_bench(step, choices).measure(step, choices, snapshot=snapshot)
+        return build_bench(step, execution).measure(step, execution, snapshot=snapshot)
     except torch.OutOfMemoryError:
-        print(f"predicted, not measured (out of memory):\n{format_table(list(step.stages(choices)))}")
-    limit, peak = gib(machine.gpu_bytes), step.peak(choices)
+        print(f"predicted, not measured (out of memory):\n{format_table(list(step.stages(execution)))}")
+    limit, peak = gib(machine.gpu_bytes), step.peak(execution)
     raise UserError(
         f"out of memory: a peak of {gib(peak.bytes)} is predicted, in {peak.name}, of {limit} that are free"
     )
@@ -173,32 +175,32 @@ def report_max_context(step: Step, machine: Machine, build_bench: BuildBench | N
     predicted = find_max_context(step, *budgets)
     plan = make_plan(step.at(predicted or step.context_length), *budgets, machine.rates)  # raises where none fits
     print(f"predicted: {predicted:,} tokens in {machine.budgets}\n{plan}")
-    results = {"predicted_context": predicted, "plan": str(plan), "choices": dataclasses.asdict(plan.choices)}
+    results = {"predicted_context": predicted, "plan": str(plan), "execution": dataclasses.asdict(plan.execution)}
     if build_bench:
         # The placements that take the least: a context longer than predicted leaves no room for attention outputs.
-        placements = tuple(Placement(placement.input) for placement in plan.choices.placements)
-        choices = dataclasses.replace(plan.choices, placements=placements)
+        placements = tuple(Placement(placement.input) for placement in plan.execution.placements)
+        execution = dataclasses.replace(plan.execution, placements=placements)
         probes: list[dict] = []
-        bench = build_bench(step, choices)
-        longest = largest_that_runs(predicted, _make_probe(bench, step, choices, machine, probes))
+        bench = build_bench(step, execution)
+        longest = largest_that_runs(predicted, _make_probe(bench, step, execution, machine, probes))
         print(f"measured: {longest:,} tokens, {longest / predicted:.3f} of the prediction")
         results |= {"measured_context": longest, "ratio": longest / predicted, "probes": probes}
     return results
 
 
 def _make_probe(
-    bench: Bench, step: Step, choices: Choices, machine: Machine, probes: list[dict]
+    bench: Bench, step: Step, execution: Execution, machine: Machine, probes: list[dict]
 ) -> Callable[[int], bool]:
     """A function that says whether a step of so many tokens runs, prints it, and appends a record to `probes`."""
 
     def runs(context_length: int) -> bool:
         longer, start, measured = step.at(context_length), time.perf_counter(), None
         outcome = "out of memory"
-        if longer.host_bytes(choices) > machine.host_bytes:
+        if longer.host_bytes(execution) > machine.host_bytes:
             outcome = "more host memory than may be pinned"
         else:
             with suppress(torch.OutOfMemoryError):
-                measured = bench.measure(longer, choices)
+                measured = bench.measure(longer, execution)
         probe = {"context_length": context_length, "ran": measured is not None}
         if measured:
             probe |= {"seconds": measured.seconds, "peak": measured.peak.bytes, "reserved": measured.reserved}
@@ -213,10 +215,10 @@ def _make_probe(
 # With and without
 
 
-def compared_choices(layers: int) -> dict[str, Choices]:
+def compared_executions(given: Execution, layers: int) -> dict[str, Execution]:
     """With and without checkpointing and the chunked loss, by name."""
     return {
-        f"{name}, {loss_impl} loss": Choices((placement,) * layers, loss_impl=loss_impl)
+        f"{name}, {loss_impl} loss": dataclasses.replace(given, placements=(placement,) * layers, loss_impl=loss_impl)
         for name, placement in (("no checkpointing", WHOLE), ("checkpointing", Placement()))
         for loss_impl in ("standard", "chunked")
     }
@@ -240,18 +242,19 @@ def report_comparison(
     planned_bytes = machine.gpu_bytes if budget == "auto" else parse_bytes(budget)
     if planned_bytes > machine.gpu_bytes:
         raise UserError(f"memory_budget {budget} is more than the {gib(machine.gpu_bytes)} that can be used; lower it")
-    ways = {name: (choices, machine.gpu_bytes) for name, choices in compared_choices(step.layers).items()}
+    compared = compared_executions(step.given, step.layers)
+    ways = {name: (execution, machine.gpu_bytes) for name, execution in compared.items()}
     ways[f"planned for {budget}"] = None, planned_bytes
     columns = ["tokens", "logits", "peak", "pinned", "seconds", *(["measured", "seconds"] if build_bench else [])]
     print(f"{'predicted, GiB':<33}" + "".join(f"{name:>10}" for name in columns))
     rows, benches = [], {}
-    for way, (choices, gpu_bytes) in ways.items():
+    for way, (execution, gpu_bytes) in ways.items():
         for at in map(step.at, COMPARED_CONTEXTS):
             row = {"way": way, "context_length": at.context_length}
             row["logits"] = machine.model.projected_logits_bytes(at.tokens)
             try:
                 limits = gpu_bytes, machine.host_bytes, machine.rates
-                plan = Plan(at, choices, *limits) if choices else make_plan(at, *limits)
+                plan = Plan(at, execution, *limits) if execution else make_plan(at, *limits)
             except UserError:
                 plan = None
             if plan is not None:
@@ -259,7 +262,7 @@ def report_comparison(
                 fits = plan.peak.bytes * LEAST_HEADROOM <= gpu_bytes
                 if build_bench and fits and plan.seconds < LONGEST_COMPARED_SECONDS:
                     cap_gpu_memory(int(gpu_bytes), device)
-                    row |= _measure_compared(at, plan.choices, benches, build_bench)
+                    row |= _measure_compared(at, plan.execution, benches, build_bench)
             _print_compared(row)
             rows.append(row)
     print("\nthe smallest GPU memory in which each context fits, whatever has to move or to be computed again:")
@@ -269,17 +272,17 @@ def report_comparison(
     return {"compared": rows, "smallest_gpu_gib": smallest}
 
 
-def _measure_compared(step: Step, choices: Choices, benches: dict[float, Bench], build_bench: BuildBench) -> dict:
+def _measure_compared(step: Step, execution: Execution, benches: dict[float, Bench], build_bench: BuildBench) -> dict:
     """A measured step, as it stands in a row of the comparison.
 
     Args:
-        benches: by choices.gpu_state_bytes, the last bench built, if any: it serves again where those are the same.
+        benches: by execution.gpu_state_bytes, the last bench built, if any: it serves again where those are the same.
     """
-    if choices.gpu_state_bytes not in benches:
+    if execution.gpu_state_bytes not in benches:
         benches.clear()  # frees its memory before the next is built
-        benches[choices.gpu_state_bytes] = build_bench(step, choices)
+        benches[execution.gpu_state_bytes] = build_bench(step, execution)
     try:
-        measured = benches[choices.gpu_state_bytes].measure(step, choices)
+        measured = benches[execution.gpu_state_bytes].measure(step, execution)
     except torch.OutOfMemoryError:
         return {"out_of_memory": True}
     return {"measured_peak": measured.peak.bytes, "measured_seconds": measured.seconds}

@@ -1,4 +1,4 @@
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -103,7 +103,7 @@ def test_without_a_gpu_the_rates_are_an_h200s():
 @pytest.mark.gpu
 @pytest.mark.parametrize("context_length", [16_384, 262_144])
 def test_measured_rates_are_plausible(context_length):
-    config = replace(MODEL_SIZES["4B"], attention_backend="cudnn")
+    config = MODEL_SIZES["4B"]
     rates = measure_rates(config, torch.device("cuda"), context_length)
     assert 20e12 < rates.attention_backward_flops < 2 * rates.attention_forward_flops < 4e15
     assert 20e12 < rates.matrix_flops < 3e15

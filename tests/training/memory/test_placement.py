@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import MODEL_SIZES, Attention, Transformer
-from training.memory.cost_model import Choices, PackedDocuments, Step
+from training.memory.cost_model import PackedDocuments, Step
+from training.memory.execution import PLACES, WHOLE, Execution, Placement
 from training.memory.host_copies import PinnedArena
-from training.memory.placement import PLACES, WHOLE, Placement, apply_placement
+from training.memory.placement import apply_execution, apply_placement
 from training.memory.planner import make_plan
 from training.optimizer import MasterAdamW
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
@@ -46,8 +47,8 @@ def build(placements=None, dtype=torch.float32, mlp_tile_size=None, **options):
     for block in model.layers:
         block.mlp.tile_size = mlp_tile_size
     if placements is not None:
-        arena = PinnedArena(2**22, CPU)
-        apply_placement(model.layers, placements, mlp_tile_size=mlp_tile_size, arena=arena, **options)
+        execution = Execution(tuple(placements), mlp_tile_size, **options)
+        apply_execution(model, execution, arena_bytes=2**22)
     return model
 
 
@@ -86,12 +87,12 @@ def test_whole_blocks_change_no_bit(packed):
         assert torch.equal(placed_loss, loss) and torch.equal(placed_gradients, gradients), name
 
 
-@pytest.mark.parametrize("by_groups", [False, True])
+@pytest.mark.parametrize("heads_at_a_time", [None, 1])
 @pytest.mark.parametrize("name", WITH_WHOLE)
-def test_whole_blocks_beside_tiles_and_groups_differ_by_rounding(name, by_groups):
+def test_whole_blocks_beside_tiles_and_groups_differ_by_rounding(name, heads_at_a_time):
     """And are of all rows and heads at once."""
     loss, gradients = run(build())
-    model = build(WITH_WHOLE[name], mlp_tile_size=40, attention_by_groups=by_groups)
+    model = build(WITH_WHOLE[name], mlp_tile_size=40, heads_at_a_time=heads_at_a_time)
     placed_loss, placed_gradients = run(model)
     torch.testing.assert_close(placed_loss, loss, rtol=1e-6, atol=0)
     assert (placed_gradients - gradients).abs().max() <= 1e-6 * gradients.abs().max()
@@ -103,7 +104,7 @@ def test_whole_blocks_beside_tiles_and_groups_differ_by_rounding(name, by_groups
 def test_attention_by_groups_differs_by_rounding(packed):
     """And all placements of it agree, bit for bit."""
     expected_loss, expected = run(build(mlp_tile_size=40), packed)
-    results = [run(build(p, attention_by_groups=True, mlp_tile_size=40), packed) for p in PLACEMENTS.values()]
+    results = [run(build(p, heads_at_a_time=1, mlp_tile_size=40), packed) for p in PLACEMENTS.values()]
     for loss, gradients in results:
         torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
         assert (gradients - expected).abs().max() <= 1e-6 * expected.abs().max()
@@ -116,7 +117,7 @@ def test_attention_by_groups_is_as_exact():
     for dtype in (torch.float32, torch.bfloat16):
         (_, whole), (_, by_groups) = (
             run(build(dtype=dtype)),
-            run(build([Placement()] * 4, dtype, attention_by_groups=True)),
+            run(build([Placement()] * 4, dtype, heads_at_a_time=1)),
         )
         whole_error, error = ((gradients - expected).norm() for gradients in (whole, by_groups))
         assert error <= 1.5 * whole_error
@@ -126,18 +127,18 @@ def test_attention_by_groups_is_as_exact():
     first=st.sampled_from(("gpu", "host")),
     inputs=st.lists(st.sampled_from(PLACES), min_size=3, max_size=3),
     attention=st.lists(st.sampled_from(PLACES), min_size=4, max_size=4),
-    by_groups=st.booleans(),
+    heads_at_a_time=st.sampled_from((None, 1)),
 )
 @settings(derandomize=True, deadline=None, max_examples=15)
-def test_any_mixture_of_placements(first, inputs, attention, by_groups):
+def test_any_mixture_of_placements(first, inputs, attention, heads_at_a_time):
     placements = [Placement(*places) for places in zip((first, *inputs), attention)]
-    loss, gradients = run(build(placements, attention_by_groups=by_groups), packed=True)
-    expected_loss, expected = run(build([Placement()] * 4, attention_by_groups=by_groups), packed=True)
+    loss, gradients = run(build(placements, heads_at_a_time=heads_at_a_time), packed=True)
+    expected_loss, expected = run(build([Placement()] * 4, heads_at_a_time=heads_at_a_time), packed=True)
     assert torch.equal(loss, expected_loss) and torch.equal(gradients, expected)
 
 
-@pytest.mark.parametrize("by_groups", [False, True])
-def test_what_is_kept_does_not_run_again(by_groups, monkeypatch):
+@pytest.mark.parametrize("heads_at_a_time", [None, 1])
+def test_what_is_kept_does_not_run_again(heads_at_a_time, monkeypatch):
     calls = {"attention": 0, "mlp": 0}
 
     def counted(name, function):
@@ -155,12 +156,12 @@ def test_what_is_kept_does_not_run_again(by_groups, monkeypatch):
         monkeypatch.setattr(module, function, counted(name, getattr(module, function)))
 
     def count(placements, mlp_tile_size):
-        model = build(placements, mlp_tile_size=mlp_tile_size, attention_by_groups=by_groups)
+        model = build(placements, mlp_tile_size=mlp_tile_size, heads_at_a_time=heads_at_a_time)
         ids, _ = make_batch(packed=False)
         loss = model(ids, ids).loss
         calls.update(attention=0, mlp=0)
         loss.backward()
-        return calls["attention"] / (TINY.num_key_value_heads if by_groups else 1), calls["mlp"]
+        return calls["attention"] / (TINY.num_key_value_heads if heads_at_a_time else 1), calls["mlp"]
 
     assert count([Placement("gpu", "gpu")] * 4, None) == (0, 4)
     assert count([Placement("host", "host")] * 4, 102) == (0, 0)
@@ -205,22 +206,22 @@ def kept_bytes(placements, **options):
     return total, placed.copies.arena.used_bytes
 
 
-@pytest.mark.parametrize("by_groups", [False, True])
+@pytest.mark.parametrize("heads_at_a_time", [None, 1])
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_keeps_what_is_planned(name, by_groups):
+def test_keeps_what_is_planned(name, heads_at_a_time):
     placements = PLACEMENTS[name]
     step = Step(TINY, Transformer(TINY).parameters(), 51, batch_size=2, element_size=4)
-    nothing, _ = kept_bytes(UNIFORM["host recompute"], attention_by_groups=by_groups)
-    total, used = kept_bytes(placements, attention_by_groups=by_groups)
+    nothing, _ = kept_bytes(UNIFORM["host recompute"], heads_at_a_time=heads_at_a_time)
+    total, used = kept_bytes(placements, heads_at_a_time=heads_at_a_time)
     planned = sum(
         step.kept_bytes(kind) for p in placements for kind in ("input", "attention") if getattr(p, kind) == "gpu"
     )
     assert total - nothing == planned
-    assert 0 <= step.arena_bytes(Choices(tuple(placements))) - used <= 1024 * 8 + 512
+    assert 0 <= step.arena_bytes(Execution(tuple(placements))) - used <= 1024 * 8 + 512
 
 
 def test_nothing_grows_over_fifty_steps():
-    model = build(PLACEMENTS["pairs"], attention_by_groups=True, mlp_tile_size=40)
+    model = build(PLACEMENTS["pairs"], heads_at_a_time=1, mlp_tile_size=40)
     placed = model.layers[0].forward.func.__self__
     optimizer = MasterAdamW(model.named_parameters(), gpu_state_bytes=0)
     ids, documents = make_batch(packed=True)
@@ -237,7 +238,7 @@ def test_nothing_grows_over_fifty_steps():
 
 def test_validation_and_generation_keep_nothing():
     ids, documents = make_batch(packed=True)
-    plain, placed = build(), build(PLACEMENTS["pairs"], attention_by_groups=True)
+    plain, placed = build(), build(PLACEMENTS["pairs"], heads_at_a_time=1)
     with torch.no_grad():
         losses = [model(ids, ids, document_ids=documents).loss for model in (plain, placed)]
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
@@ -283,17 +284,17 @@ def test_by_groups_does_not_replace_an_attention_of_another_kind():
         model = build()
         for block in model.layers:
             block.self_attn.__class__ = Window
-        apply_placement(model.layers, [Placement()] * 4, **options)
+        apply_execution(model, Execution((Placement(),) * 4, **options))
         return run(model)
 
-    expected, found = gradients(), gradients(attention_by_groups=True)
+    expected, found = gradients(), gradients(heads_at_a_time=1)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
     assert (found[1] - expected[1]).abs().max() <= 1e-6 * expected[1].abs().max()
 
 
-@pytest.mark.parametrize("by_groups", [False, True])
-def test_second_derivatives_are_refused(by_groups):
-    model = build([Placement()] * 4, attention_by_groups=by_groups)
+@pytest.mark.parametrize("heads_at_a_time", [None, 1])
+def test_second_derivatives_are_refused(heads_at_a_time):
+    model = build([Placement()] * 4, heads_at_a_time=heads_at_a_time)
     ids, _ = make_batch(packed=False)
     loss = model(ids, return_hidden_states=True).hidden_states.square().sum()
     with pytest.raises(RuntimeError, match="no second derivative"):
@@ -378,21 +379,17 @@ def compare_sharded(world: World) -> None:
 
 
 # A 0.6B with few layers and a small vocabulary
-SMALL = replace(MODEL_SIZES["0.6B"], num_hidden_layers=6, vocab_size=1024, attention_backend="cudnn")
+SMALL = replace(MODEL_SIZES["0.6B"], num_hidden_layers=6, vocab_size=1024)
 
 
-def build_on_gpu(config, tokens, choices=None):
+def build_on_gpu(config, tokens, execution=None):
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = Transformer(config).to(torch.bfloat16)
-    if choices is None:
+    if execution is None:
         return model
     step = Step(config, model.parameters(), tokens)
-    arena = PinnedArena(step.arena_bytes(choices), torch.device("cuda", torch.cuda.current_device()))
-    apply_placement(
-        model.layers, choices.placements, mlp_tile_size=choices.mlp_tile_size,
-        attention_by_groups=choices.attention_by_groups, arena=arena,
-    )  # fmt: skip
+    apply_execution(model, execution, step.arena_bytes(execution))
     return model
 
 
@@ -417,12 +414,12 @@ def test_placements_agree_on_a_gpu():
         "pairs": (Placement("host", "host"), Placement("recompute", "host")) * (layers // 2),
     }
     for name, placements in cases.items():
-        for by_groups in (False, True):
-            loss, found = gradients(build_on_gpu(SMALL, 16_384, Choices(placements, 2048, by_groups)))
+        for heads in (None, 1):
+            loss, found = gradients(build_on_gpu(SMALL, 16_384, Execution(placements, 2048, heads)))
             assert loss == pytest.approx(expected_loss, rel=1e-3)
             for parameter, gradient in found.items():
                 difference = (gradient - expected[parameter]).norm() / expected[parameter].norm()
-                assert difference < 0.1, (name, by_groups, parameter, float(difference))
+                assert difference < 0.1, (name, heads, parameter, float(difference))
 
 
 @pytest.mark.gpu
@@ -431,7 +428,7 @@ def test_whole_blocks_agree_with_placed_ones_on_a_gpu():
     ids = torch.randint(1024, (1, 8192), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
 
     def gradients(*placements):
-        model = build_on_gpu(SMALL, 8192, Choices(placements * (SMALL.num_hidden_layers // len(placements))))
+        model = build_on_gpu(SMALL, 8192, Execution(placements * (SMALL.num_hidden_layers // len(placements))))
         loss = model(ids, ids).loss
         loss.backward()
         return loss.detach(), torch.cat([p.grad.float().flatten() for p in model.parameters()])
@@ -445,20 +442,20 @@ def test_whole_blocks_agree_with_placed_ones_on_a_gpu():
 
 @pytest.mark.gpu
 def test_a_short_context_is_planned_whole_and_its_peak_is_as_predicted():
-    config, tokens = replace(MODEL_SIZES["0.6B"], attention_backend="cudnn"), 4096
+    config, tokens = MODEL_SIZES["0.6B"], 4096
     with torch.device("meta"):
         step = Step(config, Transformer(config).to(torch.bfloat16).parameters(), tokens)
     for gib, least, most in ((40, 28, 28), (12, 1, 27)):
         plan = make_plan(step, gib * 2**30, 8 * 2**30)
-        assert least <= sum(p.is_whole for p in plan.choices.placements) <= most
-        measured = measured_peak(replace(config, loss_impl=plan.choices.loss_impl), tokens, plan.choices)
+        assert least <= sum(p.is_whole for p in plan.execution.placements) <= most
+        measured = measured_peak(config, tokens, plan.execution)
         assert measured == pytest.approx(plan.peak.bytes, rel=0.05), plan
 
 
 @pytest.mark.gpu
 def test_nothing_grows_over_fifty_steps_on_a_gpu():
     placements = (Placement("host", "host"), Placement("recompute", "gpu")) * (SMALL.num_hidden_layers // 2)
-    model = build_on_gpu(SMALL, 4096, Choices(placements, 1024, attention_by_groups=True))
+    model = build_on_gpu(SMALL, 4096, Execution(placements, 1024, heads_at_a_time=1))
     optimizer = MasterAdamW(model.named_parameters(), gpu_state_bytes=0)
     arena = model.layers[0].forward.func.__self__.copies.arena
     ids = torch.randint(1024, (1, 4096), device="cuda")
@@ -479,28 +476,29 @@ def test_nothing_grows_over_fifty_steps_on_a_gpu():
 @pytest.mark.parametrize("name", ["checkpointing", "attention kept", "all on the host"])
 def test_peak_is_as_predicted(name, length):
     """Of a document of 1001 tokens and one of the rest, and of documents of 2000 tokens."""
-    config, tokens = replace(MODEL_SIZES["0.6B"], loss_impl="chunked", attention_backend="cudnn"), 32_768
+    config, tokens = MODEL_SIZES["0.6B"], 32_768
     layers = config.num_hidden_layers
-    choices = {
-        "checkpointing": Choices((Placement(),) * layers),
-        "attention kept": Choices((Placement("gpu", "gpu"),) * layers, 8192, gpu_state_bytes=0),
-        "all on the host": Choices((Placement("host", "host"),) * layers, 8192, True, gpu_state_bytes=0),
+    execution = {
+        "checkpointing": Execution((Placement(),) * layers),
+        "attention kept": Execution((Placement("gpu", "gpu"),) * layers, 8192, gpu_state_bytes=0),
+        "all on the host": Execution((Placement("host", "host"),) * layers, 8192, 1, gpu_state_bytes=0),
     }[name]
+    execution = replace(execution, loss_impl="chunked")
     with torch.device("meta"):
         parameters = list(Transformer(config).to(torch.bfloat16).parameters())
     documents = PackedDocuments(length, count=tokens / length + 1, pairs=0)
-    predicted = Step(config, parameters, tokens, documents=documents).peak(choices)
-    measured = measured_peak(config, tokens, choices, (torch.arange(tokens)[None] + length - 1001) // length)
+    predicted = Step(config, parameters, tokens, documents=documents).peak(execution)
+    measured = measured_peak(config, tokens, execution, (torch.arange(tokens)[None] + length - 1001) // length)
     assert measured == pytest.approx(predicted.bytes, rel=0.05), predicted
 
 
-def measured_peak(config, tokens, choices, documents=None):
+def measured_peak(config, tokens, execution, documents=None):
     """Bytes of the second training step of a packed sequence."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    model = build_on_gpu(config, tokens, choices)
-    optimizer = MasterAdamW(model.named_parameters(), accumulate=False, gpu_state_bytes=choices.gpu_state_bytes)
+    model = build_on_gpu(config, tokens, execution)
+    optimizer = MasterAdamW(model.named_parameters(), accumulate=False, gpu_state_bytes=execution.gpu_state_bytes)
     ids = torch.randint(config.vocab_size, (1, tokens), device="cuda")
     if documents is None:
         documents = (torch.arange(tokens)[None] > 1_000).long()

@@ -6,8 +6,8 @@ import pytest
 
 from model import MODEL_SIZES
 from tests.training.memory.test_cost_model import step_of
+from training.memory.execution import WHOLE
 from training.memory.machine import H200
-from training.memory.placement import WHOLE
 from training.memory.planner import HEADROOM, LEAST_HEADROOM, find_max_context, make_plan
 
 GIB = 2**30
@@ -22,8 +22,8 @@ def test_contexts_that_must_fit(context, gib):
     step = step_of(MODEL_SIZES["4B"], context)
     plan = make_plan(step, gib * GIB, HOST)
     assert plan.peak.bytes * LEAST_HEADROOM <= gib * GIB and plan.host_bytes <= HOST
-    assert plan.peak == step.peak(plan.choices) and plan.arena_bytes <= plan.host_bytes
-    assert len(plan.choices.placements) == 36
+    assert plan.peak == step.peak(plan.execution) and plan.arena_bytes <= plan.host_bytes
+    assert len(plan.execution.placements) == 36
     rows = str(plan).splitlines()
     assert f"predicted GPU peak     {plan.peak.bytes / GIB:.2f} GiB, in {plan.peak.name}" in rows
 
@@ -31,8 +31,8 @@ def test_contexts_that_must_fit(context, gib):
 def test_a_whole_gpu_keeps_attention_there_and_a_small_one_on_the_host():
     step = step_of(MODEL_SIZES["4B"], 131_072)
     whole, small = (make_plan(step, gib * GIB, HOST) for gib in (139, 24))
-    assert {p.attention for p in whole.choices.placements} == {"gpu"} and whole.arena_bytes == 0
-    assert {p.attention for p in small.choices.placements} <= {"gpu", "host"}
+    assert {p.attention for p in whole.execution.placements} == {"gpu"} and whole.arena_bytes == 0
+    assert {p.attention for p in small.execution.placements} <= {"gpu", "host"}
     assert whole.seconds < small.seconds < 1.1 * whole.seconds
 
 
@@ -40,17 +40,17 @@ def test_blocks_stay_whole_where_memory_is_plenty():
     """All of them where they fit: then nothing runs twice. Else the last ones, and the more the larger the budget."""
     step = step_of(MODEL_SIZES["4B"], 8192)
     plan = make_plan(step, 139 * GIB, HOST)
-    assert set(plan.choices.placements) == {WHOLE}
+    assert set(plan.execution.placements) == {WHOLE}
     assert "blocks kept whole      36" in str(plan).splitlines()
     flops = 6 * step.tokens * (36 * step.config.layer_matrix_parameters() + 151_936 * 2560)
     attention = 36 * 4 * 4096 * (8192 * 8193 // 2)
     compute = flops / H200.matrix_flops
     compute += attention * (1 / H200.attention_forward_flops + 2.5 / H200.attention_backward_flops)
-    assert step.seconds(plan.choices, replace(H200, memory_bytes=math.inf)) == pytest.approx(compute)
+    assert step.seconds(plan.execution, replace(H200, memory_bytes=math.inf)) == pytest.approx(compute)
     assert plan.seconds < 1.2 * compute
 
     plans = [make_plan(step, gib * GIB, HOST) for gib in (64, 72, 80)]
-    whole = [[p.is_whole for p in plan.choices.placements] for plan in plans]
+    whole = [[p.is_whole for p in plan.execution.placements] for plan in plans]
     assert all(places == sorted(places) for places in whole)
     assert 0 < sum(whole[0]) < sum(whole[1]) < sum(whole[2]) < 36
     assert plans[0].seconds > plans[1].seconds > plans[2].seconds > plan.seconds
@@ -94,14 +94,14 @@ def test_the_largest_context_fits_and_the_next_does_not():
 @pytest.mark.parametrize("loss_impl", ["chunked", "standard"])
 def test_a_loss_that_was_asked_for_stays(loss_impl):
     assert (
-        make_plan(step_of(MODEL_SIZES["0.6B"], 4096, loss_impl=loss_impl), 40 * GIB, HOST).choices.loss_impl
+        make_plan(step_of(MODEL_SIZES["0.6B"], 4096, loss_impl=loss_impl), 40 * GIB, HOST).execution.loss_impl
         == loss_impl
     )
 
 
 def test_a_small_budget_chunks_a_loss_that_would_be_whole():
     step = step_of(MODEL_SIZES["0.6B"], 32_768)
-    assert make_plan(step, 80 * GIB, HOST).choices.loss_impl == "auto"
-    assert make_plan(step, 8 * GIB, HOST).choices.loss_impl == "chunked"
+    assert make_plan(step, 80 * GIB, HOST).execution.loss_impl == "auto"
+    assert make_plan(step, 8 * GIB, HOST).execution.loss_impl == "chunked"
     with pytest.raises(ValueError, match="context_length 32768"):
         make_plan(step_of(MODEL_SIZES["0.6B"], 32_768, loss_impl="standard"), 8 * GIB, HOST)

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from kernels.common import set_default_implementation
 from model import MODEL_SIZES, Transformer
 from training.memory import cost_model
-from training.memory.cost_model import LOSS_CHUNK_SIZE, Choices, PackedDocuments, Stage, Step
-from training.memory.placement import WHOLE, Placement
+from training.memory.cost_model import LOSS_CHUNK_SIZE, PackedDocuments, Stage, Step
+from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.profiler import (
     CATEGORIES,
     GIB,
@@ -87,9 +87,9 @@ def dry_run(monkeypatch):
     set_default_implementation("auto")
 
 
-def own_bytes(step, choices):
-    ops, tile = torch.ops.fathom, min(choices.mlp_tile_size or step.tokens, step.tokens)
-    groups = step.config.num_key_value_heads if choices.attention_by_groups else 1
+def own_bytes(step, execution):
+    ops, tile = torch.ops.fathom, min(execution.mlp_tile_size or step.tokens, step.tokens)
+    groups = step.config.num_key_value_heads if execution.heads_at_a_time else 1
     float32_weights, weights = 4 * step.mlp_elements, 2 * step.mlp_elements
     return {
         ops.attention_backward.default: 4 * step.q * step.tokens // groups,
@@ -101,9 +101,9 @@ def own_bytes(step, choices):
     }
 
 
-def run_dry(step, *all_choices):
+def run_dry(step, *executions):
     """Measurements under one choice after another, of one model and optimizer."""
-    first = all_choices[0]
+    first = executions[0]
     with pytest.MonkeyPatch.context() as monkeypatch, FakeTensorMode(), StorageCounter() as counter:
 
         class FakeArena:
@@ -116,7 +116,7 @@ def run_dry(step, *all_choices):
                 counter.on_host = False
                 return slot
 
-        monkeypatch.setattr("training.memory.planner.PinnedArena", FakeArena)
+        monkeypatch.setattr("training.memory.placement.PinnedArena", FakeArena)
         monkeypatch.setattr("training.optimizer.PinnedArena", FakeArena)
         torch.set_default_dtype(torch.bfloat16)  # fake parameters cannot be cast in place
         try:
@@ -130,46 +130,48 @@ def run_dry(step, *all_choices):
             ),
         )
         measurements = []
-        for choices in all_choices:
-            counter.own_bytes = own_bytes(step, choices)
-            measurements.append(bench.measure(step, choices, counter))
+        for execution in executions:
+            counter.own_bytes = own_bytes(step, execution)
+            measurements.append(bench.measure(step, execution, counter))
     return measurements
 
 
 def step_of(size, context_length, *, backend="cpu", loss_impl="auto", num_hidden_layers=None, **options):
-    config = replace(MODEL_SIZES[size], attention_backend=backend, loss_impl=loss_impl)
+    config, given = MODEL_SIZES[size], Execution(loss_impl=loss_impl, attention_backend=backend)
     config = replace(config, num_hidden_layers=num_hidden_layers or config.num_hidden_layers)
     with torch.device("meta"):
         parameters = list(Transformer(config).to(torch.bfloat16).parameters())
     documents = PackedDocuments.one_each(context_length, options.get("batch_size", 1))
-    return Step(config, parameters, context_length, documents=documents, **options)
+    return Step(config, parameters, context_length, documents=documents, given=given, **options)
 
 
 GPU, ON_HOST = Placement("gpu", "gpu"), Placement("host", "host")
 CASES = {
-    "checkpointing": (131_072, [Placement()] * 4, None, False, {}),
-    "whole": (16_384, [WHOLE] * 4, None, False, {}),
-    "some whole": (65_536, [GPU] * 2 + [WHOLE] * 2, 8192, False, {}),
-    "whole first": (131_072, [WHOLE] * 2 + [Placement()] * 2, None, False, {}),
-    "host, then whole": (131_072, [ON_HOST] * 2 + [WHOLE] * 2, 8192, False, {}),
-    "tiled": (131_072, [Placement()] * 4, 8192, False, {}),
-    "attention kept": (131_072, [GPU] * 4, 8192, False, {}),
-    "groups, long": (1_048_576, [GPU] * 4, 8192, True, {}),
-    "groups, attention again": (65_536, [Placement()] * 4, 8192, True, {}),
-    "host, then GPU": (131_072, [ON_HOST] * 2 + [GPU] * 2, 8192, True, {}),
-    "all on the host": (131_072, [ON_HOST] * 4, 8192, True, {"gpu_state_bytes": 0}),
-    "pairs": (524_288, [Placement("host"), Placement("recompute", "gpu")] * 2, 8192, True, {"gpu_state_bytes": 2e9}),
+    "checkpointing": (131_072, [Placement()] * 4, None, None, {}),
+    "whole": (16_384, [WHOLE] * 4, None, None, {}),
+    "some whole": (65_536, [GPU] * 2 + [WHOLE] * 2, 8192, None, {}),
+    "whole first": (131_072, [WHOLE] * 2 + [Placement()] * 2, None, None, {}),
+    "host, then whole": (131_072, [ON_HOST] * 2 + [WHOLE] * 2, 8192, None, {}),
+    "tiled": (131_072, [Placement()] * 4, 8192, None, {}),
+    "attention kept": (131_072, [GPU] * 4, 8192, None, {}),
+    "groups, long": (1_048_576, [GPU] * 4, 8192, 1, {}),
+    "groups, attention again": (65_536, [Placement()] * 4, 8192, 1, {}),
+    "host, then GPU": (131_072, [ON_HOST] * 2 + [GPU] * 2, 8192, 1, {}),
+    "all on the host": (131_072, [ON_HOST] * 4, 8192, 1, {"gpu_state_bytes": 0}),
+    "pairs": (524_288, [Placement("host"), Placement("recompute", "gpu")] * 2, 8192, 1, {"gpu_state_bytes": 2e9}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
     """Of the 4B with four layers: each stage within 1% of the step's peak, categories at the peak within 3%."""
-    context_length, placements, tile_size, by_groups, more = CASES[case]
+    context_length, placements, tile_size, heads, more = CASES[case]
     step = step_of("4B", context_length, loss_impl="chunked", num_hidden_layers=4)
-    choices = Choices(tuple(placements), tile_size, by_groups, **more)
-    [measured] = dry_run(step, choices)
-    predicted = list(step.stages(choices))
+    execution = replace(
+        step.given, placements=tuple(placements), mlp_tile_size=tile_size, heads_at_a_time=heads, **more
+    )
+    [measured] = dry_run(step, execution)
+    predicted = list(step.stages(execution))
     assert [stage.name for stage in measured.stages] == [stage.name for stage in predicted]
     top = max(predicted, key=lambda stage: stage.bytes)
     for ours, real in zip(predicted, measured.stages):
@@ -179,7 +181,7 @@ def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
     at_peak = next(stage for stage in measured.stages if stage.name == top.name)
     for category in CATEGORIES:
         assert abs(top.categories.get(category, 0) - at_peak.categories[category]) < 0.03 * top.bytes, category
-    assert measured.host_bytes >= step.host_bytes(choices)
+    assert measured.host_bytes >= step.host_bytes(execution)
 
 
 VARIANTS = {
@@ -194,34 +196,34 @@ VARIANTS = {
 def test_peaks_of_other_models_and_steps(variant, placement, dry_run):
     size, context_length, options = VARIANTS[variant]
     step = step_of(size, context_length, **options)
-    choices = Choices((placement,) * step.layers)
-    [measured] = dry_run(step, choices)
-    assert step.peak(choices).bytes == pytest.approx(measured.peak.bytes, rel=0.02)
-    assert step.peak(choices).name == measured.peak.name
+    execution = replace(step.given, placements=(placement,) * step.layers)
+    [measured] = dry_run(step, execution)
+    assert step.peak(execution).bytes == pytest.approx(measured.peak.bytes, rel=0.02)
+    assert step.peak(execution).name == measured.peak.name
 
 
 def test_one_model_under_one_placement_after_another(dry_run):
     step = step_of("0.6B", 40_960, loss_impl="auto", num_hidden_layers=2)
-    choices = [
-        Choices((ON_HOST,) * 2, 8192, attention_by_groups=True, loss_impl="chunked"),
-        Choices((WHOLE,) * 2, loss_impl="standard"),
-        Choices((Placement(),) * 2, loss_impl="chunked"),
+    execution = [
+        Execution((ON_HOST,) * 2, 8192, heads_at_a_time=1, loss_impl="chunked"),
+        Execution((WHOLE,) * 2, loss_impl="standard"),
+        Execution((Placement(),) * 2, loss_impl="chunked"),
     ]
-    alone = [dry_run(step, one)[0] for one in choices]
-    in_turn = dry_run(step, *choices, choices[0])
+    alone = [dry_run(step, one)[0] for one in execution]
+    in_turn = dry_run(step, *execution, execution[0])
     assert [m.stages for m in in_turn] == [m.stages for m in (*alone, alone[0])]
-    assert in_turn[0].host_bytes > step.host_bytes(choices[0]) > 0 == in_turn[1].host_bytes
+    assert in_turn[0].host_bytes > step.host_bytes(execution[0]) > 0 == in_turn[1].host_bytes
 
 
 def test_what_a_broken_off_step_leaves_is_cleared():
     torch.manual_seed(0)
-    step, choices = step_of("tiny", 64), Choices((Placement("gpu", "gpu"), ON_HOST, GPU, WHOLE))
+    step, execution = step_of("tiny", 64), Execution((Placement("gpu", "gpu"), ON_HOST, GPU, WHOLE))
     model = Transformer(step.config).to(torch.bfloat16)
     bench = Bench(model, MasterAdamW(model.named_parameters(), accumulate=False))
 
     def measure():
         with StorageCounter() as counter:
-            stages = bench.measure(step, choices, counter).stages
+            stages = bench.measure(step, execution, counter).stages
             bench.clear()
         return stages, counter.allocated
 
@@ -246,17 +248,17 @@ def test_what_a_broken_off_step_leaves_is_cleared():
 
 def test_fewer_layers():
     placements = tuple(Placement("host" if i < 24 else "gpu") for i in range(36))
-    choices = thin(Choices(placements, 8192, True, gpu_state_bytes=36e9), 6)
-    assert [p.input for p in choices.placements] == ["host"] * 4 + ["gpu"] * 2
-    assert choices.gpu_state_bytes == 6e9 and choices.mlp_tile_size == 8192
-    assert thin(Choices(placements), 6).gpu_state_bytes == math.inf
+    execution = thin(Execution(placements, 8192, 1, gpu_state_bytes=36e9), 6)
+    assert [p.input for p in execution.placements] == ["host"] * 4 + ["gpu"] * 2
+    assert execution.gpu_state_bytes == 6e9 and execution.mlp_tile_size == 8192
+    assert thin(Execution(placements), 6).gpu_state_bytes == math.inf
     pairs = (Placement("host"), Placement("recompute")) * 9 + (Placement(),) * 18
     for layers in range(1, 37):
-        inputs = [p.input for p in thin(Choices(pairs), layers).placements]
+        inputs = [p.input for p in thin(Execution(pairs), layers).placements]
         assert len(inputs) == layers and inputs[0] != "recompute"
         assert all((before, after) != ("recompute", "recompute") for before, after in pairwise(inputs))
     whole, part = step_of("4B", 1024), step_of("4B", 1024, num_hidden_layers=6)
-    stages = [MeasuredStage(stage.name, stage.categories, 0, 1.0) for stage in part.stages(choices)]
+    stages = [MeasuredStage(stage.name, stage.categories, 0, 1.0) for stage in part.stages(execution)]
     seconds = extrapolate(Measurement(stages, 0, 0, 0), part, whole)
     assert seconds == pytest.approx(3 + 6 * 18 + whole.parameter_bytes / part.parameter_bytes)
 

@@ -1,0 +1,89 @@
+"""How a step is run, apart from the model's shape: what the planner searches, the cost model prices, the plan prints,
+`training.memory.placement.apply_execution` applies and the profiler measures.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PLACES = ("gpu", "host", "recompute")
+LOSSES = ("auto", "chunked", "standard")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one block's activations wait for backward.
+
+    Args:
+        input: "gpu", "host", or "recompute": from the input of the block before it, by running that block again.
+        attention: attention's output and log-sum-exp, "gpu", "host" or "recompute".
+        rest: all its other activations, "gpu" or "recompute". On the GPU they need the two above there.
+
+    Raises:
+        ValueError: another place.
+    """
+
+    input: str = "gpu"
+    attention: str = "recompute"
+    rest: str = "recompute"
+
+    def __post_init__(self):
+        for name, places in (("input", PLACES), ("attention", PLACES), ("rest", ("gpu", "recompute"))):
+            if getattr(self, name) not in places:
+                raise ValueError(f"{name} must be placed in one of {', '.join(places)}, got {getattr(self, name)!r}")
+        if self.is_whole and (self.input, self.attention) != ("gpu", "gpu"):
+            raise ValueError(
+                f"rest on gpu needs input and attention there, got {self.input} and {self.attention}; "
+                "place them on gpu, or rest in recompute"
+            )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the block is left to autograd, which keeps all of it."""
+        return self.rest == "gpu"
+
+
+WHOLE = Placement("gpu", "gpu", "gpu")
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a step is run.
+
+    Args:
+        placements: one a block; those of a model whose placements are yet to be chosen are ().
+        mlp_tile_size: rows that the MLP of a block works on at a time; None: all.
+        heads_at_a_time: key/value heads that the attention of a block works on at a time; None: all. Neither concerns
+            blocks that are left whole to autograd, which work on all rows and heads at once.
+        gpu_state_bytes: of the optimizer's masters and moments to keep on the GPU, see training.optimizer.MasterAdamW.
+        loss_impl: "auto" switches by the size of the logits; "chunked" or "standard" force one.
+        attention_backend: kernel that attends, see kernels.attention.BACKENDS.
+
+    Raises:
+        ValueError: another loss.
+    """
+
+    placements: tuple[Placement, ...] = ()
+    mlp_tile_size: int | None = None
+    heads_at_a_time: int | None = None
+    gpu_state_bytes: float = math.inf
+    loss_impl: str = "auto"
+    attention_backend: str = "auto"
+
+    def __post_init__(self):
+        if self.loss_impl not in LOSSES:
+            raise ValueError(f"loss_impl must be one of {', '.join(LOSSES)}, got {self.loss_impl!r}")
+
+
+def needed_for_backward(placements: Sequence[Placement], layer: int) -> list[tuple[int, str]]:
+    """What block `layer` is rebuilt from: pairs (block, "input" or "attention"), the input it starts from first.
+
+    A whole block is not rebuilt: nothing.
+    """
+    if placements[layer].is_whole:
+        return []
+    start = layer
+    while placements[start].input == "recompute":
+        start -= 1
+    blocks = range(start, layer + 1)
+    return [(start, "input"), *((i, "attention") for i in blocks if placements[i].attention != "recompute")]
