@@ -45,13 +45,13 @@ GIB = 2**30
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_size", default="4B", execution=MODEL_SIZES)
+    parser.add_argument("--model_size", default="4B", choices=MODEL_SIZES)
     parser.add_argument("--context_length", type=int, default=131_072)
     parser.add_argument("--settings", nargs="+", default=["auto", "checkpointing", "peer"])
     parser.add_argument("--host_budget", help="of settings with a memory budget")
     parser.add_argument("--steps", type=int, default=2, help="at least 2; the first is not timed")
     parser.add_argument("--packed", action="store_true", help="several documents a sequence, another one each step")
-    parser.add_argument("--device", default="auto", execution=("auto", "cuda", "cpu"))
+    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     arguments = parser.parse_args()
     if arguments.steps < 2 or (arguments.packed and "peer" in arguments.settings):
         parser.error("--steps must be at least 2, and the peer takes no packed documents")

@@ -182,7 +182,7 @@ def pretended_gpu(monkeypatch, dry_run):  # noqa: F811
     """Everything a GPU is asked for."""
     world = World(0, 1, torch.device("cuda", 0))
     monkeypatch.setattr(profile_memory, "join_world", lambda device: contextlib.nullcontext(world))
-    monkeypatch.setattr(profile_memory, "choose_backend", lambda requested, device: "cudnn")
+    monkeypatch.setattr("training.run.choose_backend", lambda requested, device: "cudnn")
     monkeypatch.setattr(profile_memory, "measure_rates", lambda *_: Rates())
     monkeypatch.setattr(profile_memory, "available_host_bytes", lambda: 100 * GIB)
     monkeypatch.setattr(profile_memory, "build_bench", DryBench)

@@ -97,14 +97,14 @@ def test_host_memory_is_that_of_the_control_groups(line, root, names, path, limi
 
 
 def test_without_a_gpu_the_rates_are_an_h200s():
-    assert measure_rates(MODEL_SIZES["4B"], torch.device("cpu"), 4096) is H200
+    assert measure_rates(MODEL_SIZES["4B"], "auto", torch.device("cpu"), 4096) is H200
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("context_length", [16_384, 262_144])
 def test_measured_rates_are_plausible(context_length):
     config = MODEL_SIZES["4B"]
-    rates = measure_rates(config, torch.device("cuda"), context_length)
+    rates = measure_rates(config, "auto", torch.device("cuda"), context_length)
     assert 20e12 < rates.attention_backward_flops < 2 * rates.attention_forward_flops < 4e15
     assert 20e12 < rates.matrix_flops < 3e15
     assert 1e9 < rates.link_bytes < 500e9 < rates.memory_bytes < 20e12
