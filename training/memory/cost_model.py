@@ -8,7 +8,7 @@ and copies where compute is too short to hide them.
 
 import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -30,10 +30,14 @@ _ATTENTION_WORKSPACE = {"auto": 4, "cudnn": 4, "flash": 6, "flash-attn-4": 3, "c
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a step, and what is alive at its fullest moment, bytes by category."""
+    """A part of a step, and what is alive at its fullest moment, bytes by category.
+
+    `idle` bytes are free, but for FSDP2's reduction alone: the allocator lends no CUDA stream another one's memory.
+    """
 
     name: str
     categories: dict[str, int]
+    idle: int = field(default=0, kw_only=True)
 
     @property
     def bytes(self) -> int:
@@ -127,11 +131,16 @@ class Step:
         self.layer_share = layer_elements / config.num_parameters()
         self.head_share = config.vocab_size * config.hidden_size / config.num_parameters()
         self.parameter_bytes = sum(_local_elements(p) * p.element_size() for p in self.parameters)
-        if isinstance(self.parameters[0], DTensor):
+        self.is_sharded = isinstance(self.parameters[0], DTensor)
+        if self.is_sharded:
             # Gathered: embedding and head, with the gradient of a head that is not the embedding; a block, and the
             # next as it comes and whole. A block's gradients, and once more in float32, on their way to other ranks.
             self.parameter_bytes += self.head * (1 if config.tie_word_embeddings else 3)
             self.parameter_bytes += layer_elements * (4 * element_size + 4)
+            # The reduction's stream makes the gradients' shards, and in float32 what is summed: of the embedding, and
+            # of a head of its own, more than of a block.
+            head_elements = self.head // element_size * (1 if config.tie_word_embeddings else 2)
+            self._reduction_bytes = 4 * max(0, head_elements - layer_elements)
         self._optimizer_bytes: dict[float, OptimizerBytes] = {}
 
     def at(self, context_length: int, documents: PackedDocuments | None = None) -> "Step":
@@ -211,12 +220,14 @@ class Step:
         def stage(name: str, layer: int, fetched: list[str], ready: float, working: dict[str, int]) -> Stage:
             """`layer`: those before it keep what they have on the GPU; `ready`: the parameters that have gradients."""
             sizes = {**always, **working}
-            sizes["gradients"] += int(optimizer.gpu_gradients * (1 if self.micro_batches > 1 else ready))
+            ready = 1 if self.micro_batches > 1 else ready
+            sizes["gradients"] += int(optimizer.gpu_gradients * ready)
+            idle = self._reduction_bytes + int(optimizer.gpu_gradients * (1 - ready)) if self.is_sharded else 0
             sizes["layer inputs"] += (inputs_on_gpu[layer] + fetched.count("input")) * input_bytes
             sizes["attention"] += (attention_on_gpu[layer] + fetched.count("attention")) * attention_bytes
             for category, size in rest.items():
                 sizes[category] += whole_before[layer] * size
-            return Stage(name, sizes)
+            return Stage(name, sizes, idle=idle)
 
         yield stage("embedding", 0, [], 0, {"layer inputs": T * self.d})
         forward = [self._forward_bytes(execution, keeps_attention) for keeps_attention in (False, True)]

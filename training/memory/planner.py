@@ -65,6 +65,7 @@ class Plan:
         rows += [("loss", execution.loss_impl), ("optimizer state", state)]
         rows += [("predicted GPU peak", f"{gib(self.peak.bytes)}, in {self.peak.name}")]
         rows += [(f"  {name}", gib(size)) for name, size in self.peak.categories.items() if size]
+        rows += [("  and idle in FSDP's stream", gib(self.peak.idle))] if self.peak.idle else []
         rows += [("predicted host memory", gib(self.host_bytes))]
         rows += [("  and while saving", gib(self.step.checkpoint_bytes())), ("predicted step", f"{self.seconds:.1f} s")]
         width = max(len(title) for title, _ in rows)
@@ -151,7 +152,7 @@ def _search(step: Step, gpu_bytes: float, host_bytes: float) -> list[Execution]:
 def _fits(step: Step, execution: Execution, gpu_bytes: float, host_bytes: float) -> bool:
     """Decided at the first stage that is too full: most that are tried do not fit."""
     fits_host = step.host_bytes(execution) <= host_bytes
-    return fits_host and all(stage.bytes <= gpu_bytes for stage in step.stages(execution))
+    return fits_host and all(stage.bytes + stage.idle <= gpu_bytes for stage in step.stages(execution))
 
 
 def _layouts(step: Step) -> Iterator[Execution]:
