@@ -14,6 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from kernels.common import operation
+
 BACKENDS = ("auto", "cudnn", "flash", "flash-attn-4", "cpu")
 # cuDNN builds a plan for each new length; rounding a document up to this many tokens keeps the plans few.
 PADDED_LENGTH_MULTIPLE = 1024
@@ -126,7 +128,7 @@ def _padded_stop(backend: str, start: int, stop: int, T: int) -> int:
     return min(T, start + -(-(stop - start) // multiple) * multiple)
 
 
-@torch.library.custom_op("fathom::attention_forward", mutates_args=())
+@operation("fathom::attention_forward", keepable=True)
 def _attention_forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
     B, T, H, _ = q.shape
     if segments is None:

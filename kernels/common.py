@@ -1,11 +1,31 @@
-"""Which implementation a public function of this package runs: Triton kernels or the PyTorch reference."""
+"""What the kernels share: the choice between Triton and the PyTorch reference, and what their operations declare."""
 
 import os
+from collections.abc import Callable
 
 import torch
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
+KEEPABLE: set[str] = set()  # names of the operations that `operation` was told so of
+SKIPPABLE: set[str] = set()
 _default = "auto"
+
+
+def operation(name: str, *, keepable: bool = False, skippable: bool = False) -> Callable:
+    """Decorator: `torch.library.custom_op` without mutated arguments, known to activation checkpointing.
+
+    A checkpointed block runs its forward again in backward, for the graph. What an operation declares saves work there.
+
+    Args:
+        name: "fathom::...".
+        keepable: its results are worth keeping from forward to backward, where they stand in for a second run.
+        skippable: no gradient depends on its result, which is only added to the block's: there it need not run.
+    """
+    if keepable:
+        KEEPABLE.add(name)
+    if skippable:
+        SKIPPABLE.add(name)
+    return torch.library.custom_op(name, mutates_args=())
 
 
 def set_default_implementation(impl: str) -> None:

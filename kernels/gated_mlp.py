@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from kernels.common import use_triton
+from kernels.common import operation, use_triton
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 BLOCK_SIZE = 2048  # columns of one row a program works on
@@ -162,7 +162,7 @@ def _activation_gradients(ctx, d_output):
 _gated_activation.register_autograd(_activation_gradients, setup_context=_setup_activation)
 
 
-@torch.library.custom_op("fathom::tiled_gated_mlp", mutates_args=())
+@operation("fathom::tiled_gated_mlp", skippable=True)
 def _tiled_mlp(
     x: torch.Tensor,
     gate_weight: torch.Tensor,

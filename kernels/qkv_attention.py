@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention import choose_backend
+from kernels.common import operation
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
 
@@ -31,7 +32,7 @@ def _split_heads(qkv: Tensor, norms: Sequence[Tensor], eps: float, n: int, cos: 
     return [q, k, heads[2].contiguous()]
 
 
-@torch.library.custom_op("fathom::qkv_attention", mutates_args=())
+@operation("fathom::qkv_attention", keepable=True)
 def _qkv_attention(
     x: Tensor, weights: list[Tensor], norms: list[Tensor], eps: float, cos: Tensor, sin: Tensor,
     segments: Tensor | None, backend: str, n: int,

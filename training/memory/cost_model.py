@@ -165,7 +165,7 @@ class Step:
         return self._optimizer_bytes[execution.gpu_state_bytes]
 
     def kept_bytes(self, name: str) -> int:
-        """Of a block's "input", or its "attention" output and log-sum-exp."""
+        """Of a block's "input", or of its "results" that are worth keeping."""
         return self.tokens * (self.d if name == "input" else self.q + self.lse)
 
     def arena_bytes(self, execution: Execution) -> int:
@@ -173,7 +173,7 @@ class Step:
         return sum(
             self.kept_bytes(name) + 2 * SLOT_ALIGNMENT
             for placement in execution.placements
-            for name in ("input", "attention")
+            for name in ("input", "results")
             if getattr(placement, name) == "host"
         )
 
@@ -210,12 +210,12 @@ class Step:
             **dict.fromkeys(("gradients", "layer inputs", "attention", "MLP"), 0),
         }
 
-        kinds = ("input", "attention", "rest")
+        kinds = ("input", "results", "rest")
         places = {kind: [getattr(p, kind) for p in execution.placements] for kind in kinds}
         inputs_on_gpu, attention_on_gpu, whole_before = (
             [0, *accumulate(place == "gpu" for place in places[kind])] for kind in kinds
         )
-        input_bytes, attention_bytes, rest = self.kept_bytes("input"), self.kept_bytes("attention"), self._rest_bytes()
+        input_bytes, attention_bytes, rest = self.kept_bytes("input"), self.kept_bytes("results"), self._rest_bytes()
 
         def stage(name: str, layer: int, fetched: list[str], ready: float, working: dict[str, int]) -> Stage:
             """`layer`: those before it keep what they have on the GPU; `ready`: the parameters that have gradients."""
@@ -224,7 +224,7 @@ class Step:
             sizes["gradients"] += int(optimizer.gpu_gradients * ready)
             idle = self._reduction_bytes + int(optimizer.gpu_gradients * (1 - ready)) if self.is_sharded else 0
             sizes["layer inputs"] += (inputs_on_gpu[layer] + fetched.count("input")) * input_bytes
-            sizes["attention"] += (attention_on_gpu[layer] + fetched.count("attention")) * attention_bytes
+            sizes["attention"] += (attention_on_gpu[layer] + fetched.count("results")) * attention_bytes
             for category, size in rest.items():
                 sizes[category] += whole_before[layer] * size
             return Stage(name, sizes, idle=idle)
@@ -233,7 +233,7 @@ class Step:
         forward = [self._forward_bytes(execution, keeps_attention) for keeps_attention in (False, True)]
         backward = self._backward_bytes(execution)
         working = [
-            self._whole_bytes(execution) if p.is_whole else (forward[p.attention != "recompute"], *backward)
+            self._whole_bytes(execution) if p.is_whole else (forward[p.results != "recompute"], *backward)
             for p in execution.placements
         ]
         for layer, (forward, _, _) in enumerate(working):
@@ -270,7 +270,7 @@ class Step:
         d, q, k, T = self.d, self.q, self.k, self.tokens
         groups = self._steps_of_attention(execution)
         rope = (d + (3 * q + 4 * k) // groups + (q if groups > 1 else 0)) * T
-        kept = self.kept_bytes("attention") if keeps_attention else 0
+        kept = self.kept_bytes("results") if keeps_attention else 0
         # Attention's output, the sum, its norm and what the MLP works with; then its output and the block's.
         tile = execution.mlp_tile_size
         mlp = max(5 * d * T, 3 * d * T + 3 * self.f * T if tile is None else 4 * d * T + 3 * self.f * min(tile, T))
@@ -329,7 +329,7 @@ class Step:
         """As the two above, of a whole block: in forward, and in the backward of the MLP and of attention's kernel."""
         d, q, k, T = self.d, self.q, self.k, self.tokens
         inputs, rest = {"layer inputs": d * T}, self._rest_bytes()
-        kept = {**inputs, "attention": rest["attention"] + self.kept_bytes("attention"), "MLP": rest["MLP"]}
+        kept = {**inputs, "attention": rest["attention"] + self.kept_bytes("results"), "MLP": rest["MLP"]}
         gradients = (2 * q + 2 * k) * T + self._attention_workspace(execution) + d * self.config.hidden_size
         return (
             {**kept, "MLP": rest["MLP"] + 3 * d * T},  # outputs of attention, MLP and block
@@ -359,7 +359,7 @@ class Step:
         for i in placed:
             start, _ = needed_for_backward(placements, i)[0]
             backward += (i - start) * (layer + elementwise)  # blocks run again for this one's input
-            backward += attention_forward * sum(placements[j].attention == "recompute" for j in range(start, i + 1))
+            backward += attention_forward * sum(placements[j].results == "recompute" for j in range(start, i + 1))
         copies = self.arena_bytes(execution) / rates.link_bytes
         optimizer = self.optimizer(execution)
         loss = 3 * 2 * config.vocab_size * config.hidden_size * T / rates.matrix_flops

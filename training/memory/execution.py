@@ -16,7 +16,8 @@ class Placement:
 
     Args:
         input: "gpu", "host", or "recompute": from the input of the block before it, by running that block again.
-        attention: attention's output and log-sum-exp, "gpu", "host" or "recompute".
+        results: of the operations that `kernels.common.operation` calls keepable, such as attention: "gpu", "host" or
+            "recompute".
         rest: all its other activations, "gpu" or "recompute". On the GPU they need the two above there.
 
     Raises:
@@ -24,16 +25,16 @@ class Placement:
     """
 
     input: str = "gpu"
-    attention: str = "recompute"
+    results: str = "recompute"
     rest: str = "recompute"
 
     def __post_init__(self):
-        for name, places in (("input", PLACES), ("attention", PLACES), ("rest", ("gpu", "recompute"))):
+        for name, places in (("input", PLACES), ("results", PLACES), ("rest", ("gpu", "recompute"))):
             if getattr(self, name) not in places:
                 raise ValueError(f"{name} must be placed in one of {', '.join(places)}, got {getattr(self, name)!r}")
-        if self.is_whole and (self.input, self.attention) != ("gpu", "gpu"):
+        if self.is_whole and (self.input, self.results) != ("gpu", "gpu"):
             raise ValueError(
-                f"rest on gpu needs input and attention there, got {self.input} and {self.attention}; "
+                f"rest on gpu needs input and results there, got {self.input} and {self.results}; "
                 "place them on gpu, or rest in recompute"
             )
 
@@ -76,7 +77,7 @@ class Execution:
 
 
 def needed_for_backward(placements: Sequence[Placement], layer: int) -> list[tuple[int, str]]:
-    """What block `layer` is rebuilt from: pairs (block, "input" or "attention"), the input it starts from first.
+    """What block `layer` is rebuilt from: pairs (block, "input" or "results"), the input it starts from first.
 
     A whole block is not rebuilt: nothing.
     """
@@ -86,4 +87,4 @@ def needed_for_backward(placements: Sequence[Placement], layer: int) -> list[tup
     while placements[start].input == "recompute":
         start -= 1
     blocks = range(start, layer + 1)
-    return [(start, "input"), *((i, "attention") for i in blocks if placements[i].attention != "recompute")]
+    return [(start, "input"), *((i, "results") for i in blocks if placements[i].results != "recompute")]

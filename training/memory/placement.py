@@ -2,9 +2,9 @@
 
 A placed block is one autograd function, after Chen et al., arXiv 1604.06174. Forward runs without a graph and keeps
 what the block's `Placement` says; backward builds the block again from its input and runs through that graph, so that
-one block's activations exist at a time. Two things of the block are not computed twice: attention, where its output
-and log-sum-exp were kept, and the tiled MLP, whose output no gradient needs. Where memory is plenty, a block is left
-whole to autograd: nothing is computed twice.
+one block's activations exist at a time. What `kernels.common.operation` declares is not computed twice: an operation
+whose results were kept, and one whose result no gradient needs. Where memory is plenty, a block is left whole to
+autograd: nothing is computed twice.
 """
 
 import functools
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.common import KEEPABLE, SKIPPABLE
 from training.memory.execution import Execution, Placement, needed_for_backward
 from training.memory.host_copies import HostCopies, PinnedArena
 
@@ -38,20 +39,23 @@ def apply_execution(model: nn.Module, execution: Execution, arena_bytes: int = 0
         block.self_attn.heads_at_a_time = None if placement.is_whole else execution.heads_at_a_time
         block.mlp.tile_size = None if placement.is_whole else execution.mlp_tile_size
     arena = PinnedArena(arena_bytes, model.embed_tokens.weight.device) if arena_bytes else None
-    apply_placement(model.layers, execution.placements, arena)
+    apply_placement(model.layers, execution.placements, arena, skips=execution.mlp_tile_size is not None)
 
 
-def apply_placement(blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None = None) -> None:
+def apply_placement(
+    blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None = None, skips: bool = True
+) -> None:
     """Give each block a forward that keeps for backward what its placement says, and where.
 
     Backward gives the same numbers as without it.
 
     Args:
-        blocks: of the model, called as block(x_BTD, context), in this order, each having `mlp`; each forward pass that
-            is to have a backward must have it before the next. They may be sharded by FSDP2.
+        blocks: of the model, called as block(x_BTD, context), in this order; each forward pass that is to have a
+            backward must have it before the next. They may be sharded by FSDP2.
         placements: one a block. `Placement()` for all is gradient checkpointing as it is commonly understood. Whole
             blocks keep their own forward.
         arena: where "host" is.
+        skips: whether skippable operations are looked for in backward. Compiled blocks cannot be looked into.
 
     Raises:
         ValueError: placements that do not fit the blocks or each other, or need an arena.
@@ -66,9 +70,9 @@ def apply_placement(blocks: nn.ModuleList, placements: Sequence[Placement], aren
                 f"block {layer}'s input cannot be recomputed from block {layer - 1}, which is left to autograd; "
                 "place it on gpu or host"
             )
-    if arena is None and any("host" in (p.input, p.attention) for p in placements):
+    if arena is None and any("host" in (p.input, p.results) for p in placements):
         raise ValueError("placements in host memory need an arena")
-    placed = _PlacedBlocks(blocks, placements, arena)
+    placed = _PlacedBlocks(blocks, placements, arena, skips)
     for layer, block in enumerate(blocks):
         if not placements[layer].is_whole:
             block.forward = functools.partial(placed.run, layer)
@@ -77,12 +81,12 @@ def apply_placement(blocks: nn.ModuleList, placements: Sequence[Placement], aren
 class _PlacedBlocks:
     """All blocks' own forwards, and what those that are not whole keep between forward and backward."""
 
-    def __init__(self, blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None):
-        self.blocks, self.placements = blocks, placements
+    def __init__(self, blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None, skips: bool):
+        self.blocks, self.placements, self.skips = blocks, placements, skips
         self.forwards = [block.forward for block in blocks]
         self.first = next((i for i, placement in enumerate(placements) if not placement.is_whole), None)
         self.copies = None if arena is None else HostCopies(arena)
-        self.on_gpu: dict[tuple[int, str], list[Tensor]] = {}  # of (layer, kind), in the order they were made
+        self.on_gpu: dict[tuple[int, str], list[Sequence[Tensor]]] = {}  # of (layer, kind), an entry a call
         self.kept_calls: Counter = Counter()  # of (layer, kind): times that something was kept in the last forward
         self.passes = [0] * len(blocks)
 
@@ -99,9 +103,8 @@ class _PlacedBlocks:
             self.on_gpu.clear()
             self.kept_calls.clear()
         self._keep(layer, "input", (x_BTD,))
-        keeps_attention = self.placements[layer].attention != "recompute"
-        keep = functools.partial(self._keep, layer, "attention")
-        with _Interception(keep=keep) if keeps_attention else nullcontext():
+        keep = functools.partial(self._keep, layer, "results")
+        with _Interception(keep=keep) if self.placements[layer].results != "recompute" else nullcontext():
             y_BTD = self.forwards[layer](x_BTD, context)
         if self.copies is not None:
             self.copies.finish_sending()
@@ -115,24 +118,24 @@ class _PlacedBlocks:
         if layer > 0:
             self._fetch(layer - 1)
         x_BTD = self._input(layer, context).detach().requires_grad_()
-        attention = self.on_gpu.pop((layer, "attention"), None)
+        kept = self.on_gpu.pop((layer, "results"), None)
         self.on_gpu.pop((layer, "input"), None)
-        intercepted = attention is not None or self.blocks[layer].mlp.tile_size is not None
-        with torch.enable_grad(), _Interception(kept=attention, skip_mlp=True) if intercepted else nullcontext():
+        intercepted = kept is not None or self.skips
+        with torch.enable_grad(), _Interception(kept=kept, skips=self.skips) if intercepted else nullcontext():
             y_BTD = self.forwards[layer](x_BTD, context)
         root = torch.autograd.graph.get_gradient_edge(y_BTD)
-        del attention, y_BTD  # backward needs neither; the graph lets go of attention's output when it has used it
+        del kept, y_BTD  # backward needs neither; the graph lets go of what was kept when it has used it
         torch.autograd.backward(root, dy_BTD)
         return x_BTD.grad
 
     def _input(self, layer: int, context) -> Tensor:
         """The block's input, from where it was kept or from the blocks before."""
         (start, _), *_ = needed_for_backward(self.placements, layer)
-        [x_BTD] = self.on_gpu[start, "input"]
+        [[x_BTD]] = self.on_gpu[start, "input"]
         for i in range(start, layer):
             if isinstance(self.blocks[i], FSDPModule):
                 self.blocks[i].unshard()  # its own backward, which comes next, finds it so
-            kept = self.on_gpu.get((i, "attention"))
+            kept = self.on_gpu.get((i, "results"))
             with torch.no_grad(), _Interception(kept=kept) if kept is not None else nullcontext():
                 x_BTD = self.forwards[i](x_BTD, context)
         return x_BTD
@@ -140,7 +143,7 @@ class _PlacedBlocks:
     def _keep(self, layer: int, name: str, tensors: Sequence[Tensor]) -> None:
         place = getattr(self.placements[layer], name)
         if place == "gpu":
-            self.on_gpu.setdefault((layer, name), []).extend(tensors)
+            self.on_gpu.setdefault((layer, name), []).append(tensors)
         elif place == "host":
             self.copies.send((layer, name, self.kept_calls[layer, name]), tensors)
         self.kept_calls[layer, name] += 1
@@ -149,7 +152,7 @@ class _PlacedBlocks:
         for key in needed_for_backward(self.placements, layer):
             if key not in self.on_gpu:
                 calls = range(self.kept_calls[key])
-                self.on_gpu[key] = [tensor for call in calls for tensor in self.copies.fetch((*key, call))]
+                self.on_gpu[key] = [self.copies.fetch((*key, call)) for call in calls]
 
 
 class _PlacedBlock(torch.autograd.Function):
@@ -170,37 +173,35 @@ class _PlacedBlock(torch.autograd.Function):
 
 
 class _Interception(TorchDispatchMode):
-    """Sees the operations of a block while it runs: hands attention's results to `keep`, or returns those `kept`.
+    """Sees the operations of a block while it runs: hands results of keepable ones to `keep`, or returns those `kept`.
 
-    Kept results are returned in the order of the calls that made them, and all must be asked for. With `skip_mlp` the
-    tiled MLP returns a tensor of anything: its output is only added to the block's, its backward starts from its input.
+    Kept results are returned in the order of the calls that made them, and all must be asked for. With `skips` a
+    skippable operation returns a tensor of its first argument's shape that holds anything.
     """
 
     def __init__(
         self,
         *,
         keep: Callable[[Sequence[Tensor]], None] | None = None,
-        kept: Sequence[Tensor] | None = None,
-        skip_mlp: bool = False,
+        kept: Sequence[Sequence[Tensor]] | None = None,
+        skips: bool = False,
     ):
         super().__init__()
-        self.keep, self.skip_mlp = keep, skip_mlp
-        self.kept = None if kept is None else list(kept)
+        self.keep, self.skips = keep, skips
+        self.kept = kept
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        ops = torch.ops.fathom
-        if func is ops.tiled_gated_mlp.default and self.skip_mlp:
+        name = func.name()
+        if name in SKIPPABLE and self.skips:
             return args[0].new_empty(1).expand(args[0].shape)
-        if func not in (ops.attention_forward.default, ops.qkv_attention.default):
-            return func(*args, **(kwargs or {}))
-        if self.kept is not None:
-            out, lse, *self.kept = self.kept
-            return out.detach(), lse.detach()  # new ones, as autograd writes its graph into them
-        outputs = func(*args, **(kwargs or {}))
-        if self.keep is not None:
-            self.keep(outputs)
-        return outputs
+        if name in KEEPABLE and self.kept is not None:
+            results, *self.kept = self.kept
+            return tuple(result.detach() for result in results)  # new ones, as autograd writes its graph into them
+        results = func(*args, **(kwargs or {}))
+        if name in KEEPABLE and self.keep is not None:
+            self.keep(results)
+        return results
 
     def __exit__(self, exc_type, exc_value, traceback):
         super().__exit__(exc_type, exc_value, traceback)
-        assert exc_type or not self.kept, "attention ran less often than in the forward that kept its results"
+        assert exc_type or not self.kept, "an operation ran less often than in the forward that kept its results"

@@ -50,7 +50,7 @@ class Plan:
     def __str__(self) -> str:
         execution, placements = self.execution, self.execution.placements
         rows = []
-        for title, name in (("layer inputs", "input"), ("attention outputs", "attention")):
+        for title, name in (("layer inputs", "input"), ("attention outputs", "results")):
             places = [getattr(p, name) for p in placements]
             counts = [f"{places.count(p)} {p}" for p in dict.fromkeys(places)]
             rows.append((title, ", ".join(counts)))

@@ -253,8 +253,9 @@ class Recorder:
 
     def _state_bytes(self) -> Counter:
         """Of parameters, gradients and optimizer; and get to know what placed blocks have on the GPU."""
-        for (_, name), tensors in self.placed.on_gpu.items() if self.placed else ():
-            self._know("layer inputs" if name == "input" else "attention", *tensors)
+        for (_, name), calls in self.placed.on_gpu.items() if self.placed else ():
+            for tensors in calls:
+                self._know("layer inputs" if name == "input" else "attention", *tensors)
         optimizer = self.optimizer
         states = [state for state in optimizer.states.values() if not state.on_host]
         parameters = list(self.model.parameters())

@@ -214,7 +214,7 @@ def test_keeps_what_is_planned(name, heads_at_a_time):
     nothing, _ = kept_bytes(UNIFORM["host recompute"], heads_at_a_time=heads_at_a_time)
     total, used = kept_bytes(placements, heads_at_a_time=heads_at_a_time)
     planned = sum(
-        step.kept_bytes(kind) for p in placements for kind in ("input", "attention") if getattr(p, kind) == "gpu"
+        step.kept_bytes(kind) for p in placements for kind in ("input", "results") if getattr(p, kind) == "gpu"
     )
     assert total - nothing == planned
     assert 0 <= step.arena_bytes(Execution(tuple(placements))) - used <= 1024 * 8 + 512
@@ -335,7 +335,7 @@ def test_placements_that_make_no_sense_are_refused():
         apply_placement(blocks, UNIFORM["gpu host"])
     with pytest.raises(ValueError, match="one of gpu, recompute, got 'host'"):
         Placement("gpu", "gpu", "host")
-    with pytest.raises(ValueError, match="needs input and attention there, got gpu and recompute"):
+    with pytest.raises(ValueError, match="needs input and results there, got gpu and recompute"):
         Placement(rest="gpu")
     with pytest.raises(ValueError, match="block 2's input cannot be recomputed from block 1"):
         apply_placement(blocks, [Placement(), WHOLE, Placement("recompute"), Placement()])

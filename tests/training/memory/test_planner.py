@@ -31,8 +31,8 @@ def test_contexts_that_must_fit(context, gib):
 def test_a_whole_gpu_keeps_attention_there_and_a_small_one_on_the_host():
     step = step_of(MODEL_SIZES["4B"], 131_072)
     whole, small = (make_plan(step, gib * GIB, HOST) for gib in (139, 24))
-    assert {p.attention for p in whole.execution.placements} == {"gpu"} and whole.arena_bytes == 0
-    assert {p.attention for p in small.execution.placements} <= {"gpu", "host"}
+    assert {p.results for p in whole.execution.placements} == {"gpu"} and whole.arena_bytes == 0
+    assert {p.results for p in small.execution.placements} <= {"gpu", "host"}
     assert whole.seconds < small.seconds < 1.1 * whole.seconds
 
 
