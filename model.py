@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from kernels.attention import attention
+from kernels.attention import attention, attention_flops
 from kernels.cross_entropy import cross_entropy
 from kernels.gated_mlp import gated_mlp
 from kernels.linear_cross_entropy import linear_cross_entropy
-from kernels.qkv_attention import qkv_attention
+from kernels.qkv_attention import project_heads, qkv_attention
 from kernels.rms_norm import rms_norm
-from kernels.rope import rope
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +96,8 @@ class ModelConfig:
         """
         matrices = self.num_hidden_layers * self.layer_matrix_parameters() + self.vocab_size * self.hidden_size
         pairs = sum(n * (n + 1) // 2 for n in document_lengths)
-        attention_flops = 4 * self.num_attention_heads * self.head_dim * pairs
-        return 2 * matrices * sum(document_lengths) + self.num_hidden_layers * attention_flops
+        attention = attention_flops(self.num_attention_heads, self.head_dim, pairs)
+        return 2 * matrices * sum(document_lengths) + self.num_hidden_layers * attention
 
     def to_hugging_face(self) -> dict:
         """The config.json of Qwen3 in transformers that describes this shape."""
@@ -254,7 +253,6 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         D, K, self.layer = config.hidden_size, config.head_dim, layer
-        self.head_dim = K
         self.q_proj = nn.Linear(D, config.num_attention_heads * K, bias=False)
         self.k_proj = nn.Linear(D, config.num_key_value_heads * K, bias=False)
         self.v_proj = nn.Linear(D, config.num_key_value_heads * K, bias=False)
@@ -265,21 +263,17 @@ class Attention(nn.Module):
         self.heads_at_a_time: int | None = None  # key/value heads; None: all
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
-        if self.heads_at_a_time is not None and context.caches is None:
-            modules = self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.q_norm, self.k_norm
+        qkv = [projection.weight for projection in (self.q_proj, self.k_proj, self.v_proj)]
+        norms = self.q_norm.weight, self.k_norm.weight
+        if context.caches is None:
             return qkv_attention(
-                x_BTD, *(module.weight for module in modules), context.cos, context.sin, context.segments,
+                x_BTD, *qkv, self.o_proj.weight, *norms, context.cos, context.sin, context.segments,
                 eps=self.q_norm.eps, backend=self.backend, heads_at_a_time=self.heads_at_a_time,
             )  # fmt: skip
-        q_BTHK, k_BTGK, v_BTGK = (
-            projection(x_BTD).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q_BTHK, k_BTGK = rope(self.q_norm(q_BTHK), self.k_norm(k_BTGK), context.cos, context.sin)
-        if context.caches is not None:
-            k_BTGK, v_BTGK = context.caches[self.layer].append(k_BTGK, v_BTGK)
+        q_BTHK, k_BTGK, v_BTGK = project_heads(x_BTD, *qkv, *norms, context.cos, context.sin, self.q_norm.eps)
+        k_BTGK, v_BTGK = context.caches[self.layer].append(k_BTGK, v_BTGK)
         if k_BTGK.shape[1] == q_BTHK.shape[1]:
-            out_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, context.segments, backend=self.backend)
+            out_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, backend=self.backend)
         else:  # one new token, which sees all the cached ones
             q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
             out_BTHK = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)

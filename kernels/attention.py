@@ -21,6 +21,9 @@ BACKENDS = ("auto", "cudnn", "flash", "flash-attn-4", "cpu")
 PADDED_LENGTH_MULTIPLE = 1024
 _CUDNN_SHORTEST = 64  # tokens; cuDNN refuses a single one
 _NEVER_ATTENDS = 1e30  # a log-sum-exp under which every probability is exactly 0
+BACKWARD_FLOPS = 2.5  # floating-point operations of backward over those of forward: five matrix products against two
+# What backward takes of its own, in rows of q: mostly float32 dq, and dk and dv of each query head. Measured.
+_BACKWARD_ROWS = {"auto": 4, "cudnn": 4, "flash": 6, "flash-attn-4": 3, "cpu": 4}
 
 
 def attention_reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments: Tensor | None = None) -> Tensor:
@@ -222,3 +225,30 @@ def attention(
     if segments is not None and segments.is_cuda:
         raise ValueError("segments must lie on the CPU: they decide what is launched")
     return _attention_forward(q_BTHK, k_BTGK, v_BTGK, segments, choose_backend(backend, q_BTHK.device))[0]
+
+
+def attention_flops(num_heads: int, head_dim: int, num_pairs: float) -> float:
+    """Floating-point operations of forward over so many pairs of a query and a key that it sees."""
+    return 4 * num_heads * head_dim * num_pairs
+
+
+def backward_workspace(
+    backend: str, num_tokens: int, q_bytes: int, k_bytes: int, context_length: int, longest: int | None
+) -> int:
+    """Bytes that backward takes beside its arguments and results.
+
+    Rows of one document each run at once. Of packed rows one document runs after the other, with copies of its dout,
+    dq, dk and dv.
+
+    Args:
+        num_tokens: of all rows, which have `context_length` each.
+        q_bytes, k_bytes: of one token's queries and keys.
+        longest: tokens of the longest packed document; None: each row is one document.
+    """
+    row = _BACKWARD_ROWS[backend] * q_bytes
+    at_once = row * num_tokens if longest is None or longest >= context_length else 0
+    if longest is None:
+        return at_once
+    multiple = PADDED_LENGTH_MULTIPLE if backend in ("auto", "cudnn") else 1
+    padded = min(-(-longest // multiple) * multiple, context_length)
+    return max(at_once, (row + 2 * q_bytes + 2 * k_bytes) * padded)

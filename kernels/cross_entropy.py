@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from kernels.common import use_triton
+from kernels.common import Footprint, use_triton
 
 VECTOR = 8  # neighbouring columns that one thread holds: 16 bytes of bf16
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -637,3 +637,9 @@ def check_options(logits, target, weight, num_classes, reduction, label_smoothin
         raise ValueError(f"softcap must be positive, got {softcap}")
     if on_triton and logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"the Triton kernel takes float32, bfloat16 or float16, got {logits.dtype}")
+
+
+def cross_entropy_footprint(num_tokens: int, vocab_size: int, *, element_size: int = 2) -> Footprint:
+    """What `cross_entropy` takes with inplace=True, the logits included."""
+    logits = element_size * num_tokens * vocab_size
+    return Footprint(logits, logits, 0)

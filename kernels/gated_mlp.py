@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from kernels.common import operation, use_triton
+from kernels.common import Footprint, operation, use_triton
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 BLOCK_SIZE = 2048  # columns of one row a program works on
@@ -375,3 +375,18 @@ def gated_mlp(
     x, *weights = tensors
     output = _tiled_mlp(x.reshape(-1, width), *weights, activation, tile_size, triton_kernels)
     return output.view(input.shape)
+
+
+def gated_mlp_footprint(
+    num_tokens: int, hidden_size: int, intermediate_size: int, *, element_size: int = 2, tile_size: int | None = None
+) -> Footprint:
+    """What `gated_mlp` takes; its backward in tiles holds the weights' gradients in float32 as well."""
+    x, hidden = (element_size * num_tokens * size for size in (hidden_size, intermediate_size))
+    weights = 3 * hidden_size * intermediate_size
+    flops, traffic = 2 * weights * num_tokens, 3 * hidden
+    if tile_size is None:  # backward: the gradient of the product, then of gate and up in the place of it and of both
+        return Footprint(x + 3 * hidden, 3 * hidden, 2 * hidden, 0, flops, 2 * flops, traffic)
+    tiles = 3 * element_size * intermediate_size * min(tile_size, num_tokens)
+    # dx, and the weights' gradients in float32 while the last tile is there or while they are rounded.
+    backward = x + 4 * weights + max(tiles, element_size * weights)
+    return Footprint(x, x + tiles, backward, 0, flops, (2 + 2 / 3) * flops, traffic, is_skippable=True)

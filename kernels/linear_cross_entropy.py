@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from kernels.common import use_triton
+from kernels.common import Footprint, use_triton
 from kernels.cross_entropy import (
     Details,
     RowOptions,
@@ -32,6 +32,8 @@ from kernels.cross_entropy import (
     row_losses,
     row_step,
 )
+
+CHUNK_SIZE = 4096  # tokens whose logits exist at a time
 
 
 def linear_cross_entropy_reference(
@@ -243,7 +245,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     denominator: float | torch.Tensor | None = None,
     num_valid_tokens: int | None = None,
-    chunk_size: int = 4096,
+    chunk_size: int = CHUNK_SIZE,
     process_group: dist.ProcessGroup | None = None,
     return_details: bool = False,
     impl: str = "auto",
@@ -327,3 +329,13 @@ def _check(input, linear_weight, linear_bias, target, num_valid_tokens, chunk_si
         raise ValueError(f"num_valid_tokens must be between 0 and {target.numel()}, got {num_valid_tokens}")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+
+
+def linear_cross_entropy_footprint(
+    num_tokens: int, hidden_size: int, vocab_size: int, *, element_size: int = 2, chunk_size: int = CHUNK_SIZE
+) -> Footprint:
+    """What `linear_cross_entropy` takes; it makes its gradients, the head's in float32, in forward."""
+    flops, d_input = 2 * num_tokens * hidden_size * vocab_size, element_size * num_tokens * hidden_size
+    d_head = 4 * hidden_size * vocab_size
+    logits = element_size * vocab_size * min(chunk_size, num_tokens)
+    return Footprint(d_input + d_head, d_input + d_head + logits, 0, matrix_flops=3 * flops)

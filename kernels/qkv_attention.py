@@ -1,10 +1,11 @@
-"""A block's attention from its input to its output projection, some key/value heads at a time.
+"""A block's attention from its input to its output projection, all key/value heads at once or some at a time.
 
 With n of G key/value heads at a time, q, k, v and their gradients take n / G of their memory: each step projects the
 input to n key/value heads and their query heads, normalises and rotates these, and attends.
 
-Kept for backward: the input, attention's output and log-sum-exp. Backward projects each step's q, k and v again.
-Attention costs the same as all heads at once; the matrix products are smaller.
+Kept for backward: the input, attention's output and log-sum-exp; with all heads at once also q and k before and after
+their rotation, and v. Some heads at a time, backward projects each step's q, k and v again. Attention costs the same
+as all heads at once; the matrix products are smaller.
 """
 
 from collections.abc import Sequence
@@ -13,10 +14,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention import choose_backend
-from kernels.common import operation
+from kernels.attention import attention, backward_workspace, choose_backend
+from kernels.common import Footprint, operation
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
+
+
+def project_heads(
+    x_BTD: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    v_weight: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, T, H, K], k and v [B, T, G, K] of all heads, normalised and rotated; arguments as `qkv_attention`."""
+    q, k, v = (F.linear(x_BTD, weight).unflatten(-1, (-1, len(q_norm))) for weight in (q_weight, k_weight, v_weight))
+    return *rope(rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), cos, sin), v
 
 
 def _weight_of_step(weights: Sequence[Tensor], step: int, num_steps: int) -> Tensor:
@@ -117,7 +134,7 @@ def qkv_attention(
     *,
     eps: float = 1e-6,
     backend: str = "auto",
-    heads_at_a_time: int = 1,
+    heads_at_a_time: int | None = None,
 ) -> Tensor:
     """Projections, q/k RMSNorm, RoPE, causal grouped-query attention and the output projection.
 
@@ -130,7 +147,7 @@ def qkv_attention(
         cos, sin: float32, as `rope` takes them.
         segments, backend: as `attention` takes them.
         eps: of the two norms.
-        heads_at_a_time: key/value heads that one step works on, a divisor of G.
+        heads_at_a_time: key/value heads that one step works on, a divisor of G; None: all, and none projected again.
 
     Returns:
         [B, T, D].
@@ -139,6 +156,9 @@ def qkv_attention(
         ValueError: heads_at_a_time does not divide G; an unavailable backend.
         RuntimeError: in backward, create_graph=True.
     """
+    if heads_at_a_time is None:
+        q, k, v = project_heads(x_BTD, q_weight, k_weight, v_weight, q_norm, k_norm, cos, sin, eps)
+        return F.linear(attention(q, k, v, segments, backend=backend).flatten(2), o_weight)
     G = len(k_weight) // len(k_norm)
     if heads_at_a_time < 1 or G % heads_at_a_time:
         raise ValueError(f"heads_at_a_time must divide the {G} key/value heads, got {heads_at_a_time}")
@@ -146,3 +166,37 @@ def qkv_attention(
         x_BTD, q_weight, k_weight, v_weight, o_weight, q_norm, k_norm, cos, sin, segments,
         eps, choose_backend(backend, x_BTD.device), heads_at_a_time,
     )  # fmt: skip
+
+
+def qkv_attention_footprint(
+    num_tokens: int,
+    hidden_size: int,
+    num_heads: int,
+    num_key_value_heads: int,
+    head_dim: int,
+    *,
+    element_size: int = 2,
+    backend: str = "auto",
+    context_length: int,
+    longest: int | None = None,
+    heads_at_a_time: int | None = None,
+) -> Footprint:
+    """What `qkv_attention` takes; `context_length` and `longest` as `kernels.attention.backward_workspace` takes them.
+
+    Attention's own floating-point operations are those of `kernels.attention.attention_flops`.
+    """
+    T, steps = num_tokens, 1 if heads_at_a_time is None else num_key_value_heads // heads_at_a_time
+    x, q, k = (element_size * size for size in (hidden_size, num_heads * head_dim, num_key_value_heads * head_dim))
+    results = q + 4 * num_heads  # the output and the float32 log-sum-exp
+    workspace = backward_workspace(backend, T, q, k, context_length, longest) // steps
+    if heads_at_a_time is None:
+        # q and k before and after their rotation, v, and 1 / rms of each head of q and k; then dout, dq, dk and dv
+        saved = x + 2 * q + 3 * k + results + 4 * (num_heads + num_key_value_heads)
+        forward, backward = 3 * q + 4 * k, (2 * q + 2 * k) * T
+    else:
+        # Forward: the whole output, and one step's heads. Backward: the gradient of x; of one step qkv, q, k, v, out,
+        # dout, dq, dk and dv.
+        saved = x + results
+        forward, backward = (3 * q + 4 * k) // steps + q, (x + (5 * q + 6 * k) // steps) * T
+    flops = 2 * hidden_size * (2 * q + 2 * k) // element_size * T
+    return Footprint(saved * T, forward * T, backward + workspace, results * T, flops, 2 * flops, (4 * q + 4 * k) * T)

@@ -1,31 +1,33 @@
 """What a training step takes under given execution of where activations and optimizer state live: bytes and seconds.
 
-Bytes are counted stage by stage: of each stage of a step, what is alive at its fullest moment. Shapes: T tokens of the
-micro-batch, D model width, H query and G key/value heads of width K, F feed-forward width, V vocabulary; "a row" is
-what one token takes. Seconds are floating-point operations over measured rates, attention and matrix products apart,
-and copies where compute is too short to hide them.
+Each operation says in its own file what it takes: a `kernels.common.Footprint`. Here footprints are composed. Bytes are
+counted stage by stage: of each stage of a step, what is alive at its fullest moment. Seconds are floating-point
+operations over measured rates, attention and matrix products apart, and copies where compute is too short to hide them.
 """
 
 import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import numpy as np
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kernels.attention import PADDED_LENGTH_MULTIPLE
+from kernels.attention import BACKWARD_FLOPS, attention_flops
+from kernels.common import Footprint
+from kernels.cross_entropy import cross_entropy_footprint
+from kernels.gated_mlp import gated_mlp_footprint
+from kernels.linear_cross_entropy import linear_cross_entropy_footprint
+from kernels.qkv_attention import qkv_attention_footprint
 from training.checkpoint.files import IO_THREADS
-from training.memory.execution import Execution, needed_for_backward
+from training.memory.execution import Execution, Placement, needed_for_backward
 from training.memory.host_copies import SLOT_ALIGNMENT
 from training.memory.machine import Rates
 from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
 
-LOSS_CHUNK_SIZE = 4096  # tokens, the default of kernels.linear_cross_entropy
+_NORMS_BYTES = 8  # a token: 1 / rms of a block's two norms, float32
 LIBRARY_BYTES = 160 * 2**20  # cuBLAS workspaces and the small tensors that nothing below counts
-# Elements of the attention backward's own buffers, in rows of q: float32 dq, dk and dv of each query head; measured.
-_ATTENTION_WORKSPACE = {"auto": 4, "cudnn": 4, "flash": 6, "flash-attn-4": 3, "cpu": 4}
 
 
 @dataclass(frozen=True)
@@ -112,21 +114,8 @@ class Step:
         self.context_length, self.batch_size, self.documents = context_length, batch_size, documents
         self.micro_batches, self.given = gradient_accumulation_steps, given or Execution()
         self.tokens, self.layers = context_length * batch_size, config.num_hidden_layers
-        # Bytes of a row of hidden states, queries, keys and feed-forward
-        self.d, self.q, self.k, self.f = (
-            element_size * n
-            for n in (
-                config.hidden_size,
-                config.num_attention_heads * config.head_dim,
-                config.num_key_value_heads * config.head_dim,
-                config.intermediate_size,
-            )
-        )
-        # Of attention's log-sum-exp, and of 1 / rms of the two norms and of each head
-        self.lse = 4 * config.num_attention_heads
-        self.norms = 4 * (2 + config.num_attention_heads + config.num_key_value_heads)
+        self.hidden_bytes = element_size * config.hidden_size  # of one token's hidden state
         self.head = element_size * config.vocab_size * config.hidden_size
-        self.mlp_elements = 3 * config.hidden_size * config.intermediate_size
         layer_elements = config.layer_matrix_parameters()
         self.layer_share = layer_elements / config.num_parameters()
         self.head_share = config.vocab_size * config.hidden_size / config.num_parameters()
@@ -166,15 +155,14 @@ class Step:
 
     def kept_bytes(self, name: str) -> int:
         """Of a block's "input", or of its "results" that are worth keeping."""
-        return self.tokens * (self.d if name == "input" else self.q + self.lse)
+        return self.tokens * self.hidden_bytes if name == "input" else self._footprints(Execution())[0].keepable
 
     def arena_bytes(self, execution: Execution) -> int:
         """Of the arena that `apply_placement` needs, slots aligned."""
         return sum(
-            self.kept_bytes(name) + 2 * SLOT_ALIGNMENT
-            for placement in execution.placements
+            (self.kept_bytes(name) + 2 * SLOT_ALIGNMENT)
+            * [getattr(placement, name) for placement in execution.placements].count("host")
             for name in ("input", "results")
-            if getattr(placement, name) == "host"
         )
 
     def host_bytes(self, execution: Execution) -> int:
@@ -190,10 +178,6 @@ class Step:
 
     def uses_chunked_loss(self, execution: Execution) -> bool:
         return self.config.uses_chunked_loss(self.tokens, self.element_size, execution.loss_impl)
-
-    def _steps_of_attention(self, execution: Execution) -> int:
-        """In how many steps a block's attention goes through the key/value heads."""
-        return self.config.num_key_value_heads // (execution.heads_at_a_time or self.config.num_key_value_heads)
 
     def peak(self, execution: Execution) -> Stage:
         """The fullest stage."""
@@ -212,10 +196,10 @@ class Step:
 
         kinds = ("input", "results", "rest")
         places = {kind: [getattr(p, kind) for p in execution.placements] for kind in kinds}
-        inputs_on_gpu, attention_on_gpu, whole_before = (
+        inputs_on_gpu, results_on_gpu, whole_before = (
             [0, *accumulate(place == "gpu" for place in places[kind])] for kind in kinds
         )
-        input_bytes, attention_bytes, rest = self.kept_bytes("input"), self.kept_bytes("results"), self._rest_bytes()
+        input_bytes, results_bytes, rest = self.kept_bytes("input"), self.kept_bytes("results"), self._rest_bytes()
 
         def stage(name: str, layer: int, fetched: list[str], ready: float, working: dict[str, int]) -> Stage:
             """`layer`: those before it keep what they have on the GPU; `ready`: the parameters that have gradients."""
@@ -224,24 +208,18 @@ class Step:
             sizes["gradients"] += int(optimizer.gpu_gradients * ready)
             idle = self._reduction_bytes + int(optimizer.gpu_gradients * (1 - ready)) if self.is_sharded else 0
             sizes["layer inputs"] += (inputs_on_gpu[layer] + fetched.count("input")) * input_bytes
-            sizes["attention"] += (attention_on_gpu[layer] + fetched.count("results")) * attention_bytes
+            sizes["attention"] += (results_on_gpu[layer] + fetched.count("results")) * results_bytes
             for category, size in rest.items():
                 sizes[category] += whole_before[layer] * size
             return Stage(name, sizes, idle=idle)
 
-        yield stage("embedding", 0, [], 0, {"layer inputs": T * self.d})
-        forward = [self._forward_bytes(execution, keeps_attention) for keeps_attention in (False, True)]
-        backward = self._backward_bytes(execution)
-        working = [
-            self._whole_bytes(execution) if p.is_whole else (forward[p.results != "recompute"], *backward)
-            for p in execution.placements
-        ]
+        yield stage("embedding", 0, [], 0, {"layer inputs": input_bytes})
+        of_placement = {placement: self._block_bytes(execution, placement) for placement in {*execution.placements}}
+        working = [of_placement[placement] for placement in execution.placements]
         for layer, (forward, _, _) in enumerate(working):
             yield stage(f"forward of layer {layer}", layer, [], 0, forward)
-        chunked = self.uses_chunked_loss(execution)
-        logits = self.element_size * self.config.vocab_size * (min(LOSS_CHUNK_SIZE, T) if chunked else T)
-        d_head = 4 * self.head // self.element_size if chunked else self.head
-        yield stage("loss", L, [], 0, {"loss": logits + d_head + 3 * T * self.d})
+        # And the last norm's output, and the gradient of its input
+        yield stage("loss", L, [], 0, {"loss": self._loss_bytes(execution) + 2 * input_bytes})
 
         # The head's gradient is one of those that are ready, or waits for the embedding's, to which it is tied.
         tied, head_share = (self.head, 0) if self.config.tie_word_embeddings else (0, self.head_share)
@@ -257,7 +235,7 @@ class Step:
                 sizes = {**sizes, "gradients": gradients}
                 yield stage(f"backward of layer {layer}, {part}", layer, fetched, ready, sizes)
         gradients = tied + self.head + min(LEAVING_BYTES, optimizer.leaving_gradients)  # the head's as it is made
-        embedding = {"layer inputs": T * self.d, "gradients": gradients + self.embedding_sums()}
+        embedding = {"layer inputs": input_bytes, "gradients": gradients + self.embedding_sums()}
         yield stage("backward of embedding", 0, [], 1 - self.head_share, embedding)
         yield stage("update", 0, [], 1, {})
 
@@ -265,104 +243,98 @@ class Step:
         """Bytes of the float32 sums, of up to ten tokens of a word each, that the embedding's backward first makes."""
         return 4 * self.config.hidden_size * (min(self.tokens, self.config.vocab_size) + self.tokens // 10)
 
-    def _forward_bytes(self, execution: Execution, keeps_attention: bool) -> dict[str, int]:
-        """Bytes by category of a block's fullest moment in forward, its input included: RoPE, or the MLP."""
-        d, q, k, T = self.d, self.q, self.k, self.tokens
-        groups = self._steps_of_attention(execution)
-        rope = (d + (3 * q + 4 * k) // groups + (q if groups > 1 else 0)) * T
-        kept = self.kept_bytes("results") if keeps_attention else 0
-        # Attention's output, the sum, its norm and what the MLP works with; then its output and the block's.
-        tile = execution.mlp_tile_size
-        mlp = max(5 * d * T, 3 * d * T + 3 * self.f * T if tile is None else 4 * d * T + 3 * self.f * min(tile, T))
-        if rope > kept + mlp:
-            return {"layer inputs": d * T, "attention": rope}
-        return {"layer inputs": d * T, "attention": kept, "MLP": mlp}
-
-    def _backward_bytes(self, execution: Execution) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes by category of a block's two fullest moments in backward, its input and what was kept of it included.
-
-        In the backward of the MLP, with all that attention saved, and in that of attention's kernel.
-        """
-        d, q, k, T, e = self.d, self.q, self.k, self.tokens, self.element_size
-        if execution.heads_at_a_time:
-            groups = self._steps_of_attention(execution)
-            saved = d + q + self.lse + 8  # x, out
-            # the gradient of x; of one group qkv, q, k, v, out, dout, dq, dk, dv and buffers
-            running = (saved + d + (5 * q + 6 * k) // groups) * T + self._attention_workspace(execution) // groups
-        else:
-            saved = d + 3 * q + 3 * k + self.lse + self.norms  # x, q and k before and after RoPE, v, out
-            running = (saved + 2 * q + 2 * k) * T + self._attention_workspace(execution)  # dout, dq, dk, dv
-        weights = self.mlp_elements
-        if execution.mlp_tile_size is None:
-            mlp = 2 * d * T + 5 * self.f * T  # sum and its norm; gate, up, and gradients of all three
-        else:  # and dx; float32 dW with the tiles, or with its rounding. Before that: outputs of attention and block
-            tiles = 3 * self.f * min(execution.mlp_tile_size, T)
-            mlp = 2 * d * T + max(d * T + weights * 4 + max(tiles, weights * e), 2 * d * T)
-        inputs = {"layer inputs": d * T}
+    def _footprints(self, execution: Execution) -> tuple[Footprint, Footprint]:
+        """Of the attention and the MLP of a block that is run so."""
+        config, longest = self.config, None
+        if self.is_packed:
+            longest = self.documents.longest if self.documents else self.context_length
         return (
-            {**inputs, "attention": saved * T, "MLP": d * T + mlp},
-            {**inputs, "attention": running + d * self.config.hidden_size, "MLP": 2 * d * T},
-        )
+            qkv_attention_footprint(
+                self.tokens, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
+                config.head_dim, element_size=self.element_size, backend=execution.attention_backend,
+                context_length=self.context_length, longest=longest, heads_at_a_time=execution.heads_at_a_time,
+            ),
+            gated_mlp_footprint(
+                self.tokens, config.hidden_size, config.intermediate_size, element_size=self.element_size,
+                tile_size=execution.mlp_tile_size,
+            ),
+        )  # fmt: skip
 
-    def _attention_workspace(self, execution: Execution) -> int:
-        """Bytes of what attention's backward takes beside its arguments and results.
+    def _block_bytes(
+        self, execution: Execution, placement: Placement
+    ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        """Bytes by category of a block's fullest moments: in forward, in the backward of the MLP, in that of attention.
 
-        A micro-batch whose sequences are one document each runs at once; else one document after the other runs, with
-        copies of its dout, dq, dk and dv.
+        Its input and what was kept of it are included; x are the bytes of the hidden states.
         """
-        row = _ATTENTION_WORKSPACE[execution.attention_backend] * self.q
-        longest = self.documents.longest if self.documents else self.context_length
-        at_once = row * self.tokens if longest >= self.context_length else 0
-        if not self.is_packed:
-            return at_once
-        multiple = PADDED_LENGTH_MULTIPLE if execution.attention_backend in ("auto", "cudnn") else 1
-        padded = min(-(-longest // multiple) * multiple, self.context_length)
-        return max(at_once, (row + 2 * self.q + 2 * self.k) * padded)
+        x, inputs = self.kept_bytes("input"), {"layer inputs": self.kept_bytes("input")}
+        attention, mlp = self._footprints(
+            replace(execution, heads_at_a_time=None, mlp_tile_size=None) if placement.is_whole else execution
+        )
+        saved = attention.saved + _NORMS_BYTES * self.tokens
+        if placement.is_whole:  # the sum is saved too; outputs of attention, MLP and block
+            forward = {**inputs, "attention": saved, "MLP": x + mlp.saved + 3 * x}
+        else:
+            kept = attention.keepable if placement.results != "recompute" else 0
+            # Attention's output, the sum, its norm, and what the MLP works with or its output and the block's
+            working = 3 * x + max(mlp.forward, 2 * x)
+            forward = {**inputs, "attention": kept, "MLP": working}
+            if x + attention.forward > kept + working:  # attention works on its norm's output
+                forward = {**inputs, "attention": x + attention.forward}
+        # The gradient of the block's output, and the sum. A placed block was just built again: outputs of attention and
+        # block are still there.
+        mlp_backward = 2 * x + mlp.saved + max(mlp.backward, 0 if placement.is_whole else 2 * x)
+        return (
+            forward,
+            {**inputs, "attention": saved, "MLP": mlp_backward},
+            {**inputs, "attention": saved + attention.backward, "MLP": x if placement.is_whole else 2 * x},
+        )
 
     def _rest_bytes(self) -> dict[str, int]:
-        """Bytes by category of what autograd keeps of a whole block besides its input and attention's output."""
-        attention = self.d + 2 * self.q + 3 * self.k + self.norms  # norm's output, q and k before and after RoPE, v
-        mlp = 2 * self.d + 3 * self.f  # sum and its norm; gate, up and the activated product
-        return {"attention": attention * self.tokens, "MLP": mlp * self.tokens}
+        """Bytes by category of what autograd keeps of a whole block besides its input and the results worth keeping."""
+        attention, mlp = self._footprints(Execution())
+        return {
+            "attention": attention.saved - attention.keepable + _NORMS_BYTES * self.tokens,
+            "MLP": self.kept_bytes("input") + mlp.saved,
+        }
 
-    def _whole_bytes(self, execution: Execution) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-        """As the two above, of a whole block: in forward, and in the backward of the MLP and of attention's kernel."""
-        d, q, k, T = self.d, self.q, self.k, self.tokens
-        inputs, rest = {"layer inputs": d * T}, self._rest_bytes()
-        kept = {**inputs, "attention": rest["attention"] + self.kept_bytes("results"), "MLP": rest["MLP"]}
-        gradients = (2 * q + 2 * k) * T + self._attention_workspace(execution) + d * self.config.hidden_size
-        return (
-            {**kept, "MLP": rest["MLP"] + 3 * d * T},  # outputs of attention, MLP and block
-            {**kept, "MLP": rest["MLP"] + (d + 2 * self.f) * T},  # dy; gradients of all three in one's place
-            {**inputs, "attention": kept["attention"] + gradients, "MLP": d * T},  # the sum's gradient
-        )
+    def _loss_bytes(self, execution: Execution) -> int:
+        """Of the logits that exist at a time, the head's gradient, and that of the hidden states."""
+        T, D, V, size = self.tokens, self.config.hidden_size, self.config.vocab_size, self.element_size
+        if self.uses_chunked_loss(execution):
+            return linear_cross_entropy_footprint(T, D, V, element_size=size).forward
+        return cross_entropy_footprint(T, V, element_size=size).forward + self.head + self.kept_bytes("input")
 
     def seconds(self, execution: Execution, rates: Rates) -> float:
         """Of one whole step."""
-        config, T, L, placements = self.config, self.tokens, self.layers, execution.placements
-        layer = 2 * config.layer_matrix_parameters() * T / rates.matrix_flops
-        mlp = 2 * self.mlp_elements * T / rates.matrix_flops
-        heads = config.num_attention_heads * config.head_dim
+        config, L, placements = self.config, self.layers, execution.placements
+        attention, mlp = self._footprints(execution)
+        layer = (attention.matrix_flops + mlp.matrix_flops) / rates.matrix_flops
         documents = self.documents or PackedDocuments.one_each(self.context_length, self.batch_size)
         calls = documents.count if documents.count > self.batch_size else 0
-        calls *= self._steps_of_attention(execution)
-        flops = 4 * heads * documents.pairs
+        calls *= config.num_key_value_heads // (execution.heads_at_a_time or config.num_key_value_heads)
+        flops = attention_flops(config.num_attention_heads, config.head_dim, documents.pairs)
         attention_forward = flops / rates.attention_forward_flops + calls / rates.forward_documents
-        attention_backward = 2.5 * flops / rates.attention_backward_flops + calls / rates.backward_documents
-        elementwise = T * (9 * self.d + 4 * self.q + 4 * self.k + 3 * self.f) / rates.memory_bytes
+        attention_backward = BACKWARD_FLOPS * flops / rates.attention_backward_flops + calls / rates.backward_documents
+        # A block's two norms, two sums and their copies read and write nine hidden states.
+        elementwise = 9 * self.kept_bytes("input") + attention.elementwise_bytes + mlp.elementwise_bytes
+        elementwise /= rates.memory_bytes
         placed = [i for i in range(L) if not placements[i].is_whole]
         blocks = L + (0.01 * len(placed) if execution.heads_at_a_time else 0)  # smaller launches
         forward = blocks * (layer + attention_forward + elementwise)
         backward = blocks * (2 * layer + attention_backward + 2 * elementwise)
-        # What runs again: all but the MLP, of which the tiled one computes gate and up again, the untiled one all.
-        backward += len(placed) * (layer - mlp * (1 / 3 if execution.mlp_tile_size else 0))
+        # What runs again: a block but for what it skips; of the tiled MLP, whose backward does that, gate and up.
+        again = attention.matrix_flops + (0 if mlp.is_skippable else mlp.matrix_flops)
+        again += mlp.backward_matrix_flops - 2 * mlp.matrix_flops
+        backward += len(placed) * again / rates.matrix_flops
         for i in placed:
             start, _ = needed_for_backward(placements, i)[0]
             backward += (i - start) * (layer + elementwise)  # blocks run again for this one's input
             backward += attention_forward * sum(placements[j].results == "recompute" for j in range(start, i + 1))
         copies = self.arena_bytes(execution) / rates.link_bytes
         optimizer = self.optimizer(execution)
-        loss = 3 * 2 * config.vocab_size * config.hidden_size * T / rates.matrix_flops
+        loss = linear_cross_entropy_footprint(self.tokens, config.hidden_size, config.vocab_size).matrix_flops
+        loss /= rates.matrix_flops  # as many where the logits are materialised
         # Gradients leave in the first micro-batch; in each later one their sums come and, after that, leave again.
         gradients = optimizer.leaving_gradients / rates.link_bytes
         backwards = max(backward, copies, gradients) + (self.micro_batches - 1) * max(backward, copies, 2 * gradients)

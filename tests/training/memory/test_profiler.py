@@ -12,10 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kernels.attention import backward_workspace
 from kernels.common import set_default_implementation
+from kernels.gated_mlp import gated_mlp_footprint
+from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from model import MODEL_SIZES, Transformer
 from training.memory import cost_model
-from training.memory.cost_model import LOSS_CHUNK_SIZE, PackedDocuments, Stage, Step
+from training.memory.cost_model import PackedDocuments, Stage, Step
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.profiler import (
     CATEGORIES,
@@ -88,16 +91,19 @@ def dry_run(monkeypatch):
 
 
 def own_bytes(step, execution):
-    ops, tile = torch.ops.fathom, min(execution.mlp_tile_size or step.tokens, step.tokens)
-    groups = step.config.num_key_value_heads if execution.heads_at_a_time else 1
-    float32_weights, weights = 4 * step.mlp_elements, 2 * step.mlp_elements
-    return {
-        ops.attention_backward.default: 4 * step.q * step.tokens // groups,
-        ops.tiled_gated_mlp.default: 3 * step.f * tile,
-        # The rounded gradients, its outputs, are counted already.
-        ops.tiled_gated_mlp_backward.default: float32_weights + max(3 * step.f * tile, weights) - weights,
+    """Of operations that take memory inside, by what their footprints say of it."""
+    ops, config = torch.ops.fathom, step.config
+    D, H, G, K = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    attention = backward_workspace("cpu", step.tokens, 2 * H * K, 2 * G * K, step.context_length, None)
+    mlp = gated_mlp_footprint(step.tokens, D, config.intermediate_size, tile_size=execution.mlp_tile_size or 1)
+    loss = linear_cross_entropy_footprint(step.tokens, D, config.vocab_size)
+    hidden, mlp_weights = 2 * step.tokens * D, 2 * 3 * D * config.intermediate_size
+    return {  # outputs are counted already
+        ops.attention_backward.default: attention // (G if execution.heads_at_a_time else 1),
+        ops.tiled_gated_mlp.default: mlp.forward - hidden,
+        ops.tiled_gated_mlp_backward.default: mlp.backward - hidden - mlp_weights,
         torch.ops.aten.embedding_dense_backward.default: step.embedding_sums(),
-        ops.linear_cross_entropy.default: 2 * step.config.vocab_size * min(LOSS_CHUNK_SIZE, step.tokens),
+        ops.linear_cross_entropy.default: loss.forward - loss.saved,
     }
 
 
