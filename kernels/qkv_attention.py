@@ -194,9 +194,10 @@ def qkv_attention_footprint(
         saved = x + 2 * q + 3 * k + results + 4 * (num_heads + num_key_value_heads)
         forward, backward = 3 * q + 4 * k, (2 * q + 2 * k) * T
     else:
-        # Forward: the whole output, and one step's heads. Backward: the gradient of x; of one step qkv, q, k, v, out,
-        # dout, dq, dk and dv.
+        # Forward holds the whole output, and one step's heads or the projection of all. Backward holds dx
+        # and, of one step, qkv, q, k, v, out, dout, dq, dk and dv.
         saved = x + results
-        forward, backward = (3 * q + 4 * k) // steps + q, (x + (5 * q + 6 * k) // steps) * T
+        forward = max((3 * q + 4 * k) // steps + q, results + x)
+        backward = (x + (5 * q + 6 * k) // steps) * T
     flops = 2 * hidden_size * (2 * q + 2 * k) // element_size * T
     return Footprint(saved * T, forward * T, backward + workspace, results * T, flops, 2 * flops, (4 * q + 4 * k) * T)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from kernels.attention import choose_backend
+from kernels.attention import BACKWARD_FLOPS, attention, attention_flops, choose_backend
 from training.errors import UserError
 from training.memory.host_copies import PinnedArena
 
@@ -135,32 +136,38 @@ def _matrix_rate(config, device: torch.device) -> float:
 
 def _attention_rates(config, backend: str, device: torch.device, context_length: int) -> tuple[float, float]:
     """FLOP/s of forward and backward; past 131,072 tokens, where forward gets slower, of one key/value head."""
-    T, G, K = 16_384, config.num_key_value_heads, config.head_dim
+    T, G, R = 16_384, config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
     if context_length > 131_072:
         T, G = min(context_length, 524_288), 1
-    H = G * (config.num_attention_heads // config.num_key_value_heads)
-    q, k, v = (torch.randn(1, T, heads, K, device=device, dtype=torch.bfloat16) for heads in (H, G, G))
-    ops, flops = torch.ops.fathom, 4 * H * K * (T * (T + 1) // 2)
-    out, lse = ops.attention_forward(q, k, v, None, backend)
-    return (
-        flops / _seconds(lambda: ops.attention_forward(q, k, v, None, backend)),
-        2.5 * flops / _seconds(lambda: ops.attention_backward(q, q, k, v, out, lse, None, backend)),
-    )
+    flops = attention_flops(G * R, config.head_dim, T * (T + 1) // 2)
+    forward, backward = _attention_seconds(T, G * R, G, config.head_dim, None, backend, device)
+    return flops / forward, BACKWARD_FLOPS * flops / backward
 
 
 def _document_rates(
     config, backend: str, device: torch.device, forward_flops: float, backward_flops: float
 ) -> tuple[float, float]:
     """Calls a second of forward and backward, from 32 documents of 512 tokens packed in a sequence."""
-    count, length, H, G, K = 32, 512, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    q, k, v = (torch.randn(1, count * length, n, K, device=device, dtype=torch.bfloat16) for n in (H, G, G))
+    count, length, H = 32, 512, config.num_attention_heads
     segments = torch.tensor([[0, i * length, (i + 1) * length] for i in range(count)])
-    ops, flops = torch.ops.fathom, 4 * H * K * count * length * (length + 1) // 2
-    out, lse = ops.attention_forward(q, k, v, segments, backend)
-    forward = _seconds(lambda: ops.attention_forward(q, k, v, segments, backend)) - flops / forward_flops
-    backward = _seconds(lambda: ops.attention_backward(q, q, k, v, out, lse, segments, backend))
-    backward -= 2.5 * flops / backward_flops
-    return tuple(count / max(seconds, 1e-9) for seconds in (forward, backward))
+    flops = attention_flops(H, config.head_dim, count * length * (length + 1) // 2)
+    forward, backward = _attention_seconds(
+        count * length, H, config.num_key_value_heads, config.head_dim, segments, backend, device
+    )
+    forward -= flops / forward_flops
+    backward -= BACKWARD_FLOPS * flops / backward_flops
+    return count / max(forward, 1e-9), count / max(backward, 1e-9)
+
+
+def _attention_seconds(
+    T: int, H: int, G: int, K: int, segments: Tensor | None, backend: str, device: torch.device
+) -> tuple[float, float]:
+    """Of one forward and one backward."""
+    q, k, v = (torch.randn(1, T, n, K, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (H, G, G))
+    with torch.no_grad():
+        forward = _seconds(lambda: attention(q, k, v, segments, backend=backend))
+    out = attention(q, k, v, segments, backend=backend)
+    return forward, _seconds(lambda: torch.autograd.grad(out, (q, k, v), q.detach(), retain_graph=True))
 
 
 def _copy_rates(device: torch.device) -> tuple[float, float]:

@@ -2,21 +2,19 @@
 
 import math
 import os
-import weakref
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from kernels.attention import backward_workspace
 from kernels.common import set_default_implementation
 from kernels.gated_mlp import gated_mlp_footprint
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from model import MODEL_SIZES, Transformer
+from tests.storage_counter import StorageCounter
 from training.memory import cost_model
 from training.memory.cost_model import PackedDocuments, Stage, Step
 from training.memory.execution import WHOLE, Execution, Placement
@@ -26,7 +24,6 @@ from training.memory.profiler import (
     Bench,
     MeasuredStage,
     Measurement,
-    Reading,
     draw_timeline,
     extrapolate,
     format_table,
@@ -34,48 +31,6 @@ from training.memory.profiler import (
     thin,
 )
 from training.optimizer import MasterAdamW
-
-
-class StorageCounter(TorchDispatchMode):
-    """Counts the bytes of every tensor that lives, as the GPU's allocator would; fake tensors cost nothing.
-
-    Args:
-        own_bytes: what operations take inside, which fake tensors do not show.
-    """
-
-    def __init__(self, own_bytes=None):
-        super().__init__()
-        self.allocated = self.peak = 0
-        self.own_bytes, self.on_host = own_bytes or {}, False
-        self.known = weakref.WeakSet()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self.known:
-                storage = tensor.untyped_storage()
-                self.known.add(storage)
-                if not self.on_host:
-                    self.allocated += storage.nbytes()
-                    weakref.finalize(storage, self._free, storage.nbytes())
-        self.peak = max(self.peak, self.allocated + self.own_bytes.get(function, 0))
-        return output
-
-    def _free(self, num_bytes):
-        self.allocated -= num_bytes
-
-    def read(self):
-        peak, self.peak = self.peak, self.allocated
-        return Reading(self.allocated, peak, peak)
-
-    def alloc_retries(self):
-        return 0
-
-    def mark(self):
-        return 0.0
-
-    def seconds(self, start, stop):
-        return stop - start
 
 
 @pytest.fixture

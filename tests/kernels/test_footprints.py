@@ -1,0 +1,108 @@
+"""Each operation's `Footprint` against what it allocates: on fake tensors, and to the byte's percent on a GPU."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kernels.attention import backward_workspace
+from kernels.common import set_default_implementation
+from kernels.cross_entropy import cross_entropy, cross_entropy_footprint
+from kernels.gated_mlp import gated_mlp, gated_mlp_footprint
+from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_footprint
+from kernels.qkv_attention import qkv_attention, qkv_attention_footprint
+from tests.storage_counter import StorageCounter
+from training.memory.profiler import CudaCounter
+
+T, D, F, V, H, G, K = 16_384, 2560, 9728, 151_936, 32, 8, 128  # the 4B's
+OPS = torch.ops.fathom
+
+
+def tensor(*shape):
+    return torch.randn(shape, dtype=torch.bfloat16).requires_grad_()
+
+
+def attention_case(heads_at_a_time):
+    x, sizes = tensor(1, T, D), [H * K, G * K, G * K]
+    weights = [*(tensor(size, D) for size in sizes), tensor(D, H * K), tensor(K), tensor(K)]
+    cos, sin = torch.rand(T, K // 2), torch.rand(T, K // 2)
+    footprint = qkv_attention_footprint(T, D, H, G, K, context_length=T, heads_at_a_time=heads_at_a_time)
+    steps = 1 if heads_at_a_time is None else G // heads_at_a_time
+    own = {
+        OPS.attention_backward.default: backward_workspace("auto", T, 2 * H * K, 2 * G * K, T, None) // steps,
+        OPS.qkv_attention.default: 2 * T * (3 * H * K + 4 * G * K) // steps,
+    }
+    run = lambda x, *weights: qkv_attention(x, *weights, cos, sin, heads_at_a_time=heads_at_a_time)  # noqa: E731
+    return run, [x, *weights], footprint, own
+
+
+def mlp_case(tile_size):
+    inputs = [tensor(T, D), tensor(F, D), tensor(F, D), tensor(D, F)]
+    footprint, weights = gated_mlp_footprint(T, D, F, tile_size=tile_size), 2 * 3 * D * F
+    own = {
+        OPS.tiled_gated_mlp.default: footprint.forward - 2 * T * D,
+        OPS.tiled_gated_mlp_backward.default: footprint.backward - 2 * T * D - weights,
+    }
+    return lambda *inputs: gated_mlp(*inputs, tile_size=tile_size, impl="triton"), inputs, footprint, own
+
+
+def chunked_loss_case():
+    footprint = linear_cross_entropy_footprint(T, D, V)
+    targets = torch.zeros(T, dtype=torch.long)
+    own = {OPS.linear_cross_entropy.default: footprint.forward - footprint.saved}
+    return lambda *inputs: linear_cross_entropy(*inputs, targets), [tensor(T, D), tensor(V, D)], footprint, own
+
+
+def standard_loss_case():
+    targets = torch.zeros(T, dtype=torch.long)
+    run = lambda x, head: cross_entropy(torch.nn.functional.linear(x, head), targets, inplace=True)  # noqa: E731
+    return run, [tensor(T, D), tensor(V, D)], cross_entropy_footprint(T, V), {}
+
+
+CASES = {
+    "attention": lambda: attention_case(None),
+    "attention by heads": lambda: attention_case(1),
+    "MLP": lambda: mlp_case(None),
+    "MLP in tiles": lambda: mlp_case(2048),
+    "chunked loss": chunked_loss_case,
+    "standard loss": standard_loss_case,
+}
+
+
+def check(case, counter):
+    """Within 2%, and in backward besides gradients of inputs and weights."""
+    run, inputs, footprint, own = CASES[case]()
+    counter.own_bytes = own
+    before = counter.read().allocated
+    with torch.set_grad_enabled("loss" in case):  # a loss makes its gradients in forward
+        run(*inputs)
+    forward = counter.read().peak - before
+    output = run(*inputs)
+    saved = counter.read().allocated - before - output.nbytes
+    if "loss" not in case:
+        saved += inputs[0].nbytes  # which was there before
+    d_output = torch.ones_like(output)
+    alive = counter.read().allocated
+    torch.autograd.grad(output, inputs, d_output)
+    backward = counter.read().peak - alive
+    assert saved == pytest.approx(footprint.saved, rel=0.02)
+    assert forward == pytest.approx(footprint.forward, rel=0.02)
+    gradients = sum(x.nbytes for x in inputs)
+    assert 0.98 * footprint.backward <= backward <= 1.02 * footprint.backward + gradients
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_fake_tensors(case):
+    set_default_implementation("triton")
+    try:
+        with FakeTensorMode(), StorageCounter() as counter:
+            check(case, counter)
+    finally:
+        set_default_implementation("auto")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu(case):
+    with torch.device("cuda"):
+        check(case, CudaCounter(torch.device("cuda", 0)))
+        check(case, CudaCounter(torch.device("cuda", 0)))
