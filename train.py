@@ -168,13 +168,13 @@ def log_changes(before: TrainConfig, config: TrainConfig, state: dict, world: Wo
             logger.info("%s: %s -> %s", name, getattr(before, name), value)
     tokens, ranks = state.get("tokens_per_step"), state.get("ranks")
     if tokens not in (None, tokens_per_step(config, world)):
-        because = f" ({ranks} -> {world.size} ranks)" if ranks != world.size else ""
+        because = f" ({ranks} -> {world.data_size} ranks)" if ranks != world.data_size else ""
         logger.info("tokens a step: %s -> %s%s", f"{tokens:,}", f"{tokens_per_step(config, world):,}", because)
 
 
 def tokens_per_step(config: TrainConfig, world: World) -> int:
-    """Of all ranks and micro-batches."""
-    return config.context_length * config.batch_size * config.gradient_accumulation_steps * world.size
+    """Of all data-parallel ranks and micro-batches."""
+    return config.context_length * config.batch_size * config.gradient_accumulation_steps * world.data_size
 
 
 def learning_rate_of(step: int, config: TrainConfig, cosine_steps: int) -> float:
@@ -223,7 +223,7 @@ def load_data(config: TrainConfig, tokenizer, vocab_size: int, world: World):
     shares = split_documents(documents, config.validation_fraction, config.seed)
     store, held_out = (TokenStore(share, tokenizer.eos_id) for share in shares)
     packing = ConcatenatedPacking(store.lengths, config.context_length, config.seed)
-    loader = PackedLoader(store, packing, config.batch_size, world.rank, world.size)
+    loader = PackedLoader(store, packing, config.batch_size, world.data_rank, world.data_size)
     loader.check_enough_for_step(config.gradient_accumulation_steps)
     return loader, held_out
 
@@ -291,7 +291,7 @@ def train(given: dict, world: World) -> None:
         loader.load_state_dict(start.loader)
         verify_checkpoint(start.checkpoint)  # reads every byte of it
     documents = PackedDocuments.average(
-        *loader.document_lengths(), loader.longest_document, config.batch_size, world.size
+        *loader.document_lengths(), loader.longest_document, config.batch_size, world.data_size
     )
     model, optimizer, plan = build(config, model_config, start, documents, world)
 
@@ -343,7 +343,7 @@ def train(given: dict, world: World) -> None:
         is_last, stop = step == max_steps, world.sum(float(bool(terminated)))[0] > 0
         if config.validation_sequences and (is_last or is_due(step, config.validation_interval)):
             held_out_batches = validation_batches(
-                held_out, config.context_length, config.batch_size, world.rank, world.size,
+                held_out, config.context_length, config.batch_size, world.data_rank, world.data_size,
                 limit=config.validation_sequences,
             )  # fmt: skip
             values["validation_loss"] = validate(model, held_out_batches, world)
@@ -359,7 +359,7 @@ def train(given: dict, world: World) -> None:
                 optimizer_state=optimizer.state_dict() if config.save == "full" else None,
                 trainer_state={
                     "tokens": tokens, "max_steps": max_steps, "cosine_steps": start.cosine_steps,
-                    "tokens_per_step": step_tokens, "ranks": world.size, "settings": settings,
+                    "tokens_per_step": step_tokens, "ranks": world.data_size, "settings": settings,
                     "tokenizer": tokenizer.identity, "loader": loader.state_dict(),
                 },
             )  # fmt: skip

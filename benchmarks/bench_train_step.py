@@ -57,7 +57,7 @@ def main() -> None:
         parser.error("--steps must be at least 2, and the peer takes no packed documents")
     results = {}
     with join_world(arguments.device) as world:
-        steps = standard_library(arguments, world.size)
+        steps = standard_library(arguments, world.data_size)
         for setting in arguments.settings:
             results[setting] = measure(setting, arguments, steps, world)
             if world.is_main:
@@ -116,7 +116,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[Batch]
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             start = time.perf_counter()
-            losses.append(round(step(batches[world.rank]), 3))
+            losses.append(round(step(batches[world.data_rank]), 3))
             synchronize(world)
             every.append(time.perf_counter() - start)
         seconds = statistics.mean(every[-len(timed) :])
@@ -128,7 +128,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[Batch]
         predicted = statistics.mean(
             plan.step.at(tokens, documents_of(batches)).seconds(plan.execution, plan.rates) for batches in timed
         )
-    own = [batches[world.rank].documents for batches in timed]
+    own = [batches[world.data_rank].documents for batches in timed]
     model_flops = statistics.mean(3 * config.forward_flops(documents.lengths) for documents in own)
     return {
         "seconds": seconds,

@@ -16,7 +16,7 @@ from model import MODEL_SIZES, Transformer
 from training.checkpoint.files import load_optimizer_state, save_checkpoint
 from training.optimizer import LEAVING_BYTES, MasterAdamW, optimizer_bytes, warmup_cosine
 from training.parallel.fsdp import shard_model
-from training.parallel.world import World
+from training.parallel.world import World, make_mesh
 
 SHAPES = {"matrix": (8, 16), "norm.weight": (16,), "other": (5, 7)}
 PLACEMENTS = {"device": math.inf, "host": 0, "partly": 8 * 16 * 12}  # gpu_state_bytes; partly: the matrix stays
@@ -353,7 +353,8 @@ def in_two_processes(rank, folder):
 
 
 def check_sharded(rank, folder):
-    world, one = World(rank, 2, torch.device("cpu")), World(0, 1, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    world, one = World(rank, 2, cpu, make_mesh("cpu", 2)), World(0, 1, cpu)
     for micro_batches in (1, 3):
         _, default, norms = train_sharded(math.inf, world, micro_batches)
         expected = full(default.state_dict())

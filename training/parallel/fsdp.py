@@ -1,10 +1,9 @@
-"""FSDP2: parameters sharded over all ranks, and full tensors brought into them."""
+"""FSDP2: parameters sharded over the ranks, and full tensors brought into them."""
 
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -21,13 +20,12 @@ def shard_model(
     Args:
         compute_dtype: of the gathered parameters; None: bfloat16 on GPUs, float32 on CPUs.
     """
-    mesh = init_device_mesh(world.device.type, (world.size,))
     if compute_dtype is None:
         compute_dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     # Inputs are not cast: hidden states have the parameters' dtype already, and RoPE's tables must stay float32.
     policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=world.fsdp_mesh, mp_policy=policy)
     for module in (*blocks, model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other

@@ -1,5 +1,6 @@
-"""One process or many: the process group, this rank's device, and sums over ranks."""
+"""One process or many: the process group, its mesh of data, context and tensor ranks, and sums over ranks."""
 
+import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -8,21 +9,41 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from training.errors import UserError
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others."""
+    """This process among the others.
+
+    The ranks form a mesh of three axes. Along "data" ranks have sequences of their own, along "context" they share each
+    sequence, and along "tensor" they share each matrix. Of 8 ranks with context and tensor of size 2, rank 6 stands at
+    (1, 1, 0): it shares its sequences with ranks 4, 5 and 7, and its data_rank is 1 of 2.
+    """
 
     rank: int
     size: int
     device: torch.device
+    mesh: DeviceMesh | None = None  # None in a world of one process
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        return 0 if self.mesh is None else self.mesh.get_local_rank("data")
+
+    @property
+    def data_size(self) -> int:
+        return 1 if self.mesh is None else self.mesh["data"].size()
+
+    @functools.cached_property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """The one axis that FSDP2 shards parameters over: "data" and "context" as if they were one."""
+        return self.mesh["data", "context"]._flatten("fsdp")
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over the ranks, in float64."""
@@ -49,36 +70,52 @@ class World:
         return values[0]
 
 
+def make_mesh(device_type: str, size: int, context_parallel_size: int = 1, tensor_parallel_size: int = 1) -> DeviceMesh:
+    """The mesh of `World`; neighbouring ranks, those of one machine, share matrices first and sequences second."""
+    shape = size // (context_parallel_size * tensor_parallel_size), context_parallel_size, tensor_parallel_size
+    return init_device_mesh(device_type, shape, mesh_dim_names=("data", "context", "tensor"))
+
+
 @contextmanager
-def join_world(device: str) -> Iterator[World]:
+def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size: int = 1) -> Iterator[World]:
     """The process group that torchrun announced (NCCL on GPUs, gloo on CPUs), or a world of one without it.
 
     Args:
         device: "auto" (a GPU if there is one), "cuda" or "cpu".
+        context_parallel_size: ranks that share each sequence.
+        tensor_parallel_size: ranks that share each matrix.
 
     Raises:
-        UserError: CUDA asked for where there is none, or fewer GPUs than processes on this machine.
+        UserError: CUDA asked for where there is none, fewer GPUs than processes on this machine, or a number of
+            processes that the two sizes do not divide.
     """
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before CUDA starts: less fragmentation
     rank, size, local_rank = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     if device not in ("auto", "cuda", "cpu"):
         raise UserError(f'device must be "auto", "cuda" or "cpu", got {device!r}')
+    if size % (context_parallel_size * tensor_parallel_size):
+        raise UserError(
+            f"context_parallel_size {context_parallel_size} x tensor_parallel_size {tensor_parallel_size} must divide "
+            f"the number of processes, {size}; start another number by torchrun --nproc_per_node, or lower one of them"
+        )
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but PyTorch sees no CUDA GPU here; use --device cpu, or check nvidia-smi")
     if device == "cpu" or not torch.cuda.is_available():
-        world = World(rank, size, torch.device("cpu"))
+        place = torch.device("cpu")
         # torchrun allows each process one thread; share the cores among this machine's processes instead.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     else:
         if local_rank >= torch.cuda.device_count():
             count = torch.cuda.device_count()
             raise UserError(f"more processes than the {count} GPUs here: torchrun --nproc_per_node={count} at most")
-        world = World(rank, size, torch.device("cuda", local_rank))
-        torch.cuda.set_device(world.device)
+        place = torch.device("cuda", local_rank)
+        torch.cuda.set_device(place)
+    mesh = None
     if size > 1:
-        gpu = world.device.type == "cuda"
-        dist.init_process_group("nccl" if gpu else "gloo", device_id=world.device if gpu else None)
-    yield world
+        gpu = place.type == "cuda"
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=place if gpu else None)
+        mesh = make_mesh(place.type, size, context_parallel_size, tensor_parallel_size)
+    yield World(rank, size, place, mesh)
     # Not after an error: the other ranks may wait in a collective, and so would this; torchrun ends them as it exits.
     if dist.is_initialized():
         gc.collect()  # what still refers to the group; gloo aborts now and then otherwise

@@ -11,7 +11,7 @@ from training.memory.execution import Execution, Placement
 from training.memory.machine import H200
 from training.memory.planner import _fits
 from training.parallel.fsdp import shard_model
-from training.parallel.world import World
+from training.parallel.world import World, make_mesh
 
 GIB = 2**30
 
@@ -77,7 +77,7 @@ def test_a_head_that_is_not_the_embedding_is_gathered_too(tmp_path):
             config = replace(MODEL_SIZES["tiny"], tie_word_embeddings=tied)
             with torch.device("meta"):
                 model = Transformer(config)
-            shard_model(model, model.layers, World(0, 1, torch.device("cpu")))
+            shard_model(model, model.layers, World(0, 1, torch.device("cpu"), make_mesh("cpu", 1)))
             step = Step(config, model.parameters(), 64)
             gathered.append(step.parameter_bytes - 4 * config.num_parameters())
             check_that_the_reduction_keeps_its_memory(step)

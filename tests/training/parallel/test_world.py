@@ -1,0 +1,109 @@
+"""The mesh of data, context and tensor ranks: a world of one, and four processes over gloo.
+
+`torchrun --nproc_per_node=4 -m tests.training.parallel.test_world` is what the test starts.
+"""
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from model import MODEL_SIZES, Transformer
+from tests.training.data.test_packing import make_documents, make_loader
+from training.errors import UserError
+from training.optimizer import MasterAdamW
+from training.parallel.fsdp import initial_weights, shard_model
+from training.parallel.world import World, join_world, make_mesh
+from training.run import train_step
+
+ROOT = Path(__file__).parents[3]
+DOCUMENTS = make_documents([40, 90, 15, 60, 50])
+
+
+def test_one_process_needs_no_process_group():
+    with join_world("cpu") as world:
+        assert (world.rank, world.size, world.data_rank, world.data_size) == (0, 1, 0, 1)
+        assert world.mesh is None and not dist.is_initialized()
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (1, 3), (2, 4)])
+def test_sizes_that_do_not_divide_the_processes_are_refused(sizes, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    message = f"context_parallel_size {sizes[0]} x tensor_parallel_size {sizes[1]} must divide .* processes, 4; start"
+    with pytest.raises(UserError, match=message), join_world("cpu", *sizes):
+        pass
+
+
+def test_four_ranks():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
+    result = subprocess.run(
+        [*command, "-m", "tests.training.parallel.test_world"], cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("equal") == 4
+
+
+def check_meshes(world: World) -> None:
+    """Where each rank stands, and over which ranks FSDP2 shards its parameters."""
+    assert world.mesh.mesh.tolist() == [[[0], [1]], [[2], [3]]]
+    assert (world.data_rank, world.data_size) == (world.rank // 2, 2)
+    assert world.fsdp_mesh.mesh.tolist() == [0, 1, 2, 3] and world.fsdp_mesh.get_group().size() == 4
+    assert world.sum(1.0, 2.0**60 + world.rank) == [4, 2.0**62] and world.min(world.rank) == [0]
+    shared = World(world.rank, 4, world.device, make_mesh("cpu", 4, 2, 2))
+    assert (shared.data_rank, shared.data_size) == (0, 1)
+    assert shared.fsdp_mesh.mesh.tolist() == [[0, 2], [1, 3]][world.rank % 2]
+    alone = World(world.rank, 4, world.device, make_mesh("cpu", 4))
+    assert (alone.data_rank, alone.data_size) == (world.rank, 4)
+
+
+def check_sequences(world: World) -> None:
+    """Ranks 0 and 1 have the same sequences, ranks 2 and 3 the others."""
+    loader = make_loader(DOCUMENTS, 32, 1, rank=world.data_rank, world_size=world.data_size)
+    taken = torch.stack([loader.next_batch().input_ids for _ in range(2)])
+    all_taken = [torch.empty_like(taken) for _ in range(4)]
+    dist.all_gather(all_taken, taken)
+    assert torch.equal(all_taken[0], all_taken[1]) and torch.equal(all_taken[2], all_taken[3])
+    in_order = torch.stack(all_taken[::2], dim=1).view(4, 1, 32)
+    one = make_loader(DOCUMENTS, 32, 1)
+    assert torch.equal(in_order, torch.stack([one.next_batch().input_ids for _ in range(4)]))
+
+
+def train(world: World, micro_batches: int) -> tuple[list, dict]:
+    """(losses and gradient norms of three steps, the weights behind them)."""
+    with torch.device("meta"):
+        model = Transformer(MODEL_SIZES["tiny"])
+    if world.size > 1:
+        shard_model(model, model.layers, world)
+    model.to_empty(device="cpu")
+    optimizer = MasterAdamW(model.named_parameters(), accumulate=micro_batches > 1)
+    optimizer.load_weights(initial_weights(model, seed=0))
+    loader = make_loader(DOCUMENTS, 32, 1, rank=world.data_rank, world_size=world.data_size)
+    steps = []
+    for _ in range(3):
+        batches = [loader.next_batch() for _ in range(micro_batches)]
+        steps.append(train_step(model, optimizer, batches, world, learning_rate=1e-3, max_grad_norm=1.0))
+    return steps, {n: p.full_tensor() if world.size > 1 else p for n, p in model.named_parameters()}
+
+
+def check_training(world: World) -> None:
+    """Two groups of two ranks train as one process that takes the sequences of both groups."""
+    steps, weights = train(world, 1)
+    expected_steps, expected = train(World(0, 1, world.device), 2)
+    torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected_steps), rtol=1e-5, atol=0)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-4, atol=1e-5, msg=name)
+    print("equal", flush=True)
+
+
+if __name__ == "__main__":
+    with join_world("cpu", context_parallel_size=2) as world:
+        check_meshes(world)
+        check_sequences(world)
+        check_training(world)
+        gc.collect()  # models in cycles would keep the process group beyond its end, which at times aborts
