@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from kernels.attention import attention, attention_flops
 from kernels.cross_entropy import cross_entropy
@@ -20,6 +19,7 @@ from kernels.gated_mlp import gated_mlp
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.qkv_attention import project_heads, qkv_attention
 from kernels.rms_norm import rms_norm
+from kernels.torch_internals import assert_async
 
 logger = logging.getLogger(__name__)
 
@@ -315,7 +315,7 @@ class ModelOutput:
     hidden_states: Tensor | None = None  # [B, T, D], after the last norm
 
 
-_pytree.register_dataclass(ModelOutput)  # so that FSDP finds the tensors in it
+torch.export.register_dataclass(ModelOutput)  # so that FSDP finds the tensors in it
 
 
 class Transformer(nn.Module):
@@ -406,7 +406,7 @@ class Transformer(nn.Module):
             targets = labels[:, 1:]
         elif targets is not None and (documents is None or documents.are_whole):
             has_none = (targets[:, -1] == IGNORE_INDEX).all()
-            torch._assert_async(has_none, "targets must be -100 at the last position of a whole sequence")
+            assert_async(has_none, "targets must be -100 at the last position of a whole sequence")
             targets = targets[:, :-1]
         context = self._context(input_ids, documents, positions_BT, caches)
         for layer in self.layers:

@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from kernels import torch_internals
 from kernels.common import operation
 
 BACKENDS = ("auto", "cudnn", "flash", "flash-attn-4", "cpu")
@@ -89,13 +90,12 @@ def _run_forward(backend: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
         out, lse = _flash_attn_fwd(q, k, v, causal=True, return_lse=True)[:2]
         return out, lse
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    aten = torch.ops.aten
     if backend == "cudnn":
-        out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[:2]
+        out, lse = torch_internals.cudnn_attention(q, k, v, None, True, 0.0, True)[:2]
     elif backend == "flash":
-        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[:2]
+        out, lse = torch_internals.flash_attention(q, k, v, 0.0, True)[:2]
     else:
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        out, lse = torch_internals.cpu_attention(q, k, v, 0.0, True)
     return out.transpose(1, 2), lse.reshape(q.shape[:3])
 
 
@@ -110,18 +110,17 @@ def _run_backward(
         return _flash_attn_bwd(q, k, v, out, dout, lse, causal=True)[:3]
     T = q.shape[1]
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    aten = torch.ops.aten
     unused_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is off
     if backend == "cudnn":
-        gradients = aten._scaled_dot_product_cudnn_attention_backward(
+        gradients = torch_internals.cudnn_attention_backward(
             dout, q, k, v, out, lse.unsqueeze(-1), unused_seed, unused_seed, None, None, None, T, T, 0.0, True
         )
     elif backend == "flash":
-        gradients = aten._scaled_dot_product_flash_attention_backward(
+        gradients = torch_internals.flash_attention_backward(
             dout, q, k, v, out, lse, None, None, T, T, 0.0, True, unused_seed, unused_seed
         )
     else:
-        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, True)
+        gradients = torch_internals.cpu_attention_backward(dout, q, k, v, out, lse, 0.0, True)
     return tuple(g.transpose(1, 2) for g in gradients)
 
 

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from kernels.common import Footprint, use_triton
+from kernels.torch_internals import assert_async
 
 VECTOR = 8  # neighbouring columns that one thread holds: 16 bytes of bf16
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -108,7 +109,7 @@ def _reciprocal(denominator: torch.Tensor, name: str) -> torch.Tensor:
     """1 / denominator, which must be positive and finite; on CUDA the device asserts it, so the host never waits."""
     is_valid = (denominator > 0) & (denominator < torch.inf)
     if denominator.is_cuda:
-        torch._assert_async(is_valid, f"{name} is not positive and finite")
+        assert_async(is_valid, f"{name} is not positive and finite")
     else:
         _check_denominator(is_valid, denominator, name)
     return 1 / denominator

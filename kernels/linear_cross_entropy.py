@@ -32,6 +32,7 @@ from kernels.cross_entropy import (
     row_losses,
     row_step,
 )
+from kernels.torch_internals import assert_async, backward_keeps_graph, resolve_process_group
 
 CHUNK_SIZE = 4096  # tokens whose logits exist at a time
 
@@ -59,7 +60,7 @@ class _Shard(NamedTuple):
 def _shard(group_name: str | None, num_columns: int) -> _Shard:
     if group_name is None:
         return _Shard(None, 0, num_columns)
-    group = dist.distributed_c10d._resolve_process_group(group_name)
+    group = resolve_process_group(group_name)
     return _Shard(group, dist.get_rank(group) * num_columns, dist.get_world_size(group) * num_columns)
 
 
@@ -90,7 +91,7 @@ def _rows_to_compute(target: torch.Tensor, ignore_index: int, num_valid_tokens: 
     if num_valid_tokens is None:
         num_valid_tokens = int(valid.sum())
     else:
-        torch._assert_async(valid.sum() == num_valid_tokens, "num_valid_tokens is not the number of valid labels")
+        assert_async(valid.sum() == num_valid_tokens, "num_valid_tokens is not the number of valid labels")
     if num_valid_tokens == len(target):
         return None
     return torch.argsort((~valid).byte(), stable=True)[:num_valid_tokens]
@@ -217,7 +218,7 @@ def _backward(ctx, d_loss, d_losses, *_):
         scale, *gradients = ctx.saved_tensors
         scale = (scale * d_loss).reshape(1)  # [1]: a 0-d factor would first be rounded to the gradient's dtype
         # Where the graph is kept backward may come again; otherwise the gradients' memory can be their result's.
-        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        kept = backward_keeps_graph()
         gradients = [
             torch.mul(g, scale, out=g if g.dtype == ctx.dtype and not kept else torch.empty_like(g, dtype=ctx.dtype))
             for g in gradients

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from training.memory.host_copies import SLOT_ALIGNMENT, PinnedArena
 from training.parallel.fsdp import local_part
+from training.torch_internals import dtensor_like, fused_adamw_
 
 PIECE_ELEMENTS = 2**23  # copies of 32 MiB run at the link's full rate
 NUM_SLOTS = 3  # one piece arrives, one is updated, one leaves
@@ -301,7 +302,7 @@ class MasterAdamW:
         parameter = _flat(state.parameter)[piece]
         master = tensors.get("master", parameter)
         gradient = self.room[: len(parameter)].copy_(tensors["gradient"]).mul_(self.scale)
-        torch._fused_adamw_(  # what torch.optim.AdamW(fused=True) calls, which keeps its own idea of where state is
+        fused_adamw_(
             [master], [gradient], [tensors["exp_avg"]], [tensors["exp_avg_sq"]], [], [self.steps],
             lr=learning_rate, beta1=self.betas[0], beta2=self.betas[1], weight_decay=state.weight_decay, eps=self.eps,
             amsgrad=False, maximize=False,
@@ -348,10 +349,7 @@ def _like(parameter: nn.Parameter, flat: Tensor) -> Tensor:
     """`flat` [n] in the parameter's shape, and sharded as it is, wherever `flat` lives."""
     if not isinstance(parameter, DTensor):
         return flat.view(parameter.shape)
-    local = flat.view(parameter.to_local().shape)
-    # DTensor.from_local would copy it to the GPU; FSDP makes those of its CPU offload like this, too.
-    spec = torch.empty_like(parameter, dtype=flat.dtype, device="meta")._spec
-    return DTensor(local, spec, requires_grad=False)
+    return dtensor_like(parameter, flat.view(parameter.to_local().shape))
 
 
 def warmup_cosine(step: int, *, learning_rate: float, warmup_steps: int, max_steps: int, final_ratio: float) -> float:

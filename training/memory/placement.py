@@ -16,11 +16,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.common import KEEPABLE, SKIPPABLE
 from training.memory.execution import Execution, Placement, needed_for_backward
 from training.memory.host_copies import HostCopies, PinnedArena
+from training.torch_internals import TorchDispatchMode
 
 
 def apply_execution(model: nn.Module, execution: Execution, arena_bytes: int = 0) -> None:

@@ -24,6 +24,7 @@ from training.memory.cost_model import Stage, Step
 from training.memory.execution import Execution
 from training.memory.placement import apply_execution
 from training.optimizer import MasterAdamW
+from training.torch_internals import dump_memory_snapshot, record_memory_history
 
 GIB = 2**30
 CATEGORIES = ("parameters", "gradients", "optimizer", "layer inputs", "attention", "MLP", "loss", "workspace")
@@ -309,7 +310,7 @@ class Bench:
         ids, retries = self._random_ids(step), counter.alloc_retries()
         recorder = Recorder(self.model, self.optimizer, counter)
         if snapshot is not None:
-            torch.cuda.memory._record_memory_history()
+            record_memory_history()
         try:
             start = counter.mark()
             with recorder.hooked():
@@ -317,8 +318,8 @@ class Bench:
             seconds = counter.seconds(start, counter.mark())
         finally:
             if snapshot is not None:
-                torch.cuda.memory._dump_snapshot(str(snapshot))
-                torch.cuda.memory._record_memory_history(enabled=None)
+                dump_memory_snapshot(str(snapshot))
+                record_memory_history(enabled=None)
         host_bytes = arena_bytes + (self.optimizer.arena.num_bytes if self.optimizer.slots else 0)
         return Measurement(recorder.measured(), seconds, host_bytes, counter.alloc_retries() - retries)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from training.errors import UserError
+from training.torch_internals import flatten_mesh
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class World:
     @functools.cached_property
     def fsdp_mesh(self) -> DeviceMesh:
         """The one axis that FSDP2 shards parameters over: "data" and "context" as if they were one."""
-        return self.mesh["data", "context"]._flatten("fsdp")
+        return flatten_mesh(self.mesh["data", "context"], "fsdp")
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over the ranks, in float64."""

@@ -1,0 +1,71 @@
+"""Each private part of PyTorch that kernels/ uses does what kernels/ takes it to do."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kernels import torch_internals
+from kernels.attention import attention_reference
+
+SIGNATURES = {
+    "cudnn_attention": "query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal",
+    "cudnn_attention_backward": "grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, "
+    "cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal",
+    "flash_attention": "query, key, value, dropout_p, is_causal",
+    "flash_attention_backward": "grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, "
+    "dropout_p, is_causal, philox_seed, philox_offset",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_gpu_attention_takes_its_arguments_in_this_order(name):
+    """What the kernels compute is tested on a GPU, in test_attention.py."""
+    operation = getattr(torch_internals, name).default
+    names = [argument.name for argument in operation._schema.arguments]
+    expected = SIGNATURES[name].split(", ")
+    assert names[: len(expected)] == expected
+    if not name.endswith("backward"):
+        assert [value.name for value in operation._schema.returns[:2]] in (["output", "logsumexp"], ["", ""])
+
+
+def test_cpu_attention():
+    """Against the reference, with heads that share key/value heads."""
+    q, k, v = (torch.randn(2, 7, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    expected = attention_reference(q, k, v)
+    dout = torch.randn_like(expected)
+    expected_gradients = torch.autograd.grad(expected, (q, k, v), dout)
+    q, k, v, dout = (x.detach().transpose(1, 2) for x in (q, k, v, dout))
+    out, lse = torch_internals.cpu_attention(q, k, v, 0.0, True)
+    scores = q @ k.repeat_interleave(2, 1).mT / 8**0.5
+    scores.masked_fill_(torch.ones(7, 7).triu(1).bool(), float("-inf"))
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1))
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+    for found, gradient in zip(
+        torch_internals.cpu_attention_backward(dout, q, k, v, out, lse, 0.0, True), expected_gradients
+    ):
+        torch.testing.assert_close(found.transpose(1, 2), gradient)
+
+
+def test_assert_async():
+    torch_internals.assert_async(torch.tensor(True), "holds")
+    with pytest.raises(RuntimeError, match="a message of ours"):
+        torch_internals.assert_async(torch.tensor(False), "a message of ours")
+
+
+def test_resolve_process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        group = dist.new_group([0])
+        assert torch_internals.resolve_process_group(group.group_name) is group
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_backward_keeps_graph(keeps):
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: seen.append(torch_internals.backward_keeps_graph()))
+    y.backward(retain_graph=keeps)
+    assert seen == [keeps]
