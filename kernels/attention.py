@@ -10,6 +10,8 @@ Method: Dao et al., FlashAttention, arXiv 2205.14135; grouped-query attention: A
 
 import importlib.util
 import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,14 +19,9 @@ from torch import Tensor
 from kernels import torch_internals
 from kernels.common import operation
 
-BACKENDS = ("auto", "cudnn", "flash", "flash-attn-4", "cpu")
-# cuDNN builds a plan for each new length; rounding a document up to this many tokens keeps the plans few.
-PADDED_LENGTH_MULTIPLE = 1024
 _CUDNN_SHORTEST = 64  # tokens; cuDNN refuses a single one
 _NEVER_ATTENDS = 1e30  # a log-sum-exp under which every probability is exactly 0
 BACKWARD_FLOPS = 2.5  # floating-point operations of backward over those of forward: five matrix products against two
-# What backward takes of its own, in rows of q: mostly float32 dq, and dk and dv of each query head. Measured.
-_BACKWARD_ROWS = {"auto": 4, "cudnn": 4, "flash": 6, "flash-attn-4": 3, "cpu": 4}
 
 
 def attention_reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments: Tensor | None = None) -> Tensor:
@@ -40,6 +37,92 @@ def attention_reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments
     scores = torch.einsum("btgrk,bsgk->bgrts", q_BTGRK, k_BTGK) / math.sqrt(K)
     probabilities = scores.masked_fill(~visible_BTT[:, None, None], float("-inf")).softmax(-1)
     return torch.einsum("bgrts,bsgk->btgrk", probabilities, v_BTGK).flatten(2, 3)
+
+
+class Kernel(NamedTuple):
+    """A library's causal attention over rows of one document each.
+
+    Args:
+        forward: q [B, T, H, K], k and v [B, T, G, K] -> out [B, T, H, K], log-sum-exp [B, H, T] float32.
+        backward: dout, q, k, v, out, log-sum-exp -> dq, dk, dv, in the layouts of q, k and v.
+        workspace_rows: what backward takes of its own, in rows of q: float32 dq, dk, dv of each query head. Measured.
+        length_multiple: to which documents are rounded up. cuDNN builds a plan for each new length.
+    """
+
+    forward: Callable
+    backward: Callable
+    workspace_rows: int = 4
+    length_multiple: int = 1
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    """[B, T, H, K] <-> [B, H, T, K]"""
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    if q.shape[1] < _CUDNN_SHORTEST:
+        return _flash_forward(q, k, v)
+    out, lse = torch_internals.cudnn_attention(*_heads_first(q, k, v), None, True, 0.0, True)[:2]
+    return out.transpose(1, 2), lse.squeeze(-1)
+
+
+def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+    T = q.shape[1]
+    if T < _CUDNN_SHORTEST:
+        return _flash_backward(dout, q, k, v, out, lse)
+    seed = _unused_seed(q)
+    return _heads_first(*torch_internals.cudnn_attention_backward(
+        *_heads_first(dout, q, k, v, out), lse.unsqueeze(-1), seed, seed, None, None, None, T, T, 0.0, True
+    ))  # fmt: skip
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = torch_internals.flash_attention(*_heads_first(q, k, v), 0.0, True)[:2]
+    return out.transpose(1, 2), lse
+
+
+def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+    T, seed = q.shape[1], _unused_seed(q)
+    return _heads_first(*torch_internals.flash_attention_backward(
+        *_heads_first(dout, q, k, v, out), lse, None, None, T, T, 0.0, True, seed, seed
+    ))  # fmt: skip
+
+
+def _unused_seed(q: Tensor) -> Tensor:
+    """Of a dropout that is off."""
+    return torch.zeros((), dtype=torch.int64, device=q.device)
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = torch_internals.cpu_attention(*_heads_first(q, k, v), 0.0, True)
+    return out.transpose(1, 2), lse
+
+
+def _cpu_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+    heads_first = _heads_first(dout, q, k, v, out)
+    return _heads_first(*torch_internals.cpu_attention_backward(*heads_first, lse, 0.0, True))
+
+
+def _flash_attn_4_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    return _flash_attn_fwd(q, k, v, causal=True, return_lse=True)[:2]
+
+
+def _flash_attn_4_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    return _flash_attn_bwd(q, k, v, out, dout, lse, causal=True)[:3]
+
+
+KERNELS = {
+    "cudnn": Kernel(_cudnn_forward, _cudnn_backward, length_multiple=1024),
+    "flash": Kernel(_flash_forward, _flash_backward, workspace_rows=6),
+    "flash-attn-4": Kernel(_flash_attn_4_forward, _flash_attn_4_backward, workspace_rows=3),
+    "cpu": Kernel(_cpu_forward, _cpu_backward),
+}
+BACKENDS = ("auto", *KERNELS)
 
 
 @torch.compiler.assume_constant_result  # asks the driver, which a compiled graph cannot
@@ -77,56 +160,9 @@ def choose_backend(requested: str, device: torch.device) -> str:
     return requested
 
 
-def _backend_for_length(backend: str, length: int) -> str:
-    return "flash" if backend == "cudnn" and length < _CUDNN_SHORTEST else backend
-
-
-def _run_forward(backend: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """One causal attention: [B, T, H, K], [B, T, G, K] twice -> out [B, T, H, K], log-sum-exp [B, H, T] float32."""
-    backend = _backend_for_length(backend, q.shape[1])
-    if backend == "flash-attn-4":
-        from flash_attn.cute.interface import _flash_attn_fwd
-
-        out, lse = _flash_attn_fwd(q, k, v, causal=True, return_lse=True)[:2]
-        return out, lse
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if backend == "cudnn":
-        out, lse = torch_internals.cudnn_attention(q, k, v, None, True, 0.0, True)[:2]
-    elif backend == "flash":
-        out, lse = torch_internals.flash_attention(q, k, v, 0.0, True)[:2]
-    else:
-        out, lse = torch_internals.cpu_attention(q, k, v, 0.0, True)
-    return out.transpose(1, 2), lse.reshape(q.shape[:3])
-
-
-def _run_backward(
-    backend: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `_run_forward` for q, k, v, in their layouts."""
-    backend = _backend_for_length(backend, q.shape[1])
-    if backend == "flash-attn-4":
-        from flash_attn.cute.interface import _flash_attn_bwd
-
-        return _flash_attn_bwd(q, k, v, out, dout, lse, causal=True)[:3]
-    T = q.shape[1]
-    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    unused_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is off
-    if backend == "cudnn":
-        gradients = torch_internals.cudnn_attention_backward(
-            dout, q, k, v, out, lse.unsqueeze(-1), unused_seed, unused_seed, None, None, None, T, T, 0.0, True
-        )
-    elif backend == "flash":
-        gradients = torch_internals.flash_attention_backward(
-            dout, q, k, v, out, lse, None, None, T, T, 0.0, True, unused_seed, unused_seed
-        )
-    else:
-        gradients = torch_internals.cpu_attention_backward(dout, q, k, v, out, lse, 0.0, True)
-    return tuple(g.transpose(1, 2) for g in gradients)
-
-
 def _padded_stop(backend: str, start: int, stop: int, T: int) -> int:
     """Where a document's slice may end. Causality lets it run into what follows: the extra rows are thrown away."""
-    multiple = PADDED_LENGTH_MULTIPLE if backend == "cudnn" else 1
+    multiple = KERNELS[backend].length_multiple
     return min(T, start + -(-(stop - start) // multiple) * multiple)
 
 
@@ -134,14 +170,14 @@ def _padded_stop(backend: str, start: int, stop: int, T: int) -> int:
 def _attention_forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
     B, T, H, _ = q.shape
     if segments is None:
-        out, lse = _run_forward(backend, q, k, v)
+        out, lse = KERNELS[backend].forward(q, k, v)
         return out.contiguous(), lse.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     for row, start, stop in segments.tolist():
         rows, length = slice(row, row + 1), stop - start
         window = slice(start, _padded_stop(backend, start, stop, T))
-        out_window, lse_window = _run_forward(backend, q[rows, window], k[rows, window], v[rows, window])
+        out_window, lse_window = KERNELS[backend].forward(q[rows, window], k[rows, window], v[rows, window])
         out[rows, start:stop] = out_window[:, :length]
         lse[rows, :, start:stop] = lse_window[:, :, :length]
     return out, lse
@@ -159,7 +195,7 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout = dout.contiguous()
     if segments is None:
-        dq, dk, dv = _run_backward(backend, dout, q, k, v, out, lse)
+        dq, dk, dv = KERNELS[backend].backward(dout, q, k, v, out, lse)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     for row, start, stop in segments.tolist():
@@ -170,7 +206,7 @@ def _attention_backward(
         dout_window[:, length:] = 0
         lse_window[:, :, length:] = _NEVER_ATTENDS
         windows = (x[rows, window] for x in (q, k, v, out))
-        gradients = _run_backward(backend, dout_window, *windows, lse_window)
+        gradients = KERNELS[backend].backward(dout_window, *windows, lse_window)
         for whole, part in zip((dq, dk, dv), gradients):
             whole[rows, start:stop] = part[:, :length]
     return dq, dk, dv
@@ -244,10 +280,10 @@ def backward_workspace(
         q_bytes, k_bytes: of one token's queries and keys.
         longest: tokens of the longest packed document; None: each row is one document.
     """
-    row = _BACKWARD_ROWS[backend] * q_bytes
+    kernel = KERNELS["cudnn" if backend == "auto" else backend]
+    row = kernel.workspace_rows * q_bytes
     at_once = row * num_tokens if longest is None or longest >= context_length else 0
     if longest is None:
         return at_once
-    multiple = PADDED_LENGTH_MULTIPLE if backend in ("auto", "cudnn") else 1
-    padded = min(-(-longest // multiple) * multiple, context_length)
+    padded = min(-(-longest // kernel.length_multiple) * kernel.length_multiple, context_length)
     return max(at_once, (row + 2 * q_bytes + 2 * k_bytes) * padded)
