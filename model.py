@@ -89,7 +89,7 @@ class ModelConfig:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + layers + self.hidden_size
 
-    def forward_flops(self, document_lengths: list[int]) -> int:
+    def forward_flops(self, document_lengths: list[int]) -> float:
         """Floating-point operations of one forward over documents of these lengths, attention counted causally.
 
         A training step needs three times as many; recomputed activations are not counted (model FLOPs).
@@ -186,7 +186,7 @@ class RotaryCache:
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin for positions 0 .. length-1 at least, on `device`."""
         cached = 0 if self._tables is None else len(self._tables[0])
-        if cached < length or self._tables[0].device != device:
+        if self._tables is None or cached < length or self._tables[0].device != device:
             length = max(length, 2 * cached) if cached < length else cached
             exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
             positions = torch.arange(length, dtype=torch.float64, device=device)
@@ -263,7 +263,7 @@ class Attention(nn.Module):
         self.heads_at_a_time: int | None = None  # key/value heads; None: all
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
-        qkv = [projection.weight for projection in (self.q_proj, self.k_proj, self.v_proj)]
+        qkv = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
         norms = self.q_norm.weight, self.k_norm.weight
         if context.caches is None:
             return qkv_attention(
@@ -398,7 +398,7 @@ class Transformer(nn.Module):
                 raise ValueError(f"{name} must have input_ids' shape {expected}, got {got}")
         x_BTD = self.embed_tokens(input_ids)
         if documents is not None:
-            positions_BT = positions_BT.to(input_ids.device, non_blocking=True)
+            positions_BT = documents.positions_BT.to(input_ids.device, non_blocking=True)
         # The last position of a whole sequence has no target, and is left out of the loss: with it, the chunked loss
         # would have to gather the rows that have one.
         if labels is not None:

@@ -147,11 +147,10 @@ def apply_to(model: nn.Module, *, impl: str = "auto", loss: bool = True) -> dict
         ValueError: another `model_type`, activation, loss or version of transformers; or a module that already has a
             forward of its own, for instance from an earlier `apply_to`. The model is then as it was.
     """
-    config = getattr(model, "config", None)
-    model_type = getattr(config, "model_type", None)
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type not in MODEL_TYPES:
         raise ValueError(f"apply_to knows the model types {', '.join(MODEL_TYPES)}, got {model_type!r}")
-    activation = config.hidden_activation if model_type == "gemma2" else config.hidden_act
+    activation = model.config.hidden_activation if model_type == "gemma2" else model.config.hidden_act
     if activation not in ACTIVATIONS:
         raise ValueError(f"the activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
 

@@ -162,6 +162,8 @@ def _loss_and_gradients(
             statistics[:, here] = row_step(logits, labels, weight, options, gradient=gradient, scale=row_scale)
         else:
             statistics[:, here] = _sharded_row_step(logits, labels, weight, options, shard, gradient, row_scale)
+        if gradient is None:
+            continue
         if needs_input:
             d_x = d_input[here] if rows is None else torch.empty_like(x)
             _matmul(gradient, linear_weight, out=d_x)

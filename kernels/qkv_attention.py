@@ -45,7 +45,7 @@ def _split_heads(qkv: Tensor, norms: Sequence[Tensor], eps: float, n: int, cos: 
     """[B, T, (R + 2) n K] -> q [B, T, R n, K], k and v [B, T, n, K], normalised and rotated as attention takes them."""
     K = len(norms[0])
     heads = qkv.unflatten(-1, (-1, K)).split([qkv.shape[-1] // K - 2 * n, n, n], dim=2)
-    q, k = rope(*(rms_norm(x, weight, eps) for x, weight in zip(heads, norms)), cos, sin)
+    q, k = rope(rms_norm(heads[0], norms[0], eps), rms_norm(heads[1], norms[1], eps), cos, sin)
     return [q, k, heads[2].contiguous()]
 
 

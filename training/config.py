@@ -80,8 +80,7 @@ def given_settings(config_type: type, argv: list[str], description: str) -> dict
     Raises:
         UserError: unknown flag or key (the nearest name is offered), a value of the wrong type, an unreadable file.
     """
-    parser = ArgumentParser(description=description, allow_abbrev=False)
-    parser.error = _raise_user_error
+    parser = _Parser(description=description, allow_abbrev=False)
     parser.add_argument("--config", help="TOML file with the same names as the flags")
     types = typing.get_type_hints(config_type)
     for f in fields(config_type):
@@ -104,8 +103,9 @@ def given_settings(config_type: type, argv: list[str], description: str) -> dict
     return (_read_toml(arguments.config, config_type) if arguments.config else {}) | flags
 
 
-def _raise_user_error(message: str) -> typing.NoReturn:
-    raise UserError(message)
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise UserError(message)
 
 
 def _element_type(annotation) -> type:

@@ -175,7 +175,7 @@ class MasterAdamW:
                 self.slots.append(_Slot(tensors, self.device_module.Event()))
 
         # Python cannot free what a tensor's hook refers to while it refers to the tensor: a weak reference.
-        take_gradient = weakref.WeakMethod(self._take_gradient)
+        optimizer = weakref.proxy(self)
         self.states: dict[str, _State] = {}
         indices = itertools.count()
         for (name, parameter), numel, keep in zip(self.parameters.items(), numels, kept):
@@ -191,14 +191,14 @@ class MasterAdamW:
                 for _, piece in pieces:  # rounding and widening are done on the GPU, a piece at a time
                     tensors["master"][piece].copy_(_flat(parameter)[piece].float())
             self.states[name] = state
-            hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: take_gradient()(name))
+            hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: optimizer.take_gradient(name))
             weakref.finalize(self, hook.remove)
         self.norms = torch.zeros(next(indices), device=device)  # of each piece of the gradients
         self.steps = torch.zeros((), device=device)  # updates made; float32, for the fused kernel
         self.scale = 1.0  # of the gradients, in the next update
 
     @torch.no_grad()
-    def _take_gradient(self, name: str) -> None:
+    def take_gradient(self, name: str) -> None:
         """Add the gradient that backward has just made to those before it, and take the norm of the sum."""
         state = self.states[name]
         made, first = _flat(state.parameter.grad), not state.arrived
@@ -208,7 +208,7 @@ class MasterAdamW:
         if state.on_host:
             self._send_gradient(state, made, first)
             return
-        if first:
+        if state.gradient is None:
             state.gradient = _owned(made.float() if self.accumulate else made)
         else:
             state.gradient.add_(made)
@@ -218,6 +218,7 @@ class MasterAdamW:
     def _send_gradient(self, state: _State, made: Tensor, first: bool) -> None:
         """The same on its way to the host, beside backward: everything in order on one stream."""
         self.outward.wait_stream(self.device_module.current_stream())  # `made` is written, and `room` no longer read
+        assert state.gradient is not None
         with self.device_module.stream(self.outward):
             for index, piece in state.pieces:
                 total, host = made[piece], state.gradient[piece]

@@ -121,10 +121,12 @@ def step_on_meta(
     return Step(model_config, parameters, context_length, batch_size, micro_batches, documents, given)
 
 
-def memory_budgets(config: TrainConfig, world: World) -> list[float]:
+def memory_budgets(config: TrainConfig, world: World) -> tuple[float, float]:
     """Bytes of --memory_budget and of --host_budget: of each, the smallest that any rank has."""
+    assert config.memory_budget is not None, "without it there is no plan"
     host_budget = parse_bytes(config.host_budget) if config.host_budget else available_host_bytes()
-    return world.min(gpu_budget(config.memory_budget, world.device), host_budget)
+    gpu_bytes, host_bytes = world.min(gpu_budget(config.memory_budget, world.device), host_budget)
+    return gpu_bytes, host_bytes
 
 
 def check_fits(config: TrainConfig, model_config: ModelConfig, world: World) -> None:
@@ -168,7 +170,7 @@ def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device)
     """What the step was predicted to take, and a plan that should fit; computed without GPU memory."""
     try:
         if config.memory_budget is None:
-            budgets = gpu_budget("auto", device), available_host_bytes()
+            budgets: tuple[float, float] = gpu_budget("auto", device), available_host_bytes()
             advice = "--gradient_checkpointing and --compile dropped make such a plan; its seconds are an H200's"
         else:
             budgets = 0.9 * plan.gpu_budget, plan.host_budget

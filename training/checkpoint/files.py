@@ -193,10 +193,11 @@ def restore_rng(path: str | Path) -> bool:
 
 
 def _rng_state() -> dict:
-    name, keys, *rest = np.random.get_state()
+    numpy = np.random.get_state(legacy=False)
+    state = numpy["state"]
     return {
         "python": random.getstate(),
-        "numpy": [name, keys.tolist(), *rest],
+        "numpy": [numpy["bit_generator"], state["key"].tolist(), state["pos"], numpy["has_gauss"], numpy["gauss"]],
         "torch": torch.get_rng_state().tolist(),
         "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else None,
     }

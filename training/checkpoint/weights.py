@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
@@ -64,7 +63,8 @@ def safetensors_header(model_state: dict[str, torch.Tensor]) -> bytes:
     Each weight's data_offsets count from the end of the header, which is padded with spaces to a multiple of 8 bytes:
     two weights of 24 and 66 bytes have [0, 24] and [24, 90].
     """
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for name, tensor in model_state.items():
         start, end = end, end + tensor.numel() * tensor.element_size()
         dtype = SAFETENSORS_DTYPES[tensor.dtype]
@@ -106,8 +106,8 @@ def _file_name(name: str) -> str:
     return name if name == "lm_head.weight" else f"model.{name}"
 
 
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _weight_files(path: Path) -> list[Path]:

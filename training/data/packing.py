@@ -67,28 +67,30 @@ class ConcatenatedPacking:
                 f"{context_length}; lower --context_length or give more --data"
             )
         self.longest_document = min(context_length, int(lengths.max()))
-        self._epoch, self._stream, self._places = -1, None, None
+        self._drawn: dict[int, tuple[Stream, np.ndarray]] = {}  # of the epoch that was asked for last
 
     def pieces(self, epoch: int, index: int) -> list[Piece]:
         """The pieces of an epoch's sequence `index`, 0 .. sequences_per_epoch - 1, context_length tokens together."""
-        self._draw(epoch)
-        start = int(self._places[index]) * self.context_length
-        return self._stream.cut(start, start + self.context_length)
+        stream, places = self._draw(epoch)
+        start = int(places[index]) * self.context_length
+        return stream.cut(start, start + self.context_length)
 
     def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, sequence), int64 [P] each, of the pieces of the first epoch; sequences count as they are taken.
 
         For documents of 3 and 5 tokens and a context_length of 4: ([3, 1, 4], [0, 0, 1]).
         """
-        self._draw(0)
+        stream, places = self._draw(0)
         last = self.sequences_per_epoch * self.context_length
         borders = np.arange(self.context_length, last + 1, self.context_length)
-        stops = np.union1d(self._stream.ends[self._stream.ends < last], borders)
-        order = np.argsort(self._places)
+        stops = np.union1d(stream.ends[stream.ends < last], borders)
+        order = np.argsort(places)
         return np.diff(stops, prepend=0), order[(stops - 1) // self.context_length]
 
-    def _draw(self, epoch: int) -> None:
-        if epoch != self._epoch:
+    def _draw(self, epoch: int) -> tuple[Stream, np.ndarray]:
+        """The epoch's stream of documents, and the place in it of each of the epoch's sequences."""
+        if epoch not in self._drawn:
             random = np.random.default_rng([self.seed, epoch])
-            self._epoch, self._stream = epoch, Stream(self._lengths, random.permutation(len(self._lengths)))
-            self._places = random.permutation(self.sequences_per_epoch)
+            stream = Stream(self._lengths, random.permutation(len(self._lengths)))
+            self._drawn = {epoch: (stream, random.permutation(self.sequences_per_epoch))}
+        return self._drawn[epoch]

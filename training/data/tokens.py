@@ -32,7 +32,7 @@ class TokenStore:
         crc = 0
         for document in self._documents:
             crc = zlib.crc32(f"{len(document.tokens)},{document.num_masked};".encode(), crc)
-            crc = zlib.crc32(np.ascontiguousarray(document.tokens), crc)
+            crc = zlib.crc32(np.ascontiguousarray(document.tokens).data, crc)
         return crc
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:

@@ -317,8 +317,8 @@ class Step:
         attention_forward = flops / rates.attention_forward_flops + calls / rates.forward_documents
         attention_backward = BACKWARD_FLOPS * flops / rates.attention_backward_flops + calls / rates.backward_documents
         # A block's two norms, two sums and their copies read and write nine hidden states.
-        elementwise = 9 * self.kept_bytes("input") + attention.elementwise_bytes + mlp.elementwise_bytes
-        elementwise /= rates.memory_bytes
+        moved_bytes = 9 * self.kept_bytes("input") + attention.elementwise_bytes + mlp.elementwise_bytes
+        elementwise = moved_bytes / rates.memory_bytes
         placed = [i for i in range(L) if not placements[i].is_whole]
         blocks = L + (0.01 * len(placed) if execution.heads_at_a_time else 0)  # smaller launches
         forward = blocks * (layer + attention_forward + elementwise)

@@ -57,7 +57,7 @@ def gpu_budget(text: str, device: torch.device) -> int:
 
 def available_host_bytes() -> int:
     """80% of what this machine and this process's control groups have left, shared by torchrun's processes here."""
-    available = 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1])
+    available = 1024 * int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0])
     return int(0.8 * min(available, *_bytes_left_in_groups())) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
@@ -81,7 +81,7 @@ def _bytes_left_in_groups() -> Iterator[float]:
         for folder in (group, *group.parents[: len(group.parts) - len(Path(root).parts)]):
             with suppress(OSError, ValueError):  # no such folder or file, or no limit, which v2 writes as "max"
                 size = int((folder / limit).read_text())
-                cached = re.search(rf"^{cache} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)[1]
+                cached = re.findall(rf"^{cache} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)[0]
                 yield size - (int((folder / usage).read_text()) - int(cached))
 
 

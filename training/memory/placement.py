@@ -145,12 +145,14 @@ class _PlacedBlocks:
         if place == "gpu":
             self.on_gpu.setdefault((layer, name), []).append(tensors)
         elif place == "host":
+            assert self.copies is not None
             self.copies.send((layer, name, self.kept_calls[layer, name]), tensors)
         self.kept_calls[layer, name] += 1
 
     def _fetch(self, layer: int) -> None:
         for key in needed_for_backward(self.placements, layer):
             if key not in self.on_gpu:
+                assert self.copies is not None
                 calls = range(self.kept_calls[key])
                 self.on_gpu[key] = [self.copies.fetch((*key, call)) for call in calls]
 

@@ -55,7 +55,7 @@ class Plan:
             counts = [f"{places.count(p)} {p}" for p in dict.fromkeys(places)]
             rows.append((title, ", ".join(counts)))
         num_whole = sum(p.is_whole for p in placements)
-        rows.append(("blocks kept whole", num_whole))
+        rows.append(("blocks kept whole", str(num_whole)))
         state = {math.inf: "GPU", 0: "host"}.get(execution.gpu_state_bytes)
         state = state or f"up to {gib(execution.gpu_state_bytes)} on the GPU, the rest on the host"
         if num_whole < len(placements):

@@ -115,7 +115,8 @@ class Recorder:
         self.stages: dict[str, tuple[Counter, int]] = {}
         self.spans: defaultdict[str, list[tuple]] = defaultdict(list)
         self.owner, self.category, self.in_backward = "before the step", "workspace", False
-        self.peak, self.reserved, self.began = Counter(), 0, counter.mark()
+        self.peak: Counter = Counter()
+        self.reserved, self.began = 0, counter.mark()
         counter.read()
         self._read()
         self._start_stage()
@@ -260,6 +261,7 @@ class Recorder:
         optimizer = self.optimizer
         states = [state for state in optimizer.states.values() if not state.on_host]
         parameters = list(self.model.parameters())
+        tensors = [*(state.tensors for state in states), *(slot.tensors for slot in optimizer.slots)]
         groups = {
             "parameters": parameters,
             "gradients": [
@@ -267,10 +269,7 @@ class Recorder:
                 *(state.gradient for state in states),
                 *(gradient for gradient, _ in optimizer.leaving),
             ],
-            "optimizer": [
-                optimizer.room,
-                *(tensor for part in (*states, *optimizer.slots) for tensor in part.tensors.values()),
-            ],
+            "optimizer": [optimizer.room, *(tensor for by_name in tensors for tensor in by_name.values())],
         }
         return Counter({name: sum(t.nbytes for t in group if t is not None) for name, group in groups.items()})
 

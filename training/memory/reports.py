@@ -147,10 +147,9 @@ def _measure_or_refuse(
 
 def _print_summary(summary: dict, predicted: dict[str, int], measured: Measurement | None) -> None:
     """Print the peak by category, then the figures of `summary`, predicted and measured."""
-    by_category = measured.peak.categories if measured else None
     print(f"\n{'at the peak, GiB':<16}{'predicted':>12}" + (f"{'measured':>12}" if measured else ""))
     for category in CATEGORIES:
-        measured_cell = f"{by_category[category] / GIB:12.3f}" if measured else ""
+        measured_cell = f"{measured.peak.categories[category] / GIB:12.3f}" if measured else ""
         print(f"{category:<16}{predicted.get(category, 0) / GIB:12.3f}{measured_cell}")
     print(f"\npredicted peak: {gib(summary['predicted_peak'])}, in {summary['predicted_peak_stage']}")
     if measured:
@@ -201,7 +200,7 @@ def _make_probe(
         else:
             with suppress(torch.OutOfMemoryError):
                 measured = bench.measure(longer, execution)
-        probe = {"context_length": context_length, "ran": measured is not None}
+        probe: dict[str, float] = {"context_length": context_length, "ran": measured is not None}
         if measured:
             probe |= {"seconds": measured.seconds, "peak": measured.peak.bytes, "reserved": measured.reserved}
             outcome = f"ran: peak {gib(measured.peak.bytes)}, reserved {gib(measured.reserved)}"
@@ -243,11 +242,12 @@ def report_comparison(
     if planned_bytes > machine.gpu_bytes:
         raise UserError(f"memory_budget {budget} is more than the {gib(machine.gpu_bytes)} that can be used; lower it")
     compared = compared_executions(step.given, step.layers)
-    ways = {name: (execution, machine.gpu_bytes) for name, execution in compared.items()}
+    ways: dict[str, tuple[Execution | None, float]] = {n: (e, machine.gpu_bytes) for n, e in compared.items()}
     ways[f"planned for {budget}"] = None, planned_bytes
     columns = ["tokens", "logits", "peak", "pinned", "seconds", *(["measured", "seconds"] if build_bench else [])]
     print(f"{'predicted, GiB':<33}" + "".join(f"{name:>10}" for name in columns))
-    rows, benches = [], {}
+    rows: list[dict] = []
+    benches: dict[float, Bench] = {}
     for way, (execution, gpu_bytes) in ways.items():
         for at in map(step.at, COMPARED_CONTEXTS):
             row = {"way": way, "context_length": at.context_length}
@@ -304,8 +304,9 @@ def _print_compared(row: dict) -> None:
 def smallest_gpus(step: Step, host_bytes: float) -> dict[int, float]:
     """GiB, a multiple of a half, in which each of the compared contexts fits; infinite where the host is too small."""
     halves = range(2 * LARGEST_GPU_GIB)
-    found = {}
-    for at in map(step.at, COMPARED_CONTEXTS):
-        fitting = bisect.bisect_left(halves, True, key=lambda n, at=at: has_plan(at, n * GIB / 2, host_bytes))
-        found[at.context_length] = fitting / 2 if fitting < len(halves) else math.inf
-    return found
+
+    def smallest(at: Step) -> float:
+        fitting = bisect.bisect_left(halves, True, key=lambda n: has_plan(at, n * GIB / 2, host_bytes))
+        return fitting / 2 if fitting < len(halves) else math.inf
+
+    return {at.context_length: smallest(at) for at in map(step.at, COMPARED_CONTEXTS)}

@@ -44,6 +44,7 @@ class World:
     @functools.cached_property
     def fsdp_mesh(self) -> DeviceMesh:
         """The one axis that FSDP2 shards parameters over: "data" and "context" as if they were one."""
+        assert self.mesh is not None, "one process shards nothing"
         return flatten_mesh(self.mesh["data", "context"], "fsdp")
 
     def sum(self, *values: float) -> list[float]:
