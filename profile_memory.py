@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import json
 import math
+import signal
 import sys
 import time
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
@@ -70,6 +71,7 @@ def parse_flags(argv: list[str]) -> Namespace:
     add("--compare", action="store_true", help="with and without chunked loss, checkpointing, a plan; 32k to 256k")
     add("--measure", action="store_true", help="of --find_max_context and --compare: confirm on the GPU")
     add("--num_layers", type=int, help="measure with so many of the layers, where a whole step takes too long")
+    add("--all_stages", action="store_true", help="a row for each stage; else equal neighbouring layers share rows")
     add("--timeline", type=Path, help="draw the step there (.png, .svg)")
     add("--snapshot", type=Path, help="write PyTorch's memory snapshot of the step there (.pickle)")
     add("--json", type=Path, help="write everything there")
@@ -94,7 +96,7 @@ def check_flags(flags: Namespace, on_gpu: bool) -> None:
     given = {name for name, value in vars(flags).items() if value not in (None, False)}
     if flags.gradient_checkpointing is not None:
         given.add("gradient_checkpointing")
-    for_one_step = ("context_length", "gradient_checkpointing", "num_layers", "timeline", "snapshot")
+    for_one_step = ("context_length", "gradient_checkpointing", "num_layers", "all_stages", "timeline", "snapshot")
     without_effect = [
         ("find_max_context", "compare"),
         ("loss_impl", "compare"),
@@ -172,8 +174,8 @@ def report(flags: Namespace, machine: Machine, world: World) -> dict:
         shape = dataclasses.replace(machine.model, num_hidden_layers=flags.num_layers)
         part = step_on_meta(shape, *lengths(flags), machine.given)
     return report_step(
-        step, machine, gradient_checkpointing=flags.gradient_checkpointing, part=part, timeline=flags.timeline,
-        build_bench=build if on_gpu else None, snapshot=flags.snapshot,
+        step, machine, gradient_checkpointing=flags.gradient_checkpointing, part=part, all_stages=flags.all_stages,
+        timeline=flags.timeline, build_bench=build if on_gpu else None, snapshot=flags.snapshot,
     )  # fmt: skip
 
 
@@ -210,4 +212,5 @@ def finite(value):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python profile_memory.py | head` ends as `head` does
     sys.exit(main(sys.argv[1:]))

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import math
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -57,6 +58,23 @@ def test_without_a_gpu_the_plan_for_an_h200_is_shown(tmp_path, capsys):
     assert written["summary"]["predicted_peak"] == plan.peak.bytes
     assert written["summary"]["predicted_seconds"] == plan.seconds
     assert len(written["predicted"]) == 4 + 3 * 36 and written["settings"]["model_size"] == "4B"
+
+
+def test_equal_layers_share_rows_unless_all_stages_are_asked_for(tmp_path, capsys):
+    flags = "--gpu", "25GB", "--memory_budget", "24GB", "--host_budget", "102GB"
+    folded, short = run_main(tmp_path, *flags), capsys.readouterr().out
+    every, long = run_main(tmp_path, *flags, "--all_stages"), capsys.readouterr().out
+    assert folded["predicted"] == every["predicted"] and len(every["predicted"]) == 4 + 3 * 36
+    assert all(f"\n{stage['name']}  " in long for stage in every["predicted"]) and "of layers" not in long
+    assert "\nbackward of layers 30 to 1, attention  " in short and "\nforward of layer 5 " not in short
+    assert f"\n{folded['summary']['predicted_peak_stage']}  " in short
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    command = [sys.executable, profile_memory.__file__, "--device", "cpu", "--model_size", "tiny"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == -signal.SIGPIPE
 
 
 @pytest.mark.parametrize(("flag", "placement"), [("--", Placement()), ("--no-", WHOLE)])
@@ -139,6 +157,8 @@ def test_with_and_without(small, tmp_path, capsys):
             "--find_max_context --no-gradient_checkpointing",
             "gradient_checkpointing has no effect with find_max_context",
         ),
+        ("--compare --all_stages", "all_stages has no effect with compare"),
+        ("--find_max_context --all_stages", "all_stages has no effect with find_max_context"),
         ("--measure", "measure has no effect but with find_max_context"),
         ("--compare --measure --gpu H100", "measure needs a GPU"),
         ("--num_layers 4 --gpu H100", "num_layers needs a GPU"),

@@ -9,6 +9,7 @@ readings of the allocator the rest of the change, and of the peak, is booked on 
 
 import gc
 import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -400,23 +401,74 @@ def largest_that_runs(predicted: int, runs: Callable[[int], bool]) -> int:
     return ran
 
 
-def format_table(stages: Sequence[Stage], measured: Sequence[MeasuredStage] | None = None) -> str:
+def format_table(
+    stages: Sequence[Stage], measured: Sequence[MeasuredStage] | None = None, all_stages: bool = False
+) -> str:
     """A row a stage, GiB: its peak, as predicted and measured, and by category as measured, else as predicted.
 
-    "fragmented" is what was reserved but not allocated.
+    "fragmented" is what was reserved but not allocated. Unless `all_stages`, neighbouring layers whose stages are equal
+    share rows, "backward of layers 29 to 1, MLP": the bytes of the first of them, and their mean seconds.
     """
     header = ["predicted", *(["measured", "differs", "fragmented", "seconds"] if measured else []), *CATEGORIES]
-    lines = [f"{'peak of each stage, GiB':<31}" + "".join(f"{name:>13}" for name in header)]
-    for i, stage in enumerate(stages):
-        cells, shown = [f"{stage.bytes / GIB:.3f}"], stage
+    rows = [("peak of each stage, GiB", header)]
+    sides = [stages, measured] if measured else [stages]
+    for indices in [[i] for i in range(len(stages))] if all_stages else _fold(sides):
+        first, last = indices[0], indices[-1]
+        stage = shown = stages[first]
+        name, cells = stage.name, [f"{stage.bytes / GIB:.3f}"]
+        if last > first:
+            name = re.sub(r"layer (\d+)", rf"layers \1 to {_NUMBER.search(stages[last].name)[0]}", name)
         if measured:
-            shown = measured[i]
+            shown = measured[first]
             assert shown.name == stage.name
+            seconds = sum(measured[i].seconds for i in indices) / len(indices)
             cells += [f"{shown.bytes / GIB:.3f}", f"{100 * (stage.bytes / shown.bytes - 1):+.1f}%"]
-            cells += [f"{(shown.reserved - shown.bytes) / GIB:.3f}", f"{shown.seconds:.3f}"]
-        cells += [f"{shown.categories.get(category, 0) / GIB:.3f}" for category in CATEGORIES]
-        lines.append(f"{stage.name:<31}" + "".join(f"{cell:>13}" for cell in cells))
-    return "\n".join(lines)
+            cells += [f"{(shown.reserved - shown.bytes) / GIB:.3f}", f"{seconds:.3f}"]
+        rows.append((name, [*cells, *(f"{shown.categories.get(category, 0) / GIB:.3f}" for category in CATEGORIES)]))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}" + "".join(f"{cell:>13}" for cell in cells) for name, cells in rows)
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def _fold(sides: list[Sequence[Stage]]) -> list[list[int]]:
+    """For each row of a table the indices of the stages that share it.
+
+    A layer has one stage in forward, and two in backward: of two equal layers whose backward are stages 5 to 8, rows
+    are [5, 7] and [6, 8]. A layer is compared with the first of its run, so that small differences do not add up. The
+    layer of a peak, predicted or measured, shares no row.
+
+    Args:
+        sides: the predicted stages of a step, and the measured ones if there are any.
+    """
+    count = range(len(sides[0]))
+    peaks = {max(count, key=lambda i, side=side: side[i].bytes) for side in sides}
+    runs: list[list[list[int]]] = []
+    for _, indices in itertools.groupby(count, key=lambda i: sides[0][i].name.partition(",")[0]):
+        layer, first = list(indices), runs[-1][0] if runs else []
+        equal = len(layer) == len(first) and not peaks & {*first, *layer}
+        if equal and all(_are_equal(side[i], side[j]) for side in sides for i, j in zip(first, layer)):
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return [list(row) for run in runs for row in zip(*run)]
+
+
+def _are_equal(one: Stage, other: Stage) -> bool:
+    """Whether two layers' stages may share a row.
+
+    Predicted bytes of each category may differ by the last digit shown, 0.001 GiB. Measured ones, and what was
+    reserved, may differ by 1% of the stage's peak, seconds by 10% or a millisecond.
+    """
+    if _NUMBER.sub("", one.name) != _NUMBER.sub("", other.name):  # forward and backward, or no layers at all
+        return False
+    sizes, tolerance = [(one.categories.get(name, 0), other.categories.get(name, 0)) for name in CATEGORIES], GIB / 1000
+    if isinstance(one, MeasuredStage):
+        sizes, tolerance = [*sizes, (one.reserved, other.reserved)], 0.01 * one.bytes
+        if abs(one.seconds - other.seconds) > max(0.1 * one.seconds, 1e-3):
+            return False
+    return all(abs(a - b) <= tolerance for a, b in sizes)
 
 
 def draw_timeline(

@@ -70,6 +70,7 @@ def report_step(
     *,
     gradient_checkpointing: bool | None = None,
     part: Step | None = None,
+    all_stages: bool = False,
     timeline: Path | None = None,
     build_bench: BuildBench | None = None,
     snapshot: Path | None = None,
@@ -79,6 +80,7 @@ def report_step(
     Args:
         gradient_checkpointing: None: planned; else nothing is planned, and all blocks are checkpointed or none.
         part: the same step with fewer layers; the table, the measurement and the timeline are of it.
+        all_stages: a row for each stage in the table; else equal neighbouring layers share rows.
         timeline: where a picture of the step goes.
         build_bench: builds what the step is measured on; None: predicted only.
         snapshot: where PyTorch's memory snapshot of the measured step goes.
@@ -102,8 +104,8 @@ def report_step(
         shown, execution = part, thin(execution, part.layers)
         print(f"below, {part.layers} of the {step.layers} layers:")
     stages = list(shown.stages(execution))
-    measured = _measure_or_refuse(build_bench, machine, shown, execution, snapshot) if build_bench else None
-    print(format_table(stages, measured.stages if measured else None))
+    measured = _measure_or_refuse(build_bench, machine, shown, execution, all_stages, snapshot) if build_bench else None
+    print(format_table(stages, measured.stages if measured else None, all_stages))
     peak = max(stages, key=lambda stage: stage.bytes)
     summary = {
         "predicted_peak": peak.bytes, "predicted_peak_stage": peak.name,
@@ -132,13 +134,19 @@ def report_step(
 
 
 def _measure_or_refuse(
-    build_bench: BuildBench, machine: Machine, step: Step, execution: Execution, snapshot: Path | None
+    build_bench: BuildBench,
+    machine: Machine,
+    step: Step,
+    execution: Execution,
+    all_stages: bool,
+    snapshot: Path | None,
 ) -> Measurement:
     """One measured step; where memory runs out, the prediction is printed and an error raised."""
     try:
         return build_bench(step, execution).measure(step, execution, snapshot=snapshot)
     except torch.OutOfMemoryError:
-        print(f"predicted, not measured (out of memory):\n{format_table(list(step.stages(execution)))}")
+        table = format_table(list(step.stages(execution)), all_stages=all_stages)
+        print(f"predicted, not measured (out of memory):\n{table}")
     limit, peak = gib(machine.gpu_bytes), step.peak(execution)
     raise UserError(
         f"out of memory: a peak of {gib(peak.bytes)} is predicted, in {peak.name}, of {limit} that are free"

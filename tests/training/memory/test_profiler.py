@@ -239,6 +239,44 @@ def test_the_largest_that_runs_is_found_to_one_percent(predicted, share):
     assert len(tried) == len(set(tried)) and tried[0] == max(128, predicted // 128 * 128)
 
 
+def layer_stages(sizes):
+    """Stages of layers of so many GiB, forward and backward, and an update."""
+    names = [f"forward of layer {i}" for i in range(len(sizes))]
+    of_layers = [Stage(name, {"attention": int(size * GIB)}) for name, size in zip(names, sizes)]
+    for i in reversed(range(len(sizes))):
+        for part, more in (("MLP", 0), ("attention", 0.5)):
+            of_layers.append(Stage(f"backward of layer {i}, {part}", {"attention": int((sizes[i] + more) * GIB)}))
+    return [*of_layers, Stage("update", {"attention": GIB})]
+
+
+def names_in_table(*arguments):
+    return [line.split("  ")[0] for line in format_table(*arguments).splitlines()[1:]]
+
+
+def test_equal_layers_share_rows():
+    stages = layer_stages([1, 1, 1, 2, 2.0004, 5, 5])
+    assert names_in_table(stages) == [
+        "forward of layers 0 to 2", "forward of layers 3 to 4", "forward of layers 5 to 6",
+        "backward of layer 6, MLP", "backward of layer 6, attention",  # the peak's, alone
+        "backward of layer 5, MLP", "backward of layer 5, attention",
+        "backward of layers 4 to 3, MLP", "backward of layers 4 to 3, attention",
+        "backward of layers 2 to 0, MLP", "backward of layers 2 to 0, attention", "update",
+    ]  # fmt: skip
+    assert names_in_table(stages, None, True) == [stage.name for stage in stages]
+
+
+@pytest.mark.parametrize(("shared", "gib", "seconds"), [(True, 0.01, 0.05), (False, 0.03, 0), (False, 0, 0.2)])
+def test_measured_layers_share_rows_within_a_tolerance(shared, gib, seconds):
+    stages, empty = layer_stages([2, 2, 3]), dict.fromkeys(CATEGORIES, 0)
+    measured = [MeasuredStage(s.name, {**empty, **s.categories}, reserved=4 * GIB, seconds=1.0) for s in stages]
+    more = {**measured[1].categories, "MLP": int(gib * GIB)}
+    measured[1] = replace(measured[1], categories=more, seconds=1.0 + seconds)
+    assert ("forward of layers 0 to 1" in names_in_table(stages, measured)) is shared
+    if shared:
+        row = format_table(stages, measured).splitlines()[1].split()
+        assert row[6:11] == ["2.000", "2.000", "+0.0%", "2.000", "1.025"]  # the mean of 1.0 and 1.05 s
+
+
 def test_table_and_timeline(tmp_path):
     stages = [Stage("embedding", {"parameters": GIB, "MLP": 0}), Stage("update", {"parameters": GIB, "MLP": GIB})]
     measured = [MeasuredStage(s.name, {**dict.fromkeys(CATEGORIES, 0), **s.categories}, 3 * GIB, 0.5) for s in stages]
