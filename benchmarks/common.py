@@ -5,8 +5,11 @@ import functools
 import importlib
 import json
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch._functorch.config
@@ -14,13 +17,22 @@ import triton
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """GPU name, versions and date: what a number in a report stands beside."""
+    """GPU, versions, commit and date: what a number in a report stands beside."""
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def commit() -> str:
+    """The commit of this code, such as "79ebcb8" or "79ebcb8-dirty"; "" where there is no git or no history."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    with suppress(OSError):
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    return ""
 
 
 def time_interleaved(

@@ -1,8 +1,9 @@
-"""Write the tables of MEMORY_REPORT.md anew: `python -m benchmarks.memory_report`.
+"""Write the tables of MEMORY_REPORT.md, and the picture of README.md, anew: `python -m benchmarks.memory_report`.
 
-Measured tables come from what was left in benchmarks/results/: train_step_*.jsonl, the last lines of
-benchmarks.bench_train_step, and what profile_memory.py wrote to --json: profile_step_*.json, profile_compare_*.json
-(--compare --measure) and profile_max_*.json (--find_max_context --measure). Predicted ones are computed here.
+Measured tables come from files in benchmarks/results/: train_step_*.jsonl holds the last lines that
+benchmarks.bench_train_step printed; profile_memory.py wrote the others to --json: profile_step_*.json,
+profile_compare_*.json (--compare --measure) and profile_max_*.json (--find_max_context --measure). Where several files
+measured the same, the last one in the order of the names is shown. Predicted tables are computed here.
 A table stands between "<!-- name -->" and "<!-- end -->"; the text around it is written by hand.
 """
 
@@ -18,18 +19,20 @@ from training.memory.cost_model import Stage, Step
 from training.memory.execution import Execution
 from training.memory.machine import DRIVER_BYTES, GPUS, parse_bytes, scale_rates
 from training.memory.planner import find_max_context, make_plan
-from training.memory.profiler import CATEGORIES, GIB, MeasuredStage
+from training.memory.profiler import CATEGORIES, GIB, MeasuredStage, draw_stages
 from training.memory.reports import COMPARED_BUDGET, COMPARED_CONTEXTS, compared_executions
 from training.run import step_on_meta
 
 ROOT = Path(__file__).parents[1]
 REPORT, RESULTS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results"
+PICTURE = RESULTS / "step_of_131072_tokens.png"
 HOSTS = (64 * GIB, 110 * GIB, math.inf)  # bytes to pin
 PEER = "peer"
 
 
 def main() -> None:
     REPORT.write_text(regenerate(REPORT.read_text()))
+    draw_picture()
 
 
 def regenerate(report: str) -> str:
@@ -64,6 +67,10 @@ def differing(predicted: float, measured: float) -> str:
     return f"{predicted:.2f} ({predicted / measured - 1:+.1%})"
 
 
+def date(run: dict) -> str:
+    return ", ".join(filter(None, (run["date"], run.get("commit"))))
+
+
 def budgets() -> list[list[str]]:
     rows = {}
     for run in step_runs():
@@ -77,27 +84,28 @@ def budgets() -> list[list[str]]:
                 differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
                 f"{result['reserved_gib']:.2f}", f"{result['predicted_seconds']:.1f}", f"{result['seconds']:.1f}",
                 f"{result['seconds'] / uncapped['seconds']:.2f}" if uncapped else "-", f"{result['mfu']:.1%}",
-                f"{result['host_gib']:.1f}", run["date"],
+                f"{result['host_gib']:.1f}", date(run),
             ]  # fmt: skip
     header = ["GPU", "context", "cap", "peak GiB, predicted", "measured", "reserved", "s a step, predicted", "measured",
-              "÷ uncapped", "MFU", "host GiB", "date"]  # fmt: skip
+              "÷ uncapped", "MFU", "host GiB", "date, commit"]  # fmt: skip
     return [header, *(rows[key] for key in sorted(rows))]
 
 
 def packed_documents() -> list[list[str]]:
-    rows = [["GPUs", "context", "cap", "timed steps, s", "mean s a step, predicted", "measured", "peak GiB, predicted",
-             "measured", "MFU"]]  # fmt: skip
+    rows = {}
     for run in step_runs(packed=True):
         for setting, result in run["results"].items():
-            rows.append([
+            rows[run["ranks"], run["context_length"], setting] = [  # the last run's
                 str(run["ranks"]), f"{run['context_length']:,}",
                 "none" if setting == "auto" else setting.replace("GB", " GiB"),
                 ", ".join(f"{seconds:.1f}" for seconds in result["seconds_of_each_step"][1:]),
                 differing(result["predicted_seconds"], result["seconds"]), f"{result['seconds']:.2f}",
                 differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
-                f"{result['mfu']:.1%}",
-            ])  # fmt: skip
-    return rows
+                f"{result['mfu']:.1%}", date(run),
+            ]  # fmt: skip
+    header = ["GPUs", "context", "cap", "timed steps, s", "mean s a step, predicted", "measured", "peak GiB, predicted",
+              "measured", "MFU", "date, commit"]  # fmt: skip
+    return [header, *(rows[key] for key in sorted(rows))]
 
 
 def against_the_peer() -> list[list[str]]:
@@ -106,7 +114,7 @@ def against_the_peer() -> list[list[str]]:
         PEER: "transformers 5 + Liger 0.8.5, gradient checkpointing",
     }  # fmt: skip
     rows = [["131,072 tokens", "s a step", "÷ transformers + Liger", "tokens/s", "MFU", "peak GiB"]]
-    [run] = [run["results"] for run in step_runs() if PEER in run["results"]]
+    run = [run["results"] for run in step_runs() if PEER in run["results"]][-1]
     for setting, name in names.items():
         result = run[setting]
         rows.append([
@@ -147,15 +155,24 @@ def some_layers() -> list[list[str]]:
     return rows
 
 
+def whole_step() -> dict:
+    """The last step of 131,072 tokens within 24 GiB that profile_memory.py measured with all layers."""
+    return [result for result in results("profile_step_*.json") if result["settings"]["num_layers"] is None][-1]
+
+
+def stages_of(result: dict) -> tuple[list[Stage], list[MeasuredStage]]:
+    """(predicted, measured) stages of what profile_memory.py wrote."""
+    return [Stage(**stage) for stage in result["predicted"]], [MeasuredStage(**stage) for stage in result["measured"]]
+
+
 def stages() -> list[list[str]]:
     """Some stages of a step that was measured whole."""
-    [result] = [result for result in results("profile_step_*.json") if result["settings"]["num_layers"] is None]
+    result = whole_step()
     last = result["environment"]["model"]["num_hidden_layers"] - 1
     backward = (f"backward of layer {n}, {part}" for n in (last, 0) for part in ("MLP", "attention"))
     shown = {"forward of layer 0", f"forward of layer {last}", "loss", *backward, "update"}
     rows = [["stage", "predicted", "measured", "fragmented", "s", *CATEGORIES]]
-    for said, found in zip(result["predicted"], result["measured"]):
-        predicted, measured = Stage(**said), MeasuredStage(**found)
+    for predicted, measured in zip(*stages_of(result)):
         if measured.name in shown:
             rows.append([
                 measured.name, differing(predicted.bytes / GIB, measured.bytes / GIB), f"{measured.bytes / GIB:.2f}",
@@ -214,6 +231,25 @@ def hardware() -> list[list[str]]:
             seconds = "does not fit"
         rows.append([name, f"{usable / GIB:.1f}", *longest, seconds])
     return rows
+
+
+# The picture
+
+
+def draw_picture() -> None:
+    """A step of 131,072 tokens: checkpointed with the standard loss, predicted; planned for 24 GiB, measured too."""
+    from matplotlib.figure import Figure  # a dependency of development
+
+    step, result = step_of_4b(131_072), whole_step()
+    classic = compared_executions(step.given, step.layers)["checkpointing, standard loss"]
+    figure = Figure(figsize=(14, 5), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    draw_stages(left, list(step.stages(classic)))
+    draw_stages(right, *stages_of(result), parse_bytes(result["settings"]["memory_budget"]))
+    left.set(title="every layer checkpointed, standard loss (all predicted)", ylabel="GiB, peak of each stage")
+    right.set(title="planned for 24 GiB (areas predicted, line measured)")
+    right.legend(loc="upper right", fontsize=8)
+    figure.savefig(PICTURE)
 
 
 MEASURED = (budgets, packed_documents, against_the_peer, longest_measured, some_layers, stages, compared)

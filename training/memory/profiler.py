@@ -474,24 +474,33 @@ def _are_equal(one: Stage, other: Stage) -> bool:
 def draw_timeline(
     path: Path, stages: Sequence[Stage], measured: Sequence[MeasuredStage] | None = None, budget: float | None = None
 ) -> None:
-    """A picture of a step: predicted categories on top of each other, the measured peak and the budget as lines.
-
-    Args:
-        path: .png, .svg or .pdf.
-        budget: bytes.
-    """
+    """Write a picture of a step: a .png, .svg or .pdf file. The other arguments are those of `draw_stages`."""
     from matplotlib.figure import Figure  # optional
 
     figure = Figure(figsize=(14, 6), layout="constrained")
-    axes, positions = figure.subplots(), range(len(stages))
+    axes = figure.subplots()
+    draw_stages(axes, stages, measured, budget)
+    axes.set(ylabel="GiB, peak of each stage", title="GPU memory along a step, categories as predicted")
+    axes.legend(loc="upper left", fontsize=8)
+    figure.savefig(path)
+
+
+def draw_stages(
+    axes, stages: Sequence[Stage], measured: Sequence[MeasuredStage] | None = None, budget: float | None = None
+) -> None:
+    """Draw a step on Matplotlib's axes: predicted categories as areas on top of each other, the rest as lines.
+
+    Args:
+        measured: their peaks are a line.
+        budget: bytes, a line.
+    """
+    positions = range(len(stages))
     heights = [[stage.categories.get(category, 0) / GIB for stage in stages] for category in CATEGORIES]
     axes.stackplot(positions, heights, labels=CATEGORIES, step="mid")
     if measured:
         axes.step(positions, [stage.bytes / GIB for stage in measured], "k", where="mid", label="measured")
     if budget is not None:
         axes.axhline(budget / GIB, color="k", linestyle="--", label="budget")
-    every = max(1, len(stages) // 40)
+    every = max(1, len(stages) // 20)
     axes.set_xticks(positions[::every], [stage.name for stage in stages][::every], rotation=90, fontsize=7)
-    axes.set(ylabel="GiB, peak of each stage", title="GPU memory along a step, categories as predicted", xmargin=0)
-    axes.legend(loc="upper left", fontsize=8)
-    figure.savefig(path)
+    axes.set_xmargin(0)
