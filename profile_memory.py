@@ -1,13 +1,12 @@
 """What a training step takes, stage by stage: `python profile_memory.py --model_size 4B --context_length 131072`.
 
-On a GPU, predicted and measured side by side: a whole step as train.py runs it on one GPU (bf16 weights, float32
-masters and Adam moments), of random tokens, one document a sequence. Without one, or with --gpu for another, predicted.
-What is profiled is the plan that train.py would make for the memory there is; --gradient_checkpointing and
---no-gradient_checkpointing profile the classic choices instead.
+On a GPU a step is predicted and measured, side by side: a whole step as train.py runs it on one GPU (bf16 weights,
+float32 masters and Adam moments), of random tokens, one document a sequence. Without a GPU, or for another one that
+--gpu names, a step is predicted. The step follows the plan that train.py would make for the memory there is;
+--gradient_checkpointing and --no-gradient_checkpointing profile a step without a plan instead.
 
-`--find_max_context` and `--compare` answer the other two questions: how long a context fits, and what the chunked loss,
-checkpointing and offloading save. With `--measure` they put it to the test on the GPU.
-This file is the command line; training/memory/reports.py answers the questions.
+`--find_max_context` says how long a context fits, `--compare` what the chunked loss, checkpointing and offloading save.
+`--measure` confirms either on the GPU. This file is the command line; training/memory/reports.py answers the questions.
 Memory sizes are in GiB, 2**30 bytes; "24GB" on the command line means that too.
 """
 
@@ -47,10 +46,10 @@ CONTEXT_LENGTH = 131_072
 
 
 def parse_flags(argv: list[str]) -> Namespace:
-    """The flags, each for itself.
+    """Parse the flags, and check the value of each on its own.
 
     Raises:
-        UserError: an unknown flag, or not a value of it.
+        UserError: an unknown flag, or a value that its flag does not take.
     """
     parser = ArgumentParser(prog="profile_memory.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.error = _raise_user_error
@@ -101,7 +100,7 @@ def check_flags(flags: Namespace, on_gpu: bool) -> None:
         ("find_max_context", "compare"),
         ("loss_impl", "compare"),
         *((name, mode) for name in for_one_step for mode in ("find_max_context", "compare")),
-        ("memory_budget", "gradient_checkpointing"),  # which leaves nothing to plan
+        ("memory_budget", "gradient_checkpointing"),  # nothing is planned with gradient_checkpointing
         ("host_budget", "gradient_checkpointing"),
     ]
     for name, other in without_effect:
@@ -127,7 +126,7 @@ def check_flags(flags: Namespace, on_gpu: bool) -> None:
 
 
 def choose_machine(flags: Namespace, memory_budget: str | None, world: World) -> Machine:
-    """The GPU at hand, else the one of --gpu, else an H200."""
+    """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an H200."""
     model, loss_impl = MODEL_SIZES[flags.model_size], flags.loss_impl or "auto"
     if world.device.type == "cuda":
         given = settled_execution(loss_impl, flags.attention_backend, world.device)
@@ -186,7 +185,7 @@ def main(argv: list[str]) -> int:
             if world.size > 1:
                 raise UserError("profile_memory.py profiles one GPU: start it with python, not torchrun")
             check_flags(flags, on_gpu=world.device.type == "cuda")
-            # The budget of a comparison is that of one way only.
+            # In a comparison memory_budget is the budget of the planned way only.
             machine = choose_machine(flags, None if flags.compare else flags.memory_budget, world)
             print(f"machine: {machine.description}; attention kernel {machine.given.attention_backend}")
             print(f"model: {flags.model_size}, {machine.model.num_parameters():,} parameters")

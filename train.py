@@ -1,7 +1,8 @@
 """Train a decoder: `python train.py`, or `torchrun --nproc_per_node=N train.py` on N GPUs.
 
-Top to bottom: what is refused; where the run starts, and what a resumed one inherits; tokenizer and data; validation;
-the run; what it shows. training/run.py builds the model and makes a step, training/config.py has the settings.
+This file reads from top to bottom: what is refused; where a run starts, and what a resumed run inherits; tokenizer and
+data; validation; the run; what is shown. training/run.py builds the model and makes a step, training/config.py has the
+settings.
 """
 
 import dataclasses
@@ -46,7 +47,7 @@ from training.run import (
 
 logger = logging.getLogger("train")
 PROMPT_TOKENS = 64
-SHUTDOWN_SECONDS = 30  # torchrun's, between SIGTERM and SIGKILL
+SHUTDOWN_SECONDS = 30  # from torchrun's SIGTERM to its SIGKILL, unless it is told otherwise
 # A resumed run takes these from its flags alone, all other settings from the run that it continues.
 NOT_INHERITED = ("resume", "init_from", "output_dir", "device")
 BUDGETS = ("memory_budget", "host_budget")
@@ -173,12 +174,12 @@ def log_changes(before: TrainConfig, config: TrainConfig, state: dict, world: Wo
 
 
 def tokens_per_step(config: TrainConfig, world: World) -> int:
-    """Of all data-parallel ranks and micro-batches."""
+    """Tokens of one optimizer step, over all data-parallel ranks and micro-batches."""
     return config.context_length * config.batch_size * config.gradient_accumulation_steps * world.data_size
 
 
 def learning_rate_of(step: int, config: TrainConfig, cosine_steps: int) -> float:
-    """The rate of a step, counted from 1; after `cosine_steps` the last one of the cosine."""
+    """The learning rate of a step. Steps count from 1; those after `cosine_steps` have the cosine's last rate."""
     return warmup_cosine(
         step - 1, learning_rate=config.learning_rate, warmup_steps=config.warmup_steps, max_steps=cosine_steps,
         final_ratio=config.final_learning_rate_ratio,
@@ -186,13 +187,13 @@ def learning_rate_of(step: int, config: TrainConfig, cosine_steps: int) -> float
 
 
 def choose_tokenizer(config: TrainConfig, model_config: ModelConfig) -> str:
-    """--tokenizer; else what the weights of --init_from were trained with; else bytes."""
+    """The tokenizer to open: --tokenizer's, else what the weights of --init_from were trained with, else bytes."""
     if config.tokenizer is not None or config.init_from is None:
         return config.tokenizer or "bytes"
     file, ours = Path(config.init_from) / "tokenizer.json", Path(config.init_from) / "trainer.json"
     if file.is_file():
         return str(file)
-    if ours.is_file():  # a checkpoint; older ones do not say their tokenizer
+    if ours.is_file():  # a checkpoint of Fathom; older checkpoints do not name their tokenizer
         trained_with = load_trainer_state(config.init_from).get("tokenizer")
         if trained_with == "bytes" or (trained_with is None and model_config.vocab_size == 256):
             return "bytes"
@@ -203,7 +204,7 @@ def choose_tokenizer(config: TrainConfig, model_config: ModelConfig) -> str:
 
 
 def open_tokenizer(config: TrainConfig, start: Start):
-    """The tokenizer of the run, which a resumed run must have been trained with.
+    """Open the tokenizer of the run. A resumed run must have the one that it was trained with.
 
     Raises:
         UserError: the file is missing or invalid, or its content is not what the checkpoint's run had.
@@ -218,7 +219,7 @@ def open_tokenizer(config: TrainConfig, start: Start):
 
 
 def load_data(config: TrainConfig, tokenizer, vocab_size: int, world: World):
-    """(loader of training batches, store of the held-out documents)."""
+    """Returns (loader of training batches, store of the held-out documents)."""
     documents = load_documents(config.data or None, tokenizer, vocab_size)
     shares = split_documents(documents, config.validation_fraction, config.seed)
     store, held_out = (TokenStore(share, tokenizer.eos_id) for share in shares)
@@ -229,7 +230,7 @@ def load_data(config: TrainConfig, tokenizer, vocab_size: int, world: World):
 
 
 def check_weights(weights: str | Path, model_config: ModelConfig) -> None:
-    """Refuse weights of other names or shapes than the model's, by what the files' headers say."""
+    """Refuse weights whose names or shapes, as the files' headers say, are not the model's."""
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Transformer(model_config).named_parameters()}
     load_model_weights(weights, shapes)  # reads nothing large before the first weight is asked for
@@ -237,7 +238,7 @@ def check_weights(weights: str | Path, model_config: ModelConfig) -> None:
 
 @torch.no_grad()
 def validate(model: Transformer, batches: typing.Iterable[Batch], world: World) -> float:
-    """Mean loss a held-out token, over all ranks."""
+    """Mean loss per held-out token, over all ranks."""
     total, count = 0.0, 0
     for batch in batches:
         total += float(run_model(model, batch, world, 1.0))
@@ -247,9 +248,9 @@ def validate(model: Transformer, batches: typing.Iterable[Batch], world: World) 
 
 
 def warn_of_short_shutdown(step_seconds: float) -> None:
-    """Under torchrun, say that a step takes longer than the time from its SIGTERM to its SIGKILL.
+    """Under torchrun, warn where a step takes longer than the time from torchrun's SIGTERM to its SIGKILL.
 
-    A worker sees that time where the environment sets it, and does not see the flag --shutdown-timeout.
+    A worker reads that time from its environment; torchrun's flag --shutdown-timeout is not shown to workers.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -260,7 +261,7 @@ def warn_of_short_shutdown(step_seconds: float) -> None:
         timeout = int(os.environ.get(name, timeout))
     if step_seconds < timeout - 5:
         return
-    enough = round(2 * step_seconds) + 120  # a step, its validation and a checkpoint
+    enough = round(2 * step_seconds) + 120  # seconds for a step, its validation and a checkpoint
     logger.warning(
         "SIGTERM saves at the end of a step, %.0f s at most; torchrun kills after %d s%s", step_seconds, timeout,
         f": start it with --shutdown-timeout {enough}, unless you did" if can_be_set
@@ -272,13 +273,13 @@ def train(given: dict, world: World) -> None:
     """A run, from the checks to the final checkpoint and a sample.
 
     Args:
-        given: settings by field of TrainConfig, as flags and --config name them.
+        given: the settings that flags and --config give, by the names of TrainConfig's fields.
     """
     # What can be refused in seconds comes before the data, which may take minutes to tokenise.
     config, start = find_start(given, world)
     model_config = choose_model(config, start.checkpoint)
     config = dataclasses.replace(config, tokenizer=choose_tokenizer(config, model_config))
-    settings = dataclasses.asdict(config)  # for the checkpoints: a budget of "auto" is chosen anew where one resumes
+    settings = dataclasses.asdict(config)  # goes into checkpoints; a budget of "auto" is resolved where a run resumes
     config = dataclasses.replace(config, memory_budget=resolve_memory_budget(config, world.device))
     configure_machine(config, world)
     tokenizer = open_tokenizer(config, start)
@@ -289,7 +290,7 @@ def train(given: dict, world: World) -> None:
     loader, held_out = load_data(config, tokenizer, model_config.vocab_size, world)
     if start.checkpoint:
         loader.load_state_dict(start.loader)
-        verify_checkpoint(start.checkpoint)  # reads every byte of it
+        verify_checkpoint(start.checkpoint)  # reads every byte of the checkpoint
     documents = PackedDocuments.average(
         *loader.document_lengths(), loader.longest_document, config.batch_size, world.data_size
     )
@@ -326,7 +327,7 @@ def train(given: dict, world: World) -> None:
         try:
             loss, norm = train_step(model, optimizer, batches, world, rate, config.max_grad_norm)
         except torch.OutOfMemoryError as error:
-            progress.close()  # which ends its line
+            progress.close()  # ends the progress bar's line
             error.add_note(explain_out_of_memory(config, plan, world.device))
             raise
         seconds = time.perf_counter() - began
@@ -349,7 +350,7 @@ def train(given: dict, world: World) -> None:
             values["validation_loss"] = validate(model, held_out_batches, world)
         if world.is_main:
             metrics.write(**values)
-            if step == start.step + 2:  # the first takes longer
+            if step == start.step + 2:  # the first step of a run compiles kernels
                 warn_of_short_shutdown(seconds)
             show(progress, values, "byte" if config.tokenizer == "bytes" else "token")
         if config.save != "none" and (is_last or stop or is_due(step, config.checkpoint_interval)):
@@ -380,7 +381,7 @@ def is_due(step: int, interval: int) -> bool:
 
 
 def show(progress: tqdm, values: dict, unit: str) -> None:
-    """One step on the progress bar, and a line for a validation."""
+    """Show a step on the progress bar, and its validation on a line."""
     shown = {"loss": f"{values['loss']:.3f}", "tokens/s": f"{values['tokens_per_second']:,.0f}"}
     if "mfu" in values:
         shown["mfu"] = f"{values['mfu']:.1%}"
@@ -393,7 +394,7 @@ def show(progress: tqdm, values: dict, unit: str) -> None:
 
 
 def log_sample(model: Transformer, tokenizer, prompt, config: TrainConfig, world: World) -> None:
-    """What the model writes after a held-out prompt, an int64 array; every rank of a sharded model takes part."""
+    """Log what the model writes after `prompt`, held-out ids (int64). All ranks of a sharded model must call this."""
     generator = torch.Generator(world.device).manual_seed(config.seed)
     ids = torch.from_numpy(prompt).to(world.device)[None]
     ids = model.generate(ids, config.sample_tokens, temperature=0.8, generator=generator)[0].tolist()

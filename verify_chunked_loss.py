@@ -28,7 +28,7 @@ RESULTS = ("loss", "hidden gradient", "head gradient")
 
 @dataclasses.dataclass
 class Check:
-    """One line of the table: passes when value <= limit; a check without a value was skipped, and `limit` says why."""
+    """One line of the table. It passes when value <= limit; a check without a value was skipped, `limit` says why."""
 
     name: str
     value: float | None
@@ -42,7 +42,7 @@ class Check:
 
 
 def small_config(vocab_size: int, **changes):
-    """One block, so narrow that the loss is nearly all the work."""
+    """The shape of a model of one block, so narrow that the loss is nearly all the work."""
     return dataclasses.replace(
         MODEL_SIZES["tiny"], vocab_size=vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
         num_attention_heads=1, num_key_value_heads=1, **changes,
@@ -50,7 +50,7 @@ def small_config(vocab_size: int, **changes):
 
 
 def run_model(model: Transformer, ids: Tensor, labels: Tensor) -> None:
-    documents = torch.arange(ids.shape[1])[None] // 512  # short ones: attention is not what is looked at
+    documents = torch.arange(ids.shape[1])[None] // 512  # documents of 512 tokens, so that attention takes little time
     model(ids, labels, document_ids=documents).loss.backward()
     model.zero_grad()
 
@@ -78,10 +78,10 @@ def extra_gib(function: Callable[[], object], device: torch.device) -> float:
 
 
 def switch(device: torch.device, vocab_size: int = VOCAB_SIZE, switch_bytes: float = SWITCH_BYTES) -> Iterator[Check]:
-    """Up to 10 GB of projected bf16 logits a model makes them all, above it never: seen from outside.
+    """A model makes all logits where they take up to 10 GB in bf16, and never all of them where they take more.
 
-    The lengths run are far from 10 GB; where exactly the switch turns (35,335 tokens at 4B's vocabulary are the last
-    below it) the configuration is asked.
+    Two lengths are run and observed from outside: 4,096 and 40,000 tokens. At the exact border, which is after 35,335
+    tokens with the 4B's vocabulary, the configuration is asked.
     """
     config = small_config(vocab_size)
     last = int(switch_bytes // (2 * vocab_size))
@@ -95,7 +95,7 @@ def switch(device: torch.device, vocab_size: int = VOCAB_SIZE, switch_bytes: flo
         print(f"Test {number}: seq_len={length}, logits={size / 2**30:.2f}GB, should_chunk={should_chunk}", flush=True)
         ids = torch.randint(vocab_size, (1, length), device=device)
         labels, note = ids, "every token has a label"
-        if should_chunk and device.type == "cpu":  # all of them would take most of the two minutes
+        if should_chunk and device.type == "cpu":  # labels on all tokens would take most of two minutes
             labels, note = ids.masked_fill(torch.arange(length) % 8 > 0, IGNORE_INDEX), "one token in 8 has a label"
         rows = observed_logits_rows(model, ids, labels)
         used = "standard" if rows == length - 1 else "chunked"  # the last position has no target, so no logits
@@ -141,7 +141,7 @@ def equivalence(device: torch.device) -> Iterator[Check]:
         exact = losses_and_gradients(standard_loss, x.double(), w.double(), targets)
         standard = losses_and_gradients(standard_loss, x, w, targets)
         chunked = losses_and_gradients(chunked_loss, x, w, targets)
-        # Below this an error is luck, or rounding of the last bit, and not the loss's.
+        # An error below this floor is rounding of the last bit.
         floor = {torch.float32: 1e-6, torch.bfloat16: 1e-4}[dtype]
         name = str(dtype).removeprefix("torch.")
         for what, reference, ours, theirs in zip(RESULTS, exact, chunked, standard):
@@ -163,7 +163,7 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 
 
 def accumulation(device: torch.device) -> Iterator[Check]:
-    """8 sequences as 4 and as 8 micro-batches, `num_valid_tokens` the total of all, against one batch, in float32.
+    """8 sequences as 4 and as 8 micro-batches against one batch, in float32; `denominator` counts the labels of all 8.
 
     The sequences have unequal numbers of valid labels, so that a mean of means would show.
     """
@@ -171,7 +171,7 @@ def accumulation(device: torch.device) -> Iterator[Check]:
     config = small_config(1009, tie_word_embeddings=False)
     model = Transformer(config).to(device)
     model.loss_impl = "chunked"
-    model.layers = nn.ModuleList()  # attention has no float32 kernel on GPUs, and the loss is what is looked at
+    model.layers = nn.ModuleList()  # attention has no float32 kernel on GPUs; the loss is checked without blocks
     ids = torch.randint(config.vocab_size, (8, 129), device=device)
     labels = ids.clone()
     for row in range(8):
@@ -195,7 +195,7 @@ def accumulation(device: torch.device) -> Iterator[Check]:
 
 
 def memory(device: torch.device) -> Iterator[Check]:
-    """Peak memory of each loss, forward and backward, at a length where the standard one is still possible."""
+    """Peak memory of each loss, forward and backward, at 32,768 tokens, where the standard loss still fits."""
     name = "GiB of the chunked loss, limit half the standard's"
     if device.type != "cuda":
         yield Check(name, None, "needs a GPU")
@@ -224,8 +224,8 @@ def memory(device: torch.device) -> Iterator[Check]:
 def main(
     parts: tuple[Callable[[torch.device], Iterator[Check]], ...] = (switch, equivalence, accumulation, memory),
 ) -> int:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own chatter
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: small ones take half of a CPU's time
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's messages
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: small ones take half of the time on a CPU
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"device: {torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}\n")
     checks = [check for part in parts for check in part(device)]

@@ -19,7 +19,7 @@ from benchmarks.common import (
 )
 from kernels.cross_entropy import RowOptions, cross_entropy, cross_entropy_reference, row_step
 
-# Warps a program and columns a thread takes at once.
+# (warps in a program, columns that a thread takes at once)
 CONFIGURATIONS = [(32, 8), (32, 16), (16, 8), (16, 16), (16, 32), (8, 16), (8, 32), (8, 64)]
 
 
@@ -53,7 +53,7 @@ def compare(num_rows: int, vocab: int, copy_rate: float, device: torch.device) -
         implementations["Liger, in place"] = lambda x: peer.LigerCrossEntropyFunction.apply(x, target, None)[0]
 
     def step(function, logits):
-        # A new leaf over the same storage: in place, the next run finds a gradient there, which is as good a logit.
+        # A new leaf over the same storage. In place, a run leaves its gradient there: the next run's logits.
         leaf = logits.detach().requires_grad_()
         return torch.autograd.grad(function(leaf), leaf)
 

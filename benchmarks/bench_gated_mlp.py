@@ -60,7 +60,7 @@ def bench_activation(name: str, tokens: int, width: int, copy_rate: float, devic
         "eager": (eager, [gate, up]),
         "torch.compile": (compiled(eager, device), [gate, up]),
     }
-    if module := liger(module_name, device):  # its backward writes over gate and up: copies of its own
+    if module := liger(module_name, device):  # Liger's backward writes over gate and up: copies of its own
         own = [x.detach().clone().requires_grad_() for x in (gate, up)]
         implementations["Liger"] = (getattr(module, function_name).apply, own)
     return compare_with_copy(

@@ -50,13 +50,13 @@ def main() -> None:
 
 
 def make_inputs(tokens: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states and labels."""
+    """Random (hidden states [tokens, hidden], labels [tokens])."""
     hidden = torch.randn(tokens, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
     return hidden, torch.randint(len(weight), (tokens,), device=weight.device)
 
 
 def liger_loss(device: torch.device) -> Callable | None:
-    """(hidden, weight, target, accum_dtype) -> mean loss."""
+    """Liger's (hidden, weight, target, accum_dtype) -> mean loss; None where Liger is not installed or has no GPU."""
     if not (peer := liger("fused_linear_cross_entropy", device)):
         return None
     apply = peer.LigerFusedLinearCrossEntropyFunction.apply

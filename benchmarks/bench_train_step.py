@@ -2,15 +2,15 @@
 
 `python -m benchmarks.bench_train_step --settings auto 24GB checkpointing peer --host_budget 84GB`
 
-Ours is train.py's step with float32 masters and moments, placed as the setting says: "auto" or a size is a
+Our step is train.py's, with float32 masters and moments. A setting says how our step is run: "auto" or a size is a
 --memory_budget (a hard cap), "checkpointing" is --gradient_checkpointing; "+flash-attn-4" behind either names another
 attention kernel. The peer is transformers' Qwen3 with Liger's kernels and loss, gradient checkpointing and fused AdamW
-on bf16 weights (no float32 masters). All see the same text as one document: the Python standard library, bytes.
+on bf16 weights (no float32 masters). All train on the same text as one document: the Python standard library, bytes.
 
-Of each setting's `--steps` the first compiles, and makes the libraries' workspaces and the optimizer's state; the last
-is timed, its update included: the GPU has finished when either clock is read. With `--packed` each step is of another
-sequence of documents, packed as train.py packs them; all steps but the first are timed, and predicted from their own
-documents' lengths. Under torchrun each rank has sequences of its own, and what is printed is the first rank's.
+Of each setting's `--steps` the first compiles kernels and makes workspaces and optimizer state; the last is timed, its
+update included: the GPU has finished whenever the clock is read. With `--packed` each step takes another sequence of
+documents, packed as train.py packs them; all steps but the first are timed, and predicted from their own documents'
+lengths. Under torchrun each rank has sequences of its own; the first rank's results are printed.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list
 
 
 def documents_of(batches: list[Batch]) -> PackedDocuments:
-    """Of the micro-batches of all ranks."""
+    """What attention has to do for one step's micro-batches, one of each rank."""
     lengths = [np.array(batch.documents.lengths) for batch in batches]
     sequences = np.repeat(np.arange(len(batches)), [len(each) for each in lengths])
     lengths = np.concatenate(lengths)
@@ -99,7 +99,7 @@ def documents_of(batches: list[Batch]) -> PackedDocuments:
 
 
 def measure(setting: str, arguments: argparse.Namespace, steps: list[list[Batch]], world: World) -> dict:
-    """Seconds a timed step, tokens/s, MFU, peaks, host memory; what was planned; the loss of each step.
+    """Run the steps of a setting. Returns seconds a step, tokens/s, MFU, peaks, host memory, the plan and each loss.
 
     Seconds are NaN where memory runs out.
     """
@@ -149,7 +149,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[Batch]
 def our_step(
     setting: str, arguments: argparse.Namespace, steps: list[list[Batch]], world: World
 ) -> tuple[Callable, Plan]:
-    """(a function of a batch that makes one step and returns its loss, the plan)."""
+    """Returns (a function that makes one step of a batch and returns its loss, the plan)."""
     placement, _, backend = setting.partition("+")
     settings = TrainConfig(
         model_size=arguments.model_size,
@@ -172,7 +172,7 @@ def our_step(
 
 
 def peer_step(config: ModelConfig, world: World) -> Callable:
-    """A function of a batch that makes one step and returns its loss."""
+    """Returns a function that makes one step of a batch and returns its loss."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     if world.device.type == "cuda":  # Liger's kernels run nowhere else
@@ -217,7 +217,7 @@ def resident_bytes() -> int:
 
 
 def release(world: World) -> None:
-    """Give back what the last setting held, and lift its cap."""
+    """Free the GPU memory that the last setting held, and lift its cap."""
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -55,7 +55,7 @@ def _time_once(function: Callable[[], object], device: torch.device) -> float:
         function()
         return 1000 * (time.perf_counter() - start)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(2_000_000)  # about 1 ms: the host gets ahead meanwhile, so that its own time is not measured
+    torch.cuda._sleep(2_000_000)  # about 1 ms, in which the host gets ahead: its time is not measured
     start.record()
     function()
     end.record()
@@ -95,8 +95,8 @@ def compare_with_copy(
     """Time memory-bound operations forward and backward, and print what part of a copy's bytes per second they reach.
 
     Args:
-        implementations: name -> (function, inputs that require gradients). Inputs of their own where the function
-            writes over them.
+        implementations: name -> (function, inputs that require gradients). A function that writes over its inputs gets
+            copies of its own.
         forward_bytes, backward_bytes: each input read once and each output written once.
     """
     forward, backward = {}, {}
@@ -124,7 +124,7 @@ def compare_with_copy(
 
 def compiled(function: Callable, device: torch.device) -> Callable:
     """`function` under torch.compile, such that its backward can be run again and again."""
-    torch._functorch.config.donated_buffer = False  # else it refuses retain_graph=True
+    torch._functorch.config.donated_buffer = False  # donated buffers rule out retain_graph=True
     return torch.compile(function, dynamic=False, backend="inductor" if device.type == "cuda" else "aot_eager")
 
 
@@ -141,7 +141,7 @@ def liger(name: str, device: torch.device):
 
 
 def print_table(title: str, header: list[str], rows: list[list]) -> None:
-    """A Markdown table, floats to three significant decimals."""
+    """Print a Markdown table, floats with three decimals."""
     cells = [[f"{c:.3f}" if isinstance(c, float) else str(c) for c in row] for row in rows]
     print(f"\n### {title}\n")
     print("| " + " | ".join(header) + " |")
@@ -151,5 +151,5 @@ def print_table(title: str, header: list[str], rows: list[list]) -> None:
 
 
 def print_json(**results) -> None:
-    """The last line of a benchmark: everything it measured, for machines."""
+    """Print the last line of a benchmark: everything that it measured, as JSON."""
     print(json.dumps(results), flush=True)

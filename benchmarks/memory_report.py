@@ -26,7 +26,7 @@ from training.run import step_on_meta
 ROOT = Path(__file__).parents[1]
 REPORT, RESULTS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results"
 PICTURE = RESULTS / "step_of_131072_tokens.png"
-HOSTS = (64 * GIB, 110 * GIB, math.inf)  # bytes to pin
+HOSTS = (64 * GIB, 110 * GIB, math.inf)  # bytes of host memory that a plan may pin
 PEER = "peer"
 
 
@@ -54,12 +54,12 @@ def regenerate(report: str) -> str:
 
 
 def results(pattern: str) -> list[dict]:
-    """Of each line of the files of that name, in the order of the names."""
+    """The JSON object of each line of the files that match, in the order of their names."""
     return [json.loads(line) for path in sorted(RESULTS.glob(pattern)) for line in path.open()]
 
 
 def step_runs(packed: bool = False) -> list[dict]:
-    """What benchmarks.bench_train_step left of the 4B."""
+    """What benchmarks.bench_train_step measured of the 4B."""
     return [run for run in results("train_step_*.jsonl") if run["model_size"] == "4B" and run["packed"] == packed]
 
 
@@ -143,7 +143,7 @@ def some_layers() -> list[list[str]]:
         settings, summary = result["settings"], result["summary"]
         if settings["num_layers"] is None:
             continue
-        # As the plan said.
+        # The plan was printed as text; it says what all layers take.
         peak, host = (re.search(rf"{size} +([\d.]+) GiB", result["plan"])[1] for size in ("GPU peak", "host memory"))
         rows.append([
             f"{settings['context_length']:,}", settings["memory_budget"].replace("GB", " GiB"),

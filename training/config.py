@@ -24,7 +24,7 @@ def flag(default, help: str, choices: tuple[str, ...] | None = None):
 
 @dataclass
 class TrainConfig:
-    """Every setting: field name = flag = key of a --config file. Defaults, then the file, then flags."""
+    """Every setting: field name = flag = key of a --config file. The file overrides defaults, flags both."""
 
     # model
     model_size: str = flag("tiny", "shape of the model", tuple(MODEL_SIZES))

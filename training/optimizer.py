@@ -1,13 +1,13 @@
 """AdamW on float32 master weights, state on the GPU or in pinned host memory, for plain and for sharded parameters.
 
-A float32 parameter (CPU, or a shard under FSDP, which computes in bf16) is its own master; of a bf16 parameter the
-optimizer keeps a float32 copy. It takes each gradient as backward makes it: over one micro-batch the gradient is kept
-as it came, over several they are added in float32. The clipping norm is taken at the last addition, so it is known,
-exactly, before any weight moves, and scaling by it is part of the update.
+A float32 parameter (on a CPU, or a shard under FSDP, which computes in bf16) is its own master. Of a bf16 parameter
+the optimizer keeps a float32 copy. The optimizer takes each gradient when backward has made it: the gradient of a
+single micro-batch is kept as it is, those of several are added in float32. With the last addition the norm is taken, so
+the exact norm for clipping is known before any weight moves, and the update scales by it.
 
-Each parameter is updated in pieces of at most PIECE_ELEMENTS that are the same wherever its state lives, by the same
-calls on the GPU, so the numbers do not depend on the placement, bit for bit. State on the host costs link time alone.
-4B (4.02e9 parameters) all on the host, at 50 GB/s each way:
+Each parameter is updated on the GPU, in pieces of at most PIECE_ELEMENTS. Pieces and calls are the same wherever the
+state lives, so results are equal bit for bit. State in host memory costs the time of its copies and no other.
+The 4B (4.02e9 parameters) with all state in host memory, at 50 GB/s each way:
 - one micro-batch: bf16 gradients leave during backward, 8 GB in 0.16 s; the update fetches 14 bytes a parameter and
   sends 12 back at the same time: 1.13 s. Host: 52.4 GiB.
 - several: backward fetches and sends the float32 sums, 32 GB in 0.64 s on a side stream (0.32 s the first time); the
@@ -30,9 +30,9 @@ from training.memory.host_copies import SLOT_ALIGNMENT, PinnedArena
 from training.parallel.fsdp import local_part
 from training.torch_internals import dtensor_like, fused_adamw_
 
-PIECE_ELEMENTS = 2**23  # copies of 32 MiB run at the link's full rate
+PIECE_ELEMENTS = 2**23  # 32 MiB of float32: copies of that size run at the link's full rate
 NUM_SLOTS = 3  # one piece arrives, one is updated, one leaves
-LEAVING_BYTES = 2**28  # of gradients on their way to the host: a block's, so that the next block's need not wait
+LEAVING_BYTES = 2**28  # of gradients that may be on their way to the host: about one block's, in bf16
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ def _piece_elements(numels: list[int]) -> int:
 
 @torch.no_grad()
 def _flat(tensor: Tensor) -> Tensor:
-    """This rank's elements, a view [n]. Never kept of a parameter: FSDP may replace a shard's memory in between."""
+    """A view [n] of this rank's elements. No view of a parameter is kept: FSDP may replace a shard's memory."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().view(-1)
 
 
 def _owned(gradient: Tensor) -> Tensor:
-    """Itself, or a copy: FSDP makes views of all gradients of a block, each of which would keep them all."""
+    """The gradient, or a copy of a view: FSDP's gradients of a block are views of one tensor, which each would keep."""
     is_view = gradient.untyped_storage().nbytes() > gradient.nbytes
     return gradient.clone() if is_view else gradient
 
@@ -112,8 +112,8 @@ class _State:
     on_host: bool
     pieces: list[tuple[int, slice]]  # (index into the norms, elements)
     tensors: dict[str, Tensor]
-    gradient: Tensor | None = None  # on the host: always there
-    arrived: bool = False  # a gradient, since the last update
+    gradient: Tensor | None = None  # of state on the host always there, else from backward to the update
+    arrived: bool = False  # whether a gradient has come since the last update
 
 
 @dataclass
@@ -164,7 +164,7 @@ class MasterAdamW:
         numels = [_flat(parameter).numel() for parameter in parameters]
         kept = _kept_on_gpu(numels, 4 * len(self.keys), gpu_state_bytes)
         size = _piece_elements(numels)
-        self.room = torch.empty(size, device=device)  # a float32 gradient
+        self.room = torch.empty(size, device=device)  # for a piece of a gradient in float32
         self.slots: list[_Slot] = []
         if not all(kept):
             needed = optimizer_bytes(parameters, accumulate=accumulate, gpu_state_bytes=gpu_state_bytes)
@@ -174,7 +174,7 @@ class MasterAdamW:
                 tensors = {key: torch.empty(size, dtype=dtype, device=device) for key, dtype in dtypes.items()}
                 self.slots.append(_Slot(tensors, self.device_module.Event()))
 
-        # Python cannot free what a tensor's hook refers to while it refers to the tensor: a weak reference.
+        # The hooks refer to the optimizer weakly: Python cannot free a cycle that goes through a tensor's hook.
         optimizer = weakref.proxy(self)
         self.states: dict[str, _State] = {}
         indices = itertools.count()
@@ -216,7 +216,7 @@ class MasterAdamW:
             self._take_norm(index, state.gradient[piece])
 
     def _send_gradient(self, state: _State, made: Tensor, first: bool) -> None:
-        """The same on its way to the host, beside backward: everything in order on one stream."""
+        """Add, take the norm and copy to the host, all in order on one side stream while backward goes on."""
         self.outward.wait_stream(self.device_module.current_stream())  # `made` is written, and `room` no longer read
         assert state.gradient is not None
         with self.device_module.stream(self.outward):
@@ -231,9 +231,10 @@ class MasterAdamW:
         self._let_go(LEAVING_BYTES)
 
     def _let_go(self, num_bytes: int) -> None:
-        """Have no more than this leaving: compute queued from here on, which may write there, waits for the rest.
+        """Wait on the compute stream until at most `num_bytes` of gradients are on their way to the host.
 
-        With record_stream in place of waits, what is there at a time would depend on how far the host is ahead.
+        Kernels queued after the wait may write over the memory of the gradients that have left. With record_stream in
+        place of the wait, the memory in use would depend on how far the host runs ahead of the GPU.
         """
         while sum(gradient.nbytes for gradient, _ in self.leaving) > num_bytes:
             _, left = self.leaving.popleft()
@@ -244,7 +245,7 @@ class MasterAdamW:
 
     def zero_grad(self) -> None:
         """Drop the gradients, also those of a backward that failed half way, as if none had come since the update."""
-        self._let_go(0)  # the norms that were taken on the way out are written
+        self._let_go(0)  # after this wait the norms of gradients that were leaving are written
         self.norms.zero_()
         self.scale = 1.0
         for state in self.states.values():
@@ -272,7 +273,7 @@ class MasterAdamW:
         current, slots = self.device_module.current_stream(), itertools.cycle(self.slots)
         self._let_go(0)
         current.wait_stream(self.outward)  # `room` and `norms` are free
-        self.inward.wait_stream(current)  # so the host has them, and the state that the last step sent back
+        self.inward.wait_stream(current)  # so the host has all gradients, and the state that the last step sent back
         for state in self.states.values():
             for _, piece in state.pieces if state.arrived else ():
                 if state.on_host:
@@ -319,7 +320,7 @@ class MasterAdamW:
         self.device_module.synchronize()  # what the last step sent back is on the host
         return {
             name: {
-                "master": state.parameter.detach(),  # replaced where it is not its own master
+                "master": state.parameter.detach(),  # the next line replaces it where "master" is a tensor of its own
                 **{key: _like(state.parameter, tensor) for key, tensor in state.tensors.items()},
                 "step": self.steps,
             }

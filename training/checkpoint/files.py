@@ -34,7 +34,7 @@ from training.errors import UserError
 
 FORMAT_VERSION = 1
 GIB = 2**30
-IO_THREADS = 4  # files of a rank written, and checksums computed, at a time
+IO_THREADS = 4  # files that a rank writes, or computes checksums of, at a time
 SPARE_BYTES = 64 * 2**20  # for everything in a checkpoint that is not a tensor
 
 
@@ -216,7 +216,7 @@ def _all_gather(value) -> list:
 
 @contextlib.contextmanager
 def _failing_together():
-    """All ranks leave the block together, each with an error if any had one: none waits for one that is gone."""
+    """All ranks leave the block together, all with an error if one had one: no rank waits for a rank that is gone."""
     error = None
     try:
         yield
@@ -232,7 +232,7 @@ def _failing_together():
 
 @contextlib.contextmanager
 def _one_line_errors(what: str):
-    """dcp fails on all ranks together, but by a BaseException with every rank's traceback."""
+    """Raise a UserError of one line where dcp raises its BaseException, which carries the traceback of every rank."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process needs no group
         try:
@@ -243,7 +243,7 @@ def _one_line_errors(what: str):
 
 
 def _leaves(state: dict, prefix: str = "") -> Iterator[tuple[str, dict, str]]:
-    """(path, the dict that holds it, its key there) of each value in a nested dict."""
+    """For each value in a nested dict: (its path, the dict that holds it, its key there)."""
     for key, value in state.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}/")
@@ -311,5 +311,5 @@ def _put_in_place(temporary: Path, final: Path) -> None:
 
 
 def _hide(checkpoint: Path) -> Path:
-    """Renamed first, a checkpoint whose deletion is interrupted no longer counts; the next save clears it away."""
+    """Rename a checkpoint before its deletion: if that is interrupted, the rest no longer counts as a checkpoint."""
     return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old.tmp"))

@@ -1,7 +1,7 @@
 """Weights in Hugging Face's form: safetensors files, written and read one weight at a time.
 
-A file's name of a weight is "model." and our name of it, except for lm_head.weight, which has one name. A folder holds
-config.json, and either model.safetensors or several such files with an index.
+In a file a weight's name is ours behind "model.": model.norm.weight for norm.weight. Only lm_head.weight has one name.
+A folder holds config.json, and either model.safetensors or several such files with an index.
 """
 
 import json

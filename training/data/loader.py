@@ -93,11 +93,11 @@ class PackedLoader:
 
     @property
     def epoch(self) -> float:
-        """Epochs taken so far, with the fraction of the present one."""
+        """Epochs taken so far, the fraction of the present one included."""
         return self.next_sequence / self.sequences_per_epoch
 
     def check_enough_for_step(self, gradient_accumulation_steps: int) -> None:
-        """Raises UserError where one optimizer step would take more sequences than an epoch has."""
+        """Raise UserError where one optimizer step would take more sequences than an epoch has."""
         needed = self.batch_size * gradient_accumulation_steps * self.world_size
         if needed > self.sequences_per_epoch:
             raise UserError(
@@ -130,7 +130,7 @@ class PackedLoader:
 
 
 def check_same_data(state: dict, ours: dict) -> None:
-    """Refuse a loader's saved state that differs from `ours`: what this run's data have under the same names."""
+    """Refuse a loader's saved `state` that differs from `ours`, the values of this run under the same names."""
     for name, value in ours.items():
         if state.get(name) != value:
             raise UserError(

@@ -11,7 +11,7 @@ import numpy as np
 from training.errors import UserError
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
-# Escapes of JSON can spell what UTF-8 text cannot hold: NUL, and halves of surrogate pairs.
+# JSON can spell in escapes what documents must not hold: NUL, and halves of surrogate pairs.
 UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 # Other people's packages, and folders of the standard library that are tables or test fixtures rather than programs.
 STANDARD_LIBRARY_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}

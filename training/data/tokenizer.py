@@ -37,13 +37,13 @@ class FileTokenizer:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"cannot read tokenizer {path}: {error}; give the path of a tokenizer.json") from None
-        # A file may carry the settings of inference, which would silently cut documents short.
+        # A file may carry truncation and padding for inference; truncation would silently cut documents short.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.name = str(path)
         self.identity = hashlib.sha256(path.read_bytes()).hexdigest()
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have holes: not their number
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # not the number of ids, which may have holes
         self.eos_id = next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), None)
         if self.eos_id is None:
             raise UserError(f"tokenizer {path} has none of {', '.join(END_OF_TEXT_TOKENS)}: add one to end documents")

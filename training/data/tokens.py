@@ -9,7 +9,7 @@ from training.data.sources import Document
 
 
 class TokenStore:
-    """Documents by their number, each with the end-of-text id as its last token. It is in memory.
+    """Documents by their number, each with the end-of-text id as its last token. All tokens are in memory.
 
     Args:
         documents: of load_documents or split_documents.
@@ -28,7 +28,7 @@ class TokenStore:
 
     @functools.cached_property
     def identity(self) -> int:
-        """CRC-32 of all lengths, masks and tokens; the first time it is asked for, it reads the whole corpus."""
+        """CRC-32 of all lengths, masks and tokens. The first call reads the whole corpus."""
         crc = 0
         for document in self._documents:
             crc = zlib.crc32(f"{len(document.tokens)},{document.num_masked};".encode(), crc)
