@@ -24,6 +24,7 @@ from typing import NoReturn
 
 import torch
 
+from kernels.attention import BACKENDS
 from model import MODEL_SIZES
 from training.errors import UserError
 from training.memory.cost_model import gib
@@ -59,7 +60,7 @@ def parse_flags(argv: list[str]) -> Namespace:
     add("--batch_size", type=int, default=1)
     add("--gradient_accumulation_steps", type=int, default=1)
     add("--attention_type", default="full", choices=("full", "nsa"))
-    add("--attention_backend", default="auto", choices=("auto", "cudnn", "flash", "flash-attn-4"))
+    add("--attention_backend", default="auto", choices=[name for name in BACKENDS if name != "cpu"])
     add("--loss_impl", choices=("auto", "chunked", "standard"), help="default: auto")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="cpu: prediction only")
     add("--gradient_checkpointing", action=BooleanOptionalAction, help="no plan: checkpoint every block, or keep all")

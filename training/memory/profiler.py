@@ -417,7 +417,8 @@ def format_table(
         stage = shown = stages[first]
         name, cells = stage.name, [f"{stage.bytes / GIB:.3f}"]
         if last > first:
-            name = re.sub(r"layer (\d+)", rf"layers \1 to {_NUMBER.search(stages[last].name)[0]}", name)
+            [number] = _NUMBER.findall(stages[last].name)
+            name = re.sub(r"layer (\d+)", rf"layers \1 to {number}", name)
         if measured:
             shown = measured[first]
             assert shown.name == stage.name
@@ -443,7 +444,7 @@ def _fold(sides: list[Sequence[Stage]]) -> list[list[int]]:
         sides: the predicted stages of a step, and the measured ones if there are any.
     """
     count = range(len(sides[0]))
-    peaks = {max(count, key=lambda i, side=side: side[i].bytes) for side in sides}
+    peaks = {max(enumerate(side), key=lambda item: item[1].bytes)[0] for side in sides}
     runs: list[list[list[int]]] = []
     for _, indices in itertools.groupby(count, key=lambda i: sides[0][i].name.partition(",")[0]):
         layer, first = list(indices), runs[-1][0] if runs else []
@@ -464,7 +465,7 @@ def _are_equal(one: Stage, other: Stage) -> bool:
     if _NUMBER.sub("", one.name) != _NUMBER.sub("", other.name):  # forward and backward, or no layers at all
         return False
     sizes, tolerance = [(one.categories.get(name, 0), other.categories.get(name, 0)) for name in CATEGORIES], GIB / 1000
-    if isinstance(one, MeasuredStage):
+    if isinstance(one, MeasuredStage) and isinstance(other, MeasuredStage):
         sizes, tolerance = [*sizes, (one.reserved, other.reserved)], 0.01 * one.bytes
         if abs(one.seconds - other.seconds) > max(0.1 * one.seconds, 1e-3):
             return False
