@@ -95,10 +95,11 @@ def packed_documents() -> list[list[str]]:
     rows = {}
     for run in step_runs(packed=True):
         for setting, result in run["results"].items():
+            timed = result["seconds_of_each_step"][-result.get("timed_steps", run["steps"] - 1) :]
             rows[run["ranks"], run["context_length"], setting] = [  # the last run's
                 str(run["ranks"]), f"{run['context_length']:,}",
                 "none" if setting == "auto" else setting.replace("GB", " GiB"),
-                ", ".join(f"{seconds:.1f}" for seconds in result["seconds_of_each_step"][1:]),
+                ", ".join(f"{seconds:.1f}" for seconds in timed),
                 differing(result["predicted_seconds"], result["seconds"]), f"{result['seconds']:.2f}",
                 differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
                 f"{result['mfu']:.1%}", date(run),

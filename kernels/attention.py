@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import torch_internals
 from kernels.common import operation
 
 _CUDNN_SHORTEST = 64  # tokens; cuDNN refuses a single one
+_LONGEST_COPIED = 32_768  # tokens, rounded up; of a longer document no padded copy is made where its row ends
 _NEVER_ATTENDS = 1e30  # a log-sum-exp under which every probability is exactly 0
 BACKWARD_FLOPS = 2.5  # floating-point operations of backward over those of forward: five matrix products against two
 
@@ -160,10 +162,20 @@ def choose_backend(requested: str, device: torch.device) -> str:
     return requested
 
 
-def _padded_stop(backend: str, start: int, stop: int, T: int) -> int:
-    """Where a document's slice may end. Causality lets it run into what follows: the extra rows are thrown away."""
+def _padded_length(backend: str, length: int, room: int) -> int:
+    """Tokens of the window in which a document of `length` runs; its row has `room` from the document's start on."""
     multiple = KERNELS[backend].length_multiple
-    return min(T, start + -(-(stop - start) // multiple) * multiple)
+    padded = -(-length // multiple) * multiple
+    return padded if padded <= _LONGEST_COPIED else min(padded, room)
+
+
+def _window(x: Tensor, row: int, start: int, length: int) -> Tensor:
+    """`length` tokens of a row, [1, length, heads, K]: the row's own from `start` on and, past its end, zeros.
+
+    A window may run into the next document, which causality hides from this one; the extra rows are thrown away.
+    """
+    window = x[row : row + 1, start : start + length]
+    return F.pad(window, (0, 0, 0, 0, 0, length - window.shape[1])) if window.shape[1] < length else window
 
 
 @operation("fathom::attention_forward", keepable=True)
@@ -175,11 +187,11 @@ def _attention_forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None,
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     for row, start, stop in segments.tolist():
-        rows, length = slice(row, row + 1), stop - start
-        window = slice(start, _padded_stop(backend, start, stop, T))
-        out_window, lse_window = KERNELS[backend].forward(q[rows, window], k[rows, window], v[rows, window])
-        out[rows, start:stop] = out_window[:, :length]
-        lse[rows, :, start:stop] = lse_window[:, :, :length]
+        length = stop - start
+        padded = _padded_length(backend, length, T - start)
+        out_window, lse_window = KERNELS[backend].forward(*(_window(x, row, start, padded) for x in (q, k, v)))
+        out[row, start:stop] = out_window[0, :length]
+        lse[row, :, start:stop] = lse_window[0, :, :length]
     return out, lse
 
 
@@ -199,16 +211,17 @@ def _attention_backward(
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     for row, start, stop in segments.tolist():
-        rows, length = slice(row, row + 1), stop - start
-        window = slice(start, _padded_stop(backend, start, stop, q.shape[1]))
+        length = stop - start
+        padded = _padded_length(backend, length, q.shape[1] - start)
         # The rows past the document have no gradient and, by their log-sum-exp, no probabilities.
-        dout_window, lse_window = dout[rows, window].clone(), lse[rows, :, window].clone()
-        dout_window[:, length:] = 0
-        lse_window[:, :, length:] = _NEVER_ATTENDS
-        windows = (x[rows, window] for x in (q, k, v, out))
-        gradients = KERNELS[backend].backward(dout_window, *windows, lse_window)
+        dout_window = dout.new_zeros(1, padded, *dout.shape[2:])
+        dout_window[0, :length] = dout[row, start:stop]
+        lse_window = lse.new_full((1, lse.shape[1], padded), _NEVER_ATTENDS)
+        lse_window[0, :, :length] = lse[row, :, start:stop]
+        q_window, k_window, v_window, out_window = (_window(x, row, start, padded) for x in (q, k, v, out))
+        gradients = KERNELS[backend].backward(dout_window, q_window, k_window, v_window, out_window, lse_window)
         for whole, part in zip((dq, dk, dv), gradients):
-            whole[rows, start:stop] = part[:, :length]
+            whole[row, start:stop] = part[0, :length]
     return dq, dk, dv
 
 
@@ -273,17 +286,19 @@ def backward_workspace(
     """Bytes that backward takes beside its arguments and results.
 
     Rows of one document each run at once. Of packed rows one document runs after the other, with copies of its dout,
-    dq, dk and dv.
+    dq, dk and dv; where its row ends, of q, k, v and out as well.
 
     Args:
         num_tokens: of all rows, which have `context_length` each.
         q_bytes, k_bytes: of one token's queries and keys.
         longest: tokens of the longest packed document; None: each row is one document.
     """
-    kernel = KERNELS["cudnn" if backend == "auto" else backend]
+    backend = "cudnn" if backend == "auto" else backend
+    kernel = KERNELS[backend]
     row = kernel.workspace_rows * q_bytes
     at_once = row * num_tokens if longest is None or longest >= context_length else 0
     if longest is None:
         return at_once
-    padded = min(-(-longest // kernel.length_multiple) * kernel.length_multiple, context_length)
-    return max(at_once, (row + 2 * q_bytes + 2 * k_bytes) * padded)
+    padded = _padded_length(backend, longest, context_length)
+    copies = 4 if padded <= _LONGEST_COPIED and kernel.length_multiple > 1 else 2
+    return max(at_once, (row + copies * (q_bytes + k_bytes)) * padded)

@@ -386,7 +386,7 @@ def gated_mlp_footprint(
     flops, traffic = 2 * weights * num_tokens, 3 * hidden
     if tile_size is None:  # backward: the gradient of the product, then of gate and up in the place of it and of both
         return Footprint(x + 3 * hidden, 3 * hidden, 2 * hidden, 0, flops, 2 * flops, traffic)
-    tiles = 3 * element_size * intermediate_size * min(tile_size, num_tokens)
+    tile = element_size * intermediate_size * min(tile_size, num_tokens)
     # dx, and the weights' gradients in float32 while the last tile is there or while they are rounded.
-    backward = x + 4 * weights + max(tiles, element_size * weights)
-    return Footprint(x, x + tiles, backward, 0, flops, (2 + 2 / 3) * flops, traffic, is_skippable=True)
+    backward = x + 4 * weights + max(3 * tile, element_size * weights)
+    return Footprint(x, x + 2 * tile, backward, 0, flops, (2 + 2 / 3) * flops, traffic, is_skippable=True)

@@ -1,3 +1,4 @@
+import importlib
 import itertools
 
 import pytest
@@ -38,6 +39,27 @@ def test_matches_float64_within_documents(H, G, lengths, device):
     for name, e, p, o in zip(("out", "dq", "dk", "dv"), exact, plain, ours):
         error, allowed = (o - e).abs().max().item(), 3 * (p - e).abs().max().item() + 1e-6
         assert error <= allowed, f"{name}: error {error}, the same-dtype PyTorch path's x 3 is {allowed}"
+
+
+@pytest.mark.parametrize("copied", [0, 10**6])
+def test_windows_of_rounded_lengths(copied, monkeypatch):
+    """Windows of multiples of 16 tokens run into the next document and, where they are copied, past the row."""
+    module, segments = importlib.import_module("kernels.attention"), segments_of([[37, 1, 62], [3, 97]])
+    inputs = make_qkv(2, 100, 4, 2, 64, torch.float32, torch.device("cpu"))
+    expected = outputs_and_gradients(lambda *x: attention(*x, segments), inputs, torch.float32)
+    lengths = set()
+    kernel = module.KERNELS["cpu"]
+
+    def forward(q, k, v):
+        lengths.add(q.shape[1])
+        return kernel.forward(q, k, v)
+
+    monkeypatch.setitem(module.KERNELS, "cpu", kernel._replace(forward=forward, length_multiple=16))
+    monkeypatch.setattr(module, "_LONGEST_COPIED", copied)
+    found = outputs_and_gradients(lambda *x: attention(*x, segments), inputs, torch.float32)
+    for e, o in zip(expected, found):
+        torch.testing.assert_close(o, e, rtol=1e-5, atol=1e-5)
+    assert lengths == ({48, 16, 64, 112} if copied else {48, 16, 62, 97})
 
 
 def test_a_document_never_sees_another(device):

@@ -15,6 +15,7 @@ from training.memory.profiler import CudaCounter
 
 T, D, F, V, H, G, K = 16_384, 2560, 9728, 151_936, 32, 8, 128  # the 4B's
 OPS = torch.ops.fathom
+CUBLAS_BYTES = 9 * 2**20  # its workspace, made in the first call
 
 
 def tensor(*shape):
@@ -84,10 +85,10 @@ def check(case, counter):
     alive = counter.read().allocated
     torch.autograd.grad(output, inputs, d_output)
     backward = counter.read().peak - alive
-    assert saved == pytest.approx(footprint.saved, rel=0.02)
-    assert forward == pytest.approx(footprint.forward, rel=0.02)
+    assert saved == pytest.approx(footprint.saved, rel=0.02, abs=CUBLAS_BYTES)
+    assert forward == pytest.approx(footprint.forward, rel=0.02, abs=CUBLAS_BYTES)
     gradients = sum(x.nbytes for x in inputs)
-    assert 0.98 * footprint.backward <= backward <= 1.02 * footprint.backward + gradients
+    assert 0.98 * footprint.backward <= backward <= 1.02 * footprint.backward + gradients + CUBLAS_BYTES
 
 
 @pytest.mark.parametrize("case", CASES)
