@@ -1,0 +1,112 @@
+"""Where the documents of a packed batch lie, and their blocks: tables that every kernel of this folder reads.
+
+The B * T tokens of a batch are counted through all rows, and so are the blocks: a document of L tokens has
+ceil(L / block_size) of them, counted from its first token, the last of which may be short. For documents of 100 and 30
+tokens and blocks of 64, block_start is [0, 64, 100], block_stop [64, 100, 130] and first_block [0, 0, 2].
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+EMPTY = 32767  # marks an entry of a list that names no block; lists are int16
+LONGEST_DOCUMENT = EMPTY  # blocks
+
+
+class Layout(NamedTuple):
+    num_tokens: int
+    num_blocks: int
+    block_size: int
+    window_blocks: int
+    index_of_block: Tensor  # [blocks] int32, on the CPU: a block's index within its document
+    block_start: Tensor  # [blocks] int32: a block's first token
+    block_stop: Tensor  # [blocks] int32: one past its last token
+    first_block: Tensor  # [blocks] int32: the first block of its document
+    document_stop: Tensor  # [blocks] int32: one past the last token of its document
+    token_block: Tensor  # [tokens] int32: the block of a token
+    # A document's first block is in everybody's band. Its keys' gradients are computed in chunks of `window_blocks`
+    # blocks of queries, of which the first is the window of any other block; the others are "extra" chunks.
+    extra_block: Tensor  # [extra chunks] int32: the first block that a chunk belongs to
+    extra_start: Tensor  # [extra chunks] int32: the chunk's first query
+    first_extra: Tensor  # [blocks + 1] int32: extra chunks of all blocks before this one
+
+    @property
+    def has_candidates(self) -> bool:
+        """True if some document is long enough that a token has blocks to choose from."""
+        return int(self.index_of_block.max()) > self.window_blocks
+
+
+def make_layout(q: Tensor, segments: Tensor | None, block_size: int, window: int) -> Layout:
+    """Tables on q's device; q is [B, T, ...] and segments [S, 3] (row, start, stop) on the CPU, or None."""
+    B, T = q.shape[:2]
+    if segments is None:
+        start = torch.arange(B) * T
+        length = torch.full((B,), T)
+    else:
+        start = (segments[:, 0] * T + segments[:, 1]).long()
+        start, order = start.sort()
+        length = (segments[:, 2] - segments[:, 1]).long()[order]
+    window_blocks = window // block_size
+    num_blocks = (length + block_size - 1) // block_size  # [documents]
+    if num_blocks.max() > LONGEST_DOCUMENT:
+        raise ValueError(
+            f"sparse attention takes documents of up to {LONGEST_DOCUMENT} blocks of {block_size} tokens, "
+            f"got one of {int(length.max())} tokens"
+        )
+    num_extra = (num_blocks + window_blocks - 1) // window_blocks - 1
+    first_block = num_blocks.cumsum(0) - num_blocks
+    first_extra = num_extra.cumsum(0) - num_extra
+    total = int(num_blocks.sum())
+    total_extra = int(num_extra.sum())
+
+    def repeat(counts, size):
+        """For counts [2, 3]: documents [0, 0, 1, 1, 1] and indices within them [0, 1, 0, 1, 2]."""
+        document = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=size)
+        index = torch.arange(size, device=counts.device) - (counts.cumsum(0) - counts)[document]
+        return document, index
+
+    index_of_block = repeat(num_blocks, total)[1].int()
+    # From here on everything is computed on the device, from one small copy.
+    table = torch.stack([start, length, num_blocks, first_block, num_extra, first_extra]).to(q.device)
+    start, length, num_blocks, first_block, num_extra, first_extra = table
+    document, index = repeat(num_blocks, total)
+    block_start = start[document] + index * block_size
+    document_stop = (start + length)[document]
+    token_document, token_index = repeat(length, B * T)
+    extra_document, extra_index = repeat(num_extra, total_extra)
+    first_extra_of_block = first_extra[document] + torch.where(index == 0, 0, num_extra[document])
+    return Layout(
+        num_tokens=B * T,
+        num_blocks=total,
+        block_size=block_size,
+        window_blocks=window_blocks,
+        index_of_block=index_of_block,
+        block_start=block_start.int(),
+        block_stop=torch.minimum(block_start + block_size, document_stop).int(),
+        first_block=first_block[document].int(),
+        document_stop=document_stop.int(),
+        token_block=(first_block[token_document] + token_index // block_size).int(),
+        extra_block=first_block[extra_document].int(),
+        extra_start=(start[extra_document] + (extra_index + 1) * window_blocks * block_size).int(),
+        first_extra=torch.nn.functional.pad(first_extra_of_block, (0, 1), value=total_extra).int(),
+    )
+
+
+def first_local_block(layout: Layout) -> Tensor:
+    """[tokens]: index in its document of the first block of a token's window; below 1 there is nothing to choose."""
+    token_block = layout.token_block.long()
+    return token_block - layout.first_block[token_block] - layout.window_blocks + 1
+
+
+def normalise_lists(blocks_BTGS: Tensor, layout: Layout) -> Tensor:
+    """`blocks_BTGS` as int16, sorted, without what a band holds already, what lies ahead, and duplicates.
+
+    With a window of 2 blocks, a token of block 6 chooses from 1 to 4: [9, 3, 3, 0, 5] becomes [3, EMPTY, ...].
+    """
+    B, T = blocks_BTGS.shape[:2]
+    first_local = first_local_block(layout).view(B, T, 1, 1)
+    blocks = torch.where((blocks_BTGS >= 1) & (blocks_BTGS < first_local), blocks_BTGS, EMPTY).sort(-1).values
+    duplicate = torch.zeros_like(blocks, dtype=torch.bool)
+    duplicate[..., 1:] = blocks[..., 1:] == blocks[..., :-1]
+    return blocks.masked_fill_(duplicate, EMPTY).sort(-1).values.to(torch.int16)

@@ -1,0 +1,253 @@
+"""Which blocks a token gathers: scores from mean-pooled keys, then the best `selected` of each list. No gradient.
+
+A block of 64 has three windows of 32 keys, at offsets 0, 16 and 32 (block / 16 - 1 windows in general); k[j, w] is
+the mean key of window w of block j and k[j] that of the whole block. For token t in block b, whose window begins at
+block `left`, the candidates are the blocks 1 <= j < left, and for the query heads h of a key/value head
+
+    lse[h] = log sum_{j < b} exp(scale q[h] . k[j])
+    score[j] = max_w sum_h exp(scale q[h] . k[j, w] - lse[h])
+
+lse makes heads comparable; taken from whole blocks it costs a quarter of the windows' work. exp's argument is capped
+at 80, so that a sum over 16 heads stays finite. Chosen are the highest scores, among equals the lowest index: a total
+order, hence the same list in every run. Scores exist for a range of tokens at a time, float32 [heads, tokens, blocks].
+
+Score and sum follow InfLLM-V2 (arXiv 2509.24663), whose windows also straddle blocks.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.sparse_attention.common import LOG2_E, group_constants, matmul, num_rows, tile_tokens
+from kernels.sparse_attention.layout import EMPTY, Layout
+
+WINDOW_KEYS, WINDOW_STRIDE = 32, 16
+LARGEST_EXPONENT = 80.0
+ROWS, BLOCK_J = 128, 64  # queries' rows and blocks of a tile of scores
+TOPK_ELEMENTS = 2048  # scores that one warp selects from
+
+
+def pool_reference(k: Tensor, layout: Layout) -> Tensor:
+    """Mean keys [G, windows + 1, blocks, K] in k's dtype, the last of a whole block; 0 for a short block."""
+    block_size, windows = layout.block_size, layout.block_size // WINDOW_STRIDE - 1
+    pooled = k.new_zeros(k.shape[1], windows + 1, layout.num_blocks, k.shape[2])
+    for block, (start, stop) in enumerate(zip(layout.block_start.tolist(), layout.block_stop.tolist())):
+        if stop - start == block_size:
+            for w in range(windows):
+                first = start + w * WINDOW_STRIDE
+                pooled[:, w, block] = k[first : first + WINDOW_KEYS].mean(0)
+            pooled[:, windows, block] = k[start:stop].mean(0)
+    return pooled
+
+
+def scores_reference(q: Tensor, pooled: Tensor, layout: Layout) -> Tensor:
+    """Scores [tokens, G, blocks of the longest document], -1 where a block is no candidate."""
+    (N, H, K), G = q.shape, pooled.shape[0]
+    scores = q.new_full((N, G, int(layout.index_of_block.max()) + 1), -1.0)
+    for block, (start, stop) in enumerate(zip(layout.block_start.tolist(), layout.block_stop.tolist())):
+        own = int(layout.index_of_block[block])
+        first, left = block - own, own - layout.window_blocks + 1
+        if left > 1:
+            keys = pooled[:, :, first:block].to(q.dtype)
+            queries = q[start:stop].unflatten(1, (G, H // G))
+            logits = torch.einsum("tgrk,gwjk->tgrwj", queries, keys) / math.sqrt(K)
+            lse = logits[:, :, :, -1].logsumexp(-1)[..., None, None]
+            shares = (logits[:, :, :, :-1] - lse).clamp(max=LARGEST_EXPONENT).exp()
+            scores[start:stop, :, 1:left] = shares.sum(2).amax(2)[..., 1:left]
+    return scores
+
+
+def top_blocks_reference(scores: Tensor, selected: int) -> Tensor:
+    """The `selected` highest scores' indices, ascending, int16 [..., selected]; EMPTY where candidates are fewer."""
+    values, order = scores.sort(dim=-1, descending=True, stable=True)
+    order = torch.where(values >= 0, order, EMPTY)[..., :selected]
+    padded = order.new_full((*order.shape[:-1], selected), EMPTY)
+    padded[..., : order.shape[-1]] = order
+    return padded.sort(-1).values.to(torch.int16)
+
+
+@triton.jit
+def _pool_kernel(
+    k_ptr, pooled_ptr, block_start_ptr, block_stop_ptr, num_blocks,
+    G: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    start = tl.load(block_start_ptr + block).to(tl.int64)
+    whole = tl.load(block_stop_ptr + block) - start == BLOCK
+    columns = tl.arange(0, K)
+    windows: tl.constexpr = BLOCK // STRIDE - 1
+    first_row = head * (windows + 1) * num_blocks + block  # of window 0; that of window w is w * num_blocks further
+    address = k_ptr + ((start + tl.arange(0, STRIDE)[:, None]) * G + head) * K + columns[None, :]  # [STRIDE, K]
+    before = tl.zeros([K], tl.float32)
+    total = tl.zeros([K], tl.float32)
+    for i in tl.static_range(BLOCK // STRIDE):
+        here = tl.sum(tl.load(address + i * STRIDE * G * K, mask=whole, other=0.0).to(tl.float32), 0)
+        if i > 0:
+            mean = (before + here) / (2 * STRIDE)
+            target = pooled_ptr + (first_row + (i - 1) * num_blocks) * K + columns
+            tl.store(target, mean.to(k_ptr.dtype.element_ty))
+        before = here
+        total += here
+    target = pooled_ptr + (first_row + windows * num_blocks) * K + columns
+    tl.store(target, (total / BLOCK).to(k_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["first_query_block", "first_head", "width"])
+def _scores_kernel(
+    q_ptr, pooled_ptr, scores_ptr, block_start_ptr, block_stop_ptr, first_block_ptr,
+    first_query_block, first_head, num_blocks, width, scale,
+    G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, WINDOW: tl.constexpr, WINDOWS: tl.constexpr,
+    LARGEST_EXPONENT: tl.constexpr,
+):  # fmt: skip
+    """Scores [heads, tokens of the query blocks, width]; columns that are no candidates stay unwritten."""
+    tiles: tl.constexpr = BLOCK // BLOCK_T
+    query_block = first_query_block + tl.program_id(0) // tiles
+    head = tl.program_id(1).to(tl.int64)
+    first = tl.load(first_block_ptr + query_block)
+    own = query_block - first
+    left = own - WINDOW + 1
+    start = tl.load(block_start_ptr + query_block) + (tl.program_id(0) % tiles) * BLOCK_T
+    stop = tl.load(block_stop_ptr + query_block)
+    if (left <= 1) | (start >= stop):
+        return
+    # Heads slow, tokens fast: the sum over heads then adds registers of one thread.
+    row = tl.arange(0, GROUP_PAD * BLOCK_T)
+    r, token = row // BLOCK_T, start + row % BLOCK_T  # [ROWS]
+    columns = tl.arange(0, K)
+    q_rows = (token.to(tl.int64) * G + first_head + head) * GROUP + r
+    mask = (token < stop) & (r < GROUP)
+    q = tl.load(q_ptr + q_rows[:, None] * K + columns[None, :], mask=mask[:, None], other=0.0)  # [ROWS, K]
+    q = tl.trans(q)
+    scale *= LOG2_E
+    first_row = (first_head + head) * (WINDOWS + 1) * num_blocks + first  # of block 0 of the document, window 0
+    maximum = tl.full([GROUP_PAD * BLOCK_T], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD * BLOCK_T], tl.float32)
+    for j0 in range(0, own, BLOCK_J):
+        j = j0 + tl.arange(0, BLOCK_J)[:, None]
+        address = pooled_ptr + (first_row + WINDOWS * num_blocks + j) * K + columns[None, :]
+        logits = matmul(tl.load(address, mask=j < own, other=0.0), q) * scale  # [BLOCK_J, ROWS]
+        logits = tl.where(j < own, logits, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(logits, 0))
+        total = total * tl.exp2(maximum - new_maximum) + tl.sum(tl.exp2(logits - new_maximum[None, :]), 0)
+        maximum = new_maximum
+    lse = tl.where(r < GROUP, maximum + tl.log2(total), float("inf"))  # Heads of padding add 0.
+    score_rows = head * (tl.num_programs(0) * BLOCK_T) + tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    for j0 in range(0, left, BLOCK_J):
+        j = j0 + tl.arange(0, BLOCK_J)[:, None]
+        best = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
+        for w in tl.static_range(WINDOWS):
+            address = pooled_ptr + (first_row + w * num_blocks + j) * K + columns[None, :]
+            logits = matmul(tl.load(address, mask=j < left, other=0.0), q) * scale - lse[None, :]  # [BLOCK_J, ROWS]
+            shares = tl.exp2(tl.minimum(logits, LARGEST_EXPONENT * LOG2_E))
+            best = tl.maximum(best, tl.sum(tl.reshape(shares, [BLOCK_J, GROUP_PAD, BLOCK_T]), 1))
+        tl.store(scores_ptr + score_rows[None, :] * width + j, best, mask=j < left)
+
+
+@triton.jit(do_not_specialize=["first_query_block", "first_head", "num_queries"])
+def _top_blocks_kernel(
+    scores_ptr, blocks_ptr, block_start_ptr, block_stop_ptr, first_block_ptr,
+    first_query_block, first_head, num_queries, width: tl.constexpr,
+    S: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The S-th highest score by bisection of the scores' bits, whose order is that of the (positive) scores."""
+    head = tl.program_id(1).to(tl.int64)
+    query = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+    query_block = first_query_block + query // BLOCK
+    inside = query < num_queries
+    block_start = tl.load(block_start_ptr + query_block, mask=inside, other=0)
+    token = (block_start + query % BLOCK).to(tl.int64)
+    inside &= token < tl.load(block_stop_ptr + query_block, mask=inside, other=0)
+    left = query_block - tl.load(first_block_ptr + query_block, mask=inside, other=0) - WINDOW + 1
+    j = tl.arange(0, width)[None, :]
+    candidate = inside[:, None] & (j >= 1) & (j < left[:, None])  # [BLOCK_T, width]
+    scores = tl.load(scores_ptr + (head * num_queries + query)[:, None] * width + j, mask=candidate, other=0.0)
+    key = tl.where(candidate, scores.to(tl.int32, bitcast=True), -1)
+    threshold = tl.zeros([BLOCK_T], tl.int32)  # the highest with at least S keys at or above it, or 0
+    reached = tl.sum(candidate.to(tl.int32), 1)  # keys at or above the threshold
+    bit = 30
+    unresolved = 1
+    while (bit >= 0) & (unresolved > 0):
+        higher = threshold | (1 << bit)
+        count = tl.sum((key >= higher[:, None]).to(tl.int32), 1)
+        threshold = tl.where(count >= S, higher, threshold)
+        reached = tl.where(count >= S, count, reached)
+        # A row is resolved once exactly S keys are at or above its threshold: lower bits cannot change the choice.
+        unresolved = tl.max((reached > S).to(tl.int32), 0)
+        bit -= 1
+    above = key > threshold[:, None]
+    equal = (key == threshold[:, None]).to(tl.int32)
+    room = S - tl.sum(above.to(tl.int32), 1)
+    chosen = above | ((equal > 0) & (tl.cumsum(equal, 1) <= room[:, None]))
+    column = tl.cumsum(chosen.to(tl.int32), 1) - 1
+    rows = token * G + first_head + head
+    tl.store(blocks_ptr + rows[:, None] * S + column, (j + tl.zeros_like(column)).to(tl.int16), mask=chosen)
+
+
+def pool(k: Tensor, layout: Layout) -> Tensor:
+    """As `pool_reference`; k [tokens, G, K]."""
+    _, G, K = k.shape
+    windows = layout.block_size // WINDOW_STRIDE - 1
+    pooled = torch.empty(G, windows + 1, layout.num_blocks, K, dtype=k.dtype, device=k.device)
+    _pool_kernel[(layout.num_blocks, G)](
+        k, pooled, layout.block_start, layout.block_stop, layout.num_blocks,
+        G=G, K=K, BLOCK=layout.block_size, STRIDE=WINDOW_STRIDE,
+    )  # fmt: skip
+    return pooled
+
+
+def score_blocks(q: Tensor, pooled: Tensor, layout: Layout, heads: range, query_blocks: range, width: int) -> Tensor:
+    """Scores [heads, len(query_blocks) * block_size, width] float32, valid for 1 <= j < left only."""
+    constants = group_constants(q, len(pooled))
+    block_t = max(
+        16 // constants["GROUP_PAD"], tile_tokens(num_rows(q, ROWS), constants["GROUP_PAD"], layout.block_size)
+    )
+    scores = torch.empty(len(heads), len(query_blocks) * layout.block_size, width, dtype=torch.float32, device=q.device)
+    _scores_kernel[(len(query_blocks) * (layout.block_size // block_t), len(heads))](
+        q, pooled, scores, layout.block_start, layout.block_stop, layout.first_block, query_blocks.start, heads.start,
+        layout.num_blocks, width, 1 / math.sqrt(q.shape[-1]), **constants, BLOCK=layout.block_size, BLOCK_T=block_t,
+        BLOCK_J=BLOCK_J, WINDOW=layout.window_blocks, WINDOWS=pooled.shape[1] - 1, LARGEST_EXPONENT=LARGEST_EXPONENT,
+        num_stages=2 if q.element_size() == 2 else 1,
+    )  # fmt: skip
+    return scores
+
+
+def top_blocks(scores: Tensor, blocks: Tensor, layout: Layout, heads: range, query_blocks: range) -> None:
+    """Write the chosen blocks to `blocks` [tokens, G, selected] int16, ascending; the rest of a list stays EMPTY."""
+    _, num_queries, width = scores.shape
+    block_t = min(64, max(1, TOPK_ELEMENTS // width))
+    _top_blocks_kernel[(triton.cdiv(num_queries, block_t), len(heads))](
+        scores, blocks, layout.block_start, layout.block_stop, layout.first_block, query_blocks.start, heads.start,
+        num_queries, width, S=blocks.shape[-1], G=blocks.shape[1], BLOCK=layout.block_size, BLOCK_T=block_t,
+        WINDOW=layout.window_blocks, num_warps=max(1, min(16, width // TOPK_ELEMENTS)),
+    )  # fmt: skip
+
+
+def ranges(total: int, step: int) -> list[range]:
+    return [range(start, min(start + step, total)) for start in range(0, total, step)]
+
+
+def score_width(layout: Layout, query_blocks: range) -> int:
+    """Columns of the scores of `query_blocks`: a power of two above every candidate's index."""
+    left = int(layout.index_of_block[query_blocks.start : query_blocks.stop].max()) - layout.window_blocks + 1
+    return max(16, triton.next_power_of_2(max(1, left)))
+
+
+def choose_blocks(q: Tensor, k: Tensor, layout: Layout, selected: int, workspace_bytes: int) -> Tensor:
+    """Lists [tokens, G, selected] int16, scores taking up to about `workspace_bytes`."""
+    G = k.shape[1]
+    blocks = torch.full((len(q), G, selected), EMPTY, dtype=torch.int16, device=q.device)
+    if selected == 0 or not layout.has_candidates:
+        return blocks
+    pooled = pool(k, layout)
+    widest = score_width(layout, range(layout.num_blocks))
+    # Ranges of blocks first, heads of a range together: a range's scores are read while they are in the L2 cache.
+    block_bytes = 4 * layout.block_size * widest * G
+    for query_blocks in ranges(layout.num_blocks, max(1, workspace_bytes // block_bytes)):
+        heads = range(G)
+        scores = score_blocks(q, pooled, layout, heads, query_blocks, score_width(layout, query_blocks))
+        top_blocks(scores, blocks, layout, heads, query_blocks)
+    return blocks

@@ -1,0 +1,315 @@
+"""Block-sparse causal attention without new parameters: first block, window and chosen blocks share one softmax.
+
+    out[t] = sum_s softmax_s(scale q[t] . k[s]) v[s],  s <= t, in t's document, in one of t's blocks
+
+README.md has the mathematics. Heads are worked on in ranges of key/value heads, and of tokens where one head's slots
+are too many, so that slots take no more than `workspace_bytes`. Forward is band, then per range: inverse index,
+gather, combine. Backward is the band's dq, then per range of heads: gather by ranges of tokens, the band's dk and dv.
+
+Kept for backward, a token: q, k, v and out, (2H + 2G) K elements, the float32 log-sum-exp, H, and the lists of blocks,
+G * selected int16. The choice carries no gradient, and backward never chooses again.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.common import use_triton
+from kernels.sparse_attention.band import band_dkv, band_dkv_extra, band_dq, band_forward
+from kernels.sparse_attention.combine import add_partials, add_slots, combine
+from kernels.sparse_attention.gather import (
+    BACKWARD_CONFIG,
+    FORWARD_CONFIG,
+    GatherConfig,
+    gather_backward,
+    gather_forward,
+    item_tokens,
+)
+from kernels.sparse_attention.inverse_index import build_inverse_index
+from kernels.sparse_attention.layout import EMPTY, Layout, make_layout, normalise_lists
+from kernels.sparse_attention.selection import (
+    choose_blocks,
+    pool_reference,
+    ranges,
+    scores_reference,
+    top_blocks_reference,
+)
+
+BLOCK_SIZES, HEAD_DIMS, LARGEST_GROUP = (32, 64, 128), (64, 128), 16
+WORKSPACE_BYTES = 2**31
+SCORES_BYTES = 2**29
+
+
+def sparse_attention_reference(
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, blocks_BTGS: Tensor, segments: Tensor | None = None, *,
+    block_size: int = 64, window: int = 512,
+) -> Tensor:  # fmt: skip
+    """Attention with the T x T matrix written out, in the inputs' dtype, on given lists."""
+    B, T, H, K = q_BTHK.shape
+    G = k_BTGK.shape[2]
+    document_BT = torch.zeros(B, T, dtype=torch.long)
+    index_BT = torch.arange(T).expand(B, T).clone()  # a token's index within its document
+    for i, (row, start, stop) in enumerate(segments.tolist() if segments is not None else []):
+        document_BT[row, start:stop] = i
+        index_BT[row, start:stop] = torch.arange(stop - start)
+    document_BT = document_BT.to(q_BTHK.device)
+    block_BT = (index_BT // block_size).to(q_BTHK.device)
+    in_band = (block_BT[:, None, :] == 0) | (block_BT[:, None, :] > block_BT[:, :, None] - window // block_size)
+    chosen = torch.zeros(B, T, G, EMPTY + 1, dtype=torch.bool, device=q_BTHK.device)
+    chosen = chosen.scatter_(-1, blocks_BTGS.long(), True)[..., : int(block_BT.max()) + 1]
+    in_lists = chosen.gather(-1, block_BT[:, None, None, :].expand(B, T, G, T)).permute(0, 2, 1, 3)  # [B, G, T, T]
+    within_document = (document_BT[:, :, None] == document_BT[:, None, :]).tril()
+    visible = within_document[:, None] & (in_band[:, None] | in_lists)
+    scores = torch.einsum("btgrk,bsgk->bgrts", q_BTHK.unflatten(2, (G, H // G)), k_BTGK) / math.sqrt(K)
+    probabilities = scores.masked_fill(~visible[:, :, None], float("-inf")).softmax(-1)
+    return torch.einsum("bgrts,bsgk->btgrk", probabilities, v_BTGK).flatten(2, 3)
+
+
+def select_blocks_reference(
+    q_BTHK: Tensor, k_BTGK: Tensor, segments: Tensor | None = None, *,
+    selected_blocks: int = 32, block_size: int = 64, window: int = 512,
+) -> Tensor:  # fmt: skip
+    """`select_blocks` with every score written out."""
+    layout = make_layout(q_BTHK, segments, block_size, window)
+    scores = scores_reference(q_BTHK.flatten(0, 1), pool_reference(k_BTGK.flatten(0, 1), layout), layout)
+    return top_blocks_reference(scores, selected_blocks).unflatten(0, q_BTHK.shape[:2])
+
+
+def work_ranges(
+    layout: Layout, q: Tensor, G: int, selected: int, workspace_bytes: int
+) -> list[tuple[range, list[range]]]:
+    """Ranges of key/value heads, and for each its ranges of tokens, whose slots take up to `workspace_bytes`."""
+    if selected == 0 or not layout.has_candidates:
+        return [(range(G), [])]
+    token_bytes = slot_bytes_per_token(q.shape[1] // G, q.shape[2], selected, q.element_size())
+    N = layout.num_tokens
+    tokens_at_a_time = min(N, max(64, workspace_bytes // token_bytes))
+    heads_at_a_time = max(1, min(G, workspace_bytes // token_bytes // N))
+    return [(heads, ranges(N, tokens_at_a_time)) for heads in ranges(G, heads_at_a_time)]
+
+
+def sparse_forward(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Layout, workspace_bytes: int,
+    config: GatherConfig = FORWARD_CONFIG,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q [tokens, H, K], k and v [tokens, G, K], blocks [tokens, G, selected] -> out, lse [tokens, H] float32."""
+    (_, H, K), G, S = q.shape, k.shape[1], blocks.shape[-1]
+    out, lse = band_forward(q, k, v, layout)
+    for heads, token_ranges in work_ranges(layout, q, G, S, workspace_bytes):
+        for tokens in token_ranges:
+            index = build_inverse_index(blocks, layout, heads, tokens, item_tokens(config, q, k))
+            slots = q.new_empty(len(heads), len(tokens), S, H // G, K)
+            slot_lse = lse.new_empty(slots.shape[:-1])
+            gather_forward(q, k, v, slots, slot_lse, index, layout, heads, tokens, config)
+            combine(out, lse, slots, slot_lse, blocks, heads, tokens)
+            del index, slots, slot_lse  # before the next range's
+    return out, lse
+
+
+def sparse_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Tensor, layout: Layout,
+    workspace_bytes: int, config: GatherConfig = BACKWARD_CONFIG,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv, in the layouts and dtypes of q, k and v."""
+    (N, H, K), G, S = q.shape, k.shape[1], blocks.shape[-1]
+    dq, delta = band_dq(dout, q, k, v, out, lse, layout)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    for heads, token_ranges in work_ranges(layout, q, G, S, workspace_bytes):
+        total = torch.zeros(2, len(heads), N, K, dtype=torch.float32, device=q.device)
+        for tokens in token_ranges:
+            index = build_inverse_index(blocks, layout, heads, tokens, item_tokens(config, q, k))
+            slots = q.new_empty(len(heads), len(tokens), S, H // G, K)
+            partial = gather_backward(dout, q, k, v, lse, delta, slots, index, layout, heads, tokens, config)
+            add_slots(dq, slots, blocks, heads, tokens)
+            add_partials(total, partial, index.first_item, layout)
+            del index, slots, partial  # before the next range's
+        if len(layout.extra_block):
+            add_partials(total, *band_dkv_extra(dout, q, k, v, lse, delta, layout, heads), layout)
+        band_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads)
+    return dq, dk, dv
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[B, T, ...] -> [B * T, ...], contiguous."""
+    return x.contiguous().flatten(0, 1)
+
+
+@torch.library.custom_op("fathom::select_blocks", mutates_args=())
+def _select_blocks(
+    q: Tensor, k: Tensor, segments: Tensor | None, selected_blocks: int, block_size: int, window: int
+) -> Tensor:
+    layout = make_layout(q, segments, block_size, window)
+    return choose_blocks(_flat(q), _flat(k), layout, selected_blocks, SCORES_BYTES).unflatten(0, q.shape[:2])
+
+
+@_select_blocks.register_fake
+def _(q, k, segments, selected_blocks, block_size, window):
+    return q.new_empty(*k.shape[:3], selected_blocks, dtype=torch.int16)
+
+
+@torch.library.custom_op("fathom::sparse_attention_forward", mutates_args=())
+def _sparse_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, blocks: Tensor | None, selected_blocks: int,
+    block_size: int, window: int, workspace_bytes: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """out [B, T, H, K], its log-sum-exp [B, T, H] float32, and the lists [B, T, G, selected] int16 it was made with."""
+    layout = make_layout(q, segments, block_size, window)
+    if blocks is None:
+        lists = choose_blocks(_flat(q), _flat(k), layout, selected_blocks, SCORES_BYTES)
+    else:
+        lists = normalise_lists(blocks, layout).flatten(0, 1)
+    out, lse = sparse_forward(_flat(q), _flat(k), _flat(v), lists, layout, workspace_bytes)
+    return out.view(q.shape), lse.view(q.shape[:3]), lists.view(*k.shape[:3], lists.shape[-1])
+
+
+@_sparse_attention_forward.register_fake
+def _(q, k, v, segments, blocks, selected_blocks, block_size, window, workspace_bytes):
+    selected = selected_blocks if blocks is None else blocks.shape[-1]
+    return (
+        q.new_empty(q.shape),
+        q.new_empty(q.shape[:3], dtype=torch.float32),
+        q.new_empty(*k.shape[:3], selected, dtype=torch.int16),
+    )
+
+
+@torch.library.custom_op("fathom::sparse_attention_backward", mutates_args=())
+def _sparse_attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: Tensor, segments: Tensor | None,
+    block_size: int, window: int, workspace_bytes: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    layout = make_layout(q, segments, block_size, window)
+    tensors = [_flat(x) for x in (dout, q, k, v, out, lse, lists)]
+    gradients = sparse_backward(*tensors, layout, workspace_bytes)
+    return tuple(g.view(x.shape) for g, x in zip(gradients, (q, k, v)))
+
+
+@_sparse_attention_backward.register_fake
+def _(dout, q, k, v, out, lse, lists, segments, block_size, window, workspace_bytes):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, segments, _, _, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, segments)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx, dout, *_):
+    if torch.is_grad_enabled():
+        raise RuntimeError("sparse_attention has no second derivative (create_graph=True); its reference has")
+    gradients = _sparse_attention_backward(dout, *ctx.saved_tensors, *ctx.options)
+    return *gradients, None, None, None, None, None, None
+
+
+_sparse_attention_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(q, k, v, segments, block_size, window, on_triton):
+    (B, T, H, K), G = q.shape, k.shape[2]
+    if k.shape != (B, T, G, K) or v.shape != k.shape or H % G:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"sparse attention needs q [B, T, H, K] and k, v [B, T, G, K] with H = n G, got {shapes}")
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size}")
+    if window < block_size or window % block_size:
+        raise ValueError(f"window must be a multiple of block_size, {block_size}, and not 0, got {window}")
+    if segments is not None and segments.is_cuda:
+        raise ValueError("segments must lie on the CPU: they decide what is launched")
+    if not on_triton:
+        return
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            "sparse attention's kernels take q, k and v of one dtype, float32, bfloat16 or float16, got "
+            f"{q.dtype}, {k.dtype} and {v.dtype}"
+        )
+    if K not in HEAD_DIMS or H // G > LARGEST_GROUP:
+        raise ValueError(
+            f"sparse attention's kernels take a head_dim of {HEAD_DIMS} and up to {LARGEST_GROUP} query heads a "
+            f"key/value head, got {K} and {H // G}"
+        )
+
+
+def select_blocks(
+    q_BTHK: Tensor, k_BTGK: Tensor, segments: Tensor | None = None, *,
+    selected_blocks: int = 32, block_size: int = 64, window: int = 512, impl: str = "auto",
+) -> Tensor:  # fmt: skip
+    """The blocks that each token and key/value head gathers, beyond its document's first block and its window.
+
+    Args:
+        q_BTHK, k_BTGK: queries [B, T, H, K] and keys [B, T, G, K], after RoPE.
+        segments: the documents, as `kernels.attention.attention` takes them.
+        selected_blocks: blocks a list at most.
+        block_size: tokens a block, counted from the document's start: 32, 64 or 128.
+        window: tokens, a multiple of `block_size`, see `sparse_attention`.
+        impl: "auto", "triton" or "torch".
+
+    Returns:
+        int16 [B, T, G, selected_blocks]: block indices within the document, ascending, then `EMPTY` (32767).
+
+    Raises:
+        ValueError: shapes, dtypes or sizes that no kernel takes.
+    """
+    on_triton = use_triton(impl, q_BTHK)
+    _check(q_BTHK, k_BTGK, k_BTGK, segments, block_size, window, on_triton)
+    q, k = q_BTHK.detach(), k_BTGK.detach()
+    if on_triton:
+        return _select_blocks(q, k, segments, selected_blocks, block_size, window)
+    options = {"selected_blocks": selected_blocks, "block_size": block_size, "window": window}
+    return select_blocks_reference(q, k, segments, **options)
+
+
+def sparse_attention(
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments: Tensor | None = None, *, blocks: Tensor | None = None,
+    selected_blocks: int = 32, block_size: int = 64, window: int = 512, workspace_bytes: int = WORKSPACE_BYTES,
+    impl: str = "auto",
+) -> Tensor:  # fmt: skip
+    """Causal grouped-query attention to the first block, a window and the chosen blocks of a token's document.
+
+    Equal to `kernels.attention.attention` where the lists name every block between the first one and the window.
+
+    Args:
+        q_BTHK: queries [B, T, H, K], K of 64 or 128; bfloat16, float16 or float32.
+        k_BTGK, v_BTGK: keys and values [B, T, G, K], H a multiple of G, up to 16 times.
+        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token) that
+            cover every token once; None: each batch row is one document.
+        blocks: lists as `select_blocks` returns them. Order, duplicates, and blocks that the band holds or that lie
+            ahead are of no importance. None: chosen here, once, and kept for backward.
+        selected_blocks: as in `select_blocks`; without effect where `blocks` is given.
+        block_size: tokens a block: 32, 64 or 128.
+        window: a token in block b attends to blocks b - window / block_size + 1 to b, itself being the last token.
+        workspace_bytes: of slots at a time; fewer take more, smaller launches.
+        impl: "auto", "triton" or "torch".
+
+    Returns:
+        [B, T, H, K] in q's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or sizes that no kernel takes.
+        RuntimeError: in backward, create_graph=True.
+    """
+    on_triton = use_triton(impl, q_BTHK)
+    _check(q_BTHK, k_BTGK, v_BTGK, segments, block_size, window, on_triton)
+    if on_triton:
+        return _sparse_attention_forward(
+            q_BTHK, k_BTGK, v_BTGK, segments, blocks, selected_blocks, block_size, window, workspace_bytes
+        )[0]
+    sizes = {"block_size": block_size, "window": window}
+    if blocks is None:
+        q, k = q_BTHK.detach(), k_BTGK.detach()
+        blocks = select_blocks_reference(q, k, segments, selected_blocks=selected_blocks, **sizes)
+    return sparse_attention_reference(q_BTHK, k_BTGK, v_BTGK, blocks, segments, **sizes)
+
+
+class Footprint(NamedTuple):
+    kept_bytes_per_token: int  # beside q, k and v: out, log-sum-exp and lists
+    forward_workspace_bytes: int
+    backward_workspace_bytes: int  # beside dq, dk and dv
+    forward_flops: int
+    backward_flops: int
+
+
+def slot_bytes_per_token(group: int, K: int, selected: int, element_size: int) -> int:
+    """Of one key/value head: a slot's partial output or dq, its log-sum-exp, and its entry and rank in the index."""
+    return selected * (group * (K * element_size + 4) + 6)

@@ -1,0 +1,88 @@
+"""Compile this folder's kernels for GPUs that are not here: `python -m tests.kernels.sparse_attention.ahead_of_time`.
+
+As tests/kernels/ahead_of_time.py, a line a kernel: registers, spills, shared memory.
+"""
+
+import sys
+
+from tests.kernels.ahead_of_time import KernelToCompile, compile_kernel
+
+HEADS = {"G": 8, "GROUP": 4, "GROUP_PAD": 4, "K": 128}
+TILE = {"BLOCK": 64, "BLOCK_T": 16}
+_INTS = (
+    "first_token num_tokens first_head num_heads num_blocks num_tiles tile_tokens num_rows num_items width num_queries "
+    "first_query_block head_elements"
+)
+TYPES = {
+    **dict.fromkeys(_INTS.split(), "i32"),
+    "scale": "fp32",
+    **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "dout_ptr", "slots_ptr", "pooled_ptr"), "*bf16"),
+    **dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr"), "*bf16"),
+    **dict.fromkeys(("lse_ptr", "delta_ptr", "slot_lse_ptr", "partial_ptr", "total_ptr", "scores_ptr"), "*fp32"),
+    **dict.fromkeys(("blocks_ptr", "rank_ptr"), "*i16"),
+}
+GATHER = HEADS | TILE | {"S": 32, "CHUNK": 512}
+BAND = HEADS | TILE | {"WINDOW": 8}
+LISTS = {"S": 32, "BLOCK_S": 32, "EMPTY": 32767}
+KERNELS_TO_COMPILE = {
+    "inverse_index": [
+        ("_rank_kernel", LISTS | {"BLOCK_TILES": 8}, {"num_warps": 1}),
+        ("_scatter_kernel", LISTS | {"BLOCK_T": 32}, {}),
+    ],
+    "gather": [
+        ("_gather_forward_kernel", GATHER, {"num_stages": 1}),
+        ("_gather_backward_kernel", GATHER, {"num_stages": 3}),
+    ],
+    "combine": [
+        ("_combine_kernel", HEADS | LISTS | {"BLOCK_T": 4, "WEIGHTED": True}, {}),
+        (
+            "_combine_kernel",
+            HEADS | LISTS | {"BLOCK_T": 4, "WEIGHTED": False, "lse_ptr": None, "slot_lse_ptr": None},
+            {},
+        ),
+        ("_add_partials_kernel", {"BLOCK": 64, "K": 128, "PART": 2048}, {}),
+    ],
+    "band": [
+        ("_band_forward_kernel", BAND | {"BLOCK_T": 32}, {"num_warps": 8, "num_stages": 2}),
+        ("_band_dq_kernel", BAND, {"num_stages": 2}),
+        ("_band_dkv_kernel", BAND | {"EXTRA": False}, {"num_stages": 2}),
+        ("_band_dkv_kernel", BAND | {"EXTRA": True, "dk_ptr": None, "dv_ptr": None}, {"num_stages": 2}),
+    ],
+    "selection": [
+        ("_pool_kernel", {"G": 8, "K": 128, "BLOCK": 64, "STRIDE": 16}, {}),
+        (
+            "_scores_kernel",
+            HEADS | {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "WINDOW": 8, "WINDOWS": 3, "LARGEST_EXPONENT": 80.0},
+            {"num_stages": 2},
+        ),
+        (
+            "_top_blocks_kernel",
+            {"width": 2048, "S": 32, "G": 8, "BLOCK": 64, "BLOCK_T": 1, "WINDOW": 8},
+            {"num_warps": 1},
+        ),
+    ],
+}
+
+
+def main(*capabilities: str) -> None:
+    for file, kernels in KERNELS_TO_COMPILE.items():
+        for name, constants, options in kernels:
+            types = {n: t for n, t in TYPES.items() if n not in constants}
+            kernel = KernelToCompile(name, _Signature(types), constants, **options)
+            for capability in map(int, capabilities or ("80", "90")):
+                c = compile_kernel(f"sparse_attention.{file}", kernel, capability)
+                print(
+                    f"{file}.{name} sm_{capability}: {c.registers} registers, {c.spill_bytes} bytes spilled, "
+                    f"{c.shared_bytes} bytes shared"
+                )
+
+
+class _Signature(dict):
+    """Types by name; every other pointer is a table of int32."""
+
+    def get(self, name, default=None):
+        return super().get(name, "*i32" if name.endswith("_ptr") else default)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

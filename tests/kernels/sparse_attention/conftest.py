@@ -1,0 +1,11 @@
+import pytest
+import torch
+
+from kernels.sparse_attention import combine
+
+
+@pytest.fixture(autouse=True)
+def larger_tiles_in_the_interpreter(monkeypatch):
+    """Triton's interpreter takes milliseconds a program, whatever its size."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(combine, "ROWS", 256)
