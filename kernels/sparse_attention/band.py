@@ -21,16 +21,18 @@ from torch import Tensor
 from kernels.sparse_attention.common import (
     LN_2,
     LOG2_E,
+    TileConfig,
     group_constants,
     matmul,
-    num_rows,
     query_rows,
     softmax_step,
-    tile_tokens,
+    tile_options,
 )
 from kernels.sparse_attention.layout import Layout
 
-FORWARD_ROWS, BACKWARD_ROWS = 128, 64
+FORWARD_CONFIG = TileConfig(rows=128, num_warps=8, num_stages=2)
+DQ_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=2)
+DKV_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=2)
 
 
 @triton.jit
@@ -184,53 +186,56 @@ def _band_dkv_kernel(
         tl.store(dv_ptr + kv_offsets, dv.to(v.dtype), mask=key_mask)
 
 
-def _constants(q, k, layout, rows):
+def _constants(q, k, layout, config):
     constants = group_constants(q, k.shape[1])
-    block_t = tile_tokens(num_rows(q, rows), constants["GROUP_PAD"], layout.block_size)
-    return constants | {"BLOCK": layout.block_size, "BLOCK_T": block_t, "WINDOW": layout.window_blocks}
+    tile = tile_options(config, q, constants["GROUP_PAD"], layout.block_size)
+    return constants | tile | {"BLOCK": layout.block_size, "WINDOW": layout.window_blocks}
 
 
 def _grid(q, k, layout, constants):
     return layout.num_blocks * (layout.block_size // constants["BLOCK_T"]), k.shape[1]
 
 
-def band_forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def band_forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, config: TileConfig = FORWARD_CONFIG
+) -> tuple[Tensor, Tensor]:
     """q [tokens, H, K], k and v [tokens, G, K] -> out [tokens, H, K], lse [tokens, H] float32."""
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    constants = _constants(q, k, layout, FORWARD_ROWS)
+    constants = _constants(q, k, layout, config)
     _band_forward_kernel[_grid(q, k, layout, constants)](
         q, k, v, out, lse, layout.block_start, layout.block_stop, layout.first_block, 1 / math.sqrt(q.shape[-1]),
-        **constants, num_warps=8 if q.element_size() == 2 else 4, num_stages=2,
+        **constants,
     )  # fmt: skip
     return out, lse
 
 
 def band_dq(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Layout
-) -> tuple[Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Layout,
+    config: TileConfig = DQ_CONFIG,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The band's part of dq, in q's dtype, and delta = sum(dout * out) [tokens, H] float32."""
     dq, delta = torch.empty_like(q), torch.empty_like(lse)
-    constants = _constants(q, k, layout, BACKWARD_ROWS)
+    constants = _constants(q, k, layout, config)
     _band_dq_kernel[_grid(q, k, layout, constants)](
         dout, q, k, v, out, lse, delta, dq, layout.block_start, layout.block_stop, layout.first_block,
-        1 / math.sqrt(q.shape[-1]), **constants, num_stages=2,
+        1 / math.sqrt(q.shape[-1]), **constants,
     )  # fmt: skip
     return dq, delta
 
 
-def _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, extra):
-    constants = _constants(q, k, layout, BACKWARD_ROWS)
+def _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, extra, config):
     _band_dkv_kernel[(len(layout.extra_block) if extra else layout.num_blocks, len(heads))](
         dout, q, k, v, lse, delta, total, dk, dv, layout.extra_block, layout.extra_start, layout.block_start,
         layout.block_stop, layout.document_stop, heads.start, layout.num_tokens * q.shape[-1],
-        1 / math.sqrt(q.shape[-1]), **constants, EXTRA=extra, num_stages=2,
+        1 / math.sqrt(q.shape[-1]), **_constants(q, k, layout, config), EXTRA=extra,
     )  # fmt: skip
 
 
 def band_dkv_extra(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, layout: Layout, heads: range
-) -> tuple[Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, layout: Layout, heads: range,
+    config: TileConfig = DKV_CONFIG,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk and dv of first blocks from queries past their window, by chunk: [2, heads * chunks, block_size, K] float32.
 
     Also where each (head, block)'s chunks begin, [heads * blocks + 1] int32.
@@ -240,7 +245,7 @@ def band_dkv_extra(
         2, len(heads) * num_extra, layout.block_size, q.shape[-1], dtype=torch.float32, device=q.device
     )
     if num_extra:
-        _launch_dkv(dout, q, k, v, lse, delta, partial, None, None, layout, heads, extra=True)
+        _launch_dkv(dout, q, k, v, lse, delta, partial, None, None, layout, heads, True, config)
     head = torch.arange(len(heads), dtype=torch.int32, device=q.device)[:, None]
     first_item = torch.cat([(head * num_extra + layout.first_extra[:-1]).view(-1), (head[-1] + 1) * num_extra])
     return partial, first_item
@@ -248,7 +253,7 @@ def band_dkv_extra(
 
 def band_dkv(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, total: Tensor, dk: Tensor, dv: Tensor,
-    layout: Layout, heads: range,
+    layout: Layout, heads: range, config: TileConfig = DKV_CONFIG,
 ) -> None:  # fmt: skip
     """Fill dk and dv [tokens, G, K] of `heads`: total [2, heads, tokens, K] float32 and the windows' part."""
-    _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, extra=False)
+    _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, False, config)

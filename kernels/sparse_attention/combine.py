@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.sparse_attention.common import LN_2, LOG2_E, query_rows
 from kernels.sparse_attention.layout import EMPTY, Layout
 
-ROWS = 16  # rows of a tile, of which a row is a query head
+ROWS, NUM_WARPS = 16, 4  # rows of a tile, of which a row is a query head
 PARTIAL_ELEMENTS = 2048  # of a block's dk or dv that one program adds up
 
 
@@ -98,7 +98,7 @@ def _launch(out, lse, slots, slot_lse, blocks, heads, tokens, weighted):
     _combine_kernel[(triton.cdiv(len(tokens), block_t), len(heads))](
         out, lse, slots, slot_lse, blocks, tokens.start, len(tokens), heads.start,
         S=S, BLOCK_S=triton.next_power_of_2(S), G=G, GROUP=H // G, GROUP_PAD=group_pad, K=K, BLOCK_T=block_t,
-        EMPTY=EMPTY, WEIGHTED=weighted,
+        EMPTY=EMPTY, WEIGHTED=weighted, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 

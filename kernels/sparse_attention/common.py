@@ -1,9 +1,8 @@
 """What the kernels of this folder share: how queries are laid out in tiles, and the arithmetic of a softmax's parts."""
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -47,11 +46,17 @@ def group_constants(q: Tensor, G: int) -> dict[str, Any]:
     return {"G": G, "GROUP": H // G, "GROUP_PAD": triton.next_power_of_2(H // G), "K": K}
 
 
-def tile_tokens(rows: int, group_pad: int, most: int) -> int:
-    """Tokens of a tile of about `rows` rows: a power of two up to `most`."""
-    return min(most, max(1, rows // group_pad))
+class TileConfig(NamedTuple):
+    """How a kernel over queries is cut: a tile's rows are tokens times the (padded) query heads of a group."""
+
+    rows: int
+    num_warps: int
+    num_stages: int
+    tiles: int = 1  # that a program of a gather kernel goes through at most
 
 
-def num_rows(q: Tensor, rows: int) -> int:
-    """Rows of a tile: float32 takes twice the shared memory."""
-    return rows if q.dtype in (torch.bfloat16, torch.float16) else min(rows, 32)
+def tile_options(config: TileConfig, q: Tensor, group_pad: int, most_tokens: int) -> dict[str, int]:
+    """Launch options of `config`; float32, of twice the shared memory, takes smaller tiles and no prefetch."""
+    rows, num_stages = (config.rows, config.num_stages) if q.element_size() == 2 else (32, 1)
+    block_t = min(most_tokens, max(1, rows // group_pad))
+    return {"BLOCK_T": block_t, "num_warps": config.num_warps, "num_stages": num_stages}

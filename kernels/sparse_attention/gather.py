@@ -17,29 +17,18 @@ Kept for backward: nothing beyond what sparse_attention.py keeps.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.sparse_attention.common import LN_2, LOG2_E, group_constants, matmul, num_rows, query_rows, tile_tokens
+from kernels.sparse_attention.common import LN_2, LOG2_E, TileConfig, group_constants, matmul, query_rows, tile_options
 from kernels.sparse_attention.inverse_index import InverseIndex
 from kernels.sparse_attention.layout import EMPTY, Layout
 
-
-class GatherConfig(NamedTuple):
-    """How a gather kernel is cut; a tile is rows / heads of a group tokens, an item is up to `tiles` tiles."""
-
-    rows: int = 64
-    tiles: int = 32
-    num_warps: int = 4
-    num_stages: int = 1
-
-
-FORWARD_CONFIG = GatherConfig()
-BACKWARD_CONFIG = GatherConfig(num_stages=3)
+FORWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=1, tiles=32)
+BACKWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=3, tiles=32)
 
 
 def gather_forward_reference(
@@ -158,27 +147,25 @@ def _gather_backward_kernel(
     tl.store(partial_ptr + (tl.num_programs(0) + item) * BLOCK * K + offsets, dv)
 
 
-def item_tokens(config: GatherConfig, q: Tensor, k: Tensor) -> int:
+def item_tokens(config: TileConfig, q: Tensor, k: Tensor) -> int:
     """Tokens an item at most, the `chunk` of the inverse index."""
-    return config.tiles * tile_tokens(
-        num_rows(q, config.rows), group_constants(q, k.shape[1])["GROUP_PAD"], config.rows
-    )
+    group_pad = group_constants(q, k.shape[1])["GROUP_PAD"]
+    return config.tiles * tile_options(config, q, group_pad, config.rows)["BLOCK_T"]
 
 
 def _launch(kernel, config, tensors, q, k, index, layout, heads, tokens, selected):
     constants = group_constants(q, k.shape[1])
+    tile = tile_options(config, q, constants["GROUP_PAD"], config.rows)
     kernel[(len(index.item_row),)](
         *tensors, index.entries, index.first_entry, index.first_item, index.item_row, layout.block_start,
         tokens.start, len(tokens), heads.start, layout.num_blocks, len(heads) * layout.num_blocks,
-        1 / math.sqrt(q.shape[-1]), S=selected, BLOCK=layout.block_size, BLOCK_T=index.chunk // config.tiles,
-        CHUNK=index.chunk, **constants, num_warps=config.num_warps,
-        num_stages=config.num_stages if q.element_size() == 2 else 1,
+        1 / math.sqrt(q.shape[-1]), S=selected, BLOCK=layout.block_size, CHUNK=index.chunk, **constants, **tile,
     )  # fmt: skip
 
 
 def gather_forward(
     q: Tensor, k: Tensor, v: Tensor, slots: Tensor, slot_lse: Tensor, index: InverseIndex, layout: Layout,
-    heads: range, tokens: range, config: GatherConfig = FORWARD_CONFIG,
+    heads: range, tokens: range, config: TileConfig = FORWARD_CONFIG,
 ) -> None:  # fmt: skip
     """Fill `slots` [heads, tokens, selected, group, K] and `slot_lse` [heads, tokens, selected, group]."""
     _launch(
@@ -188,7 +175,7 @@ def gather_forward(
 
 def gather_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, slots: Tensor, index: InverseIndex,
-    layout: Layout, heads: range, tokens: range, config: GatherConfig = BACKWARD_CONFIG,
+    layout: Layout, heads: range, tokens: range, config: TileConfig = BACKWARD_CONFIG,
 ) -> Tensor:  # fmt: skip
     """Fill `slots` with dq's parts; returns dk and dv of each item, [2, items, block_size, K] float32.
 

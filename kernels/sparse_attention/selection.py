@@ -21,12 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.sparse_attention.common import LOG2_E, group_constants, matmul, num_rows, tile_tokens
+from kernels.sparse_attention.common import LOG2_E, TileConfig, group_constants, matmul, tile_options
 from kernels.sparse_attention.layout import EMPTY, Layout
 
 WINDOW_KEYS, WINDOW_STRIDE = 32, 16
 LARGEST_EXPONENT = 80.0
-ROWS, BLOCK_J = 128, 64  # queries' rows and blocks of a tile of scores
+SCORES_CONFIG = TileConfig(rows=128, num_warps=4, num_stages=3)
+BLOCK_J = 64  # blocks of a tile of scores
 TOPK_ELEMENTS = 2048  # scores that one warp selects from
 
 
@@ -136,15 +137,17 @@ def _scores_kernel(
         maximum = new_maximum
     lse = tl.where(r < GROUP, maximum + tl.log2(total), float("inf"))  # Heads of padding add 0.
     score_rows = head * (tl.num_programs(0) * BLOCK_T) + tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    for j0 in range(0, left, BLOCK_J):
-        j = j0 + tl.arange(0, BLOCK_J)[:, None]
-        best = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
-        for w in tl.static_range(WINDOWS):
-            address = pooled_ptr + (first_row + w * num_blocks + j) * K + columns[None, :]
-            logits = matmul(tl.load(address, mask=j < left, other=0.0), q) * scale - lse[None, :]  # [BLOCK_J, ROWS]
-            shares = tl.exp2(tl.minimum(logits, LARGEST_EXPONENT * LOG2_E))
-            best = tl.maximum(best, tl.sum(tl.reshape(shares, [BLOCK_J, GROUP_PAD, BLOCK_T]), 1))
-        tl.store(scores_ptr + score_rows[None, :] * width + j, best, mask=j < left)
+    best = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
+    for i in range(0, tl.cdiv(left, BLOCK_J) * WINDOWS):
+        w = i % WINDOWS
+        j = i // WINDOWS * BLOCK_J + tl.arange(0, BLOCK_J)[:, None]
+        address = pooled_ptr + (first_row + w * num_blocks + j) * K + columns[None, :]
+        logits = matmul(tl.load(address, mask=j < left, other=0.0), q) * scale - lse[None, :]  # [BLOCK_J, ROWS]
+        shares = tl.exp2(tl.minimum(logits, LARGEST_EXPONENT * LOG2_E))
+        score = tl.sum(tl.reshape(shares, [BLOCK_J, GROUP_PAD, BLOCK_T]), 1)
+        best = tl.where(w == 0, score, tl.maximum(best, score))
+        if w == WINDOWS - 1:
+            tl.store(scores_ptr + score_rows[None, :] * width + j, best, mask=j < left)
 
 
 @triton.jit(do_not_specialize=["first_query_block", "first_head", "num_queries"])
@@ -199,18 +202,19 @@ def pool(k: Tensor, layout: Layout) -> Tensor:
     return pooled
 
 
-def score_blocks(q: Tensor, pooled: Tensor, layout: Layout, heads: range, query_blocks: range, width: int) -> Tensor:
+def score_blocks(
+    q: Tensor, pooled: Tensor, layout: Layout, heads: range, query_blocks: range, width: int,
+    config: TileConfig = SCORES_CONFIG,
+) -> Tensor:  # fmt: skip
     """Scores [heads, len(query_blocks) * block_size, width] float32, valid for 1 <= j < left only."""
     constants = group_constants(q, len(pooled))
-    block_t = max(
-        16 // constants["GROUP_PAD"], tile_tokens(num_rows(q, ROWS), constants["GROUP_PAD"], layout.block_size)
-    )
+    tile = tile_options(config, q, constants["GROUP_PAD"], layout.block_size)
     scores = torch.empty(len(heads), len(query_blocks) * layout.block_size, width, dtype=torch.float32, device=q.device)
-    _scores_kernel[(len(query_blocks) * (layout.block_size // block_t), len(heads))](
+    _scores_kernel[(len(query_blocks) * (layout.block_size // tile["BLOCK_T"]), len(heads))](
         q, pooled, scores, layout.block_start, layout.block_stop, layout.first_block, query_blocks.start, heads.start,
-        layout.num_blocks, width, 1 / math.sqrt(q.shape[-1]), **constants, BLOCK=layout.block_size, BLOCK_T=block_t,
-        BLOCK_J=BLOCK_J, WINDOW=layout.window_blocks, WINDOWS=pooled.shape[1] - 1, LARGEST_EXPONENT=LARGEST_EXPONENT,
-        num_stages=2 if q.element_size() == 2 else 1,
+        layout.num_blocks, width, 1 / math.sqrt(q.shape[-1]), **constants, **tile,
+        BLOCK=layout.block_size, BLOCK_J=BLOCK_J, WINDOW=layout.window_blocks,
+        WINDOWS=pooled.shape[1] - 1, LARGEST_EXPONENT=LARGEST_EXPONENT,
     )  # fmt: skip
     return scores
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from kernels.common import use_triton
 from kernels.sparse_attention.band import band_dkv, band_dkv_extra, band_dq, band_forward
 from kernels.sparse_attention.combine import add_partials, add_slots, combine
+from kernels.sparse_attention.common import TileConfig
 from kernels.sparse_attention.gather import (
     BACKWARD_CONFIG,
     FORWARD_CONFIG,
-    GatherConfig,
     gather_backward,
     gather_forward,
     item_tokens,
@@ -92,7 +92,7 @@ def work_ranges(
 
 def sparse_forward(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Layout, workspace_bytes: int,
-    config: GatherConfig = FORWARD_CONFIG,
+    config: TileConfig = FORWARD_CONFIG,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [tokens, H, K], k and v [tokens, G, K], blocks [tokens, G, selected] -> out, lse [tokens, H] float32."""
     (_, H, K), G, S = q.shape, k.shape[1], blocks.shape[-1]
@@ -110,7 +110,7 @@ def sparse_forward(
 
 def sparse_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Tensor, layout: Layout,
-    workspace_bytes: int, config: GatherConfig = BACKWARD_CONFIG,
+    workspace_bytes: int, config: TileConfig = BACKWARD_CONFIG,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv, in the layouts and dtypes of q, k and v."""
     (N, H, K), G, S = q.shape, k.shape[1], blocks.shape[-1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.sparse_attention.combine import combine, combine_reference
-from kernels.sparse_attention.gather import GatherConfig as Config
+from kernels.sparse_attention.common import TileConfig
 from kernels.sparse_attention.gather import gather_forward, gather_forward_reference, item_tokens
 from kernels.sparse_attention.inverse_index import build_inverse_index, inverse_index_reference
 from kernels.sparse_attention.layout import EMPTY, make_layout, normalise_lists
@@ -68,7 +68,7 @@ def test_gather_and_combine(group, device):
     q, k, v = (x[0] for x in make_qkv(1, 300, 2 * group, 2, 64, torch.float32, device))
     layout = make_layout(q[None], None, **SMALL)
     blocks = random_lists(q[None], 2, None, S, **SMALL)[0]
-    config = Config(rows=32, tiles=2)
+    config = TileConfig(rows=32, num_warps=4, num_stages=1, tiles=2)
     index = build_inverse_index(blocks, layout, heads, tokens, item_tokens(config, q, k))
     slots, slot_lse = gather_forward_reference(q, k, v, blocks, layout, heads, tokens)
     ours, ours_lse = torch.full_like(slots, float("nan")), torch.full_like(slot_lse, float("nan"))

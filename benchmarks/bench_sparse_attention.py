@@ -1,0 +1,357 @@
+"""Block-sparse attention, each piece alone and the whole layer: `python -m benchmarks.bench_sparse_attention`.
+
+First correctness: outputs and gradients on given lists against float64, at small sizes, and two runs bitwise equal at
+the measured ones. `--tune gather,band,scores,combine` tries tile configurations instead of measuring pieces, and
+`--workspace_mib 512,1024,2048` measures the layer with each size of workspace.
+"""
+
+import argparse
+import functools
+import itertools
+import sys
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import environment, extra_gib, print_json, print_table, time_interleaved
+from kernels.sparse_attention import band, combine, gather, inverse_index, selection
+from kernels.sparse_attention.common import TileConfig
+from kernels.sparse_attention.layout import EMPTY, first_local_block, make_layout
+from kernels.sparse_attention.sparse_attention import (
+    SCORES_BYTES,
+    sparse_attention,
+    sparse_attention_reference,
+    sparse_forward,
+    work_ranges,
+)
+
+GATHER_CONFIGS = [TileConfig(*c) for c in (
+    # rows, warps, stages, tiles
+    (64, 4, 1, 32), (64, 4, 2, 32), (64, 4, 3, 32), (64, 4, 4, 32), (64, 8, 2, 32), (64, 8, 3, 32), (64, 4, 2, 16),
+    (64, 4, 2, 64), (64, 4, 3, 64), (32, 4, 3, 64), (128, 4, 2, 16), (128, 8, 1, 32), (128, 8, 2, 16), (128, 8, 2, 32),
+)]  # fmt: skip
+BAND_CONFIGS = [
+    TileConfig(*c)
+    for c in ((64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 4, 2), (128, 8, 1), (128, 8, 2), (128, 8, 3))
+]
+SCORES_CONFIGS = [TileConfig(*c) for c in ((64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 4, 3), (128, 4, 4), (128, 8, 3))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokens", default="32768,131072", help="lengths, separated by commas")
+    parser.add_argument("--selected", default="32", help="blocks a list, separated by commas")
+    parser.add_argument("--workspace_mib", default="2048", help="sizes, separated by commas")
+    parser.add_argument("--tune", default="", help="any of gather, band, scores, combine, separated by commas")
+    parser.add_argument("--heads", default="32,8,128", help="query heads, key/value heads, head_dim")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--skip_check", action="store_true")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    print(environment(device))
+    if not arguments.skip_check:
+        check(device)
+    results = {}
+    for tokens, selected in itertools.product(_integers(arguments.tokens), _integers(arguments.selected)):
+        bench = Bench(tokens, selected, *_integers(arguments.heads), device, arguments.repeats)
+        for mib in _integers(arguments.workspace_mib):
+            name = f"{tokens} tokens, {selected} blocks, {mib} MiB"
+            if arguments.tune:
+                results[name] = bench.tune(name, arguments.tune.split(","), mib * 2**20)
+            else:
+                results[name] = {"layer": bench.layer(name, mib * 2**20), "pieces": bench.pieces(name, mib * 2**20)}
+        del bench
+    print_json(operation="sparse_attention", **environment(device), results=results)
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def check(device: torch.device) -> None:
+    """Exit with status 1 if an output or gradient is further from float64 than 2.5 times the reference in bf16 is."""
+    cpu = device.type == "cpu"
+    cases = [(4, 1, 128, 64, 128), (2, 2, 64, 32, 64)]
+    if not cpu:
+        cases += [(1, 1, 128, 64, 128), (2, 1, 128, 64, 64), (3, 1, 128, 64, 128), (8, 1, 128, 128, 128)]
+        cases += [(16, 1, 128, 64, 128), (8, 2, 64, 64, 64), (8, 2, 128, 32, 64)]
+    rows = []
+    for case, dtype in itertools.product(cases, (torch.bfloat16, torch.float16, torch.float32)):
+        heads, kv_heads, dim, block_size, window = case
+        T = 300 if cpu else 1500
+        segments = torch.tensor([[0, 0, T // 3], [0, T // 3, T - 33], [0, T - 33, T], [1, 0, T]])
+        inputs = [torch.randn(2, T, n, dim, device=device).to(dtype) for n in (heads, kv_heads, kv_heads)]
+        sizes = {"block_size": block_size, "window": window}
+        lists = _random_lists(inputs[0], kv_heads, segments, 4, **sizes)
+        arriving = torch.randn_like(inputs[0])
+
+        def outputs(function, dtype, inputs=inputs, arriving=arriving):
+            tensors = [x.to(dtype).requires_grad_() for x in inputs]
+            out = function(*tensors)
+            return [out.detach(), *torch.autograd.grad(out, tensors, arriving.to(dtype))]
+
+        reference = functools.partial(sparse_attention_reference, blocks_BTGS=lists, segments=segments, **sizes)
+        ours = functools.partial(sparse_attention, segments=segments, blocks=lists, impl="triton", **sizes)
+        exact, plain, found = outputs(reference, torch.float64), outputs(reference, dtype), outputs(ours, dtype)
+        small = functools.partial(ours, workspace_bytes=2**20)  # several ranges of heads and tokens
+        ranged = outputs(small, dtype)
+        errors = [_error(f, e) / max(_error(p, e), 1e-7) for f, p, e in zip(found, plain, exact)]
+        errors += [_error(f, e) / max(_error(p, e), 1e-7) for f, p, e in zip(ranged, plain, exact)]
+        rows.append([str(case), str(dtype)[6:], *errors[:4], max(errors[4:])])
+    title = "error over that of the reference in the same dtype; (heads, kv heads, head_dim, block, window)"
+    print_table(title, ["case", "dtype", "out", "dq", "dk", "dv", "worst by ranges"], rows)
+    if not all(error <= (30 if row[1] == "float32" else 2.5) for row in rows for error in row[2:]):
+        sys.exit("sparse_attention is wrong on this machine: not measured")
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def _random_lists(q, kv_heads, segments, selected, block_size, window) -> Tensor:
+    """Up to `selected` random candidates of each token."""
+    layout = make_layout(q, segments, block_size, window)
+    first_local = first_local_block(layout)
+    longest = int(layout.index_of_block.max()) + 1
+    scores = torch.rand(layout.num_tokens, kv_heads, longest, device=q.device)
+    j = torch.arange(longest, device=q.device)
+    scores = scores.masked_fill((j < 1) | (j >= first_local[:, None, None]), -1)
+    return selection.top_blocks_reference(scores, selected).view(*q.shape[:2], kv_heads, selected)
+
+
+class Bench:
+    """One length and number of selected blocks: inputs, lists chosen from them, and their timings."""
+
+    def __init__(self, tokens: int, selected: int, H: int, G: int, K: int, device: torch.device, repeats: int):
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.dout = (
+            torch.randn(tokens, n, K, dtype=torch.bfloat16, device=device) for n in (H, G, G, H)
+        )
+        self.H, self.G, self.K = H, G, K
+        self.selected, self.device, self.repeats = selected, device, repeats
+        self.layout = make_layout(self.q[None], None, 64, 512)
+        self.lists = selection.choose_blocks(self.q, self.k, self.layout, selected, SCORES_BYTES)
+        entries = int((self.lists != EMPTY).sum())
+        pair_flops = 2 * (H // G) * 64 * K  # of one product of a token's heads with one block
+        own = self.layout.index_of_block.double()
+        band_pairs = float((own.clamp(max=7) + 0.5 + (own > 7)).sum()) * 64 * G
+        candidates = float((own - 7).clamp(min=0).sum()) * 64 * G
+        self.gather_flops, self.band_flops = entries * pair_flops, band_pairs * pair_flops
+        # Three windows a candidate, and the mean keys of all earlier blocks.
+        self.score_flops = (3 * candidates + float(own.sum()) * 64 * G) * pair_flops / 64
+        self.slot_bytes = entries * (H // G) * K * 2
+        self.score_bytes = candidates * 4
+
+    def time(self, function) -> float:
+        return time_interleaved({"": function}, self.device, self.repeats)[""]
+
+    def layer(self, title: str, workspace_bytes: int) -> dict[str, float]:
+        """The public function forward and backward; two runs must be bitwise equal."""
+        q, k, v = (x[None].requires_grad_() for x in (self.q, self.k, self.v))
+        function = functools.partial(
+            sparse_attention, q, k, v, selected_blocks=self.selected, workspace_bytes=workspace_bytes, impl="triton"
+        )
+
+        def forward_and_backward():
+            return torch.autograd.grad(function(), (q, k, v), self.dout[None])
+
+        out = function()
+        backward = functools.partial(torch.autograd.grad, out, (q, k, v), self.dout[None], retain_graph=True)
+        same = torch.equal(out, function()) and all(torch.equal(a, b) for a, b in zip(backward(), backward()))
+        if not same:
+            sys.exit("two runs of sparse_attention differ: not measured")
+        results = {
+            "forward_ms": self.time(function),
+            "backward_ms": self.time(backward),
+            "both_ms": self.time(forward_and_backward),
+            "forward_extra_gib": extra_gib(function, self.device),
+            "backward_extra_gib": extra_gib(backward, self.device),
+        }
+        print_table(f"layer, {title}", [key.replace("_", " ") for key in results], [list(results.values())])
+        return results
+
+    def pieces(self, title: str, workspace_bytes: int) -> dict[str, float]:
+        """Each piece over all heads and tokens, one after another, ranges as in the layer."""
+        q, k, v, dout, lists, layout = self.q, self.k, self.v, self.dout, self.lists, self.layout
+        rows, results = [], {}
+
+        def add(name, function, flops=0.0, num_bytes=0.0):
+            ms = self.time(function)
+            results[name] = ms
+            rows.append([name, ms, flops / ms / 1e9 if flops else "", num_bytes / ms / 1e6 if num_bytes else ""])
+
+        out, lse = sparse_forward(q, k, v, lists, layout, workspace_bytes)
+        add("choose (pool, scores, top-k)", lambda: selection.choose_blocks(q, k, layout, self.selected, SCORES_BYTES))
+        add("  pool", lambda: selection.pool(k, layout), num_bytes=k.nbytes * (1 + 4 / 64))
+        add("  scores", lambda: self.all_scores(None), self.score_flops, self.score_bytes)
+        add("  top-k", self.top_blocks_of_random_scores(), num_bytes=self.score_bytes)
+
+        work = [(heads, t) for heads, ts in work_ranges(layout, q, self.G, self.selected, workspace_bytes) for t in ts]
+        chunk = gather.item_tokens(gather.FORWARD_CONFIG, q, k)
+        add(
+            f"inverse index ({len(work)} ranges)",
+            lambda: [inverse_index.build_inverse_index(lists, layout, *w, chunk) and None for w in work],
+            num_bytes=lists.nbytes * 2 + lists.numel() * 8,
+        )
+        add("band forward", lambda: band.band_forward(q, k, v, layout), 2 * self.band_flops)
+        slots = q.new_empty(max(len(h) * len(t) for h, t in work), self.selected, self.H // self.G, self.K).zero_()
+        slot_lse = torch.zeros(slots.shape[:-1], device=q.device)
+        forward, combined = self.gather_forward(work, slots, slot_lse, gather.FORWARD_CONFIG)
+        add("gather forward", forward, 2 * self.gather_flops, 2 * self.slot_bytes)
+        add("combine", lambda: combined(out.clone(), lse.clone()), num_bytes=self.slot_bytes + 4 * out.nbytes)
+
+        dq, delta = band.band_dq(dout, q, k, v, out, lse, layout)
+        add("band dq", lambda: band.band_dq(dout, q, k, v, out, lse, layout), 3 * self.band_flops)
+        dk, dv, total = torch.empty_like(k), torch.empty_like(v), torch.zeros(2, 1, len(q), self.K, device=q.device)
+        heads = [range(g, g + 1) for g in range(self.G)]
+        add(
+            "band dk, dv",
+            lambda: [band.band_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, h) for h in heads],
+            4 * self.band_flops * 8 / 9,
+        )
+        add(
+            "band dk, dv of first blocks",
+            lambda: [
+                combine.add_partials(
+                    total, *band.band_dkv_extra(dout, q, k, v, lse, delta, layout, h), layout
+                ) for h in heads
+            ],
+            4 * self.band_flops / 9,
+        )  # fmt: skip
+        backward, partials = self.gather_backward(work, slots, out, lse, delta, gather.BACKWARD_CONFIG)
+        add("gather backward", backward, 5 * self.gather_flops, 3 * self.slot_bytes)
+        add("dk, dv partial sums", partials)
+        add("dq combine", lambda: [combine.add_slots(dq, _slots(slots, w), lists, *w) for w in work],
+            num_bytes=self.slot_bytes + 2 * dq.nbytes)  # fmt: skip
+        print_table(f"pieces, {title}", ["piece", "ms", "TFLOP/s", "GB/s"], rows)
+        return results
+
+    def score_ranges(self):
+        layout = self.layout
+        width = selection.score_width(layout, range(layout.num_blocks))
+        step = max(1, SCORES_BYTES // (4 * 64 * width * self.G))
+        return [(r, selection.score_width(layout, r)) for r in selection.ranges(layout.num_blocks, step)]
+
+    def all_scores(self, config):
+        options = {} if config is None else {"config": config}
+        if not hasattr(self, "pooled"):
+            self.pooled = selection.pool(self.k, self.layout)
+        for blocks, width in self.score_ranges():
+            selection.score_blocks(self.q, self.pooled, self.layout, range(self.G), blocks, width, **options)
+
+    def top_blocks_of_random_scores(self):
+        """Scores of the last range stand for those of all."""
+        lists = torch.full_like(self.lists, EMPTY)
+        scores = torch.rand(self.G * SCORES_BYTES // (4 * self.G), device=self.device)
+
+        def run():
+            for blocks, width in self.score_ranges():
+                range_scores = scores[: self.G * len(blocks) * 64 * width].view(self.G, -1, width)
+                selection.top_blocks(range_scores, lists, self.layout, range(self.G), blocks)
+
+        return run
+
+    def gather_forward(self, work, slots, slot_lse, config):
+        indices = self.indices(work, config)
+        arguments = (self.q, self.k, self.v)
+
+        def forward():
+            for w, index in zip(work, indices):
+                gather.gather_forward(
+                    *arguments, _slots(slots, w), _slots(slot_lse, w), index, self.layout, *w, config=config
+                )
+
+        def combined(out, lse):
+            for w in work:
+                combine.combine(out, lse, _slots(slots, w), _slots(slot_lse, w), self.lists, *w)
+
+        return forward, combined
+
+    def gather_backward(self, work, slots, out, lse, delta, config):
+        indices = self.indices(work, config)
+
+        def backward():
+            for w, index in zip(work, indices):
+                gather.gather_backward(
+                    self.dout, self.q, self.k, self.v, lse, delta, _slots(slots, w), index, self.layout, *w,
+                    config=config,
+                )  # fmt: skip
+
+        def partials():
+            for (heads, _), index in zip(work, indices):
+                combine.add_partials(totals[: 2 * len(heads)].view(2, len(heads), *totals.shape[1:]),
+                                     partial[:, : len(index.item_row)], index.first_item, self.layout)  # fmt: skip
+
+        most_heads, most_items = max(len(h) for h, _ in work), max(len(index.item_row) for index in indices)
+        totals = torch.zeros(2 * most_heads, len(self.q), self.K, device=self.device)
+        partial = torch.zeros(2, most_items, 64, self.K, device=self.device)
+        return backward, partials
+
+    def indices(self, work, config):
+        chunk = gather.item_tokens(config, self.q, self.k)
+        return [inverse_index.build_inverse_index(self.lists, self.layout, *w, chunk) for w in work]
+
+    def tune(self, title: str, parts: list[str], workspace_bytes: int) -> dict[str, dict[str, float]]:
+        """Milliseconds of each configuration, gather kernels over one range of heads only and scaled to all."""
+        q, k, v, dout, lists, layout = self.q, self.k, self.v, self.dout, self.lists, self.layout
+        results = {}
+
+        def compare(name, configs, make, scale=1.0):
+            results[name] = {}
+            for config in configs:
+                try:
+                    results[name][str(tuple(config))] = scale * self.time(make(config))
+                except Exception as error:  # A configuration that does not fit is a result too.
+                    results[name][f"{tuple(config)}: {type(error).__name__}"] = float("inf")
+            table = sorted(results[name].items(), key=lambda item: item[1])
+            print_table(f"{name}, {title}", ["rows, warps, stages, tiles", "ms"], [list(row) for row in table])
+
+        out, lse = band.band_forward(q, k, v, layout)
+        _, delta = band.band_dq(dout, q, k, v, out, lse, layout)
+        if "gather" in parts:
+            heads, token_ranges = work_ranges(layout, q, self.G, self.selected, workspace_bytes)[0]
+            work = [(heads, tokens) for tokens in token_ranges]
+            slots = q.new_empty(max(len(h) * len(t) for h, t in work), self.selected, self.H // self.G, self.K)
+            slot_lse = torch.empty(slots.shape[:-1], device=q.device)
+            scale = self.G / len(heads)
+            compare("gather forward", GATHER_CONFIGS, lambda c: self.gather_forward(work, slots, slot_lse, c)[0], scale)
+            compare(
+                "gather backward", GATHER_CONFIGS,
+                lambda c: self.gather_backward(work, slots, out, lse, delta, c)[0], scale,
+            )  # fmt: skip
+        if "band" in parts:
+            compare("band forward", BAND_CONFIGS, lambda c: lambda: band.band_forward(q, k, v, layout, c))
+            compare("band dq", BAND_CONFIGS, lambda c: lambda: band.band_dq(dout, q, k, v, out, lse, layout, c))
+            total, dk, dv = torch.zeros(2, 1, len(q), self.K, device=q.device), torch.empty_like(k), torch.empty_like(v)
+            compare(
+                "band dk, dv", BAND_CONFIGS,
+                lambda c: lambda: band.band_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, range(1), c), self.G,
+            )  # fmt: skip
+        if "scores" in parts:
+            compare("scores", SCORES_CONFIGS, lambda c: lambda: self.all_scores(c))
+        if "combine" in parts:
+            work = work_ranges(layout, q, self.G, self.selected, workspace_bytes)[0]
+            w = (work[0], work[1][-1])
+            slots = q.new_zeros(len(w[0]) * len(w[1]), self.selected, self.H // self.G, self.K)
+            slot_lse = torch.zeros(slots.shape[:-1], device=q.device)
+            configs = [TileConfig(*c, 0) for c in ((4, 1), (8, 1), (8, 2), (16, 2), (16, 4), (32, 4), (64, 8))]
+
+            def with_config(config):
+                combine.ROWS, combine.NUM_WARPS = config.rows, config.num_warps
+                return lambda: combine.combine(out, lse, _slots(slots, w), _slots(slot_lse, w), lists, *w)
+
+            before = combine.ROWS, combine.NUM_WARPS
+            compare("combine", configs, with_config, self.G * len(q) / len(w[0]) / len(w[1]))
+            combine.ROWS, combine.NUM_WARPS = before
+        return results
+
+
+def _slots(buffer: Tensor, work: tuple[range, range]) -> Tensor:
+    """The part of `buffer` [heads * tokens, ...] that a range needs, as [heads, tokens, ...]."""
+    heads, tokens = work
+    return buffer[: len(heads) * len(tokens)].unflatten(0, (len(heads), len(tokens)))
+
+
+if __name__ == "__main__":
+    main()
