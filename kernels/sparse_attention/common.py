@@ -9,6 +9,7 @@ from torch import Tensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+FLOAT32_ROWS = 32
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -57,6 +58,6 @@ class TileConfig(NamedTuple):
 
 def tile_options(config: TileConfig, q: Tensor, group_pad: int, most_tokens: int) -> dict[str, int]:
     """Launch options of `config`; float32, of twice the shared memory, takes smaller tiles and no prefetch."""
-    rows, num_stages = (config.rows, config.num_stages) if q.element_size() == 2 else (32, 1)
+    rows, num_stages = (config.rows, config.num_stages) if q.element_size() == 2 else (FLOAT32_ROWS, 1)
     block_t = min(most_tokens, max(1, rows // group_pad))
     return {"BLOCK_T": block_t, "num_warps": config.num_warps, "num_stages": num_stages}

@@ -47,7 +47,7 @@ def inverse_index_reference(blocks: Tensor, layout: Layout, heads: range, tokens
     return rows
 
 
-@triton.jit(do_not_specialize=["first_token", "num_tokens", "first_head"])
+@triton.jit(do_not_specialize=["first_token", "num_tokens", "first_head", "num_tiles", "tile_tokens"])
 def _rank_kernel(
     blocks_ptr, token_block_ptr, first_block_ptr, count_ptr, rank_ptr,
     first_token, num_tokens, first_head, num_heads, num_blocks, num_tiles, tile_tokens,
@@ -71,7 +71,7 @@ def _rank_kernel(
         tl.debug_barrier()  # The next token may find its count written by another thread.
 
 
-@triton.jit(do_not_specialize=["first_token", "num_tokens", "first_head"])
+@triton.jit(do_not_specialize=["first_token", "num_tokens", "first_head", "num_tiles", "tile_tokens"])
 def _scatter_kernel(
     blocks_ptr, token_block_ptr, first_block_ptr, count_ptr, count_sum_ptr, rank_ptr, entries_ptr,
     first_token, num_tokens, first_head, num_heads, num_blocks, num_tiles, tile_tokens,

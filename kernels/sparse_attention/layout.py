@@ -61,10 +61,10 @@ def make_layout(q: Tensor, segments: Tensor | None, block_size: int, window: int
     total_extra = int(num_extra.sum())
 
     def repeat(counts, size):
-        """For counts [2, 3]: documents [0, 0, 1, 1, 1] and indices within them [0, 1, 0, 1, 2]."""
-        document = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=size)
-        index = torch.arange(size, device=counts.device) - (counts.cumsum(0) - counts)[document]
-        return document, index
+        """For counts [2, 3] of sum `size`: documents [0, 0, 1, 1, 1] and indices within them [0, 1, 0, 1, 2]."""
+        position, stop = torch.arange(size, device=counts.device), counts.cumsum(0)
+        document = torch.searchsorted(stop, position, right=True)
+        return document, position - (stop - counts)[document]
 
     index_of_block = repeat(num_blocks, total)[1].int()
     # From here on everything is computed on the device, from one small copy.

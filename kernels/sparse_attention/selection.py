@@ -234,10 +234,14 @@ def ranges(total: int, step: int) -> list[range]:
     return [range(start, min(start + step, total)) for start in range(0, total, step)]
 
 
+def score_columns(last: int, window_blocks: int) -> int:
+    """Columns of the scores of queries up to block `last`: a power of two above every candidate's index."""
+    return max(16, triton.next_power_of_2(max(1, last - window_blocks + 1)))
+
+
 def score_width(layout: Layout, query_blocks: range) -> int:
-    """Columns of the scores of `query_blocks`: a power of two above every candidate's index."""
-    left = int(layout.index_of_block[query_blocks.start : query_blocks.stop].max()) - layout.window_blocks + 1
-    return max(16, triton.next_power_of_2(max(1, left)))
+    last = int(layout.index_of_block[query_blocks.start : query_blocks.stop].max())
+    return score_columns(last, layout.window_blocks)
 
 
 def choose_blocks(q: Tensor, k: Tensor, layout: Layout, selected: int, workspace_bytes: int) -> Tensor:

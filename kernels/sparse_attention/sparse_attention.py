@@ -14,6 +14,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from kernels.common import use_triton
@@ -30,9 +31,11 @@ from kernels.sparse_attention.gather import (
 from kernels.sparse_attention.inverse_index import build_inverse_index
 from kernels.sparse_attention.layout import EMPTY, Layout, make_layout, normalise_lists
 from kernels.sparse_attention.selection import (
+    WINDOW_STRIDE,
     choose_blocks,
     pool_reference,
     ranges,
+    score_columns,
     scores_reference,
     top_blocks_reference,
 )
@@ -302,14 +305,51 @@ def sparse_attention(
     return sparse_attention_reference(q_BTHK, k_BTGK, v_BTGK, blocks, segments, **sizes)
 
 
+def slot_bytes_per_token(group: int, K: int, selected: int, element_size: int) -> int:
+    """Of one key/value head: a slot's partial output or dq, its log-sum-exp, and its entry in the inverse index."""
+    return selected * (group * (K * element_size + 4) + 4)
+
+
 class Footprint(NamedTuple):
-    kept_bytes_per_token: int  # beside q, k and v: out, log-sum-exp and lists
-    forward_workspace_bytes: int
+    kept_bytes_per_token: int  # out, log-sum-exp and lists, beside q, k and v
+    forward_workspace_bytes: int  # beside what is kept
     backward_workspace_bytes: int  # beside dq, dk and dv
     forward_flops: int
     backward_flops: int
 
 
-def slot_bytes_per_token(group: int, K: int, selected: int, element_size: int) -> int:
-    """Of one key/value head: a slot's partial output or dq, its log-sum-exp, and its entry and rank in the index."""
-    return selected * (group * (K * element_size + 4) + 6)
+def footprint(
+    T: int, H: int, G: int, K: int, *, selected_blocks: int = 32, block_size: int = 64, window: int = 512,
+    workspace_bytes: int = WORKSPACE_BYTES, element_size: int = 2,
+) -> Footprint:  # fmt: skip
+    """What one document of T tokens costs, tables of a few bytes a block left out."""
+    group, S = H // G, selected_blocks
+    num_blocks, window_blocks = -(-T // block_size), window // block_size
+    kept = H * K * element_size + 4 * H + 2 * G * S
+
+    candidates = sum(max(0, b - window_blocks) for b in range(num_blocks))  # (query block, candidate) pairs
+    gathered = sum(min(S, max(0, b - window_blocks)) for b in range(num_blocks))
+    band = sum(min(b + 1, window_blocks) + (b >= window_blocks) for b in range(num_blocks))
+    means = num_blocks * (num_blocks - 1) // 2 if candidates else 0
+    windows = block_size // WINDOW_STRIDE - 1
+    block_flops = 2 * block_size * block_size * H * K  # of one product of a block of queries and a block of keys
+    scores_flops = (windows * candidates + means) * block_flops // block_size
+    forward_flops = 2 * (gathered + band) * block_flops + scores_flops
+    backward_flops = (5 * gathered + 7 * band) * block_flops
+
+    token_bytes = slot_bytes_per_token(group, K, S, element_size)
+    delta = 4 * T * H
+    if not gathered:
+        return Footprint(kept, 0, delta + 8 * T * G * K, forward_flops, backward_flops)
+    tokens = min(T, max(64, workspace_bytes // token_bytes))
+    heads = max(1, min(G, workspace_bytes // token_bytes // T))
+    slots = heads * tokens * token_bytes
+    width = score_columns(num_blocks - 1, window_blocks)
+    query_blocks = min(num_blocks, max(1, SCORES_BYTES // (4 * block_size * width * G)))
+    scores = 4 * query_blocks * block_size * width * G + (windows + 1) * num_blocks * G * K * element_size
+    chunk = BACKWARD_CONFIG.tiles * BACKWARD_CONFIG.rows // triton.next_power_of_2(group)
+    items = heads * num_blocks + heads * tokens * S // chunk
+    sums = 8 * heads * T * K + 8 * items * block_size * K  # float32 dk and dv: of all tokens, and of each item
+    slots_of_dq = slots - 4 * heads * tokens * S * group  # no log-sum-exps
+    scores -= T * (kept - 2 * G * S)  # out and log-sum-exp do not exist yet
+    return Footprint(kept, max(slots, scores), delta + slots_of_dq + sums, forward_flops, backward_flops)
