@@ -189,7 +189,7 @@ class Bench:
         add("  top-k", self.top_blocks_of_random_scores(), num_bytes=self.score_bytes)
 
         work = [(heads, t) for heads, ts in work_ranges(layout, q, self.G, self.selected, workspace_bytes) for t in ts]
-        chunk = gather.item_tokens(gather.FORWARD_CONFIG, q, k)
+        chunk = gather.item_tokens(gather.FORWARD_CONFIG, q, k, 64)
         add(
             f"inverse index ({len(work)} ranges)",
             lambda: [inverse_index.build_inverse_index(lists, layout, *w, chunk) and None for w in work],
@@ -290,7 +290,7 @@ class Bench:
         return backward, partials
 
     def indices(self, work, config):
-        chunk = gather.item_tokens(config, self.q, self.k)
+        chunk = gather.item_tokens(config, self.q, self.k, 64)
         return [inverse_index.build_inverse_index(self.lists, self.layout, *w, chunk) for w in work]
 
     def tune(self, title: str, parts: list[str], workspace_bytes: int) -> dict[str, dict[str, float]]:

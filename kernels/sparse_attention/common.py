@@ -56,8 +56,11 @@ class TileConfig(NamedTuple):
     tiles: int = 1  # that a program of a gather kernel goes through at most
 
 
-def tile_options(config: TileConfig, q: Tensor, group_pad: int, most_tokens: int) -> dict[str, int]:
+def tile_options(config: TileConfig, q: Tensor, group_pad: int, block_size: int) -> dict[str, int]:
     """Launch options of `config`; float32, of twice the shared memory, takes smaller tiles and no prefetch."""
     rows, num_stages = (config.rows, config.num_stages) if q.element_size() == 2 else (FLOAT32_ROWS, 1)
-    block_t = min(most_tokens, max(1, rows // group_pad))
-    return {"BLOCK_T": block_t, "num_warps": config.num_warps, "num_stages": num_stages}
+    return {
+        "BLOCK_T": min(block_size, max(1, rows // group_pad)),
+        "num_warps": max(config.num_warps, block_size // 16),
+        "num_stages": num_stages,
+    }

@@ -147,15 +147,15 @@ def _gather_backward_kernel(
     tl.store(partial_ptr + (tl.num_programs(0) + item) * BLOCK * K + offsets, dv)
 
 
-def item_tokens(config: TileConfig, q: Tensor, k: Tensor) -> int:
+def item_tokens(config: TileConfig, q: Tensor, k: Tensor, block_size: int) -> int:
     """Tokens an item at most, the `chunk` of the inverse index."""
     group_pad = group_constants(q, k.shape[1])["GROUP_PAD"]
-    return config.tiles * tile_options(config, q, group_pad, config.rows)["BLOCK_T"]
+    return config.tiles * tile_options(config, q, group_pad, block_size)["BLOCK_T"]
 
 
 def _launch(kernel, config, tensors, q, k, index, layout, heads, tokens, selected):
     constants = group_constants(q, k.shape[1])
-    tile = tile_options(config, q, constants["GROUP_PAD"], config.rows)
+    tile = tile_options(config, q, constants["GROUP_PAD"], layout.block_size)
     kernel[(len(index.item_row),)](
         *tensors, index.entries, index.first_entry, index.first_item, index.item_row, layout.block_start,
         tokens.start, len(tokens), heads.start, layout.num_blocks, len(heads) * layout.num_blocks,

@@ -102,7 +102,7 @@ def sparse_forward(
     out, lse = band_forward(q, k, v, layout)
     for heads, token_ranges in work_ranges(layout, q, G, S, workspace_bytes):
         for tokens in token_ranges:
-            index = build_inverse_index(blocks, layout, heads, tokens, item_tokens(config, q, k))
+            index = build_inverse_index(blocks, layout, heads, tokens, item_tokens(config, q, k, layout.block_size))
             slots = q.new_empty(len(heads), len(tokens), S, H // G, K)
             slot_lse = lse.new_empty(slots.shape[:-1])
             gather_forward(q, k, v, slots, slot_lse, index, layout, heads, tokens, config)
@@ -122,7 +122,7 @@ def sparse_backward(
     for heads, token_ranges in work_ranges(layout, q, G, S, workspace_bytes):
         total = torch.zeros(2, len(heads), N, K, dtype=torch.float32, device=q.device)
         for tokens in token_ranges:
-            index = build_inverse_index(blocks, layout, heads, tokens, item_tokens(config, q, k))
+            index = build_inverse_index(blocks, layout, heads, tokens, item_tokens(config, q, k, layout.block_size))
             slots = q.new_empty(len(heads), len(tokens), S, H // G, K)
             partial = gather_backward(dout, q, k, v, lse, delta, slots, index, layout, heads, tokens, config)
             add_slots(dq, slots, blocks, heads, tokens)
@@ -347,7 +347,7 @@ def footprint(
     width = score_columns(num_blocks - 1, window_blocks)
     query_blocks = min(num_blocks, max(1, SCORES_BYTES // (4 * block_size * width * G)))
     scores = 4 * query_blocks * block_size * width * G + (windows + 1) * num_blocks * G * K * element_size
-    chunk = BACKWARD_CONFIG.tiles * BACKWARD_CONFIG.rows // triton.next_power_of_2(group)
+    chunk = BACKWARD_CONFIG.tiles * min(block_size, BACKWARD_CONFIG.rows // triton.next_power_of_2(group))
     items = heads * num_blocks + heads * tokens * S // chunk
     sums = 8 * heads * T * K + 8 * items * block_size * K  # float32 dk and dv: of all tokens, and of each item
     slots_of_dq = slots - 4 * heads * tokens * S * group  # no log-sum-exps

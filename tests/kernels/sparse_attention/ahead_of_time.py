@@ -53,7 +53,7 @@ KERNELS_TO_COMPILE = {
         (
             "_scores_kernel",
             HEADS | {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "WINDOW": 8, "WINDOWS": 3, "LARGEST_EXPONENT": 80.0},
-            {"num_stages": 2},
+            {"num_stages": 3},
         ),
         (
             "_top_blocks_kernel",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 MOST_SPILLED = 256  # bytes a thread
-MOST_SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
+MOST_SHARED = {"sm_80": 99 * 1024, "sm_90": 227 * 1024}  # sm_86 and sm_89, which run sm_80's code, have 99 KiB
 
 
 def test_compiles_for_sm_80_and_sm_90(capsys):

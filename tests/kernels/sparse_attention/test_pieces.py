@@ -69,7 +69,7 @@ def test_gather_and_combine(group, device):
     layout = make_layout(q[None], None, **SMALL)
     blocks = random_lists(q[None], 2, None, S, **SMALL)[0]
     config = TileConfig(rows=32, num_warps=4, num_stages=1, tiles=2)
-    index = build_inverse_index(blocks, layout, heads, tokens, item_tokens(config, q, k))
+    index = build_inverse_index(blocks, layout, heads, tokens, item_tokens(config, q, k, 32))
     slots, slot_lse = gather_forward_reference(q, k, v, blocks, layout, heads, tokens)
     ours, ours_lse = torch.full_like(slots, float("nan")), torch.full_like(slot_lse, float("nan"))
     gather_forward(q, k, v, ours, ours_lse, index, layout, heads, tokens, config)
