@@ -25,11 +25,14 @@ from kernels.sparse_attention.sparse_attention import (
     work_ranges,
 )
 
-GATHER_CONFIGS = [TileConfig(*c) for c in (
-    # rows, warps, stages, tiles
-    (64, 4, 1, 32), (64, 4, 2, 32), (64, 4, 3, 32), (64, 4, 4, 32), (64, 8, 2, 32), (64, 8, 3, 32), (64, 4, 2, 16),
-    (64, 4, 2, 64), (64, 4, 3, 64), (32, 4, 3, 64), (128, 4, 2, 16), (128, 8, 1, 32), (128, 8, 2, 16), (128, 8, 2, 32),
-)]  # fmt: skip
+GATHER_CONFIGS = [
+    TileConfig(rows, num_warps, num_stages, tiles)
+    for rows, num_warps, num_stages, tiles in (
+        (64, 4, 1, 32), (64, 4, 2, 32), (64, 4, 3, 32), (64, 4, 4, 32), (64, 8, 2, 32), (64, 8, 3, 32), (64, 4, 1, 64),
+        (64, 4, 3, 16), (64, 4, 3, 64), (64, 4, 3, 128), (64, 8, 3, 64), (32, 4, 3, 64), (128, 8, 1, 32),
+        (128, 8, 2, 32),
+    )
+]  # fmt: skip
 BAND_CONFIGS = [
     TileConfig(*c)
     for c in ((64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 4, 2), (128, 8, 1), (128, 8, 2), (128, 8, 3))
@@ -50,6 +53,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     print(environment(device))
+    torch.manual_seed(0)
     if arguments.check != "none":
         check(device, arguments.check == "full")
     results = {}
@@ -317,10 +321,12 @@ class Bench:
             slot_lse = torch.empty(slots.shape[:-1], device=q.device)
             scale = self.G / len(heads)
             compare("gather forward", GATHER_CONFIGS, lambda c: self.gather_forward(work, slots, slot_lse, c)[0], scale)
-            compare(
-                "gather backward", GATHER_CONFIGS,
-                lambda c: self.gather_backward(work, slots, out, lse, delta, c)[0], scale,
-            )  # fmt: skip
+
+            def backward_and_sums(config):
+                backward, partials = self.gather_backward(work, slots, out, lse, delta, config)
+                return lambda: (backward(), partials())
+
+            compare("gather backward and its partial sums", GATHER_CONFIGS, backward_and_sums, scale)
         if "band" in parts:
             compare("band forward", BAND_CONFIGS, lambda c: lambda: band.band_forward(q, k, v, layout, c))
             compare("band dq", BAND_CONFIGS, lambda c: lambda: band.band_dq(dout, q, k, v, out, lse, layout, c))
