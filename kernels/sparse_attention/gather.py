@@ -96,7 +96,7 @@ def _gather_forward_kernel(
         maximum = tl.max(scores, 1)
         p = tl.exp2(scores - maximum[:, None])
         total = tl.sum(p, 1)
-        out = matmul(p.to(v.dtype), v) / total[:, None]  # [ROWS, K]
+        out = matmul(p.to(v.dtype), v) * (1 / total)[:, None]  # [ROWS, K]
         slot_rows = (head * num_tokens * S + entry) * GROUP + r
         tl.store(slots_ptr + slot_rows[:, None] * K + columns[None, :], out.to(q.dtype), mask=mask[:, None])
         tl.store(slot_lse_ptr + slot_rows, (maximum + tl.log2(total)) * LN_2, mask=mask)
@@ -108,7 +108,7 @@ def _gather_backward_kernel(
     entries_ptr, first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr,
     first_token, num_tokens, first_head, num_blocks, num_rows, scale,
     S: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr, DQ_TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     head, keys, start, stop = _load_item(
         first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr, num_blocks, num_rows, CHUNK, BLOCK
@@ -138,7 +138,10 @@ def _gather_backward_kernel(
         dp = matmul(v, tl.trans(dout))  # [BLOCK, ROWS]
         ds = (p * (dp - delta[None, :]) * scale).to(q.dtype)
         dk += matmul(ds, q)
-        dq = matmul(tl.trans(ds), k)  # [ROWS, K]
+        if DQ_TRANSPOSED:  # ds goes to shared memory as it is, and the result is transposed on its way out
+            dq = tl.trans(matmul(tl.trans(k), ds))  # [ROWS, K]
+        else:
+            dq = matmul(tl.trans(ds), k)
         slot_rows = (head * num_tokens * S + entry) * GROUP + r
         tl.store(slots_ptr + slot_rows[:, None] * K + columns[None, :], dq.to(q.dtype), mask=mask[:, None])
     item = tl.program_id(0).to(tl.int64)
@@ -153,13 +156,14 @@ def item_tokens(config: TileConfig, q: Tensor, k: Tensor, block_size: int) -> in
     return config.tiles * tile_options(config, q, group_pad, block_size)["BLOCK_T"]
 
 
-def _launch(kernel, config, tensors, q, k, index, layout, heads, tokens, selected):
+def _launch(kernel, config, tensors, q, k, index, layout, heads, tokens, selected, **options):
     constants = group_constants(q, k.shape[1])
     tile = tile_options(config, q, constants["GROUP_PAD"], layout.block_size)
     kernel[(len(index.item_row),)](
         *tensors, index.entries, index.first_entry, index.first_item, index.item_row, layout.block_start,
         tokens.start, len(tokens), heads.start, layout.num_blocks, len(heads) * layout.num_blocks,
         1 / math.sqrt(q.shape[-1]), S=selected, BLOCK=layout.block_size, CHUNK=index.chunk, **constants, **tile,
+        **options,
     )  # fmt: skip
 
 
@@ -186,6 +190,6 @@ def gather_backward(
     )  # fmt: skip
     _launch(
         _gather_backward_kernel, config, (dout, q, k, v, lse, delta, slots, partial), q, k, index, layout, heads,
-        tokens, slots.shape[2],
+        tokens, slots.shape[2], DQ_TRANSPOSED=config.dq_transposed,
     )  # fmt: skip
     return partial

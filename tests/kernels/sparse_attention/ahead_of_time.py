@@ -31,7 +31,7 @@ KERNELS_TO_COMPILE = {
     ],
     "gather": [
         ("_gather_forward_kernel", GATHER, {"num_stages": 1}),
-        ("_gather_backward_kernel", GATHER, {"num_stages": 3}),
+        ("_gather_backward_kernel", GATHER | {"DQ_TRANSPOSED": False}, {"num_stages": 3}),
     ],
     "combine": [
         ("_combine_kernel", HEADS | LISTS | {"BLOCK_T": 4, "WEIGHTED": True}, {}),
