@@ -19,6 +19,7 @@ from kernels.gated_mlp import gated_mlp
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.qkv_attention import project_heads, qkv_attention
 from kernels.rms_norm import rms_norm
+from kernels.sparse_attention import Sparsity
 from kernels.torch_internals import assert_async
 
 logger = logging.getLogger(__name__)
@@ -236,6 +237,7 @@ class Context:
 
     cos: Tensor  # [T, K/2] or [B, T, K/2] float32
     sin: Tensor
+    longest: int  # tokens of the longest document
     segments: Tensor | None = None  # the packed documents, see kernels.attention
     caches: list[KeyValueCache] | None = None
 
@@ -261,14 +263,17 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(K, config.rms_norm_eps)
         self.backend = "auto"  # see kernels.attention.BACKENDS; set from outside, as is the next
         self.heads_at_a_time: int | None = None  # key/value heads; None: all
+        self.sparsity: Sparsity | None = None
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
         qkv = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
         norms = self.q_norm.weight, self.k_norm.weight
         if context.caches is None:
+            is_sparse = self.sparsity is not None and context.longest >= self.sparsity.dense_below
             return qkv_attention(
                 x_BTD, *qkv, self.o_proj.weight, *norms, context.cos, context.sin, context.segments,
-                eps=self.q_norm.eps, backend=self.backend, heads_at_a_time=self.heads_at_a_time,
+                eps=self.q_norm.eps, backend=self.backend, sparsity=self.sparsity if is_sparse else None,
+                heads_at_a_time=self.heads_at_a_time,
             )  # fmt: skip
         q_BTHK, k_BTGK, v_BTGK = project_heads(x_BTD, *qkv, *norms, context.cos, context.sin, self.q_norm.eps)
         k_BTGK, v_BTGK = context.caches[self.layer].append(k_BTGK, v_BTGK)
@@ -432,10 +437,11 @@ class Transformer(nn.Module):
             raise ValueError("with a key/value cache, give one document, and one token at a time after the prompt")
         if documents is None:
             cos, sin = self.rotary.tables(start + T, device)
-            return Context(cos[start : start + T], sin[start : start + T], caches=caches)
+            return Context(cos[start : start + T], sin[start : start + T], T, caches=caches)
         # The positions in a share of a sequence reach as far as the whole sequence's longest document.
-        cos, sin = self.rotary.tables(max(T, *documents.lengths), device)
-        return Context(cos[positions_BT], sin[positions_BT], documents.segments)
+        longest = max(documents.lengths)
+        cos, sin = self.rotary.tables(max(T, longest), device)
+        return Context(cos[positions_BT], sin[positions_BT], longest, documents.segments)
 
     def _loss(self, x_BTD: Tensor, targets: Tensor, logits_BTV: Tensor | None, denominator) -> Tensor:
         """Cross-entropy of the first positions against their targets [B, T or T - 1], float32 scalar.

@@ -26,6 +26,7 @@ import torch
 
 from kernels.attention import BACKENDS
 from model import MODEL_SIZES
+from training.config import ATTENTION_TYPES
 from training.errors import UserError
 from training.memory.cost_model import gib
 from training.memory.execution import Execution
@@ -41,7 +42,7 @@ from training.memory.machine import (
 )
 from training.memory.reports import Machine, report_comparison, report_max_context, report_step
 from training.parallel.world import World, join_world
-from training.run import build_bench, settled_execution, step_on_meta
+from training.run import build_bench, settled_execution, sparsity_of, step_on_meta
 
 CONTEXT_LENGTH = 131_072
 
@@ -59,7 +60,9 @@ def parse_flags(argv: list[str]) -> Namespace:
     add("--context_length", type=int, help=f"default: {CONTEXT_LENGTH}")
     add("--batch_size", type=int, default=1)
     add("--gradient_accumulation_steps", type=int, default=1)
-    add("--attention_type", default="full", choices=("full", "nsa"))
+    add("--attention_type", default="full", choices=ATTENTION_TYPES)
+    add("--selected_blocks", type=int, help="of sparse: blocks of 64 that a token chooses; default: 32")
+    add("--dense_below", type=int, help="of sparse: shorter documents attend to everything; default: 8192 tokens")
     add("--attention_backend", default="auto", choices=[name for name in BACKENDS if name != "cpu"])
     add("--loss_impl", choices=("auto", "chunked", "standard"), help="default: auto")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="cpu: prediction only")
@@ -91,8 +94,7 @@ def check_flags(flags: Namespace, on_gpu: bool) -> None:
         if value is not None and not least <= value <= most:
             limit = f"at least {least}" if value < least else f"at most {most}"
             raise UserError(f"{name} must be {limit}, got {value}")
-    if flags.attention_type == "nsa":
-        raise UserError("attention_type nsa: sparse attention is not in this version; use full")
+    sparsity_of(flags)
     given = {name for name, value in vars(flags).items() if value not in (None, False)}
     if flags.gradient_checkpointing is not None:
         given.add("gradient_checkpointing")
@@ -130,9 +132,9 @@ def choose_machine(flags: Namespace, memory_budget: str | None, world: World) ->
     """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an H200."""
     model, loss_impl = MODEL_SIZES[flags.model_size], flags.loss_impl or "auto"
     if world.device.type == "cuda":
-        given = settled_execution(loss_impl, flags.attention_backend, world.device)
+        given = settled_execution(loss_impl, flags.attention_backend, world.device, sparsity_of(flags))
         gpu_bytes = gpu_budget(memory_budget or "auto", world.device)
-        rates = measure_rates(model, given.attention_backend, world.device, lengths(flags)[0])
+        rates = measure_rates(model, given.attention_backend, world.device, lengths(flags)[0], given.sparsity)
         torch.cuda.empty_cache()
         name = torch.cuda.get_device_name(world.device)
         host_bytes = available_host_bytes() if flags.host_budget is None else parse_bytes(flags.host_budget)
@@ -146,10 +148,10 @@ def choose_machine(flags: Namespace, memory_budget: str | None, world: World) ->
     backend = gpu.attention_backend if flags.attention_backend == "auto" else flags.attention_backend
     if backend == "flash-attn-4" and gpu.attention_backend == "flash":
         raise UserError(f"flash-attn-4 needs compute capability 9.0, which {flags.gpu} has not; use auto")
-    given = Execution(loss_impl=loss_impl, attention_backend=backend)
+    given = Execution(loss_impl=loss_impl, attention_backend=backend, sparsity=sparsity_of(flags))
     description = f"{name}; its speed is an H200's scaled by data sheets, not measured"
     host_bytes = math.inf if flags.host_budget is None else parse_bytes(flags.host_budget)
-    return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend), model, given)
+    return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend, given.sparsity), model, given)
 
 
 def lengths(flags: Namespace) -> tuple[int, int, int]:

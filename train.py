@@ -42,6 +42,7 @@ from training.run import (
     explain_out_of_memory,
     resolve_memory_budget,
     run_model,
+    sparsity_of,
     train_step,
 )
 
@@ -75,7 +76,6 @@ def check_config(config: TrainConfig) -> None:
         if value is not None and not (0 < value < math.inf):
             raise UserError(f"{name} must be positive, got {value}")
     refusals = {
-        "attention_type nsa: sparse attention is not in this version; use full": config.attention_type == "nsa",
         "context_parallel_size: only 1 is in this version": config.context_parallel_size > 1,
         "init_from has no effect with resume; drop one": config.init_from is not None and config.resume,
         "checkpoint_interval has no effect with save none; drop one or make it 0": config.checkpoint_interval > 0
@@ -91,6 +91,7 @@ def check_config(config: TrainConfig) -> None:
     for message, refused in refusals.items():
         if refused:
             raise UserError(message)
+    sparsity_of(config)
 
 
 def find_start(given: dict, world: World) -> tuple[TrainConfig, Start]:
@@ -307,9 +308,9 @@ def train(given: dict, world: World) -> None:
     step_tokens, tokens, max_steps = tokens_per_step(config, world), start.tokens, config.max_steps
     logger.info("config: %s", json.dumps(dataclasses.asdict(config)))
     logger.info(
-        "model: %s, %s parameters; attention kernel: %s; device: %s x %d",
-        config.model_size, f"{model_config.num_parameters():,}", plan.execution.attention_backend,
-        world.device.type, world.size,
+        "model: %s, %s parameters; attention: %s, kernel: %s; device: %s x %d",
+        config.model_size, f"{model_config.num_parameters():,}", config.attention_type,
+        plan.execution.attention_backend, world.device.type, world.size,
     )  # fmt: skip
     logger.info(
         "data: %s training tokens, %s held out; %s tokens a step",

@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention import attention, backward_workspace, choose_backend
-from kernels.common import Footprint, operation
+from kernels.common import Footprint, operation, use_triton
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
+from kernels.sparse_attention import Sparsity, sparse_attention
+from kernels.sparse_attention.sparse_attention import WORKSPACE_BYTES, attention_footprint
 
 
 def project_heads(
@@ -49,64 +51,93 @@ def _split_heads(qkv: Tensor, norms: Sequence[Tensor], eps: float, n: int, cos: 
     return [q, k, heads[2].contiguous()]
 
 
+def _attend(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, backend: str, sparsity: list[int]):
+    """Attention's output and what else its backward needs; `sparsity`: [blocks, their size, window], or []."""
+    if not sparsity:
+        return torch.ops.fathom.attention_forward(q, k, v, segments, backend)
+    options = *sparsity, WORKSPACE_BYTES, use_triton("auto", q)
+    return torch.ops.fathom.sparse_attention_forward(q, k, v, segments, None, *options)
+
+
+def _attend_backward(dout, q, k, v, results, segments, backend: str, sparsity: list[int]):
+    if not sparsity:
+        return torch.ops.fathom.attention_backward(dout, q, k, v, *results, segments, backend)
+    _, *sizes = sparsity
+    options = *sizes, WORKSPACE_BYTES, use_triton("auto", q)
+    return torch.ops.fathom.sparse_attention_backward(dout, q, k, v, *results, segments, *options)
+
+
+def _head_dims(sparsity: list[int]) -> tuple[int, ...]:
+    """Of each result the dimension along which its heads lie."""
+    return (2, 2, 2) if sparsity else (2, 1)
+
+
 @operation("fathom::qkv_attention", keepable=True)
 def _qkv_attention(
     x: Tensor, weights: list[Tensor], norms: list[Tensor], eps: float, cos: Tensor, sin: Tensor,
-    segments: Tensor | None, backend: str, n: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x [B, T, D] -> attention's output [B, T, H, K] and log-sum-exp [B, H, T]; weights of q, k, v; norms of q, k."""
-    out, lse = _empty_outputs(x, weights, norms)
+    segments: Tensor | None, backend: str, sparsity: list[int], n: int,
+) -> list[Tensor]:  # fmt: skip
+    """x [B, T, D] -> what `_attend` returns, of all heads; weights of q, k, v; norms of q, k."""
+    results = _empty_results(x, weights, norms, sparsity)
     steps = len(weights[1]) // len(norms[1]) // n
-    for step, (out_n, lse_n) in enumerate(zip(out.chunk(steps, dim=2), lse.chunk(steps, dim=1))):
+    for step in range(steps):
         q, k, v = _split_heads(F.linear(x, _weight_of_step(weights, step, steps)), norms, eps, n, cos, sin)
-        for whole, part in zip((out_n, lse_n), torch.ops.fathom.attention_forward(q, k, v, segments, backend)):
-            whole.copy_(part)
-    return out, lse
+        parts = _attend(q, k, v, segments, backend, sparsity)
+        for whole, part, dim in zip(results, parts, _head_dims(sparsity)):
+            whole.chunk(steps, dim)[step].copy_(part)
+    return results
 
 
-def _empty_outputs(x: Tensor, weights: list[Tensor], norms: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _empty_results(x: Tensor, weights: list[Tensor], norms: list[Tensor], sparsity: list[int]) -> list[Tensor]:
     (B, T, _), K = x.shape, len(norms[0])
-    H = len(weights[0]) // K
-    return x.new_empty(B, T, H, K), x.new_empty(B, H, T, dtype=torch.float32)
+    H, G = len(weights[0]) // K, len(weights[1]) // K
+    out = x.new_empty(B, T, H, K)
+    if not sparsity:
+        return [out, x.new_empty(B, H, T, dtype=torch.float32)]
+    return [out, x.new_empty(B, T, H, dtype=torch.float32), x.new_empty(B, T, G, sparsity[0], dtype=torch.int16)]
 
 
 @_qkv_attention.register_fake
-def _(x, weights, norms, eps, cos, sin, segments, backend, n):
-    return _empty_outputs(x, weights, norms)
+def _(x, weights, norms, eps, cos, sin, segments, backend, sparsity, n):
+    return _empty_results(x, weights, norms, sparsity)
 
 
 class _QKVAttention(torch.autograd.Function):
     """The input's gradient is rounded to its dtype after each step, G / n times."""
 
     @staticmethod
-    def forward(ctx, x, q_weight, k_weight, v_weight, o_weight, q_norm, k_norm, cos, sin, segments, eps, backend, n):
+    def forward(
+        ctx, x, q_weight, k_weight, v_weight, o_weight, q_norm, k_norm, cos, sin, segments, eps, backend, sparsity, n
+    ):
         weights, norms = [q_weight, k_weight, v_weight], [q_norm, k_norm]
-        out, lse = torch.ops.fathom.qkv_attention(x, weights, norms, eps, cos, sin, segments, backend, n)
-        ctx.save_for_backward(x, *weights, o_weight, *norms, cos, sin, out, lse)
-        ctx.segments, ctx.eps, ctx.backend, ctx.n = segments, eps, backend, n
-        return F.linear(out.flatten(2), o_weight)
+        options = segments, backend, sparsity, n
+        results = torch.ops.fathom.qkv_attention(x, weights, norms, eps, cos, sin, *options)
+        ctx.save_for_backward(x, *weights, o_weight, *norms, cos, sin, *results)
+        ctx.segments, ctx.eps, ctx.backend, ctx.sparsity, ctx.n = segments, eps, backend, sparsity, n
+        return F.linear(results[0].flatten(2), o_weight)
 
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled():
             raise RuntimeError("attention some heads at a time has no second derivative (create_graph=True)")
-        x, *weights, o_weight, q_norm, k_norm, cos, sin, out, lse = ctx.saved_tensors
+        x, *weights, o_weight, q_norm, k_norm, cos, sin = ctx.saved_tensors[:9]
+        results = ctx.saved_tensors[9:]
         steps = len(weights[1]) // len(k_norm) // ctx.n
         norms = [weight.detach().requires_grad_() for weight in (q_norm, k_norm)]
         x_rows, dy_rows = x.flatten(0, 1), dy.flatten(0, 1)
         dx_rows, d_weights = torch.zeros_like(x_rows), [torch.empty_like(weight) for weight in weights]
         d_norms = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in norms]
-        parts_of_steps = zip(out.chunk(steps, dim=2), lse.chunk(steps, dim=1), o_weight.chunk(steps, dim=1))
-        for step, (out_n, lse_n, o_weight_n) in enumerate(parts_of_steps):
+        for step, o_weight_n in enumerate(o_weight.chunk(steps, dim=1)):
             weight = _weight_of_step(weights, step, steps)
+            results_n = [
+                result.chunk(steps, dim)[step].contiguous() for result, dim in zip(results, _head_dims(ctx.sparsity))
+            ]
             qkv = F.linear(x, weight).requires_grad_()
             with torch.enable_grad():
                 heads = _split_heads(qkv, norms, ctx.eps, ctx.n, cos, sin)
-            d_out = (dy @ o_weight_n).view(out_n.shape)
-            d_heads = torch.ops.fathom.attention_backward(
-                d_out, *(head.detach() for head in heads), out_n.contiguous(), lse_n.contiguous(),
-                ctx.segments, ctx.backend,
-            )  # fmt: skip
+            d_out = (dy @ o_weight_n).view(results_n[0].shape)
+            q, k, v = (head.detach() for head in heads)
+            d_heads = _attend_backward(d_out, q, k, v, results_n, ctx.segments, ctx.backend, ctx.sparsity)
             d_qkv, *d_norms_n = torch.autograd.grad(heads, [qkv, *norms], d_heads)
             d_qkv_rows = d_qkv.flatten(0, 1)
             dx_rows.addmm_(d_qkv_rows, weight)
@@ -115,9 +146,21 @@ class _QKVAttention(torch.autograd.Function):
                 d_weight.chunk(steps)[step].copy_(part)
             for d_norm, part in zip(d_norms, d_norms_n):
                 d_norm += part
-            del qkv, heads, d_out, d_heads, d_qkv, d_qkv_rows, parts  # before those of the next step are made
+            del (
+                qkv,
+                heads,
+                q,
+                k,
+                v,
+                results_n,
+                d_out,
+                d_heads,
+                d_qkv,
+                d_qkv_rows,
+                parts,
+            )  # before those of the next step are made
         d_norms = [d.to(w.dtype) for d, w in zip(d_norms, norms)]
-        return dx_rows.view_as(x), *d_weights, dy_rows.T @ out.flatten(0, 1).flatten(1), *d_norms, *[None] * 6
+        return dx_rows.view_as(x), *d_weights, dy_rows.T @ results[0].flatten(0, 1).flatten(1), *d_norms, *[None] * 7
 
 
 def qkv_attention(
@@ -134,6 +177,7 @@ def qkv_attention(
     *,
     eps: float = 1e-6,
     backend: str = "auto",
+    sparsity: Sparsity | None = None,
     heads_at_a_time: int | None = None,
 ) -> Tensor:
     """Projections, q/k RMSNorm, RoPE, causal grouped-query attention and the output projection.
@@ -147,6 +191,7 @@ def qkv_attention(
         cos, sin: float32, as `rope` takes them.
         segments, backend: as `attention` takes them.
         eps: of the two norms.
+        sparsity: attention to chosen blocks alone, see `kernels.sparse_attention`; None: to everything.
         heads_at_a_time: key/value heads that one step works on, a divisor of G; None: all, and none projected again.
 
     Returns:
@@ -158,13 +203,18 @@ def qkv_attention(
     """
     if heads_at_a_time is None:
         q, k, v = project_heads(x_BTD, q_weight, k_weight, v_weight, q_norm, k_norm, cos, sin, eps)
-        return F.linear(attention(q, k, v, segments, backend=backend).flatten(2), o_weight)
+        if sparsity is None:
+            out = attention(q, k, v, segments, backend=backend)
+        else:
+            blocks, block_size, window, _ = sparsity
+            out = sparse_attention(q, k, v, segments, selected_blocks=blocks, block_size=block_size, window=window)
+        return F.linear(out.flatten(2), o_weight)
     G = len(k_weight) // len(k_norm)
     if heads_at_a_time < 1 or G % heads_at_a_time:
         raise ValueError(f"heads_at_a_time must divide the {G} key/value heads, got {heads_at_a_time}")
     return _QKVAttention.apply(
         x_BTD, q_weight, k_weight, v_weight, o_weight, q_norm, k_norm, cos, sin, segments,
-        eps, choose_backend(backend, x_BTD.device), heads_at_a_time,
+        eps, choose_backend(backend, x_BTD.device), [] if sparsity is None else list(sparsity[:3]), heads_at_a_time,
     )  # fmt: skip
 
 
@@ -179,6 +229,7 @@ def qkv_attention_footprint(
     backend: str = "auto",
     context_length: int,
     longest: int | None = None,
+    sparsity: Sparsity | None = None,
     heads_at_a_time: int | None = None,
 ) -> Footprint:
     """What `qkv_attention` takes; `context_length` and `longest` as `kernels.attention.backward_workspace` takes them.
@@ -188,16 +239,21 @@ def qkv_attention_footprint(
     T, steps = num_tokens, 1 if heads_at_a_time is None else num_key_value_heads // heads_at_a_time
     x, q, k = (element_size * size for size in (hidden_size, num_heads * head_dim, num_key_value_heads * head_dim))
     results = q + 4 * num_heads  # the output and the float32 log-sum-exp
-    workspace = backward_workspace(backend, T, q, k, context_length, longest) // steps
+    forward_workspace, workspace = 0, backward_workspace(backend, T, q, k, context_length, longest) // steps
+    if sparsity is not None:
+        results += 2 * num_key_value_heads * sparsity.selected_blocks
+        heads = num_heads // steps, num_key_value_heads // steps, head_dim
+        _, forward_workspace, workspace = attention_footprint(T, *heads, sparsity, element_size=element_size)[:3]
     if heads_at_a_time is None:
         # q and k before and after their rotation, v, and 1 / rms of each head of q and k; then dout, dq, dk and dv
         saved = x + 2 * q + 3 * k + results + 4 * (num_heads + num_key_value_heads)
-        forward, backward = 3 * q + 4 * k, (2 * q + 2 * k) * T
+        forward, backward = max((3 * q + 4 * k) * T, (q + 2 * k + results) * T + forward_workspace), (2 * q + 2 * k) * T
     else:
         # Forward holds the whole output, and one step's heads or the projection of all. Backward holds dx
         # and, of one step, qkv, q, k, v, out, dout, dq, dk and dv.
         saved = x + results
-        forward = max((3 * q + 4 * k) // steps + q, results + x)
+        working = max((3 * q + 4 * k) // steps * T, (2 * q + 2 * k) // steps * T + forward_workspace)
+        forward = max(working + q * T, (results + x) * T)
         backward = (x + (5 * q + 6 * k) // steps) * T
     flops = 2 * hidden_size * (2 * q + 2 * k) // element_size * T
-    return Footprint(saved * T, forward * T, backward + workspace, results * T, flops, 2 * flops, (4 * q + 4 * k) * T)
+    return Footprint(saved * T, forward, backward + workspace, results * T, flops, 2 * flops, (4 * q + 4 * k) * T)

@@ -12,6 +12,7 @@ from model import MODEL_SIZES
 from training.errors import UserError
 
 DEFAULT_STEPS = 300
+ATTENTION_TYPES = ("full", "sparse", "nsa")
 PEAK_LEARNING_RATE = 2e-5  # for continued training; training from scratch wants more, and a far longer warm-up
 TINY_PEAK_LEARNING_RATE = 3e-3
 
@@ -29,7 +30,11 @@ class TrainConfig:
     # model
     model_size: str = flag("tiny", "shape of the model", tuple(MODEL_SIZES))
     context_length: int = flag(512, "tokens in a sequence")
-    attention_type: str = flag("full", "nsa (native sparse attention) is not in this version", ("full", "nsa"))
+    attention_type: str = flag(
+        "full", "sparse: to chosen blocks, see kernels/sparse_attention; nsa: not in this version", ATTENTION_TYPES
+    )
+    selected_blocks: int | None = flag(None, "of sparse: blocks of 64 that a token chooses; default: 32")
+    dense_below: int | None = flag(None, "of sparse: shorter documents attend to everything; default: 8192 tokens")
     attention_backend: str = flag("auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu")
     loss_impl: str = flag("auto", "auto: chunked above 10 GB of logits", ("auto", "chunked", "standard"))
     kernels: str = flag("auto", "auto: Triton on GPUs, PyTorch references on CPUs", IMPLEMENTATIONS)

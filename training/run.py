@@ -14,6 +14,8 @@ import torch
 
 from kernels.attention import choose_backend
 from kernels.common import set_default_implementation
+from kernels.sparse_attention import Sparsity
+from kernels.sparse_attention.sparse_attention import HEAD_DIMS
 from model import MODEL_SIZES, ModelConfig, Transformer
 from training.checkpoint.files import load_optimizer_state, restore_rng
 from training.checkpoint.weights import load_model_weights, read_json
@@ -57,6 +59,9 @@ def configure_machine(config: TrainConfig, world: World) -> None:
     """Choose which kernels run, and refuse a memory budget that is not free, before anything else takes time."""
     if config.kernels == "triton" and world.device.type != "cuda":
         raise UserError('kernels "triton" needs a CUDA GPU; use auto')
+    head_dim = MODEL_SIZES[config.model_size].head_dim
+    if sparsity_of(config) and world.device.type == "cuda" and config.kernels != "torch" and head_dim not in HEAD_DIMS:
+        raise UserError(f"attention_type sparse has GPU kernels for head_dim {HEAD_DIMS}, not for {head_dim}; use full")
     set_default_implementation(config.kernels)
     settled_execution(config.loss_impl, config.attention_backend, world.device)  # refuses a backend that is not there
     if config.memory_budget is not None:
@@ -90,20 +95,43 @@ def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfi
 # The plan
 
 
-def settled_execution(loss_impl: str, attention_backend: str, device: torch.device) -> Execution:
+def settled_execution(
+    loss_impl: str, attention_backend: str, device: torch.device, sparsity: Sparsity | None = None
+) -> Execution:
     """What flags settle of an execution before anything is planned.
 
     Raises:
         UserError: an attention backend that `device` or this installation does not have.
     """
     with refused_as_user_error():
-        return Execution(loss_impl=loss_impl, attention_backend=choose_backend(attention_backend, device))
+        backend = choose_backend(attention_backend, device)
+    return Execution(loss_impl=loss_impl, attention_backend=backend, sparsity=sparsity)
+
+
+def sparsity_of(flags) -> Sparsity | None:
+    """What the flags --attention_type, --selected_blocks and --dense_below say, of a run or of profile_memory.py.
+
+    Raises:
+        UserError: a value out of range, a flag without effect, a model whose heads the kernels do not take.
+    """
+    given = {name: getattr(flags, name) for name in ("selected_blocks", "dense_below")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if flags.attention_type == "nsa":
+        raise UserError("attention_type nsa (native sparse attention) is not in this version; use full or sparse")
+    if flags.attention_type != "sparse":
+        for name in given:
+            raise UserError(f"{name} has no effect with attention_type {flags.attention_type}; drop it, or use sparse")
+        return None
+    for name, value in given.items():
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
+    return Sparsity(**given)
 
 
 def step_of(config: TrainConfig, model: Transformer, device: torch.device, documents: PackedDocuments | None) -> Step:
     """The step that the settings ask for; `documents` are None where they are not known yet."""
     lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
-    given = settled_execution(config.loss_impl, config.attention_backend, device)
+    given = settled_execution(config.loss_impl, config.attention_backend, device, sparsity_of(config))
     return Step(model.config, model.parameters(), *lengths, documents, given)
 
 
@@ -156,7 +184,8 @@ def plan_memory(
         placement = Placement() if config.gradient_checkpointing else WHOLE
         return Plan(step, dataclasses.replace(step.given, placements=(placement,) * step.layers))
     budgets = memory_budgets(config, world)
-    rates = measure_rates(model.config, step.given.attention_backend, world.device, config.context_length)
+    backend, sparsity = step.given.attention_backend, step.given.sparsity
+    rates = measure_rates(model.config, backend, world.device, config.context_length, sparsity)
     rates = Rates(*world.min(*dataclasses.astuple(rates)))
     torch.cuda.empty_cache()  # frees what the measurements took
     plan = make_plan(step, *budgets, rates)

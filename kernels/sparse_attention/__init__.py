@@ -1,6 +1,6 @@
 """Block-sparse attention: the mathematics in README.md, the whole in sparse_attention.py, a file a piece."""
 
 from kernels.sparse_attention.layout import EMPTY
-from kernels.sparse_attention.sparse_attention import select_blocks, sparse_attention
+from kernels.sparse_attention.sparse_attention import Sparsity, attention_footprint, select_blocks, sparse_attention
 
-__all__ = ["EMPTY", "select_blocks", "sparse_attention"]
+__all__ = ["EMPTY", "Sparsity", "attention_footprint", "select_blocks", "sparse_attention"]

@@ -30,7 +30,7 @@ from kernels.sparse_attention.common import (
 )
 from kernels.sparse_attention.layout import Layout
 
-FORWARD_CONFIG = TileConfig(rows=128, num_warps=8, num_stages=2)
+FORWARD_CONFIG = TileConfig(rows=128, num_warps=4, num_stages=2)
 DQ_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=2)
 DKV_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=2)
 

@@ -37,7 +37,7 @@ class InverseIndex(NamedTuple):
 
 def inverse_index_reference(blocks: Tensor, layout: Layout, heads: range, tokens: range) -> list[list[int]]:
     """Entries by row, in plain Python; blocks [tokens of all rows, G, selected]."""
-    rows = [[] for _ in range(len(heads) * layout.num_blocks)]
+    rows: list[list[int]] = [[] for _ in range(len(heads) * layout.num_blocks)]
     for i, head in enumerate(heads):
         for t, token in enumerate(tokens):
             first_block = int(layout.first_block[layout.token_block[token]])

@@ -26,7 +26,7 @@ from kernels.sparse_attention.layout import EMPTY, Layout
 
 WINDOW_KEYS, WINDOW_STRIDE = 32, 16
 LARGEST_EXPONENT = 80.0
-SCORES_CONFIG = TileConfig(rows=128, num_warps=4, num_stages=3)
+SCORES_CONFIG = TileConfig(rows=128, num_warps=4, num_stages=2)
 BLOCK_J = 64  # blocks of a tile of scores
 TOPK_ELEMENTS = 2048  # scores that one warp selects from
 

@@ -10,6 +10,7 @@ Kept for backward, a token: q, k, v and out, (2H + 2G) K elements, the float32 l
 G * selected int16. The choice carries no gradient, and backward never chooses again.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.common import use_triton
+from kernels.common import operation, use_triton
 from kernels.sparse_attention.band import band_dkv, band_dkv_extra, band_dq, band_forward
 from kernels.sparse_attention.combine import add_partials, add_slots, combine
 from kernels.sparse_attention.common import TileConfig
@@ -40,6 +41,23 @@ from kernels.sparse_attention.selection import (
     top_blocks_reference,
 )
 
+
+class Sparsity(NamedTuple):
+    """Which tokens a token attends to: its document's first block, a window, and blocks that it chooses.
+
+    Args:
+        selected_blocks: blocks a list at most.
+        block_size: tokens a block: 32, 64 or 128.
+        window: tokens, a multiple of `block_size`.
+        dense_below: a batch whose documents are all shorter attends to everything.
+    """
+
+    selected_blocks: int = 32
+    block_size: int = 64
+    window: int = 512
+    dense_below: int = 8192
+
+
 BLOCK_SIZES, HEAD_DIMS, LARGEST_GROUP = (32, 64, 128), (64, 128), 16
 WORKSPACE_BYTES = 2**31
 SCORES_BYTES = 2**29
@@ -50,24 +68,55 @@ def sparse_attention_reference(
     block_size: int = 64, window: int = 512,
 ) -> Tensor:  # fmt: skip
     """Attention with the T x T matrix written out, in the inputs' dtype, on given lists."""
-    B, T, H, K = q_BTHK.shape
-    G = k_BTGK.shape[2]
+    scores, is_visible = _written_out(q_BTHK, k_BTGK, blocks_BTGS, segments, block_size, window)
+    probabilities = scores.masked_fill(~is_visible, float("-inf")).softmax(-1)
+    return torch.einsum("bgrts,bsgk->btgrk", probabilities, v_BTGK).flatten(2, 3)
+
+
+def _written_out(q, k, blocks_BTGS, segments, block_size, window) -> tuple[Tensor, Tensor]:
+    """Scores [B, G, R, T, T], and which of them count [B, G, 1, T, T]."""
+    B, T, H, K = q.shape
+    G = k.shape[2]
     document_BT = torch.zeros(B, T, dtype=torch.long)
     index_BT = torch.arange(T).expand(B, T).clone()  # a token's index within its document
     for i, (row, start, stop) in enumerate(segments.tolist() if segments is not None else []):
         document_BT[row, start:stop] = i
         index_BT[row, start:stop] = torch.arange(stop - start)
-    document_BT = document_BT.to(q_BTHK.device)
-    block_BT = (index_BT // block_size).to(q_BTHK.device)
+    document_BT = document_BT.to(q.device)
+    block_BT = (index_BT // block_size).to(q.device)
     in_band = (block_BT[:, None, :] == 0) | (block_BT[:, None, :] > block_BT[:, :, None] - window // block_size)
-    chosen = torch.zeros(B, T, G, EMPTY + 1, dtype=torch.bool, device=q_BTHK.device)
+    chosen = torch.zeros(B, T, G, EMPTY + 1, dtype=torch.bool, device=q.device)
     chosen = chosen.scatter_(-1, blocks_BTGS.long(), True)[..., : int(block_BT.max()) + 1]
     in_lists = chosen.gather(-1, block_BT[:, None, None, :].expand(B, T, G, T)).permute(0, 2, 1, 3)  # [B, G, T, T]
     within_document = (document_BT[:, :, None] == document_BT[:, None, :]).tril()
-    visible = within_document[:, None] & (in_band[:, None] | in_lists)
-    scores = torch.einsum("btgrk,bsgk->bgrts", q_BTHK.unflatten(2, (G, H // G)), k_BTGK) / math.sqrt(K)
-    probabilities = scores.masked_fill(~visible[:, :, None], float("-inf")).softmax(-1)
-    return torch.einsum("bgrts,bsgk->btgrk", probabilities, v_BTGK).flatten(2, 3)
+    is_visible = within_document[:, None] & (in_band[:, None] | in_lists)
+    scores = torch.einsum("btgrk,bsgk->bgrts", q.unflatten(2, (G, H // G)), k) / math.sqrt(K)
+    return scores, is_visible[:, :, None]
+
+
+def _reference_forward(q, k, v, lists, segments, block_size, window) -> tuple[Tensor, Tensor]:
+    """out [B, T, H, K] and its log-sum-exp [B, T, H] float32."""
+    scores, is_visible = _written_out(q, k, lists, segments, block_size, window)
+    lse = scores.masked_fill(~is_visible, float("-inf")).logsumexp(-1).permute(0, 3, 1, 2).flatten(2)
+    out = sparse_attention_reference(q, k, v, lists, segments, block_size=block_size, window=window)
+    return out, lse.to(torch.promote_types(lse.dtype, torch.float32))
+
+
+def _reference_backward(dout, q, k, v, out, lse, lists, segments, block_size, window) -> tuple[Tensor, Tensor, Tensor]:
+    scores, is_visible = _written_out(q, k, lists, segments, block_size, window)
+
+    def by_group(x: Tensor) -> Tensor:
+        """[B, T, H, ...] -> [B, T, G, R, ...]"""
+        return x.unflatten(2, (k.shape[2], -1))
+
+    p = (scores - by_group(lse).permute(0, 2, 3, 1)[..., None].to(scores)).exp().masked_fill(~is_visible, 0)
+    delta = by_group((dout * out).sum(-1)).permute(0, 2, 3, 1)[..., None]  # [B, G, R, T, 1]
+    ds = p * (torch.einsum("btgrk,bsgk->bgrts", by_group(dout), v) - delta) / math.sqrt(q.shape[-1])
+    return (
+        torch.einsum("bgrts,bsgk->btgrk", ds, k).flatten(2, 3),
+        torch.einsum("bgrts,btgrk->bsgk", ds, by_group(q)),
+        torch.einsum("bgrts,btgrk->bsgk", p, by_group(dout)),
+    )
 
 
 def select_blocks_reference(
@@ -152,13 +201,20 @@ def _(q, k, segments, selected_blocks, block_size, window):
     return q.new_empty(*k.shape[:3], selected_blocks, dtype=torch.int16)
 
 
-@torch.library.custom_op("fathom::sparse_attention_forward", mutates_args=())
+@operation("fathom::sparse_attention_forward", keepable=True)
 def _sparse_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, blocks: Tensor | None, selected_blocks: int,
-    block_size: int, window: int, workspace_bytes: int,
+    block_size: int, window: int, workspace_bytes: int, triton_kernels: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """out [B, T, H, K], its log-sum-exp [B, T, H] float32, and the lists [B, T, G, selected] int16 it was made with."""
     layout = make_layout(q, segments, block_size, window)
+    if not triton_kernels:
+        sizes = {"block_size": block_size, "window": window}
+        if blocks is None:
+            lists = select_blocks_reference(q, k, segments, selected_blocks=selected_blocks, **sizes)
+        else:
+            lists = normalise_lists(blocks, layout)
+        return *_reference_forward(q, k, v, lists, segments, **sizes), lists
     if blocks is None:
         lists = choose_blocks(_flat(q), _flat(k), layout, selected_blocks, SCORES_BYTES)
     else:
@@ -168,7 +224,7 @@ def _sparse_attention_forward(
 
 
 @_sparse_attention_forward.register_fake
-def _(q, k, v, segments, blocks, selected_blocks, block_size, window, workspace_bytes):
+def _(q, k, v, segments, blocks, selected_blocks, block_size, window, workspace_bytes, triton_kernels):
     selected = selected_blocks if blocks is None else blocks.shape[-1]
     return (
         q.new_empty(q.shape),
@@ -180,16 +236,19 @@ def _(q, k, v, segments, blocks, selected_blocks, block_size, window, workspace_
 @torch.library.custom_op("fathom::sparse_attention_backward", mutates_args=())
 def _sparse_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: Tensor, segments: Tensor | None,
-    block_size: int, window: int, workspace_bytes: int,
+    block_size: int, window: int, workspace_bytes: int, triton_kernels: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if not triton_kernels:
+        return _reference_backward(dout, q, k, v, out, lse, lists, segments, block_size, window)
     layout = make_layout(q, segments, block_size, window)
-    tensors = [_flat(x) for x in (dout, q, k, v, out, lse, lists)]
-    gradients = sparse_backward(*tensors, layout, workspace_bytes)
+    gradients = sparse_backward(
+        _flat(dout), _flat(q), _flat(k), _flat(v), _flat(out), _flat(lse), _flat(lists), layout, workspace_bytes
+    )
     return tuple(g.view(x.shape) for g, x in zip(gradients, (q, k, v)))
 
 
 @_sparse_attention_backward.register_fake
-def _(dout, q, k, v, out, lse, lists, segments, block_size, window, workspace_bytes):
+def _(dout, q, k, v, out, lse, lists, segments, block_size, window, workspace_bytes, triton_kernels):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -203,7 +262,7 @@ def _backward(ctx, dout, *_):
     if torch.is_grad_enabled():
         raise RuntimeError("sparse_attention has no second derivative (create_graph=True); its reference has")
     gradients = _sparse_attention_backward(dout, *ctx.saved_tensors, *ctx.options)
-    return *gradients, None, None, None, None, None, None
+    return *gradients, *[None] * 7
 
 
 _sparse_attention_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -294,15 +353,9 @@ def sparse_attention(
     """
     on_triton = use_triton(impl, q_BTHK)
     _check(q_BTHK, k_BTGK, v_BTGK, segments, block_size, window, on_triton)
-    if on_triton:
-        return _sparse_attention_forward(
-            q_BTHK, k_BTGK, v_BTGK, segments, blocks, selected_blocks, block_size, window, workspace_bytes
-        )[0]
-    sizes = {"block_size": block_size, "window": window}
-    if blocks is None:
-        q, k = q_BTHK.detach(), k_BTGK.detach()
-        blocks = select_blocks_reference(q, k, segments, selected_blocks=selected_blocks, **sizes)
-    return sparse_attention_reference(q_BTHK, k_BTGK, v_BTGK, blocks, segments, **sizes)
+    return _sparse_attention_forward(
+        q_BTHK, k_BTGK, v_BTGK, segments, blocks, selected_blocks, block_size, window, workspace_bytes, on_triton
+    )[0]
 
 
 def slot_bytes_per_token(group: int, K: int, selected: int, element_size: int) -> int:
@@ -310,7 +363,7 @@ def slot_bytes_per_token(group: int, K: int, selected: int, element_size: int) -
     return selected * (group * (K * element_size + 4) + 4)
 
 
-class Footprint(NamedTuple):
+class AttentionFootprint(NamedTuple):
     kept_bytes_per_token: int  # out, log-sum-exp and lists, beside q, k and v
     forward_workspace_bytes: int  # beside what is kept
     backward_workspace_bytes: int  # beside dq, dk and dv
@@ -318,12 +371,13 @@ class Footprint(NamedTuple):
     backward_flops: int
 
 
-def footprint(
-    T: int, H: int, G: int, K: int, *, selected_blocks: int = 32, block_size: int = 64, window: int = 512,
-    workspace_bytes: int = WORKSPACE_BYTES, element_size: int = 2,
-) -> Footprint:  # fmt: skip
+@functools.cache
+def attention_footprint(
+    T: int, H: int, G: int, K: int, sparsity: Sparsity, *, workspace_bytes: int = WORKSPACE_BYTES, element_size: int = 2
+) -> AttentionFootprint:
     """What one document of T tokens costs, tables of a few bytes a block left out."""
-    group, S = H // G, selected_blocks
+    S, block_size, window, _ = sparsity
+    group = H // G
     num_blocks, window_blocks = -(-T // block_size), window // block_size
     kept = H * K * element_size + 4 * H + 2 * G * S
 
@@ -340,7 +394,7 @@ def footprint(
     token_bytes = slot_bytes_per_token(group, K, S, element_size)
     delta = 4 * T * H
     if not gathered:
-        return Footprint(kept, 0, delta + 8 * T * G * K, forward_flops, backward_flops)
+        return AttentionFootprint(kept, 0, delta + 8 * T * G * K, forward_flops, backward_flops)
     tokens = min(T, max(64, workspace_bytes // token_bytes))
     heads = max(1, min(G, workspace_bytes // token_bytes // T))
     slots = heads * tokens * token_bytes
@@ -352,4 +406,4 @@ def footprint(
     sums = 8 * heads * T * K + 8 * items * block_size * K  # float32 dk and dv: of all tokens, and of each item
     slots_of_dq = slots - 4 * heads * tokens * S * group  # no log-sum-exps
     scores -= T * (kept - 2 * G * S)  # out and log-sum-exp do not exist yet
-    return Footprint(kept, max(slots, scores), delta + slots_of_dq + sums, forward_flops, backward_flops)
+    return AttentionFootprint(kept, max(slots, scores), delta + slots_of_dq + sums, forward_flops, backward_flops)

@@ -20,6 +20,7 @@ from kernels.cross_entropy import cross_entropy_footprint
 from kernels.gated_mlp import gated_mlp_footprint
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.qkv_attention import qkv_attention_footprint
+from kernels.sparse_attention import Sparsity, attention_footprint
 from training.checkpoint.files import IO_THREADS
 from training.memory.execution import Execution, Placement, needed_for_backward
 from training.memory.host_copies import SLOT_ALIGNMENT
@@ -155,7 +156,7 @@ class Step:
 
     def kept_bytes(self, name: str) -> int:
         """Of a block's "input", or of its "results" that are worth keeping."""
-        return self.tokens * self.hidden_bytes if name == "input" else self._footprints(Execution())[0].keepable
+        return self.tokens * self.hidden_bytes if name == "input" else self._footprints(self.given)[0].keepable
 
     def arena_bytes(self, execution: Execution) -> int:
         """Of the arena that `apply_placement` needs, slots aligned."""
@@ -243,6 +244,23 @@ class Step:
         """Bytes of the float32 sums, of up to ten tokens of a word each, that the embedding's backward first makes."""
         return 4 * self.config.hidden_size * (min(self.tokens, self.config.vocab_size) + self.tokens // 10)
 
+    def _sparsity(self, execution: Execution) -> Sparsity | None:
+        """None where all documents are so short that they attend to everything."""
+        longest = self.documents.longest if self.documents else self.context_length
+        return execution.sparsity if execution.sparsity and longest >= execution.sparsity.dense_below else None
+
+    def _attention_flops(self, execution: Execution, documents: PackedDocuments) -> tuple[float, float]:
+        """Of forward and of backward, in one layer."""
+        config, sparsity = self.config, self._sparsity(execution)
+        if sparsity is None:
+            flops = attention_flops(config.num_attention_heads, config.head_dim, documents.pairs)
+            return flops, BACKWARD_FLOPS * flops
+        # As of documents that are all as long as has these pairs.
+        length = max(1, round(2 * documents.pairs / self.tokens - 1))
+        heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        footprint = attention_footprint(length, *heads, sparsity)
+        return footprint.forward_flops * self.tokens / length, footprint.backward_flops * self.tokens / length
+
     def _footprints(self, execution: Execution) -> tuple[Footprint, Footprint]:
         """Of the attention and the MLP of a block that is run so."""
         config, longest = self.config, None
@@ -252,7 +270,8 @@ class Step:
             qkv_attention_footprint(
                 self.tokens, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
                 config.head_dim, element_size=self.element_size, backend=execution.attention_backend,
-                context_length=self.context_length, longest=longest, heads_at_a_time=execution.heads_at_a_time,
+                context_length=self.context_length, longest=longest, sparsity=self._sparsity(execution),
+                heads_at_a_time=execution.heads_at_a_time,
             ),
             gated_mlp_footprint(
                 self.tokens, config.hidden_size, config.intermediate_size, element_size=self.element_size,
@@ -292,7 +311,7 @@ class Step:
 
     def _rest_bytes(self) -> dict[str, int]:
         """Bytes by category of what autograd keeps of a whole block besides its input and the results worth keeping."""
-        attention, mlp = self._footprints(Execution())
+        attention, mlp = self._footprints(self.given)
         return {
             "attention": attention.saved - attention.keepable + _NORMS_BYTES * self.tokens,
             "MLP": self.kept_bytes("input") + mlp.saved,
@@ -311,11 +330,11 @@ class Step:
         attention, mlp = self._footprints(execution)
         layer = (attention.matrix_flops + mlp.matrix_flops) / rates.matrix_flops
         documents = self.documents or PackedDocuments.one_each(self.context_length, self.batch_size)
-        calls = documents.count if documents.count > self.batch_size else 0
+        calls = documents.count if documents.count > self.batch_size and not self._sparsity(execution) else 0
         calls *= config.num_key_value_heads // (execution.heads_at_a_time or config.num_key_value_heads)
-        flops = attention_flops(config.num_attention_heads, config.head_dim, documents.pairs)
-        attention_forward = flops / rates.attention_forward_flops + calls / rates.forward_documents
-        attention_backward = BACKWARD_FLOPS * flops / rates.attention_backward_flops + calls / rates.backward_documents
+        forward_flops, backward_flops = self._attention_flops(execution, documents)
+        attention_forward = forward_flops / rates.attention_forward_flops + calls / rates.forward_documents
+        attention_backward = backward_flops / rates.attention_backward_flops + calls / rates.backward_documents
         # A block's two norms, two sums and their copies read and write nine hidden states.
         moved_bytes = 9 * self.kept_bytes("input") + attention.elementwise_bytes + mlp.elementwise_bytes
         elementwise = moved_bytes / rates.memory_bytes

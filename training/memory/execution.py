@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kernels.sparse_attention import Sparsity
+
 PLACES = ("gpu", "host", "recompute")
 LOSSES = ("auto", "chunked", "standard")
 
@@ -59,6 +61,7 @@ class Execution:
         gpu_state_bytes: of the optimizer's masters and moments to keep on the GPU, see training.optimizer.MasterAdamW.
         loss_impl: "auto" switches by the size of the logits; "chunked" or "standard" force one.
         attention_backend: kernel that attends, see kernels.attention.BACKENDS.
+        sparsity: of attention to chosen blocks, which has kernels of its own; None: attention to everything.
 
     Raises:
         ValueError: another loss.
@@ -70,6 +73,7 @@ class Execution:
     gpu_state_bytes: float = math.inf
     loss_impl: str = "auto"
     attention_backend: str = "auto"
+    sparsity: Sparsity | None = None
 
     def __post_init__(self):
         if self.loss_impl not in LOSSES:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import BACKWARD_FLOPS, attention, attention_flops, choose_backend
+from kernels.sparse_attention import Sparsity, attention_footprint, sparse_attention
 from training.errors import UserError
 from training.memory.host_copies import PinnedArena
 
@@ -111,19 +112,26 @@ class Rates:
 H200 = Rates()
 
 
-def measure_rates(config, attention_backend: str, device: torch.device, context_length: int) -> Rates:
+def measure_rates(
+    config, attention_backend: str, device: torch.device, context_length: int, sparsity: Sparsity | None = None
+) -> Rates:
     """The rates of this GPU at the model's shapes; for the 4B it takes 1.2 to 5 GiB meanwhile. On a CPU, an H200's.
 
     Args:
         config: the model's shape, as model.ModelConfig names it.
         attention_backend: as `kernels.attention.choose_backend` takes it.
         context_length: tokens.
+        sparsity: attention's rates are then those of attention to chosen blocks.
     """
     if device.type != "cuda":
         return H200
     backend = choose_backend(attention_backend, device)
-    flops = _matrix_rate(config, device), *_attention_rates(config, backend, device, context_length)
-    return Rates(*flops, *_document_rates(config, backend, device, *flops[1:]), *_copy_rates(device))
+    dense = _attention_rates(config, backend, device, context_length)
+    documents = _document_rates(config, backend, device, *dense)
+    attention = dense
+    if sparsity is not None and context_length >= sparsity.dense_below:
+        attention = _sparse_attention_rates(config, sparsity, device)
+    return Rates(_matrix_rate(config, device), *attention, *documents, *_copy_rates(device))
 
 
 def _matrix_rate(config, device: torch.device) -> float:
@@ -142,6 +150,23 @@ def _attention_rates(config, backend: str, device: torch.device, context_length:
     flops = attention_flops(G * R, config.head_dim, T * (T + 1) // 2)
     forward, backward = _attention_seconds(T, G * R, G, config.head_dim, None, backend, device)
     return flops / forward, BACKWARD_FLOPS * flops / backward
+
+
+def _sparse_attention_rates(config, sparsity: Sparsity, device: torch.device) -> tuple[float, float]:
+    """FLOP/s of forward and backward at 65,536 tokens."""
+    T, H, G, K = 65_536, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    blocks, block_size, window, _ = sparsity
+    footprint = attention_footprint(T, H, G, K, sparsity)
+    q, k, v = (torch.randn(1, T, n, K, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (H, G, G))
+
+    def attend() -> Tensor:
+        return sparse_attention(q, k, v, selected_blocks=blocks, block_size=block_size, window=window)
+
+    with torch.no_grad():
+        forward = _seconds(attend)
+    out = attend()
+    backward = _seconds(lambda: torch.autograd.grad(out, (q, k, v), q.detach(), retain_graph=True))
+    return footprint.forward_flops / forward, footprint.backward_flops / backward
 
 
 def _document_rates(
@@ -247,6 +272,8 @@ GPUS = {
 # arXiv 2307.08691).
 _HOPPER_ATTENTION = {"cudnn": 1.0, "flash": 0.58, "flash-attn-4": 1.14}
 
+_SPARSE_ATTENTION = 0.4  # the rate of attention to chosen blocks, divided by that of cuDNN to everything
+
 
 def find_gpu(device_name: str) -> GPU | None:
     """The GPU that the driver calls so; None if the table does not know it."""
@@ -268,11 +295,13 @@ def parse_gpu(text: str) -> GPU:
         raise UserError(f"no GPU {text!r} in the table: {', '.join(GPUS)}; or a size such as 24GB") from None
 
 
-def scale_rates(gpu: GPU, attention_backend: str) -> Rates:
+def scale_rates(gpu: GPU, attention_backend: str, sparsity: Sparsity | None = None) -> Rates:
     """Rates of a `gpu` that is not here, if it comes as near to its data sheet as an H200 does to its own."""
     h200 = GPUS["H200"]
     flops, link = gpu.flops / h200.flops, gpu.link_bandwidth / h200.link_bandwidth
     attention = flops * (1 if gpu.attention_backend == "flash" else _HOPPER_ATTENTION[attention_backend])
+    if sparsity is not None:
+        attention = flops * _SPARSE_ATTENTION
     return Rates(
         matrix_flops=H200.matrix_flops * flops,
         attention_forward_flops=H200.attention_forward_flops * attention,

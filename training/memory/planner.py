@@ -162,7 +162,10 @@ def _layouts(step: Step) -> Iterator[Execution]:
     for gpu_state in (math.inf, *(state * quarters / 4 for quarters in (3, 2, 1, 0))):
         for heads in (None, 1):
             for loss_impl in ("auto", "chunked") if can_choose else (step.given.loss_impl,):
-                yield Execution((), MLP_TILE_SIZE, heads, gpu_state, loss_impl, step.given.attention_backend)
+                yield replace(
+                    step.given, mlp_tile_size=MLP_TILE_SIZE, heads_at_a_time=heads, gpu_state_bytes=gpu_state,
+                    loss_impl=loss_impl,
+                )  # fmt: skip
 
 
 def _input_places(layers: int, recomputed: int) -> Iterator[list[str]]:

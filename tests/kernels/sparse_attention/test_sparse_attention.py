@@ -177,7 +177,7 @@ def test_under_compile_and_checkpoint(wrap, device):
 def test_custom_op(given, device):
     q, k, v = (x.requires_grad_() for x in make_qkv(1, 100, 2, 1, 64, fp32, device))
     blocks = random_lists(q, 1, None, 2, **SMALL) if given else None
-    arguments = (q, k, v, None, blocks, 2, 32, 32, 2**30)
+    arguments = (q, k, v, None, blocks, 2, 32, 32, 2**30, True)
     # AOT dispatch is covered by the test of compile; the others run forward once each.
     utils = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.fathom.sparse_attention_forward, arguments, test_utils=utils)
@@ -258,7 +258,7 @@ def test_footprint_is_what_is_allocated(workspace_bytes, monkeypatch):
     monkeypatch.setattr(sparse, "SCORES_BYTES", 2**21)
     q, k, v = (torch.empty(T, n, K, dtype=bf16) for n in (H, G, G))
     layout = make_layout(q[None], None, 64, 256)
-    footprint = sparse.footprint(T, H, G, K, selected_blocks=8, window=256, workspace_bytes=workspace_bytes)
+    footprint = sparse.attention_footprint(T, H, G, K, sparse.Sparsity(8, window=256), workspace_bytes=workspace_bytes)
     with _Peak() as forward:
         lists = selection.choose_blocks(q, k, layout, 8, sparse.SCORES_BYTES)
         out, lse = sparse_forward(q, k, v, lists, layout, workspace_bytes)
@@ -273,7 +273,7 @@ def test_footprint_is_what_is_allocated(workspace_bytes, monkeypatch):
 
 def test_flops():
     """Blocks of 64, window of 1: tokens of block b attend to block 0, b, and one of b - 1 candidates."""
-    flops = sparse.footprint(64 * 5, 2, 1, 64, selected_blocks=1, window=64)
+    flops = sparse.attention_footprint(64 * 5, 2, 1, 64, sparse.Sparsity(1, window=64))
     product = 2 * 64 * 64 * 2 * 64
     gathered, in_band, scored = 0 + 0 + 1 + 1 + 1, 1 + 2 + 2 + 2 + 2, 3 * (1 + 2 + 3) + (1 + 2 + 3 + 4)
     assert flops.forward_flops == 2 * (gathered + in_band) * product + scored * product // 64

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kernels.attention import KERNELS
+from kernels.sparse_attention import Sparsity
 from model import MODEL_SIZES, Attention, Transformer
 from training.memory.cost_model import PackedDocuments, Step
 from training.memory.execution import PLACES, WHOLE, Execution, Placement
@@ -290,6 +291,36 @@ def test_by_groups_does_not_replace_an_attention_of_another_kind():
     expected, found = gradients(), gradients(heads_at_a_time=1)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
     assert (found[1] - expected[1]).abs().max() <= 1e-6 * expected[1].abs().max()
+
+
+SPARSE = Sparsity(selected_blocks=1, block_size=32, window=32, dense_below=200)  # of 7 blocks each sees 3 at most
+
+
+def run_sparsely(sparsity, placements=(WHOLE,) * 4, heads_at_a_time=None):
+    """Loss and all gradients over a sequence of 220 tokens, and one of two documents."""
+    model = build(placements, sparsity=sparsity, heads_at_a_time=heads_at_a_time, mlp_tile_size=40)
+    ids = torch.randint(256, (2, 220), generator=torch.Generator().manual_seed(0))
+    documents = torch.zeros_like(ids)
+    documents[1, 90:] = 1
+    loss = model(ids, ids, document_ids=documents).loss
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("heads_at_a_time", [None, 1])
+@pytest.mark.parametrize("name", ["gpu recompute", "gpu gpu", "host host", "chain"])
+def test_sparse_attention_under_every_placement(name, heads_at_a_time):
+    expected, found = run_sparsely(SPARSE), run_sparsely(SPARSE, PLACEMENTS[name], heads_at_a_time)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
+    assert (found[1] - expected[1]).abs().max() <= 2e-6 * expected[1].abs().max()
+
+
+def test_sparse_attention_with_all_blocks_is_dense():
+    dense, some = run_sparsely(None), run_sparsely(SPARSE)
+    whole, short = run_sparsely(SPARSE._replace(selected_blocks=8)), run_sparsely(SPARSE._replace(dense_below=221))
+    torch.testing.assert_close(whole[0], dense[0], rtol=1e-6, atol=0)
+    assert (whole[1] - dense[1]).abs().max() <= 1e-5 * dense[1].abs().max()
+    assert torch.equal(short[1], dense[1]) and some[0] != dense[0]
 
 
 @pytest.mark.parametrize("heads_at_a_time", [None, 1])

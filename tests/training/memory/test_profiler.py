@@ -13,6 +13,7 @@ from kernels.attention import backward_workspace
 from kernels.common import set_default_implementation
 from kernels.gated_mlp import gated_mlp_footprint
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
+from kernels.sparse_attention import Sparsity, attention_footprint
 from model import MODEL_SIZES, Transformer
 from tests.storage_counter import StorageCounter
 from training.memory import cost_model
@@ -53,7 +54,14 @@ def own_bytes(step, execution):
     mlp = gated_mlp_footprint(step.tokens, D, config.intermediate_size, tile_size=execution.mlp_tile_size or 1)
     loss = linear_cross_entropy_footprint(step.tokens, D, config.vocab_size)
     hidden, mlp_weights = 2 * step.tokens * D, 2 * 3 * D * config.intermediate_size
+    sparse = backward = 0
+    if execution.sparsity is not None:
+        groups = G if execution.heads_at_a_time else 1
+        heads = H // groups, G // groups, K
+        _, sparse, backward = attention_footprint(step.tokens, *heads, execution.sparsity)[:3]
     return {  # outputs are counted already
+        ops.sparse_attention_forward.default: sparse,
+        ops.sparse_attention_backward.default: backward,
         ops.attention_backward.default: attention // (G if execution.heads_at_a_time else 1),
         ops.tiled_gated_mlp.default: mlp.forward - hidden,
         ops.tiled_gated_mlp_backward.default: mlp.backward - hidden - mlp_weights,
@@ -119,6 +127,8 @@ CASES = {
     "groups, attention again": (65_536, [Placement()] * 4, 8192, 1, {}),
     "host, then GPU": (131_072, [ON_HOST] * 2 + [GPU] * 2, 8192, 1, {}),
     "all on the host": (131_072, [ON_HOST] * 4, 8192, 1, {"gpu_state_bytes": 0}),
+    "sparse": (131_072, [Placement()] * 4, 8192, None, {"sparsity": Sparsity()}),
+    "sparse, kept, groups": (524_288, [ON_HOST] * 2 + [GPU] * 2, 8192, 1, {"sparsity": Sparsity()}),
     "pairs": (524_288, [Placement("host"), Placement("recompute", "gpu")] * 2, 8192, 1, {"gpu_state_bytes": 2e9}),
 }
 
@@ -128,6 +138,7 @@ def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
     """Of the 4B with four layers: each stage within 1% of the step's peak, categories at the peak within 3%."""
     context_length, placements, tile_size, heads, more = CASES[case]
     step = step_of("4B", context_length, loss_impl="chunked", num_hidden_layers=4)
+    step.given = replace(step.given, sparsity=more.get("sparsity"))
     execution = replace(
         step.given, placements=tuple(placements), mlp_tile_size=tile_size, heads_at_a_time=heads, **more
     )
