@@ -85,6 +85,7 @@ def _qkv_attention(
         parts = _attend(q, k, v, segments, backend, sparsity)
         for whole, part, dim in zip(results, parts, _head_dims(sparsity)):
             whole.chunk(steps, dim)[step].copy_(part)
+        del q, k, v, parts, part  # before those of the next step are made
     return results
 
 

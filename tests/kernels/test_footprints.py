@@ -1,5 +1,7 @@
 """Each operation's `Footprint` against what it allocates: on fake tensors, and to the byte's percent on a GPU."""
 
+import gc
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,7 +17,7 @@ from training.memory.profiler import CudaCounter
 
 T, D, F, V, H, G, K = 16_384, 2560, 9728, 151_936, 32, 8, 128  # the 4B's
 OPS = torch.ops.fathom
-CUBLAS_BYTES = 9 * 2**20  # its workspace, made in the first call
+SMALL_BYTES = 2**23
 
 
 def tensor(*shape):
@@ -73,6 +75,8 @@ def check(case, counter):
     """Within 2%, and in backward besides gradients of inputs and weights."""
     run, inputs, footprint, own = CASES[case]()
     counter.own_bytes = own
+    torch.autograd.grad(run(*inputs).sum(), inputs)  # libraries make their workspaces
+    gc.collect()  # what earlier tests left in cycles
     before = counter.read().allocated
     with torch.set_grad_enabled("loss" in case):  # a loss makes its gradients in forward
         run(*inputs)
@@ -85,10 +89,10 @@ def check(case, counter):
     alive = counter.read().allocated
     torch.autograd.grad(output, inputs, d_output)
     backward = counter.read().peak - alive
-    assert saved == pytest.approx(footprint.saved, rel=0.02, abs=CUBLAS_BYTES)
-    assert forward == pytest.approx(footprint.forward, rel=0.02, abs=CUBLAS_BYTES)
+    assert saved == pytest.approx(footprint.saved, rel=0.02, abs=SMALL_BYTES)
+    assert forward == pytest.approx(footprint.forward, rel=0.02, abs=SMALL_BYTES)
     gradients = sum(x.nbytes for x in inputs)
-    assert 0.98 * footprint.backward <= backward <= 1.02 * footprint.backward + gradients + CUBLAS_BYTES
+    assert 0.98 * footprint.backward <= backward <= 1.02 * footprint.backward + gradients + SMALL_BYTES
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -105,5 +109,4 @@ def test_on_fake_tensors(case):
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_gpu(case):
     with torch.device("cuda"):
-        check(case, CudaCounter(torch.device("cuda", 0)))
         check(case, CudaCounter(torch.device("cuda", 0)))
