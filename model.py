@@ -19,7 +19,7 @@ from kernels.gated_mlp import gated_mlp
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.qkv_attention import project_heads, qkv_attention
 from kernels.rms_norm import rms_norm
-from kernels.sparse_attention import Sparsity
+from kernels.sparse_attention import Sparsity, attention_footprint
 from kernels.torch_internals import assert_async
 
 logger = logging.getLogger(__name__)
@@ -90,14 +90,22 @@ class ModelConfig:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + layers + self.hidden_size
 
-    def forward_flops(self, document_lengths: list[int]) -> float:
+    def forward_flops(self, document_lengths: list[int], sparsity: Sparsity | None = None) -> float:
         """Floating-point operations of one forward over documents of these lengths, attention counted causally.
 
         A training step needs three times as many; recomputed activations are not counted (model FLOPs).
+
+        Args:
+            document_lengths: tokens of each document.
+            sparsity: of attention to chosen blocks, the choice counted; None: of attention to everything.
         """
         matrices = self.num_hidden_layers * self.layer_matrix_parameters() + self.vocab_size * self.hidden_size
-        pairs = sum(n * (n + 1) // 2 for n in document_lengths)
-        attention = attention_flops(self.num_attention_heads, self.head_dim, pairs)
+        if sparsity is not None and max(document_lengths) >= sparsity.dense_below:
+            heads = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+            attention = sum(attention_footprint(n, *heads, sparsity).forward_flops for n in document_lengths)
+        else:
+            pairs = sum(n * (n + 1) // 2 for n in document_lengths)
+            attention = attention_flops(self.num_attention_heads, self.head_dim, pairs)
         return 2 * matrices * sum(document_lengths) + self.num_hidden_layers * attention
 
     def to_hugging_face(self) -> dict:

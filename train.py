@@ -340,7 +340,8 @@ def train(given: dict, world: World) -> None:
         if world.device.type == "cuda":
             values["peak_memory_gib"] = peak_memory_gib(world)
         if gpu_flops is not None:
-            flops = 3 * sum(model_config.forward_flops(batch.documents.lengths) for batch in batches)
+            sparsity = plan.execution.sparsity
+            flops = 3 * sum(model_config.forward_flops(batch.documents.lengths, sparsity) for batch in batches)
             values["mfu"] = flops / seconds / gpu_flops
         is_last, stop = step == max_steps, world.sum(float(bool(terminated)))[0] > 0
         if config.validation_sequences and (is_last or is_due(step, config.validation_interval)):

@@ -131,7 +131,8 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[Batch]
             plan.step.at(tokens, documents_of(batches)).seconds(plan.execution, plan.rates) for batches in timed
         )
     own = [batches[world.data_rank].documents for batches in timed]
-    model_flops = statistics.mean(3 * config.forward_flops(documents.lengths) for documents in own)
+    sparsity = plan.execution.sparsity if plan else None
+    model_flops = statistics.mean(3 * config.forward_flops(documents.lengths, sparsity) for documents in own)
     return {
         "seconds": seconds,
         "predicted_seconds": predicted,

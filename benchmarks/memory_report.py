@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from kernels.sparse_attention import Sparsity
 from model import MODEL_SIZES
 from training.errors import UserError
 from training.memory.cost_model import Stage, Step
@@ -121,6 +122,38 @@ def against_the_peer() -> list[list[str]]:
         rows.append([
             name, f"{result['seconds']:.2f}", f"{result['seconds'] / run[PEER]['seconds']:.3f}",
             f"{result['tokens_per_second']:,.0f}", f"{result['mfu']:.1%}", f"{result['peak_gib']:.1f}",
+        ])  # fmt: skip
+    return rows
+
+
+def sparse() -> list[list[str]]:
+    """Steps with attention to chosen blocks, each beside the same step with attention to everything."""
+    rows = [["context", "cap", "peak GiB, predicted", "measured", "s a step, predicted", "measured", "÷ dense", "MFU",
+             "host GiB", "date, commit"]]  # fmt: skip
+    for run in step_runs():
+        for setting, result in run["results"].items():
+            cap, _, kind = setting.partition("+")
+            if kind == "sparse":
+                rows.append([
+                    f"{run['context_length']:,}", "none" if cap == "auto" else cap.replace("GB", " GiB"),
+                    differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
+                    differing(result["predicted_seconds"], result["seconds"]), f"{result['seconds']:.2f}",
+                    f"{result['seconds'] / run['results']['auto']['seconds']:.3f}", f"{result['mfu']:.1%}",
+                    f"{result['host_gib']:.1f}", date(run),
+                ])  # fmt: skip
+    for result in results("profile_step_*_sparse_*.json"):
+        context, peak = result["settings"]["context_length"], result["summary"]["measured_peak"] / GIB
+        seconds = result["summary"]["measured_seconds"]
+        [dense] = [  # extrapolated
+            other["summary"]["extrapolated_seconds"] for other in results("profile_step_*.json")
+            if other["settings"]["context_length"] == context and other["settings"]["attention_type"] == "full"
+        ]  # fmt: skip
+        flops = 3 * MODEL_SIZES["4B"].forward_flops([context], Sparsity())
+        rows.append([
+            f"{context:,}", "none", differing(result["summary"]["predicted_peak"] / GIB, peak), f"{peak:.2f}",
+            differing(result["summary"]["predicted_seconds"], seconds), f"{seconds:.2f}", f"{seconds / dense:.3f}",
+            f"{flops / seconds / GPUS['H200'].flops:.1%}", f"{result['summary']['host'] / GIB:.1f}",
+            date(result["environment"]),
         ])  # fmt: skip
     return rows
 
@@ -253,7 +286,7 @@ def draw_picture() -> None:
     figure.savefig(PICTURE)
 
 
-MEASURED = (budgets, packed_documents, against_the_peer, longest_measured, some_layers, stages, compared)
+MEASURED = (budgets, packed_documents, against_the_peer, sparse, longest_measured, some_layers, stages, compared)
 TABLES: dict[str, Callable[[], list[list[str]]]] = {table.__name__: table for table in (*MEASURED, scenarios, hardware)}
 
 
