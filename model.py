@@ -102,7 +102,7 @@ class ModelConfig:
         matrices = self.num_hidden_layers * self.layer_matrix_parameters() + self.vocab_size * self.hidden_size
         if sparsity is not None and max(document_lengths) >= sparsity.dense_below:
             heads = self.num_attention_heads, self.num_key_value_heads, self.head_dim
-            attention = sum(attention_footprint(n, *heads, sparsity).forward_flops for n in document_lengths)
+            attention: float = sum(attention_footprint(n, *heads, sparsity).forward_flops for n in document_lengths)
         else:
             pairs = sum(n * (n + 1) // 2 for n in document_lengths)
             attention = attention_flops(self.num_attention_heads, self.head_dim, pairs)

@@ -62,6 +62,10 @@ class Plan:
             heads = "one key/value head at a time" if execution.heads_at_a_time else "all heads at once"
             tiles = f"{execution.mlp_tile_size} rows at a time" if execution.mlp_tile_size else "all rows at once"
             rows += [("attention", heads), ("MLP", tiles)]
+        if execution.sparsity:
+            blocks, size, window, dense_below = execution.sparsity
+            chosen = f"{blocks} chosen blocks of {size}, a window of {window}; all below {dense_below} tokens"
+            rows += [("attends to", chosen)]
         rows += [("loss", execution.loss_impl), ("optimizer state", state)]
         rows += [("predicted GPU peak", f"{gib(self.peak.bytes)}, in {self.peak.name}")]
         rows += [(f"  {name}", gib(size)) for name, size in self.peak.categories.items() if size]

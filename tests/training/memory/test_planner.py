@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from kernels.sparse_attention import Sparsity
 from model import MODEL_SIZES
 from tests.training.memory.test_cost_model import step_of
-from training.memory.execution import WHOLE
+from training.memory.execution import WHOLE, Execution
 from training.memory.machine import H200
 from training.memory.planner import HEADROOM, LEAST_HEADROOM, find_max_context, make_plan
+from training.run import step_on_meta
 
 GIB = 2**30
 HOST = 110 * GIB
@@ -105,3 +107,14 @@ def test_a_small_budget_chunks_a_loss_that_would_be_whole():
     assert make_plan(step, 8 * GIB, HOST).execution.loss_impl == "chunked"
     with pytest.raises(ValueError, match="context_length 32768"):
         make_plan(step_of(MODEL_SIZES["0.6B"], 32_768, loss_impl="standard"), 8 * GIB, HOST)
+
+
+def test_attention_to_chosen_blocks_is_faster_where_documents_are_long():
+    """A million tokens of the 4B; below `dense_below` the same as attention to everything."""
+    for context, most in ((2**20, 0.15), (4096, 1.0)):
+        sparse, dense = (
+            make_plan(step_on_meta(MODEL_SIZES["4B"], context, given=Execution(sparsity=sparsity)), 138 * GIB, HOST)
+            for sparsity in (Sparsity(), None)
+        )
+        assert sparse.seconds <= most * dense.seconds and "32 chosen blocks of 64" in str(sparse)
+    assert sparse.seconds == dense.seconds and sparse.peak.bytes == dense.peak.bytes
