@@ -18,9 +18,9 @@ from model import MODEL_SIZES
 from training.errors import UserError
 from training.memory.cost_model import Stage, Step
 from training.memory.execution import Execution
-from training.memory.machine import DRIVER_BYTES, GPUS, parse_bytes, scale_rates
+from training.memory.machine import DRIVER_BYTES, GIB, GPUS, parse_bytes, scale_rates
 from training.memory.planner import find_max_context, make_plan
-from training.memory.profiler import CATEGORIES, GIB, MeasuredStage, draw_stages
+from training.memory.profiler import CATEGORIES, MeasuredStage, draw_stages
 from training.memory.reports import COMPARED_BUDGET, COMPARED_CONTEXTS, compared_executions
 from training.run import step_on_meta
 
@@ -68,6 +68,10 @@ def differing(predicted: float, measured: float) -> str:
     return f"{predicted:.2f} ({predicted / measured - 1:+.1%})"
 
 
+def cap(setting: str) -> str:
+    return "none" if setting == "auto" else setting.replace("GB", " GiB")
+
+
 def date(run: dict) -> str:
     return ", ".join(filter(None, (run["date"], run.get("commit"))))
 
@@ -81,7 +85,7 @@ def budgets() -> list[list[str]]:
                 continue
             uncapped = run["results"].get("auto")
             rows[gpu, context, setting] = [  # the last run's
-                gpu, f"{context:,}", "none" if setting == "auto" else setting.replace("GB", " GiB"),
+                gpu, f"{context:,}", cap(setting),
                 differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
                 f"{result['reserved_gib']:.2f}", f"{result['predicted_seconds']:.1f}", f"{result['seconds']:.1f}",
                 f"{result['seconds'] / uncapped['seconds']:.2f}" if uncapped else "-", f"{result['mfu']:.1%}",
@@ -98,8 +102,7 @@ def packed_documents() -> list[list[str]]:
         for setting, result in run["results"].items():
             timed = result["seconds_of_each_step"][-result.get("timed_steps", run["steps"] - 1) :]
             rows[run["ranks"], run["context_length"], setting] = [  # the last run's
-                str(run["ranks"]), f"{run['context_length']:,}",
-                "none" if setting == "auto" else setting.replace("GB", " GiB"),
+                str(run["ranks"]), f"{run['context_length']:,}", cap(setting),
                 ", ".join(f"{seconds:.1f}" for seconds in timed),
                 differing(result["predicted_seconds"], result["seconds"]), f"{result['seconds']:.2f}",
                 differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
@@ -180,7 +183,7 @@ def some_layers() -> list[list[str]]:
         # The plan was printed as text; it says what all layers take.
         peak, host = (re.search(rf"{size} +([\d.]+) GiB", result["plan"])[1] for size in ("GPU peak", "host memory"))
         rows.append([
-            f"{settings['context_length']:,}", settings["memory_budget"].replace("GB", " GiB"),
+            f"{settings['context_length']:,}", cap(settings["memory_budget"]),
             str(settings["num_layers"]), differing(summary["predicted_peak"] / GIB, summary["measured_peak"] / GIB),
             f"{summary['measured_peak'] / GIB:.2f}", f"{summary['predicted_seconds']:.1f}",
             f"{summary['measured_seconds']:.1f}", peak, host,

@@ -15,6 +15,7 @@ DEFAULT_STEPS = 300
 ATTENTION_TYPES = ("full", "sparse", "nsa")
 PEAK_LEARNING_RATE = 2e-5  # for continued training; training from scratch wants more, and a far longer warm-up
 TINY_PEAK_LEARNING_RATE = 3e-3
+IO_THREADS = 4  # files of a checkpoint that a rank writes, or computes checksums of, at a time
 
 
 def flag(default, help: str, choices: tuple[str, ...] | None = None):

@@ -30,11 +30,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from training.checkpoint.weights import append_weights, read_json, safetensors_header
+from training.config import IO_THREADS
 from training.errors import UserError
 
 FORMAT_VERSION = 1
-GIB = 2**30
-IO_THREADS = 4  # files that a rank writes, or computes checksums of, at a time
 SPARE_BYTES = 64 * 2**20  # for everything in a checkpoint that is not a tensor
 
 
@@ -272,7 +271,7 @@ def _check_free_space(folder: Path, tensors: list[torch.Tensor]) -> None:
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SPARE_BYTES
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise UserError(f"a checkpoint needs {needed / GIB:.2f} GB, {folder} has {free / GIB:.2f} GB free; "
+        raise UserError(f"a checkpoint needs {needed / 2**30:.2f} GB, {folder} has {free / 2**30:.2f} GB free; "
                          "free some space or choose another --output_dir")  # fmt: skip
 
 

@@ -21,10 +21,10 @@ from kernels.gated_mlp import gated_mlp_footprint
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.qkv_attention import qkv_attention_footprint
 from kernels.sparse_attention import Sparsity, attention_footprint
-from training.checkpoint.files import IO_THREADS
+from training.config import IO_THREADS
 from training.memory.execution import Execution, Placement, needed_for_backward
 from training.memory.host_copies import SLOT_ALIGNMENT
-from training.memory.machine import Rates
+from training.memory.machine import GIB, Rates
 from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
 
 _NORMS_BYTES = 8  # a token: 1 / rms of a block's two norms, float32
@@ -367,4 +367,4 @@ def _local_elements(parameter: Tensor) -> int:
 
 def gib(num_bytes: float) -> str:
     """As people read it."""
-    return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / GIB:.2f} GiB"

@@ -4,6 +4,7 @@ The cost model divides amounts of work by `Rates`: measured on the GPU at hand, 
 H200's scaled by NVIDIA's data sheets. The data sheets' peak also serves to compute a run's model FLOP utilisation.
 """
 
+import functools
 import math
 import os
 import re
@@ -20,8 +21,8 @@ from kernels.sparse_attention import Sparsity, attention_footprint, sparse_atten
 from training.errors import UserError
 from training.memory.host_copies import PinnedArena
 
-DRIVER_BYTES = 2**30  # GPU memory that CUDA and NCCL take for themselves
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
+DRIVER_BYTES = GIB  # GPU memory that CUDA and NCCL take for themselves
 _PCIE_4, _PCIE_5 = 32e9, 64e9  # bytes/s each way of a link of sixteen lanes
 
 
@@ -50,7 +51,7 @@ def gpu_budget(text: str, device: torch.device) -> int:
     budget = free - DRIVER_BYTES if text == "auto" else parse_bytes(text)
     if not 0 < budget <= free:
         raise UserError(
-            f"memory_budget {text}: {free / 2**30:.1f} GB of this GPU are free, of which the driver needs one; "
+            f"memory_budget {text}: {free / GIB:.1f} GB of this GPU are free, of which the driver needs one; "
             "lower it, or end what else runs there"
         )
     return budget
@@ -148,7 +149,8 @@ def _attention_rates(config, backend: str, device: torch.device, context_length:
     if context_length > 131_072:
         T, G = min(context_length, 524_288), 1
     flops = attention_flops(G * R, config.head_dim, T * (T + 1) // 2)
-    forward, backward = _attention_seconds(T, G * R, G, config.head_dim, None, backend, device)
+    attend = functools.partial(attention, backend=backend)
+    forward, backward = _attention_seconds(attend, T, G * R, G, config.head_dim, device)
     return flops / forward, BACKWARD_FLOPS * flops / backward
 
 
@@ -156,16 +158,9 @@ def _sparse_attention_rates(config, sparsity: Sparsity, device: torch.device) ->
     """FLOP/s of forward and backward at 65,536 tokens."""
     T, H, G, K = 65_536, config.num_attention_heads, config.num_key_value_heads, config.head_dim
     blocks, block_size, window, _ = sparsity
+    attend = functools.partial(sparse_attention, selected_blocks=blocks, block_size=block_size, window=window)
+    forward, backward = _attention_seconds(attend, T, H, G, K, device)
     footprint = attention_footprint(T, H, G, K, sparsity)
-    q, k, v = (torch.randn(1, T, n, K, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (H, G, G))
-
-    def attend() -> Tensor:
-        return sparse_attention(q, k, v, selected_blocks=blocks, block_size=block_size, window=window)
-
-    with torch.no_grad():
-        forward = _seconds(attend)
-    out = attend()
-    backward = _seconds(lambda: torch.autograd.grad(out, (q, k, v), q.detach(), retain_graph=True))
     return footprint.forward_flops / forward, footprint.backward_flops / backward
 
 
@@ -176,22 +171,22 @@ def _document_rates(
     count, length, H = 32, 512, config.num_attention_heads
     segments = torch.tensor([[0, i * length, (i + 1) * length] for i in range(count)])
     flops = attention_flops(H, config.head_dim, count * length * (length + 1) // 2)
-    forward, backward = _attention_seconds(
-        count * length, H, config.num_key_value_heads, config.head_dim, segments, backend, device
-    )
+    attend = functools.partial(attention, segments=segments, backend=backend)
+    shape = count * length, H, config.num_key_value_heads, config.head_dim
+    forward, backward = _attention_seconds(attend, *shape, device)
     forward -= flops / forward_flops
     backward -= BACKWARD_FLOPS * flops / backward_flops
     return count / max(forward, 1e-9), count / max(backward, 1e-9)
 
 
 def _attention_seconds(
-    T: int, H: int, G: int, K: int, segments: Tensor | None, backend: str, device: torch.device
+    attend: Callable[..., Tensor], T: int, H: int, G: int, K: int, device: torch.device
 ) -> tuple[float, float]:
-    """Of one forward and one backward."""
+    """Seconds of one forward, without a graph, and of one backward of `attend(q, k, v)`."""
     q, k, v = (torch.randn(1, T, n, K, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (H, G, G))
     with torch.no_grad():
-        forward = _seconds(lambda: attention(q, k, v, segments, backend=backend))
-    out = attention(q, k, v, segments, backend=backend)
+        forward = _seconds(lambda: attend(q, k, v))
+    out = attend(q, k, v)
     return forward, _seconds(lambda: torch.autograd.grad(out, (q, k, v), q.detach(), retain_graph=True))
 
 

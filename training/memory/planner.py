@@ -216,8 +216,4 @@ def _largest(limit: int, holds) -> int:
     """The largest n of 0 .. limit for which `holds(n)`, which holds for 0 and for all below one for which it does."""
     if limit and holds(limit):
         return limit
-    low, high = 0, max(limit, 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    return bisect.bisect_left(range(1, limit), True, key=lambda n: not holds(n))

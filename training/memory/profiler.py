@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from training.memory.cost_model import Stage, Step
 from training.memory.execution import Execution
+from training.memory.machine import GIB
 from training.memory.placement import apply_execution
 from training.optimizer import MasterAdamW
 from training.torch_internals import dump_memory_snapshot, record_memory_history
 
-GIB = 2**30
 CATEGORIES = ("parameters", "gradients", "optimizer", "layer inputs", "attention", "MLP", "loss", "workspace")
 # A step up to this length runs twice, and the second is shown. A longer one runs once, after a step of the second
 # length: kernels are compiled and the libraries' workspaces made by then, and a long step is long.
