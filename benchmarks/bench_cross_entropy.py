@@ -1,6 +1,5 @@
 """Cross-entropy of given logits, forward and backward: `python -m benchmarks.bench_cross_entropy [--sweep]`."""
 
-import argparse
 import importlib
 import sys
 
@@ -10,11 +9,13 @@ import torch.nn.functional as F
 from benchmarks.common import (
     compiled,
     copy_bytes_per_second,
-    environment,
     extra_gib,
     liger,
+    parse_flags,
     print_json,
+    print_results,
     print_table,
+    relative_error,
     time_interleaved,
 )
 from kernels.cross_entropy import RowOptions, cross_entropy, cross_entropy_reference, row_step
@@ -24,20 +25,16 @@ CONFIGURATIONS = [(32, 8), (32, 16), (16, 8), (16, 16), (16, 32), (8, 16), (8, 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--sweep", action="store_true", help="time the row kernel's launch configurations instead")
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    on_gpu = device.type == "cuda"
-    print(environment(device))
+    sweep_flag = {"action": "store_true", "help": "time the row kernel's launch configurations instead"}
+    arguments = parse_flags(__doc__, sweep=sweep_flag)
+    device, on_gpu = arguments.device, arguments.device.type == "cuda"
     check(device)
     copy_rate = copy_bytes_per_second(device)
     if arguments.sweep:
         results = {vocab: sweep(4096, vocab, copy_rate, device) for vocab in ((151936, 32000) if on_gpu else (500,))}
     else:
         results = compare(*((4096, 151936) if on_gpu else (64, 500)), copy_rate, device)
-    print_json(operation="cross_entropy", **environment(device), copy_bytes_per_second=copy_rate, results=results)
+    print_json("cross_entropy", device, copy_bytes_per_second=copy_rate, results=results)
 
 
 def compare(num_rows: int, vocab: int, copy_rate: float, device: torch.device) -> dict[str, dict[str, float]]:
@@ -65,11 +62,8 @@ def compare(num_rows: int, vocab: int, copy_rate: float, device: torch.device) -
         name: {"ms": times[name], "of_copy": floor / times[name], "extra_gib": extra_gib(steps[name], device)}
         for name in steps
     }
-    print_table(
-        f"cross_entropy, {num_rows} x {vocab} bf16; one read and one write: {floor:.3f} ms",
-        ["", "forward + backward ms", "of copy rate", "extra GiB"],
-        [[name, *row.values()] for name, row in results.items()],
-    )
+    title = f"cross_entropy, {num_rows} x {vocab} bf16; one read and one write: {floor:.3f} ms"
+    print_results(title, results, ["forward + backward ms", "of copy rate", "extra GiB"])
     return results
 
 
@@ -107,8 +101,7 @@ def check(device: torch.device) -> None:
         leaf = logits.detach().clone().requires_grad_()
         ours = cross_entropy(leaf, target, inplace=inplace)
         (gradient,) = torch.autograd.grad(ours, leaf)
-        error = (gradient.double() - exact.double()).norm() / exact.double().norm()
-        if not (error <= 1e-2 and (ours - loss).abs() <= 1e-4):
+        if not (relative_error(gradient, exact) <= 1e-2 and (ours - loss).abs() <= 1e-4):
             sys.exit("cross_entropy is wrong on this machine: not measured")
 
 

@@ -1,9 +1,7 @@
 """SwiGLU, GEGLU, and the whole gated MLP untiled and in tiles: `python -m benchmarks.bench_gated_mlp`."""
 
-import argparse
 import functools
 import math
-import sys
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +11,12 @@ from benchmarks.common import (
     compare_with_copy,
     compiled,
     copy_bytes_per_second,
-    environment,
     extra_gib,
     liger,
+    parse_flags,
     print_json,
-    print_table,
+    print_results,
+    require_close,
     time_interleaved,
 )
 from kernels.gated_mlp import gated_mlp, gated_mlp_reference, geglu, swiglu
@@ -26,29 +25,22 @@ TILE_SIZES = (4096, 8192, 16384)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, help="default: 131072 on a GPU, 256 on a CPU")
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    on_gpu = device.type == "cuda"
-    tokens = arguments.tokens or (131072 if on_gpu else 256)
-    D, F_ = (2560, 9728) if on_gpu else (64, 160)
-    print(environment(device))
+    arguments = parse_flags(__doc__, cpu_tokens=256)
+    device, tokens = arguments.device, arguments.tokens
+    D, F_ = (2560, 9728) if device.type == "cuda" else (64, 160)
     check(device)
     copy_rate = copy_bytes_per_second(device)
     results = {
-        "swiglu": bench_activation("swiglu", tokens, F_, copy_rate, device),
-        "geglu": bench_activation("geglu", tokens, F_, copy_rate, device),
+        **{name: bench_activation(name, tokens, F_, copy_rate, device) for name in ("swiglu", "geglu")},
         "gated_mlp": bench_mlp(tokens, D, F_, device),
     }
-    print_json(operation="gated_mlp", **environment(device), copy_bytes_per_second=copy_rate, results=results)
+    print_json("gated_mlp", device, copy_bytes_per_second=copy_rate, results=results)
 
 
 def bench_activation(name: str, tokens: int, width: int, copy_rate: float, device: torch.device) -> dict:
-    ours, act, module_name, function_name = {
-        "swiglu": (swiglu, F.silu, "swiglu", "LigerSiLUMulFunction"),
-        "geglu": (geglu, functools.partial(F.gelu, approximate="tanh"), "geglu", "LigerGELUMulFunction"),
+    ours, act, function_name = {
+        "swiglu": (swiglu, F.silu, "LigerSiLUMulFunction"),
+        "geglu": (geglu, functools.partial(F.gelu, approximate="tanh"), "LigerGELUMulFunction"),
     }[name]
     gate, up = (torch.randn(tokens, width, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(2))
 
@@ -60,7 +52,7 @@ def bench_activation(name: str, tokens: int, width: int, copy_rate: float, devic
         "eager": (eager, [gate, up]),
         "torch.compile": (compiled(eager, device), [gate, up]),
     }
-    if module := liger(module_name, device):  # Liger's backward writes over gate and up: copies of its own
+    if module := liger(name, device):  # Liger's backward writes over gate and up: copies of its own
         own = [x.detach().clone().requires_grad_() for x in (gate, up)]
         implementations["Liger"] = (getattr(module, function_name).apply, own)
     return compare_with_copy(
@@ -118,9 +110,7 @@ def bench_mlp(tokens: int, D: int, width: int, device: torch.device) -> dict:
         }
         for name in functions
     }
-    header = [key.replace("_", " ") for key in results["eager"]]
-    rows = [[name, *row.values()] for name, row in results.items()]
-    print_table(f"gated MLP, {tokens} x ({D}, {width})", ["", *header], rows)
+    print_results(f"gated MLP, {tokens} x ({D}, {width})", results)
     return results
 
 
@@ -137,9 +127,7 @@ def check(device: torch.device) -> None:
     for function, to, into in ((tiled, lambda t: t, found), (gated_mlp_reference, torch.Tensor.double, exact)):
         output = function(*map(to, inputs))
         into += [output, *torch.autograd.grad(output.sum(), inputs)]
-    for ours, expected in zip(found, exact):
-        if not (ours.double() - expected).norm() <= 2e-2 * expected.double().norm():
-            sys.exit("gated_mlp is wrong on this machine: not measured")
+    require_close("gated_mlp", found, exact, 2e-2)
 
 
 if __name__ == "__main__":

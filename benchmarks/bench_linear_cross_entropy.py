@@ -3,7 +3,6 @@
 The floor is the loop of the three GEMMs alone: logits, dx, and dW accumulated in float32.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 
@@ -12,11 +11,13 @@ import torch.nn.functional as F
 
 from benchmarks.common import (
     compiled,
-    environment,
     extra_gib,
     liger,
+    parse_flags,
     print_json,
+    print_results,
     print_table,
+    relative_error,
     time_interleaved,
 )
 from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
@@ -25,16 +26,11 @@ CHUNK_SIZE = 4096
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, help="default: 131072 on a GPU, 64 on a CPU")
-    parser.add_argument("--plot", metavar="FILE", help="also draw time and memory against context length")
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    plot_flag = {"metavar": "FILE", "help": "also draw time and memory against context length"}
+    arguments = parse_flags(__doc__, cpu_tokens=64, plot=plot_flag)
+    device, tokens = arguments.device, arguments.tokens
     on_gpu = device.type == "cuda"
-    tokens = arguments.tokens or (131072 if on_gpu else 64)
     hidden, vocab = (2560, 151936) if on_gpu else (32, 301)
-    print(environment(device))
     check(device)
 
     weight = (0.02 * torch.randn(vocab, hidden, device=device)).bfloat16().requires_grad_()
@@ -46,7 +42,7 @@ def main() -> None:
     }
     if arguments.plot:
         results["by length"] = plot(arguments.plot, weight)
-    print_json(operation="linear_cross_entropy", **environment(device), tokens=tokens, results=results)
+    print_json("linear_cross_entropy", device, tokens=tokens, results=results)
 
 
 def make_inputs(tokens: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,11 +118,8 @@ def compare_chunked(tokens: int, weight: torch.Tensor) -> dict[str, dict[str, fl
     times = time_interleaved(steps, device, repeats=3, warmup=1)
     results = {name: {"ms": ms, "of_floor": ms / times[floor], "extra_gib": gib[name]} for name, ms in times.items()}
     shape = " x ".join(map(str, (tokens, weight.shape[1], len(weight))))
-    print_table(
-        f"linear_cross_entropy, {shape} bf16, forward + backward",
-        ["", "ms", "/ three bare GEMMs", "extra GiB, gradients included"],
-        [[name, *row.values()] for name, row in results.items()],
-    )
+    header = ["ms", "/ three bare GEMMs", "extra GiB, gradients included"]
+    print_results(f"linear_cross_entropy, {shape} bf16, forward + backward", results, header)
     return results
 
 
@@ -146,9 +139,7 @@ def compare_with_full_logits(tokens: int, weight: torch.Tensor) -> dict[str, dic
     steps = {name: lambda f=f: torch.autograd.grad(f(), (x, weight)) for name, f in losses.items()}
     times = time_interleaved(steps, device, repeats=3, warmup=1)
     results = {name: {"ms": ms, "extra_gib": extra_gib(steps[name], device)} for name, ms in times.items()}
-    print_table(
-        f"against full logits, {tokens} tokens", ["", "ms", "extra GiB"], [[n, *r.values()] for n, r in results.items()]
-    )
+    print_results(f"against full logits, {tokens} tokens", results, ["ms", "extra GiB"])
     return results
 
 
@@ -170,7 +161,7 @@ def compare_errors(tokens: int, weight: torch.Tensor) -> dict[str, float]:
     results = {}
     for name, loss in losses.items():
         (d_weight,) = torch.autograd.grad(loss(), weight)
-        results[name] = float((d_weight[rows].double() - exact).norm() / exact.norm())
+        results[name] = relative_error(d_weight[rows], exact)
     print_table(
         f"relative error of dW against float64, {tokens} tokens, {len(rows)} rows of the head",
         ["", "error"],
@@ -200,7 +191,7 @@ def measure_long(tokens: int, weight: torch.Tensor) -> dict[str, float]:
         "extra_gib": gib,
         "extra_gib_beyond_dx": gib - kept["d_x"].nbytes / 2**30,
         "loss_error": float((kept["losses"][rows] - losses).detach().abs().max()),
-        "dx_error": float((kept["d_x"][rows].detach().float() - d_sample).norm() / d_sample.norm()),
+        "dx_error": relative_error(kept["d_x"][rows], d_sample),
     }
     print_table(f"{tokens} tokens, sampled rows against float32", list(result), [list(result.values())])
     if not (result["loss_error"] < 0.1 and result["dx_error"] < 2e-2):
@@ -253,10 +244,7 @@ def check(device: torch.device) -> None:
     exact_loss = linear_cross_entropy_reference(x.double(), weight.double(), target)
     exact = torch.autograd.grad(exact_loss, (x, weight))
     loss = linear_cross_entropy(x, weight, target, chunk_size=64)
-    errors = [
-        (g.double() - e.double()).norm() / e.double().norm()
-        for g, e in zip(torch.autograd.grad(loss, (x, weight)), exact)
-    ]
+    errors = map(relative_error, torch.autograd.grad(loss, (x, weight)), exact)
     if not (max(errors) <= 2e-2 and (loss - exact_loss).abs() <= 1e-3):
         sys.exit("linear_cross_entropy is wrong on this machine: not measured")
 

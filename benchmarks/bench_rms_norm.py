@@ -1,26 +1,26 @@
 """RMSNorm of hidden states, with and without the residual, and of q's heads: `python -m benchmarks.bench_rms_norm`."""
 
-import argparse
-import sys
-
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import compare_with_copy, compiled, copy_bytes_per_second, environment, liger, print_json
+from benchmarks.common import (
+    compare_with_copy,
+    compiled,
+    copy_bytes_per_second,
+    liger,
+    parse_flags,
+    print_json,
+    require_close,
+)
 from kernels.rms_norm import rms_norm, rms_norm_reference
 
 EPS = 1e-6
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, help="default: 131072 on a GPU, 256 on a CPU")
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    tokens = arguments.tokens or (131072 if device.type == "cuda" else 256)
+    arguments = parse_flags(__doc__, cpu_tokens=256)
+    device, tokens = arguments.device, arguments.tokens
     dtype = torch.bfloat16
-    print(environment(device))
     check(device, dtype)
 
     copy_rate = copy_bytes_per_second(device)
@@ -57,7 +57,7 @@ def main() -> None:
     results["hidden + residual"] = compare_with_copy(
         f"rms_norm with residual, {list(x.shape)}", implementations, 4 * x.nbytes, 4 * x.nbytes, copy_rate, device
     )
-    print_json(operation="rms_norm", **environment(device), copy_bytes_per_second=copy_rate, results=results)
+    print_json("rms_norm", device, copy_bytes_per_second=copy_rate, results=results)
 
 
 def check(device: torch.device, dtype: torch.dtype) -> None:
@@ -69,9 +69,7 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
         normed, total = function(to(inputs[0]), to(inputs[1]), EPS, residual=to(residual))
         gradients = torch.autograd.grad((normed.square() / 2 + total).sum(), [*inputs, residual])
         into += [normed, total, *gradients]
-    for ours, expected in zip(found, exact):
-        if not (ours.double() - expected).norm() <= 1e-2 * expected.double().norm():
-            sys.exit("rms_norm is wrong on this machine: not measured")
+    require_close("rms_norm", found, exact, 1e-2)
 
 
 if __name__ == "__main__":

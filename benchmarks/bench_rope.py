@@ -1,24 +1,24 @@
 """Rotary position embedding of 32 query and 8 key heads of 128: `python -m benchmarks.bench_rope`."""
 
-import argparse
-import sys
-
 import torch
 
-from benchmarks.common import compare_with_copy, compiled, copy_bytes_per_second, environment, liger, print_json
+from benchmarks.common import (
+    compare_with_copy,
+    compiled,
+    copy_bytes_per_second,
+    liger,
+    parse_flags,
+    print_json,
+    require_close,
+)
 from kernels.rope import rope, rope_reference
 
 K = 128
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, help="default: 131072 on a GPU, 256 on a CPU")
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    tokens = arguments.tokens or (131072 if device.type == "cuda" else 256)
-    print(environment(device))
+    arguments = parse_flags(__doc__, cpu_tokens=256)
+    device, tokens = arguments.device, arguments.tokens
 
     inv_freq = 1e6 ** -(torch.arange(0, K, 2, dtype=torch.float64, device=device) / K)
     angles = torch.arange(tokens, device=device)[:, None] * inv_freq
@@ -41,7 +41,7 @@ def main() -> None:
     results = compare_with_copy(
         f"rope, q {list(q.shape)}, k {list(k.shape)}", implementations, num_bytes, num_bytes, copy_rate, device
     )
-    print_json(operation="rope", **environment(device), copy_bytes_per_second=copy_rate, results=results)
+    print_json("rope", device, copy_bytes_per_second=copy_rate, results=results)
 
 
 def check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -50,9 +50,7 @@ def check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     found = rope(q, k, cos, sin)
     exact = rope_reference(q.double(), k.double(), cos, sin)
     gradients = torch.autograd.grad(found, [q, k], [x.detach() for x in found])  # turned back: q and k themselves
-    for ours, expected in zip((*found, *gradients), (*exact, q.double(), k.double())):
-        if not (ours.double() - expected).norm() <= 1e-2 * expected.norm():
-            sys.exit("rope is wrong on this machine: not measured")
+    require_close("rope", (*found, *gradients), (*exact, q, k), 1e-2)
 
 
 if __name__ == "__main__":

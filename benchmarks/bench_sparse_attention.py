@@ -13,7 +13,7 @@ import sys
 import torch
 from torch import Tensor
 
-from benchmarks.common import environment, extra_gib, print_json, print_table, time_interleaved
+from benchmarks.common import environment, extra_gib, print_json, print_table, relative_error, time_interleaved
 from kernels.sparse_attention import band, combine, gather, inverse_index, selection
 from kernels.sparse_attention.common import TileConfig
 from kernels.sparse_attention.layout import EMPTY, first_local_block, make_layout
@@ -66,7 +66,7 @@ def main() -> None:
             else:
                 results[name] = {"layer": bench.layer(name, mib * 2**20), "pieces": bench.pieces(name, mib * 2**20)}
         del bench
-    print_json(operation="sparse_attention", **environment(device), results=results)
+    print_json("sparse_attention", device, results=results)
 
 
 def _integers(text: str) -> list[int]:
@@ -101,17 +101,13 @@ def check(device: torch.device, full: bool) -> None:
         exact, plain, found = outputs(reference, torch.float64), outputs(reference, dtype), outputs(ours, dtype)
         small = functools.partial(ours, workspace_bytes=2**20)  # several ranges of heads and tokens
         ranged = outputs(small, dtype)
-        errors = [_error(f, e) / max(_error(p, e), 1e-7) for f, p, e in zip(found, plain, exact)]
-        errors += [_error(f, e) / max(_error(p, e), 1e-7) for f, p, e in zip(ranged, plain, exact)]
+        allowed = [max(relative_error(p, e), 1e-7) for p, e in zip(plain, exact)]
+        errors = [relative_error(f, e) / a for f, e, a in zip(found + ranged, exact * 2, allowed * 2)]
         rows.append([str(case), str(dtype)[6:], *errors[:4], max(errors[4:])])
     title = "error over that of the reference in the same dtype; (heads, kv heads, head_dim, block, window)"
     print_table(title, ["case", "dtype", "out", "dq", "dk", "dv", "worst by ranges"], rows)
     if not all(error <= (30 if row[1] == "float32" else 2.5) for row in rows for error in row[2:]):
         sys.exit("sparse_attention is wrong on this machine: not measured")
-
-
-def _error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
 
 
 def _random_lists(q, kv_heads, segments, selected, block_size, window) -> Tensor:

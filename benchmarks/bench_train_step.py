@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import environment, print_json, print_table
+from benchmarks.common import print_json, print_table
 from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer, find_documents
 from training.config import PEAK_LEARNING_RATE, TrainConfig
 from training.data.loader import Batch, PackedLoader
@@ -37,12 +37,11 @@ from training.data.sources import load_documents
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
 from training.memory.cost_model import PackedDocuments
+from training.memory.machine import GIB
 from training.memory.planner import Plan
 from training.metrics import peak_flops
 from training.parallel.world import World, join_world
 from training.run import Start, build, choose_model, configure_machine, resolve_memory_budget, train_step
-
-GIB = 2**30
 
 
 def main() -> None:
@@ -74,7 +73,7 @@ def main() -> None:
             [[name, *(values[column] for column in columns)] for name, values in results.items()],
         )
         settings = {"ranks": world.size, **vars(arguments)}
-        print_json(operation="train_step", **environment(world.device), **settings, results=results)
+        print_json("train_step", world.device, **settings, results=results)
 
 
 def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list[Batch]]:

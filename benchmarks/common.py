@@ -1,19 +1,41 @@
-"""What every benchmark shares: interleaved timing, peak memory, the environment line, the table."""
+"""What every benchmark shares: its flags, the check before it, interleaved timing, peak memory, the table."""
 
+import argparse
 import datetime
 import functools
 import importlib
 import json
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch._functorch.config
 import triton
+
+
+def parse_flags(description: str, cpu_tokens: int | None = None, **flags: dict) -> argparse.Namespace:
+    """Parse --device (a torch.device), --tokens and the script's own flags, and print the environment.
+
+    Args:
+        cpu_tokens: default of --tokens on a CPU; on a GPU it is 131,072. None: there is no such flag.
+        flags: name of each other flag, without dashes -> arguments of `add_argument`.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    if cpu_tokens is not None:
+        parser.add_argument("--tokens", type=int, help=f"default: 131072 on a GPU, {cpu_tokens} on a CPU")
+    for name, options in flags.items():
+        parser.add_argument(f"--{name}", **options)
+    arguments = parser.parse_args()
+    if cpu_tokens is not None:
+        arguments.tokens = arguments.tokens or (131072 if arguments.device.type == "cuda" else cpu_tokens)
+    print(environment(arguments.device))
+    return arguments
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -33,6 +55,20 @@ def commit() -> str:
     with suppress(OSError):
         return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     return ""
+
+
+@torch.no_grad()
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """|found - exact| / |exact|, Euclidean norms in float64."""
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+def require_close(
+    operation: str, found: Iterable[torch.Tensor], exact: Iterable[torch.Tensor], tolerance: float
+) -> None:
+    """Exit with status 1 where the relative error of a tensor in `found` exceeds `tolerance`, or is not a number."""
+    if not all(relative_error(ours, expected) <= tolerance for ours, expected in zip(found, exact)):
+        sys.exit(f"{operation} is wrong on this machine: not measured")
 
 
 def time_interleaved(
@@ -117,8 +153,7 @@ def compare_with_copy(
         }
         for name in implementations
     }
-    header = [key.replace("_", " ") for key in next(iter(results.values()))]
-    print_table(title, ["", *header], [[name, *row.values()] for name, row in results.items()])
+    print_results(title, results)
     return results
 
 
@@ -140,16 +175,20 @@ def liger(name: str, device: torch.device):
         return None
 
 
+def print_results(title: str, results: dict[str, dict[str, float]], header: list[str] | None = None) -> None:
+    """Print a table of a row for each name; without `header`, columns are called as the values are."""
+    header = header or [key.replace("_", " ") for key in next(iter(results.values()))]
+    print_table(title, ["", *header], [[name, *row.values()] for name, row in results.items()])
+
+
 def print_table(title: str, header: list[str], rows: list[list]) -> None:
     """Print a Markdown table, floats with three decimals."""
     cells = [[f"{c:.3f}" if isinstance(c, float) else str(c) for c in row] for row in rows]
     print(f"\n### {title}\n")
-    print("| " + " | ".join(header) + " |")
-    print("| " + " | ".join("---" for _ in header) + " |")
-    for row in cells:
+    for row in (header, ["---"] * len(header), *cells):
         print("| " + " | ".join(row) + " |")
 
 
-def print_json(**results) -> None:
-    """Print the last line of a benchmark: everything that it measured, as JSON."""
-    print(json.dumps(results), flush=True)
+def print_json(operation: str, device: torch.device, /, **results) -> None:
+    """Print the last line of a benchmark: its operation, the environment and everything that it measured, as JSON."""
+    print(json.dumps({"operation": operation, **environment(device), **results}), flush=True)
