@@ -183,8 +183,9 @@ MODEL_SIZES: dict[str, ModelConfig] = {
 class RotaryCache:
     """cos and sin of position x frequency, [positions, K/2] float32, grown on demand on the device that asks.
 
-    The angles are formed in float64, so that they are right at a million positions. It is a plain object and not a
-    buffer: nothing to move, cast, shard or save, and a model built on the meta device or moved later just asks again.
+    The angles are formed in float64, so that they are right at a million positions. The cache is a
+    plain object, not a buffer: there is nothing to move, cast, shard or save, and a model that was built on the meta
+    device or moved later asks again.
     Method: Su et al., RoFormer, arXiv 2104.09864.
     """
 
@@ -224,7 +225,7 @@ class KeyValueCache:
 
 @dataclass
 class Documents:
-    """The documents packed in each row of a batch. On the CPU, where their boundaries decide what is launched.
+    """The documents packed in each row of a batch, on the CPU: the host launches attention once for each document.
 
     Where several ranks share a sequence, each has its own positions, and the segments and lengths of whole sequences.
     """
@@ -269,7 +270,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * K, D, bias=False)
         self.q_norm = RMSNorm(K, config.rms_norm_eps)
         self.k_norm = RMSNorm(K, config.rms_norm_eps)
-        self.backend = "auto"  # see kernels.attention.BACKENDS; set from outside, as is the next
+        self.backend = "auto"  # of kernels.attention.BACKENDS; it and the next two are set from outside
         self.heads_at_a_time: int | None = None  # key/value heads; None: all
         self.sparsity: Sparsity | None = None
 
@@ -412,8 +413,8 @@ class Transformer(nn.Module):
         x_BTD = self.embed_tokens(input_ids)
         if documents is not None:
             positions_BT = documents.positions_BT.to(input_ids.device, non_blocking=True)
-        # The last position of a whole sequence has no target, and is left out of the loss: with it, the chunked loss
-        # would have to gather the rows that have one.
+        # The last position of a whole sequence has no target and is left out of the loss. Were it kept, the chunked
+        # loss would have to gather the rows that have a target.
         if labels is not None:
             labels = labels if documents is None else labels.masked_fill(positions_BT == 0, IGNORE_INDEX)
             targets = labels[:, 1:]
@@ -454,7 +455,8 @@ class Transformer(nn.Module):
     def _loss(self, x_BTD: Tensor, targets: Tensor, logits_BTV: Tensor | None, denominator) -> Tensor:
         """Cross-entropy of the first positions against their targets [B, T or T - 1], float32 scalar.
 
-        It is taken from `logits_BTV` where they are given, else by whichever way the switch says.
+        The loss reads `logits_BTV` where they are given. Without them, `ModelConfig.uses_chunked_loss` chooses between
+        the chunked and the standard loss.
         """
         size = x_BTD.shape[:2].numel(), x_BTD.element_size()
         options = {"ignore_index": IGNORE_INDEX, "denominator": denominator}
@@ -464,7 +466,7 @@ class Transformer(nn.Module):
             log_loss_choice("chunked", self.config, *size, self.loss_impl)
             return linear_cross_entropy(x_BTD, self.output_weight, targets, **options)
         log_loss_choice("standard", self.config, *size, self.loss_impl)
-        if logits_BTV is None:  # nobody else will read them, so the gradient may take their place
+        if logits_BTV is None:  # no caller reads these logits, so their gradient may overwrite them
             return cross_entropy(F.linear(x_BTD, self.output_weight), targets, inplace=True, **options)
         return cross_entropy(logits_BTV, F.pad(targets, (0, num_without), value=IGNORE_INDEX), **options)
 

@@ -2,8 +2,9 @@
 
     out[t] = sum_s softmax_s(q[t] . k[s] / sqrt(K)) v[s],  s <= t and s in t's document
 
-This file chooses the library kernel that does it; query head h reads key/value head h // (H / G), which is never
-repeated in memory. Kept for backward, a token: q, k, v and out, (2H + 2G) K elements, and the float32 log-sum-exp, H.
+This file chooses which library's kernel computes attention. Query head h reads key/value head h // (H / G); keys and
+values are never repeated in memory. Kept for backward, for each token: q, k, v and out, (2H + 2G) K elements, and the
+float32 log-sum-exp, H elements.
 
 Method: Dao et al., FlashAttention, arXiv 2205.14135; grouped-query attention: Ainslie et al., arXiv 2305.13245.
 """
@@ -20,8 +21,8 @@ from torch import Tensor
 from kernels import torch_internals
 from kernels.common import operation
 
-_CUDNN_SHORTEST = 64  # tokens; cuDNN refuses a single one
-_LONGEST_COPIED = 32_768  # tokens, rounded up; of a longer document no padded copy is made where its row ends
+_CUDNN_SHORTEST = 64  # tokens; shorter rows run in FlashAttention-2, as cuDNN refuses a row of one token
+_LONGEST_COPIED = 32_768  # tokens; a document of more, rounded up, is not copied to pad it at the end of its row
 _NEVER_ATTENDS = 1e30  # a log-sum-exp under which every probability is exactly 0
 BACKWARD_FLOPS = 2.5  # floating-point operations of backward over those of forward: five matrix products against two
 
@@ -47,8 +48,9 @@ class Kernel(NamedTuple):
     Args:
         forward: q [B, T, H, K], k and v [B, T, G, K] -> out [B, T, H, K], log-sum-exp [B, H, T] float32.
         backward: dout, q, k, v, out, log-sum-exp -> dq, dk, dv, in the layouts of q, k and v.
-        workspace_rows: what backward takes of its own, in rows of q: float32 dq, dk, dv of each query head. Measured.
-        length_multiple: to which documents are rounded up. cuDNN builds a plan for each new length.
+        workspace_rows: memory that backward allocates for itself, as a multiple of q's: float32 dq, dk, dv of each
+            query head. Measured.
+        length_multiple: tokens; documents are rounded up to a multiple, as cuDNN builds a plan for each new length.
     """
 
     forward: Callable
@@ -92,7 +94,7 @@ def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
 
 
 def _unused_seed(q: Tensor) -> Tensor:
-    """Of a dropout that is off."""
+    """The random seed that backward kernels take for dropout, which is off: no kernel reads it."""
     return torch.zeros((), dtype=torch.int64, device=q.device)
 
 
@@ -127,7 +129,7 @@ KERNELS = {
 BACKENDS = ("auto", *KERNELS)
 
 
-@torch.compiler.assume_constant_result  # asks the driver, which a compiled graph cannot
+@torch.compiler.assume_constant_result  # the function asks the driver; a compiled graph cannot
 def choose_backend(requested: str, device: torch.device) -> str:
     """The kernel that `attention` will run on `device`: never a slower one than was asked for.
 
@@ -276,7 +278,7 @@ def attention(
 
 
 def attention_flops(num_heads: int, head_dim: int, num_pairs: float) -> float:
-    """Floating-point operations of forward over so many pairs of a query and a key that it sees."""
+    """Floating-point operations of forward over `num_pairs` pairs of a query and a key that the query sees."""
     return 4 * num_heads * head_dim * num_pairs
 
 

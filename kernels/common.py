@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
-KEEPABLE: set[str] = set()  # names of the operations that `operation` was told so of
+KEEPABLE: set[str] = set()  # names of the operations declared so, see `operation`
 SKIPPABLE: set[str] = set()
 _default = "auto"
 
@@ -15,12 +15,13 @@ _default = "auto"
 def operation(name: str, *, keepable: bool = False, skippable: bool = False) -> Callable:
     """Decorator: `torch.library.custom_op` without mutated arguments, known to activation checkpointing.
 
-    A checkpointed block runs its forward again in backward, for the graph. What an operation declares saves work there.
+    Activation checkpointing runs a block's forward again in backward, to rebuild the block's graph. Operations that are
+    declared keepable or skippable need not run in this second forward.
 
     Args:
         name: "fathom::...".
         keepable: its results are worth keeping from forward to backward, where they stand in for a second run.
-        skippable: no gradient depends on its result, which is only added to the block's: there it need not run.
+        skippable: no gradient depends on the operation's result, which is only added to the residual stream.
     """
     if keepable:
         KEEPABLE.add(name)

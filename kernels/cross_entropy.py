@@ -305,7 +305,7 @@ def _cross_entropy_kernel(
             dz_label = scale * excess - factor * others - smoothing * _load_class_weights(weight_ptr, y, num_columns)
             if SOFTCAP is not None:
                 dz_label *= 1 - (true_logit / SOFTCAP) * (true_logit / SOFTCAP)
-            tl.debug_barrier()  # after another thread's store to this column
+            tl.debug_barrier()  # another thread's store to this column comes first
             tl.store(gradient_ptr + y, dz_label.to(gradient_ptr.dtype.element_ty))
 
 
@@ -323,8 +323,10 @@ def _scale_rows_kernel(gradient_ptr, gradient_stride, scale_ptr, scale_stride, n
 
 
 def launch_configuration(num_columns: int, itemsize: int) -> dict[str, int]:
-    """The fastest found on an H200 (bench_cross_entropy --sweep): a row a multiprocessor at a time, so that all rows
-    in flight fit into the L2 and the second pass mostly reads there."""
+    """Columns a block and warps a program of the row kernel, the fastest on an H200 (bench_cross_entropy --sweep).
+
+    A multiprocessor works on one row at a time: all rows in flight fit into the L2 cache, where the second pass reads.
+    """
     num_warps = 16 if num_columns > 16384 else 4
     thread_bytes = 64 if num_columns > 65536 else 32
     return {"BLOCK": num_warps * 32 * thread_bytes // itemsize, "num_warps": num_warps}
@@ -412,7 +414,7 @@ def _row_step_in_torch(logits, target, weight, options, statistics, gradient, sc
 def row_losses(
     statistics: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, options: RowOptions, num_classes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and log-sum-exp of each row, [N], from the statistics of whole rows, [4, N]; 0 of an ignored row's zeros."""
+    """Loss and log-sum-exp of each row, [N], from the statistics of whole rows, [4, N]; ignored rows give 0."""
     maximum, others, true_logit, deviation = statistics
     log_sum_exp = maximum + (others + (true_logit - maximum).exp()).log()
     # lse - z[y] as log(1 + others / exp(z[y])): no difference of two large numbers

@@ -22,7 +22,7 @@ import triton.language as tl
 from kernels.common import Footprint, operation, use_triton
 
 ACTIVATIONS = ("silu", "gelu_tanh")
-BLOCK_SIZE = 2048  # columns of one row a program works on
+BLOCK_SIZE = 2048  # columns of one row that one program works on
 
 
 def gated_activation_reference(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -232,7 +232,7 @@ def _tiled_mlp_backward(
         for total, left, right in zip(d_weights, (d_gate, d_up, d_output_tile), (x_tile, x_tile, hidden)):
             if total is not None:
                 _add_product(total, left.t(), right)
-    del buffers, gate, up, d_hidden, d_gate, d_up, hidden  # before the casts, which would else add to the peak
+    del buffers, gate, up, d_hidden, d_gate, d_up, hidden  # freed first: the casts' results would else add to the peak
     d_weights = [total.to(w.dtype) for total, w in zip(d_weights, weights) if total is not None]
     return d_weights if d_x is None else [d_x, *d_weights]
 
@@ -384,7 +384,7 @@ def gated_mlp_footprint(
     x, hidden = (element_size * num_tokens * size for size in (hidden_size, intermediate_size))
     weights = 3 * hidden_size * intermediate_size
     flops, traffic = 2 * weights * num_tokens, 3 * hidden
-    if tile_size is None:  # backward: the gradient of the product, then of gate and up in the place of it and of both
+    if tile_size is None:  # backward adds two tensors of gate's size at its fullest
         return Footprint(x + 3 * hidden, 3 * hidden, 2 * hidden, 0, flops, 2 * flops, traffic)
     tile = element_size * intermediate_size * min(tile_size, num_tokens)
     # dx, and the weights' gradients in float32 while the last tile is there or while they are rounded.

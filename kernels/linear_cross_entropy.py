@@ -154,7 +154,7 @@ def _loss_and_gradients(
         chunk = here if rows is None else rows[here]
         x, labels, row_scale = input[chunk], target[chunk], scale[chunk] if scale.dim() else None
         logits = logits_buffer[: len(x)]
-        gradient = logits if needs_gradient else None  # which overwrites them
+        gradient = logits if needs_gradient else None  # the gradient overwrites the logits
         _matmul(x, linear_weight.T, out=logits)
         if linear_bias is not None:
             logits += linear_bias

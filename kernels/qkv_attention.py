@@ -68,7 +68,7 @@ def _attend_backward(dout, q, k, v, results, segments, backend: str, sparsity: l
 
 
 def _head_dims(sparsity: list[int]) -> tuple[int, ...]:
-    """Of each result the dimension along which its heads lie."""
+    """The dimension of each result of `_attend` along which heads lie."""
     return (2, 2, 2) if sparsity else (2, 1)
 
 
@@ -85,7 +85,7 @@ def _qkv_attention(
         parts = _attend(q, k, v, segments, backend, sparsity)
         for whole, part, dim in zip(results, parts, _head_dims(sparsity)):
             whole.chunk(steps, dim)[step].copy_(part)
-        del q, k, v, parts, part  # before those of the next step are made
+        del q, k, v, parts, part  # freed before the next step's tensors are made
     return results
 
 
@@ -104,7 +104,7 @@ def _(x, weights, norms, eps, cos, sin, segments, backend, sparsity, n):
 
 
 class _QKVAttention(torch.autograd.Function):
-    """The input's gradient is rounded to its dtype after each step, G / n times."""
+    """Attention of n key/value heads a step. Each step rounds the input's gradient to the input's dtype."""
 
     @staticmethod
     def forward(
@@ -159,7 +159,7 @@ class _QKVAttention(torch.autograd.Function):
                 d_qkv,
                 d_qkv_rows,
                 parts,
-            )  # before those of the next step are made
+            )  # freed before the next step's tensors are made
         d_norms = [d.to(w.dtype) for d, w in zip(d_norms, norms)]
         return dx_rows.view_as(x), *d_weights, dy_rows.T @ results[0].flatten(0, 1).flatten(1), *d_norms, *[None] * 7
 
@@ -193,7 +193,8 @@ def qkv_attention(
         segments, backend: as `attention` takes them.
         eps: of the two norms.
         sparsity: attention to chosen blocks alone, see `kernels.sparse_attention`; None: to everything.
-        heads_at_a_time: key/value heads that one step works on, a divisor of G; None: all, and none projected again.
+        heads_at_a_time: key/value heads that one step works on, a divisor of G; None: all, and backward
+            projects nothing again.
 
     Returns:
         [B, T, D].

@@ -20,8 +20,8 @@ import triton.language as tl
 from kernels.common import use_triton
 
 LARGEST_ROW = 8192  # elements: a row lives in one program's registers
-FORWARD_BLOCK, BACKWARD_BLOCK = 2048, 4096  # elements a program works on at once: many rows where rows are short
-PROGRAMS_PER_SM = 2  # that loop over rows in backward, each leaving one partial sum of d_weight; more do not fit
+FORWARD_BLOCK, BACKWARD_BLOCK = 2048, 4096  # elements that a program works on at once: many short rows, or one
+PROGRAMS_PER_SM = 2  # in backward each loops over rows and leaves one partial sum of d_weight; more do not fit
 
 
 def rms_norm_reference(
@@ -201,7 +201,7 @@ def _(d_normed, d_total, x, weight, rstd, weight_offset):
 def _setup_context(ctx, inputs, output):
     input, residual, weight, _, ctx.weight_offset, _ = inputs
     _, total, rstd = output
-    ctx.set_materialize_grads(False)  # no zeros written and read where the total goes nowhere
+    ctx.set_materialize_grads(False)  # autograd then makes no zeros for a total that nothing used
     ctx.save_for_backward(input if residual is None else total, weight, rstd)
     ctx.has_residual = residual is not None
 

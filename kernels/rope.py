@@ -12,7 +12,7 @@ import triton.language as tl
 
 from kernels.common import use_triton
 
-LARGEST_TILE = 16384  # elements of half the heads of one token, padded to powers of two: one program's registers
+LARGEST_TILE = 16384  # elements: heads x head_dim / 2 of one token, each padded to a power of two, in registers
 
 
 def rope_reference(
