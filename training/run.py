@@ -275,7 +275,7 @@ def build(
 
 def build_bench(step: Step, execution: Execution, world: World) -> Bench:
     """A model and an optimizer for `step`, with fresh weights, on which a profiler measures steps."""
-    gc.collect()  # the bench before this one, if there was one
+    gc.collect()  # frees the memory of an earlier bench
     model, _ = build_model(TrainConfig(), step.config, world)
     copy_weights(model, initial_weights(model, seed=0))
     optimizer = MasterAdamW(
@@ -320,5 +320,5 @@ def train_step(
             "look at the data of this step"
         )
     optimizer.step(learning_rate)
-    torch.get_device_module(world.device).synchronize()  # a clock that is read now has the update in it
+    torch.get_device_module(world.device).synchronize()  # a clock read after this has waited for the update
     return loss, norm

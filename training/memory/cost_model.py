@@ -1,4 +1,4 @@
-"""What a training step takes under given execution of where activations and optimizer state live: bytes and seconds.
+"""The cost model: bytes and seconds of a training step under a given execution.
 
 Each operation says in its own file what it takes: a `kernels.common.Footprint`. Here footprints are composed. Bytes are
 counted stage by stage: of each stage of a step, what is alive at its fullest moment. Seconds are floating-point
@@ -123,12 +123,13 @@ class Step:
         self.parameter_bytes = sum(_local_elements(p) * p.element_size() for p in self.parameters)
         self.is_sharded = isinstance(self.parameters[0], DTensor)
         if self.is_sharded:
-            # Gathered: embedding and head, with the gradient of a head that is not the embedding; a block, and the
-            # next as it comes and whole. A block's gradients, and once more in float32, on their way to other ranks.
+            # Gathered are the embedding and the head, with the gradient of an untied head; one block; and the next
+            # block, both as it arrives and whole. A block's gradients exist in the activations' dtype and, on their
+            # way to other ranks, in float32.
             self.parameter_bytes += self.head * (1 if config.tie_word_embeddings else 3)
             self.parameter_bytes += layer_elements * (4 * element_size + 4)
-            # The reduction's stream makes the gradients' shards, and in float32 what is summed: of the embedding, and
-            # of a head of its own, more than of a block.
+            # FSDP2's reduction stream allocates the gradients' shards and the float32 tensor that is summed,
+            # which is larger for the embedding and an untied head than for a block.
             head_elements = self.head // element_size * (1 if config.tie_word_embeddings else 2)
             self._reduction_bytes = 4 * max(0, head_elements - layer_elements)
         self._optimizer_bytes: dict[float, OptimizerBytes] = {}
@@ -155,11 +156,11 @@ class Step:
         return self._optimizer_bytes[execution.gpu_state_bytes]
 
     def kept_bytes(self, name: str) -> int:
-        """Of a block's "input", or of its "results" that are worth keeping."""
+        """Bytes of a block's "input", or of those of its "results" that are worth keeping."""
         return self.tokens * self.hidden_bytes if name == "input" else self._footprints(self.given)[0].keepable
 
     def arena_bytes(self, execution: Execution) -> int:
-        """Of the arena that `apply_placement` needs, slots aligned."""
+        """Bytes of the pinned arena that `apply_placement` needs, with every slot aligned."""
         return sum(
             (self.kept_bytes(name) + 2 * SLOT_ALIGNMENT)
             * [getattr(placement, name) for placement in execution.placements].count("host")
@@ -219,14 +220,15 @@ class Step:
         working = [of_placement[placement] for placement in execution.placements]
         for layer, (forward, _, _) in enumerate(working):
             yield stage(f"forward of layer {layer}", layer, [], 0, forward)
-        # And the last norm's output, and the gradient of its input
+        # 2 * input_bytes: the last norm's output, and the gradient of its input.
         yield stage("loss", L, [], 0, {"loss": self._loss_bytes(execution) + 2 * input_bytes})
 
-        # The head's gradient is one of those that are ready, or waits for the embedding's, to which it is tied.
+        # An untied head's gradient is ready after the loss; a tied head's waits for the embedding's gradient.
         tied, head_share = (self.head, 0) if self.config.tie_word_embeddings else (0, self.head_share)
         needed = [needed_for_backward(execution.placements, layer) for layer in range(L)]
         for layer in reversed(range(L)):
-            # This one's, and those on their way for the next; a whole block fetches nothing.
+            # Fetched from the host: what this block is rebuilt from, and the next block's on its way. A whole block
+            # fetches nothing.
             keys = {*needed[layer], *needed[max(layer - 1, 0)]} if needed[layer] else ()
             fetched = [kind for i, kind in keys if i < layer and places[kind][i] == "host"]
             ready = head_share + self.layer_share * (L - 1 - layer)
@@ -250,19 +252,19 @@ class Step:
         return execution.sparsity if execution.sparsity and longest >= execution.sparsity.dense_below else None
 
     def _attention_flops(self, execution: Execution, documents: PackedDocuments) -> tuple[float, float]:
-        """Of forward and of backward, in one layer."""
+        """Floating-point operations of attention in one layer, forward and backward."""
         config, sparsity = self.config, self._sparsity(execution)
         if sparsity is None:
             flops = attention_flops(config.num_attention_heads, config.head_dim, documents.pairs)
             return flops, BACKWARD_FLOPS * flops
-        # As of documents that are all as long as has these pairs.
+        # Priced as documents of one length n with as many pairs: tokens * (n + 1) / 2.
         length = max(1, round(2 * documents.pairs / self.tokens - 1))
         heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         footprint = attention_footprint(length, *heads, sparsity)
         return footprint.forward_flops * self.tokens / length, footprint.backward_flops * self.tokens / length
 
     def _footprints(self, execution: Execution) -> tuple[Footprint, Footprint]:
-        """Of the attention and the MLP of a block that is run so."""
+        """Footprints of a block's attention and of its MLP under an execution."""
         config, longest = self.config, None
         if self.is_packed:
             longest = self.documents.longest if self.documents else self.context_length
@@ -291,17 +293,18 @@ class Step:
             replace(execution, heads_at_a_time=None, mlp_tile_size=None) if placement.is_whole else execution
         )
         saved = attention.saved + _NORMS_BYTES * self.tokens
-        if placement.is_whole:  # the sum is saved too; outputs of attention, MLP and block
+        if placement.is_whole:  # saved: the sum; 3 x: outputs of attention, MLP and block
             forward = {**inputs, "attention": saved, "MLP": x + mlp.saved + 3 * x}
         else:
             kept = attention.keepable if placement.results != "recompute" else 0
-            # Attention's output, the sum, its norm, and what the MLP works with or its output and the block's
+            # Attention's output, the residual sum and its norm; then the MLP's working memory, or its output and the
+            # block's output.
             working = 3 * x + max(mlp.forward, 2 * x)
             forward = {**inputs, "attention": kept, "MLP": working}
             if x + attention.forward > kept + working:  # attention works on its norm's output
                 forward = {**inputs, "attention": x + attention.forward}
-        # The gradient of the block's output, and the sum. A placed block was just built again: outputs of attention and
-        # block are still there.
+        # 2 * x: the gradient of the block's output, and the residual sum. A placed block was just rebuilt: attention's
+        # output and the block's output are still there.
         mlp_backward = 2 * x + mlp.saved + max(mlp.backward, 0 if placement.is_whole else 2 * x)
         return (
             forward,
@@ -318,14 +321,14 @@ class Step:
         }
 
     def _loss_bytes(self, execution: Execution) -> int:
-        """Of the logits that exist at a time, the head's gradient, and that of the hidden states."""
+        """Bytes of the logits that exist at a time, of the head's gradient and of the hidden states' gradient."""
         T, D, V, size = self.tokens, self.config.hidden_size, self.config.vocab_size, self.element_size
         if self.uses_chunked_loss(execution):
             return linear_cross_entropy_footprint(T, D, V, element_size=size).forward
         return cross_entropy_footprint(T, V, element_size=size).forward + self.head + self.kept_bytes("input")
 
     def seconds(self, execution: Execution, rates: Rates) -> float:
-        """Of one whole step."""
+        """Seconds of one whole step, its update included."""
         config, L, placements = self.config, self.layers, execution.placements
         attention, mlp = self._footprints(execution)
         layer = (attention.matrix_flops + mlp.matrix_flops) / rates.matrix_flops
@@ -339,10 +342,11 @@ class Step:
         moved_bytes = 9 * self.kept_bytes("input") + attention.elementwise_bytes + mlp.elementwise_bytes
         elementwise = moved_bytes / rates.memory_bytes
         placed = [i for i in range(L) if not placements[i].is_whole]
-        blocks = L + (0.01 * len(placed) if execution.heads_at_a_time else 0)  # smaller launches
+        blocks = L + (0.01 * len(placed) if execution.heads_at_a_time else 0)  # 1% more time: smaller launches
         forward = blocks * (layer + attention_forward + elementwise)
         backward = blocks * (2 * layer + attention_backward + 2 * elementwise)
-        # What runs again: a block but for what it skips; of the tiled MLP, whose backward does that, gate and up.
+        # Backward recomputes a placed block's matrix products, except skippable ones: the tiled MLP's own backward
+        # recomputes gate and up.
         again = attention.matrix_flops + (0 if mlp.is_skippable else mlp.matrix_flops)
         again += mlp.backward_matrix_flops - 2 * mlp.matrix_flops
         backward += len(placed) * again / rates.matrix_flops
@@ -354,7 +358,7 @@ class Step:
         optimizer = self.optimizer(execution)
         loss = linear_cross_entropy_footprint(self.tokens, config.hidden_size, config.vocab_size).matrix_flops
         loss /= rates.matrix_flops  # as many where the logits are materialised
-        # Gradients leave in the first micro-batch; in each later one their sums come and, after that, leave again.
+        # Gradients leave for the host in the first micro-batch. In each later one the sums come back and leave again.
         gradients = optimizer.leaving_gradients / rates.link_bytes
         backwards = max(backward, copies, gradients) + (self.micro_batches - 1) * max(backward, copies, 2 * gradients)
         update = optimizer.host / rates.link_bytes + 4 * optimizer.gpu_state / rates.memory_bytes
@@ -366,5 +370,5 @@ def _local_elements(parameter: Tensor) -> int:
 
 
 def gib(num_bytes: float) -> str:
-    """As people read it."""
+    """A number of bytes as text: gib(3 * 2**29) is "1.50 GiB"."""
     return f"{num_bytes / GIB:.2f} GiB"

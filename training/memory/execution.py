@@ -56,9 +56,10 @@ class Execution:
     Args:
         placements: one a block; those of a model whose placements are yet to be chosen are ().
         mlp_tile_size: rows that the MLP of a block works on at a time; None: all.
-        heads_at_a_time: key/value heads that the attention of a block works on at a time; None: all. Neither concerns
-            blocks that are left whole to autograd, which work on all rows and heads at once.
-        gpu_state_bytes: of the optimizer's masters and moments to keep on the GPU, see training.optimizer.MasterAdamW.
+        heads_at_a_time: key/value heads that the attention of a block works on at a time; None: all. Blocks that
+            are left whole to autograd work on all heads at once, and on all rows whatever mlp_tile_size is.
+        gpu_state_bytes: bytes of the optimizer's masters and moments that stay on the GPU, see
+            training.optimizer.MasterAdamW.
         loss_impl: "auto" switches by the size of the logits; "chunked" or "standard" force one.
         attention_backend: kernel that attends, see kernels.attention.BACKENDS.
         sparsity: of attention to chosen blocks, which has kernels of its own; None: attention to everything.

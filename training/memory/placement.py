@@ -54,7 +54,7 @@ def apply_placement(
             backward must have it before the next. They may be sharded by FSDP2.
         placements: one a block. `Placement()` for all is gradient checkpointing as it is commonly understood. Whole
             blocks keep their own forward.
-        arena: where "host" is.
+        arena: the pinned memory that "host" stands for.
         skips: whether skippable operations are looked for in backward. Compiled blocks cannot be looked into.
 
     Raises:
@@ -86,8 +86,8 @@ class _PlacedBlocks:
         self.forwards = [block.forward for block in blocks]
         self.first = next((i for i, placement in enumerate(placements) if not placement.is_whole), None)
         self.copies = None if arena is None else HostCopies(arena)
-        self.on_gpu: dict[tuple[int, str], list[Sequence[Tensor]]] = {}  # of (layer, kind), an entry a call
-        self.kept_calls: Counter = Counter()  # of (layer, kind): times that something was kept in the last forward
+        self.on_gpu: dict[tuple[int, str], list[Sequence[Tensor]]] = {}  # by (layer, kind), one entry for each call
+        self.kept_calls: Counter = Counter()  # by (layer, kind): calls of `_keep` in the last forward
         self.passes = [0] * len(blocks)
 
     def run(self, layer: int, x_BTD: Tensor, context) -> Tensor:
@@ -112,7 +112,7 @@ class _PlacedBlocks:
 
     def backward(self, layer: int, dy_BTD: Tensor, context) -> Tensor:
         """Rebuild the block, run its graph: parameters get their gradients, x's is returned."""
-        self._fetch(layer)  # under way since the block after this one, but for the last
+        self._fetch(layer)  # the backward of block layer + 1 began these copies; only the last block's begin here
         if self.copies is not None:
             self.copies.finish_fetching()
         if layer > 0:
@@ -134,7 +134,7 @@ class _PlacedBlocks:
         [[x_BTD]] = self.on_gpu[start, "input"]
         for i in range(start, layer):
             if isinstance(self.blocks[i], FSDPModule):
-                self.blocks[i].unshard()  # its own backward, which comes next, finds it so
+                self.blocks[i].unshard()  # stays gathered for block i's backward, which follows
             kept = self.on_gpu.get((i, "results"))
             with torch.no_grad(), _Interception(kept=kept) if kept is not None else nullcontext():
                 x_BTD = self.forwards[i](x_BTD, context)

@@ -11,9 +11,9 @@ from training.memory.cost_model import Stage, Step, gib
 from training.memory.execution import Execution, Placement
 from training.memory.machine import H200, Rates
 
-# Budget over predicted peak. What the allocator cannot use of the blocks that it has free, and what the cost model
-# leaves out; and where the context does not fit with that, what is left if expandable segments give back their pages at
-# the limit, at some cost in time.
+# A plan's predicted peak must stay below budget / HEADROOM. The 4% cover allocator fragmentation and what the cost
+# model does not count. Where no plan stays below, a plan below budget / LEAST_HEADROOM will do: at the limit the
+# allocator gives free pages of its expandable segments back, which costs some time.
 HEADROOM = 1.04
 LEAST_HEADROOM = 1.01
 MLP_TILE_SIZE = 8192  # rows, in every plan: tiles cost no time, and one matrix product less than all rows at once
@@ -107,7 +107,7 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
 
 
 def describe_budgets(gpu_bytes: float, host_bytes: float) -> str:
-    """Both, as people read them."""
+    """Both budgets in GiB, for messages."""
     host = "any amount" if math.isinf(host_bytes) else gib(host_bytes)
     return f"{gib(gpu_bytes)} of GPU and {host} of host memory"
 
@@ -138,7 +138,7 @@ def find_max_context(step: Step, gpu_bytes: float, host_bytes: float) -> int:
 
 
 def _search(step: Step, gpu_bytes: float, host_bytes: float) -> list[Execution]:
-    """Of each layout, what is fastest at each share of the inputs on the host: a peak of `gpu_bytes` at most."""
+    """For each layout and share of inputs on the host, the fastest execution whose peak is `gpu_bytes` at most."""
     found = []
     for base in _layouts(step):
         for recomputed in range(step.layers // 2 + 1):
@@ -154,13 +154,13 @@ def _search(step: Step, gpu_bytes: float, host_bytes: float) -> list[Execution]:
 
 
 def _fits(step: Step, execution: Execution, gpu_bytes: float, host_bytes: float) -> bool:
-    """Decided at the first stage that is too full: most that are tried do not fit."""
+    """Whether an execution fits. Stages are made up to the first one that is too full: most executions do not fit."""
     fits_host = step.host_bytes(execution) <= host_bytes
     return fits_host and all(stage.bytes + stage.idle <= gpu_bytes for stage in step.stages(execution))
 
 
 def _layouts(step: Step) -> Iterator[Execution]:
-    """All there is to choose but the placements."""
+    """Executions without placements: each share of optimizer state on the GPU, heads at a time, and loss."""
     state = step.optimizer(step.given).gpu_state
     can_choose = step.given.loss_impl == "auto" and not step.uses_chunked_loss(step.given)
     for gpu_state in (math.inf, *(state * quarters / 4 for quarters in (3, 2, 1, 0))):
@@ -173,7 +173,7 @@ def _layouts(step: Step) -> Iterator[Execution]:
 
 
 def _input_places(layers: int, recomputed: int) -> Iterator[list[str]]:
-    """Of each layer's input: so many recomputed, any number of the others on the host.
+    """Places of all layers' inputs, with `recomputed` of them recomputed and any number of the others on the host.
 
     The GPU's share is that of the last layers: backward needs theirs first, and frees it as gradients come.
     """
@@ -187,7 +187,7 @@ def _input_places(layers: int, recomputed: int) -> Iterator[list[str]]:
 def _keep(step: Step, base: Execution, inputs: list[str], gpu_bytes: float, host_bytes: float) -> Execution:
     """As many attention outputs as fit on the GPU, then on the host; where nothing had to leave, whole blocks.
 
-    On the GPU the last ones, as of the inputs.
+    The GPU's share is that of the last layers, as in `_input_places`.
     """
 
     def largest(limit: int, place: Callable[[int], Execution]) -> int:
@@ -213,7 +213,7 @@ def _placed(
 
 
 def _largest(limit: int, holds) -> int:
-    """The largest n of 0 .. limit for which `holds(n)`, which holds for 0 and for all below one for which it does."""
+    """The largest n in 0 .. limit for which `holds(n)`. `holds` is true from 0 up to some n and false from there on."""
     if limit and holds(limit):
         return limit
     return bisect.bisect_left(range(1, limit), True, key=lambda n: not holds(n))

@@ -29,8 +29,8 @@ from training.optimizer import MasterAdamW
 from training.torch_internals import dump_memory_snapshot, record_memory_history
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "layer inputs", "attention", "MLP", "loss", "workspace")
-# A step up to this length runs twice, and the second is shown. A longer one runs once, after a step of the second
-# length: kernels are compiled and the libraries' workspaces made by then, and a long step is long.
+# A step of up to 32,768 tokens of context runs twice, and the second run is measured. A longer step runs once, to save
+# time, after a warm-up step of 2,048 tokens, which compiles kernels and makes the libraries' workspaces.
 LONGEST_REPEATED, WARM_UP_TOKENS = 32_768, 2048
 _CONTEXT_MULTIPLE = 128  # tokens
 
@@ -45,7 +45,7 @@ class MeasuredStage(Stage):
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measured step. `host_bytes` are pinned; `alloc_retries`: how often the allocator gave all it cached back."""
+    """A measured step. `host_bytes` are pinned; `alloc_retries` counts how often the allocator freed its cache."""
 
     stages: list[MeasuredStage]
     seconds: float
@@ -110,8 +110,8 @@ class Recorder:
         self.model, self.optimizer, self.counter = model, optimizer, counter
         placed = [block.forward.func.__self__ for block in model.layers if "forward" in vars(block)]
         self.placed = placed[0] if placed else None  # None: all blocks are left to autograd
-        self.known: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()  # alive: to its category
-        self.booked: defaultdict[Any, Counter] = defaultdict(Counter)  # on parts of the model: bytes by category
+        self.known: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()  # living storage: category
+        self.booked: defaultdict[Any, Counter] = defaultdict(Counter)  # part of the model: bytes by category
         self.held: Counter = Counter()
         self.stages: dict[str, tuple[Counter, int]] = {}
         self.spans: defaultdict[str, list[tuple]] = defaultdict(list)
@@ -179,7 +179,7 @@ class Recorder:
 
     def _enter_attention(self, x: Tensor) -> None:
         self._read()
-        if self.in_backward:  # the block is built again: what is there of it is its input, and what was kept
+        if self.in_backward:  # the block is rebuilt: only its input and what was kept of it exist
             self._know("layer inputs", x)
             self.booked.pop(self.owner, None)
         self.category = "attention"
@@ -189,7 +189,7 @@ class Recorder:
         if attended.requires_grad:  # it belongs to a graph, whose backward gets here
             attended.register_hook(lambda _: self._end_mlp_backward(layer))
         self._read()
-        self.booked[self.owner]["attention"] -= attended.nbytes  # which made it, but not for itself
+        self.booked[self.owner]["attention"] -= attended.nbytes  # made by attention, kept by the MLP
         self.booked[self.owner]["MLP"] += attended.nbytes
         self.category = "MLP"
         self._read()
@@ -197,7 +197,7 @@ class Recorder:
     def _leave_block(self, layer: int, y: Tensor) -> None:
         self._know("layer inputs", y)
         self.end_stage(f"forward of layer {layer}")
-        if self.placed and not self.placed.placements[layer].is_whole:  # what it keeps is known
+        if self.placed and not self.placed.placements[layer].is_whole:  # what a placed block keeps is known
             self.booked.pop(layer, None)
         self._run(layer + 1, "layer inputs")
 
@@ -210,7 +210,7 @@ class Recorder:
         self._know("MLP", dx)
         self.end_stage("loss")
         self.booked.pop("loss", None)
-        # What is left of the loss is the head's gradient, which waits for the embedding's if they are tied.
+        # Only the head's gradient is left of the loss; a tied head's waits for the embedding's gradient.
         self._run("head", "gradients")
         self.in_backward = True
         self._run(len(self.model.layers) - 1, "MLP")
@@ -228,7 +228,7 @@ class Recorder:
     # Readings
 
     def _run(self, owner: Any, category: str) -> None:
-        """From here on `owner` runs; what nobody has is its."""
+        """From here on `owner` runs: bytes that nothing else accounts for are booked on it, under `category`."""
         self.owner, self.category = owner, category
         self._read()
 
@@ -255,7 +255,7 @@ class Recorder:
         self.held = held
 
     def _state_bytes(self) -> Counter:
-        """Of parameters, gradients and optimizer; and get to know what placed blocks have on the GPU."""
+        """Bytes of parameters, gradients and optimizer; notes the category of what placed blocks keep on the GPU."""
         for (_, name), calls in self.placed.on_gpu.items() if self.placed else ():
             for tensors in calls:
                 self._know("layer inputs" if name == "input" else "attention", *tensors)
@@ -350,7 +350,7 @@ class Bench:
 
 
 def thin(execution: Execution, layers: int) -> Execution:
-    """The same of fewer layers, taken evenly, with their share of the optimizer's state.
+    """The same execution for fewer layers, taken evenly, with these layers' share of the optimizer's state.
 
     As in a plan, no two layers in a row have their inputs recomputed, and the first ones do.
     """

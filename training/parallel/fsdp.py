@@ -28,7 +28,7 @@ def shard_model(
         fully_shard(module, mesh=world.fsdp_mesh, mp_policy=policy)
     for module in (*blocks, model):
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction but the sum
 
 
 def initial_weights(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -50,7 +50,8 @@ def local_part(parameter: Tensor, full: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return full
     mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()  # None: no communication
+    # Without a source rank nothing is communicated: each rank takes its part of its own tensor.
+    return distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
 
 
 @torch.no_grad()

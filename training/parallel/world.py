@@ -118,7 +118,8 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
         dist.init_process_group("nccl" if gpu else "gloo", device_id=place if gpu else None)
         mesh = make_mesh(place.type, size, context_parallel_size, tensor_parallel_size)
     yield World(rank, size, place, mesh)
-    # Not after an error: the other ranks may wait in a collective, and so would this; torchrun ends them as it exits.
+    # After an error the group is not destroyed: other ranks may wait in a collective, where this rank would wait too.
+    # torchrun ends all ranks when this one exits.
     if dist.is_initialized():
-        gc.collect()  # what still refers to the group; gloo aborts now and then otherwise
+        gc.collect()  # frees objects that refer to the group, with which gloo now and then aborts
         dist.destroy_process_group()
