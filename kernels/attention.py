@@ -180,7 +180,7 @@ def _window(x: Tensor, row: int, start: int, length: int) -> Tensor:
     return F.pad(window, (0, 0, 0, 0, 0, length - window.shape[1])) if window.shape[1] < length else window
 
 
-@operation("fathom::attention_forward", keepable=True)
+@operation("fathom::attention_forward", keepable="results")
 def _attention_forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
     B, T, H, _ = q.shape
     if segments is None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
-KEEPABLE: set[str] = set()  # names of the operations declared so, see `operation`
+KEEPABLE: dict[str, str] = {}  # name of an operation: "results" or "choices", as `operation` was told
 SKIPPABLE: set[str] = set()
 _default = "auto"
 
 
-def operation(name: str, *, keepable: bool = False, skippable: bool = False) -> Callable:
+def operation(name: str, *, keepable: str | None = None, skippable: bool = False) -> Callable:
     """Decorator: `torch.library.custom_op` without mutated arguments, known to activation checkpointing.
 
     Activation checkpointing runs a block's forward again in backward, to rebuild the block's graph. Operations that are
@@ -20,11 +20,12 @@ def operation(name: str, *, keepable: bool = False, skippable: bool = False) -> 
 
     Args:
         name: "fathom::...".
-        keepable: its results are worth keeping from forward to backward, where they stand in for a second run.
+        keepable: its results are worth keeping from forward to backward, where they stand in for a second run:
+            "results" where a block's placement says so, "choices" always and on the GPU.
         skippable: no gradient depends on the operation's result, which is only added to the residual stream.
     """
     if keepable:
-        KEEPABLE.add(name)
+        KEEPABLE[name] = keepable
     if skippable:
         SKIPPABLE.add(name)
     return torch.library.custom_op(name, mutates_args=())
@@ -41,6 +42,7 @@ class Footprint:
         keepable: bytes of what is saved that stands in for a second forward, see `operation`.
         matrix_flops, backward_matrix_flops: floating-point operations of the matrix products of forward and backward.
         elementwise_bytes: read and written in forward by what is neither a matrix product nor attention.
+        choices: bytes of what is saved that is kept always, see `operation`.
         is_skippable: whether forward need not run again for backward, see `operation`.
     """
 
@@ -51,6 +53,7 @@ class Footprint:
     matrix_flops: float = 0
     backward_matrix_flops: float = 0
     elementwise_bytes: int = 0
+    choices: int = 0
     is_skippable: bool = False
 
 

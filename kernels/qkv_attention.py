@@ -51,56 +51,82 @@ def _split_heads(qkv: Tensor, norms: Sequence[Tensor], eps: float, n: int, cos: 
     return [q, k, heads[2].contiguous()]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, backend: str, sparsity: list[int]):
-    """Attention's output and what else its backward needs; `sparsity`: [blocks, their size, window], or []."""
-    if not sparsity:
+def _attend(q, k, v, segments, backend: str, lists, sparsity: list[int]) -> tuple[Tensor, Tensor]:
+    """Attention's output and log-sum-exp; `lists`, and `sparsity` [blocks, their size, window], of sparse attention."""
+    if lists is None:
         return torch.ops.fathom.attention_forward(q, k, v, segments, backend)
-    options = *sparsity, WORKSPACE_BYTES, use_triton("auto", q)
-    return torch.ops.fathom.sparse_attention_forward(q, k, v, segments, None, *options)
+    options = *sparsity[1:], WORKSPACE_BYTES, use_triton("auto", q)
+    return torch.ops.fathom.sparse_attention_forward(q, k, v, segments, lists, *options)
 
 
-def _attend_backward(dout, q, k, v, results, segments, backend: str, sparsity: list[int]):
-    if not sparsity:
-        return torch.ops.fathom.attention_backward(dout, q, k, v, *results, segments, backend)
-    _, *sizes = sparsity
-    options = *sizes, WORKSPACE_BYTES, use_triton("auto", q)
-    return torch.ops.fathom.sparse_attention_backward(dout, q, k, v, *results, segments, *options)
+def _attend_backward(dout, q, k, v, out, lse, segments, backend: str, lists, sparsity: list[int]):
+    if lists is None:
+        return torch.ops.fathom.attention_backward(dout, q, k, v, out, lse, segments, backend)
+    options = *sparsity[1:], WORKSPACE_BYTES, use_triton("auto", q)
+    return torch.ops.fathom.sparse_attention_backward(dout, q, k, v, out, lse, lists, segments, *options)
 
 
-def _head_dims(sparsity: list[int]) -> tuple[int, ...]:
-    """The dimension of each result of `_attend` along which heads lie."""
-    return (2, 2, 2) if sparsity else (2, 1)
+def _heads_of_step(out: Tensor, lse: Tensor, lists: Tensor | None, step: int, steps: int):
+    """Views of one step's output and log-sum-exp ([B, H, T], with lists [B, T, H]), and its lists [B, T, n, blocks]."""
+    lse_dim = 1 if lists is None else 2
+    lists_n = None if lists is None else lists.chunk(steps, 2)[step].contiguous()
+    return out.chunk(steps, 2)[step], lse.chunk(steps, lse_dim)[step], lists_n
 
 
-@operation("fathom::qkv_attention", keepable=True)
-def _qkv_attention(
+@operation("fathom::qkv_select", keepable="choices")
+def _qkv_select(
     x: Tensor, weights: list[Tensor], norms: list[Tensor], eps: float, cos: Tensor, sin: Tensor,
-    segments: Tensor | None, backend: str, sparsity: list[int], n: int,
-) -> list[Tensor]:  # fmt: skip
-    """x [B, T, D] -> what `_attend` returns, of all heads; weights of q, k, v; norms of q, k."""
-    results = _empty_results(x, weights, norms, sparsity)
+    segments: Tensor | None, sparsity: list[int], n: int,
+) -> Tensor:  # fmt: skip
+    """x [B, T, D] -> the blocks that each token chooses, int16 [B, T, G, blocks]."""
+    lists = _empty_lists(x, weights, norms, sparsity)
     steps = len(weights[1]) // len(norms[1]) // n
     for step in range(steps):
+        q, k, _ = _split_heads(F.linear(x, _weight_of_step(weights, step, steps)), norms, eps, n, cos, sin)
+        chosen = torch.ops.fathom.select_blocks(q, k, segments, *sparsity, use_triton("auto", q))
+        lists.chunk(steps, 2)[step].copy_(chosen)
+        del q, k, _, chosen  # before those of the next step are made
+    return lists
+
+
+def _empty_lists(x: Tensor, weights: list[Tensor], norms: list[Tensor], sparsity: list[int]) -> Tensor:
+    return x.new_empty(*x.shape[:2], len(weights[1]) // len(norms[1]), sparsity[0], dtype=torch.int16)
+
+
+@_qkv_select.register_fake
+def _(x, weights, norms, eps, cos, sin, segments, sparsity, n):
+    return _empty_lists(x, weights, norms, sparsity)
+
+
+@operation("fathom::qkv_attention", keepable="results")
+def _qkv_attention(
+    x: Tensor, weights: list[Tensor], norms: list[Tensor], eps: float, cos: Tensor, sin: Tensor,
+    segments: Tensor | None, backend: str, lists: Tensor | None, sparsity: list[int], n: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x [B, T, D] -> attention's output [B, T, H, K] and log-sum-exp; weights of q, k, v; norms of q, k."""
+    out, lse = _empty_outputs(x, weights, norms, lists)
+    steps = len(weights[1]) // len(norms[1]) // n
+    for step in range(steps):
+        out_n, lse_n, lists_n = _heads_of_step(out, lse, lists, step, steps)
         q, k, v = _split_heads(F.linear(x, _weight_of_step(weights, step, steps)), norms, eps, n, cos, sin)
-        parts = _attend(q, k, v, segments, backend, sparsity)
-        for whole, part, dim in zip(results, parts, _head_dims(sparsity)):
-            whole.chunk(steps, dim)[step].copy_(part)
-        del q, k, v, parts, part  # freed before the next step's tensors are made
-    return results
+        parts = _attend(q, k, v, segments, backend, lists_n, sparsity)
+        out_n.copy_(parts[0])
+        lse_n.copy_(parts[1])
+        del q, k, v, parts, lists_n  # before those of the next step are made
+    return out, lse
 
 
-def _empty_results(x: Tensor, weights: list[Tensor], norms: list[Tensor], sparsity: list[int]) -> list[Tensor]:
+def _empty_outputs(
+    x: Tensor, weights: list[Tensor], norms: list[Tensor], lists: Tensor | None
+) -> tuple[Tensor, Tensor]:
     (B, T, _), K = x.shape, len(norms[0])
-    H, G = len(weights[0]) // K, len(weights[1]) // K
-    out = x.new_empty(B, T, H, K)
-    if not sparsity:
-        return [out, x.new_empty(B, H, T, dtype=torch.float32)]
-    return [out, x.new_empty(B, T, H, dtype=torch.float32), x.new_empty(B, T, G, sparsity[0], dtype=torch.int16)]
+    H = len(weights[0]) // K
+    return x.new_empty(B, T, H, K), x.new_empty((B, H, T) if lists is None else (B, T, H), dtype=torch.float32)
 
 
 @_qkv_attention.register_fake
-def _(x, weights, norms, eps, cos, sin, segments, backend, sparsity, n):
-    return _empty_results(x, weights, norms, sparsity)
+def _(x, weights, norms, eps, cos, sin, segments, backend, lists, sparsity, n):
+    return _empty_outputs(x, weights, norms, lists)
 
 
 class _QKVAttention(torch.autograd.Function):
@@ -111,18 +137,18 @@ class _QKVAttention(torch.autograd.Function):
         ctx, x, q_weight, k_weight, v_weight, o_weight, q_norm, k_norm, cos, sin, segments, eps, backend, sparsity, n
     ):
         weights, norms = [q_weight, k_weight, v_weight], [q_norm, k_norm]
-        options = segments, backend, sparsity, n
-        results = torch.ops.fathom.qkv_attention(x, weights, norms, eps, cos, sin, *options)
-        ctx.save_for_backward(x, *weights, o_weight, *norms, cos, sin, *results)
+        heads = x, weights, norms, eps, cos, sin, segments
+        lists = torch.ops.fathom.qkv_select(*heads, sparsity, n) if sparsity else None
+        out, lse = torch.ops.fathom.qkv_attention(*heads, backend, lists, sparsity, n)
+        ctx.save_for_backward(x, *weights, o_weight, *norms, cos, sin, out, lse, lists)
         ctx.segments, ctx.eps, ctx.backend, ctx.sparsity, ctx.n = segments, eps, backend, sparsity, n
-        return F.linear(results[0].flatten(2), o_weight)
+        return F.linear(out.flatten(2), o_weight)
 
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled():
             raise RuntimeError("attention some heads at a time has no second derivative (create_graph=True)")
-        x, *weights, o_weight, q_norm, k_norm, cos, sin = ctx.saved_tensors[:9]
-        results = ctx.saved_tensors[9:]
+        x, *weights, o_weight, q_norm, k_norm, cos, sin, out, lse, lists = ctx.saved_tensors
         steps = len(weights[1]) // len(k_norm) // ctx.n
         norms = [weight.detach().requires_grad_() for weight in (q_norm, k_norm)]
         x_rows, dy_rows = x.flatten(0, 1), dy.flatten(0, 1)
@@ -130,15 +156,14 @@ class _QKVAttention(torch.autograd.Function):
         d_norms = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in norms]
         for step, o_weight_n in enumerate(o_weight.chunk(steps, dim=1)):
             weight = _weight_of_step(weights, step, steps)
-            results_n = [
-                result.chunk(steps, dim)[step].contiguous() for result, dim in zip(results, _head_dims(ctx.sparsity))
-            ]
+            out_n, lse_n, lists_n = _heads_of_step(out, lse, lists, step, steps)
+            kept_n = out_n.contiguous(), lse_n.contiguous()
             qkv = F.linear(x, weight).requires_grad_()
             with torch.enable_grad():
                 heads = _split_heads(qkv, norms, ctx.eps, ctx.n, cos, sin)
-            d_out = (dy @ o_weight_n).view(results_n[0].shape)
+            d_out = (dy @ o_weight_n).view(out_n.shape)
             q, k, v = (head.detach() for head in heads)
-            d_heads = _attend_backward(d_out, q, k, v, results_n, ctx.segments, ctx.backend, ctx.sparsity)
+            d_heads = _attend_backward(d_out, q, k, v, *kept_n, ctx.segments, ctx.backend, lists_n, ctx.sparsity)
             d_qkv, *d_norms_n = torch.autograd.grad(heads, [qkv, *norms], d_heads)
             d_qkv_rows = d_qkv.flatten(0, 1)
             dx_rows.addmm_(d_qkv_rows, weight)
@@ -147,21 +172,10 @@ class _QKVAttention(torch.autograd.Function):
                 d_weight.chunk(steps)[step].copy_(part)
             for d_norm, part in zip(d_norms, d_norms_n):
                 d_norm += part
-            del (
-                qkv,
-                heads,
-                q,
-                k,
-                v,
-                results_n,
-                d_out,
-                d_heads,
-                d_qkv,
-                d_qkv_rows,
-                parts,
-            )  # freed before the next step's tensors are made
+            del qkv, heads, q, k, v, kept_n, lists_n, d_out  # before those of the next step are made
+            del d_heads, d_qkv, d_qkv_rows, parts, part
         d_norms = [d.to(w.dtype) for d, w in zip(d_norms, norms)]
-        return dx_rows.view_as(x), *d_weights, dy_rows.T @ results[0].flatten(0, 1).flatten(1), *d_norms, *[None] * 7
+        return dx_rows.view_as(x), *d_weights, dy_rows.T @ out.flatten(0, 1).flatten(1), *d_norms, *[None] * 7
 
 
 def qkv_attention(
@@ -241,21 +255,26 @@ def qkv_attention_footprint(
     T, steps = num_tokens, 1 if heads_at_a_time is None else num_key_value_heads // heads_at_a_time
     x, q, k = (element_size * size for size in (hidden_size, num_heads * head_dim, num_key_value_heads * head_dim))
     results = q + 4 * num_heads  # the output and the float32 log-sum-exp
-    forward_workspace, workspace = 0, backward_workspace(backend, T, q, k, context_length, longest) // steps
+    choices, forward_workspace, workspace = 0, 0, backward_workspace(backend, T, q, k, context_length, longest) // steps
     if sparsity is not None:
-        results += 2 * num_key_value_heads * sparsity.selected_blocks
+        choices = 2 * num_key_value_heads * sparsity.selected_blocks
         heads = num_heads // steps, num_key_value_heads // steps, head_dim
         _, forward_workspace, workspace = attention_footprint(T, *heads, sparsity, element_size=element_size)[:3]
     if heads_at_a_time is None:
         # q and k before and after their rotation, v, and 1 / rms of each head of q and k; then dout, dq, dk and dv
-        saved = x + 2 * q + 3 * k + results + 4 * (num_heads + num_key_value_heads)
-        forward, backward = max((3 * q + 4 * k) * T, (q + 2 * k + results) * T + forward_workspace), (2 * q + 2 * k) * T
+        saved = x + 2 * q + 3 * k + results + choices + 4 * (num_heads + num_key_value_heads)
+        forward, backward = (
+            max((3 * q + 4 * k) * T, (q + 2 * k + results + choices) * T + forward_workspace),
+            (2 * q + 2 * k) * T,
+        )
     else:
         # Forward holds the whole output, and one step's heads or the projection of all. Backward holds dx
         # and, of one step, qkv, q, k, v, out, dout, dq, dk and dv.
-        saved = x + results
+        saved = x + results + choices
         working = max((3 * q + 4 * k) // steps * T, (2 * q + 2 * k) // steps * T + forward_workspace)
-        forward = max(working + q * T, (results + x) * T)
+        forward = max(working + (q + choices) * T, (results + choices + x) * T)
         backward = (x + (5 * q + 6 * k) // steps) * T
     flops = 2 * hidden_size * (2 * q + 2 * k) // element_size * T
-    return Footprint(saved * T, forward, backward + workspace, results * T, flops, 2 * flops, (4 * q + 4 * k) * T)
+    return Footprint(
+        saved * T, forward, backward + workspace, results * T, flops, 2 * flops, (4 * q + 4 * k) * T, choices * T
+    )

@@ -188,49 +188,39 @@ def _flat(x: Tensor) -> Tensor:
     return x.contiguous().flatten(0, 1)
 
 
-@torch.library.custom_op("fathom::select_blocks", mutates_args=())
+@operation("fathom::select_blocks", keepable="choices")
 def _select_blocks(
-    q: Tensor, k: Tensor, segments: Tensor | None, selected_blocks: int, block_size: int, window: int
-) -> Tensor:
+    q: Tensor, k: Tensor, segments: Tensor | None, selected_blocks: int, block_size: int, window: int,
+    triton_kernels: bool,
+) -> Tensor:  # fmt: skip
+    if not triton_kernels:
+        sizes = {"selected_blocks": selected_blocks, "block_size": block_size, "window": window}
+        return select_blocks_reference(q, k, segments, **sizes)
     layout = make_layout(q, segments, block_size, window)
     return choose_blocks(_flat(q), _flat(k), layout, selected_blocks, SCORES_BYTES).unflatten(0, q.shape[:2])
 
 
 @_select_blocks.register_fake
-def _(q, k, segments, selected_blocks, block_size, window):
+def _(q, k, segments, selected_blocks, block_size, window, triton_kernels):
     return q.new_empty(*k.shape[:3], selected_blocks, dtype=torch.int16)
 
 
-@operation("fathom::sparse_attention_forward", keepable=True)
+@operation("fathom::sparse_attention_forward", keepable="results")
 def _sparse_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, blocks: Tensor | None, selected_blocks: int,
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, lists: Tensor,
     block_size: int, window: int, workspace_bytes: int, triton_kernels: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """out [B, T, H, K], its log-sum-exp [B, T, H] float32, and the lists [B, T, G, selected] int16 it was made with."""
-    layout = make_layout(q, segments, block_size, window)
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out [B, T, H, K] and its log-sum-exp [B, T, H] float32; lists as `select_blocks` returns them."""
     if not triton_kernels:
-        sizes = {"block_size": block_size, "window": window}
-        if blocks is None:
-            lists = select_blocks_reference(q, k, segments, selected_blocks=selected_blocks, **sizes)
-        else:
-            lists = normalise_lists(blocks, layout)
-        return *_reference_forward(q, k, v, lists, segments, **sizes), lists
-    if blocks is None:
-        lists = choose_blocks(_flat(q), _flat(k), layout, selected_blocks, SCORES_BYTES)
-    else:
-        lists = normalise_lists(blocks, layout).flatten(0, 1)
-    out, lse = sparse_forward(_flat(q), _flat(k), _flat(v), lists, layout, workspace_bytes)
-    return out.view(q.shape), lse.view(q.shape[:3]), lists.view(*k.shape[:3], lists.shape[-1])
+        return _reference_forward(q, k, v, lists, segments, block_size, window)
+    layout = make_layout(q, segments, block_size, window)
+    out, lse = sparse_forward(_flat(q), _flat(k), _flat(v), _flat(lists), layout, workspace_bytes)
+    return out.view(q.shape), lse.view(q.shape[:3])
 
 
 @_sparse_attention_forward.register_fake
-def _(q, k, v, segments, blocks, selected_blocks, block_size, window, workspace_bytes, triton_kernels):
-    selected = selected_blocks if blocks is None else blocks.shape[-1]
-    return (
-        q.new_empty(q.shape),
-        q.new_empty(q.shape[:3], dtype=torch.float32),
-        q.new_empty(*k.shape[:3], selected, dtype=torch.int16),
-    )
+def _(q, k, v, segments, lists, block_size, window, workspace_bytes, triton_kernels):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("fathom::sparse_attention_backward", mutates_args=())
@@ -253,16 +243,16 @@ def _(dout, q, k, v, out, lse, lists, segments, block_size, window, workspace_by
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, segments, _, _, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, segments)
-    ctx.mark_non_differentiable(*output[1:])
+    q, k, v, segments, lists, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, lists, segments)
+    ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx, dout, *_):
     if torch.is_grad_enabled():
         raise RuntimeError("sparse_attention has no second derivative (create_graph=True); its reference has")
     gradients = _sparse_attention_backward(dout, *ctx.saved_tensors, *ctx.options)
-    return *gradients, *[None] * 7
+    return *gradients, *[None] * 6
 
 
 _sparse_attention_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -316,10 +306,7 @@ def select_blocks(
     on_triton = use_triton(impl, q_BTHK)
     _check(q_BTHK, k_BTGK, k_BTGK, segments, block_size, window, on_triton)
     q, k = q_BTHK.detach(), k_BTGK.detach()
-    if on_triton:
-        return _select_blocks(q, k, segments, selected_blocks, block_size, window)
-    options = {"selected_blocks": selected_blocks, "block_size": block_size, "window": window}
-    return select_blocks_reference(q, k, segments, **options)
+    return _select_blocks(q, k, segments, selected_blocks, block_size, window, on_triton)
 
 
 def sparse_attention(
@@ -353,8 +340,14 @@ def sparse_attention(
     """
     on_triton = use_triton(impl, q_BTHK)
     _check(q_BTHK, k_BTGK, v_BTGK, segments, block_size, window, on_triton)
+    if blocks is None:
+        lists = _select_blocks(
+            q_BTHK.detach(), k_BTGK.detach(), segments, selected_blocks, block_size, window, on_triton
+        )
+    else:
+        lists = normalise_lists(blocks, make_layout(q_BTHK, segments, block_size, window))
     return _sparse_attention_forward(
-        q_BTHK, k_BTGK, v_BTGK, segments, blocks, selected_blocks, block_size, window, workspace_bytes, on_triton
+        q_BTHK, k_BTGK, v_BTGK, segments, lists, block_size, window, workspace_bytes, on_triton
     )[0]
 
 
@@ -369,6 +362,7 @@ class AttentionFootprint(NamedTuple):
     backward_workspace_bytes: int  # beside dq, dk and dv
     forward_flops: int
     backward_flops: int
+    choice_flops: int  # of forward_flops, those of choosing the blocks
 
 
 @functools.cache
@@ -394,7 +388,7 @@ def attention_footprint(
     token_bytes = slot_bytes_per_token(group, K, S, element_size)
     delta = 4 * T * H
     if not gathered:
-        return AttentionFootprint(kept, 0, delta + 8 * T * G * K, forward_flops, backward_flops)
+        return AttentionFootprint(kept, 0, delta + 8 * T * G * K, forward_flops, backward_flops, scores_flops)
     tokens = min(T, max(64, workspace_bytes // token_bytes))
     heads = max(1, min(G, workspace_bytes // token_bytes // T))
     slots = heads * tokens * token_bytes
@@ -406,4 +400,6 @@ def attention_footprint(
     sums = 8 * heads * T * K + 8 * items * block_size * K  # float32 dk and dv: of all tokens, and of each item
     slots_of_dq = slots - 4 * heads * tokens * S * group  # no log-sum-exps
     scores -= T * (kept - 2 * G * S)  # out and log-sum-exp do not exist yet
-    return AttentionFootprint(kept, max(slots, scores), delta + slots_of_dq + sums, forward_flops, backward_flops)
+    return AttentionFootprint(
+        kept, max(slots, scores), delta + slots_of_dq + sums, forward_flops, backward_flops, scores_flops
+    )

@@ -202,6 +202,7 @@ class Step:
             [0, *accumulate(place == "gpu" for place in places[kind])] for kind in kinds
         )
         input_bytes, results_bytes, rest = self.kept_bytes("input"), self.kept_bytes("results"), self._rest_bytes()
+        choices_bytes = self._footprints(execution)[0].choices
 
         def stage(name: str, layer: int, fetched: list[str], ready: float, working: dict[str, int]) -> Stage:
             """`layer`: those before it keep what they have on the GPU; `ready`: the parameters that have gradients."""
@@ -211,6 +212,7 @@ class Step:
             idle = self._reduction_bytes + int(optimizer.gpu_gradients * (1 - ready)) if self.is_sharded else 0
             sizes["layer inputs"] += (inputs_on_gpu[layer] + fetched.count("input")) * input_bytes
             sizes["attention"] += (results_on_gpu[layer] + fetched.count("results")) * results_bytes
+            sizes["attention"] += (layer - whole_before[layer]) * choices_bytes
             for category, size in rest.items():
                 sizes[category] += whole_before[layer] * size
             return Stage(name, sizes, idle=idle)
@@ -251,17 +253,19 @@ class Step:
         longest = self.documents.longest if self.documents else self.context_length
         return execution.sparsity if execution.sparsity and longest >= execution.sparsity.dense_below else None
 
-    def _attention_flops(self, execution: Execution, documents: PackedDocuments) -> tuple[float, float]:
-        """Floating-point operations of attention in one layer, forward and backward."""
+    def _attention_flops(self, execution: Execution, documents: PackedDocuments) -> tuple[float, float, float]:
+        """Of forward, of a second forward, which chooses nothing, and of backward, in one layer."""
         config, sparsity = self.config, self._sparsity(execution)
         if sparsity is None:
             flops = attention_flops(config.num_attention_heads, config.head_dim, documents.pairs)
-            return flops, BACKWARD_FLOPS * flops
+            return flops, flops, BACKWARD_FLOPS * flops
         # Priced as documents of one length n with as many pairs: tokens * (n + 1) / 2.
         length = max(1, round(2 * documents.pairs / self.tokens - 1))
         heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         footprint = attention_footprint(length, *heads, sparsity)
-        return footprint.forward_flops * self.tokens / length, footprint.backward_flops * self.tokens / length
+        again = footprint.forward_flops - footprint.choice_flops
+        share = self.tokens / length
+        return footprint.forward_flops * share, again * share, footprint.backward_flops * share
 
     def _footprints(self, execution: Execution) -> tuple[Footprint, Footprint]:
         """Footprints of a block's attention and of its MLP under an execution."""
@@ -296,7 +300,7 @@ class Step:
         if placement.is_whole:  # saved: the sum; 3 x: outputs of attention, MLP and block
             forward = {**inputs, "attention": saved, "MLP": x + mlp.saved + 3 * x}
         else:
-            kept = attention.keepable if placement.results != "recompute" else 0
+            kept = attention.choices + (attention.keepable if placement.results != "recompute" else 0)
             # Attention's output, the residual sum and its norm; then the MLP's working memory, or its output and the
             # block's output.
             working = 3 * x + max(mlp.forward, 2 * x)
@@ -335,8 +339,9 @@ class Step:
         documents = self.documents or PackedDocuments.one_each(self.context_length, self.batch_size)
         calls = documents.count if documents.count > self.batch_size and not self._sparsity(execution) else 0
         calls *= config.num_key_value_heads // (execution.heads_at_a_time or config.num_key_value_heads)
-        forward_flops, backward_flops = self._attention_flops(execution, documents)
+        forward_flops, second_flops, backward_flops = self._attention_flops(execution, documents)
         attention_forward = forward_flops / rates.attention_forward_flops + calls / rates.forward_documents
+        attention_again = attention_forward - (forward_flops - second_flops) / rates.attention_forward_flops
         attention_backward = backward_flops / rates.attention_backward_flops + calls / rates.backward_documents
         # A block's two norms, two sums and their copies read and write nine hidden states.
         moved_bytes = 9 * self.kept_bytes("input") + attention.elementwise_bytes + mlp.elementwise_bytes
@@ -353,7 +358,7 @@ class Step:
         for i in placed:
             start, _ = needed_for_backward(placements, i)[0]
             backward += (i - start) * (layer + elementwise)  # blocks run again for this one's input
-            backward += attention_forward * sum(placements[j].results == "recompute" for j in range(start, i + 1))
+            backward += attention_again * sum(placements[j].results == "recompute" for j in range(start, i + 1))
         copies = self.arena_bytes(execution) / rates.link_bytes
         optimizer = self.optimizer(execution)
         loss = linear_cross_entropy_footprint(self.tokens, config.hidden_size, config.vocab_size).matrix_flops

@@ -39,7 +39,8 @@ def apply_execution(model: nn.Module, execution: Execution, arena_bytes: int = 0
         block.self_attn.heads_at_a_time = None if placement.is_whole else execution.heads_at_a_time
         block.mlp.tile_size = None if placement.is_whole else execution.mlp_tile_size
     arena = PinnedArena(arena_bytes, model.embed_tokens.weight.device) if arena_bytes else None
-    apply_placement(model.layers, execution.placements, arena, skips=execution.mlp_tile_size is not None)
+    skips = execution.mlp_tile_size is not None or execution.sparsity is not None
+    apply_placement(model.layers, execution.placements, arena, skips)
 
 
 def apply_placement(
@@ -55,7 +56,8 @@ def apply_placement(
         placements: one a block. `Placement()` for all is gradient checkpointing as it is commonly understood. Whole
             blocks keep their own forward.
         arena: the pinned memory that "host" stands for.
-        skips: whether skippable operations are looked for in backward. Compiled blocks cannot be looked into.
+        skips: whether skippable operations are looked for in backward, and in forward those that choose. Compiled
+            blocks cannot be looked into.
 
     Raises:
         ValueError: placements that do not fit the blocks or each other, or need an arena.
@@ -76,6 +78,9 @@ def apply_placement(
     for layer, block in enumerate(blocks):
         if not placements[layer].is_whole:
             block.forward = functools.partial(placed.run, layer)
+
+
+_KINDS = "results", "choices"  # of what operations declare, see `kernels.common.operation`
 
 
 class _PlacedBlocks:
@@ -103,8 +108,8 @@ class _PlacedBlocks:
             self.on_gpu.clear()
             self.kept_calls.clear()
         self._keep(layer, "input", (x_BTD,))
-        keep = functools.partial(self._keep, layer, "results")
-        with _Interception(keep=keep) if self.placements[layer].results != "recompute" else nullcontext():
+        intercepted = self.placements[layer].results != "recompute" or self.skips
+        with _Interception(keep=functools.partial(self._keep, layer)) if intercepted else nullcontext():
             y_BTD = self.forwards[layer](x_BTD, context)
         if self.copies is not None:
             self.copies.finish_sending()
@@ -118,9 +123,9 @@ class _PlacedBlocks:
         if layer > 0:
             self._fetch(layer - 1)
         x_BTD = self._input(layer, context).detach().requires_grad_()
-        kept = self.on_gpu.pop((layer, "results"), None)
+        kept = {kind: self.on_gpu.pop((layer, kind)) for kind in _KINDS if (layer, kind) in self.on_gpu}
         self.on_gpu.pop((layer, "input"), None)
-        intercepted = kept is not None or self.skips
+        intercepted = kept or self.skips
         with torch.enable_grad(), _Interception(kept=kept, skips=self.skips) if intercepted else nullcontext():
             y_BTD = self.forwards[layer](x_BTD, context)
         root = torch.autograd.graph.get_gradient_edge(y_BTD)
@@ -135,13 +140,13 @@ class _PlacedBlocks:
         for i in range(start, layer):
             if isinstance(self.blocks[i], FSDPModule):
                 self.blocks[i].unshard()  # stays gathered for block i's backward, which follows
-            kept = self.on_gpu.get((i, "results"))
-            with torch.no_grad(), _Interception(kept=kept) if kept is not None else nullcontext():
+            kept = {kind: self.on_gpu[i, kind] for kind in _KINDS if (i, kind) in self.on_gpu}
+            with torch.no_grad(), _Interception(kept=kept) if kept else nullcontext():
                 x_BTD = self.forwards[i](x_BTD, context)
         return x_BTD
 
     def _keep(self, layer: int, name: str, tensors: Sequence[Tensor]) -> None:
-        place = getattr(self.placements[layer], name)
+        place = "gpu" if name == "choices" else getattr(self.placements[layer], name)
         if place == "gpu":
             self.on_gpu.setdefault((layer, name), []).append(tensors)
         elif place == "host":
@@ -179,31 +184,38 @@ class _Interception(TorchDispatchMode):
 
     Kept results are returned in the order of the calls that made them, and all must be asked for. With `skips` a
     skippable operation returns a tensor of its first argument's shape that holds anything.
+
+    Args:
+        keep: is called with "results" or "choices", and the tensors of one call.
+        kept: of each of the two, if any were kept, the tensors of each call.
     """
 
     def __init__(
         self,
         *,
-        keep: Callable[[Sequence[Tensor]], None] | None = None,
-        kept: Sequence[Sequence[Tensor]] | None = None,
+        keep: Callable[[str, Sequence[Tensor]], None] | None = None,
+        kept: dict[str, list[Sequence[Tensor]]] | None = None,
         skips: bool = False,
     ):
         super().__init__()
         self.keep, self.skips = keep, skips
-        self.kept = kept
+        self.kept = {kind: list(calls) for kind, calls in (kept or {}).items()}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
         if name in SKIPPABLE and self.skips:
             return args[0].new_empty(1).expand(args[0].shape)
-        if name in KEEPABLE and self.kept is not None:
-            results, *self.kept = self.kept
-            return tuple(result.detach() for result in results)  # new ones, as autograd writes its graph into them
+        kind = KEEPABLE.get(name)
+        if kind in self.kept:
+            results = [result.detach() for result in self.kept[kind].pop(0)]  # autograd writes its graph into these
+            return results[0] if len(results) == 1 else tuple(results)
         results = func(*args, **(kwargs or {}))
-        if name in KEEPABLE and self.keep is not None:
-            self.keep(results)
+        if kind and self.keep is not None:
+            self.keep(kind, (results,) if isinstance(results, Tensor) else results)
         return results
 
     def __exit__(self, exc_type, exc_value, traceback):
         super().__exit__(exc_type, exc_value, traceback)
-        assert exc_type or not self.kept, "an operation ran less often than in the forward that kept its results"
+        assert exc_type or not any(self.kept.values()), (
+            "an operation ran less often than in the forward that kept its results"
+        )

@@ -176,12 +176,12 @@ def test_under_compile_and_checkpoint(wrap, device):
 @pytest.mark.parametrize("given", [False, True])
 def test_custom_op(given, device):
     q, k, v = (x.requires_grad_() for x in make_qkv(1, 100, 2, 1, 64, fp32, device))
-    blocks = random_lists(q, 1, None, 2, **SMALL) if given else None
-    arguments = (q, k, v, None, blocks, 2, 32, 32, 2**30, True)
+    lists = random_lists(q, 1, None, 2, **SMALL) if given else select_blocks(q, k, selected_blocks=2, **SMALL)
+    arguments = (q, k, v, None, lists, 32, 32, 2**30, True)
     # AOT dispatch is covered by the test of compile; the others run forward once each.
     utils = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.fathom.sparse_attention_forward, arguments, test_utils=utils)
-    out, lse, lists = torch.ops.fathom.sparse_attention_forward(*arguments)
+    out, lse = torch.ops.fathom.sparse_attention_forward(*arguments)
     assert out.requires_grad and not lse.requires_grad and lists.dtype == torch.int16
 
 

@@ -315,6 +315,18 @@ def test_sparse_attention_under_every_placement(name, heads_at_a_time):
     assert (found[1] - expected[1]).abs().max() <= 2e-6 * expected[1].abs().max()
 
 
+@pytest.mark.parametrize("heads_at_a_time", [None, 1])
+def test_blocks_are_chosen_once(heads_at_a_time, monkeypatch):
+    """In forward, whether or not attention's results are kept for backward."""
+    module, chosen = importlib.import_module("kernels.sparse_attention.sparse_attention"), []
+    select = module.select_blocks_reference
+    monkeypatch.setattr(module, "select_blocks_reference", lambda *a, **k: chosen.append(1) or select(*a, **k))
+    for name in ("gpu recompute", "host gpu", "chain"):
+        chosen.clear()
+        run_sparsely(SPARSE, PLACEMENTS[name], heads_at_a_time)
+        assert len(chosen) == 4 * (TINY.num_key_value_heads if heads_at_a_time else 1)
+
+
 def test_sparse_attention_with_all_blocks_is_dense():
     dense, some = run_sparsely(None), run_sparsely(SPARSE)
     whole, short = run_sparsely(SPARSE._replace(selected_blocks=8)), run_sparsely(SPARSE._replace(dense_below=221))

@@ -60,6 +60,7 @@ def own_bytes(step, execution):
         heads = H // groups, G // groups, K
         _, sparse, backward = attention_footprint(step.tokens, *heads, execution.sparsity)[:3]
     return {  # outputs are counted already
+        ops.select_blocks.default: sparse,
         ops.sparse_attention_forward.default: sparse,
         ops.sparse_attention_backward.default: backward,
         ops.attention_backward.default: attention // (G if execution.heads_at_a_time else 1),
