@@ -471,6 +471,7 @@ BAD_FLAGS = [
     (["--attention_type", "nsa"], "not in this version; use full or sparse"),
     (["--selected_blocks", "16"], "selected_blocks has no effect with attention_type full"),
     (["--attention_type", "sparse", "--selected_blocks", "0"], "selected_blocks must be at least 1, got 0"),
+    (["--attention_type", "sparse"], "dense_below 8192 attend to everything; raise the one"),
     (["--attention_backend", "cudnn"], "needs a CUDA device"),
     (["--context_parallel_size", "2"], "only 1 is in this version"),
     (["--memory_budget", "24GB"], "memory_budget has no effect on a CPU"),

@@ -125,7 +125,13 @@ def sparsity_of(flags) -> Sparsity | None:
     for name, value in given.items():
         if value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")
-    return Sparsity(**given)
+    sparsity = Sparsity(**given)
+    if flags.context_length is not None and flags.context_length < sparsity.dense_below:
+        raise UserError(
+            f"attention_type sparse has no effect at context_length {flags.context_length}: documents shorter than "
+            f"dense_below {sparsity.dense_below} attend to everything; raise the one, lower the other, or use full"
+        )
+    return sparsity
 
 
 def step_of(config: TrainConfig, model: Transformer, device: torch.device, documents: PackedDocuments | None) -> Step:

@@ -77,8 +77,9 @@ def _pool_kernel(
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     start = tl.load(block_start_ptr + block).to(tl.int64)
-    whole = tl.load(block_stop_ptr + block) - start == BLOCK
     columns = tl.arange(0, K)
+    # A block's length, as a tensor: Triton 3.9's interpreter takes no scalar as a mask.
+    whole = tl.load(block_stop_ptr + block) - start + tl.zeros([1, K], tl.int64) == BLOCK
     windows: tl.constexpr = BLOCK // STRIDE - 1
     first_row = head * (windows + 1) * num_blocks + block  # of window 0; that of window w is w * num_blocks further
     address = k_ptr + ((start + tl.arange(0, STRIDE)[:, None]) * G + head) * K + columns[None, :]  # [STRIDE, K]
