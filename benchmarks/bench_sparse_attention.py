@@ -306,9 +306,7 @@ class Bench:
                 except Exception as error:  # A configuration that does not fit is a result too.
                     results[name][f"{tuple(config)}: {type(error).__name__}"] = float("inf")
             table = sorted(results[name].items(), key=lambda item: item[1])
-            print_table(
-                f"{name}, {title}", ["rows, warps, stages, tiles, dq transposed", "ms"], [list(row) for row in table]
-            )
+            print_table(f"{name}, {title}", ["rows, warps, stages, tiles", "ms"], [list(row) for row in table])
 
         out, lse = band.band_forward(q, k, v, layout)
         _, delta = band.band_dq(dout, q, k, v, out, lse, layout)
@@ -324,8 +322,7 @@ class Bench:
                 backward, partials = self.gather_backward(work, slots, out, lse, delta, config)
                 return lambda: (backward(), partials())
 
-            configs = GATHER_CONFIGS + [c._replace(dq_transposed=True) for c in GATHER_CONFIGS if c.tiles == 32]
-            compare("gather backward and its partial sums", configs, backward_and_sums, scale)
+            compare("gather backward and its partial sums", GATHER_CONFIGS, backward_and_sums, scale)
         if "band" in parts:
             compare("band forward", BAND_CONFIGS, lambda c: lambda: band.band_forward(q, k, v, layout, c))
             compare("band dq", BAND_CONFIGS, lambda c: lambda: band.band_dq(dout, q, k, v, out, lse, layout, c))

@@ -54,7 +54,6 @@ class TileConfig(NamedTuple):
     num_warps: int
     num_stages: int
     tiles: int = 1  # that a program of a gather kernel goes through at most
-    dq_transposed: bool = False  # how the gather's backward multiplies ds with k
 
 
 def tile_options(config: TileConfig, q: Tensor, group_pad: int, block_size: int) -> dict[str, int]:

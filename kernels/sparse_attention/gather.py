@@ -27,8 +27,8 @@ from kernels.sparse_attention.common import LN_2, LOG2_E, TileConfig, group_cons
 from kernels.sparse_attention.inverse_index import InverseIndex
 from kernels.sparse_attention.layout import EMPTY, Layout
 
-FORWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=1, tiles=32)
-BACKWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=3, tiles=32)
+FORWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=3, tiles=32)
+BACKWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=2, tiles=32)
 
 
 def gather_forward_reference(
@@ -64,7 +64,23 @@ def _load_item(
     start = tl.load(first_entry_ptr + row) + (item - tl.load(first_item_ptr + row)) * CHUNK
     stop = tl.minimum(start + CHUNK, tl.load(first_entry_ptr + row + 1))
     keys = tl.load(block_start_ptr + row % num_blocks).to(tl.int64) + tl.arange(0, BLOCK)
-    return (row // num_blocks).to(tl.int64), keys, start, tl.where(surplus, start, stop)
+    return row // num_blocks, keys, start, tl.where(surplus, start, stop)
+
+
+@triton.jit
+def _load_rows(
+    entries_ptr, i, stop, first_token, kv_head,
+    S: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Rows of q [tokens, G, GROUP] and of the slots for the entries from i on, and which of them count; all [ROWS].
+
+    `first_token` is that of the head's slots: head * tokens slots lie before them.
+    """
+    position, r, mask = query_rows(i, GROUP, GROUP_PAD, BLOCK_T)
+    mask &= position < stop
+    entry = tl.load(entries_ptr + position, mask=position < stop, other=0)
+    token = (first_token + entry // S).to(tl.int64)
+    return (token * G + kv_head) * GROUP + r, entry.to(tl.int64) * GROUP + r, mask
 
 
 @triton.jit(do_not_specialize=["first_token", "num_tokens", "first_head"])
@@ -86,18 +102,15 @@ def _gather_forward_kernel(
     k = tl.load(k_ptr + kv_offsets)
     v = tl.load(v_ptr + kv_offsets)
     for i in range(start, stop, BLOCK_T):
-        position, r, mask = query_rows(i, GROUP, GROUP_PAD, BLOCK_T)  # [ROWS]
-        mask &= position < stop
-        entry = tl.load(entries_ptr + position, mask=position < stop, other=0)
-        token = (first_token + entry // S).to(tl.int64)
-        q_rows = (token * G + kv_head) * GROUP + r
+        q_rows, slot_rows, mask = _load_rows(
+            entries_ptr, i, stop, first_token - head * num_tokens, kv_head, S, G, GROUP, GROUP_PAD, BLOCK_T
+        )
         q = tl.load(q_ptr + q_rows[:, None] * K + columns[None, :], mask=mask[:, None], other=0.0)  # [ROWS, K]
         scores = matmul(q, tl.trans(k)) * (scale * LOG2_E)  # [ROWS, BLOCK]
         maximum = tl.max(scores, 1)
         p = tl.exp2(scores - maximum[:, None])
         total = tl.sum(p, 1)
         out = matmul(p.to(v.dtype), v) * (1 / total)[:, None]  # [ROWS, K]
-        slot_rows = (head * num_tokens * S + entry) * GROUP + r
         tl.store(slots_ptr + slot_rows[:, None] * K + columns[None, :], out.to(q.dtype), mask=mask[:, None])
         tl.store(slot_lse_ptr + slot_rows, (maximum + tl.log2(total)) * LN_2, mask=mask)
 
@@ -108,7 +121,7 @@ def _gather_backward_kernel(
     entries_ptr, first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr,
     first_token, num_tokens, first_head, num_blocks, num_rows, scale,
     S: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr, DQ_TRANSPOSED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     head, keys, start, stop = _load_item(
         first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr, num_blocks, num_rows, CHUNK, BLOCK
@@ -123,11 +136,9 @@ def _gather_backward_kernel(
     dk = tl.zeros([BLOCK, K], tl.float32)
     dv = tl.zeros([BLOCK, K], tl.float32)
     for i in range(start, stop, BLOCK_T):
-        position, r, mask = query_rows(i, GROUP, GROUP_PAD, BLOCK_T)  # [ROWS]
-        mask &= position < stop
-        entry = tl.load(entries_ptr + position, mask=position < stop, other=0)
-        token = (first_token + entry // S).to(tl.int64)
-        q_rows = (token * G + kv_head) * GROUP + r
+        q_rows, slot_rows, mask = _load_rows(
+            entries_ptr, i, stop, first_token - head * num_tokens, kv_head, S, G, GROUP, GROUP_PAD, BLOCK_T
+        )
         q_offsets = q_rows[:, None] * K + columns[None, :]
         q = tl.load(q_ptr + q_offsets, mask=mask[:, None], other=0.0)  # [ROWS, K]
         dout = tl.load(dout_ptr + q_offsets, mask=mask[:, None], other=0.0)
@@ -138,11 +149,8 @@ def _gather_backward_kernel(
         dp = matmul(v, tl.trans(dout))  # [BLOCK, ROWS]
         ds = (p * (dp - delta[None, :]) * scale).to(q.dtype)
         dk += matmul(ds, q)
-        if DQ_TRANSPOSED:  # ds goes to shared memory as it is, and the result is transposed on its way out
-            dq = tl.trans(matmul(tl.trans(k), ds))  # [ROWS, K]
-        else:
-            dq = matmul(tl.trans(ds), k)
-        slot_rows = (head * num_tokens * S + entry) * GROUP + r
+        # ds goes to shared memory as it is, and the result is transposed on its way out.
+        dq = tl.trans(matmul(tl.trans(k), ds))  # [ROWS, K]
         tl.store(slots_ptr + slot_rows[:, None] * K + columns[None, :], dq.to(q.dtype), mask=mask[:, None])
     item = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)[:, None] * K + columns[None, :]
@@ -156,14 +164,13 @@ def item_tokens(config: TileConfig, q: Tensor, k: Tensor, block_size: int) -> in
     return config.tiles * tile_options(config, q, group_pad, block_size)["BLOCK_T"]
 
 
-def _launch(kernel, config, tensors, q, k, index, layout, heads, tokens, selected, **options):
+def _launch(kernel, config, tensors, q, k, index, layout, heads, tokens, selected):
     constants = group_constants(q, k.shape[1])
     tile = tile_options(config, q, constants["GROUP_PAD"], layout.block_size)
     kernel[(len(index.item_row),)](
         *tensors, index.entries, index.first_entry, index.first_item, index.item_row, layout.block_start,
         tokens.start, len(tokens), heads.start, layout.num_blocks, len(heads) * layout.num_blocks,
         1 / math.sqrt(q.shape[-1]), S=selected, BLOCK=layout.block_size, CHUNK=index.chunk, **constants, **tile,
-        **options,
     )  # fmt: skip
 
 
@@ -190,6 +197,6 @@ def gather_backward(
     )  # fmt: skip
     _launch(
         _gather_backward_kernel, config, (dout, q, k, v, lse, delta, slots, partial), q, k, index, layout, heads,
-        tokens, slots.shape[2], DQ_TRANSPOSED=config.dq_transposed,
+        tokens, slots.shape[2],
     )  # fmt: skip
     return partial

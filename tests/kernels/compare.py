@@ -33,11 +33,11 @@ def outputs_and_gradients(function, inputs):
     return [*outputs, *torch.autograd.grad(outputs, inputs, arriving)]
 
 
-def compare_with_float64(reference, function, inputs):
+def compare_with_float64(reference, function, inputs, units=0.5):
     """Every output and gradient of `function` is no further from float64 than twice `reference` in the same dtype is.
 
-    And half a unit in the last place, which the reference may luckily do without in a tensor of few elements. Triton's
-    interpreter truncates to bfloat16 where a GPU rounds to nearest: there it may be two units.
+    And half a unit in the last place (`units`), which the reference may luckily do without in a tensor of few elements.
+    Triton's interpreter truncates to bfloat16 where a GPU rounds to nearest: there it may be two units.
     """
     exact = outputs_and_gradients(lambda *tensors: reference(*(t.double() for t in tensors)), inputs)
     plain = outputs_and_gradients(reference, inputs)
@@ -45,6 +45,6 @@ def compare_with_float64(reference, function, inputs):
     for i, (e, p, o) in enumerate(zip(exact, plain, ours)):
         assert o.dtype == p.dtype and o.shape == p.shape
         error, plain_error = (o.double() - e).abs().max(), (p.double() - e).abs().max()
-        units = 2 if o.dtype == torch.bfloat16 and not o.is_cuda else 0.5
-        allowed = 2 * plain_error + units * torch.finfo(o.dtype).eps * e.abs().max() + 1e-6
+        more = 2 if o.dtype == torch.bfloat16 and not o.is_cuda else units
+        allowed = 2 * plain_error + more * torch.finfo(o.dtype).eps * e.abs().max() + 1e-6
         assert error <= allowed, f"output or gradient {i}: error {error:.3g}, allowed {allowed:.3g}"

@@ -10,7 +10,7 @@ from tests.kernels.ahead_of_time import KernelToCompile, compile_kernel
 HEADS = {"G": 8, "GROUP": 4, "GROUP_PAD": 4, "K": 128}
 TILE = {"BLOCK": 64, "BLOCK_T": 16}
 _INTS = (
-    "first_token num_tokens first_head num_heads num_blocks num_tiles tile_tokens num_rows num_items width num_queries "
+    "first_token num_tokens first_head num_heads num_blocks num_rows num_items width num_queries "
     "first_query_block head_elements"
 )
 TYPES = {
@@ -19,19 +19,15 @@ TYPES = {
     **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "dout_ptr", "slots_ptr", "pooled_ptr"), "*bf16"),
     **dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr"), "*bf16"),
     **dict.fromkeys(("lse_ptr", "delta_ptr", "slot_lse_ptr", "partial_ptr", "total_ptr", "scores_ptr"), "*fp32"),
-    **dict.fromkeys(("blocks_ptr", "rank_ptr"), "*i16"),
+    **dict.fromkeys(("blocks_ptr",), "*i16"),
 }
 GATHER = HEADS | TILE | {"S": 32, "CHUNK": 512}
 BAND = HEADS | TILE | {"WINDOW": 8}
 LISTS = {"S": 32, "BLOCK_S": 32, "EMPTY": 32767}
 KERNELS_TO_COMPILE = {
-    "inverse_index": [
-        ("_rank_kernel", LISTS | {"BLOCK_TILES": 8}, {"num_warps": 1}),
-        ("_scatter_kernel", LISTS | {"BLOCK_T": 32}, {}),
-    ],
     "gather": [
-        ("_gather_forward_kernel", GATHER, {"num_stages": 1}),
-        ("_gather_backward_kernel", GATHER | {"DQ_TRANSPOSED": False}, {"num_stages": 3}),
+        ("_gather_forward_kernel", GATHER, {"num_stages": 3}),
+        ("_gather_backward_kernel", GATHER, {"num_stages": 2}),
     ],
     "combine": [
         ("_combine_kernel", HEADS | LISTS | {"BLOCK_T": 4, "WEIGHTED": True}, {}),

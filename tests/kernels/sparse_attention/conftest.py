@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kernels.sparse_attention import combine, common, inverse_index
+from kernels.sparse_attention import combine, common
 
 
 @pytest.fixture(autouse=True)
@@ -10,4 +10,3 @@ def larger_tiles_in_the_interpreter(monkeypatch):
     if not torch.cuda.is_available():
         monkeypatch.setattr(combine, "ROWS", 256)
         monkeypatch.setattr(common, "FLOAT32_ROWS", 64)
-        monkeypatch.setattr(inverse_index, "TILES_AT_A_TIME", 64)

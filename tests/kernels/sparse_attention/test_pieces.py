@@ -7,7 +7,7 @@ import torch
 
 from kernels.sparse_attention.combine import combine, combine_reference
 from kernels.sparse_attention.common import TileConfig
-from kernels.sparse_attention.gather import gather_backward, gather_forward, gather_forward_reference, item_tokens
+from kernels.sparse_attention.gather import gather_forward, gather_forward_reference, item_tokens
 from kernels.sparse_attention.inverse_index import build_inverse_index, inverse_index_reference
 from kernels.sparse_attention.layout import EMPTY, make_layout, normalise_lists
 from kernels.sparse_attention.selection import (
@@ -86,24 +86,6 @@ def test_gather_and_combine(group, device):
     torch.testing.assert_close((whole_out[rows, group_heads], whole_lse[rows, group_heads]), expected)
     whole_out[rows, group_heads] = out[rows, group_heads]
     assert torch.equal(whole_out, out)  # nothing else was touched
-
-
-def test_both_products_of_dq_are_one(device):
-    heads, tokens, S = range(1), range(100, 230), 3
-    q, k, v, dout = (random(300, n, 64, seed=i, device=device) for i, n in enumerate((4, 2, 2, 4)))
-    lse, delta = (random(300, 4, seed=i, device=device) for i in (8, 9))
-    layout = make_layout(q[None], None, **SMALL)
-    blocks = random_lists(q[None], 2, None, S, **SMALL)[0]
-    config = TileConfig(rows=32, num_warps=4, num_stages=1, tiles=2)
-    index = build_inverse_index(blocks, layout, heads, tokens, item_tokens(config, q, k, 32))
-    found = []
-    for transposed in (False, True):
-        slots = q.new_zeros(1, len(tokens), S, 2, 64)
-        config = config._replace(dq_transposed=transposed)
-        partial = gather_backward(dout, q, k, v, lse, delta, slots, index, layout, heads, tokens, config)
-        found.append((slots, partial[:, : index.first_item[-1]]))
-    torch.testing.assert_close(found[0], found[1])
-    assert found[0][0].any()
 
 
 @pytest.mark.parametrize("block_size", [32, 64])

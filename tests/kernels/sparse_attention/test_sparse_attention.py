@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from kernels.attention import attention_reference
-from kernels.sparse_attention import band, combine, gather, inverse_index, selection
+from kernels.sparse_attention import band, combine, gather, selection
 from kernels.sparse_attention.layout import EMPTY, make_layout
 from kernels.sparse_attention.sparse_attention import (
     select_blocks,
@@ -28,8 +28,9 @@ SMALL = {"block_size": 32, "window": 32}
 def compare_on_lists(q, k, v, segments, blocks, sizes, **options):
     compare_with_float64(
         lambda *x: sparse_attention_reference(*x, blocks, segments, **sizes),
-        lambda *x: sparse_attention(*x, segments, blocks=blocks, impl="triton", **sizes, **options),
+        lambda *x: sparse_attention(*x, segments, blocks=blocks, impl="triton", **sizes),
         [q, k, v],
+        **options,
     )
 
 
@@ -115,7 +116,8 @@ def test_a_block_chosen_by_all(device, poisoned_memory):
 def test_extreme_logits(scale, device):
     q, k, v = make_qkv(1, 150, 2, 1, 64, fp32, device)
     blocks = random_lists(q, 1, None, 2, **SMALL)
-    compare_on_lists(q * scale, k, v, None, blocks, SMALL)
+    # Logits of up to 4 * scale are rounded to as many units in the last place of 1, and so is their log-sum-exp.
+    compare_on_lists(q * scale, k, v, None, blocks, SMALL, units=8 * scale + 0.5)
 
 
 def test_ranges_of_heads_and_tokens_change_nothing_but_the_order_of_sums(device, poisoned_memory):
@@ -127,8 +129,10 @@ def test_ranges_of_heads_and_tokens_change_nothing_but_the_order_of_sums(device,
         )
         for w in (2**30, 250_000)
     )
-    assert torch.equal(whole[0], ranges[0]) and torch.equal(whole[1], ranges[1])  # out and dq
-    for expected, found in zip(whole[2:], ranges[2:]):
+    # In the interpreter NumPy multiplies, which rounds a row by its place among the others.
+    if device.type == "cuda":
+        assert torch.equal(whole[0], ranges[0]) and torch.equal(whole[1], ranges[1])  # out and dq
+    for expected, found in zip(whole, ranges):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -234,9 +238,9 @@ class _Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in given:
                 self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.storages = {key: value for key, value in self.storages.items() if not value[0].expired()}
         self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self.storages.values()))
@@ -252,7 +256,7 @@ class _NoLaunch:
 def test_footprint_is_what_is_allocated(workspace_bytes, monkeypatch):
     """Launches are left out, so that 8,192 tokens take no time; what is allocated does not depend on the lists."""
     T, H, G, K = 8192, 8, 2, 64
-    for module in (band, combine, gather, inverse_index, selection):
+    for module in (band, combine, gather, selection):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, _NoLaunch())
     monkeypatch.setattr(sparse, "SCORES_BYTES", 2**21)
