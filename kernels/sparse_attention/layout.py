@@ -5,6 +5,7 @@ ceil(L / block_size) of them, counted from its first token, the last of which ma
 tokens and blocks of 64, block_start is [0, 64, 100], block_stop [64, 100, 130] and first_block [0, 0, 2].
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -38,15 +39,23 @@ class Layout(NamedTuple):
 
 
 def make_layout(q: Tensor, segments: Tensor | None, block_size: int, window: int) -> Layout:
-    """Tables on q's device; q is [B, T, ...] and segments [S, 3] (row, start, stop) on the CPU, or None."""
-    B, T = q.shape[:2]
-    if segments is None:
+    """Tables on q's device; q is [B, T, ...] and segments [S, 3] (row, start, stop) on the CPU, or None.
+
+    All layers of a step share their batch's tables: those of the last few batches are kept, 4 bytes a token.
+    """
+    documents = None if segments is None else segments.long().contiguous().numpy().tobytes()
+    return _make_layout(q.shape[0], q.shape[1], documents, q.device, block_size, window)
+
+
+@functools.lru_cache(maxsize=4)
+def _make_layout(B: int, T: int, documents: bytes | None, device: torch.device, block_size: int, window: int) -> Layout:
+    if documents is None:
         start = torch.arange(B) * T
         length = torch.full((B,), T)
     else:
-        start = (segments[:, 0] * T + segments[:, 1]).long()
-        start, order = start.sort()
-        length = (segments[:, 2] - segments[:, 1]).long()[order]
+        row, start, stop = torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, 3).unbind(1)
+        start, order = (row * T + start).sort()
+        length = (row * T + stop)[order] - start
     window_blocks = window // block_size
     num_blocks = (length + block_size - 1) // block_size  # [documents]
     if num_blocks.max() > LONGEST_DOCUMENT:
@@ -68,7 +77,7 @@ def make_layout(q: Tensor, segments: Tensor | None, block_size: int, window: int
 
     index_of_block = repeat(num_blocks, total)[1].int()
     # From here on everything is computed on the device, from one small copy.
-    table = torch.stack([start, length, num_blocks, first_block, num_extra, first_extra]).to(q.device)
+    table = torch.stack([start, length, num_blocks, first_block, num_extra, first_extra]).to(device)
     start, length, num_blocks, first_block, num_extra, first_extra = table
     document, index = repeat(num_blocks, total)
     block_start = start[document] + index * block_size
