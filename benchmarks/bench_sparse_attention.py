@@ -188,11 +188,12 @@ class Bench:
         add("  scores", lambda: self.all_scores(None), self.score_flops, self.score_bytes)
         add("  top-k", self.top_blocks_of_random_scores(), num_bytes=self.score_bytes)
 
-        work = [(heads, t) for heads, ts in work_ranges(layout, q, self.G, self.selected, workspace_bytes) for t in ts]
+        work = self.work(workspace_bytes)
         chunk = gather.item_tokens(gather.FORWARD_CONFIG, q, k, 64)
+        by_heads = work_ranges(layout, q, self.G, self.selected, workspace_bytes)
         add(
             f"inverse index ({len(work)} ranges)",
-            lambda: [inverse_index.build_inverse_index(lists, layout, *w, chunk) and None for w in work],
+            lambda: [inverse_index.build_inverse_index(lists, layout, *w, chunk) and None for w in by_heads],
             num_bytes=lists.nbytes * 2 + lists.numel() * 8,
         )
         add("band forward", lambda: band.band_forward(q, k, v, layout), 2 * self.band_flops)
@@ -253,6 +254,10 @@ class Bench:
 
         return run
 
+    def work(self, workspace_bytes: int) -> list[tuple[range, range]]:
+        by_heads = work_ranges(self.layout, self.q, self.G, self.selected, workspace_bytes)
+        return [(heads, tokens) for heads, token_ranges in by_heads for tokens in token_ranges]
+
     def gather_forward(self, work, slots, slot_lse, config):
         indices = self.indices(work, config)
         arguments = (self.q, self.k, self.v)
@@ -291,7 +296,8 @@ class Bench:
 
     def indices(self, work, config):
         chunk = gather.item_tokens(config, self.q, self.k, 64)
-        return [inverse_index.build_inverse_index(self.lists, self.layout, *w, chunk) for w in work]
+        by_heads = [(heads, [t for h, t in work if h == heads]) for heads in dict.fromkeys(h for h, _ in work)]
+        return [i for w in by_heads for i in inverse_index.build_inverse_index(self.lists, self.layout, *w, chunk)]
 
     def tune(self, title: str, parts: list[str], workspace_bytes: int) -> dict[str, dict[str, float]]:
         """Milliseconds of each configuration, gather kernels over one range of heads only and scaled to all."""

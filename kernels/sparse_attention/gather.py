@@ -69,18 +69,19 @@ def _load_item(
 
 @triton.jit
 def _load_rows(
-    entries_ptr, i, stop, first_token, kv_head,
+    entries_ptr, i, stop, first_token, before_head, kv_head,
     S: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Rows of q [tokens, G, GROUP] and of the slots for the entries from i on, and which of them count; all [ROWS].
 
-    `first_token` is that of the head's slots: head * tokens slots lie before them.
+    An entry is a place in the lists [heads, tokens, S]: those of `before_head` tokens lie before this head's, and those
+    of `first_token` tokens before the slots.
     """
     position, r, mask = query_rows(i, GROUP, GROUP_PAD, BLOCK_T)
     mask &= position < stop
     entry = tl.load(entries_ptr + position, mask=position < stop, other=0)
-    token = (first_token + entry // S).to(tl.int64)
-    return (token * G + kv_head) * GROUP + r, entry.to(tl.int64) * GROUP + r, mask
+    token = (entry // S - before_head).to(tl.int64)
+    return (token * G + kv_head) * GROUP + r, (entry - first_token * S).to(tl.int64) * GROUP + r, mask
 
 
 @triton.jit(do_not_specialize=["first_token", "num_tokens", "first_head"])
@@ -103,7 +104,7 @@ def _gather_forward_kernel(
     v = tl.load(v_ptr + kv_offsets)
     for i in range(start, stop, BLOCK_T):
         q_rows, slot_rows, mask = _load_rows(
-            entries_ptr, i, stop, first_token - head * num_tokens, kv_head, S, G, GROUP, GROUP_PAD, BLOCK_T
+            entries_ptr, i, stop, first_token, head * num_tokens, kv_head, S, G, GROUP, GROUP_PAD, BLOCK_T
         )
         q = tl.load(q_ptr + q_rows[:, None] * K + columns[None, :], mask=mask[:, None], other=0.0)  # [ROWS, K]
         scores = matmul(q, tl.trans(k)) * (scale * LOG2_E)  # [ROWS, BLOCK]
@@ -137,7 +138,7 @@ def _gather_backward_kernel(
     dv = tl.zeros([BLOCK, K], tl.float32)
     for i in range(start, stop, BLOCK_T):
         q_rows, slot_rows, mask = _load_rows(
-            entries_ptr, i, stop, first_token - head * num_tokens, kv_head, S, G, GROUP, GROUP_PAD, BLOCK_T
+            entries_ptr, i, stop, first_token, head * num_tokens, kv_head, S, G, GROUP, GROUP_PAD, BLOCK_T
         )
         q_offsets = q_rows[:, None] * K + columns[None, :]
         q = tl.load(q_ptr + q_offsets, mask=mask[:, None], other=0.0)  # [ROWS, K]
@@ -169,7 +170,7 @@ def _launch(kernel, config, tensors, q, k, index, layout, heads, tokens, selecte
     tile = tile_options(config, q, constants["GROUP_PAD"], layout.block_size)
     kernel[(len(index.item_row),)](
         *tensors, index.entries, index.first_entry, index.first_item, index.item_row, layout.block_start,
-        tokens.start, len(tokens), heads.start, layout.num_blocks, len(heads) * layout.num_blocks,
+        tokens.start, layout.num_tokens, heads.start, layout.num_blocks, len(heads) * layout.num_blocks,
         1 / math.sqrt(q.shape[-1]), S=selected, BLOCK=layout.block_size, CHUNK=index.chunk, **constants, **tile,
     )  # fmt: skip
 

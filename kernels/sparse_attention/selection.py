@@ -156,7 +156,6 @@ def _top_blocks_kernel(
     scores_ptr, blocks_ptr, block_start_ptr, block_stop_ptr, first_block_ptr,
     first_query_block, first_head, num_queries, width: tl.constexpr,
     S: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr,
-    PARTS: tl.constexpr,
 ):  # fmt: skip
     """The S-th highest score by bisection of the scores' bits, whose order is that of the (positive) scores."""
     head = tl.program_id(1).to(tl.int64)
@@ -171,18 +170,18 @@ def _top_blocks_kernel(
     candidate = inside[:, None] & (j >= 1) & (j < left[:, None])  # [BLOCK_T, width]
     scores = tl.load(scores_ptr + (head * num_queries + query)[:, None] * width + j, mask=candidate, other=0.0)
     key = tl.where(candidate, scores.to(tl.int32, bitcast=True), -1)
-    # Of PARTS parts of a row, S or more, each has a key at or above the lowest of the parts' maxima.
-    parts = tl.max(tl.reshape(key, [BLOCK_T, width // PARTS, PARTS], can_reorder=True), 1)
-    too_high = tl.max(parts, 1) + 1  # fewer than S keys are at or above it
-    threshold = tl.maximum(tl.min(parts, 1), 0) if PARTS >= S else tl.zeros([BLOCK_T], tl.int32)  # S or all are
-    reached = tl.sum((key >= threshold[:, None]).to(tl.int32), 1)  # keys at or above the threshold
-    # A row is resolved once exactly S keys are at or above its threshold, or S - 1 or fewer above it.
-    while tl.max(((reached > S) & (too_high - threshold > 1)).to(tl.int32), 0) > 0:
-        middle = threshold + (too_high - threshold) // 2
-        count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
-        too_high = tl.where(count >= S, too_high, middle)
-        threshold = tl.where(count >= S, middle, threshold)
+    threshold = tl.zeros([BLOCK_T], tl.int32)  # the highest with at least S keys at or above it, or 0
+    reached = tl.sum(candidate.to(tl.int32), 1)  # keys at or above the threshold
+    bit = 30
+    unresolved = 1
+    while (bit >= 0) & (unresolved > 0):
+        higher = threshold | (1 << bit)
+        count = tl.sum((key >= higher[:, None]).to(tl.int32), 1)
+        threshold = tl.where(count >= S, higher, threshold)
         reached = tl.where(count >= S, count, reached)
+        # A row is resolved once exactly S keys are at or above its threshold: lower bits cannot change the choice.
+        unresolved = tl.max((reached > S).to(tl.int32), 0)
+        bit -= 1
     above = key > threshold[:, None]
     equal = (key == threshold[:, None]).to(tl.int32)
     room = S - tl.sum(above.to(tl.int32), 1)
@@ -228,8 +227,7 @@ def top_blocks(scores: Tensor, blocks: Tensor, layout: Layout, heads: range, que
     _top_blocks_kernel[(triton.cdiv(num_queries, block_t), len(heads))](
         scores, blocks, layout.block_start, layout.block_stop, layout.first_block, query_blocks.start, heads.start,
         num_queries, width, S=blocks.shape[-1], G=blocks.shape[1], BLOCK=layout.block_size, BLOCK_T=block_t,
-        WINDOW=layout.window_blocks, PARTS=min(width, max(32, triton.next_power_of_2(blocks.shape[-1]))),
-        num_warps=max(1, min(16, width // TOPK_ELEMENTS)),
+        WINDOW=layout.window_blocks, num_warps=max(1, min(16, width // TOPK_ELEMENTS)),
     )  # fmt: skip
 
 

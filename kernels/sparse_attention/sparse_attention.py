@@ -29,7 +29,7 @@ from kernels.sparse_attention.gather import (
     gather_forward,
     item_tokens,
 )
-from kernels.sparse_attention.inverse_index import build_inverse_index
+from kernels.sparse_attention.inverse_index import SORT_BYTES, build_inverse_index
 from kernels.sparse_attention.layout import EMPTY, Layout, make_layout, normalise_lists
 from kernels.sparse_attention.selection import (
     WINDOW_STRIDE,
@@ -150,13 +150,14 @@ def sparse_forward(
     (_, H, K), G, S = q.shape, k.shape[1], blocks.shape[-1]
     out, lse = band_forward(q, k, v, layout)
     for heads, token_ranges in work_ranges(layout, q, G, S, workspace_bytes):
-        for tokens in token_ranges:
-            index = build_inverse_index(blocks, layout, heads, tokens, item_tokens(config, q, k, layout.block_size))
+        indices = build_inverse_index(blocks, layout, heads, token_ranges, item_tokens(config, q, k, layout.block_size))
+        for tokens, index in zip(token_ranges, indices):
             slots = q.new_empty(len(heads), len(tokens), S, H // G, K)
             slot_lse = lse.new_empty(slots.shape[:-1])
             gather_forward(q, k, v, slots, slot_lse, index, layout, heads, tokens, config)
             combine(out, lse, slots, slot_lse, blocks, heads, tokens)
-            del index, slots, slot_lse  # before the next range's
+            del slots, slot_lse  # before the next range's
+        del indices  # before those of the next heads
     return out, lse
 
 
@@ -170,13 +171,14 @@ def sparse_backward(
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     for heads, token_ranges in work_ranges(layout, q, G, S, workspace_bytes):
         total = torch.zeros(2, len(heads), N, K, dtype=torch.float32, device=q.device)
-        for tokens in token_ranges:
-            index = build_inverse_index(blocks, layout, heads, tokens, item_tokens(config, q, k, layout.block_size))
+        indices = build_inverse_index(blocks, layout, heads, token_ranges, item_tokens(config, q, k, layout.block_size))
+        for tokens, index in zip(token_ranges, indices):
             slots = q.new_empty(len(heads), len(tokens), S, H // G, K)
             partial = gather_backward(dout, q, k, v, lse, delta, slots, index, layout, heads, tokens, config)
             add_slots(dq, slots, blocks, heads, tokens)
             add_partials(total, partial, index.first_item, layout)
-            del index, slots, partial  # before the next range's
+            del slots, partial  # before the next range's
+        del indices
         if len(layout.extra_block):
             add_partials(total, *band_dkv_extra(dout, q, k, v, lse, delta, layout, heads), layout)
         band_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads)
@@ -352,8 +354,8 @@ def sparse_attention(
 
 
 def slot_bytes_per_token(group: int, K: int, selected: int, element_size: int) -> int:
-    """Of one key/value head: a slot's partial output or dq, its log-sum-exp, and its entry in the inverse index."""
-    return selected * (group * (K * element_size + 4) + 4)
+    """Of one key/value head: a slot's partial output or dq, and its log-sum-exp."""
+    return selected * group * (K * element_size + 4)
 
 
 class AttentionFootprint(NamedTuple):
@@ -391,15 +393,21 @@ def attention_footprint(
         return AttentionFootprint(kept, 0, delta + 8 * T * G * K, forward_flops, backward_flops, scores_flops)
     tokens = min(T, max(64, workspace_bytes // token_bytes))
     heads = max(1, min(G, workspace_bytes // token_bytes // T))
-    slots = heads * tokens * token_bytes
+    slots, entries = heads * tokens * token_bytes, heads * T * S
     width = score_columns(num_blocks - 1, window_blocks)
     query_blocks = min(num_blocks, max(1, SCORES_BYTES // (4 * block_size * width * G)))
     scores = 4 * query_blocks * block_size * width * G + (windows + 1) * num_blocks * G * K * element_size
     chunk = BACKWARD_CONFIG.tiles * min(block_size, BACKWARD_CONFIG.rows // triton.next_power_of_2(group))
     items = heads * num_blocks + heads * tokens * S // chunk
-    sums = 8 * heads * T * K + 8 * items * block_size * K  # float32 dk and dv: of all tokens, and of each item
+    partials = 8 * items * block_size * K  # float32 dk and dv of each item
     slots_of_dq = slots - 4 * heads * tokens * S * group  # no log-sum-exps
     scores -= T * (kept - 2 * G * S)  # out and log-sum-exp do not exist yet
+    sorting, totals = SORT_BYTES * entries, delta + 8 * heads * T * K  # of float32 dk and dv
     return AttentionFootprint(
-        kept, max(slots, scores), delta + slots_of_dq + sums, forward_flops, backward_flops, scores_flops
+        kept,
+        max(slots + 4 * entries, sorting, scores),
+        totals + max(slots_of_dq + 4 * entries + partials, sorting),
+        forward_flops,
+        backward_flops,
+        scores_flops,
     )

@@ -53,7 +53,7 @@ KERNELS_TO_COMPILE = {
         ),
         (
             "_top_blocks_kernel",
-            {"width": 2048, "S": 32, "G": 8, "BLOCK": 64, "BLOCK_T": 1, "WINDOW": 8, "PARTS": 32},
+            {"width": 2048, "S": 32, "G": 8, "BLOCK": 64, "BLOCK_T": 1, "WINDOW": 8},
             {"num_warps": 1},
         ),
     ],

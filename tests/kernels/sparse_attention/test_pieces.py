@@ -14,6 +14,7 @@ from kernels.sparse_attention.selection import (
     choose_blocks,
     pool,
     pool_reference,
+    ranges,
     score_blocks,
     score_width,
     scores_reference,
@@ -48,28 +49,31 @@ def test_lists_are_normalised(device):
     assert normal[0, 0, 0].tolist() == [EMPTY] * 6
 
 
-@pytest.mark.parametrize(("heads", "tokens"), [(range(0, 3), range(0, 600)), (range(1, 2), range(37, 511))])
-def test_inverse_index(heads, tokens, device, poisoned_memory):
+@pytest.mark.parametrize(("heads", "num_tokens"), [(range(0, 3), 600), (range(1, 2), 250)])
+def test_inverse_index(heads, num_tokens, device, poisoned_memory):
     layout = make_layout(torch.empty(2, 300, 0, device=device), SEGMENTS, **SMALL)
     blocks = random_lists(torch.empty(2, 300, 0, device=device), 3, SEGMENTS, 3, **SMALL).flatten(0, 1)
-    index = build_inverse_index(blocks, layout, heads, tokens, chunk=20)
-    expected = inverse_index_reference(blocks, layout, heads, tokens)
-    first = index.first_entry.tolist()
-    assert [index.entries[a:b].tolist() for a, b in itertools.pairwise(first)] == expected
-    items = [-(-len(row) // 20) for row in expected]
-    assert index.first_item.diff().tolist() == items and sum(items) <= len(index.item_row)
-    item_row = [row for row, count in enumerate(items) for _ in range(count)]
-    assert index.item_row.tolist() == item_row + [len(expected)] * (len(index.item_row) - len(item_row))
+    token_ranges = ranges(600, num_tokens)
+    indices = build_inverse_index(blocks, layout, heads, token_ranges, chunk=20)
+    all_expected = inverse_index_reference(blocks, layout, heads, token_ranges)
+    for index, expected in zip(indices, all_expected, strict=True):
+        first = index.first_entry.tolist()
+        assert [index.entries[a:b].tolist() for a, b in itertools.pairwise(first)] == expected
+        items = [-(-len(row) // 20) for row in expected]
+        assert index.first_item.diff().tolist() == items and sum(items) <= len(index.item_row)
+        item_row = [row for row, count in enumerate(items) for _ in range(count)]
+        assert index.item_row.tolist() == item_row + [len(expected)] * (len(index.item_row) - len(item_row))
 
 
 @pytest.mark.parametrize("group", [1, 3, 4])
 def test_gather_and_combine(group, device):
-    heads, tokens, S = range(1, 2), range(100, 230), 3
+    heads, tokens, S = range(1, 2), range(100, 200), 3
     q, k, v = (x[0] for x in make_qkv(1, 300, 2 * group, 2, 64, torch.float32, device))
     layout = make_layout(q[None], None, **SMALL)
     blocks = random_lists(q[None], 2, None, S, **SMALL)[0]
     config = TileConfig(rows=32, num_warps=4, num_stages=1, tiles=2)
-    index = build_inverse_index(blocks, layout, heads, tokens, item_tokens(config, q, k, 32))
+    token_ranges = ranges(300, 100)
+    index = build_inverse_index(blocks, layout, heads, token_ranges, item_tokens(config, q, k, 32))[1]
     slots, slot_lse = gather_forward_reference(q, k, v, blocks, layout, heads, tokens)
     ours, ours_lse = torch.full_like(slots, float("nan")), torch.full_like(slot_lse, float("nan"))
     gather_forward(q, k, v, ours, ours_lse, index, layout, heads, tokens, config)

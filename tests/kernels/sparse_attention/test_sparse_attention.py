@@ -252,7 +252,7 @@ class _NoLaunch:
         return lambda *args, **kwargs: None
 
 
-@pytest.mark.parametrize("workspace_bytes", [2**20, 2**23, 2**30], ids=["1 MiB", "8 MiB", "1 GiB"])
+@pytest.mark.parametrize("workspace_bytes", [2**22, 2**23, 2**30], ids=["4 MiB", "8 MiB", "1 GiB"])
 def test_footprint_is_what_is_allocated(workspace_bytes, monkeypatch):
     """Launches are left out, so that 8,192 tokens take no time; what is allocated does not depend on the lists."""
     T, H, G, K = 8192, 8, 2, 64
