@@ -12,6 +12,13 @@ at 80, so that a sum over 16 heads stays finite. Chosen are the highest scores, 
 order, hence the same list in every run. Scores exist for a range of tokens at a time, float32 [heads, tokens, blocks].
 
 Score and sum follow InfLLM-V2 (arXiv 2509.24663), whose windows also straddle blocks.
+
+NSA (arXiv 2502.11089) scores blocks of 64 by the windows of its compressed branch (compression.py), 32 keys every 16,
+block j by windows 4 j - 1 to 4 j + 3, of which the outer two reach into its neighbours; lse is that branch's own:
+
+    score[j] = sum_w weight[w] sum_h exp(scale q[h] . k[4 j - 1 + w] - lse[h]),  weight = 1, 2, 2, 2, 1
+
+A candidate ends 64 tokens before t at least, so that t sees all of its windows.
 """
 
 import math
@@ -29,6 +36,7 @@ LARGEST_EXPONENT = 80.0
 SCORES_CONFIG = TileConfig(rows=128, num_warps=4, num_stages=2)
 BLOCK_J = 64  # blocks of a tile of scores
 TOPK_ELEMENTS = 2048  # scores that one warp selects from
+NSA_WEIGHTS = (1, 2, 2, 2, 1)  # of the windows that touch a block, as _scores_kernel has them
 
 
 def pool_reference(k: Tensor, layout: Layout) -> Tensor:
@@ -58,6 +66,26 @@ def scores_reference(q: Tensor, pooled: Tensor, layout: Layout) -> Tensor:
             lse = logits[:, :, :, -1].logsumexp(-1)[..., None, None]
             shares = (logits[:, :, :, :-1] - lse).clamp(max=LARGEST_EXPONENT).exp()
             scores[start:stop, :, 1:left] = shares.sum(2).amax(2)[..., 1:left]
+    return scores
+
+
+def nsa_scores_reference(q: Tensor, pooled: Tensor, lse: Tensor, left: Tensor, num_blocks: int) -> Tensor:
+    """Scores [tokens, G, num_blocks] of NSA in one document, -1 where a block is no candidate.
+
+    Args:
+        q, lse: [tokens, H, K], and of the compressed branch [tokens, H].
+        pooled: keys of the windows [windows, G, K].
+        left: [tokens], the first block of each token's local blocks.
+    """
+    (N, H, K), G = q.shape, pooled.shape[1]
+    scores = q.new_full((N, G, num_blocks), -1.0)
+    queries, lse = q.unflatten(1, (G, H // G)), lse.unflatten(1, (G, H // G))
+    shares = torch.einsum("tgrk,wgk->tgrw", queries, pooled) / math.sqrt(K) - lse[..., None].to(q.dtype)
+    shares = shares.clamp(max=LARGEST_EXPONENT).exp().sum(2)  # [tokens, G, windows]
+    for j in range(1, int(left.max()) if N else 0):
+        windows = shares[:, :, 4 * j - 1 : 4 * j + 4]
+        score = (windows * windows.new_tensor(NSA_WEIGHTS)).sum(-1)
+        scores[:, :, j] = torch.where(j < left[:, None], score, -1.0)
     return scores
 
 
@@ -97,15 +125,37 @@ def _pool_kernel(
     tl.store(target, (total / BLOCK).to(k_ptr.dtype.element_ty))
 
 
+@triton.jit
+def _whole_block_lse(q, pooled_ptr, first_row, num_keys, scale, K: tl.constexpr, BLOCK_J: tl.constexpr):
+    """Log-sum-exp in base 2 of the columns of q [K, ROWS] over rows of pooled_ptr [..., K] from first_row on."""
+    ROWS: tl.constexpr = q.shape[1]
+    columns = tl.arange(0, K)
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for j0 in range(0, num_keys, BLOCK_J):
+        j = j0 + tl.arange(0, BLOCK_J)[:, None]
+        address = pooled_ptr + (first_row + j) * K + columns[None, :]
+        logits = matmul(tl.load(address, mask=j < num_keys, other=0.0), q) * scale  # [BLOCK_J, ROWS]
+        logits = tl.where(j < num_keys, logits, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(logits, 0))
+        total = total * tl.exp2(maximum - new_maximum) + tl.sum(tl.exp2(logits - new_maximum[None, :]), 0)
+        maximum = new_maximum
+    return maximum + tl.log2(total)
+
+
 @triton.jit(do_not_specialize=["first_query_block", "first_head", "width"])
 def _scores_kernel(
-    q_ptr, pooled_ptr, scores_ptr, block_start_ptr, block_stop_ptr, first_block_ptr,
-    first_query_block, first_head, num_blocks, width, scale,
+    q_ptr, pooled_ptr, lse_ptr, first_window_ptr, scores_ptr, block_start_ptr, block_stop_ptr, first_block_ptr,
+    first_query_block, first_head, num_blocks, num_windows, width, scale,
     G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, WINDOW: tl.constexpr, WINDOWS: tl.constexpr,
-    LARGEST_EXPONENT: tl.constexpr,
+    LARGEST_EXPONENT: tl.constexpr, NSA: tl.constexpr,
 ):  # fmt: skip
-    """Scores [heads, tokens of the query blocks, width]; columns that are no candidates stay unwritten."""
+    """Scores [heads, tokens of the query blocks, width]; columns that are no candidates stay unwritten.
+
+    pooled_ptr is [G, WINDOWS + 1, num_blocks, K], of NSA [G, num_windows, K]; lse_ptr [tokens, H] and first_window_ptr
+    [blocks], the first window of a block's document, are of NSA.
+    """
     tiles: tl.constexpr = BLOCK // BLOCK_T
     query_block = first_query_block + tl.program_id(0) // tiles
     head = tl.program_id(1).to(tl.int64)
@@ -125,28 +175,29 @@ def _scores_kernel(
     q = tl.load(q_ptr + q_rows[:, None] * K + columns[None, :], mask=mask[:, None], other=0.0)  # [ROWS, K]
     q = tl.trans(q)
     scale *= LOG2_E
-    first_row = (first_head + head) * (WINDOWS + 1) * num_blocks + first  # of block 0 of the document, window 0
-    maximum = tl.full([GROUP_PAD * BLOCK_T], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD * BLOCK_T], tl.float32)
-    for j0 in range(0, own, BLOCK_J):
-        j = j0 + tl.arange(0, BLOCK_J)[:, None]
-        address = pooled_ptr + (first_row + WINDOWS * num_blocks + j) * K + columns[None, :]
-        logits = matmul(tl.load(address, mask=j < own, other=0.0), q) * scale  # [BLOCK_J, ROWS]
-        logits = tl.where(j < own, logits, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(logits, 0))
-        total = total * tl.exp2(maximum - new_maximum) + tl.sum(tl.exp2(logits - new_maximum[None, :]), 0)
-        maximum = new_maximum
-    lse = tl.where(r < GROUP, maximum + tl.log2(total), float("inf"))  # Heads of padding add 0.
+    # Of block 0 of the document and window 0; the rows of the next window and of the next block.
+    if NSA:
+        first_row = (first_head + head) * num_windows + tl.load(first_window_ptr + query_block) - 1
+        window_rows, block_rows = 1, 4
+        lse = tl.load(lse_ptr + q_rows, mask=mask, other=float("inf")) * LOG2_E
+    else:
+        first_row = (first_head + head) * (WINDOWS + 1) * num_blocks + first
+        window_rows, block_rows = num_blocks, 1
+        lse = _whole_block_lse(q, pooled_ptr, first_row + WINDOWS * num_blocks, own, scale, K, BLOCK_J)
+        lse = tl.where(r < GROUP, lse, float("inf"))  # Heads of padding add 0.
     score_rows = head * (tl.num_programs(0) * BLOCK_T) + tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     best = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
     for i in range(0, tl.cdiv(left, BLOCK_J) * WINDOWS):
         w = i % WINDOWS
         j = i // WINDOWS * BLOCK_J + tl.arange(0, BLOCK_J)[:, None]
-        address = pooled_ptr + (first_row + w * num_blocks + j) * K + columns[None, :]
-        logits = matmul(tl.load(address, mask=j < left, other=0.0), q) * scale - lse[None, :]  # [BLOCK_J, ROWS]
+        address = pooled_ptr + (first_row + w * window_rows + j * block_rows) * K + columns[None, :]
+        logits = matmul(tl.load(address, mask=(j > 0) & (j < left), other=0.0), q) * scale - lse[None, :]
         shares = tl.exp2(tl.minimum(logits, LARGEST_EXPONENT * LOG2_E))
         score = tl.sum(tl.reshape(shares, [BLOCK_J, GROUP_PAD, BLOCK_T]), 1)
-        best = tl.where(w == 0, score, tl.maximum(best, score))
+        if NSA:
+            best = tl.where(w == 0, score, best + tl.where(w == WINDOWS - 1, 1.0, 2.0) * score)
+        else:
+            best = tl.where(w == 0, score, tl.maximum(best, score))
         if w == WINDOWS - 1:
             tl.store(scores_ptr + score_rows[None, :] * width + j, best, mask=j < left)
 
@@ -205,17 +256,21 @@ def pool(k: Tensor, layout: Layout) -> Tensor:
 
 def score_blocks(
     q: Tensor, pooled: Tensor, layout: Layout, heads: range, query_blocks: range, width: int,
-    config: TileConfig = SCORES_CONFIG,
+    config: TileConfig = SCORES_CONFIG, *, lse: Tensor | None = None, first_window: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Scores [heads, len(query_blocks) * block_size, width] float32, valid for 1 <= j < left only."""
+    """Scores [heads, len(query_blocks) * block_size, width] float32, valid for 1 <= j < left only.
+
+    NSA's where `lse` [tokens, H] float32 and `first_window` [blocks] are given; pooled is then [G, windows, K].
+    """
+    is_nsa = lse is not None
     constants = group_constants(q, len(pooled))
     tile = tile_options(config, q, constants["GROUP_PAD"], layout.block_size)
     scores = torch.empty(len(heads), len(query_blocks) * layout.block_size, width, dtype=torch.float32, device=q.device)
     _scores_kernel[(len(query_blocks) * (layout.block_size // tile["BLOCK_T"]), len(heads))](
-        q, pooled, scores, layout.block_start, layout.block_stop, layout.first_block, query_blocks.start, heads.start,
-        layout.num_blocks, width, 1 / math.sqrt(q.shape[-1]), **constants, **tile,
-        BLOCK=layout.block_size, BLOCK_J=BLOCK_J, WINDOW=layout.window_blocks,
-        WINDOWS=pooled.shape[1] - 1, LARGEST_EXPONENT=LARGEST_EXPONENT,
+        q, pooled, lse, first_window, scores, layout.block_start, layout.block_stop, layout.first_block,
+        query_blocks.start, heads.start, layout.num_blocks, pooled.shape[1], width, 1 / math.sqrt(q.shape[-1]),
+        **constants, **tile, BLOCK=layout.block_size, BLOCK_J=BLOCK_J, WINDOW=layout.window_blocks,
+        WINDOWS=len(NSA_WEIGHTS) if is_nsa else pooled.shape[1] - 1, LARGEST_EXPONENT=LARGEST_EXPONENT, NSA=is_nsa,
     )  # fmt: skip
     return scores
 
@@ -245,18 +300,27 @@ def score_width(layout: Layout, query_blocks: range) -> int:
     return score_columns(last, layout.window_blocks)
 
 
-def choose_blocks(q: Tensor, k: Tensor, layout: Layout, selected: int, workspace_bytes: int) -> Tensor:
-    """Lists [tokens, G, selected] int16, scores taking up to about `workspace_bytes`."""
-    G = k.shape[1]
+def choose_blocks(
+    q: Tensor, k: Tensor, layout: Layout, selected: int, workspace_bytes: int, *, lse: Tensor | None = None,
+    first_window: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Lists [tokens, G, selected] int16, scores taking up to about `workspace_bytes`.
+
+    By NSA's scores where `lse` and `first_window` are given, see `score_blocks`; k [tokens, G, K] are then the
+    windows' keys [G, windows, K].
+    """
+    is_nsa = lse is not None
+    G = len(k) if is_nsa else k.shape[1]
     blocks = torch.full((len(q), G, selected), EMPTY, dtype=torch.int16, device=q.device)
     if selected == 0 or not layout.has_candidates:
         return blocks
-    pooled = pool(k, layout)
+    pooled = k if is_nsa else pool(k, layout)
     widest = score_width(layout, range(layout.num_blocks))
     # Ranges of blocks first, heads of a range together: a range's scores are read while they are in the L2 cache.
     block_bytes = 4 * layout.block_size * widest * G
     for query_blocks in ranges(layout.num_blocks, max(1, workspace_bytes // block_bytes)):
         heads = range(G)
-        scores = score_blocks(q, pooled, layout, heads, query_blocks, score_width(layout, query_blocks))
+        width = score_width(layout, query_blocks)
+        scores = score_blocks(q, pooled, layout, heads, query_blocks, width, lse=lse, first_window=first_window)
         top_blocks(scores, blocks, layout, heads, query_blocks)
     return blocks

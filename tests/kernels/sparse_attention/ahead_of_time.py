@@ -11,7 +11,7 @@ HEADS = {"G": 8, "GROUP": 4, "GROUP_PAD": 4, "K": 128}
 TILE = {"BLOCK": 64, "BLOCK_T": 16}
 _INTS = (
     "first_token num_tokens first_head num_heads num_blocks num_rows num_items width num_queries "
-    "first_query_block head_elements"
+    "first_query_block head_elements num_windows"
 )
 TYPES = {
     **dict.fromkeys(_INTS.split(), "i32"),
@@ -22,7 +22,8 @@ TYPES = {
     **dict.fromkeys(("blocks_ptr",), "*i16"),
 }
 GATHER = HEADS | TILE | {"S": 32, "CHUNK": 512}
-BAND = HEADS | TILE | {"WINDOW": 8}
+BAND = HEADS | TILE | {"WINDOW": 8, "EXACT": False}
+SCORES = HEADS | {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "LARGEST_EXPONENT": 80.0}
 LISTS = {"S": 32, "BLOCK_S": 32, "EMPTY": 32767}
 KERNELS_TO_COMPILE = {
     "gather": [
@@ -40,17 +41,21 @@ KERNELS_TO_COMPILE = {
     ],
     "band": [
         ("_band_forward_kernel", BAND | {"BLOCK_T": 32}, {"num_warps": 8, "num_stages": 2}),
-        ("_band_dq_kernel", BAND, {"num_stages": 2}),
+        ("_band_dq_kernel", BAND | {"ADD": True}, {"num_stages": 2}),
         ("_band_dkv_kernel", BAND | {"EXTRA": False}, {"num_stages": 2}),
         ("_band_dkv_kernel", BAND | {"EXTRA": True, "dk_ptr": None, "dv_ptr": None}, {"num_stages": 2}),
+        ("_band_forward_kernel", BAND | {"BLOCK_T": 32, "EXACT": True}, {"num_warps": 8, "num_stages": 2}),
+        ("_band_dq_kernel", BAND | {"EXACT": True, "ADD": False}, {"num_stages": 2}),
+        ("_band_dkv_kernel", BAND | {"EXACT": True, "EXTRA": False, "total_ptr": None}, {"num_stages": 2}),
     ],
     "selection": [
         ("_pool_kernel", {"G": 8, "K": 128, "BLOCK": 64, "STRIDE": 16}, {}),
         (
             "_scores_kernel",
-            HEADS | {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "WINDOW": 8, "WINDOWS": 3, "LARGEST_EXPONENT": 80.0},
+            SCORES | {"WINDOW": 8, "WINDOWS": 3, "NSA": False, "lse_ptr": None, "first_window_ptr": None},
             {"num_stages": 3},
         ),
+        ("_scores_kernel", SCORES | {"WINDOW": 2, "WINDOWS": 5, "NSA": True}, {"num_stages": 2}),
         (
             "_top_blocks_kernel",
             {"width": 2048, "S": 32, "G": 8, "BLOCK": 64, "BLOCK_T": 1, "WINDOW": 8},

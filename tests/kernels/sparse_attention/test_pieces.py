@@ -5,13 +5,16 @@ import itertools
 import pytest
 import torch
 
+from kernels.sparse_attention.band import band_dkv, band_dq, band_forward, band_reference
 from kernels.sparse_attention.combine import combine, combine_reference
 from kernels.sparse_attention.common import TileConfig
 from kernels.sparse_attention.gather import gather_forward, gather_forward_reference, item_tokens
 from kernels.sparse_attention.inverse_index import build_inverse_index, inverse_index_reference
 from kernels.sparse_attention.layout import EMPTY, make_layout, normalise_lists
 from kernels.sparse_attention.selection import (
+    NSA_WEIGHTS,
     choose_blocks,
+    nsa_scores_reference,
     pool,
     pool_reference,
     ranges,
@@ -92,6 +95,32 @@ def test_gather_and_combine(group, device):
     assert torch.equal(whole_out, out)  # nothing else was touched
 
 
+@pytest.mark.parametrize(("group", "window"), [(1, 64), (3, 32)])
+def test_exact_window(group, window, device, poisoned_memory):
+    """Window tokens, self included, and no first block."""
+    q, k, v = (x[0].requires_grad_() for x in make_qkv(1, 150, group, 1, 64, torch.float32, device))
+    layout = make_layout(q[None], segments_of([117, 33]), 32, window)
+    expected, expected_lse = band_reference(q, k, v, layout, exact=True)
+    dout = random(*q.shape, seed=9, device=device)
+    gradients = torch.autograd.grad(expected, (q, k, v), dout)
+    with torch.no_grad():
+        out, lse = band_forward(q, k, v, layout, exact=True)
+        torch.testing.assert_close((out, lse), (expected, expected_lse))
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        dq, delta = band_dq(dout, q, k, v, out, lse, layout, exact=True)
+        band_dkv(dout, q, k, v, lse, delta, None, dk, dv, layout, range(1))
+        for found, gradient in zip((dq, dk, dv), gradients):
+            torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
+        twice, _ = band_dq(dout, q, k, v, out, lse, layout, exact=True, add_to=dq.clone())
+        torch.testing.assert_close(twice, 2 * dq)
+
+
+def test_band_against_its_reference(device):
+    q, k, v = (x[0] for x in make_qkv(1, 150, 2, 1, 64, torch.float32, device))
+    layout = make_layout(q[None], segments_of([117, 33]), **SMALL)
+    torch.testing.assert_close(band_forward(q, k, v, layout), band_reference(q, k, v, layout))
+
+
 @pytest.mark.parametrize("block_size", [32, 64])
 def test_pool(block_size, device, poisoned_memory):
     k = random(600, 2, 64, device=device)
@@ -118,6 +147,32 @@ def test_scores(group, dtype, device):
             torch.testing.assert_close(found, expected[start:stop, 1, 1:left], rtol=tolerance, atol=0)
             compared += left - 1
     assert compared > 10
+
+
+@pytest.mark.parametrize(("group", "dtype"), [(1, torch.float32), (3, torch.float32), (4, torch.bfloat16)])
+def test_nsa_scores(group, dtype, device):
+    """Two documents with 22 and 15 windows, in blocks of 64; keys of windows as the compressed branch has them."""
+    lengths, first_window = (370, 260), (0, 22)
+    q = random(630, 2 * group, 64, dtype=dtype, device=device)
+    pooled, lse = random(2, 37, 64, seed=1, dtype=dtype, device=device), random(630, 2 * group, seed=2, device=device)
+    layout = make_layout(q[None], segments_of(lengths), 64, 128)
+    windows = torch.tensor(first_window, dtype=torch.int32, device=device).repeat_interleave(
+        torch.tensor([6, 5], device=device)
+    )
+    scores = score_blocks(
+        q, pooled, layout, range(1, 2), range(11), score_width(layout, range(11)), lse=lse, first_window=windows
+    )
+    compared = 0
+    for start, length, window, row in ((0, 370, 0, 0), (370, 260, 22, 384)):
+        tokens, left = slice(start, start + length), torch.arange(length, device=device) // 64 - 1
+        keys = pooled[:, window:].transpose(0, 1).double()
+        expected = nsa_scores_reference(q[tokens].double(), keys, lse[tokens], left, -(-length // 64))[:, 1]
+        found = scores[0, row : row + length, : expected.shape[1]].double()
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-3
+        is_candidate = expected >= 0
+        torch.testing.assert_close(found[is_candidate], expected[is_candidate], rtol=tolerance, atol=0)
+        compared += int(is_candidate.sum())
+    assert compared > 400 and sum(NSA_WEIGHTS) == 8
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "all equal", "zeros", "huge"])
