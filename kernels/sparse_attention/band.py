@@ -83,10 +83,17 @@ def _band_forward_kernel(
     offsets = rows[:, None] * K + columns[None, :]
     q = tl.load(q_ptr + offsets, mask=mask[:, None], other=0.0)  # [ROWS, K]
     scale *= LOG2_E
-    maximum = tl.full([BLOCK_T * GROUP_PAD], float("-inf"), tl.float32)
+    # Finite, below every score: of an exact window's first block a row may see nothing.
+    maximum = tl.full([BLOCK_T * GROUP_PAD], -1e30, tl.float32)
     total = tl.zeros([BLOCK_T * GROUP_PAD], tl.float32)
     out = tl.zeros([BLOCK_T * GROUP_PAD, K], tl.float32)
-    # The own block comes first: there every row sees a key, so that its maximum is finite.
+    for i in range(visit, own):
+        key = document_start + tl.where(i < left, 0, i) * BLOCK + tl.arange(0, BLOCK)
+        kv_offsets = (key[:, None] * G + head) * K + columns[None, :]
+        scores = matmul(q, tl.trans(tl.load(k_ptr + kv_offsets))) * scale  # [ROWS, BLOCK]
+        if EXACT:
+            scores = tl.where(key[None, :] > token[:, None] - WINDOW * BLOCK, scores, float("-inf"))
+        out, maximum, total = softmax_step(scores, tl.load(v_ptr + kv_offsets), out, maximum, total)
     key = document_start + own * BLOCK + tl.arange(0, BLOCK)
     kv_offsets = (key[:, None] * G + head) * K + columns[None, :]
     kv_mask = key[:, None] < stop
@@ -95,13 +102,6 @@ def _band_forward_kernel(
     scores = tl.where(visible, scores, float("-inf"))
     v = tl.load(v_ptr + kv_offsets, mask=kv_mask, other=0.0)
     out, maximum, total = softmax_step(scores, v, out, maximum, total)
-    for i in range(visit, own):
-        key = document_start + tl.where(i < left, 0, i) * BLOCK + tl.arange(0, BLOCK)
-        kv_offsets = (key[:, None] * G + head) * K + columns[None, :]
-        scores = matmul(q, tl.trans(tl.load(k_ptr + kv_offsets))) * scale  # [ROWS, BLOCK]
-        if EXACT:
-            scores = tl.where(key[None, :] > token[:, None] - WINDOW * BLOCK, scores, float("-inf"))
-        out, maximum, total = softmax_step(scores, tl.load(v_ptr + kv_offsets), out, maximum, total)
     tl.store(out_ptr + offsets, (out / total[:, None]).to(q.dtype), mask=mask[:, None])
     tl.store(lse_ptr + rows, (maximum + tl.log2(total)) * LN_2, mask=mask)
 

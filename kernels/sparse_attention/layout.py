@@ -47,15 +47,18 @@ def make_layout(q: Tensor, segments: Tensor | None, block_size: int, window: int
     return _make_layout(q.shape[0], q.shape[1], documents, q.device, block_size, window)
 
 
+def document_bounds(B: int, T: int, documents: bytes | None) -> tuple[Tensor, Tensor]:
+    """First token and length of each document, in order, on the CPU; `documents` are the bytes of int64 segments."""
+    if documents is None:
+        return torch.arange(B) * T, torch.full((B,), T)
+    row, start, stop = torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, 3).unbind(1)
+    start, order = (row * T + start).sort()
+    return start, (row * T + stop)[order] - start
+
+
 @functools.lru_cache(maxsize=4)
 def _make_layout(B: int, T: int, documents: bytes | None, device: torch.device, block_size: int, window: int) -> Layout:
-    if documents is None:
-        start = torch.arange(B) * T
-        length = torch.full((B,), T)
-    else:
-        row, start, stop = torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, 3).unbind(1)
-        start, order = (row * T + start).sort()
-        length = (row * T + stop)[order] - start
+    start, length = document_bounds(B, T, documents)
     window_blocks = window // block_size
     num_blocks = (length + block_size - 1) // block_size  # [documents]
     if num_blocks.max() > LONGEST_DOCUMENT:

@@ -323,4 +323,5 @@ def choose_blocks(
         width = score_width(layout, query_blocks)
         scores = score_blocks(q, pooled, layout, heads, query_blocks, width, lse=lse, first_window=first_window)
         top_blocks(scores, blocks, layout, heads, query_blocks)
+        del scores  # before the next range's
     return blocks

@@ -163,14 +163,20 @@ def sparse_forward(
 
 def sparse_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Tensor, layout: Layout,
-    workspace_bytes: int, config: TileConfig = BACKWARD_CONFIG,
+    workspace_bytes: int, config: TileConfig = BACKWARD_CONFIG, *, add_to: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv, in the layouts and dtypes of q, k and v."""
+    """dq, dk and dv, in the layouts and dtypes of q, k and v.
+
+    add_to: dq, dk and dv to which they are added, in place; None: there are none yet.
+    """
     (N, H, K), G, S = q.shape, k.shape[1], blocks.shape[-1]
-    dq, delta = band_dq(dout, q, k, v, out, lse, layout)
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = (None, torch.empty_like(k), torch.empty_like(v)) if add_to is None else add_to
+    dq, delta = band_dq(dout, q, k, v, out, lse, layout, add_to=dq)
     for heads, token_ranges in work_ranges(layout, q, G, S, workspace_bytes):
         total = torch.zeros(2, len(heads), N, K, dtype=torch.float32, device=q.device)
+        if add_to is not None:
+            for sums, before in zip(total, (dk, dv)):
+                sums.copy_(before[:, heads.start : heads.stop].transpose(0, 1))
         indices = build_inverse_index(blocks, layout, heads, token_ranges, item_tokens(config, q, k, layout.block_size))
         for tokens, index in zip(token_ranges, indices):
             slots = q.new_empty(len(heads), len(tokens), S, H // G, K)
@@ -185,7 +191,7 @@ def sparse_backward(
     return dq, dk, dv
 
 
-def _flat(x: Tensor) -> Tensor:
+def flat(x: Tensor) -> Tensor:
     """[B, T, ...] -> [B * T, ...], contiguous."""
     return x.contiguous().flatten(0, 1)
 
@@ -199,7 +205,7 @@ def _select_blocks(
         sizes = {"selected_blocks": selected_blocks, "block_size": block_size, "window": window}
         return select_blocks_reference(q, k, segments, **sizes)
     layout = make_layout(q, segments, block_size, window)
-    return choose_blocks(_flat(q), _flat(k), layout, selected_blocks, SCORES_BYTES).unflatten(0, q.shape[:2])
+    return choose_blocks(flat(q), flat(k), layout, selected_blocks, SCORES_BYTES).unflatten(0, q.shape[:2])
 
 
 @_select_blocks.register_fake
@@ -216,7 +222,7 @@ def _sparse_attention_forward(
     if not triton_kernels:
         return _reference_forward(q, k, v, lists, segments, block_size, window)
     layout = make_layout(q, segments, block_size, window)
-    out, lse = sparse_forward(_flat(q), _flat(k), _flat(v), _flat(lists), layout, workspace_bytes)
+    out, lse = sparse_forward(flat(q), flat(k), flat(v), flat(lists), layout, workspace_bytes)
     return out.view(q.shape), lse.view(q.shape[:3])
 
 
@@ -234,7 +240,7 @@ def _sparse_attention_backward(
         return _reference_backward(dout, q, k, v, out, lse, lists, segments, block_size, window)
     layout = make_layout(q, segments, block_size, window)
     gradients = sparse_backward(
-        _flat(dout), _flat(q), _flat(k), _flat(v), _flat(out), _flat(lse), _flat(lists), layout, workspace_bytes
+        flat(dout), flat(q), flat(k), flat(v), flat(out), flat(lse), flat(lists), layout, workspace_bytes
     )
     return tuple(g.view(x.shape) for g, x in zip(gradients, (q, k, v)))
 
@@ -260,7 +266,7 @@ def _backward(ctx, dout, *_):
 _sparse_attention_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _check(q, k, v, segments, block_size, window, on_triton):
+def check_inputs(q, k, v, segments, block_size, window, on_triton):
     (B, T, H, K), G = q.shape, k.shape[2]
     if k.shape != (B, T, G, K) or v.shape != k.shape or H % G:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
@@ -306,7 +312,7 @@ def select_blocks(
         ValueError: shapes, dtypes or sizes that no kernel takes.
     """
     on_triton = use_triton(impl, q_BTHK)
-    _check(q_BTHK, k_BTGK, k_BTGK, segments, block_size, window, on_triton)
+    check_inputs(q_BTHK, k_BTGK, k_BTGK, segments, block_size, window, on_triton)
     q, k = q_BTHK.detach(), k_BTGK.detach()
     return _select_blocks(q, k, segments, selected_blocks, block_size, window, on_triton)
 
@@ -341,7 +347,7 @@ def sparse_attention(
         RuntimeError: in backward, create_graph=True.
     """
     on_triton = use_triton(impl, q_BTHK)
-    _check(q_BTHK, k_BTGK, v_BTGK, segments, block_size, window, on_triton)
+    check_inputs(q_BTHK, k_BTGK, v_BTGK, segments, block_size, window, on_triton)
     if blocks is None:
         lists = _select_blocks(
             q_BTHK.detach(), k_BTGK.detach(), segments, selected_blocks, block_size, window, on_triton
@@ -358,6 +364,12 @@ def slot_bytes_per_token(group: int, K: int, selected: int, element_size: int) -
     return selected * group * (K * element_size + 4)
 
 
+def scores_bytes(num_blocks: int, block_size: int, window_blocks: int, G: int) -> int:
+    """Of the scores that exist at a time."""
+    row = 4 * block_size * score_columns(num_blocks - 1, window_blocks) * G  # of a block of queries
+    return row * min(num_blocks, max(1, SCORES_BYTES // row))
+
+
 class AttentionFootprint(NamedTuple):
     kept_bytes_per_token: int  # out, log-sum-exp and lists, beside q, k and v
     forward_workspace_bytes: int  # beside what is kept
@@ -365,6 +377,7 @@ class AttentionFootprint(NamedTuple):
     forward_flops: int
     backward_flops: int
     choice_flops: int  # of forward_flops, those of choosing the blocks
+    choice_bytes_per_token: int  # of the kept ones, the lists'
 
 
 @functools.cache
@@ -375,7 +388,8 @@ def attention_footprint(
     S, block_size, window, _ = sparsity
     group = H // G
     num_blocks, window_blocks = -(-T // block_size), window // block_size
-    kept = H * K * element_size + 4 * H + 2 * G * S
+    lists = 2 * G * S
+    kept = H * K * element_size + 4 * H + lists
 
     candidates = sum(max(0, b - window_blocks) for b in range(num_blocks))  # (query block, candidate) pairs
     gathered = sum(min(S, max(0, b - window_blocks)) for b in range(num_blocks))
@@ -390,18 +404,17 @@ def attention_footprint(
     token_bytes = slot_bytes_per_token(group, K, S, element_size)
     delta = 4 * T * H
     if not gathered:
-        return AttentionFootprint(kept, 0, delta + 8 * T * G * K, forward_flops, backward_flops, scores_flops)
+        workspace = delta + 8 * T * G * K
+        return AttentionFootprint(kept, 0, workspace, forward_flops, backward_flops, scores_flops, lists)
     tokens = min(T, max(64, workspace_bytes // token_bytes))
     heads = max(1, min(G, workspace_bytes // token_bytes // T))
     slots, entries = heads * tokens * token_bytes, heads * T * S
-    width = score_columns(num_blocks - 1, window_blocks)
-    query_blocks = min(num_blocks, max(1, SCORES_BYTES // (4 * block_size * width * G)))
-    scores = 4 * query_blocks * block_size * width * G + (windows + 1) * num_blocks * G * K * element_size
+    scores = scores_bytes(num_blocks, block_size, window_blocks, G) + (windows + 1) * num_blocks * G * K * element_size
     chunk = BACKWARD_CONFIG.tiles * min(block_size, BACKWARD_CONFIG.rows // triton.next_power_of_2(group))
     items = heads * num_blocks + heads * tokens * S // chunk
     partials = 8 * items * block_size * K  # float32 dk and dv of each item
     slots_of_dq = slots - 4 * heads * tokens * S * group  # no log-sum-exps
-    scores -= T * (kept - 2 * G * S)  # out and log-sum-exp do not exist yet
+    scores -= T * (kept - lists)  # out and log-sum-exp do not exist yet
     sorting, totals = SORT_BYTES * entries, delta + 8 * heads * T * K  # of float32 dk and dv
     return AttentionFootprint(
         kept,
@@ -410,4 +423,5 @@ def attention_footprint(
         forward_flops,
         backward_flops,
         scores_flops,
+        lists,
     )

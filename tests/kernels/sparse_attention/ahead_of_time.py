@@ -11,20 +11,25 @@ HEADS = {"G": 8, "GROUP": 4, "GROUP_PAD": 4, "K": 128}
 TILE = {"BLOCK": 64, "BLOCK_T": 16}
 _INTS = (
     "first_token num_tokens first_head num_heads num_blocks num_rows num_items width num_queries "
-    "first_query_block head_elements num_windows"
+    "first_query_block head_elements num_windows first_element token_elements"
 )
 TYPES = {
     **dict.fromkeys(_INTS.split(), "i32"),
     "scale": "fp32",
     **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "dout_ptr", "slots_ptr", "pooled_ptr"), "*bf16"),
-    **dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr"), "*bf16"),
-    **dict.fromkeys(("lse_ptr", "delta_ptr", "slot_lse_ptr", "partial_ptr", "total_ptr", "scores_ptr"), "*fp32"),
+    **dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr", "x_ptr", "source_ptr", "target_ptr", "logits_ptr"), "*bf16"),
+    **dict.fromkeys(("compressed_ptr", "selected_ptr", "window_ptr", "d_out_ptr", "d_logits_ptr"), "*bf16"),
+    **dict.fromkeys(
+        ("lse_ptr", "delta_ptr", "slot_lse_ptr", "partial_ptr", "total_ptr", "scores_ptr", "d_pooled_ptr"), "*fp32"
+    ),
     **dict.fromkeys(("blocks_ptr",), "*i16"),
 }
 GATHER = HEADS | TILE | {"S": 32, "CHUNK": 512}
 BAND = HEADS | TILE | {"WINDOW": 8, "EXACT": False}
 SCORES = HEADS | {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "LARGEST_EXPONENT": 80.0}
 LISTS = {"S": 32, "BLOCK_S": 32, "EMPTY": 32767}
+WINDOWS = {"G": 8, "K": 128, "KEYS": 32}
+ROWS = {"UNITS": 1, "WIDTH": 512, "WIDTH_PAD": 512, "BLOCK": 8}
 KERNELS_TO_COMPILE = {
     "gather": [
         ("_gather_forward_kernel", GATHER, {"num_stages": 3}),
@@ -47,6 +52,16 @@ KERNELS_TO_COMPILE = {
         ("_band_forward_kernel", BAND | {"BLOCK_T": 32, "EXACT": True}, {"num_warps": 8, "num_stages": 2}),
         ("_band_dq_kernel", BAND | {"EXACT": True, "ADD": False}, {"num_stages": 2}),
         ("_band_dkv_kernel", BAND | {"EXACT": True, "EXTRA": False, "total_ptr": None}, {"num_stages": 2}),
+    ],
+    "compression": [
+        ("_pool_windows_kernel", WINDOWS | {"BLOCK_W": 16}, {}),
+        ("_unpool_kernel", WINDOWS | {"BLOCK_T": 32}, {}),
+        ("_rows_kernel", ROWS | {"TO_TILES": True, "ADD": False}, {}),
+        ("_rows_kernel", ROWS | {"TO_TILES": False, "ADD": True}, {}),
+    ],
+    "gates": [
+        ("_gated_sum_kernel", {"K": 128, "BLOCK": 32}, {}),
+        ("_gate_backward_kernel", {"BRANCH": 1, "K": 128, "BLOCK": 32}, {}),
     ],
     "selection": [
         ("_pool_kernel", {"G": 8, "K": 128, "BLOCK": 64, "STRIDE": 16}, {}),

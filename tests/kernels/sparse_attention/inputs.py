@@ -1,8 +1,11 @@
-"""What the tests of this folder share: documents, random lists of blocks."""
+"""What the tests of this folder share: documents, random lists of blocks, a count of what is allocated."""
 
 import itertools
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.sparse_attention.layout import EMPTY, first_local_block, make_layout
 from tests.kernels.compare import random
@@ -41,3 +44,28 @@ def all_blocks(q, G, segments, block_size, window):
     """Lists that name every candidate."""
     longest = make_layout(q, segments, block_size, window).index_of_block.max() + 1
     return random_lists(q, G, segments, int(longest), block_size, window, share=2)
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of the storages that operations made and that live at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.peak = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in given:
+                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.storages = {key: value for key, value in self.storages.items() if not value[0].expired()}
+        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self.storages.values()))
+        return result
+
+
+class NoLaunch:
+    """In place of a kernel."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: None

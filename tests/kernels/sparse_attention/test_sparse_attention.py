@@ -3,9 +3,6 @@ import sys
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from kernels.attention import attention_reference
@@ -18,7 +15,7 @@ from kernels.sparse_attention.sparse_attention import (
     sparse_forward,
 )
 from tests.kernels.compare import compare_with_float64, outputs_and_gradients, random
-from tests.kernels.sparse_attention.inputs import all_blocks, make_qkv, random_lists, segments_of
+from tests.kernels.sparse_attention.inputs import NoLaunch, Peak, all_blocks, make_qkv, random_lists, segments_of
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 sparse = sys.modules["kernels.sparse_attention.sparse_attention"]  # the package's attribute is the function
@@ -229,47 +226,24 @@ def test_refuses_a_document_that_its_lists_cannot_name():
         make_layout(q, None, 32, 32)
 
 
-class _Peak(TorchDispatchMode):
-    """Bytes of the storages that operations made and that live at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages, self.peak = {}, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in given:
-                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.storages = {key: value for key, value in self.storages.items() if not value[0].expired()}
-        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self.storages.values()))
-        return result
-
-
-class _NoLaunch:
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: None
-
-
 @pytest.mark.parametrize("workspace_bytes", [2**22, 2**23, 2**30], ids=["4 MiB", "8 MiB", "1 GiB"])
 def test_footprint_is_what_is_allocated(workspace_bytes, monkeypatch):
     """Launches are left out, so that 8,192 tokens take no time; what is allocated does not depend on the lists."""
     T, H, G, K = 8192, 8, 2, 64
     for module in (band, combine, gather, selection):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, _NoLaunch())
+            monkeypatch.setattr(module, name, NoLaunch())
     monkeypatch.setattr(sparse, "SCORES_BYTES", 2**21)
     q, k, v = (torch.empty(T, n, K, dtype=bf16) for n in (H, G, G))
     layout = make_layout(q[None], None, 64, 256)
     footprint = sparse.attention_footprint(T, H, G, K, sparse.Sparsity(8, window=256), workspace_bytes=workspace_bytes)
-    with _Peak() as forward:
+    with Peak() as forward:
         lists = selection.choose_blocks(q, k, layout, 8, sparse.SCORES_BYTES)
         out, lse = sparse_forward(q, k, v, lists, layout, workspace_bytes)
     kept = out.nbytes + lse.nbytes + lists.nbytes
     assert kept == T * footprint.kept_bytes_per_token
     assert forward.peak == pytest.approx(kept + footprint.forward_workspace_bytes, rel=0.01)
-    with _Peak() as backward:
+    with Peak() as backward:
         gradients = sparse.sparse_backward(out, q, k, v, out, lse, lists, layout, workspace_bytes)
     expected = sum(g.nbytes for g in gradients) + footprint.backward_workspace_bytes
     assert backward.peak == pytest.approx(expected, rel=0.01)
