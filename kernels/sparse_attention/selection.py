@@ -127,18 +127,22 @@ def _pool_kernel(
 
 @triton.jit
 def _whole_block_lse(q, pooled_ptr, first_row, num_keys, scale, K: tl.constexpr, BLOCK_J: tl.constexpr):
-    """Log-sum-exp in base 2 of the columns of q [K, ROWS] over rows of pooled_ptr [..., K] from first_row on."""
-    ROWS: tl.constexpr = q.shape[1]
+    """Log-sum-exp in base 2 of the rows of q [ROWS, K] over rows of pooled_ptr [..., K] from first_row on.
+
+    Keys are columns here, so that a row's maximum is found among the registers of four threads.
+    """
+    ROWS: tl.constexpr = q.shape[0]
     columns = tl.arange(0, K)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for j0 in range(0, num_keys, BLOCK_J):
         j = j0 + tl.arange(0, BLOCK_J)[:, None]
         address = pooled_ptr + (first_row + j) * K + columns[None, :]
-        logits = matmul(tl.load(address, mask=j < num_keys, other=0.0), q) * scale  # [BLOCK_J, ROWS]
-        logits = tl.where(j < num_keys, logits, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(logits, 0))
-        total = total * tl.exp2(maximum - new_maximum) + tl.sum(tl.exp2(logits - new_maximum[None, :]), 0)
+        keys = tl.load(address, mask=j < num_keys, other=0.0)
+        logits = matmul(q, tl.trans(keys)) * scale  # [ROWS, BLOCK_J]
+        logits = tl.where(tl.trans(j) < num_keys, logits, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(logits, 1))
+        total = total * tl.exp2(maximum - new_maximum) + tl.sum(tl.exp2(logits - new_maximum[:, None]), 1)
         maximum = new_maximum
     return maximum + tl.log2(total)
 
@@ -173,7 +177,6 @@ def _scores_kernel(
     q_rows = (token.to(tl.int64) * G + first_head + head) * GROUP + r
     mask = (token < stop) & (r < GROUP)
     q = tl.load(q_ptr + q_rows[:, None] * K + columns[None, :], mask=mask[:, None], other=0.0)  # [ROWS, K]
-    q = tl.trans(q)
     scale *= LOG2_E
     # Of block 0 of the document and window 0; the rows of the next window and of the next block.
     if NSA:
@@ -185,13 +188,14 @@ def _scores_kernel(
         window_rows, block_rows = num_blocks, 1
         lse = _whole_block_lse(q, pooled_ptr, first_row + WINDOWS * num_blocks, own, scale, K, BLOCK_J)
         lse = tl.where(r < GROUP, lse, float("inf"))  # Heads of padding add 0.
+    q_t = tl.trans(q)  # [K, ROWS]
     score_rows = head * (tl.num_programs(0) * BLOCK_T) + tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     best = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
     for i in range(0, tl.cdiv(left, BLOCK_J) * WINDOWS):
         w = i % WINDOWS
         j = i // WINDOWS * BLOCK_J + tl.arange(0, BLOCK_J)[:, None]
         address = pooled_ptr + (first_row + w * window_rows + j * block_rows) * K + columns[None, :]
-        logits = matmul(tl.load(address, mask=(j > 0) & (j < left), other=0.0), q) * scale - lse[None, :]
+        logits = matmul(tl.load(address, mask=(j > 0) & (j < left), other=0.0), q_t) * scale - lse[None, :]
         shares = tl.exp2(tl.minimum(logits, LARGEST_EXPONENT * LOG2_E))
         score = tl.sum(tl.reshape(shares, [BLOCK_J, GROUP_PAD, BLOCK_T]), 1)
         if NSA:
