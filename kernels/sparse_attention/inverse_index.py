@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.sparse_attention.layout import EMPTY, Layout
 
-SORT_BYTES = 40  # an entry, while it is sorted: keys and places as they arrive and leave, and the sort's own copies
+SORT_BYTES = 37  # an entry, while it is sorted: keys and places as they arrive and leave, and the sort's own copies
 
 
 class InverseIndex(NamedTuple):
@@ -63,7 +63,7 @@ def build_inverse_index(
     first_row = torch.arange(N, device=device) // range_tokens * rows + layout.first_block[layout.token_block]
     first_row = first_row + torch.arange(len(heads), device=device)[:, None] * layout.num_blocks  # [heads, tokens]
     dtype = torch.int16 if num_ranges * rows < 2**15 else torch.int32  # two bytes sort in half the passes of four
-    no_row = torch.tensor(num_ranges * rows, dtype=dtype, device=device)
+    no_row = torch.full((), num_ranges * rows, dtype=dtype, device=device)
     row = torch.where(lists == EMPTY, no_row, first_row[:, :, None].to(dtype) + lists)
     row, entries = row.flatten().sort(stable=True)
     limits = torch.arange(num_ranges * rows + 1, dtype=dtype, device=device)

@@ -35,7 +35,7 @@ WINDOW_KEYS, WINDOW_STRIDE = 32, 16
 LARGEST_EXPONENT = 80.0
 SCORES_CONFIG = TileConfig(rows=128, num_warps=4, num_stages=2)
 BLOCK_J = 64  # blocks of a tile of scores
-TOPK_ELEMENTS = 2048  # scores that one warp selects from
+TOPK_ELEMENTS = 1024  # scores that one warp selects from
 NSA_WEIGHTS = (1, 2, 2, 2, 1)  # of the windows that touch a block, as _scores_kernel has them
 
 
@@ -237,10 +237,12 @@ def _top_blocks_kernel(
         # A row is resolved once exactly S keys are at or above its threshold: lower bits cannot change the choice.
         unresolved = tl.max((reached > S).to(tl.int32), 0)
         bit -= 1
-    above = key > threshold[:, None]
-    equal = (key == threshold[:, None]).to(tl.int32)
-    room = S - tl.sum(above.to(tl.int32), 1)
-    chosen = above | ((equal > 0) & (tl.cumsum(equal, 1) <= room[:, None]))
+    chosen = key >= threshold[:, None]
+    if unresolved > 0:  # More than S in some row: of those equal to the threshold, the first ones.
+        above = key > threshold[:, None]
+        equal = chosen & (key == threshold[:, None])
+        room = S - tl.sum(above.to(tl.int32), 1)
+        chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= room[:, None]))
     column = tl.cumsum(chosen.to(tl.int32), 1) - 1
     rows = token * G + first_head + head
     tl.store(blocks_ptr + rows[:, None] * S + column, (j + tl.zeros_like(column)).to(tl.int16), mask=chosen)
