@@ -7,6 +7,8 @@ before rotary positions, grouped-query attention, a gated MLP, no biases. Parame
 
 import functools
 import logging
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,23 +92,27 @@ class ModelConfig:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + layers + self.hidden_size
 
-    def forward_flops(self, document_lengths: list[int], sparsity: Sparsity | None = None) -> float:
+    def forward_flops(self, document_lengths: list[int], sparsity: Sequence[Sparsity] = ()) -> float:
         """Floating-point operations of one forward over documents of these lengths, attention counted causally.
 
         A training step needs three times as many; recomputed activations are not counted (model FLOPs).
 
         Args:
             document_lengths: tokens of each document.
-            sparsity: of attention to chosen blocks, the choice counted; None: of attention to everything.
+            sparsity: of attention to chosen blocks, one a layer, the choice counted; (): of attention to everything.
         """
         matrices = self.num_hidden_layers * self.layer_matrix_parameters() + self.vocab_size * self.hidden_size
-        if sparsity is not None and max(document_lengths) >= sparsity.dense_below:
+        if sparsity and max(document_lengths) >= sparsity[0].dense_below:
             heads = self.num_attention_heads, self.num_key_value_heads, self.head_dim
-            attention: float = sum(attention_footprint(n, *heads, sparsity).forward_flops for n in document_lengths)
+            attention: float = sum(
+                layers * attention_footprint(n, *heads, of_layers).forward_flops
+                for of_layers, layers in Counter(sparsity).items()
+                for n in document_lengths
+            )
         else:
             pairs = sum(n * (n + 1) // 2 for n in document_lengths)
-            attention = attention_flops(self.num_attention_heads, self.head_dim, pairs)
-        return 2 * matrices * sum(document_lengths) + self.num_hidden_layers * attention
+            attention = self.num_hidden_layers * attention_flops(self.num_attention_heads, self.head_dim, pairs)
+        return 2 * matrices * sum(document_lengths) + attention
 
     def to_hugging_face(self) -> dict:
         """The config.json of Qwen3 in transformers that describes this shape."""

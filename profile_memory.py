@@ -61,7 +61,7 @@ def parse_flags(argv: list[str]) -> Namespace:
     add("--batch_size", type=int, default=1)
     add("--gradient_accumulation_steps", type=int, default=1)
     add("--attention_type", default="full", choices=ATTENTION_TYPES)
-    add("--selected_blocks", type=int, help="of sparse: blocks of 64 that a token chooses; default: 32")
+    add("--selected_blocks", help="of sparse: blocks of 64 that a token chooses, by layer as 64x4,32; default: 32")
     add("--dense_below", type=int, help="of sparse: shorter documents attend to everything; default: 8192 tokens")
     add("--attention_backend", default="auto", choices=[name for name in BACKENDS if name != "cpu"])
     add("--loss_impl", choices=("auto", "chunked", "standard"), help="default: auto")
@@ -151,7 +151,7 @@ def choose_machine(flags: Namespace, memory_budget: str | None, world: World) ->
     given = Execution(loss_impl=loss_impl, attention_backend=backend, sparsity=sparsity_of(flags))
     description = f"{name}; its speed is an H200's scaled by data sheets, not measured"
     host_bytes = math.inf if flags.host_budget is None else parse_bytes(flags.host_budget)
-    return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend, given.sparsity), model, given)
+    return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend, given.sparsity != ()), model, given)
 
 
 def lengths(flags: Namespace) -> tuple[int, int, int]:

@@ -130,7 +130,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[Batch]
             plan.step.at(tokens, documents_of(batches)).seconds(plan.execution, plan.rates) for batches in timed
         )
     own = [batches[world.data_rank].documents for batches in timed]
-    sparsity = plan.execution.sparsity if plan else None
+    sparsity = plan.execution.sparsity if plan else ()
     model_flops = statistics.mean(3 * config.forward_flops(documents.lengths, sparsity) for documents in own)
     return {
         "seconds": seconds,

@@ -151,7 +151,7 @@ def sparse() -> list[list[str]]:
             other["summary"]["extrapolated_seconds"] for other in results("profile_step_*.json")
             if other["settings"]["context_length"] == context and other["settings"]["attention_type"] == "full"
         ]  # fmt: skip
-        flops = 3 * MODEL_SIZES["4B"].forward_flops([context], Sparsity())
+        flops = 3 * MODEL_SIZES["4B"].forward_flops([context], 36 * [Sparsity()])
         rows.append([
             f"{context:,}", "none", differing(result["summary"]["predicted_peak"] / GIB, peak), f"{peak:.2f}",
             differing(result["summary"]["predicted_seconds"], seconds), f"{seconds:.2f}", f"{seconds / dense:.3f}",

@@ -13,7 +13,8 @@ class StorageCounter(TorchDispatchMode):
     """Counts the bytes of every tensor that lives, as the GPU's allocator would; fake tensors cost nothing.
 
     Args:
-        own_bytes: what operations take inside, which fake tensors do not show.
+        own_bytes: what operations take inside, which fake tensors do not show: a number, or a function of the call's
+            arguments.
     """
 
     def __init__(self, own_bytes=None):
@@ -31,7 +32,8 @@ class StorageCounter(TorchDispatchMode):
                 if not self.on_host:
                     self.allocated += storage.nbytes()
                     weakref.finalize(storage, self._free, storage.nbytes())
-        self.peak = max(self.peak, self.allocated + self.own_bytes.get(function, 0))
+        own = self.own_bytes.get(function, 0)
+        self.peak = max(self.peak, self.allocated + (own(*args) if callable(own) else own))
         return output
 
     def _free(self, num_bytes):

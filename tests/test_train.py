@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 GIB = 2**30
 SMALL = ["--context_length", "64", "--batch_size", "2", "--warmup_steps", "2", "--sample_tokens", "0"]
 SMALL += ["--device", "cpu"]
+SPARSE = ["--attention_type", "sparse", "--dense_below", "64"]
 
 
 @pytest.fixture
@@ -470,7 +471,8 @@ BAD_FLAGS = [
     (["--data", "no/such/file.txt"], "no/such/file.txt"),
     (["--attention_type", "nsa"], "not in this version; use full or sparse"),
     (["--selected_blocks", "16"], "selected_blocks has no effect with attention_type full"),
-    (["--attention_type", "sparse", "--selected_blocks", "0"], "selected_blocks must be at least 1, got 0"),
+    (["--selected_blocks=-1", *SPARSE], "selected_blocks must be a number, 0 or more, or"),
+    (["--selected_blocks", "8x2,4x1", *SPARSE], "selected_blocks 8x2,4x1 names 3 layers, the model has 4"),
     (["--attention_type", "sparse"], "dense_below 8192 attend to everything; raise the one"),
     (["--attention_backend", "cudnn"], "needs a CUDA device"),
     (["--context_parallel_size", "2"], "only 1 is in this version"),

@@ -34,7 +34,9 @@ class TrainConfig:
     attention_type: str = flag(
         "full", "sparse: to chosen blocks, see kernels/sparse_attention; nsa: not in this version", ATTENTION_TYPES
     )
-    selected_blocks: int | None = flag(None, "of sparse: blocks of 64 that a token chooses; default: 32")
+    selected_blocks: str | None = flag(
+        None, "of sparse: blocks of 64 that a token chooses, by layer as 64x4,32 (the first four 64); default: 32"
+    )
     dense_below: int | None = flag(None, "of sparse: shorter documents attend to everything; default: 8192 tokens")
     attention_backend: str = flag("auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu")
     loss_impl: str = flag("auto", "auto: chunked above 10 GB of logits", ("auto", "chunked", "standard"))
@@ -137,6 +139,8 @@ def _read_toml(path: str, config_type: type) -> dict:
         kind = _element_type(types[name])
         if kind is float and type(value) is int:
             value = values[name] = float(value)
+        if kind is str and type(value) is int:
+            value = values[name] = str(value)  # as on the command line
         elements = value if types[name] == list[str] and isinstance(value, list) else [value]
         if any(type(e) is not kind for e in elements) or (types[name] == list[str]) != isinstance(value, list):
             expected = f"a list of {kind.__name__}" if types[name] == list[str] else kind.__name__

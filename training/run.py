@@ -31,6 +31,7 @@ from training.memory.profiler import Bench, format_table
 from training.optimizer import MasterAdamW
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
 from training.parallel.world import World
+from training.sparsity import numbers_by_layer
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfi
 
 
 def settled_execution(
-    loss_impl: str, attention_backend: str, device: torch.device, sparsity: Sparsity | None = None
+    loss_impl: str, attention_backend: str, device: torch.device, sparsity: tuple[Sparsity, ...] = ()
 ) -> Execution:
     """What flags settle of an execution before anything is planned.
 
@@ -108,8 +109,11 @@ def settled_execution(
     return Execution(loss_impl=loss_impl, attention_backend=backend, sparsity=sparsity)
 
 
-def sparsity_of(flags) -> Sparsity | None:
+def sparsity_of(flags) -> tuple[Sparsity, ...]:
     """What the flags --attention_type, --selected_blocks and --dense_below say, of a run or of profile_memory.py.
+
+    Returns:
+        One a layer; () where attention is to everything.
 
     Raises:
         UserError: a value out of range, a flag without effect, a model whose heads the kernels do not take.
@@ -121,17 +125,19 @@ def sparsity_of(flags) -> Sparsity | None:
     if flags.attention_type != "sparse":
         for name in given:
             raise UserError(f"{name} has no effect with attention_type {flags.attention_type}; drop it, or use sparse")
-        return None
-    for name, value in given.items():
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
-    sparsity = Sparsity(**given)
-    if flags.context_length is not None and flags.context_length < sparsity.dense_below:
+        return ()
+    dense_below = given.get("dense_below", Sparsity().dense_below)
+    if dense_below < 1:
+        raise UserError(f"dense_below must be at least 1, got {dense_below}")
+    if flags.context_length is not None and flags.context_length < dense_below:
         raise UserError(
             f"attention_type sparse has no effect at context_length {flags.context_length}: documents shorter than "
-            f"dense_below {sparsity.dense_below} attend to everything; raise the one, lower the other, or use full"
+            f"dense_below {dense_below} attend to everything; raise the one, lower the other, or use full"
         )
-    return sparsity
+    layers = MODEL_SIZES[flags.model_size].num_hidden_layers
+    blocks = given.get("selected_blocks", Sparsity().selected_blocks)
+    numbers = numbers_by_layer("selected_blocks", str(blocks), layers)
+    return tuple(Sparsity(selected_blocks=number, dense_below=dense_below) for number in numbers)
 
 
 def step_of(config: TrainConfig, model: Transformer, device: torch.device, documents: PackedDocuments | None) -> Step:

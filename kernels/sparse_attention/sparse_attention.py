@@ -391,7 +391,8 @@ def attention_footprint(
     lists = 2 * G * S
     kept = H * K * element_size + 4 * H + lists
 
-    candidates = sum(max(0, b - window_blocks) for b in range(num_blocks))  # (query block, candidate) pairs
+    # (query block, candidate) pairs; where none is to be selected, none is scored.
+    candidates = sum(max(0, b - window_blocks) for b in range(num_blocks)) if S else 0
     gathered = sum(min(S, max(0, b - window_blocks)) for b in range(num_blocks))
     band = sum(min(b + 1, window_blocks) + (b >= window_blocks) for b in range(num_blocks))
     means = num_blocks * (num_blocks - 1) // 2 if candidates else 0

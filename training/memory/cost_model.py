@@ -196,13 +196,17 @@ class Step:
             **dict.fromkeys(("gradients", "layer inputs", "attention", "MLP"), 0),
         }
 
-        kinds = ("input", "results", "rest")
+        kinds = ("input", "results")
         places = {kind: [getattr(p, kind) for p in execution.placements] for kind in kinds}
-        inputs_on_gpu, results_on_gpu, whole_before = (
-            [0, *accumulate(place == "gpu" for place in places[kind])] for kind in kinds
-        )
-        input_bytes, results_bytes, rest = self.kept_bytes("input"), self.kept_bytes("results"), self._rest_bytes()
-        choices_bytes = self._footprints(execution)[0].choices
+        inputs_on_gpu, results_on_gpu = ([0, *accumulate(p == "gpu" for p in places[kind])] for kind in kinds)
+        input_bytes, results_bytes = self.kept_bytes("input"), self.kept_bytes("results")
+        sparsity = self._sparsity(execution)
+        # What the blocks before a layer keep besides inputs and results, bytes of attention and of the MLP.
+        rest = {
+            of_layer: [self._rest_bytes(of_layer, is_whole) for is_whole in (False, True)] for of_layer in {*sparsity}
+        }
+        rest_of_layer = [rest[of_layer][p.is_whole] for p, of_layer in zip(execution.placements, sparsity)]
+        attention_before, mlp_before = ([0, *accumulate(sizes)] for sizes in zip(*rest_of_layer))
 
         def stage(name: str, layer: int, fetched: list[str], ready: float, working: dict[str, int]) -> Stage:
             """`layer`: those before it keep what they have on the GPU; `ready`: the parameters that have gradients."""
@@ -212,14 +216,14 @@ class Step:
             idle = self._reduction_bytes + int(optimizer.gpu_gradients * (1 - ready)) if self.is_sharded else 0
             sizes["layer inputs"] += (inputs_on_gpu[layer] + fetched.count("input")) * input_bytes
             sizes["attention"] += (results_on_gpu[layer] + fetched.count("results")) * results_bytes
-            sizes["attention"] += (layer - whole_before[layer]) * choices_bytes
-            for category, size in rest.items():
-                sizes[category] += whole_before[layer] * size
+            sizes["attention"] += attention_before[layer]
+            sizes["MLP"] += mlp_before[layer]
             return Stage(name, sizes, idle=idle)
 
         yield stage("embedding", 0, [], 0, {"layer inputs": input_bytes})
-        of_placement = {placement: self._block_bytes(execution, placement) for placement in {*execution.placements}}
-        working = [of_placement[placement] for placement in execution.placements]
+        blocks = [*zip(execution.placements, sparsity)]
+        block_bytes = {block: self._block_bytes(execution, *block) for block in {*blocks}}
+        working = [block_bytes[block] for block in blocks]
         for layer, (forward, _, _) in enumerate(working):
             yield stage(f"forward of layer {layer}", layer, [], 0, forward)
         # 2 * input_bytes: the last norm's output, and the gradient of its input.
@@ -248,14 +252,15 @@ class Step:
         """Bytes of the float32 sums, of up to ten tokens of a word each, that the embedding's backward first makes."""
         return 4 * self.config.hidden_size * (min(self.tokens, self.config.vocab_size) + self.tokens // 10)
 
-    def _sparsity(self, execution: Execution) -> Sparsity | None:
-        """None where all documents are so short that they attend to everything."""
+    def _sparsity(self, execution: Execution) -> tuple[Sparsity | None, ...]:
+        """Of each layer; None where all documents are so short that they attend to everything."""
         longest = self.documents.longest if self.documents else self.context_length
-        return execution.sparsity if execution.sparsity and longest >= execution.sparsity.dense_below else None
+        is_sparse = execution.sparsity and longest >= execution.sparsity[0].dense_below
+        return execution.sparsity if is_sparse else (None,) * self.layers
 
-    def _attention_flops(self, execution: Execution, documents: PackedDocuments) -> tuple[float, float, float]:
+    def _attention_flops(self, sparsity: Sparsity | None, documents: PackedDocuments) -> tuple[float, float, float]:
         """Of forward, of a second forward, which chooses nothing, and of backward, in one layer."""
-        config, sparsity = self.config, self._sparsity(execution)
+        config = self.config
         if sparsity is None:
             flops = attention_flops(config.num_attention_heads, config.head_dim, documents.pairs)
             return flops, flops, BACKWARD_FLOPS * flops
@@ -267,8 +272,8 @@ class Step:
         share = self.tokens / length
         return footprint.forward_flops * share, again * share, footprint.backward_flops * share
 
-    def _footprints(self, execution: Execution) -> tuple[Footprint, Footprint]:
-        """Footprints of a block's attention and of its MLP under an execution."""
+    def _footprints(self, execution: Execution, sparsity: Sparsity | None = None) -> tuple[Footprint, Footprint]:
+        """Footprints of a block's attention and of its MLP under an execution; what is keepable has no sparsity."""
         config, longest = self.config, None
         if self.is_packed:
             longest = self.documents.longest if self.documents else self.context_length
@@ -276,7 +281,7 @@ class Step:
             qkv_attention_footprint(
                 self.tokens, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
                 config.head_dim, element_size=self.element_size, backend=execution.attention_backend,
-                context_length=self.context_length, longest=longest, sparsity=self._sparsity(execution),
+                context_length=self.context_length, longest=longest, sparsity=sparsity,
                 heads_at_a_time=execution.heads_at_a_time,
             ),
             gated_mlp_footprint(
@@ -286,7 +291,7 @@ class Step:
         )  # fmt: skip
 
     def _block_bytes(
-        self, execution: Execution, placement: Placement
+        self, execution: Execution, placement: Placement, sparsity: Sparsity | None
     ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
         """Bytes by category of a block's fullest moments: in forward, in the backward of the MLP, in that of attention.
 
@@ -294,7 +299,7 @@ class Step:
         """
         x, inputs = self.kept_bytes("input"), {"layer inputs": self.kept_bytes("input")}
         attention, mlp = self._footprints(
-            replace(execution, heads_at_a_time=None, mlp_tile_size=None) if placement.is_whole else execution
+            replace(execution, heads_at_a_time=None, mlp_tile_size=None) if placement.is_whole else execution, sparsity
         )
         saved = attention.saved + _NORMS_BYTES * self.tokens
         if placement.is_whole:  # saved: the sum; 3 x: outputs of attention, MLP and block
@@ -316,13 +321,15 @@ class Step:
             {**inputs, "attention": saved + attention.backward, "MLP": x if placement.is_whole else 2 * x},
         )
 
-    def _rest_bytes(self) -> dict[str, int]:
-        """Bytes by category of what autograd keeps of a whole block besides its input and the results worth keeping."""
-        attention, mlp = self._footprints(self.given)
-        return {
-            "attention": attention.saved - attention.keepable + _NORMS_BYTES * self.tokens,
-            "MLP": self.kept_bytes("input") + mlp.saved,
-        }
+    def _rest_bytes(self, sparsity: Sparsity | None, is_whole: bool) -> tuple[int, int]:
+        """Bytes of attention and of the MLP that a block keeps besides its input and the results worth keeping."""
+        attention, mlp = self._footprints(self.given, sparsity)
+        if not is_whole:
+            return attention.choices, 0
+        return (
+            attention.saved - attention.keepable + _NORMS_BYTES * self.tokens,
+            self.kept_bytes("input") + mlp.saved,
+        )
 
     def _loss_bytes(self, execution: Execution) -> int:
         """Bytes of the logits that exist at a time, of the head's gradient and of the hidden states' gradient."""
@@ -337,19 +344,26 @@ class Step:
         attention, mlp = self._footprints(execution)
         layer = (attention.matrix_flops + mlp.matrix_flops) / rates.matrix_flops
         documents = self.documents or PackedDocuments.one_each(self.context_length, self.batch_size)
-        calls = documents.count if documents.count > self.batch_size and not self._sparsity(execution) else 0
+        sparsity = self._sparsity(execution)
+        calls = documents.count if documents.count > self.batch_size and sparsity[0] is None else 0
         calls *= config.num_key_value_heads // (execution.heads_at_a_time or config.num_key_value_heads)
-        forward_flops, second_flops, backward_flops = self._attention_flops(execution, documents)
-        attention_forward = forward_flops / rates.attention_forward_flops + calls / rates.forward_documents
-        attention_again = attention_forward - (forward_flops - second_flops) / rates.attention_forward_flops
-        attention_backward = backward_flops / rates.attention_backward_flops + calls / rates.backward_documents
+        flops = {of_layer: self._attention_flops(of_layer, documents) for of_layer in {*sparsity}}
+        first, second = (
+            [
+                flops[of_layer][i] / rates.attention_forward_flops + calls / rates.forward_documents
+                for of_layer in sparsity
+            ]
+            for i in range(2)
+        )
+        attention_backward = sum(flops[of_layer][2] for of_layer in sparsity) / rates.attention_backward_flops
+        attention_backward += L * calls / rates.backward_documents
         # A block's two norms, two sums and their copies read and write nine hidden states.
         moved_bytes = 9 * self.kept_bytes("input") + attention.elementwise_bytes + mlp.elementwise_bytes
         elementwise = moved_bytes / rates.memory_bytes
         placed = [i for i in range(L) if not placements[i].is_whole]
-        blocks = L + (0.01 * len(placed) if execution.heads_at_a_time else 0)  # 1% more time: smaller launches
-        forward = blocks * (layer + attention_forward + elementwise)
-        backward = blocks * (2 * layer + attention_backward + 2 * elementwise)
+        longer = 1 + (0.01 * len(placed) / L if execution.heads_at_a_time else 0)  # 1% more time: smaller launches
+        forward = longer * (L * (layer + elementwise) + sum(first))
+        backward = longer * (2 * L * (layer + elementwise) + attention_backward)
         # Backward recomputes a placed block's matrix products, except skippable ones: the tiled MLP's own backward
         # recomputes gate and up.
         again = attention.matrix_flops + (0 if mlp.is_skippable else mlp.matrix_flops)
@@ -358,7 +372,7 @@ class Step:
         for i in placed:
             start, _ = needed_for_backward(placements, i)[0]
             backward += (i - start) * (layer + elementwise)  # blocks run again for this one's input
-            backward += attention_again * sum(placements[j].results == "recompute" for j in range(start, i + 1))
+            backward += sum(second[j] for j in range(start, i + 1) if placements[j].results == "recompute")
         copies = self.arena_bytes(execution) / rates.link_bytes
         optimizer = self.optimizer(execution)
         loss = linear_cross_entropy_footprint(self.tokens, config.hidden_size, config.vocab_size).matrix_flops

@@ -62,7 +62,8 @@ class Execution:
             training.optimizer.MasterAdamW.
         loss_impl: "auto" switches by the size of the logits; "chunked" or "standard" force one.
         attention_backend: kernel that attends, see kernels.attention.BACKENDS.
-        sparsity: of attention to chosen blocks, which has kernels of its own; None: attention to everything.
+        sparsity: of attention to chosen blocks, which has kernels of its own, one a block. In all blocks it differs at
+            most in `selected_blocks`. (): attention to everything.
 
     Raises:
         ValueError: another loss.
@@ -74,7 +75,7 @@ class Execution:
     gpu_state_bytes: float = math.inf
     loss_impl: str = "auto"
     attention_backend: str = "auto"
-    sparsity: Sparsity | None = None
+    sparsity: tuple[Sparsity, ...] = ()
 
     def __post_init__(self):
         if self.loss_impl not in LOSSES:

@@ -8,7 +8,8 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,7 +115,7 @@ H200 = Rates()
 
 
 def measure_rates(
-    config, attention_backend: str, device: torch.device, context_length: int, sparsity: Sparsity | None = None
+    config, attention_backend: str, device: torch.device, context_length: int, sparsity: Sequence[Sparsity] = ()
 ) -> Rates:
     """The rates of this GPU at the model's shapes; for the 4B it takes 1.2 to 5 GiB meanwhile. On a CPU, an H200's.
 
@@ -122,7 +123,7 @@ def measure_rates(
         config: the model's shape, as model.ModelConfig names it.
         attention_backend: as `kernels.attention.choose_backend` takes it.
         context_length: tokens.
-        sparsity: attention's rates are then those of attention to chosen blocks.
+        sparsity: one a layer. Attention's rates are then those of chosen blocks, as many as most layers have.
     """
     if device.type != "cuda":
         return H200
@@ -130,8 +131,8 @@ def measure_rates(
     dense = _attention_rates(config, backend, device, context_length)
     documents = _document_rates(config, backend, device, *dense)
     attention = dense
-    if sparsity is not None and context_length >= sparsity.dense_below:
-        attention = _sparse_attention_rates(config, sparsity, device)
+    if sparsity and context_length >= sparsity[0].dense_below:
+        attention = _sparse_attention_rates(config, statistics.mode(sparsity), device)
     return Rates(_matrix_rate(config, device), *attention, *documents, *_copy_rates(device))
 
 
@@ -290,12 +291,12 @@ def parse_gpu(text: str) -> GPU:
         raise UserError(f"no GPU {text!r} in the table: {', '.join(GPUS)}; or a size such as 24GB") from None
 
 
-def scale_rates(gpu: GPU, attention_backend: str, sparsity: Sparsity | None = None) -> Rates:
+def scale_rates(gpu: GPU, attention_backend: str, is_sparse: bool = False) -> Rates:
     """Rates of a `gpu` that is not here, if it comes as near to its data sheet as an H200 does to its own."""
     h200 = GPUS["H200"]
     flops, link = gpu.flops / h200.flops, gpu.link_bandwidth / h200.link_bandwidth
     attention = flops * (1 if gpu.attention_backend == "flash" else _HOPPER_ATTENTION[attention_backend])
-    if sparsity is not None:
+    if is_sparse:
         attention = flops * _SPARSE_ATTENTION
     return Rates(
         matrix_flops=H200.matrix_flops * flops,

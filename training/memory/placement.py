@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from kernels.common import KEEPABLE, SKIPPABLE
+from kernels.sparse_attention import Sparsity
 from training.memory.execution import Execution, Placement, needed_for_backward
 from training.memory.host_copies import HostCopies, PinnedArena
 from training.torch_internals import TorchDispatchMode
@@ -34,13 +35,20 @@ def apply_execution(model: nn.Module, execution: Execution, arena_bytes: int = 0
         ValueError: as `apply_placement`.
     """
     model.loss_impl = execution.loss_impl
+    set_sparsity(model, execution.sparsity)
     for block, placement in zip(model.layers, execution.placements):
-        block.self_attn.backend, block.self_attn.sparsity = execution.attention_backend, execution.sparsity
+        block.self_attn.backend = execution.attention_backend
         block.self_attn.heads_at_a_time = None if placement.is_whole else execution.heads_at_a_time
         block.mlp.tile_size = None if placement.is_whole else execution.mlp_tile_size
     arena = PinnedArena(arena_bytes, model.embed_tokens.weight.device) if arena_bytes else None
-    skips = execution.mlp_tile_size is not None or execution.sparsity is not None
+    skips = execution.mlp_tile_size is not None or execution.sparsity != ()
     apply_placement(model.layers, execution.placements, arena, skips)
+
+
+def set_sparsity(model: nn.Module, sparsity: Sequence[Sparsity]) -> None:
+    """Let each block of a model.Transformer attend as `sparsity` says, which has one a block; (): to everything."""
+    for layer, block in enumerate(model.layers):
+        block.self_attn.sparsity = sparsity[layer] if sparsity else None
 
 
 def apply_placement(

@@ -10,6 +10,7 @@ from training.errors import UserError
 from training.memory.cost_model import Stage, Step, gib
 from training.memory.execution import Execution, Placement
 from training.memory.machine import H200, Rates
+from training.sparsity import spell_by_layer
 
 # A plan's predicted peak must stay below budget / HEADROOM. The 4% cover allocator fragmentation and what the cost
 # model does not count. Where no plan stays below, a plan below budget / LEAST_HEADROOM will do: at the limit the
@@ -63,7 +64,8 @@ class Plan:
             tiles = f"{execution.mlp_tile_size} rows at a time" if execution.mlp_tile_size else "all rows at once"
             rows += [("attention", heads), ("MLP", tiles)]
         if execution.sparsity:
-            blocks, size, window, dense_below = execution.sparsity
+            _, size, window, dense_below = execution.sparsity[0]
+            blocks = spell_by_layer([sparsity.selected_blocks for sparsity in execution.sparsity])
             chosen = f"{blocks} chosen blocks of {size}, a window of {window}; all below {dense_below} tokens"
             rows += [("attends to", chosen)]
         rows += [("loss", execution.loss_impl), ("optimizer state", state)]

@@ -296,8 +296,9 @@ def test_by_groups_does_not_replace_an_attention_of_another_kind():
 SPARSE = Sparsity(selected_blocks=1, block_size=32, window=32, dense_below=200)  # of 7 blocks each sees 3 at most
 
 
-def run_sparsely(sparsity, placements=(WHOLE,) * 4, heads_at_a_time=None):
+def run_sparsely(*sparsity, placements=(WHOLE,) * 4, heads_at_a_time=None):
     """Loss and all gradients over a sequence of 220 tokens, and one of two documents."""
+    sparsity = sparsity * 4 if len(sparsity) == 1 else sparsity
     model = build(placements, sparsity=sparsity, heads_at_a_time=heads_at_a_time, mlp_tile_size=40)
     ids = torch.randint(256, (2, 220), generator=torch.Generator().manual_seed(0))
     documents = torch.zeros_like(ids)
@@ -310,7 +311,9 @@ def run_sparsely(sparsity, placements=(WHOLE,) * 4, heads_at_a_time=None):
 @pytest.mark.parametrize("heads_at_a_time", [None, 1])
 @pytest.mark.parametrize("name", ["gpu recompute", "gpu gpu", "host host", "chain"])
 def test_sparse_attention_under_every_placement(name, heads_at_a_time):
-    expected, found = run_sparsely(SPARSE), run_sparsely(SPARSE, PLACEMENTS[name], heads_at_a_time)
+    by_layer = [SPARSE._replace(selected_blocks=blocks) for blocks in (2, 1, 0, 1)]
+    placed = {"placements": PLACEMENTS[name], "heads_at_a_time": heads_at_a_time}
+    expected, found = run_sparsely(*by_layer), run_sparsely(*by_layer, **placed)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
     assert (found[1] - expected[1]).abs().max() <= 2e-6 * expected[1].abs().max()
 
@@ -323,12 +326,12 @@ def test_blocks_are_chosen_once(heads_at_a_time, monkeypatch):
     monkeypatch.setattr(module, "select_blocks_reference", lambda *a, **k: chosen.append(1) or select(*a, **k))
     for name in ("gpu recompute", "host gpu", "chain"):
         chosen.clear()
-        run_sparsely(SPARSE, PLACEMENTS[name], heads_at_a_time)
+        run_sparsely(SPARSE, placements=PLACEMENTS[name], heads_at_a_time=heads_at_a_time)
         assert len(chosen) == 4 * (TINY.num_key_value_heads if heads_at_a_time else 1)
 
 
 def test_sparse_attention_with_all_blocks_is_dense():
-    dense, some = run_sparsely(None), run_sparsely(SPARSE)
+    dense, some = run_sparsely(), run_sparsely(SPARSE)
     whole, short = run_sparsely(SPARSE._replace(selected_blocks=8)), run_sparsely(SPARSE._replace(dense_below=221))
     torch.testing.assert_close(whole[0], dense[0], rtol=1e-6, atol=0)
     assert (whole[1] - dense[1]).abs().max() <= 1e-5 * dense[1].abs().max()

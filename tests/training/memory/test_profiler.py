@@ -54,15 +54,19 @@ def own_bytes(step, execution):
     mlp = gated_mlp_footprint(step.tokens, D, config.intermediate_size, tile_size=execution.mlp_tile_size or 1)
     loss = linear_cross_entropy_footprint(step.tokens, D, config.vocab_size)
     hidden, mlp_weights = 2 * step.tokens * D, 2 * 3 * D * config.intermediate_size
-    sparse = backward = 0
-    if execution.sparsity is not None:
-        groups = G if execution.heads_at_a_time else 1
-        heads = H // groups, G // groups, K
-        _, sparse, backward = attention_footprint(step.tokens, *heads, execution.sparsity)[:3]
+    groups = G if execution.heads_at_a_time else 1
+
+    def sparse(selected_blocks):
+        return attention_footprint(step.tokens, H // groups, G // groups, K, Sparsity(selected_blocks))
+
     return {  # outputs are counted already
-        ops.select_blocks.default: sparse,
-        ops.sparse_attention_forward.default: sparse,
-        ops.sparse_attention_backward.default: backward,
+        ops.select_blocks.default: lambda q, k, segments, selected, *_: sparse(selected).forward_workspace_bytes,
+        ops.sparse_attention_forward.default: (
+            lambda q, k, v, segments, lists, *_: sparse(lists.shape[-1]).forward_workspace_bytes
+        ),
+        ops.sparse_attention_backward.default: (
+            lambda dout, q, k, v, out, lse, lists, *_: sparse(lists.shape[-1]).backward_workspace_bytes
+        ),
         ops.attention_backward.default: attention // (G if execution.heads_at_a_time else 1),
         ops.tiled_gated_mlp.default: mlp.forward - hidden,
         ops.tiled_gated_mlp_backward.default: mlp.backward - hidden - mlp_weights,
@@ -116,6 +120,7 @@ def step_of(size, context_length, *, backend="cpu", loss_impl="auto", num_hidden
 
 
 GPU, ON_HOST = Placement("gpu", "gpu"), Placement("host", "host")
+BY_LAYER = tuple(map(Sparsity, (64, 32, 0, 128)))
 CASES = {
     "checkpointing": (131_072, [Placement()] * 4, None, None, {}),
     "whole": (16_384, [WHOLE] * 4, None, None, {}),
@@ -128,8 +133,8 @@ CASES = {
     "groups, attention again": (65_536, [Placement()] * 4, 8192, 1, {}),
     "host, then GPU": (131_072, [ON_HOST] * 2 + [GPU] * 2, 8192, 1, {}),
     "all on the host": (131_072, [ON_HOST] * 4, 8192, 1, {"gpu_state_bytes": 0}),
-    "sparse": (131_072, [Placement()] * 4, 8192, None, {"sparsity": Sparsity()}),
-    "sparse, kept, groups": (524_288, [ON_HOST] * 2 + [GPU] * 2, 8192, 1, {"sparsity": Sparsity()}),
+    "sparse, kept, groups": (524_288, [ON_HOST] * 2 + [GPU] * 2, 8192, 1, {"sparsity": (Sparsity(),) * 4}),
+    "sparse by layer": (131_072, [Placement()] * 2 + [GPU, WHOLE], 8192, None, {"sparsity": BY_LAYER}),
     "pairs": (524_288, [Placement("host"), Placement("recompute", "gpu")] * 2, 8192, 1, {"gpu_state_bytes": 2e9}),
 }
 
@@ -139,7 +144,7 @@ def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
     """Of the 4B with four layers: each stage within 1% of the step's peak, categories at the peak within 3%."""
     context_length, placements, tile_size, heads, more = CASES[case]
     step = step_of("4B", context_length, loss_impl="chunked", num_hidden_layers=4)
-    step.given = replace(step.given, sparsity=more.get("sparsity"))
+    step.given = replace(step.given, sparsity=more.get("sparsity", ()))
     execution = replace(
         step.given, placements=tuple(placements), mlp_tile_size=tile_size, heads_at_a_time=heads, **more
     )
@@ -221,7 +226,9 @@ def test_what_a_broken_off_step_leaves_is_cleared():
 
 def test_fewer_layers():
     placements = tuple(Placement("host" if i < 24 else "gpu") for i in range(36))
-    execution = thin(Execution(placements, 8192, 1, gpu_state_bytes=36e9), 6)
+    sparsity = tuple(map(Sparsity, range(36)))
+    execution = thin(Execution(placements, 8192, 1, gpu_state_bytes=36e9, sparsity=sparsity), 6)
+    assert [one.selected_blocks for one in execution.sparsity] == [0, 6, 12, 18, 24, 30]
     assert [p.input for p in execution.placements] == ["host"] * 4 + ["gpu"] * 2
     assert execution.gpu_state_bytes == 6e9 and execution.mlp_tile_size == 8192
     assert thin(Execution(placements), 6).gpu_state_bytes == math.inf
