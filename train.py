@@ -30,6 +30,7 @@ from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
 from training.errors import UserError
 from training.memory.cost_model import PackedDocuments
+from training.memory.placement import set_sparsity
 from training.metrics import MetricsFile, peak_flops, peak_memory_gib
 from training.optimizer import warmup_cosine
 from training.parallel.world import World, join_world
@@ -42,9 +43,10 @@ from training.run import (
     explain_out_of_memory,
     resolve_memory_budget,
     run_model,
-    sparsity_of,
+    sparsity_at,
     train_step,
 )
+from training.sparsity import spell_by_layer
 
 logger = logging.getLogger("train")
 PROMPT_TOKENS = 64
@@ -91,7 +93,7 @@ def check_config(config: TrainConfig) -> None:
     for message, refused in refusals.items():
         if refused:
             raise UserError(message)
-    sparsity_of(config)
+    sparsity_at(config, step=1)
 
 
 def find_start(given: dict, world: World) -> tuple[TrainConfig, Start]:
@@ -325,6 +327,8 @@ def train(given: dict, world: World) -> None:
         began = time.perf_counter()
         batches = [loader.next_batch() for _ in range(config.gradient_accumulation_steps)]
         rate = learning_rate_of(step, config, start.cosine_steps)
+        sparsity = sparsity_at(config, step)
+        set_sparsity(model, sparsity)
         try:
             loss, norm = train_step(model, optimizer, batches, world, rate, config.max_grad_norm)
         except torch.OutOfMemoryError as error:
@@ -340,9 +344,10 @@ def train(given: dict, world: World) -> None:
         if world.device.type == "cuda":
             values["peak_memory_gib"] = peak_memory_gib(world)
         if gpu_flops is not None:
-            sparsity = plan.execution.sparsity
             flops = 3 * sum(model_config.forward_flops(batch.documents.lengths, sparsity) for batch in batches)
             values["mfu"] = flops / seconds / gpu_flops
+        if config.selected_blocks_start is not None:
+            values["selected_blocks"] = spell_by_layer([of_layer.selected_blocks for of_layer in sparsity])
         is_last, stop = step == max_steps, world.sum(float(bool(terminated)))[0] > 0
         if config.validation_sequences and (is_last or is_due(step, config.validation_interval)):
             held_out_batches = validation_batches(

@@ -28,6 +28,7 @@ GIB = 2**30
 SMALL = ["--context_length", "64", "--batch_size", "2", "--warmup_steps", "2", "--sample_tokens", "0"]
 SMALL += ["--device", "cpu"]
 SPARSE = ["--attention_type", "sparse", "--dense_below", "64"]
+ANNEALED = ["--selected_blocks_start", "8x2,4", "--selected_blocks_steps"]
 
 
 @pytest.fixture
@@ -88,6 +89,18 @@ def test_resume_equals_an_uninterrupted_run(corpus, tmp_path):
     assert losses(parts) == losses(whole)
     for name, tensor in weights(whole, 6).items():
         assert torch.equal(tensor, weights(parts, 6)[name]), name
+
+
+def test_chosen_blocks_are_annealed_and_resumed(corpus, tmp_path):
+    """A resumed run goes on with the numbers of its steps; a token of the last of 11 blocks chooses one or none."""
+    run, flags = tmp_path / "run", ["--context_length", "704", "--batch_size", "1", "--validation_sequences", "0"]
+    flags += [*SPARSE, *ANNEALED, "3", "--selected_blocks", "0", "--checkpoint_interval", "2"]
+    assert train.main(arguments(corpus, run, *flags)) == 0
+    whole, numbers = losses(run), [line["selected_blocks"] for line in metrics(run)]
+    assert numbers == ["8x2,4", "4", "4x2,0", "0"]
+    (run / "step_00000004").rename(tmp_path / "lost")
+    assert train.main(["--output_dir", str(run), "--resume", "--device", "cpu"]) == 0
+    assert losses(run) == whole and [line["selected_blocks"] for line in metrics(run)] == numbers
 
 
 def test_resume_of_a_finished_run_goes_on(corpus, tmp_path, monkeypatch):
@@ -473,6 +486,18 @@ BAD_FLAGS = [
     (["--selected_blocks", "16"], "selected_blocks has no effect with attention_type full"),
     (["--selected_blocks=-1", *SPARSE], "selected_blocks must be a number, 0 or more, or"),
     (["--selected_blocks", "8x2,4x1", *SPARSE], "selected_blocks 8x2,4x1 names 3 layers, the model has 4"),
+    (["--selected_blocks_start", "16"], "selected_blocks_start has no effect without attention_type sparse"),
+    (["--selected_blocks_start", "40", *SPARSE], "selected_blocks_start has no effect without selected_blocks_steps"),
+    (["--selected_blocks_steps", "40", *SPARSE], "selected_blocks_steps has no effect without selected_blocks_start"),
+    ([*ANNEALED, "0", *SPARSE], "selected_blocks_steps must be at least 1, got 0"),
+    (
+        [*ANNEALED, "5", "--selected_blocks", "8x3,4", *SPARSE],
+        "selected_blocks_start 8x2,4 must be above selected_blocks",
+    ),
+    (
+        [*ANNEALED, "5", "--selected_blocks", "8x2,4", *SPARSE],
+        "selected_blocks_start 8x2,4 must be above selected_blocks",
+    ),
     (["--attention_type", "sparse"], "dense_below 8192 attend to everything; raise the one"),
     (["--attention_backend", "cudnn"], "needs a CUDA device"),
     (["--context_parallel_size", "2"], "only 1 is in this version"),

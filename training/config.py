@@ -37,6 +37,10 @@ class TrainConfig:
     selected_blocks: str | None = flag(
         None, "of sparse: blocks of 64 that a token chooses, by layer as 64x4,32 (the first four 64); default: 32"
     )
+    selected_blocks_start: str | None = flag(
+        None, "of sparse: as selected_blocks, in the first step; falls to selected_blocks over selected_blocks_steps"
+    )
+    selected_blocks_steps: int | None = flag(None, "of sparse: steps from selected_blocks_start to selected_blocks")
     dense_below: int | None = flag(None, "of sparse: shorter documents attend to everything; default: 8192 tokens")
     attention_backend: str = flag("auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu")
     loss_impl: str = flag("auto", "auto: chunked above 10 GB of logits", ("auto", "chunked", "standard"))

@@ -31,7 +31,7 @@ from training.memory.profiler import Bench, format_table
 from training.optimizer import MasterAdamW
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
 from training.parallel.world import World
-from training.sparsity import numbers_by_layer
+from training.sparsity import annealed, numbers_by_layer, spell_by_layer
 
 logger = logging.getLogger(__name__)
 
@@ -140,10 +140,34 @@ def sparsity_of(flags) -> tuple[Sparsity, ...]:
     return tuple(Sparsity(selected_blocks=number, dense_below=dense_below) for number in numbers)
 
 
+def sparsity_at(config: TrainConfig, step: int) -> tuple[Sparsity, ...]:
+    """A run's `sparsity_of` in one of its steps, counted from 1; no step has more chosen blocks than the first.
+
+    Raises:
+        UserError: as `sparsity_of`; annealing without start or end, without effect, or to more blocks.
+    """
+    final, start, steps = sparsity_of(config), config.selected_blocks_start, config.selected_blocks_steps
+    if start is None and steps is None:
+        return final
+    if start is None or steps is None or not final:
+        name, needed = ("selected_blocks_start", "selected_blocks_steps")[:: 1 if steps is None else -1]
+        needed = needed if final else "attention_type sparse"
+        raise UserError(f"{name} has no effect without {needed}; drop the one, or give the other")
+    if steps < 1:
+        raise UserError(f"selected_blocks_steps must be at least 1, got {steps}")
+    pairs = [*zip(numbers_by_layer("selected_blocks_start", str(start), len(final)), final)]
+    if not any(number > one.selected_blocks for number, one in pairs) or any(
+        n < one.selected_blocks for n, one in pairs
+    ):
+        numbers = spell_by_layer([one.selected_blocks for one in final])
+        raise UserError(f"selected_blocks_start {start} must be above selected_blocks {numbers}, in no layer below it")
+    return tuple(one._replace(selected_blocks=annealed(n, one.selected_blocks, step, steps)) for n, one in pairs)
+
+
 def step_of(config: TrainConfig, model: Transformer, device: torch.device, documents: PackedDocuments | None) -> Step:
     """The step that the settings ask for; `documents` are None where they are not known yet."""
     lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
-    given = settled_execution(config.loss_impl, config.attention_backend, device, sparsity_of(config))
+    given = settled_execution(config.loss_impl, config.attention_backend, device, sparsity_at(config, step=1))
     return Step(model.config, model.parameters(), *lengths, documents, given)
 
 

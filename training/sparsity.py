@@ -1,10 +1,13 @@
-"""Numbers of chosen blocks layer by layer, as flags spell them."""
+"""Numbers of chosen blocks: layer by layer, as flags spell them, and annealed over the first steps of a run."""
 
 import itertools
 import re
 from collections.abc import Sequence
 
 from training.errors import UserError
+
+ANNEALING_STAGES = 8  # numbers that annealing takes, both ends included: kernels are compiled anew for each
+ANNEALING_MULTIPLE = 4  # of blocks
 
 
 def numbers_by_layer(name: str, text: str, layers: int) -> list[int]:
@@ -37,3 +40,18 @@ def spell_by_layer(numbers: Sequence[int]) -> str:
     runs = [(number, len(list(run))) for number, run in itertools.groupby(numbers)]
     before = [f"{number}x{count}" if count > 1 else str(number) for number, count in runs[:-1]]
     return ",".join([*before, str(runs[-1][0])])
+
+
+def annealed(start: int, final: int, step: int, steps: int) -> int:
+    """The number of chosen blocks in a step, counted from 1: `start` at first, and `final` from step `steps` + 1 on.
+
+    Between them it falls linearly, in at most `ANNEALING_STAGES` - 1 equal intervals and by multiples of
+    `ANNEALING_MULTIPLE`: from 64 to 32 it is 64, 60, 56, 52, 44, 40, 36, 32.
+    """
+    stage = min(ANNEALING_STAGES - 1, (step - 1) * (ANNEALING_STAGES - 1) // steps)
+    fall = (start - final) * stage / (ANNEALING_STAGES - 1)
+    return (
+        final
+        if stage == ANNEALING_STAGES - 1
+        else max(final, start - ANNEALING_MULTIPLE * round(fall / ANNEALING_MULTIPLE))
+    )
