@@ -45,7 +45,7 @@ def apply_execution(model: nn.Module, execution: Execution, arena_bytes: int = 0
     apply_placement(model.layers, execution.placements, arena, skips)
 
 
-def set_sparsity(model: nn.Module, sparsity: Sequence[Sparsity]) -> None:
+def set_sparsity(model: nn.Module, sparsity: Sequence[Sparsity | None]) -> None:
     """Let each block of a model.Transformer attend as `sparsity` says, which has one a block; (): to everything."""
     for layer, block in enumerate(model.layers):
         block.self_attn.sparsity = sparsity[layer] if sparsity else None
