@@ -21,7 +21,7 @@ from kernels.gated_mlp import gated_mlp
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.qkv_attention import project_heads, qkv_attention
 from kernels.rms_norm import rms_norm
-from kernels.sparse_attention import Sparsity, attention_footprint
+from kernels.sparse_attention import PooledKeys, Sparsity, attend_to_cache, attention_footprint
 from kernels.torch_internals import assert_async
 
 logger = logging.getLogger(__name__)
@@ -217,6 +217,7 @@ class KeyValueCache:
     def __init__(self, max_length: int):
         self.max_length, self.length = max_length, 0
         self._keys_values: tuple[Tensor, Tensor] | None = None
+        self.pooled_keys = PooledKeys()  # of sparse attention
 
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new tokens; returns the keys and values of all tokens so far."""
@@ -252,7 +253,7 @@ class Context:
 
     cos: Tensor  # [T, K/2] or [B, T, K/2] float32
     sin: Tensor
-    longest: int  # tokens of the longest document
+    longest: int  # tokens of the longest document, the cached ones included
     segments: Tensor | None = None  # the packed documents, see kernels.attention
     caches: list[KeyValueCache] | None = None
 
@@ -283,16 +284,19 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
         qkv = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
         norms = self.q_norm.weight, self.k_norm.weight
+        is_sparse = self.sparsity is not None and context.longest >= self.sparsity.dense_below
+        sparsity = self.sparsity if is_sparse else None
         if context.caches is None:
-            is_sparse = self.sparsity is not None and context.longest >= self.sparsity.dense_below
             return qkv_attention(
                 x_BTD, *qkv, self.o_proj.weight, *norms, context.cos, context.sin, context.segments,
-                eps=self.q_norm.eps, backend=self.backend, sparsity=self.sparsity if is_sparse else None,
-                heads_at_a_time=self.heads_at_a_time,
+                eps=self.q_norm.eps, backend=self.backend, sparsity=sparsity, heads_at_a_time=self.heads_at_a_time,
             )  # fmt: skip
         q_BTHK, k_BTGK, v_BTGK = project_heads(x_BTD, *qkv, *norms, context.cos, context.sin, self.q_norm.eps)
-        k_BTGK, v_BTGK = context.caches[self.layer].append(k_BTGK, v_BTGK)
-        if k_BTGK.shape[1] == q_BTHK.shape[1]:
+        cache = context.caches[self.layer]
+        k_BTGK, v_BTGK = cache.append(k_BTGK, v_BTGK)
+        if sparsity is not None:
+            out_BTHK = attend_to_cache(q_BTHK, k_BTGK, v_BTGK, cache.pooled_keys, sparsity)
+        elif k_BTGK.shape[1] == q_BTHK.shape[1]:
             out_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, backend=self.backend)
         else:  # one new token, which sees all the cached ones
             q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
@@ -452,7 +456,7 @@ class Transformer(nn.Module):
             raise ValueError("with a key/value cache, give one document, and one token at a time after the prompt")
         if documents is None:
             cos, sin = self.rotary.tables(start + T, device)
-            return Context(cos[start : start + T], sin[start : start + T], T, caches=caches)
+            return Context(cos[start : start + T], sin[start : start + T], start + T, caches=caches)
         # The positions in a share of a sequence reach as far as the whole sequence's longest document.
         longest = max(documents.lengths)
         cos, sin = self.rotary.tables(max(T, longest), device)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
+from kernels.sparse_attention import Sparsity
 from model import MODEL_SIZES, KeyValueCache, ModelConfig, ModelOutput, RotaryCache, Transformer, find_documents
 from training.data.loader import Batch
 
@@ -279,6 +280,22 @@ def test_generation_with_the_cache_equals_full_forwards():
     assert torch.equal(sampled[0], sampled[1]) and not torch.equal(sampled[0], sampled[2])
     with pytest.raises(ValueError, match="0 tokens"):
         model.generate(ids[:, :0], 1)
+
+
+def test_sparse_generation_with_the_cache_equals_full_forwards():
+    """After a prompt that has blocks to choose from, over the end of a block. Weights are large, so that it matters."""
+    model = build(replace(TINY, initializer_range=0.3))
+    for blocks, layer in zip((2, 1), model.layers):
+        layer.self_attn.sparsity = Sparsity(blocks, block_size=32, window=32, dense_below=150)
+    ids = tokens(2, 184)
+    expected = ids
+    for _ in range(20):
+        next_ids = model(expected, return_logits=True).logits[:, -1].argmax(-1, keepdim=True)
+        expected = torch.cat([expected, next_ids], 1)
+    assert torch.equal(model.generate(ids, 20), expected)
+    for layer in model.layers:
+        layer.self_attn.sparsity = None
+    assert not torch.equal(model.generate(ids, 20), expected)
 
 
 def test_caches_refuse_documents_and_chunks():

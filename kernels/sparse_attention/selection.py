@@ -54,19 +54,23 @@ def pool_reference(k: Tensor, layout: Layout) -> Tensor:
 
 def scores_reference(q: Tensor, pooled: Tensor, layout: Layout) -> Tensor:
     """Scores [tokens, G, blocks of the longest document], -1 where a block is no candidate."""
-    (N, H, K), G = q.shape, pooled.shape[0]
+    (N, H, _), G = q.shape, pooled.shape[0]
     scores = q.new_full((N, G, int(layout.index_of_block.max()) + 1), -1.0)
     for block, (start, stop) in enumerate(zip(layout.block_start.tolist(), layout.block_stop.tolist())):
         own = int(layout.index_of_block[block])
         first, left = block - own, own - layout.window_blocks + 1
         if left > 1:
-            keys = pooled[:, :, first:block].to(q.dtype)
             queries = q[start:stop].unflatten(1, (G, H // G))
-            logits = torch.einsum("tgrk,gwjk->tgrwj", queries, keys) / math.sqrt(K)
-            lse = logits[:, :, :, -1].logsumexp(-1)[..., None, None]
-            shares = (logits[:, :, :, :-1] - lse).clamp(max=LARGEST_EXPONENT).exp()
-            scores[start:stop, :, 1:left] = shares.sum(2).amax(2)[..., 1:left]
+            of_blocks = candidate_scores(queries, pooled[:, :, first:block].to(q.dtype))
+            scores[start:stop, :, 1:left] = of_blocks[..., 1:left]
     return scores
+
+
+def candidate_scores(q_TGRK: Tensor, pooled_GWJK: Tensor) -> Tensor:
+    """Scores [T, G, J] of J blocks for queries that see all J whole; W: a block's windows, and last the whole block."""
+    logits = torch.einsum("tgrk,gwjk->tgrwj", q_TGRK, pooled_GWJK) / math.sqrt(q_TGRK.shape[-1])
+    lse = logits[:, :, :, -1].logsumexp(-1)[..., None, None]
+    return (logits[:, :, :, :-1] - lse).clamp(max=LARGEST_EXPONENT).exp().sum(2).amax(2)
 
 
 def nsa_scores_reference(q: Tensor, pooled: Tensor, lse: Tensor, left: Tensor, num_blocks: int) -> Tensor:

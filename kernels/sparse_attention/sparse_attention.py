@@ -30,7 +30,7 @@ from kernels.sparse_attention.gather import (
     item_tokens,
 )
 from kernels.sparse_attention.inverse_index import SORT_BYTES, build_inverse_index
-from kernels.sparse_attention.layout import EMPTY, Layout, make_layout, normalise_lists
+from kernels.sparse_attention.layout import Layout, make_layout, normalise_lists
 from kernels.sparse_attention.selection import (
     WINDOW_STRIDE,
     choose_blocks,
@@ -85,8 +85,9 @@ def _written_out(q, k, blocks_BTGS, segments, block_size, window) -> tuple[Tenso
     document_BT = document_BT.to(q.device)
     block_BT = (index_BT // block_size).to(q.device)
     in_band = (block_BT[:, None, :] == 0) | (block_BT[:, None, :] > block_BT[:, :, None] - window // block_size)
-    chosen = torch.zeros(B, T, G, EMPTY + 1, dtype=torch.bool, device=q.device)
-    chosen = chosen.scatter_(-1, blocks_BTGS.long(), True)[..., : int(block_BT.max()) + 1]
+    num_blocks = int(block_BT.max()) + 1  # of the longest document; EMPTY goes to a column behind these
+    chosen = torch.zeros(B, T, G, num_blocks + 1, dtype=torch.bool, device=q.device)
+    chosen = chosen.scatter_(-1, blocks_BTGS.long().clamp(max=num_blocks), True)[..., :num_blocks]
     in_lists = chosen.gather(-1, block_BT[:, None, None, :].expand(B, T, G, T)).permute(0, 2, 1, 3)  # [B, G, T, T]
     within_document = (document_BT[:, :, None] == document_BT[:, None, :]).tril()
     is_visible = within_document[:, None] & (in_band[:, None] | in_lists)

@@ -1,0 +1,41 @@
+"""One new token on cached keys against the whole sequence."""
+
+import pytest
+import torch
+
+from kernels.sparse_attention import PooledKeys, Sparsity, attend_to_cache, decode, select_blocks, sparse_attention
+from kernels.sparse_attention.decode import choose_for_last_token
+from tests.kernels.sparse_attention.inputs import make_qkv
+
+
+@pytest.mark.parametrize(
+    "sparsity", [Sparsity(2, 32, 64), Sparsity(0, 32, 32), Sparsity(20, 32, 96), Sparsity(1, 64, 64)]
+)
+def test_every_token_as_in_the_whole_sequence(sparsity, monkeypatch):
+    """Token by token after a prompt of 70; blocks of the prompt are pooled two at a time."""
+    monkeypatch.setattr(decode, "BLOCKS_AT_A_TIME", 2)
+    selected, block_size, window, _ = sparsity
+    options = {"selected_blocks": selected, "block_size": block_size, "window": window}
+    q, k, v = make_qkv(2, 333, 6, 2, 32, torch.float32, "cpu")
+    out = sparse_attention(q, k, v, **options)
+    lists = select_blocks(q, k, **options)
+    pooled = PooledKeys()
+    torch.testing.assert_close(attend_to_cache(q[:, :70], k[:, :70], v[:, :70], pooled, sparsity), out[:, :70])
+    for T in [*range(71, 100), *range(101, 334, 13), *range(319, 334)]:
+        last = slice(T - 1, T)
+        found = attend_to_cache(q[:, last], k[:, :T], v[:, :T], pooled, sparsity)
+        torch.testing.assert_close(found, out[:, last], rtol=1e-5, atol=1e-6)
+        chosen = choose_for_last_token(q[:, T - 1], pooled.of(k[:, :T], block_size), T, sparsity)
+        count = chosen.shape[-1]
+        assert torch.equal(chosen, lists[:, T - 1, :, :count].long()) and (lists[:, T - 1, :, count:] == 32767).all()
+
+
+def test_a_full_blocks_means_are_made_once():
+    k = make_qkv(1, 300, 2, 2, 32, torch.bfloat16, "cpu")[1]
+    pooled = PooledKeys()
+    first = pooled.of(k[:, :200], 64)
+    assert first.shape == (1, 4, 3, 2, 32) and first.dtype == torch.bfloat16 and pooled.of(k[:, :255], 64) is first
+    second = pooled.of(k[:, :256], 64)
+    assert torch.equal(second[:, :, :3], first) and torch.equal(second, PooledKeys().of(k, 64))
+    mean = k[:, 64 + 16 : 64 + 48].float().mean(1)
+    torch.testing.assert_close(second[:, 1, 1], mean.bfloat16())
