@@ -87,6 +87,9 @@ def check_config(config: TrainConfig) -> None:
         and config.gradient_checkpointing,
         "compile has no effect on the blocks that memory_budget places; drop one": config.memory_budget is not None
         and config.compile,
+        "selected_blocks_start with compile would compile blocks anew eight times, past PyTorch's limit; drop one": (
+            config.selected_blocks_start is not None and config.compile
+        ),
         "host_budget has no effect with gradient_checkpointing or compile; drop one": config.host_budget is not None
         and (config.gradient_checkpointing or config.compile),
     }

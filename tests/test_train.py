@@ -486,6 +486,7 @@ BAD_FLAGS = [
     (["--selected_blocks", "16"], "selected_blocks has no effect with attention_type full"),
     (["--selected_blocks=-1", *SPARSE], "selected_blocks must be a number, 0 or more, or"),
     (["--selected_blocks", "8x2,4x1", *SPARSE], "selected_blocks 8x2,4x1 names 3 layers, the model has 4"),
+    ([*ANNEALED, "5", "--compile", *SPARSE], "past PyTorch's limit; drop one"),
     (["--selected_blocks_start", "16"], "selected_blocks_start has no effect without attention_type sparse"),
     (["--selected_blocks_start", "40", *SPARSE], "selected_blocks_start has no effect without selected_blocks_steps"),
     (["--selected_blocks_steps", "40", *SPARSE], "selected_blocks_steps has no effect without selected_blocks_start"),
