@@ -128,9 +128,10 @@ def probe(
     captured.queries += len(queries)
 
 
-def spread_queries(layout: Layout, selected: int, count: int) -> Tensor:
-    """Up to `count` tokens, evenly spread over those that have more than `selected` blocks to choose from."""
-    choosing = (first_local_block(layout) - 1 > selected).nonzero().squeeze(1)
+def spread_queries(layout: Layout, targets: Tensor, selected: int, count: int) -> Tensor:
+    """Up to `count` tokens, evenly spread over those with a target and more than `selected` blocks to choose from."""
+    can_choose = first_local_block(layout) - 1 > selected
+    choosing = (can_choose & (targets.flatten() != IGNORE_INDEX).to(can_choose.device)).nonzero().squeeze(1)
     if len(choosing) <= count:
         return choosing
     return choosing[torch.linspace(0, len(choosing) - 1, count, device=choosing.device).round().long()]
@@ -161,7 +162,7 @@ def probe_model(
         )  # fmt: skip
         of_layer = sparsity[attention.layer]
         layout = make_layout(q, context.segments, of_layer.block_size, of_layer.window)
-        queries = spread_queries(layout, most, num_queries)
+        queries = spread_queries(layout, batch.targets, most, num_queries)
         lists = choose(q, k, context.segments, of_layer)
         probe(q, k, lists, context.segments, queries, of_layer, captured[attention.layer])
 
@@ -375,7 +376,8 @@ def main(argv: list[str]) -> int:
 def check_lengths(batches: list[Batch], sparsity: Sequence[Sparsity | None]) -> None:
     """Refuse data of which no token has more blocks to choose from than it may choose."""
     most = max((one for one in sparsity if one is not None), key=lambda one: one.selected_blocks)
-    longest = max(max(batch.documents.lengths) for batch in batches)
+    positions = torch.cat([batch.documents.positions_BT[batch.targets != IGNORE_INDEX] for batch in batches])
+    longest = int(positions.max()) + 1 if len(positions) else 0
     seen = most.block_size * (most.selected_blocks + 1) + most.window
     if longest <= seen:
         raise UserError(

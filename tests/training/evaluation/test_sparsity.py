@@ -35,7 +35,10 @@ def qk():
 
 
 def probed(q, k, lists, sparsity=SPARSITY):
-    queries = spread_queries(make_layout(q, SEGMENTS, *sparsity[1:3]), 2, 50)
+    targets = torch.zeros(2, 317, dtype=torch.long)
+    targets[1, 250:] = -100
+    queries = spread_queries(make_layout(q, SEGMENTS, *sparsity[1:3]), targets, 2, 50)
+    assert queries.max() < 317 + 250
     captured = Captured(q.shape[2])
     probe(q, k, lists, SEGMENTS, queries, sparsity, captured)
     return queries, captured
