@@ -21,7 +21,7 @@ from kernels.gated_mlp import gated_mlp
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.qkv_attention import project_heads, qkv_attention
 from kernels.rms_norm import rms_norm
-from kernels.sparse_attention import PooledKeys, Sparsity, attend_to_cache, attention_footprint
+from kernels.sparse_attention import NSA, PooledKeys, Sparsity, attend_to_cache, nsa
 from kernels.torch_internals import assert_async
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 IGNORE_INDEX = -100
 # Above this size the projected logits are never materialised (GB = 2**30 bytes).
 CHUNKED_LOSS_THRESHOLD_BYTES = 10 * 2**30
+_MODEL_TYPES = {"full": "qwen3", "nsa": "qwen3_nsa"}  # config.json's, by attention_type
+NSA_GATES = ".g_proj."  # in the names of the gates' parameters
 _HUGGING_FACE_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
@@ -53,6 +55,7 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     max_position_embeddings: int = 40_960  # only declared, for Hugging Face's tools; no length is refused here
+    attention_type: str = "full"  # "nsa": native sparse attention, whose gates are parameters
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -69,6 +72,13 @@ class ModelConfig:
         if self.hidden_act not in _HUGGING_FACE_ACTIVATIONS:
             activations = ", ".join(_HUGGING_FACE_ACTIVATIONS)
             raise ValueError(f"hidden_act must be one of {activations}, got {self.hidden_act!r}")
+        if self.attention_type not in _MODEL_TYPES:
+            raise ValueError(f"attention_type must be one of {', '.join(_MODEL_TYPES)}, got {self.attention_type!r}")
+
+    @property
+    def num_gates(self) -> int:
+        """NSA's, of a token in one layer: one for each query head and branch."""
+        return nsa.BRANCHES * self.num_attention_heads if self.attention_type == "nsa" else 0
 
     def projected_logits_bytes(self, num_tokens: int, bytes_per_logit: int = 2) -> int:
         """Size of the [num_tokens, V] logits that the standard loss materialises."""
@@ -81,31 +91,31 @@ class ModelConfig:
         return self.projected_logits_bytes(num_tokens, bytes_per_logit) > CHUNKED_LOSS_THRESHOLD_BYTES
 
     def layer_matrix_parameters(self) -> int:
-        """Elements of one block's matrices: q, k, v, o projections and the gated MLP."""
-        attention_width = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+        """Elements of one block's matrices: q, k, v, o projections, NSA's gates, and the gated MLP."""
+        attention_width = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim + self.num_gates
         return self.hidden_size * (attention_width + 3 * self.intermediate_size)
 
     def num_parameters(self) -> int:
         """All trained elements; a tied head counts once."""
-        layer_norms = 2 * self.hidden_size + 2 * self.head_dim
-        layers = self.num_hidden_layers * (self.layer_matrix_parameters() + layer_norms)
+        layer_vectors = 2 * self.hidden_size + 2 * self.head_dim + self.num_gates  # norms, and the gates' biases
+        layers = self.num_hidden_layers * (self.layer_matrix_parameters() + layer_vectors)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + layers + self.hidden_size
 
-    def forward_flops(self, document_lengths: list[int], sparsity: Sequence[Sparsity] = ()) -> float:
+    def forward_flops(self, document_lengths: list[int], sparsity: Sequence[Sparsity | NSA] = ()) -> float:
         """Floating-point operations of one forward over documents of these lengths, attention counted causally.
 
         A training step needs three times as many; recomputed activations are not counted (model FLOPs).
 
         Args:
             document_lengths: tokens of each document.
-            sparsity: of attention to chosen blocks, one a layer, the choice counted; (): of attention to everything.
+            sparsity: of attention to chosen blocks or of NSA, one a layer, the choice counted; (): to everything.
         """
         matrices = self.num_hidden_layers * self.layer_matrix_parameters() + self.vocab_size * self.hidden_size
         if sparsity and max(document_lengths) >= sparsity[0].dense_below:
             heads = self.num_attention_heads, self.num_key_value_heads, self.head_dim
             attention: float = sum(
-                layers * attention_footprint(n, *heads, of_layers).forward_flops
+                layers * of_layers.footprint(n, *heads).forward_flops
                 for of_layers, layers in Counter(sparsity).items()
                 for n in document_lengths
             )
@@ -115,10 +125,11 @@ class ModelConfig:
         return 2 * matrices * sum(document_lengths) + attention
 
     def to_hugging_face(self) -> dict:
-        """The config.json of Qwen3 in transformers that describes this shape."""
+        """The config.json that describes this shape: transformers' Qwen3, or with NSA one that transformers refuses."""
+        model_type = _MODEL_TYPES[self.attention_type]
         return {
-            "model_type": "qwen3",
-            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": model_type,
+            "architectures": ["Qwen3ForCausalLM" if model_type == "qwen3" else "Qwen3NSAForCausalLM"],
             **{name: getattr(self, name) for name in _HUGGING_FACE_FIELDS},
             "hidden_act": _HUGGING_FACE_ACTIVATIONS[self.hidden_act],
             "attention_bias": False,
@@ -143,7 +154,7 @@ class ModelConfig:
         other_layers = sorted({*(layer_types or ())} - {"full_attention"})
         activations = {theirs: ours for ours, theirs in _HUGGING_FACE_ACTIVATIONS.items()}
         refusals = {
-            f"model_type {config.get('model_type')!r}": config.get("model_type") != "qwen3",
+            f"model_type {config.get('model_type')!r}": config.get("model_type") not in _MODEL_TYPES.values(),
             f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act") not in activations,
             "attention_bias": config.get("attention_bias"),
             "quantization_config": config.get("quantization_config"),
@@ -162,7 +173,8 @@ class ModelConfig:
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
         fields = {name: config[name] for name in _HUGGING_FACE_FIELDS}
-        return cls(**fields, hidden_act=activations[config["hidden_act"]])
+        attention_type = {theirs: ours for ours, theirs in _MODEL_TYPES.items()}[config["model_type"]]
+        return cls(**fields, hidden_act=activations[config["hidden_act"]], attention_type=attention_type)
 
 
 _HUGGING_FACE_FIELDS = (
@@ -277,24 +289,29 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * K, D, bias=False)
         self.q_norm = RMSNorm(K, config.rms_norm_eps)
         self.k_norm = RMSNorm(K, config.rms_norm_eps)
+        self.g_proj = nn.Linear(D, config.num_gates) if config.num_gates else None
         self.backend = "auto"  # of kernels.attention.BACKENDS; it and the next two are set from outside
         self.heads_at_a_time: int | None = None  # key/value heads; None: all
-        self.sparsity: Sparsity | None = None
+        self.sparsity: Sparsity | NSA | None = NSA() if config.num_gates else None
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
         qkv = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
         norms = self.q_norm.weight, self.k_norm.weight
+        gates = None if self.g_proj is None else self.g_proj(x_BTD).unflatten(-1, (-1, nsa.BRANCHES))
         is_sparse = self.sparsity is not None and context.longest >= self.sparsity.dense_below
         sparsity = self.sparsity if is_sparse else None
         if context.caches is None:
             return qkv_attention(
                 x_BTD, *qkv, self.o_proj.weight, *norms, context.cos, context.sin, context.segments,
-                eps=self.q_norm.eps, backend=self.backend, sparsity=sparsity, heads_at_a_time=self.heads_at_a_time,
+                eps=self.q_norm.eps, backend=self.backend, sparsity=sparsity, gates=gates,
+                heads_at_a_time=self.heads_at_a_time,
             )  # fmt: skip
         q_BTHK, k_BTGK, v_BTGK = project_heads(x_BTD, *qkv, *norms, context.cos, context.sin, self.q_norm.eps)
         cache = context.caches[self.layer]
         k_BTGK, v_BTGK = cache.append(k_BTGK, v_BTGK)
-        if sparsity is not None:
+        if isinstance(sparsity, NSA):
+            out_BTHK = nsa.attend_to_cache(q_BTHK, k_BTGK, v_BTGK, gates, sparsity)
+        elif sparsity is not None:
             out_BTHK = attend_to_cache(q_BTHK, k_BTGK, v_BTGK, cache.pooled_keys, sparsity)
         elif k_BTGK.shape[1] == q_BTHK.shape[1]:
             out_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, backend=self.backend)
@@ -360,12 +377,16 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
-        """Fill `tensor` with the initial value of the parameter `name`: norms one, matrices normal.
+        """Fill `tensor` with the initial value of the parameter `name`: norms one, biases zero, matrices normal.
 
-        The two projections that write into the residual stream are scaled by 1/sqrt(2 x layers), as in GPT-2.
+        The two projections that write into the residual stream are scaled by 1/sqrt(2 x layers), as in GPT-2. NSA's
+        gates start near 1/2, as flash-linear-attention's do: a small matrix and no bias.
         """
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
+            return
+        if name.endswith("bias"):
+            tensor.zero_()
             return
         std = self.config.initializer_range
         if name.endswith(("o_proj.weight", "down_proj.weight")):

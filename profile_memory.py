@@ -42,7 +42,7 @@ from training.memory.machine import (
 )
 from training.memory.reports import Machine, report_comparison, report_max_context, report_step
 from training.parallel.world import World, join_world
-from training.run import build_bench, settled_execution, sparsity_of, step_on_meta
+from training.run import build_bench, settled_execution, shape_with, sparsity_of, step_on_meta
 
 CONTEXT_LENGTH = 131_072
 
@@ -61,7 +61,7 @@ def parse_flags(argv: list[str]) -> Namespace:
     add("--batch_size", type=int, default=1)
     add("--gradient_accumulation_steps", type=int, default=1)
     add("--attention_type", default="full", choices=ATTENTION_TYPES)
-    add("--selected_blocks", help="of sparse: blocks of 64 that a token chooses, by layer as 64x4,32; default: 32")
+    add("--selected_blocks", help="blocks of 64 that a token selects, by layer as 64x4,32; default: 32, nsa: 16")
     add("--dense_below", type=int, help="of sparse: shorter documents attend to everything; default: 8192 tokens")
     add("--attention_backend", default="auto", choices=[name for name in BACKENDS if name != "cpu"])
     add("--loss_impl", choices=("auto", "chunked", "standard"), help="default: auto")
@@ -130,7 +130,8 @@ def check_flags(flags: Namespace, on_gpu: bool) -> None:
 
 def choose_machine(flags: Namespace, memory_budget: str | None, world: World) -> Machine:
     """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an H200."""
-    model, loss_impl = MODEL_SIZES[flags.model_size], flags.loss_impl or "auto"
+    model = shape_with(flags.attention_type, MODEL_SIZES[flags.model_size])
+    loss_impl = flags.loss_impl or "auto"
     if world.device.type == "cuda":
         given = settled_execution(loss_impl, flags.attention_backend, world.device, sparsity_of(flags))
         gpu_bytes = gpu_budget(memory_budget or "auto", world.device)
@@ -151,7 +152,7 @@ def choose_machine(flags: Namespace, memory_budget: str | None, world: World) ->
     given = Execution(loss_impl=loss_impl, attention_backend=backend, sparsity=sparsity_of(flags))
     description = f"{name}; its speed is an H200's scaled by data sheets, not measured"
     host_bytes = math.inf if flags.host_budget is None else parse_bytes(flags.host_budget)
-    return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend, given.sparsity != ()), model, given)
+    return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend, given.sparsity), model, given)
 
 
 def lengths(flags: Namespace) -> tuple[int, int, int]:

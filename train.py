@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from model import ModelConfig, Transformer
+from model import NSA_GATES, ModelConfig, Transformer
 from training.checkpoint.files import latest_checkpoint, load_trainer_state, save_checkpoint, verify_checkpoint
 from training.checkpoint.weights import load_model_weights, read_json
 from training.config import DEFAULT_STEPS, PEAK_LEARNING_RATE, TINY_PEAK_LEARNING_RATE, TrainConfig, given_settings
@@ -239,7 +239,7 @@ def check_weights(weights: str | Path, model_config: ModelConfig) -> None:
     """Refuse weights whose names or shapes, as the files' headers say, are not the model's."""
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Transformer(model_config).named_parameters()}
-    load_model_weights(weights, shapes)  # reads nothing large before the first weight is asked for
+    load_model_weights(weights, shapes, may_lack=NSA_GATES)  # reads nothing large before the first weight is asked for
 
 
 @torch.no_grad()

@@ -6,6 +6,16 @@ input to n key/value heads and their query heads, normalises and rotates these, 
 Kept for backward: the input, attention's output and log-sum-exp; with all heads at once also q and k before and after
 their rotation, and v. Some heads at a time, backward projects each step's q, k and v again. Attention costs the same
 as all heads at once; the matrix products are smaller.
+
+Attention is to everything, to chosen blocks (`Sparsity`) or native sparse attention (`NSA`). The operations that make
+some heads at a time name it by `kind`, and by `sizes` that are its own:
+
+    kind             sizes                                operations, in order
+    full                                                  qkv_attention
+    sparse           blocks a list, block size, window    qkv_select, qkv_attention
+    nsa              blocks a list, window                qkv_attention of "nsa compressed", qkv_select, qkv_attention
+
+The blocks of NSA are chosen by the log-sum-exp of its compressed branch, which therefore comes first.
 """
 
 from collections.abc import Sequence
@@ -18,8 +28,8 @@ from kernels.attention import attention, backward_workspace, choose_backend
 from kernels.common import Footprint, operation, use_triton
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
-from kernels.sparse_attention import Sparsity, sparse_attention
-from kernels.sparse_attention.sparse_attention import WORKSPACE_BYTES, attention_footprint
+from kernels.sparse_attention import NSA, Sparsity, nsa, nsa_attention, sparse_attention
+from kernels.sparse_attention.sparse_attention import WORKSPACE_BYTES
 
 
 def project_heads(
@@ -51,82 +61,107 @@ def _split_heads(qkv: Tensor, norms: Sequence[Tensor], eps: float, n: int, cos: 
     return [q, k, heads[2].contiguous()]
 
 
-def _attend(q, k, v, segments, backend: str, lists, sparsity: list[int]) -> tuple[Tensor, Tensor]:
-    """Attention's output and log-sum-exp; `lists`, and `sparsity` [blocks, their size, window], of sparse attention."""
-    if lists is None:
-        return torch.ops.fathom.attention_forward(q, k, v, segments, backend)
-    options = *sparsity[1:], WORKSPACE_BYTES, use_triton("auto", q)
-    return torch.ops.fathom.sparse_attention_forward(q, k, v, segments, lists, *options)
+def _attend(kind: str, q, k, v, segments, backend: str, lists, sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """Of each branch of attention the output [B, T, H, K] and log-sum-exp [B, T, H]."""
+    ops, on_triton = torch.ops.fathom, use_triton("auto", q)
+    if kind == "full":
+        out, lse = ops.attention_forward(q, k, v, segments, backend)
+        return [(out, lse.transpose(1, 2))]
+    if kind == "sparse":
+        return [ops.sparse_attention_forward(q, k, v, segments, lists, *sizes[1:], WORKSPACE_BYTES, on_triton)]
+    if kind == "nsa compressed":
+        return [ops.nsa_compressed(q, k, v, segments, backend, nsa.WORKSPACE_BYTES, on_triton)]
+    return [
+        ops.nsa_selected(q, k, v, segments, lists, nsa.WORKSPACE_BYTES, on_triton),
+        ops.nsa_window(q, k, v, segments, sizes[1], on_triton),
+    ]
 
 
-def _attend_backward(dout, q, k, v, out, lse, segments, backend: str, lists, sparsity: list[int]):
-    if lists is None:
-        return torch.ops.fathom.attention_backward(dout, q, k, v, out, lse, segments, backend)
-    options = *sparsity[1:], WORKSPACE_BYTES, use_triton("auto", q)
-    return torch.ops.fathom.sparse_attention_backward(dout, q, k, v, out, lse, lists, segments, *options)
+def _attend_backward(
+    kind: str, dout, q, k, v, gates, outs, lses, segments, backend: str, lists, sizes: list[int]
+) -> Sequence[Tensor]:
+    """dq, dk, dv and, of NSA, the gradient of its gates."""
+    ops, on_triton = torch.ops.fathom, use_triton("auto", q)
+    if kind == "full":
+        lse = lses[0].transpose(1, 2).contiguous()
+        return ops.attention_backward(dout, q, k, v, outs[0], lse, segments, backend)
+    if kind == "sparse":
+        options = *sizes[1:], WORKSPACE_BYTES, on_triton
+        return ops.sparse_attention_backward(dout, q, k, v, outs[0], lses[0], lists, segments, *options)
+    kept = outs, lses, lists, segments
+    return nsa.nsa_backward(dout, q, k, v, gates, *kept, sizes[1], backend, nsa.WORKSPACE_BYTES, on_triton)
 
 
-def _heads_of_step(out: Tensor, lse: Tensor, lists: Tensor | None, step: int, steps: int):
-    """Views of one step's output and log-sum-exp ([B, H, T], with lists [B, T, H]), and its lists [B, T, n, blocks]."""
-    lse_dim = 1 if lists is None else 2
-    lists_n = None if lists is None else lists.chunk(steps, 2)[step].contiguous()
-    return out.chunk(steps, 2)[step], lse.chunk(steps, lse_dim)[step], lists_n
+def _of_step(x, step: int, steps: int):
+    """One step's heads of [B, T, heads, ...], contiguous; None of None."""
+    return None if x is None else x.chunk(steps, 2)[step].contiguous()
 
 
 @operation("fathom::qkv_select", keepable="choices")
 def _qkv_select(
     x: Tensor, weights: list[Tensor], norms: list[Tensor], eps: float, cos: Tensor, sin: Tensor,
-    segments: Tensor | None, sparsity: list[int], n: int,
+    segments: Tensor | None, lse: Tensor | None, sizes: list[int], n: int,
 ) -> Tensor:  # fmt: skip
-    """x [B, T, D] -> the blocks that each token chooses, int16 [B, T, G, blocks]."""
-    lists = _empty_lists(x, weights, norms, sparsity)
+    """x [B, T, D] -> the blocks that each token chooses, int16 [B, T, G, blocks]; by NSA's compressed lse [B, T, H]."""
+    lists = _empty_lists(x, weights, norms, sizes)
     steps = len(weights[1]) // len(norms[1]) // n
     for step in range(steps):
         q, k, _ = _split_heads(F.linear(x, _weight_of_step(weights, step, steps)), norms, eps, n, cos, sin)
-        chosen = torch.ops.fathom.select_blocks(q, k, segments, *sparsity, use_triton("auto", q))
+        if lse is None:
+            chosen = torch.ops.fathom.select_blocks(q, k, segments, *sizes, use_triton("auto", q))
+        else:
+            lse_n = _of_step(lse, step, steps)
+            chosen = torch.ops.fathom.nsa_select(q, k, lse_n, segments, sizes[0], use_triton("auto", q))
         lists.chunk(steps, 2)[step].copy_(chosen)
         del q, k, _, chosen  # before those of the next step are made
     return lists
 
 
-def _empty_lists(x: Tensor, weights: list[Tensor], norms: list[Tensor], sparsity: list[int]) -> Tensor:
-    return x.new_empty(*x.shape[:2], len(weights[1]) // len(norms[1]), sparsity[0], dtype=torch.int16)
+def _empty_lists(x: Tensor, weights: list[Tensor], norms: list[Tensor], sizes: list[int]) -> Tensor:
+    return x.new_empty(*x.shape[:2], len(weights[1]) // len(norms[1]), sizes[0], dtype=torch.int16)
 
 
 @_qkv_select.register_fake
-def _(x, weights, norms, eps, cos, sin, segments, sparsity, n):
-    return _empty_lists(x, weights, norms, sparsity)
+def _(x, weights, norms, eps, cos, sin, segments, lse, sizes, n):
+    return _empty_lists(x, weights, norms, sizes)
 
 
 @operation("fathom::qkv_attention", keepable="results")
 def _qkv_attention(
     x: Tensor, weights: list[Tensor], norms: list[Tensor], eps: float, cos: Tensor, sin: Tensor,
-    segments: Tensor | None, backend: str, lists: Tensor | None, sparsity: list[int], n: int,
+    segments: Tensor | None, kind: str, backend: str, lists: Tensor | None, sizes: list[int], n: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x [B, T, D] -> attention's output [B, T, H, K] and log-sum-exp; weights of q, k, v; norms of q, k."""
-    out, lse = _empty_outputs(x, weights, norms, lists)
+    """x [B, T, D] -> outputs [branches, B, T, H, K] and log-sum-exps [branches, B, T, H].
+
+    Weights are those of q, k, v, norms those of q, k. NSA's compressed branch is a call of its own.
+    """
+    out, lse = _empty_outputs(x, weights, norms, kind)
     steps = len(weights[1]) // len(norms[1]) // n
     for step in range(steps):
-        out_n, lse_n, lists_n = _heads_of_step(out, lse, lists, step, steps)
+        lists_n = _of_step(lists, step, steps)
         q, k, v = _split_heads(F.linear(x, _weight_of_step(weights, step, steps)), norms, eps, n, cos, sin)
-        parts = _attend(q, k, v, segments, backend, lists_n, sparsity)
-        out_n.copy_(parts[0])
-        lse_n.copy_(parts[1])
-        del q, k, v, parts, lists_n  # before those of the next step are made
+        parts = _attend(kind, q, k, v, segments, backend, lists_n, sizes)
+        for branch, (out_n, lse_n) in enumerate(parts):
+            out[branch].chunk(steps, 2)[step].copy_(out_n)
+            lse[branch].chunk(steps, 2)[step].copy_(lse_n)
+        del q, k, v, parts, out_n, lse_n, lists_n  # before those of the next step are made
     return out, lse
 
 
-def _empty_outputs(
-    x: Tensor, weights: list[Tensor], norms: list[Tensor], lists: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _empty_outputs(x: Tensor, weights: list[Tensor], norms: list[Tensor], kind: str) -> tuple[Tensor, Tensor]:
     (B, T, _), K = x.shape, len(norms[0])
-    H = len(weights[0]) // K
-    return x.new_empty(B, T, H, K), x.new_empty((B, H, T) if lists is None else (B, T, H), dtype=torch.float32)
+    H, branches = len(weights[0]) // K, 2 if kind == "nsa" else 1
+    return x.new_empty(branches, B, T, H, K), x.new_empty(branches, B, T, H, dtype=torch.float32)
 
 
 @_qkv_attention.register_fake
-def _(x, weights, norms, eps, cos, sin, segments, backend, lists, sparsity, n):
-    return _empty_outputs(x, weights, norms, lists)
+def _(x, weights, norms, eps, cos, sin, segments, kind, backend, lists, sizes, n):
+    return _empty_outputs(x, weights, norms, kind)
+
+
+def _gated(outs: Sequence[Tensor], gates: Tensor | None) -> Tensor:
+    """Attention's output from those of its branches."""
+    return outs[0] if gates is None else torch.ops.fathom.nsa_gated_sum(list(outs), gates, use_triton("auto", gates))
 
 
 class _QKVAttention(torch.autograd.Function):
@@ -134,36 +169,47 @@ class _QKVAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, q_weight, k_weight, v_weight, o_weight, q_norm, k_norm, cos, sin, segments, eps, backend, sparsity, n
-    ):
-        weights, norms = [q_weight, k_weight, v_weight], [q_norm, k_norm]
-        heads = x, weights, norms, eps, cos, sin, segments
-        lists = torch.ops.fathom.qkv_select(*heads, sparsity, n) if sparsity else None
-        out, lse = torch.ops.fathom.qkv_attention(*heads, backend, lists, sparsity, n)
-        ctx.save_for_backward(x, *weights, o_weight, *norms, cos, sin, out, lse, lists)
-        ctx.segments, ctx.eps, ctx.backend, ctx.sparsity, ctx.n = segments, eps, backend, sparsity, n
-        return F.linear(out.flatten(2), o_weight)
+        ctx, x, q_weight, k_weight, v_weight, o_weight, q_norm, k_norm, gates, cos, sin, segments, eps, kind, backend,
+        sizes, n,
+    ):  # fmt: skip
+        weights, norms, ops = [q_weight, k_weight, v_weight], [q_norm, k_norm], torch.ops.fathom
+        heads, lists, results, lse = (x, weights, norms, eps, cos, sin, segments), None, [], None
+        if kind == "nsa":
+            results += ops.qkv_attention(*heads, "nsa compressed", backend, None, sizes, n)
+            lse = results[1][0]
+        if kind != "full":
+            lists = ops.qkv_select(*heads, lse, sizes, n)
+        results += ops.qkv_attention(*heads, kind, backend, lists, sizes, n)
+        ctx.save_for_backward(x, *weights, o_weight, *norms, gates, cos, sin, lists, *results)
+        ctx.segments, ctx.eps, ctx.kind, ctx.backend, ctx.sizes, ctx.n = segments, eps, kind, backend, sizes, n
+        return F.linear(_gated([out for outs in results[::2] for out in outs], gates).flatten(2), o_weight)
 
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled():
             raise RuntimeError("attention some heads at a time has no second derivative (create_graph=True)")
-        x, *weights, o_weight, q_norm, k_norm, cos, sin, out, lse, lists = ctx.saved_tensors
+        x, *weights, o_weight, q_norm, k_norm, gates, cos, sin, lists = ctx.saved_tensors[:11]
+        outs, lses = ([x for stack in ctx.saved_tensors[first::2] for x in stack] for first in (11, 12))
         steps = len(weights[1]) // len(k_norm) // ctx.n
         norms = [weight.detach().requires_grad_() for weight in (q_norm, k_norm)]
         x_rows, dy_rows = x.flatten(0, 1), dy.flatten(0, 1)
-        dx_rows, d_weights = torch.zeros_like(x_rows), [torch.empty_like(weight) for weight in weights]
+        dx_rows, d_weights = torch.zeros_like(x_rows), [torch.empty_like(weight) for weight in (*weights, o_weight)]
+        d_gates = None if gates is None else torch.empty_like(gates)
         d_norms = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in norms]
         for step, o_weight_n in enumerate(o_weight.chunk(steps, dim=1)):
             weight = _weight_of_step(weights, step, steps)
-            out_n, lse_n, lists_n = _heads_of_step(out, lse, lists, step, steps)
-            kept_n = out_n.contiguous(), lse_n.contiguous()
+            outs_n, lses_n = ([_of_step(x, step, steps) for x in results] for results in (outs, lses))
+            gates_n, lists_n = _of_step(gates, step, steps), _of_step(lists, step, steps)
+            d_weights[3].chunk(steps, 1)[step].copy_(dy_rows.T @ _gated(outs_n, gates_n).flatten(0, 1).flatten(1))
             qkv = F.linear(x, weight).requires_grad_()
             with torch.enable_grad():
                 heads = _split_heads(qkv, norms, ctx.eps, ctx.n, cos, sin)
-            d_out = (dy @ o_weight_n).view(out_n.shape)
+            d_out = (dy @ o_weight_n).view(outs_n[0].shape)
             q, k, v = (head.detach() for head in heads)
-            d_heads = _attend_backward(d_out, q, k, v, *kept_n, ctx.segments, ctx.backend, lists_n, ctx.sparsity)
+            given = gates_n, outs_n, lses_n, ctx.segments, ctx.backend, lists_n, ctx.sizes
+            *d_heads, d_gates_n = [*_attend_backward(ctx.kind, d_out, q, k, v, *given), None][:4]
+            if d_gates is not None:
+                d_gates.chunk(steps, 2)[step].copy_(d_gates_n)
             d_qkv, *d_norms_n = torch.autograd.grad(heads, [qkv, *norms], d_heads)
             d_qkv_rows = d_qkv.flatten(0, 1)
             dx_rows.addmm_(d_qkv_rows, weight)
@@ -172,10 +218,10 @@ class _QKVAttention(torch.autograd.Function):
                 d_weight.chunk(steps)[step].copy_(part)
             for d_norm, part in zip(d_norms, d_norms_n):
                 d_norm += part
-            del qkv, heads, q, k, v, kept_n, lists_n, d_out  # before those of the next step are made
-            del d_heads, d_qkv, d_qkv_rows, parts, part
+            del qkv, heads, q, k, v, outs_n, lses_n, gates_n, lists_n, given, d_out  # before those of the next step
+            del d_heads, d_gates_n, d_qkv, d_qkv_rows, parts, part
         d_norms = [d.to(w.dtype) for d, w in zip(d_norms, norms)]
-        return dx_rows.view_as(x), *d_weights, dy_rows.T @ out.flatten(0, 1).flatten(1), *d_norms, *[None] * 7
+        return dx_rows.view_as(x), *d_weights, *d_norms, d_gates, *[None] * 8
 
 
 def qkv_attention(
@@ -192,7 +238,8 @@ def qkv_attention(
     *,
     eps: float = 1e-6,
     backend: str = "auto",
-    sparsity: Sparsity | None = None,
+    sparsity: Sparsity | NSA | None = None,
+    gates: Tensor | None = None,
     heads_at_a_time: int | None = None,
 ) -> Tensor:
     """Projections, q/k RMSNorm, RoPE, causal grouped-query attention and the output projection.
@@ -206,7 +253,8 @@ def qkv_attention(
         cos, sin: float32, as `rope` takes them.
         segments, backend: as `attention` takes them.
         eps: of the two norms.
-        sparsity: attention to chosen blocks alone, see `kernels.sparse_attention`; None: to everything.
+        sparsity: attention to chosen blocks alone, or NSA, see `kernels.sparse_attention`; None: to everything.
+        gates: of NSA, the logits [B, T, H, 3] of its branches' gates.
         heads_at_a_time: key/value heads that one step works on, a divisor of G; None: all, and backward
             projects nothing again.
 
@@ -221,6 +269,8 @@ def qkv_attention(
         q, k, v = project_heads(x_BTD, q_weight, k_weight, v_weight, q_norm, k_norm, cos, sin, eps)
         if sparsity is None:
             out = attention(q, k, v, segments, backend=backend)
+        elif isinstance(sparsity, NSA):
+            out = nsa_attention(q, k, v, gates, segments, **sparsity._asdict(), backend=backend)
         else:
             blocks, block_size, window, _ = sparsity
             out = sparse_attention(q, k, v, segments, selected_blocks=blocks, block_size=block_size, window=window)
@@ -228,9 +278,14 @@ def qkv_attention(
     G = len(k_weight) // len(k_norm)
     if heads_at_a_time < 1 or G % heads_at_a_time:
         raise ValueError(f"heads_at_a_time must divide the {G} key/value heads, got {heads_at_a_time}")
+    kind, sizes = "full", []
+    if isinstance(sparsity, NSA):
+        kind, sizes = "nsa", [sparsity.chosen_blocks, sparsity.window]
+    elif sparsity is not None:
+        kind, sizes = "sparse", list(sparsity[:3])
     return _QKVAttention.apply(
-        x_BTD, q_weight, k_weight, v_weight, o_weight, q_norm, k_norm, cos, sin, segments,
-        eps, choose_backend(backend, x_BTD.device), [] if sparsity is None else list(sparsity[:3]), heads_at_a_time,
+        x_BTD, q_weight, k_weight, v_weight, o_weight, q_norm, k_norm, gates, cos, sin, segments,
+        eps, kind, choose_backend(backend, x_BTD.device), sizes, heads_at_a_time,
     )  # fmt: skip
 
 
@@ -245,7 +300,7 @@ def qkv_attention_footprint(
     backend: str = "auto",
     context_length: int,
     longest: int | None = None,
-    sparsity: Sparsity | None = None,
+    sparsity: Sparsity | NSA | None = None,
     heads_at_a_time: int | None = None,
 ) -> Footprint:
     """What `qkv_attention` takes; `context_length` and `longest` as `kernels.attention.backward_workspace` takes them.
@@ -257,24 +312,32 @@ def qkv_attention_footprint(
     results = q + 4 * num_heads  # the output and the float32 log-sum-exp
     choices, forward_workspace, workspace = 0, 0, backward_workspace(backend, T, q, k, context_length, longest) // steps
     if sparsity is not None:
-        choices = 2 * num_key_value_heads * sparsity.selected_blocks
-        heads = num_heads // steps, num_key_value_heads // steps, head_dim
-        _, forward_workspace, workspace = attention_footprint(T, *heads, sparsity, element_size=element_size)[:3]
+        attention = sparsity.footprint(
+            T, num_heads // steps, num_key_value_heads // steps, head_dim, element_size=element_size, backend=backend,
+            context_length=context_length, longest=longest,
+        )  # fmt: skip
+        choices = steps * attention.choice_bytes_per_token
+        results = steps * attention.kept_bytes_per_token - choices
+        forward_workspace, workspace = attention.forward_workspace_bytes, attention.backward_workspace_bytes
+    # NSA has three outputs, and makes of them the one that the output projection takes; and logits of its gates.
+    has_gates = isinstance(sparsity, NSA)
+    outs, gated, gates = (3 * q, q, 3 * num_heads * element_size) if has_gates else (q, 0, 0)
     if heads_at_a_time is None:
         # q and k before and after their rotation, v, and 1 / rms of each head of q and k; then dout, dq, dk and dv
-        saved = x + 2 * q + 3 * k + results + choices + 4 * (num_heads + num_key_value_heads)
+        saved = x + 2 * q + 3 * k + results + choices + 4 * (num_heads + num_key_value_heads) + gated + gates
         forward, backward = (
-            max((3 * q + 4 * k) * T, (q + 2 * k + results + choices) * T + forward_workspace),
-            (2 * q + 2 * k) * T,
+            max((3 * q + 4 * k) * T, (q + 2 * k + results + choices + gates) * T + forward_workspace),
+            (2 * q + 2 * k - gated + gates) * T,  # the projection's input is gone by then
         )
     else:
         # Forward holds the whole output, and one step's heads or the projection of all. Backward holds dx
         # and, of one step, qkv, q, k, v, out, dout, dq, dk and dv.
-        saved = x + results + choices
-        working = max((3 * q + 4 * k) // steps * T, (2 * q + 2 * k) // steps * T + forward_workspace)
-        forward = max(working + (q + choices) * T, (results + choices + x) * T)
-        backward = (x + (5 * q + 6 * k) // steps) * T
-    flops = 2 * hidden_size * (2 * q + 2 * k) // element_size * T
+        saved = x + results + choices + gates
+        attending = (q + 2 * k + outs) // steps * T + forward_workspace
+        working = max((3 * q + 4 * k) // steps * T, attending)
+        forward = max(working + (outs + choices + gates) * T, (results + choices + gates + gated + x) * T)
+        backward = (x + gates + (4 * q + outs + 6 * k) // steps) * T
+    flops = 2 * hidden_size * (2 * q + 2 * k + gates) // element_size * T
     return Footprint(
         saved * T, forward, backward + workspace, results * T, flops, 2 * flops, (4 * q + 4 * k) * T, choices * T
     )

@@ -135,7 +135,7 @@ def test_with_and_without(small, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--attention_type nsa", "not in this version; use full or sparse"),
+        ("--attention_type nsa --dense_below 4096", "dense_below has no effect with attention_type nsa"),
         ("--selected_blocks 16", "selected_blocks has no effect with attention_type full"),
         ("--attention_type sparse --dense_below 0", "dense_below must be at least 1, got 0"),
         ("--context_length 0", "context_length must be at least 2, got 0"),

@@ -32,15 +32,15 @@ class TrainConfig:
     model_size: str = flag("tiny", "shape of the model", tuple(MODEL_SIZES))
     context_length: int = flag(512, "tokens in a sequence")
     attention_type: str = flag(
-        "full", "sparse: to chosen blocks, see kernels/sparse_attention; nsa: not in this version", ATTENTION_TYPES
+        "full", "sparse: to chosen blocks; nsa: native sparse attention; see kernels/sparse_attention", ATTENTION_TYPES
     )
     selected_blocks: str | None = flag(
-        None, "of sparse: blocks of 64 that a token chooses, by layer as 64x4,32 (the first four 64); default: 32"
+        None, "blocks of 64 that a token selects, by layer as 64x4,32 (the first four 64); default: 32, nsa: 16"
     )
     selected_blocks_start: str | None = flag(
-        None, "of sparse: as selected_blocks, in the first step; falls to selected_blocks over selected_blocks_steps"
+        None, "as selected_blocks, in the first step; falls to selected_blocks over selected_blocks_steps"
     )
-    selected_blocks_steps: int | None = flag(None, "of sparse: steps from selected_blocks_start to selected_blocks")
+    selected_blocks_steps: int | None = flag(None, "steps from selected_blocks_start to selected_blocks")
     dense_below: int | None = flag(None, "of sparse: shorter documents attend to everything; default: 8192 tokens")
     attention_backend: str = flag("auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu")
     loss_impl: str = flag("auto", "auto: chunked above 10 GB of logits", ("auto", "chunked", "standard"))

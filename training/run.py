@@ -14,9 +14,10 @@ import torch
 
 from kernels.attention import choose_backend
 from kernels.common import set_default_implementation
-from kernels.sparse_attention import Sparsity
+from kernels.sparse_attention import NSA, Sparsity
+from kernels.sparse_attention.nsa import FORCED_BLOCKS
 from kernels.sparse_attention.sparse_attention import HEAD_DIMS
-from model import MODEL_SIZES, ModelConfig, Transformer
+from model import MODEL_SIZES, NSA_GATES, ModelConfig, Transformer
 from training.checkpoint.files import load_optimizer_state, restore_rng
 from training.checkpoint.weights import load_model_weights, read_json
 from training.config import TrainConfig
@@ -62,11 +63,18 @@ def configure_machine(config: TrainConfig, world: World) -> None:
         raise UserError('kernels "triton" needs a CUDA GPU; use auto')
     head_dim = MODEL_SIZES[config.model_size].head_dim
     if sparsity_of(config) and world.device.type == "cuda" and config.kernels != "torch" and head_dim not in HEAD_DIMS:
-        raise UserError(f"attention_type sparse has GPU kernels for head_dim {HEAD_DIMS}, not for {head_dim}; use full")
+        kind = config.attention_type
+        raise UserError(f"attention_type {kind} has GPU kernels for head_dim {HEAD_DIMS}, not for {head_dim}; use full")
     set_default_implementation(config.kernels)
     settled_execution(config.loss_impl, config.attention_backend, world.device)  # refuses a backend that is not there
     if config.memory_budget is not None:
         gpu_budget(config.memory_budget, world.device)
+
+
+def shape_of(flags) -> ModelConfig:
+    """The shape that --model_size and --attention_type name, of a run or of profile_memory.py."""
+    attention_type = "nsa" if flags.attention_type == "nsa" else "full"  # `sparse` has no parameters
+    return dataclasses.replace(MODEL_SIZES[flags.model_size], attention_type=attention_type)
 
 
 def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfig:
@@ -75,7 +83,7 @@ def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfi
     Args:
         resumed: the checkpoint to go on from, if there is one; else the weights are those of --init_from.
     """
-    shape = dataclasses.replace(MODEL_SIZES[config.model_size], max_position_embeddings=config.context_length)
+    shape = dataclasses.replace(shape_of(config), max_position_embeddings=config.context_length)
     if folder := resumed or config.init_from:
         path = Path(folder) / "config.json"
         if not path.is_file():
@@ -88,6 +96,19 @@ def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfi
                     f"{folder} is of another size: it has {name} {getattr(declared, name)}, model_size "
                     f"{config.model_size} has {getattr(shape, name)}; choose the model_size of those weights"
                 )
+        if declared.attention_type == "nsa" and shape.attention_type != "nsa":
+            raise UserError(
+                f"{folder} was trained with attention_type nsa, and attention_type {config.attention_type} would drop "
+                "its gates; give --attention_type nsa, or other weights"
+            )
+        if shape.attention_type == "nsa" and declared.attention_type != "nsa":
+            if resumed:
+                raise UserError(
+                    f"{folder} was trained without attention_type nsa; to turn it into that, start from its weights "
+                    f"with --init_from {folder} and another --output_dir"
+                )
+            logger.info("attention: %s has no gates of nsa; they are initialised, near 1/2", folder)
+        declared = dataclasses.replace(declared, attention_type=shape.attention_type)
         length = max(declared.max_position_embeddings, config.context_length)
         shape = dataclasses.replace(declared, max_position_embeddings=length)
     return shape
@@ -97,7 +118,7 @@ def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfi
 
 
 def settled_execution(
-    loss_impl: str, attention_backend: str, device: torch.device, sparsity: tuple[Sparsity, ...] = ()
+    loss_impl: str, attention_backend: str, device: torch.device, sparsity: tuple[Sparsity | NSA, ...] = ()
 ) -> Execution:
     """What flags settle of an execution before anything is planned.
 
@@ -109,7 +130,7 @@ def settled_execution(
     return Execution(loss_impl=loss_impl, attention_backend=backend, sparsity=sparsity)
 
 
-def sparsity_of(flags) -> tuple[Sparsity, ...]:
+def sparsity_of(flags) -> tuple[Sparsity | NSA, ...]:
     """What the flags --attention_type, --selected_blocks and --dense_below say, of a run or of profile_memory.py.
 
     Returns:
@@ -118,15 +139,23 @@ def sparsity_of(flags) -> tuple[Sparsity, ...]:
     Raises:
         UserError: a value out of range, a flag without effect, a model whose heads the kernels do not take.
     """
-    given = {name: getattr(flags, name) for name in ("selected_blocks", "dense_below")}
+    kind, given = flags.attention_type, {name: getattr(flags, name) for name in ("selected_blocks", "dense_below")}
     given = {name: value for name, value in given.items() if value is not None}
-    if flags.attention_type == "nsa":
-        raise UserError("attention_type nsa (native sparse attention) is not in this version; use full or sparse")
-    if flags.attention_type != "sparse":
-        for name in given:
-            raise UserError(f"{name} has no effect with attention_type {flags.attention_type}; drop it, or use sparse")
+    takes = {"full": (), "sparse": ("selected_blocks", "dense_below"), "nsa": ("selected_blocks",)}[kind]
+    for name in given:
+        if name not in takes:
+            raise UserError(f"{name} has no effect with attention_type {kind}; drop it, or use sparse")
+    if kind == "full":
         return ()
-    dense_below = given.get("dense_below", Sparsity().dense_below)
+    layers = MODEL_SIZES[flags.model_size].num_hidden_layers
+    default: Sparsity | NSA = NSA() if kind == "nsa" else Sparsity()
+    blocks = str(given.get("selected_blocks", default.selected_blocks))
+    if isinstance(default, NSA):
+        numbers = numbers_by_layer("selected_blocks", blocks, layers)
+        if min(numbers) <= FORCED_BLOCKS:
+            raise UserError(f"selected_blocks must be at least {FORCED_BLOCKS + 1} with nsa, got {blocks}")
+        return tuple(NSA(number) for number in numbers)
+    dense_below = given.get("dense_below", default.dense_below)
     if dense_below < 1:
         raise UserError(f"dense_below must be at least 1, got {dense_below}")
     if flags.context_length is not None and flags.context_length < dense_below:
@@ -134,13 +163,11 @@ def sparsity_of(flags) -> tuple[Sparsity, ...]:
             f"attention_type sparse has no effect at context_length {flags.context_length}: documents shorter than "
             f"dense_below {dense_below} attend to everything; raise the one, lower the other, or use full"
         )
-    layers = MODEL_SIZES[flags.model_size].num_hidden_layers
-    blocks = given.get("selected_blocks", Sparsity().selected_blocks)
-    numbers = numbers_by_layer("selected_blocks", str(blocks), layers)
+    numbers = numbers_by_layer("selected_blocks", blocks, layers)
     return tuple(Sparsity(selected_blocks=number, dense_below=dense_below) for number in numbers)
 
 
-def sparsity_at(config: TrainConfig, step: int) -> tuple[Sparsity, ...]:
+def sparsity_at(config: TrainConfig, step: int) -> tuple[Sparsity | NSA, ...]:
     """A run's `sparsity_of` in one of its steps, counted from 1; no step has more chosen blocks than the first.
 
     Raises:
@@ -151,7 +178,7 @@ def sparsity_at(config: TrainConfig, step: int) -> tuple[Sparsity, ...]:
         return final
     if start is None or steps is None or not final:
         name, needed = ("selected_blocks_start", "selected_blocks_steps")[:: 1 if steps is None else -1]
-        needed = needed if final else "attention_type sparse"
+        needed = needed if final else "attention_type sparse or nsa"
         raise UserError(f"{name} has no effect without {needed}; drop the one, or give the other")
     if steps < 1:
         raise UserError(f"selected_blocks_steps must be at least 1, got {steps}")
@@ -303,7 +330,10 @@ def build(
         restore_rng(start.checkpoint)
     elif config.init_from:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        optimizer.load_weights(load_model_weights(config.init_from, shapes))
+        if model_config.attention_type == "nsa":  # a dense model's weights lack the gates, an nsa model's replace these
+            fresh = initial_weights(model, config.seed)
+            optimizer.load_weights((name, full) for name, full in fresh if NSA_GATES in name)
+        optimizer.load_weights(load_model_weights(config.init_from, shapes, may_lack=NSA_GATES))
     else:
         optimizer.load_weights(initial_weights(model, config.seed))
     return model, optimizer, plan
@@ -312,7 +342,7 @@ def build(
 def build_bench(step: Step, execution: Execution, world: World) -> Bench:
     """A model and an optimizer for `step`, with fresh weights, on which a profiler measures steps."""
     gc.collect()  # frees the memory of an earlier bench
-    model, _ = build_model(TrainConfig(), step.config, world)
+    model, _ = build_model(TrainConfig(attention_type=step.config.attention_type), step.config, world)
     copy_weights(model, initial_weights(model, seed=0))
     optimizer = MasterAdamW(
         model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=execution.gpu_state_bytes

@@ -82,10 +82,9 @@ class NSA(NamedTuple):
         """Blocks of a list."""
         return self.selected_blocks - FORCED_BLOCKS
 
-    def __str__(self) -> str:
-        return (
-            f"windows of {WINDOW_KEYS} compressed; {self.selected_blocks} blocks of {BLOCK_SIZE}; {self.window} tokens"
-        )
+    def describe(self, selected_blocks: str) -> str:
+        """For people; `selected_blocks` as they are spelled for all layers."""
+        return f"windows of {WINDOW_KEYS} compressed, {selected_blocks} blocks of {BLOCK_SIZE}, {self.window} tokens"
 
     def footprint(
         self, T: int, H: int, G: int, K: int, *, element_size: int = 2, backend: str = "auto",
@@ -312,15 +311,15 @@ def _(dout, q, k, v, gates, outs, lses, lists, segments, window, backend, worksp
 
 def nsa_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor],
-    lists: Tensor, segments: Tensor | None, nsa: NSA, backend: str, workspace_bytes: int, triton_kernels: bool,
+    lists: Tensor, segments: Tensor | None, window: int, backend: str, workspace_bytes: int, triton_kernels: bool,
 ) -> Sequence[Tensor]:  # fmt: skip
     """dq, dk, dv and the gates' gradients; outs and lses in the order of the branches."""
     if triton_kernels:
         kept = list(outs), list(lses), lists, segments
-        return torch.ops.fathom.nsa_backward(dout, q, k, v, gates, *kept, nsa.window, backend, workspace_bytes)
+        return torch.ops.fathom.nsa_backward(dout, q, k, v, gates, *kept, window, backend, workspace_bytes)
     with torch.enable_grad():
         q, k, v, gates = (x.detach().requires_grad_() for x in (q, k, v, gates))
-        out = nsa_attention_reference(q, k, v, gates, segments, window=nsa.window, blocks=lists)
+        out = nsa_attention_reference(q, k, v, gates, segments, window=window, blocks=lists)
     return torch.autograd.grad(out, (q, k, v, gates), dout)
 
 
@@ -337,7 +336,7 @@ class _NSAAttention(torch.autograd.Function):
         ]
         outs, lses = zip(*results)
         ctx.save_for_backward(q, k, v, gates, lists, segments, *outs, *lses)
-        ctx.options = nsa, backend, workspace_bytes, triton_kernels
+        ctx.options = nsa.window, backend, workspace_bytes, triton_kernels
         return ops.nsa_gated_sum(list(outs), gates, triton_kernels)
 
     @staticmethod
@@ -389,6 +388,15 @@ def nsa_attention(
         q_BTHK, k_BTGK, v_BTGK, gates_BTHC, segments, blocks, NSA(selected_blocks, window),
         choose_backend(backend, q_BTHK.device), workspace_bytes, on_triton,
     )  # fmt: skip
+
+
+def attend_to_cache(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, gates_BTHC: Tensor, nsa: NSA) -> Tensor:
+    """NSA of a whole prompt, or of one new token to the S cached ones, itself the last of them; T is S or 1.
+
+    One query is too little work for kernels: all windows are pooled anew, in plain PyTorch.
+    """
+    attend = nsa_attention if q_BTHK.shape[1] == k_BSGK.shape[1] else nsa_attention_reference
+    return attend(q_BTHK, k_BSGK, v_BSGK, gates_BTHC, **nsa._asdict())
 
 
 class NSAWorkspace(NamedTuple):

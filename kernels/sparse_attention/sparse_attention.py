@@ -57,6 +57,15 @@ class Sparsity(NamedTuple):
     window: int = 512
     dense_below: int = 8192
 
+    def describe(self, selected_blocks: str) -> str:
+        """For people; `selected_blocks` as they are spelled for all layers."""
+        window = f"a window of {self.window}; all below {self.dense_below} tokens"
+        return f"{selected_blocks} chosen blocks of {self.block_size}, {window}"
+
+    def footprint(self, T: int, H: int, G: int, K: int, *, element_size: int = 2, **_) -> "AttentionFootprint":
+        """What one document of T tokens costs; how documents are packed, and the backend, are of no importance."""
+        return attention_footprint(T, H, G, K, self, element_size=element_size)
+
 
 BLOCK_SIZES, HEAD_DIMS, LARGEST_GROUP = (32, 64, 128), (64, 128), 16
 WORKSPACE_BYTES = 2**31

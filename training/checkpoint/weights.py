@@ -18,7 +18,9 @@ from training.errors import UserError
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
-def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+def load_model_weights(
+    path: str | Path, expected: dict[str, tuple[int, ...]], *, may_lack: str | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a checkpoint, of a Hugging Face folder (one file or shards) or of a .safetensors file.
 
     Names and shapes are checked from the files' headers, in this call; tensors are then read one at a time.
@@ -27,6 +29,7 @@ def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -
         path: the folder or file.
         expected: our parameter name -> full shape. Without lm_head.weight the model is tied: a copy of the embedding
             under that name is accepted and dropped.
+        may_lack: a part of names, such as ".g_proj.": if no weight has it, those expected are left out.
 
     Returns:
         Iterator of (our name, CPU tensor in the file's dtype).
@@ -40,6 +43,8 @@ def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -
         with _open_safetensors(file) as weights:
             for key in sorted(weights.keys()):
                 places[key.removeprefix("model.")] = file, key, tuple(weights.get_slice(key).get_shape())
+    if may_lack is not None and not any(may_lack in name for name in places):
+        expected = {name: shape for name, shape in expected.items() if may_lack not in name}
     another = f"checkpoint {path} is of another size"
     hint = "choose the matching --model_size, or another checkpoint"
     for name, shape in expected.items():

@@ -20,7 +20,7 @@ from kernels.cross_entropy import cross_entropy_footprint
 from kernels.gated_mlp import gated_mlp_footprint
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.qkv_attention import qkv_attention_footprint
-from kernels.sparse_attention import Sparsity, attention_footprint
+from kernels.sparse_attention import NSA, Sparsity
 from training.config import IO_THREADS
 from training.memory.execution import Execution, Placement, needed_for_backward
 from training.memory.host_copies import SLOT_ALIGNMENT
@@ -157,7 +157,11 @@ class Step:
 
     def kept_bytes(self, name: str) -> int:
         """Bytes of a block's "input", or of those of its "results" that are worth keeping."""
-        return self.tokens * self.hidden_bytes if name == "input" else self._footprints(self.given)[0].keepable
+        return (
+            self.tokens * self.hidden_bytes
+            if name == "input"
+            else self._footprints(self.given, self._sparsity(self.given)[0])[0].keepable
+        )
 
     def arena_bytes(self, execution: Execution) -> int:
         """Bytes of the pinned arena that `apply_placement` needs, with every slot aligned."""
@@ -252,13 +256,15 @@ class Step:
         """Bytes of the float32 sums, of up to ten tokens of a word each, that the embedding's backward first makes."""
         return 4 * self.config.hidden_size * (min(self.tokens, self.config.vocab_size) + self.tokens // 10)
 
-    def _sparsity(self, execution: Execution) -> tuple[Sparsity | None, ...]:
+    def _sparsity(self, execution: Execution) -> tuple[Sparsity | NSA | None, ...]:
         """Of each layer; None where all documents are so short that they attend to everything."""
         longest = self.documents.longest if self.documents else self.context_length
         is_sparse = execution.sparsity and longest >= execution.sparsity[0].dense_below
         return execution.sparsity if is_sparse else (None,) * self.layers
 
-    def _attention_flops(self, sparsity: Sparsity | None, documents: PackedDocuments) -> tuple[float, float, float]:
+    def _attention_flops(
+        self, sparsity: Sparsity | NSA | None, documents: PackedDocuments
+    ) -> tuple[float, float, float]:
         """Of forward, of a second forward, which chooses nothing, and of backward, in one layer."""
         config = self.config
         if sparsity is None:
@@ -267,13 +273,13 @@ class Step:
         # Priced as documents of one length n with as many pairs: tokens * (n + 1) / 2.
         length = max(1, round(2 * documents.pairs / self.tokens - 1))
         heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        footprint = attention_footprint(length, *heads, sparsity)
+        footprint = sparsity.footprint(length, *heads)
         again = footprint.forward_flops - footprint.choice_flops
         share = self.tokens / length
         return footprint.forward_flops * share, again * share, footprint.backward_flops * share
 
-    def _footprints(self, execution: Execution, sparsity: Sparsity | None = None) -> tuple[Footprint, Footprint]:
-        """Footprints of a block's attention and of its MLP under an execution; what is keepable has no sparsity."""
+    def _footprints(self, execution: Execution, sparsity: Sparsity | NSA | None = None) -> tuple[Footprint, Footprint]:
+        """Footprints of a block's attention and of its MLP under an execution."""
         config, longest = self.config, None
         if self.is_packed:
             longest = self.documents.longest if self.documents else self.context_length
@@ -291,7 +297,7 @@ class Step:
         )  # fmt: skip
 
     def _block_bytes(
-        self, execution: Execution, placement: Placement, sparsity: Sparsity | None
+        self, execution: Execution, placement: Placement, sparsity: Sparsity | NSA | None
     ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
         """Bytes by category of a block's fullest moments: in forward, in the backward of the MLP, in that of attention.
 
@@ -321,7 +327,7 @@ class Step:
             {**inputs, "attention": saved + attention.backward, "MLP": x if placement.is_whole else 2 * x},
         )
 
-    def _rest_bytes(self, sparsity: Sparsity | None, is_whole: bool) -> tuple[int, int]:
+    def _rest_bytes(self, sparsity: Sparsity | NSA | None, is_whole: bool) -> tuple[int, int]:
         """Bytes of attention and of the MLP that a block keeps besides its input and the results worth keeping."""
         attention, mlp = self._footprints(self.given, sparsity)
         if not is_whole:
@@ -341,11 +347,12 @@ class Step:
     def seconds(self, execution: Execution, rates: Rates) -> float:
         """Seconds of one whole step, its update included."""
         config, L, placements = self.config, self.layers, execution.placements
-        attention, mlp = self._footprints(execution)
+        sparsity = self._sparsity(execution)
+        attention, mlp = self._footprints(execution, sparsity[0])
         layer = (attention.matrix_flops + mlp.matrix_flops) / rates.matrix_flops
         documents = self.documents or PackedDocuments.one_each(self.context_length, self.batch_size)
-        sparsity = self._sparsity(execution)
-        calls = documents.count if documents.count > self.batch_size and sparsity[0] is None else 0
+        # Of a library's attention, which NSA's compressed branch is too.
+        calls = documents.count if documents.count > self.batch_size and not isinstance(sparsity[0], Sparsity) else 0
         calls *= config.num_key_value_heads // (execution.heads_at_a_time or config.num_key_value_heads)
         flops = {of_layer: self._attention_flops(of_layer, documents) for of_layer in {*sparsity}}
         first, second = (

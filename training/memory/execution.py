@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kernels.sparse_attention import Sparsity
+from kernels.sparse_attention import NSA, Sparsity
 
 PLACES = ("gpu", "host", "recompute")
 LOSSES = ("auto", "chunked", "standard")
@@ -62,8 +62,8 @@ class Execution:
             training.optimizer.MasterAdamW.
         loss_impl: "auto" switches by the size of the logits; "chunked" or "standard" force one.
         attention_backend: kernel that attends, see kernels.attention.BACKENDS.
-        sparsity: of attention to chosen blocks, which has kernels of its own, one a block. In all blocks it differs at
-            most in `selected_blocks`. (): attention to everything.
+        sparsity: of attention to chosen blocks, or of NSA, which have kernels of their own, one a block. In all blocks
+            it differs at most in `selected_blocks`. (): attention to everything.
 
     Raises:
         ValueError: another loss.
@@ -75,7 +75,7 @@ class Execution:
     gpu_state_bytes: float = math.inf
     loss_impl: str = "auto"
     attention_backend: str = "auto"
-    sparsity: tuple[Sparsity, ...] = ()
+    sparsity: tuple[Sparsity | NSA, ...] = ()
 
     def __post_init__(self):
         if self.loss_impl not in LOSSES:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import BACKWARD_FLOPS, attention, attention_flops, choose_backend
-from kernels.sparse_attention import Sparsity, attention_footprint, sparse_attention
+from kernels.sparse_attention import NSA, Sparsity, nsa_attention, sparse_attention
 from training.errors import UserError
 from training.memory.host_copies import PinnedArena
 
@@ -115,7 +115,7 @@ H200 = Rates()
 
 
 def measure_rates(
-    config, attention_backend: str, device: torch.device, context_length: int, sparsity: Sequence[Sparsity] = ()
+    config, attention_backend: str, device: torch.device, context_length: int, sparsity: Sequence[Sparsity | NSA] = ()
 ) -> Rates:
     """The rates of this GPU at the model's shapes; for the 4B it takes 1.2 to 5 GiB meanwhile. On a CPU, an H200's.
 
@@ -123,7 +123,7 @@ def measure_rates(
         config: the model's shape, as model.ModelConfig names it.
         attention_backend: as `kernels.attention.choose_backend` takes it.
         context_length: tokens.
-        sparsity: one a layer. Attention's rates are then those of chosen blocks, as many as most layers have.
+        sparsity: one a layer. Attention's rates are then those of chosen blocks, or of NSA, as most layers have it.
     """
     if device.type != "cuda":
         return H200
@@ -132,7 +132,7 @@ def measure_rates(
     documents = _document_rates(config, backend, device, *dense)
     attention = dense
     if sparsity and context_length >= sparsity[0].dense_below:
-        attention = _sparse_attention_rates(config, statistics.mode(sparsity), device)
+        attention = _sparse_attention_rates(config, statistics.mode(sparsity), backend, device, context_length)
     return Rates(_matrix_rate(config, device), *attention, *documents, *_copy_rates(device))
 
 
@@ -155,13 +155,22 @@ def _attention_rates(config, backend: str, device: torch.device, context_length:
     return flops / forward, BACKWARD_FLOPS * flops / backward
 
 
-def _sparse_attention_rates(config, sparsity: Sparsity, device: torch.device) -> tuple[float, float]:
-    """FLOP/s of forward and backward at 65,536 tokens."""
+def _sparse_attention_rates(
+    config, sparsity: Sparsity | NSA, backend: str, device: torch.device, context_length: int
+) -> tuple[float, float]:
+    """FLOP/s of forward and backward at 65,536 tokens; of NSA, whose branches' shares change, at the context's."""
     T, H, G, K = 65_536, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    blocks, block_size, window, _ = sparsity
-    attend = functools.partial(sparse_attention, selected_blocks=blocks, block_size=block_size, window=window)
+    if isinstance(sparsity, NSA):
+        T = max(16_384, min(context_length, 524_288))
+        if T > 131_072:
+            H, G = H // G, 1
+        gates = torch.randn(1, T, H, 3, device=device, dtype=torch.bfloat16)
+        attend = functools.partial(nsa_attention, gates_BTHC=gates, backend=backend, **sparsity._asdict())
+    else:
+        blocks, block_size, window, _ = sparsity
+        attend = functools.partial(sparse_attention, selected_blocks=blocks, block_size=block_size, window=window)
     forward, backward = _attention_seconds(attend, T, H, G, K, device)
-    footprint = attention_footprint(T, H, G, K, sparsity)
+    footprint = sparsity.footprint(T, H, G, K)
     return footprint.forward_flops / forward, footprint.backward_flops / backward
 
 
@@ -268,7 +277,8 @@ GPUS = {
 # arXiv 2307.08691).
 _HOPPER_ATTENTION = {"cudnn": 1.0, "flash": 0.58, "flash-attn-4": 1.14}
 
-_SPARSE_ATTENTION = 0.4  # the rate of attention to chosen blocks, divided by that of cuDNN to everything
+# Likewise, of attention to chosen blocks, and of NSA: estimated from its parts at 131,072 tokens.
+_SPARSE_ATTENTION, _NSA = 0.4, 0.6
 
 
 def find_gpu(device_name: str) -> GPU | None:
@@ -291,13 +301,13 @@ def parse_gpu(text: str) -> GPU:
         raise UserError(f"no GPU {text!r} in the table: {', '.join(GPUS)}; or a size such as 24GB") from None
 
 
-def scale_rates(gpu: GPU, attention_backend: str, is_sparse: bool = False) -> Rates:
+def scale_rates(gpu: GPU, attention_backend: str, sparsity: Sequence[Sparsity | NSA] = ()) -> Rates:
     """Rates of a `gpu` that is not here, if it comes as near to its data sheet as an H200 does to its own."""
     h200 = GPUS["H200"]
     flops, link = gpu.flops / h200.flops, gpu.link_bandwidth / h200.link_bandwidth
     attention = flops * (1 if gpu.attention_backend == "flash" else _HOPPER_ATTENTION[attention_backend])
-    if is_sparse:
-        attention = flops * _SPARSE_ATTENTION
+    if sparsity:
+        attention = flops * (_NSA if isinstance(sparsity[0], NSA) else _SPARSE_ATTENTION)
     return Rates(
         matrix_flops=H200.matrix_flops * flops,
         attention_forward_flops=H200.attention_forward_flops * attention,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from kernels.common import KEEPABLE, SKIPPABLE
-from kernels.sparse_attention import Sparsity
+from kernels.sparse_attention import NSA, Sparsity
 from training.memory.execution import Execution, Placement, needed_for_backward
 from training.memory.host_copies import HostCopies, PinnedArena
 from training.torch_internals import TorchDispatchMode
@@ -32,7 +32,7 @@ def apply_execution(model: nn.Module, execution: Execution, arena_bytes: int = 0
 
     Raises:
         UserError: the host does not let that much be pinned.
-        ValueError: as `apply_placement`.
+        ValueError: as `apply_placement` and `set_sparsity`.
     """
     model.loss_impl = execution.loss_impl
     set_sparsity(model, execution.sparsity)
@@ -45,8 +45,15 @@ def apply_execution(model: nn.Module, execution: Execution, arena_bytes: int = 0
     apply_placement(model.layers, execution.placements, arena, skips)
 
 
-def set_sparsity(model: nn.Module, sparsity: Sequence[Sparsity | None]) -> None:
-    """Let each block of a model.Transformer attend as `sparsity` says, which has one a block; (): to everything."""
+def set_sparsity(model: nn.Module, sparsity: Sequence[Sparsity | NSA | None]) -> None:
+    """Let each block of a model.Transformer attend as `sparsity` says, which has one a block; (): to everything.
+
+    Raises:
+        ValueError: NSA for a model without its gates, or another attention for one that has them.
+    """
+    for of_layer in {*sparsity} or {None}:
+        if isinstance(of_layer, NSA) != (model.config.attention_type == "nsa"):
+            raise ValueError(f"a model of attention_type {model.config.attention_type} cannot attend by {of_layer}")
     for layer, block in enumerate(model.layers):
         block.self_attn.sparsity = sparsity[layer] if sparsity else None
 

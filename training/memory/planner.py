@@ -64,10 +64,8 @@ class Plan:
             tiles = f"{execution.mlp_tile_size} rows at a time" if execution.mlp_tile_size else "all rows at once"
             rows += [("attention", heads), ("MLP", tiles)]
         if execution.sparsity:
-            _, size, window, dense_below = execution.sparsity[0]
             blocks = spell_by_layer([sparsity.selected_blocks for sparsity in execution.sparsity])
-            chosen = f"{blocks} chosen blocks of {size}, a window of {window}; all below {dense_below} tokens"
-            rows += [("attends to", chosen)]
+            rows += [("attends to", execution.sparsity[0].describe(blocks))]
         rows += [("loss", execution.loss_impl), ("optimizer state", state)]
         rows += [("predicted GPU peak", f"{gib(self.peak.bytes)}, in {self.peak.name}")]
         rows += [(f"  {name}", gib(size)) for name, size in self.peak.categories.items() if size]

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kernels.attention import KERNELS
-from kernels.sparse_attention import Sparsity
+from kernels.sparse_attention import NSA, Sparsity
 from model import MODEL_SIZES, Attention, Transformer
 from training.memory.cost_model import PackedDocuments, Step
 from training.memory.execution import PLACES, WHOLE, Execution, Placement
@@ -45,7 +45,8 @@ WITH_WHOLE = {
 def build(placements=None, dtype=torch.float32, mlp_tile_size=None, **options):
     """A tiny model, the same every time; without placements, of the same MLP."""
     torch.manual_seed(0)
-    model = Transformer(TINY).to(dtype)
+    is_nsa = isinstance(next(iter(options.get("sparsity", ())), None), NSA)
+    model = Transformer(replace(TINY, attention_type="nsa" if is_nsa else "full")).to(dtype)
     for block in model.layers:
         block.mlp.tile_size = mlp_tile_size
     if placements is not None:
@@ -294,6 +295,7 @@ def test_by_groups_does_not_replace_an_attention_of_another_kind():
 
 
 SPARSE = Sparsity(selected_blocks=1, block_size=32, window=32, dense_below=200)  # of 7 blocks each sees 3 at most
+NATIVE = NSA(selected_blocks=4, window=64)
 
 
 def run_sparsely(*sparsity, placements=(WHOLE,) * 4, heads_at_a_time=None):
@@ -318,16 +320,38 @@ def test_sparse_attention_under_every_placement(name, heads_at_a_time):
     assert (found[1] - expected[1]).abs().max() <= 2e-6 * expected[1].abs().max()
 
 
+@pytest.fixture(scope="module")
+def native_alone():
+    """Loss and gradients of NSA with all blocks whole."""
+    return run_sparsely(NATIVE)
+
+
+@pytest.mark.parametrize(("name", "heads_at_a_time"), [("gpu recompute", 1), ("host host", None), ("chain", 1)])
+def test_nsa_under_placements(name, heads_at_a_time, native_alone):
+    loss, gradients = run_sparsely(NATIVE, placements=PLACEMENTS[name], heads_at_a_time=heads_at_a_time)
+    torch.testing.assert_close(loss, native_alone[0], rtol=1e-6, atol=0)
+    assert (gradients - native_alone[1]).abs().max() <= 2e-6 * native_alone[1].abs().max()
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "module", "function"),
+    [
+        (SPARSE, "sparse_attention", "select_blocks_reference"),
+        (NATIVE, "nsa", "choose_reference"),
+    ],
+    ids=["sparse", "nsa"],
+)
 @pytest.mark.parametrize("heads_at_a_time", [None, 1])
-def test_blocks_are_chosen_once(heads_at_a_time, monkeypatch):
-    """In forward, whether or not attention's results are kept for backward."""
-    module, chosen = importlib.import_module("kernels.sparse_attention.sparse_attention"), []
-    select = module.select_blocks_reference
-    monkeypatch.setattr(module, "select_blocks_reference", lambda *a, **k: chosen.append(1) or select(*a, **k))
-    for name in ("gpu recompute", "host gpu", "chain"):
+def test_blocks_are_chosen_once(sparsity, module, function, heads_at_a_time, monkeypatch):
+    """In forward, whether or not attention's results are kept for backward; by NSA in each of three documents."""
+    module, chosen = importlib.import_module(f"kernels.sparse_attention.{module}"), []
+    select = getattr(module, function)
+    monkeypatch.setattr(module, function, lambda *a, **k: chosen.append(1) or select(*a, **k))
+    for name in ("gpu recompute", "host gpu", "chain")[: 3 if sparsity is SPARSE else 1]:
         chosen.clear()
-        run_sparsely(SPARSE, placements=PLACEMENTS[name], heads_at_a_time=heads_at_a_time)
-        assert len(chosen) == 4 * (TINY.num_key_value_heads if heads_at_a_time else 1)
+        run_sparsely(sparsity, placements=PLACEMENTS[name], heads_at_a_time=heads_at_a_time)
+        calls = 4 * (TINY.num_key_value_heads if heads_at_a_time else 1)
+        assert len(chosen) == calls * (1 if sparsity is SPARSE else 3)
 
 
 def test_sparse_attention_with_all_blocks_is_dense():
