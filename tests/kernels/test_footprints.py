@@ -12,6 +12,8 @@ from kernels.cross_entropy import cross_entropy, cross_entropy_footprint
 from kernels.gated_mlp import gated_mlp, gated_mlp_footprint
 from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_footprint
 from kernels.qkv_attention import qkv_attention, qkv_attention_footprint
+from kernels.sparse_attention import NSA
+from kernels.sparse_attention.nsa import nsa_workspace
 from tests.storage_counter import StorageCounter
 from training.memory.profiler import CudaCounter
 
@@ -34,8 +36,30 @@ def attention_case(heads_at_a_time):
         OPS.attention_backward.default: backward_workspace("auto", T, 2 * H * K, 2 * G * K, T, None) // steps,
         OPS.qkv_attention.default: 2 * T * (3 * H * K + 4 * G * K) // steps,
     }
-    run = lambda x, *weights: qkv_attention(x, *weights, cos, sin, heads_at_a_time=heads_at_a_time)  # noqa: E731
+
+    def run(x, *weights, **options):
+        return qkv_attention(x, *weights, cos, sin, **{"heads_at_a_time": heads_at_a_time, **options})
+
     return run, [x, *weights], footprint, own
+
+
+def nsa_case(heads_at_a_time):
+    """The gates' logits are inputs here, the model makes them."""
+    run, inputs, _, _ = attention_case(heads_at_a_time)
+    gates, steps = tensor(1, T, H, 3), 1 if heads_at_a_time is None else G // heads_at_a_time
+    options = {"sparsity": NSA(), "heads_at_a_time": heads_at_a_time}
+    footprint = qkv_attention_footprint(T, D, H, G, K, context_length=T, **options)
+    workspace = nsa_workspace(T, H // steps, G // steps, K, NSA(), 2, "auto", T, None)
+    projected = 2 * T * (3 * H * K + 4 * G * K) // steps
+    own = {
+        OPS.nsa_compressed.default: workspace.compressed,
+        OPS.nsa_select.default: workspace.select,
+        OPS.nsa_selected.default: workspace.selected,
+        OPS.nsa_backward.default: workspace.backward,
+        OPS.qkv_select.default: projected,
+        OPS.qkv_attention.default: max(projected, 2 * T * (3 * H * K + 2 * G * K) // steps + workspace.selected),
+    }
+    return lambda x, *weights: run(x, *weights[:-1], gates=weights[-1], **options), [*inputs, gates], footprint, own
 
 
 def mlp_case(tile_size):
@@ -64,6 +88,8 @@ def standard_loss_case():
 CASES = {
     "attention": lambda: attention_case(None),
     "attention by heads": lambda: attention_case(1),
+    "nsa": lambda: nsa_case(None),
+    "nsa by heads": lambda: nsa_case(1),
     "MLP": lambda: mlp_case(None),
     "MLP in tiles": lambda: mlp_case(2048),
     "chunked loss": chunked_loss_case,

@@ -13,7 +13,8 @@ from kernels.attention import backward_workspace
 from kernels.common import set_default_implementation
 from kernels.gated_mlp import gated_mlp_footprint
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
-from kernels.sparse_attention import Sparsity, attention_footprint
+from kernels.sparse_attention import NSA, Sparsity
+from kernels.sparse_attention.nsa import nsa_workspace
 from model import MODEL_SIZES, Transformer
 from tests.storage_counter import StorageCounter
 from training.memory import cost_model
@@ -59,7 +60,22 @@ def own_bytes(step, execution):
     def sparse(selected_blocks):
         return attention_footprint(step.tokens, H // groups, G // groups, K, Sparsity(selected_blocks))
 
-    return {  # outputs are counted already
+    native = {}
+    if isinstance(next(iter(execution.sparsity), None), NSA):
+        sizes = execution.sparsity[0], 2, execution.attention_backend, step.context_length, None
+        workspace = nsa_workspace(step.tokens, H // groups, G // groups, K, *sizes)
+        # What the operations on some heads take inside: a step's projection, or its q, k, v and two outputs.
+        projected = 2 * step.tokens * (3 * H + 4 * G) * K // groups
+        attending = 2 * step.tokens * (3 * H + 2 * G) * K // groups + workspace.selected
+        native = {
+            ops.nsa_compressed.default: workspace.compressed,
+            ops.nsa_select.default: workspace.select,
+            ops.nsa_selected.default: workspace.selected,
+            ops.nsa_backward.default: workspace.backward,
+            ops.qkv_select.default: projected,
+            ops.qkv_attention.default: max(projected, attending),
+        }
+    return native | {  # outputs are counted already
         ops.select_blocks.default: lambda q, k, segments, selected, *_: sparse(selected).forward_workspace_bytes,
         ops.sparse_attention_forward.default: (
             lambda q, k, v, segments, lists, *_: sparse(lists.shape[-1]).forward_workspace_bytes
@@ -110,9 +126,10 @@ def run_dry(step, *executions):
     return measurements
 
 
-def step_of(size, context_length, *, backend="cpu", loss_impl="auto", num_hidden_layers=None, **options):
+def step_of(size, context_length, *, backend="cpu", loss_impl="auto", num_hidden_layers=None, nsa=False, **options):
     config, given = MODEL_SIZES[size], Execution(loss_impl=loss_impl, attention_backend=backend)
-    config = replace(config, num_hidden_layers=num_hidden_layers or config.num_hidden_layers)
+    layers, attention_type = num_hidden_layers or config.num_hidden_layers, "nsa" if nsa else "full"
+    config = replace(config, num_hidden_layers=layers, attention_type=attention_type)
     with torch.device("meta"):
         parameters = list(Transformer(config).to(torch.bfloat16).parameters())
     documents = PackedDocuments.one_each(context_length, options.get("batch_size", 1))
@@ -134,6 +151,8 @@ CASES = {
     "host, then GPU": (131_072, [ON_HOST] * 2 + [GPU] * 2, 8192, 1, {}),
     "all on the host": (131_072, [ON_HOST] * 4, 8192, 1, {"gpu_state_bytes": 0}),
     "sparse, kept, groups": (524_288, [ON_HOST] * 2 + [GPU] * 2, 8192, 1, {"sparsity": (Sparsity(),) * 4}),
+    "nsa": (131_072, [Placement()] * 2 + [GPU, WHOLE], 8192, None, {"sparsity": (NSA(),) * 4}),
+    "nsa, kept, groups": (524_288, [ON_HOST] * 2 + [GPU] * 2, 8192, 1, {"sparsity": (NSA(),) * 4}),
     "sparse by layer": (131_072, [Placement()] * 2 + [GPU, WHOLE], 8192, None, {"sparsity": BY_LAYER}),
     "pairs": (524_288, [Placement("host"), Placement("recompute", "gpu")] * 2, 8192, 1, {"gpu_state_bytes": 2e9}),
 }
@@ -143,7 +162,7 @@ CASES = {
 def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
     """Of the 4B with four layers: each stage within 1% of the step's peak, categories at the peak within 3%."""
     context_length, placements, tile_size, heads, more = CASES[case]
-    step = step_of("4B", context_length, loss_impl="chunked", num_hidden_layers=4)
+    step = step_of("4B", context_length, loss_impl="chunked", num_hidden_layers=4, nsa="nsa" in case)
     step.given = replace(step.given, sparsity=more.get("sparsity", ()))
     execution = replace(
         step.given, placements=tuple(placements), mlp_tile_size=tile_size, heads_at_a_time=heads, **more
