@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
-from kernels.sparse_attention import Sparsity
+from kernels.sparse_attention import NSA, Sparsity
 from model import MODEL_SIZES, KeyValueCache, ModelConfig, ModelOutput, RotaryCache, Transformer, find_documents
 from training.data.loader import Batch
+from training.memory.execution import WHOLE, Execution
+from training.memory.placement import apply_execution
 
 TINY = replace(MODEL_SIZES["tiny"], num_hidden_layers=2, hidden_size=64, intermediate_size=96)
 
@@ -103,6 +105,33 @@ def test_settings_that_would_compute_something_else_are_refused(settings, messag
 def test_settings_without_effect_are_taken(settings):
     config = MODEL_SIZES["4B"]
     assert ModelConfig.from_hugging_face({**config.to_hugging_face(), **settings}) == config
+
+
+def test_nsa_is_declared_and_counted():
+    """The gates of a layer: 3 for each of 4 query heads, from 64 inputs; transformers knows no such model_type."""
+    config = replace(TINY, attention_type="nsa")
+    assert config.to_hugging_face()["model_type"] == "qwen3_nsa"
+    assert ModelConfig.from_hugging_face(config.to_hugging_face()) == config
+    assert config.num_parameters() == TINY.num_parameters() + 2 * (12 * 64 + 12)
+    model = Transformer(config)
+    assert config.num_parameters() == sum(p.numel() for p in model.parameters())
+    assert not any(layer.self_attn.g_proj.bias.any() for layer in model.layers)
+    with pytest.raises(ValueError, match="attention_type must be one of full, nsa, got 'sparse'"):
+        replace(TINY, attention_type="sparse")
+    with pytest.raises(ValueError, match="a model of attention_type nsa cannot attend as None"):
+        apply_execution(model, Execution((WHOLE,) * 2))
+
+
+def test_nsa_generates_with_a_cache_as_without():
+    torch.manual_seed(0)
+    model = Transformer(replace(TINY, attention_type="nsa"))
+    for layer in model.layers:
+        layer.self_attn.sparsity = NSA(selected_blocks=4, window=64)
+    ids = torch.randint(256, (1, 260))
+    for _ in range(3):
+        following = model(ids, return_logits=True).logits[:, -1:].argmax(-1)
+        ids = torch.cat([ids, following], 1)
+    assert torch.equal(model.generate(ids[:, :260], 3), ids)
 
 
 def test_declared_length_is_kept_in_hugging_faces_config():

@@ -285,6 +285,34 @@ def test_steps_past_the_end_hold_the_last_learning_rate(corpus, tmp_path, monkey
     assert f"learning rate: 0.0003 in step 8 -> {expected:.3g} in step 9" in caplog.messages
 
 
+def test_nsa_from_dense_weights_on(corpus, tmp_path, caplog, capsys):
+    """A dense folder gets fresh gates; a folder with gates is nsa's alone. Runs resume, and end with a sample."""
+    caplog.set_level(logging.INFO)
+    dense, nsa, on = (tmp_path / name for name in ("dense", "nsa", "on"))
+    assert train.main(arguments(corpus, dense, steps=1)) == 0
+    start = str(dense / "step_00000001")
+    command = ["--init_from", start, "--attention_type", "nsa", "--selected_blocks", "4", "--weight_decay", "0"]
+    assert train.main([*arguments(corpus, nsa, steps=1), *command, "--sample_tokens", "2"]) == 0
+    assert f"attention: {start} has no gates of nsa; they are initialised" in caplog.text
+    assert "sample, after a held-out prompt" in caplog.text
+    trained = weights(nsa, 1)
+    gates = [trained[f"model.layers.{i}.self_attn.g_proj.{part}"] for i in range(4) for part in ("weight", "bias")]
+    assert [list(g.shape) for g in gates] == [[12, 128], [12]] * 4 and all(g.any() for g in gates)
+    assert gates[0].std() == pytest.approx(0.02, rel=0.2)
+    declared = json.loads((nsa / "step_00000001" / "config.json").read_text())
+    assert declared["model_type"] == "qwen3_nsa"
+    assert train.main(only_resume(nsa, "--max_steps", "2")) == 0
+    caplog.clear()
+    start = str(nsa / "step_00000002")
+    assert train.main(arguments(corpus, on, "--init_from", start, "--attention_type", "nsa", steps=1)) == 0
+    assert "initialised" not in caplog.text
+    capsys.readouterr()
+    assert train.main(arguments(corpus, tmp_path / "other", "--init_from", start)) == 1
+    assert "would drop its gates; give --attention_type nsa" in capsys.readouterr().err
+    assert train.main(only_resume(dense, "--max_steps", "2", "--attention_type", "nsa")) == 1
+    assert "start from its weights with --init_from" in capsys.readouterr().err
+
+
 @pytest.fixture
 def released(tmp_path, monkeypatch):
     """A folder as transformers saves a model, without a tokenizer; its vocabulary has room for more than bytes."""

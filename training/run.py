@@ -71,10 +71,9 @@ def configure_machine(config: TrainConfig, world: World) -> None:
         gpu_budget(config.memory_budget, world.device)
 
 
-def shape_of(flags) -> ModelConfig:
-    """The shape that --model_size and --attention_type name, of a run or of profile_memory.py."""
-    attention_type = "nsa" if flags.attention_type == "nsa" else "full"  # `sparse` has no parameters
-    return dataclasses.replace(MODEL_SIZES[flags.model_size], attention_type=attention_type)
+def shape_with(attention_type: str, size: ModelConfig) -> ModelConfig:
+    """A size of model with the parameters of --attention_type: nsa has gates, sparse nothing."""
+    return dataclasses.replace(size, attention_type="nsa" if attention_type == "nsa" else "full")
 
 
 def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfig:
@@ -83,7 +82,8 @@ def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfi
     Args:
         resumed: the checkpoint to go on from, if there is one; else the weights are those of --init_from.
     """
-    shape = dataclasses.replace(shape_of(config), max_position_embeddings=config.context_length)
+    size = shape_with(config.attention_type, MODEL_SIZES[config.model_size])
+    shape = dataclasses.replace(size, max_position_embeddings=config.context_length)
     if folder := resumed or config.init_from:
         path = Path(folder) / "config.json"
         if not path.is_file():

@@ -58,7 +58,7 @@ def own_bytes(step, execution):
     groups = G if execution.heads_at_a_time else 1
 
     def sparse(selected_blocks):
-        return attention_footprint(step.tokens, H // groups, G // groups, K, Sparsity(selected_blocks))
+        return Sparsity(selected_blocks).footprint(step.tokens, H // groups, G // groups, K)
 
     native = {}
     if isinstance(next(iter(execution.sparsity), None), NSA):
