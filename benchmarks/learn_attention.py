@@ -166,15 +166,16 @@ def build(arguments: argparse.Namespace, world: World) -> tuple[Transformer, Mas
         config = dataclasses.replace(config, attention_type="nsa")
         if arguments.block_size != BLOCK_SIZE:
             sys.exit(f"--block_size {arguments.block_size} has no effect: blocks of nsa have {BLOCK_SIZE} tokens")
-    sparsity = {
-        "full": None,
-        "sparse": Sparsity(arguments.selected_blocks, arguments.block_size, window, dense_below=0),
-        "nsa": NSA(arguments.selected_blocks, window),
-        "window": Sparsity(0, arguments.block_size, window, dense_below=0),
+    of_a_layer = {
+        "full": [],
+        "sparse": [Sparsity(arguments.selected_blocks, arguments.block_size, window, dense_below=0)],
+        "nsa": [NSA(arguments.selected_blocks, window)],
+        "window": [Sparsity(0, arguments.block_size, window, dense_below=0)],
     }[kind]
+    layers = config.num_hidden_layers
     model = model_on_meta(config, world).to_empty(device=world.device)
     backend = choose_backend("auto", world.device)
-    execution = Execution((WHOLE,) * config.num_hidden_layers, attention_backend=backend, sparsity=sparsity)
+    execution = Execution((WHOLE,) * layers, attention_backend=backend, sparsity=tuple(of_a_layer * layers))
     apply_execution(model, execution)
     optimizer = MasterAdamW(model.named_parameters(), accumulate=False)
     optimizer.load_weights(initial_weights(model, arguments.seed))
