@@ -274,6 +274,7 @@ def qkv_attention(
         else:
             blocks, block_size, window, _ = sparsity
             out = sparse_attention(q, k, v, segments, selected_blocks=blocks, block_size=block_size, window=window)
+        del q, k, v  # before the projection is made
         return F.linear(out.flatten(2), o_weight)
     G = len(k_weight) // len(k_norm)
     if heads_at_a_time < 1 or G % heads_at_a_time:

@@ -118,7 +118,7 @@ def test_nsa_is_declared_and_counted():
     assert not any(layer.self_attn.g_proj.bias.any() for layer in model.layers)
     with pytest.raises(ValueError, match="attention_type must be one of full, nsa, got 'sparse'"):
         replace(TINY, attention_type="sparse")
-    with pytest.raises(ValueError, match="a model of attention_type nsa cannot attend as None"):
+    with pytest.raises(ValueError, match="a model of attention_type nsa cannot attend by None"):
         apply_execution(model, Execution((WHOLE,) * 2))
 
 
