@@ -139,8 +139,8 @@ class Bench:
         band_pairs = float((own.clamp(max=7) + 0.5 + (own > 7)).sum()) * 64 * G
         candidates = float((own - 7).clamp(min=0).sum()) * 64 * G
         self.gather_flops, self.band_flops = entries * pair_flops, band_pairs * pair_flops
-        # Three windows a candidate, and the mean keys of all earlier blocks.
-        self.score_flops = (3 * candidates + float(own.sum()) * 64 * G) * pair_flops / 64
+        # Two halves a candidate, and the mean keys of all earlier blocks.
+        self.score_flops = (2 * candidates + float(own.sum()) * 64 * G) * pair_flops / 64
         self.slot_bytes = entries * (H // G) * K * 2
         self.score_bytes = candidates * 4
 

@@ -29,8 +29,9 @@ from torch import Tensor
 
 from kernels.attention import backward_workspace
 from kernels.sparse_attention.layout import document_bounds
-from kernels.sparse_attention.selection import WINDOW_KEYS, WINDOW_STRIDE, ranges
+from kernels.sparse_attention.selection import ranges
 
+WINDOW_KEYS, WINDOW_STRIDE = 32, 16
 _NEVER_ATTENDS = 1e30  # a log-sum-exp under which every probability is exactly 0
 ROW_ELEMENTS = 4096  # that a program of _rows_kernel copies
 BLOCK_W = 16  # windows of a program of _pool_windows_kernel

@@ -1,7 +1,7 @@
 """One new token against cached keys and values: it chooses blocks and attends to first block, window and those alone.
 
 The choice is that of `select_blocks` for the last token of the cached sequence. A full block's mean keys never change,
-so `PooledKeys` keeps them beside the cache: a token reads (block_size / 16) / block_size of the keys to choose, and the
+so `PooledKeys` keeps them beside the cache: a token reads three mean keys of each block of 64 to choose, and the
 keys and values of its visible blocks to attend. Plain PyTorch: one query is too little work for kernels.
 """
 
@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.sparse_attention.selection import (
-    WINDOW_KEYS,
-    WINDOW_STRIDE,
+    PART_KEYS,
     candidate_scores,
     ranges,
     top_blocks_reference,
@@ -22,7 +21,7 @@ BLOCKS_AT_A_TIME = 1024  # that are pooled from a long prompt
 
 
 class PooledKeys:
-    """Mean keys of a cache's full blocks, [B, windows + 1, blocks, G, K] in the keys' dtype; see `selection.pool`."""
+    """Mean keys of a cache's full blocks, [B, parts + 1, blocks, G, K] in the keys' dtype; see `selection.pool`."""
 
     def __init__(self):
         self._pooled: Tensor | None = None
@@ -40,10 +39,9 @@ class PooledKeys:
 
 
 def _pool(k_BTGK: Tensor, block_size: int) -> Tensor:
-    """Blocks of `block_size` tokens -> [B, windows + 1, blocks, G, K], the last of the whole block."""
+    """Blocks of `block_size` tokens -> [B, parts + 1, blocks, G, K], the last of the whole block."""
     keys = k_BTGK.unflatten(1, (k_BTGK.shape[1] // block_size, block_size)).float()  # [B, blocks, block_size, G, K]
-    starts = range(0, block_size - WINDOW_KEYS + 1, WINDOW_STRIDE)
-    means = [keys[:, :, start : start + WINDOW_KEYS].mean(2) for start in starts]
+    means = [part.mean(2) for part in keys.split(PART_KEYS, dim=2)]
     return torch.stack([*means, keys.mean(2)], dim=1).to(k_BTGK.dtype)
 
 

@@ -26,6 +26,8 @@ from kernels.attention import BACKWARD_FLOPS, attention_flops, choose_backend
 from kernels.common import operation, use_triton
 from kernels.sparse_attention.band import band_dkv, band_dq, band_forward
 from kernels.sparse_attention.compression import (
+    WINDOW_KEYS,
+    WINDOW_STRIDE,
     add_unpooled,
     compressed_backward,
     compressed_forward,
@@ -39,8 +41,6 @@ from kernels.sparse_attention.gates import BRANCHES, gate_backward, gated_sum, g
 from kernels.sparse_attention.layout import Layout, make_layout, normalise_lists
 from kernels.sparse_attention.selection import (
     NSA_WEIGHTS,
-    WINDOW_KEYS,
-    WINDOW_STRIDE,
     choose_blocks,
     nsa_scores_reference,
     top_blocks_reference,

@@ -1,17 +1,17 @@
 """Which blocks a token gathers: scores from mean-pooled keys, then the best `selected` of each list. No gradient.
 
-A block of 64 has three windows of 32 keys, at offsets 0, 16 and 32 (block / 16 - 1 windows in general); k[j, w] is
-the mean key of window w of block j and k[j] that of the whole block. For token t in block b, whose window begins at
+A block is scored by its parts of 32 keys, a block of 64 by its halves; k[j, w] is the mean key of part w of block j and
+k[j] that of the whole block. For token t in block b, whose window begins at
 block `left`, the candidates are the blocks 1 <= j < left, and for the query heads h of a key/value head
 
     lse[h] = log sum_{j < b} exp(scale q[h] . k[j])
     score[j] = max_w sum_h exp(scale q[h] . k[j, w] - lse[h])
 
-lse makes heads comparable; taken from whole blocks it costs a quarter of the windows' work. exp's argument is capped
+lse makes heads comparable; taken from whole blocks of 64 it costs half of the parts' work. exp's argument is capped
 at 80, so that a sum over 16 heads stays finite. Chosen are the highest scores, among equals the lowest index: a total
 order, hence the same list in every run. Scores exist for a range of tokens at a time, float32 [heads, tokens, blocks].
 
-Score and sum follow InfLLM-V2 (arXiv 2509.24663), whose windows also straddle blocks.
+Score and sum follow InfLLM-V2 (arXiv 2509.24663), whose parts overlap; README.md says what that would bring.
 
 NSA (arXiv 2502.11089) scores blocks of 64 by the windows of its compressed branch (compression.py), 32 keys every 16,
 block j by windows 4 j - 1 to 4 j + 3, of which the outer two reach into its neighbours; lse is that branch's own:
@@ -31,7 +31,7 @@ from torch import Tensor
 from kernels.sparse_attention.common import LOG2_E, TileConfig, group_constants, matmul, tile_options
 from kernels.sparse_attention.layout import EMPTY, Layout
 
-WINDOW_KEYS, WINDOW_STRIDE = 32, 16
+PART_KEYS = 32
 LARGEST_EXPONENT = 80.0
 SCORES_CONFIG = TileConfig(rows=128, num_warps=4, num_stages=2)
 BLOCK_J = 64  # blocks of a tile of scores
@@ -40,15 +40,13 @@ NSA_WEIGHTS = (1, 2, 2, 2, 1)  # of the windows that touch a block, as _scores_k
 
 
 def pool_reference(k: Tensor, layout: Layout) -> Tensor:
-    """Mean keys [G, windows + 1, blocks, K] in k's dtype, the last of a whole block; 0 for a short block."""
-    block_size, windows = layout.block_size, layout.block_size // WINDOW_STRIDE - 1
-    pooled = k.new_zeros(k.shape[1], windows + 1, layout.num_blocks, k.shape[2])
+    """Mean keys [G, parts + 1, blocks, K] in k's dtype, the last of a whole block; 0 for a short block."""
+    block_size, parts = layout.block_size, layout.block_size // PART_KEYS
+    pooled = k.new_zeros(k.shape[1], parts + 1, layout.num_blocks, k.shape[2])
     for block, (start, stop) in enumerate(zip(layout.block_start.tolist(), layout.block_stop.tolist())):
         if stop - start == block_size:
-            for w in range(windows):
-                first = start + w * WINDOW_STRIDE
-                pooled[:, w, block] = k[first : first + WINDOW_KEYS].mean(0)
-            pooled[:, windows, block] = k[start:stop].mean(0)
+            pooled[:, :-1, block] = k[start:stop].unflatten(0, (parts, PART_KEYS)).mean(1).transpose(0, 1)
+            pooled[:, -1, block] = k[start:stop].mean(0)
     return pooled
 
 
@@ -67,7 +65,7 @@ def scores_reference(q: Tensor, pooled: Tensor, layout: Layout) -> Tensor:
 
 
 def candidate_scores(q_TGRK: Tensor, pooled_GWJK: Tensor) -> Tensor:
-    """Scores [T, G, J] of J blocks for queries that see all J whole; W: a block's windows, and last the whole block."""
+    """Scores [T, G, J] of J blocks for queries that see all J whole; W: a block's parts, and last the whole block."""
     logits = torch.einsum("tgrk,gwjk->tgrwj", q_TGRK, pooled_GWJK) / math.sqrt(q_TGRK.shape[-1])
     lse = logits[:, :, :, -1].logsumexp(-1)[..., None, None]
     return (logits[:, :, :, :-1] - lse).clamp(max=LARGEST_EXPONENT).exp().sum(2).amax(2)
@@ -105,28 +103,22 @@ def top_blocks_reference(scores: Tensor, selected: int) -> Tensor:
 @triton.jit
 def _pool_kernel(
     k_ptr, pooled_ptr, block_start_ptr, block_stop_ptr, num_blocks,
-    G: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    G: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     start = tl.load(block_start_ptr + block).to(tl.int64)
     columns = tl.arange(0, K)
     # A block's length, as a tensor: Triton 3.9's interpreter takes no scalar as a mask.
     whole = tl.load(block_stop_ptr + block) - start + tl.zeros([1, K], tl.int64) == BLOCK
-    windows: tl.constexpr = BLOCK // STRIDE - 1
-    first_row = head * (windows + 1) * num_blocks + block  # of window 0; that of window w is w * num_blocks further
-    address = k_ptr + ((start + tl.arange(0, STRIDE)[:, None]) * G + head) * K + columns[None, :]  # [STRIDE, K]
-    before = tl.zeros([K], tl.float32)
+    parts: tl.constexpr = BLOCK // PART
+    target = pooled_ptr + (head * (parts + 1) * num_blocks + block) * K + columns  # of part 0; the next one's follow
+    address = k_ptr + ((start + tl.arange(0, PART)[:, None]) * G + head) * K + columns[None, :]  # [PART, K]
     total = tl.zeros([K], tl.float32)
-    for i in tl.static_range(BLOCK // STRIDE):
-        here = tl.sum(tl.load(address + i * STRIDE * G * K, mask=whole, other=0.0).to(tl.float32), 0)
-        if i > 0:
-            mean = (before + here) / (2 * STRIDE)
-            target = pooled_ptr + (first_row + (i - 1) * num_blocks) * K + columns
-            tl.store(target, mean.to(k_ptr.dtype.element_ty))
-        before = here
+    for i in tl.static_range(parts):
+        here = tl.sum(tl.load(address + i * PART * G * K, mask=whole, other=0.0).to(tl.float32), 0)
+        tl.store(target + i * num_blocks * K, (here / PART).to(k_ptr.dtype.element_ty))
         total += here
-    target = pooled_ptr + (first_row + windows * num_blocks) * K + columns
-    tl.store(target, (total / BLOCK).to(k_ptr.dtype.element_ty))
+    tl.store(target + parts * num_blocks * K, (total / BLOCK).to(k_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -255,11 +247,11 @@ def _top_blocks_kernel(
 def pool(k: Tensor, layout: Layout) -> Tensor:
     """As `pool_reference`; k [tokens, G, K]."""
     _, G, K = k.shape
-    windows = layout.block_size // WINDOW_STRIDE - 1
-    pooled = torch.empty(G, windows + 1, layout.num_blocks, K, dtype=k.dtype, device=k.device)
+    parts = layout.block_size // PART_KEYS
+    pooled = torch.empty(G, parts + 1, layout.num_blocks, K, dtype=k.dtype, device=k.device)
     _pool_kernel[(layout.num_blocks, G)](
         k, pooled, layout.block_start, layout.block_stop, layout.num_blocks,
-        G=G, K=K, BLOCK=layout.block_size, STRIDE=WINDOW_STRIDE,
+        G=G, K=K, BLOCK=layout.block_size, PART=PART_KEYS,
     )  # fmt: skip
     return pooled
 

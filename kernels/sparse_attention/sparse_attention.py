@@ -32,7 +32,7 @@ from kernels.sparse_attention.gather import (
 from kernels.sparse_attention.inverse_index import SORT_BYTES, build_inverse_index
 from kernels.sparse_attention.layout import Layout, make_layout, normalise_lists
 from kernels.sparse_attention.selection import (
-    WINDOW_STRIDE,
+    PART_KEYS,
     choose_blocks,
     pool_reference,
     ranges,
@@ -406,9 +406,9 @@ def attention_footprint(
     gathered = sum(min(S, max(0, b - window_blocks)) for b in range(num_blocks))
     band = sum(min(b + 1, window_blocks) + (b >= window_blocks) for b in range(num_blocks))
     means = num_blocks * (num_blocks - 1) // 2 if candidates else 0
-    windows = block_size // WINDOW_STRIDE - 1
+    parts = block_size // PART_KEYS
     block_flops = 2 * block_size * block_size * H * K  # of one product of a block of queries and a block of keys
-    scores_flops = (windows * candidates + means) * block_flops // block_size
+    scores_flops = (parts * candidates + means) * block_flops // block_size
     forward_flops = 2 * (gathered + band) * block_flops + scores_flops
     backward_flops = (5 * gathered + 7 * band) * block_flops
 
@@ -420,7 +420,7 @@ def attention_footprint(
     tokens = min(T, max(64, workspace_bytes // token_bytes))
     heads = max(1, min(G, workspace_bytes // token_bytes // T))
     slots, entries = heads * tokens * token_bytes, heads * T * S
-    scores = scores_bytes(num_blocks, block_size, window_blocks, G) + (windows + 1) * num_blocks * G * K * element_size
+    scores = scores_bytes(num_blocks, block_size, window_blocks, G) + (parts + 1) * num_blocks * G * K * element_size
     chunk = BACKWARD_CONFIG.tiles * min(block_size, BACKWARD_CONFIG.rows // triton.next_power_of_2(group))
     items = heads * num_blocks + heads * tokens * S // chunk
     partials = 8 * items * block_size * K  # float32 dk and dv of each item

@@ -64,10 +64,10 @@ KERNELS_TO_COMPILE = {
         ("_gate_backward_kernel", {"BRANCH": 1, "K": 128, "BLOCK": 32}, {}),
     ],
     "selection": [
-        ("_pool_kernel", {"G": 8, "K": 128, "BLOCK": 64, "STRIDE": 16}, {}),
+        ("_pool_kernel", {"G": 8, "K": 128, "BLOCK": 64, "PART": 32}, {}),
         (
             "_scores_kernel",
-            SCORES | {"WINDOW": 8, "WINDOWS": 3, "NSA": False, "lse_ptr": None, "first_window_ptr": None},
+            SCORES | {"WINDOW": 8, "WINDOWS": 2, "NSA": False, "lse_ptr": None, "first_window_ptr": None},
             {"num_stages": 3},
         ),
         ("_scores_kernel", SCORES | {"WINDOW": 2, "WINDOWS": 5, "NSA": True}, {"num_stages": 2}),

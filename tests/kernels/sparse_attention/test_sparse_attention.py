@@ -253,7 +253,7 @@ def test_flops():
     """Blocks of 64, window of 1: tokens of block b attend to block 0, b, and one of b - 1 candidates."""
     flops = sparse.attention_footprint(64 * 5, 2, 1, 64, sparse.Sparsity(1, window=64))
     product = 2 * 64 * 64 * 2 * 64
-    gathered, in_band, scored = 0 + 0 + 1 + 1 + 1, 1 + 2 + 2 + 2 + 2, 3 * (1 + 2 + 3) + (1 + 2 + 3 + 4)
+    gathered, in_band, scored = 0 + 0 + 1 + 1 + 1, 1 + 2 + 2 + 2 + 2, 2 * (1 + 2 + 3) + (1 + 2 + 3 + 4)
     assert flops.forward_flops == 2 * (gathered + in_band) * product + scored * product // 64
     assert flops.backward_flops == (5 * gathered + 7 * in_band) * product
 
