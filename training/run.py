@@ -153,7 +153,9 @@ def sparsity_of(flags) -> tuple[Sparsity | NSA, ...]:
     if isinstance(default, NSA):
         numbers = numbers_by_layer("selected_blocks", blocks, layers)
         if min(numbers) <= FORCED_BLOCKS:
-            raise UserError(f"selected_blocks must be at least {FORCED_BLOCKS + 1} with nsa, got {blocks}")
+            raise UserError(
+                f"selected_blocks must be at least {FORCED_BLOCKS + 1}, got {blocks}: nsa forces {FORCED_BLOCKS}"
+            )
         return tuple(NSA(number) for number in numbers)
     dense_below = given.get("dense_below", default.dense_below)
     if dense_below < 1:
