@@ -1,5 +1,7 @@
 """Block-sparse attention, each piece alone and the whole layer: `python -m benchmarks.bench_sparse_attention`.
 
+`--kind nsa` measures native sparse attention, whose `--selected` count the three forced blocks.
+
 First correctness: outputs and gradients on given lists against float64, at small sizes, and two runs bitwise equal at
 the measured ones. `--tune gather,band,scores,combine` tries tile configurations instead of measuring pieces, and
 `--workspace_mib 512,1024,2048` measures the layer with each size of workspace.
@@ -14,13 +16,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import environment, extra_gib, print_json, print_table, relative_error, time_interleaved
-from kernels.sparse_attention import band, combine, gather, inverse_index, selection
+from kernels.attention import BACKWARD_FLOPS, attention_flops, choose_backend
+from kernels.sparse_attention import NSA, band, combine, compression, gates, gather, inverse_index, nsa, selection
 from kernels.sparse_attention.common import TileConfig
+from kernels.sparse_attention.compression import make_windows
 from kernels.sparse_attention.layout import EMPTY, first_local_block, make_layout
+from kernels.sparse_attention.nsa import nsa_attention, nsa_attention_reference
 from kernels.sparse_attention.sparse_attention import (
     SCORES_BYTES,
     sparse_attention,
     sparse_attention_reference,
+    sparse_backward,
     sparse_forward,
     work_ranges,
 )
@@ -43,50 +49,60 @@ SCORES_CONFIGS = [TileConfig(*c) for c in ((64, 4, 2), (64, 4, 3), (128, 4, 2), 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--kind", choices=["sparse", "nsa"], default="sparse")
+    parser.add_argument("--backend", default="auto", help="of nsa: kernel of the compressed branch")
     parser.add_argument("--tokens", default="32768,131072", help="lengths, separated by commas")
-    parser.add_argument("--selected", default="32", help="blocks a list, separated by commas")
-    parser.add_argument("--workspace_mib", default="2048", help="sizes, separated by commas")
+    parser.add_argument("--selected", help="blocks a list, separated by commas; default: 32, nsa: 16")
+    parser.add_argument("--workspace_mib", help="sizes, separated by commas; default: 2048, nsa: 1024")
     parser.add_argument("--tune", default="", help="any of gather, band, scores, combine, separated by commas")
     parser.add_argument("--heads", default="32,8,128", help="query heads, key/value heads, head_dim")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--check", choices=["none", "quick", "full"], default="quick", help="full: every kind of group")
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    device, is_nsa = torch.device(arguments.device), arguments.kind == "nsa"
+    if is_nsa and arguments.tune:
+        parser.error("--tune has no effect with --kind nsa, whose kernels are those of sparse; drop one")
+    selected_blocks, workspaces = arguments.selected or (16 if is_nsa else 32), arguments.workspace_mib
+    workspaces = workspaces or (1024 if is_nsa else 2048)
     print(environment(device))
     torch.manual_seed(0)
     if arguments.check != "none":
-        check(device, arguments.check == "full")
+        check(device, arguments.check == "full", is_nsa)
     results = {}
-    for tokens, selected in itertools.product(_integers(arguments.tokens), _integers(arguments.selected)):
-        bench = Bench(tokens, selected, *_integers(arguments.heads), device, arguments.repeats)
-        for mib in _integers(arguments.workspace_mib):
-            name = f"{tokens} tokens, {selected} blocks, {mib} MiB"
+    for tokens, selected in itertools.product(_integers(arguments.tokens), _integers(str(selected_blocks))):
+        make = functools.partial(NSABench, backend=arguments.backend) if is_nsa else Bench
+        bench = make(tokens, selected, *_integers(arguments.heads), device, arguments.repeats)
+        for mib in _integers(str(workspaces)):
+            name = f"{arguments.kind}, {tokens} tokens, {selected} blocks, {mib} MiB"
             if arguments.tune:
                 results[name] = bench.tune(name, arguments.tune.split(","), mib * 2**20)
             else:
                 results[name] = {"layer": bench.layer(name, mib * 2**20), "pieces": bench.pieces(name, mib * 2**20)}
         del bench
-    print_json("sparse_attention", device, results=results)
+    print_json("nsa" if is_nsa else "sparse_attention", device, results=results)
 
 
 def _integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def check(device: torch.device, full: bool) -> None:
+def check(device: torch.device, full: bool, is_nsa: bool) -> None:
     """Exit with status 1 if an output or gradient is further from float64 than 2.5 times the reference in bf16 is."""
     cpu = device.type == "cpu"
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    cases = [((8, 2, 128, 64, 128), bf16), ((6, 2, 64, 32, 64), bf16)]
+    cases = [((8, 2, 128, 64, 128), bf16), ((6, 2, 64, 64 if is_nsa else 32, 128 if is_nsa else 64), bf16)]
     if full:
-        cases += [((n, 1, 128, 64, 64), bf16) for n in (1, 2, 8, 16)]
-        cases += [((8, 2, 128, 128, 128), bf16), ((8, 2, 64, 64, 128), fp16), ((8, 2, 64, 64, 128), fp32)]
+        cases += [((n, 1, 128, 64, 128 if is_nsa else 64), bf16) for n in (1, 2, 8, 16)]
+        cases += [((8, 2, 64, 64, 128), fp16)]
+    if full and not is_nsa:
+        cases += [((8, 2, 128, 128, 128), bf16), ((8, 2, 64, 64, 128), fp32)]
     rows = []
     for case, dtype in cases:
         heads, kv_heads, dim, block_size, window = case
         T = 300 if cpu else 1500
         segments = torch.tensor([[0, 0, T // 3], [0, T // 3, T - 33], [0, T - 33, T], [1, 0, T]])
         inputs = [torch.randn(2, T, n, dim, device=device).to(dtype) for n in (heads, kv_heads, kv_heads)]
+        inputs += [torch.randn(2, T, heads, 3, device=device).to(dtype)] if is_nsa else []
         sizes = {"block_size": block_size, "window": window}
         lists = _random_lists(inputs[0], kv_heads, segments, 4, **sizes)
         arriving = torch.randn_like(inputs[0])
@@ -96,18 +112,23 @@ def check(device: torch.device, full: bool) -> None:
             out = function(*tensors)
             return [out.detach(), *torch.autograd.grad(out, tensors, arriving.to(dtype))]
 
-        reference = functools.partial(sparse_attention_reference, blocks_BTGS=lists, segments=segments, **sizes)
-        ours = functools.partial(sparse_attention, segments=segments, blocks=lists, impl="triton", **sizes)
+        if is_nsa:
+            reference = functools.partial(nsa_attention_reference, blocks=lists, segments=segments)
+            ours = functools.partial(nsa_attention, segments=segments, blocks=lists, impl="triton")
+        else:
+            reference = functools.partial(sparse_attention_reference, blocks_BTGS=lists, segments=segments, **sizes)
+            ours = functools.partial(sparse_attention, segments=segments, blocks=lists, impl="triton", **sizes)
         exact, plain, found = outputs(reference, torch.float64), outputs(reference, dtype), outputs(ours, dtype)
         small = functools.partial(ours, workspace_bytes=2**20)  # several ranges of heads and tokens
         ranged = outputs(small, dtype)
         allowed = [max(relative_error(p, e), 1e-7) for p, e in zip(plain, exact)]
         errors = [relative_error(f, e) / a for f, e, a in zip(found + ranged, exact * 2, allowed * 2)]
-        rows.append([str(case), str(dtype)[6:], *errors[:4], max(errors[4:])])
+        rows.append([str(case), str(dtype)[6:], *errors[: len(exact)], max(errors[len(exact) :])])
     title = "error over that of the reference in the same dtype; (heads, kv heads, head_dim, block, window)"
-    print_table(title, ["case", "dtype", "out", "dq", "dk", "dv", "worst by ranges"], rows)
+    columns = ["out", "dq", "dk", "dv", *(["dgates"] if is_nsa else [])]
+    print_table(title, ["case", "dtype", *columns, "worst by ranges"], rows)
     if not all(error <= (30 if row[1] == "float32" else 2.5) for row in rows for error in row[2:]):
-        sys.exit("sparse_attention is wrong on this machine: not measured")
+        sys.exit("sparse attention is wrong on this machine: not measured")
 
 
 def _random_lists(q, kv_heads, segments, selected, block_size, window) -> Tensor:
@@ -144,21 +165,27 @@ class Bench:
         self.slot_bytes = entries * (H // G) * K * 2
         self.score_bytes = candidates * 4
 
+    def inputs(self) -> list[Tensor]:
+        """Of `attend`, without their dimension of rows."""
+        return [self.q, self.k, self.v]
+
+    def attend(self, *inputs: Tensor, **options) -> Tensor:
+        return sparse_attention(*inputs, **options)
+
     def time(self, function) -> float:
         return time_interleaved({"": function}, self.device, self.repeats)[""]
 
     def layer(self, title: str, workspace_bytes: int) -> dict[str, float]:
         """The public function forward and backward; two runs must be bitwise equal."""
-        q, k, v = (x[None].requires_grad_() for x in (self.q, self.k, self.v))
-        function = functools.partial(
-            sparse_attention, q, k, v, selected_blocks=self.selected, workspace_bytes=workspace_bytes, impl="triton"
-        )
+        inputs = [x[None].requires_grad_() for x in self.inputs()]
+        options = {"selected_blocks": self.selected, "workspace_bytes": workspace_bytes, "impl": "triton"}
+        function = functools.partial(self.attend, *inputs, **options)
 
         def forward_and_backward():
-            return torch.autograd.grad(function(), (q, k, v), self.dout[None])
+            return torch.autograd.grad(function(), inputs, self.dout[None])
 
         out = function()
-        backward = functools.partial(torch.autograd.grad, out, (q, k, v), self.dout[None], retain_graph=True)
+        backward = functools.partial(torch.autograd.grad, out, inputs, self.dout[None], retain_graph=True)
         same = torch.equal(out, function()) and all(torch.equal(a, b) for a, b in zip(backward(), backward()))
         if not same:
             sys.exit("two runs of sparse_attention differ: not measured")
@@ -354,6 +381,97 @@ class Bench:
             compare("combine", configs, with_config, self.G * len(q) / len(w[0]) / len(w[1]))
             combine.ROWS, combine.NUM_WARPS = before
         return results
+
+
+class NSABench(Bench):
+    """As `Bench`, of native sparse attention with a window of 512."""
+
+    def __init__(self, tokens: int, selected: int, H: int, G: int, K: int, device, repeats: int, backend: str):
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.dout = (
+            torch.randn(tokens, n, K, dtype=torch.bfloat16, device=device) for n in (H, G, G, H)
+        )
+        self.gates = torch.randn(tokens, H, 3, dtype=torch.bfloat16, device=device)
+        self.selected, self.device, self.repeats = selected, device, repeats
+        self.backend = choose_backend(backend, device)
+        self.nsa = NSA(selected)
+        self.footprint = self.nsa.footprint(tokens, H, G, K, backend=self.backend)
+
+    def inputs(self) -> list[Tensor]:
+        return [self.q, self.k, self.v, self.gates]
+
+    def attend(self, *inputs: Tensor, **options) -> Tensor:
+        return nsa_attention(*inputs, backend=self.backend, **options)
+
+    def layer(self, title: str, workspace_bytes: int) -> dict[str, float]:
+        results = super().layer(title, workspace_bytes)
+        flops = self.footprint.forward_flops, self.footprint.backward_flops
+        rates = {
+            "forward_tflops": flops[0] / results["forward_ms"] / 1e9,
+            "backward_tflops": flops[1] / results["backward_ms"] / 1e9,
+        }
+        print_table(f"rates, {title}", [*rates], [[*rates.values()]])
+        return results | rates
+
+    def pieces(self, title: str, workspace_bytes: int) -> dict[str, float]:
+        """Each branch forward and backward; of the compressed one also what is not the library's kernel."""
+        rows, results = [], {}
+
+        def add(name, function, flops=0.0, num_bytes=0.0):
+            ms = self.time(function)
+            results[name] = ms
+            rows.append([name, ms, flops / ms / 1e9 if flops else "", num_bytes / ms / 1e6 if num_bytes else ""])
+
+        ops, backend = torch.ops.fathom, self.backend
+        q, k, v = (x[None] for x in (self.q, self.k, self.v))
+        (_, H, K), G = self.q.shape, self.k.shape[1]
+        layout, windows = make_layout(q, None, nsa.BLOCK_SIZE, nsa.LOCAL_TOKENS), make_windows(q, None)
+        in_window = layout._replace(window_blocks=self.nsa.window // nsa.BLOCK_SIZE)
+        library_flops = attention_flops(H, K, 8 * windows.num_windows * (windows.num_windows + 1))
+        tiles_bytes = 2 * self.q.nbytes  # read and written by a copy of the rows of all heads
+
+        # Each is called at least once before it is timed, and what it returns goes into the next.
+        pooled = [compression.pool_windows(x, windows) for x in (self.k, self.v)]
+        out_c, lse_c = ops.nsa_compressed(q, k, v, None, backend, workspace_bytes, True)
+        lists = ops.nsa_select(q, k, lse_c, None, self.nsa.chosen_blocks, True)
+        out_s, lse_s = ops.nsa_selected(q, k, v, None, lists, workspace_bytes, True)
+        out_w, lse_w = ops.nsa_window(q, k, v, None, self.nsa.window, True)
+        outs, lses = [out_c[0], out_s[0], out_w[0]], [lse_c[0], lse_s[0], lse_w[0]]
+
+        add(
+            "pool windows of keys", lambda: compression.pool_windows(self.k, windows), num_bytes=self.k.nbytes * 17 / 16
+        )
+        compressed = functools.partial(ops.nsa_compressed, q, k, v, None, backend, workspace_bytes, True)
+        add("compressed forward", compressed, library_flops)
+        add("  tiles of q alone", lambda: self.all_tiles(windows, workspace_bytes), num_bytes=tiles_bytes)
+        select = functools.partial(ops.nsa_select, q, k, lse_c, None, self.nsa.chosen_blocks, True)
+        add("choose (scores, top-k)", select, self.footprint.choice_flops)
+        add("selected forward", lambda: ops.nsa_selected(q, k, v, None, lists, workspace_bytes, True))
+        add("window forward", lambda: ops.nsa_window(q, k, v, None, self.nsa.window, True))
+        add("gated sum", lambda: gates.gated_sum(outs, self.gates), num_bytes=4 * self.q.nbytes)
+
+        d_gates, dq, dk, dv = (torch.zeros_like(x) for x in (self.gates, self.q, self.k, self.v))
+        gate_backward = functools.partial(gates.gate_backward, self.dout, outs[0], self.gates, 0, d_gates)
+        add("gate backward, one branch", gate_backward, num_bytes=3 * self.q.nbytes)
+        flat = self.dout, self.q, self.k, self.v
+        _, delta = band.band_dq(*flat, outs[2], lses[2], in_window, exact=True)
+        add("window dq", lambda: band.band_dq(*flat, outs[2], lses[2], in_window, exact=True))
+        add("window dk, dv", lambda: band.band_dkv(*flat, lses[2], delta, None, dk, dv, in_window, range(G)))
+        selected = functools.partial(
+            sparse_backward, *flat, outs[1], lses[1], lists[0], layout, workspace_bytes, add_to=(dq, dk, dv)
+        )
+        add("selected backward", selected)
+        arguments = self.dout, self.q, *pooled, outs[0], lses[0], windows, backend, workspace_bytes, dq
+        add("compressed backward", lambda: compression.compressed_backward(*arguments), BACKWARD_FLOPS * library_flops)
+        d_pooled = torch.zeros(2, *pooled[0].shape, device=self.device)
+        add("unpool", lambda: compression.add_unpooled(dk, dv, d_pooled, windows), num_bytes=4 * self.k.nbytes)
+        print_table(f"pieces, {title}", ["piece", "ms", "TFLOP/s", "GB/s"], rows)
+        return results
+
+    def all_tiles(self, windows, workspace_bytes: int) -> None:
+        """q's rows copied into tiles, in the ranges of heads that the branch takes."""
+        for heads, groups in compression.head_ranges(self.q, self.k.shape[1], windows, self.backend, workspace_bytes):
+            compression.to_tiles(self.q, heads, len(groups), windows)
 
 
 def _slots(buffer: Tensor, work: tuple[range, range]) -> Tensor:

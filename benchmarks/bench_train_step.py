@@ -4,9 +4,9 @@
 
 Our step is train.py's, with float32 masters and moments. A setting says how our step is run: "auto" or a size is a
 --memory_budget (a hard cap), "checkpointing" is --gradient_checkpointing; "+flash-attn-4" behind either names another
-attention kernel, "+sparse" is --attention_type sparse. The peer is transformers' Qwen3 with Liger's kernels and loss,
-gradient checkpointing and fused AdamW on bf16 weights (no float32 masters). All train on the same text as one document:
-the Python standard library, bytes.
+attention kernel, "+sparse" and "+nsa" are --attention_type. The peer is transformers' Qwen3 with Liger's kernels and
+loss, gradient checkpointing and fused AdamW on bf16 weights (no float32 masters). All train on the same text as one
+document: the Python standard library, bytes.
 
 Of each setting's `--steps` the first compiles kernels and makes workspaces and optimizer state; the last is timed, its
 update included: the GPU has finished whenever the clock is read. With `--packed` each step takes another sequence of
@@ -158,8 +158,8 @@ def our_step(
         model_size=arguments.model_size,
         context_length=arguments.context_length,
         batch_size=1,
-        attention_backend=backend if backend not in ("", "sparse") else "auto",
-        attention_type="sparse" if backend == "sparse" else "full",
+        attention_backend=backend if backend not in ("", "sparse", "nsa") else "auto",
+        attention_type=backend if backend in ("sparse", "nsa") else "full",
         gradient_checkpointing=placement == "checkpointing",
         memory_budget=None if placement == "checkpointing" else placement,
         host_budget=None if placement == "checkpointing" else arguments.host_budget,

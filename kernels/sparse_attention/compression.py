@@ -143,16 +143,16 @@ def _unpool_kernel(
     tl.store(target_ptr + offsets, total.to(target_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "first_element"])
+@triton.jit(do_not_specialize=["num_rows", "first_head"])
 def _rows_kernel(
-    source_ptr, target_ptr, index_ptr, num_rows, first_element, token_elements,
-    UNITS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    TO_TILES: tl.constexpr, ADD: tl.constexpr,
+    source_ptr, target_ptr, index_ptr, num_rows, first_head,
+    H: tl.constexpr, K: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, TO_TILES: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Copy rows of some heads from tokens to tiles, or from tiles to tokens, where they may be added.
 
-    Tokens have `token_elements` each, of which the heads are UNITS times WIDTH from first_element on; tiles are
-    [windows, UNITS, 16, WIDTH]. The target's row i is the source's row index_ptr[i], or 0 where that is -1.
+    Of tokens [tokens, H, K] UNITS times WIDTH elements are taken, from first_head on; tiles are [windows, UNITS, 16,
+    WIDTH]. The target's row i is the source's row index_ptr[i], or 0 where that is -1.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]  # [BLOCK, 1]
     unit = tl.program_id(1)
@@ -161,7 +161,7 @@ def _rows_kernel(
     found = tl.load(index_ptr + row, mask=row < num_rows, other=-1)
     token = (found if TO_TILES else row).to(tl.int64)
     place = (row if TO_TILES else found).to(tl.int64)
-    in_tokens = token * token_elements + first_element + unit * WIDTH + column
+    in_tokens = (token * H + first_head) * K + unit * WIDTH + column
     in_tiles = ((place // 16 * UNITS + unit) * 16 + place % 16) * WIDTH + column
     value = tl.load(source_ptr + (in_tokens if TO_TILES else in_tiles), mask=mask & (found >= 0), other=0.0)
     target = target_ptr + (in_tiles if TO_TILES else in_tokens)
@@ -201,12 +201,12 @@ def _copy_rows(tokens: Tensor, tiles: Tensor, heads: range, units: int, windows:
     index = windows.token_of_tile if to_tiles else windows.tile_of_token
     source, target = (tokens, tiles) if to_tiles else (tiles, tokens)
     _rows_kernel[(triton.cdiv(len(index), block), units)](
-        source, target, index, len(index), heads.start * K, H * K,
-        UNITS=units, WIDTH=width, WIDTH_PAD=width_pad, BLOCK=block, TO_TILES=to_tiles, ADD=add,
+        source, target, index, len(index), heads.start,
+        H=H, K=K, UNITS=units, WIDTH=width, WIDTH_PAD=width_pad, BLOCK=block, TO_TILES=to_tiles, ADD=add,
     )  # fmt: skip
 
 
-def _to_tiles(x: Tensor, heads: range, units: int, windows: Windows) -> Tensor:
+def to_tiles(x: Tensor, heads: range, units: int, windows: Windows) -> Tensor:
     """[tokens, H, K] -> [rows, windows of a row, 16 * heads, K]; rows past the end of a document are 0."""
     tiles = x.new_empty(windows.rows, windows.num_windows // windows.rows, WINDOW_STRIDE * len(heads), x.shape[-1])
     _copy_rows(x, tiles, heads, units, windows, to_tiles=True, add=False)
@@ -246,7 +246,7 @@ def heads_at_a_time(H: int, G: int, bytes_of_a_head: int, workspace_bytes: int) 
     return next((size for size in sizes if size * bytes_of_a_head <= workspace_bytes), 1)
 
 
-def _head_ranges(
+def head_ranges(
     q: Tensor, G: int, windows: Windows, backend: str, workspace_bytes: int
 ) -> Iterator[tuple[range, range]]:
     """Ranges of query heads, and for each the key/value heads that they share."""
@@ -270,9 +270,9 @@ def compressed_forward(
     if windows.num_windows == 0:
         return torch.zeros_like(q), q.new_zeros(q.shape[:2], dtype=torch.float32)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-    for heads, groups in _head_ranges(q, len(pooled_k), windows, backend, workspace_bytes):
+    for heads, groups in head_ranges(q, len(pooled_k), windows, backend, workspace_bytes):
         k, v = (_windows_first(x, groups, windows) for x in (pooled_k, pooled_v))
-        tiles = _to_tiles(q, heads, len(groups), windows)
+        tiles = to_tiles(q, heads, len(groups), windows)
         tiles, lse_n = torch.ops.fathom.attention_forward(tiles, k, v, windows.segments, backend)
         _copy_rows(out, tiles, heads, len(groups), windows, to_tiles=False, add=False)
         lse[:, heads.start : heads.stop] = _lse_to_tokens(lse_n, len(groups), windows)
@@ -288,9 +288,9 @@ def compressed_backward(
     d_pooled = torch.zeros(2, *pooled_k.shape, dtype=torch.float32, device=q.device)
     if windows.num_windows == 0:
         return d_pooled
-    for heads, groups in _head_ranges(q, len(pooled_k), windows, backend, workspace_bytes):
+    for heads, groups in head_ranges(q, len(pooled_k), windows, backend, workspace_bytes):
         k, v = (_windows_first(x, groups, windows) for x in (pooled_k, pooled_v))
-        tiles = [_to_tiles(x, heads, len(groups), windows) for x in (dout, q, out)]
+        tiles = [to_tiles(x, heads, len(groups), windows) for x in (dout, q, out)]
         arguments = tiles[0], tiles[1], k, v, tiles[2], _lse_to_tiles(lse, heads, len(groups), windows)
         dq_n, *gradients = torch.ops.fathom.attention_backward(*arguments, windows.segments, backend)
         _copy_rows(dq, dq_n, heads, len(groups), windows, to_tiles=False, add=True)

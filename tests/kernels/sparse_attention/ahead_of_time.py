@@ -11,7 +11,7 @@ HEADS = {"G": 8, "GROUP": 4, "GROUP_PAD": 4, "K": 128}
 TILE = {"BLOCK": 64, "BLOCK_T": 16}
 _INTS = (
     "first_token num_tokens first_head num_heads num_blocks num_rows num_items width num_queries "
-    "first_query_block head_elements num_windows first_element token_elements"
+    "first_query_block head_elements num_windows"
 )
 TYPES = {
     **dict.fromkeys(_INTS.split(), "i32"),
@@ -29,7 +29,7 @@ BAND = HEADS | TILE | {"WINDOW": 8, "EXACT": False}
 SCORES = HEADS | {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "LARGEST_EXPONENT": 80.0}
 LISTS = {"S": 32, "BLOCK_S": 32, "EMPTY": 32767}
 WINDOWS = {"G": 8, "K": 128, "KEYS": 32}
-ROWS = {"UNITS": 1, "WIDTH": 512, "WIDTH_PAD": 512, "BLOCK": 8}
+ROWS = {"H": 32, "K": 128, "UNITS": 1, "WIDTH": 512, "WIDTH_PAD": 512, "BLOCK": 8}
 KERNELS_TO_COMPILE = {
     "gather": [
         ("_gather_forward_kernel", GATHER, {"num_stages": 3}),

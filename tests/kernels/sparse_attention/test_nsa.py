@@ -75,7 +75,7 @@ def compressed(q, k, v, segments, workspace_bytes=2**30):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the library's kernels take no float32 on a GPU")
-@pytest.mark.parametrize(("H", "G"), [(1, 1), (6, 2), (4, 1)])
+@pytest.mark.parametrize(("H", "G"), [(2, 2), (3, 1)])
 def test_compressed_branch(H, G, poisoned_memory):
     """In float32 through PyTorch's CPU kernel: documents with and without windows, all heads and parts of a group."""
     inputs = make_qkv(1, sum(LENGTHS), H, G, 64, fp32, "cpu")
@@ -85,8 +85,7 @@ def test_compressed_branch(H, G, poisoned_memory):
     out, lse = (torch.cat(x) for x in zip(*parts))
     gradients = torch.autograd.grad(out, leaves, random(*out.shape, seed=5))
     expected = [out, lse, *(g[0] for g in gradients)]
-    head = 2 * sum(LENGTHS) * 64 * 4 * 8
-    for workspace_bytes in (2**30, head) if H > 1 else (2**30,):
+    for workspace_bytes in (2**30, 1):  # all heads at once, and one
         for e, found in zip(expected, compressed(*inputs, segments, workspace_bytes)):
             torch.testing.assert_close(found, e, rtol=1e-4, atol=1e-5)
 
@@ -123,7 +122,7 @@ SIZES = {"block_size": BLOCK_SIZE, "window": LOCAL_TOKENS}
 @pytest.mark.parametrize(
     ("H", "G", "K", "dtype", "lengths", "window"),
     [
-        (4, 1, 128, bf16, ([210],), 64),
+        (4, 1, 64, bf16, ([200],), 64),
         (2, 2, 64, fp32, ([1, 31, 32, 47, 48, 200],), 64),
         (3, 1, 64, fp32, ([63, 64, 65],), 512),
         (16, 1, 64, fp32, ([200],), 128),
@@ -143,25 +142,18 @@ def test_matches_float64_on_given_lists(H, G, K, dtype, lengths, window, device,
     )
 
 
-def test_both_implementations_choose_the_same_blocks(device):
-    """In float32, where near-ties are rare; gradients of the PyTorch implementation too."""
+def test_implementations_choose_the_same_blocks_and_runs_are_bitwise_equal(device):
+    """In float32, where near-ties are rare."""
     dtype = bf16 if device.type == "cuda" else fp32
-    segments, inputs = segments_of([290, 40]), make_inputs(1, 330, 2, 1, 64, dtype, device)
+    segments, inputs = segments_of([260, 20]), make_inputs(1, 280, 2, 1, 64, dtype, device)
     options = {"selected_blocks": 4, "window": 64}
-    plain, ours = (
+    plain, ours, again = (
         outputs_and_gradients(functools.partial(nsa_attention, impl=impl, segments=segments, **options), inputs)
-        for impl in ("torch", "triton")
+        for impl in ("torch", "triton", "triton")
     )
     for expected, found in zip(plain, ours):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 if dtype == fp32 else 5e-2)
-
-
-def test_two_runs_are_bitwise_equal(device):
-    dtype = bf16 if device.type == "cuda" else fp32
-    inputs = make_inputs(1, 210, 2, 1, 64, dtype, device)
-    function = functools.partial(nsa_attention, selected_blocks=4, window=64, impl="triton")
-    first, second = (outputs_and_gradients(function, inputs) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert all(torch.equal(a, b) for a, b in zip(ours, again))
 
 
 def test_a_token_changes_nothing_before_it_nor_in_another_document(device):
