@@ -40,7 +40,6 @@ from kernels.sparse_attention.compression import (
 from kernels.sparse_attention.gates import BRANCHES, gate_backward, gated_sum, gated_sum_reference
 from kernels.sparse_attention.layout import Layout, make_layout, normalise_lists
 from kernels.sparse_attention.selection import (
-    NSA_WEIGHTS,
     choose_blocks,
     nsa_scores_reference,
     top_blocks_reference,
@@ -445,7 +444,7 @@ def nsa_footprint(
     pairs -= num_windows * (WINDOW_STRIDE * (num_windows + 1) + WINDOW_STRIDE - 1 - T) if num_windows else 0
     compressed = int(attention_flops(H, K, pairs))
     candidates = sum(max(0, b - LOCAL_TOKENS // BLOCK_SIZE) for b in range(num_blocks))
-    choice = len(NSA_WEIGHTS) * candidates * block_flops // BLOCK_SIZE
+    choice = BLOCK_SIZE // WINDOW_STRIDE * candidates * block_flops // BLOCK_SIZE
     selected = attention_footprint(T, H, G, K, _selected_branch(nsa), element_size=element_size)
     in_window = sum(min(b, nsa.window // BLOCK_SIZE) + 1 for b in range(num_blocks)) * block_flops
 

@@ -18,7 +18,8 @@ block j by windows 4 j - 1 to 4 j + 3, of which the outer two reach into its nei
 
     score[j] = sum_w weight[w] sum_h exp(scale q[h] . k[4 j - 1 + w] - lse[h]),  weight = 1, 2, 2, 2, 1
 
-A candidate ends 64 tokens before t at least, so that t sees all of its windows.
+A candidate ends 64 tokens before t at least, so that t sees all of its windows. Window 4 j - 1 is the last one of block
+j - 1: each window is multiplied once, and its share goes to both blocks.
 """
 
 import math
@@ -143,6 +144,15 @@ def _whole_block_lse(q, pooled_ptr, first_row, num_keys, scale, K: tl.constexpr,
     return maximum + tl.log2(total)
 
 
+@triton.jit
+def _shift_down(x, first):
+    """x [ROWS, COLUMNS] a row further down, below `first` [COLUMNS]; and the row that falls out."""
+    ROWS: tl.constexpr = x.shape[0]
+    row = tl.arange(0, ROWS)[:, None]
+    above = tl.gather(x, tl.maximum(row - 1, 0) + tl.zeros(x.shape, tl.int32), 0)
+    return tl.where(row == 0, first[None, :], above), tl.sum(tl.where(row == ROWS - 1, x, 0.0), 0)
+
+
 @triton.jit(do_not_specialize=["first_query_block", "first_head", "width"])
 def _scores_kernel(
     q_ptr, pooled_ptr, lse_ptr, first_window_ptr, scores_ptr, block_start_ptr, block_stop_ptr, first_block_ptr,
@@ -176,7 +186,7 @@ def _scores_kernel(
     scale *= LOG2_E
     # Of block 0 of the document and window 0; the rows of the next window and of the next block.
     if NSA:
-        first_row = (first_head + head) * num_windows + tl.load(first_window_ptr + query_block) - 1
+        first_row = (first_head + head) * num_windows + tl.load(first_window_ptr + query_block)
         window_rows, block_rows = 1, 4
         lse = tl.load(lse_ptr + q_rows, mask=mask, other=float("inf")) * LOG2_E
     else:
@@ -187,15 +197,21 @@ def _scores_kernel(
     q_t = tl.trans(q)  # [K, ROWS]
     score_rows = head * (tl.num_programs(0) * BLOCK_T) + tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     best = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
+    last = tl.zeros(
+        [BLOCK_T], tl.float32
+    )  # of NSA: what the last window of the tile before adds to block 0 of the next
     for i in range(0, tl.cdiv(left, BLOCK_J) * WINDOWS):
         w = i % WINDOWS
         j = i // WINDOWS * BLOCK_J + tl.arange(0, BLOCK_J)[:, None]
         address = pooled_ptr + (first_row + w * window_rows + j * block_rows) * K + columns[None, :]
-        logits = matmul(tl.load(address, mask=(j > 0) & (j < left), other=0.0), q_t) * scale - lse[None, :]
+        logits = matmul(tl.load(address, mask=j < left, other=0.0), q_t) * scale - lse[None, :]
         shares = tl.exp2(tl.minimum(logits, LARGEST_EXPONENT * LOG2_E))
         score = tl.sum(tl.reshape(shares, [BLOCK_J, GROUP_PAD, BLOCK_T]), 1)
         if NSA:
-            best = tl.where(w == 0, score, best + tl.where(w == WINDOWS - 1, 1.0, 2.0) * score)
+            best = tl.where(w == 0, 2 * score, best + tl.where(w == WINDOWS - 1, 1.0, 2.0) * score)
+            if w == WINDOWS - 1:
+                before, last = _shift_down(score, last)
+                best += before
         else:
             best = tl.where(w == 0, score, tl.maximum(best, score))
         if w == WINDOWS - 1:
@@ -272,7 +288,7 @@ def score_blocks(
         q, pooled, lse, first_window, scores, layout.block_start, layout.block_stop, layout.first_block,
         query_blocks.start, heads.start, layout.num_blocks, pooled.shape[1], width, 1 / math.sqrt(q.shape[-1]),
         **constants, **tile, BLOCK=layout.block_size, BLOCK_J=BLOCK_J, WINDOW=layout.window_blocks,
-        WINDOWS=len(NSA_WEIGHTS) if is_nsa else pooled.shape[1] - 1, LARGEST_EXPONENT=LARGEST_EXPONENT, NSA=is_nsa,
+        WINDOWS=len(NSA_WEIGHTS) - 1 if is_nsa else pooled.shape[1] - 1, LARGEST_EXPONENT=LARGEST_EXPONENT, NSA=is_nsa,
     )  # fmt: skip
     return scores
 

@@ -308,10 +308,8 @@ def load_model(checkpoint: Path, device: torch.device) -> Transformer:
         raise UserError(f"{checkpoint} has no config.json; give a checkpoint's step_ folder or one in Qwen3's form")
     with refused_as_user_error(f"cannot take {checkpoint}: "):
         config = ModelConfig.from_hugging_face(read_json(checkpoint / "config.json"))
-    if config.num_gates:
-        raise UserError(
-            f"{checkpoint} has nsa's gates, with which attention to everything is another model; probe others"
-        )
+    if config.attention_type == "nsa":
+        raise UserError(f"{checkpoint} attends by nsa, whose gates no other attention has; give another checkpoint")
     if device.type == "cuda" and config.head_dim not in HEAD_DIMS:
         raise UserError(f"sparse attention has GPU kernels for head_dim {HEAD_DIMS}, not {config.head_dim}; use cpu")
     with torch.device("meta"):

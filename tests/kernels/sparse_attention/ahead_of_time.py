@@ -70,7 +70,7 @@ KERNELS_TO_COMPILE = {
             SCORES | {"WINDOW": 8, "WINDOWS": 2, "NSA": False, "lse_ptr": None, "first_window_ptr": None},
             {"num_stages": 3},
         ),
-        ("_scores_kernel", SCORES | {"WINDOW": 2, "WINDOWS": 5, "NSA": True}, {"num_stages": 2}),
+        ("_scores_kernel", SCORES | {"WINDOW": 2, "WINDOWS": 4, "NSA": True}, {"num_stages": 2}),
         (
             "_top_blocks_kernel",
             {"width": 2048, "S": 32, "G": 8, "BLOCK": 64, "BLOCK_T": 1, "WINDOW": 8},

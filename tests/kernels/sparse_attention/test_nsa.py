@@ -253,7 +253,7 @@ def test_flops():
     pairs = sum((t - 15) // 16 for t in range(31, 320))
     selected = sum((1, 2, 3, 3 + 1, 3 + 1))
     in_window = 1 + 2 + 2 + 2 + 2
-    choice = 5 * (0 + 0 + 0 + 1 + 2) * product // 64
+    choice = 4 * (0 + 0 + 0 + 1 + 2) * product // 64
     assert flops.choice_flops == choice
     assert flops.forward_flops == 4 * 2 * 64 * pairs + choice + 2 * (selected + in_window) * product
     gathered = 2
