@@ -1,4 +1,4 @@
-"""Block-sparse attention: the mathematics in README.md, the whole in sparse_attention.py, a file a piece."""
+"""Block-sparse attention: the mathematics in README.md, wholes in sparse_attention.py and nsa.py, a file a piece."""
 
 from kernels.sparse_attention.decode import PooledKeys, attend_to_cache
 from kernels.sparse_attention.layout import EMPTY
