@@ -164,11 +164,14 @@ def choose_backend(requested: str, device: torch.device) -> str:
     return requested
 
 
-def _padded_length(backend: str, length: int, room: int) -> int:
-    """Tokens of the window in which a document of `length` runs; its row has `room` from the document's start on."""
-    multiple = KERNELS[backend].length_multiple
+def _padded_length(backend: str, length: int, room: int, position_tokens: int = 1) -> int:
+    """Positions of the window in which a document of `length` runs; its row has `room` from the document's start on.
+
+    position_tokens: that a position stands for, 16 in NSA's compressed branch; multiples are of as many tokens.
+    """
+    multiple = max(1, KERNELS[backend].length_multiple // position_tokens)
     padded = -(-length // multiple) * multiple
-    return padded if padded <= _LONGEST_COPIED else min(padded, room)
+    return padded if padded * position_tokens <= _LONGEST_COPIED else min(padded, room)
 
 
 def _window(x: Tensor, row: int, start: int, length: int) -> Tensor:
@@ -181,7 +184,9 @@ def _window(x: Tensor, row: int, start: int, length: int) -> Tensor:
 
 
 @operation("fathom::attention_forward", keepable="results")
-def _attention_forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+def _attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, backend: str, position_tokens: int = 1
+) -> tuple[Tensor, Tensor]:
     B, T, H, _ = q.shape
     if segments is None:
         out, lse = KERNELS[backend].forward(q, k, v)
@@ -190,7 +195,7 @@ def _attention_forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None,
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     for row, start, stop in segments.tolist():
         length = stop - start
-        padded = _padded_length(backend, length, T - start)
+        padded = _padded_length(backend, length, T - start, position_tokens)
         out_window, lse_window = KERNELS[backend].forward(*(_window(x, row, start, padded) for x in (q, k, v)))
         out[row, start:stop] = out_window[0, :length]
         lse[row, :, start:stop] = lse_window[0, :, :length]
@@ -198,15 +203,16 @@ def _attention_forward(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None,
 
 
 @_attention_forward.register_fake
-def _(q, k, v, segments, backend):
+def _(q, k, v, segments, backend, position_tokens=1):
     B, T, H, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(B, H, T, dtype=torch.float32)
 
 
 @torch.library.custom_op("fathom::attention_backward", mutates_args=())
 def _attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor | None, backend: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor | None, backend: str,
+    position_tokens: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dout = dout.contiguous()
     if segments is None:
         dq, dk, dv = KERNELS[backend].backward(dout, q, k, v, out, lse)
@@ -214,7 +220,7 @@ def _attention_backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     for row, start, stop in segments.tolist():
         length = stop - start
-        padded = _padded_length(backend, length, q.shape[1] - start)
+        padded = _padded_length(backend, length, q.shape[1] - start, position_tokens)
         # The rows past the document have no gradient and, by their log-sum-exp, no probabilities.
         dout_window = dout.new_zeros(1, padded, *dout.shape[2:])
         dout_window[0, :length] = dout[row, start:stop]
@@ -228,19 +234,20 @@ def _attention_backward(
 
 
 @_attention_backward.register_fake
-def _(dout, q, k, v, out, lse, segments, backend):
+def _(dout, q, k, v, out, lse, segments, backend, position_tokens=1):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _setup_context(ctx, inputs, output):
-    *qkv, segments, ctx.backend = inputs
+    *qkv, segments, ctx.backend, ctx.position_tokens = inputs
     ctx.save_for_backward(*qkv, *output, segments)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx, dout, _dlse):
     q, k, v, out, lse, segments = ctx.saved_tensors
-    return *_attention_backward(dout, q, k, v, out, lse, segments, ctx.backend), None, None
+    options = segments, ctx.backend, ctx.position_tokens
+    return *_attention_backward(dout, q, k, v, out, lse, *options), None, None, None
 
 
 _attention_forward.register_autograd(_backward, setup_context=_setup_context)
@@ -283,8 +290,9 @@ def attention_flops(num_heads: int, head_dim: int, num_pairs: float) -> float:
 
 
 def backward_workspace(
-    backend: str, num_tokens: int, q_bytes: int, k_bytes: int, context_length: int, longest: int | None
-) -> int:
+    backend: str, num_tokens: int, q_bytes: int, k_bytes: int, context_length: int, longest: int | None,
+    position_tokens: int = 1,
+) -> int:  # fmt: skip
     """Bytes that backward takes beside its arguments and results.
 
     Rows of one document each run at once. Of packed rows one document runs after the other, with copies of its dout,
@@ -294,6 +302,7 @@ def backward_workspace(
         num_tokens: of all rows, which have `context_length` each.
         q_bytes, k_bytes: of one token's queries and keys.
         longest: tokens of the longest packed document; None: each row is one document.
+        position_tokens: where positions stand for several tokens, how many; all numbers above are then of positions.
     """
     backend = "cudnn" if backend == "auto" else backend
     kernel = KERNELS[backend]
@@ -301,6 +310,6 @@ def backward_workspace(
     at_once = row * num_tokens if longest is None or longest >= context_length else 0
     if longest is None:
         return at_once
-    padded = _padded_length(backend, longest, context_length)
-    copies = 4 if padded <= _LONGEST_COPIED and kernel.length_multiple > 1 else 2
+    padded = _padded_length(backend, longest, context_length, position_tokens)
+    copies = 4 if padded * position_tokens <= _LONGEST_COPIED and kernel.length_multiple > 1 else 2
     return max(at_once, (row + copies * (q_bytes + k_bytes)) * padded)

@@ -236,7 +236,8 @@ def head_bytes(backend: str, num_windows: int, row_windows: int, longest: int | 
         longest: windows of the longest of packed documents; None: each row is one document.
     """
     tile = WINDOW_STRIDE * K * element_size
-    return 4 * tile * num_windows + backward_workspace(backend, num_windows, tile, 0, row_windows, longest)
+    library = backward_workspace(backend, num_windows, tile, 0, row_windows, longest, WINDOW_STRIDE)
+    return 4 * tile * num_windows + library
 
 
 def heads_at_a_time(H: int, G: int, bytes_of_a_head: int, workspace_bytes: int) -> int:
@@ -273,7 +274,7 @@ def compressed_forward(
     for heads, groups in head_ranges(q, len(pooled_k), windows, backend, workspace_bytes):
         k, v = (_windows_first(x, groups, windows) for x in (pooled_k, pooled_v))
         tiles = to_tiles(q, heads, len(groups), windows)
-        tiles, lse_n = torch.ops.fathom.attention_forward(tiles, k, v, windows.segments, backend)
+        tiles, lse_n = torch.ops.fathom.attention_forward(tiles, k, v, windows.segments, backend, WINDOW_STRIDE)
         _copy_rows(out, tiles, heads, len(groups), windows, to_tiles=False, add=False)
         lse[:, heads.start : heads.stop] = _lse_to_tokens(lse_n, len(groups), windows)
         del tiles, lse_n  # before those of the next heads are made
@@ -292,7 +293,7 @@ def compressed_backward(
         k, v = (_windows_first(x, groups, windows) for x in (pooled_k, pooled_v))
         tiles = [to_tiles(x, heads, len(groups), windows) for x in (dout, q, out)]
         arguments = tiles[0], tiles[1], k, v, tiles[2], _lse_to_tiles(lse, heads, len(groups), windows)
-        dq_n, *gradients = torch.ops.fathom.attention_backward(*arguments, windows.segments, backend)
+        dq_n, *gradients = torch.ops.fathom.attention_backward(*arguments, windows.segments, backend, WINDOW_STRIDE)
         _copy_rows(dq, dq_n, heads, len(groups), windows, to_tiles=False, add=True)
         for total, gradient in zip(d_pooled, gradients):
             _windows_first(total, groups, windows).add_(gradient)
