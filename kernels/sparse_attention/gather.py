@@ -28,7 +28,7 @@ from kernels.sparse_attention.inverse_index import InverseIndex
 from kernels.sparse_attention.layout import EMPTY, Layout
 
 FORWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=3, tiles=32)
-BACKWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=2, tiles=32)
+BACKWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=3, tiles=64)
 
 
 def gather_forward_reference(

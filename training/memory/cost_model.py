@@ -265,18 +265,17 @@ class Step:
     def _attention_flops(
         self, sparsity: Sparsity | NSA | None, documents: PackedDocuments
     ) -> tuple[float, float, float]:
-        """Of forward, of a second forward, which chooses nothing, and of backward, in one layer."""
+        """Of forward without the choice of blocks, of the choice, which is made once, and of backward, in one layer."""
         config = self.config
         if sparsity is None:
             flops = attention_flops(config.num_attention_heads, config.head_dim, documents.pairs)
-            return flops, flops, BACKWARD_FLOPS * flops
+            return flops, 0, BACKWARD_FLOPS * flops
         # Priced as documents of one length n with as many pairs: tokens * (n + 1) / 2.
         length = max(1, round(2 * documents.pairs / self.tokens - 1))
         heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         footprint = sparsity.footprint(length, *heads)
-        again = footprint.forward_flops - footprint.choice_flops
-        share = self.tokens / length
-        return footprint.forward_flops * share, again * share, footprint.backward_flops * share
+        forward, share = footprint.forward_flops - footprint.choice_flops, self.tokens / length
+        return forward * share, footprint.choice_flops * share, footprint.backward_flops * share
 
     def _footprints(self, execution: Execution, sparsity: Sparsity | NSA | None = None) -> tuple[Footprint, Footprint]:
         """Footprints of a block's attention and of its MLP under an execution."""
@@ -355,13 +354,16 @@ class Step:
         calls = documents.count if documents.count > self.batch_size and not isinstance(sparsity[0], Sparsity) else 0
         calls *= config.num_key_value_heads // (execution.heads_at_a_time or config.num_key_value_heads)
         flops = {of_layer: self._attention_flops(of_layer, documents) for of_layer in {*sparsity}}
-        first, second = (
-            [
-                flops[of_layer][i] / rates.attention_forward_flops + calls / rates.forward_documents
-                for of_layer in sparsity
-            ]
-            for i in range(2)
-        )
+        attend = [
+            flops[of_layer][0] / rates.attention_forward_flops + calls / rates.forward_documents
+            for of_layer in sparsity
+        ]
+        choose = sum(flops[of_layer][1] for of_layer in sparsity) / rates.choice_flops
+        if execution.heads_at_a_time and sparsity[0]:  # operations of their own, which project q, k and v as well
+            operations = 2 if isinstance(sparsity[0], NSA) else 1
+            heads = config.num_attention_heads + 2 * config.num_key_value_heads
+            flops_of_one = 2 * config.hidden_size * heads * config.head_dim * self.tokens
+            choose += L * operations * flops_of_one / rates.matrix_flops
         attention_backward = sum(flops[of_layer][2] for of_layer in sparsity) / rates.attention_backward_flops
         attention_backward += L * calls / rates.backward_documents
         # A block's two norms, two sums and their copies read and write nine hidden states.
@@ -369,7 +371,7 @@ class Step:
         elementwise = moved_bytes / rates.memory_bytes
         placed = [i for i in range(L) if not placements[i].is_whole]
         longer = 1 + (0.01 * len(placed) / L if execution.heads_at_a_time else 0)  # 1% more time: smaller launches
-        forward = longer * (L * (layer + elementwise) + sum(first))
+        forward = longer * (L * (layer + elementwise) + sum(attend) + choose)
         backward = longer * (2 * L * (layer + elementwise) + attention_backward)
         # Backward recomputes a placed block's matrix products, except skippable ones: the tiled MLP's own backward
         # recomputes gate and up.
@@ -379,7 +381,7 @@ class Step:
         for i in placed:
             start, _ = needed_for_backward(placements, i)[0]
             backward += (i - start) * (layer + elementwise)  # blocks run again for this one's input
-            backward += sum(second[j] for j in range(start, i + 1) if placements[j].results == "recompute")
+            backward += sum(attend[j] for j in range(start, i + 1) if placements[j].results == "recompute")
         copies = self.arena_bytes(execution) / rates.link_bytes
         optimizer = self.optimizer(execution)
         loss = linear_cross_entropy_footprint(self.tokens, config.hidden_size, config.vocab_size).matrix_flops

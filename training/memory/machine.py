@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import BACKWARD_FLOPS, attention, attention_flops, choose_backend
-from kernels.sparse_attention import NSA, Sparsity, nsa_attention, sparse_attention
+from kernels.sparse_attention import NSA, Sparsity, nsa_attention, select_blocks, sparse_attention
 from training.errors import UserError
 from training.memory.host_copies import PinnedArena
 
@@ -109,6 +109,7 @@ class Rates:
     backward_documents: float = 5_000
     memory_bytes: float = 4.2e12  # bytes read plus bytes written
     link_bytes: float = 50e9  # bytes each way between host and GPU, in both directions at once
+    choice_flops: float = 210e12  # of choosing blocks: their scores, and the highest of these
 
 
 H200 = Rates()
@@ -130,10 +131,12 @@ def measure_rates(
     backend = choose_backend(attention_backend, device)
     dense = _attention_rates(config, backend, device, context_length)
     documents = _document_rates(config, backend, device, *dense)
-    attention = dense
+    forward, backward, choice = *dense, H200.choice_flops
     if sparsity and context_length >= sparsity[0].dense_below:
-        attention = _sparse_attention_rates(config, statistics.mode(sparsity), backend, device, context_length)
-    return Rates(_matrix_rate(config, device), *attention, *documents, *_copy_rates(device))
+        forward, backward, choice = _sparse_attention_rates(
+            config, statistics.mode(sparsity), backend, device, context_length
+        )
+    return Rates(_matrix_rate(config, device), forward, backward, *documents, *_copy_rates(device), choice)
 
 
 def _matrix_rate(config, device: torch.device) -> float:
@@ -157,13 +160,16 @@ def _attention_rates(config, backend: str, device: torch.device, context_length:
 
 def _sparse_attention_rates(
     config, sparsity: Sparsity | NSA, backend: str, device: torch.device, context_length: int
-) -> tuple[float, float]:
-    """FLOP/s of forward and backward at 65,536 tokens; of NSA, whose branches' shares change, at the context's."""
+) -> tuple[float, float, float]:
+    """FLOP/s of forward, backward and choice. Forward and backward of `Sparsity` are measured at 65,536 tokens.
+
+    The choice, whose share grows with the context, is measured at the context's length, and NSA altogether.
+    """
     T, H, G, K = 65_536, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    long = max(16_384, min(context_length, 524_288))
+    of_long: tuple[int, int, int] = (H, G, K) if long <= 131_072 else (H // G, 1, K)
     if isinstance(sparsity, NSA):
-        T = max(16_384, min(context_length, 524_288))
-        if T > 131_072:
-            H, G = H // G, 1
+        T, (H, G, K) = long, of_long
         gates = torch.randn(1, T, H, 3, device=device, dtype=torch.bfloat16)
         attend = functools.partial(nsa_attention, gates_BTHC=gates, backend=backend, **sparsity._asdict())
     else:
@@ -171,7 +177,19 @@ def _sparse_attention_rates(
         attend = functools.partial(sparse_attention, selected_blocks=blocks, block_size=block_size, window=window)
     forward, backward = _attention_seconds(attend, T, H, G, K, device)
     footprint = sparsity.footprint(T, H, G, K)
-    return footprint.forward_flops / forward, footprint.backward_flops / backward
+    if isinstance(sparsity, NSA):
+        rate = footprint.forward_flops / forward
+        return rate, footprint.backward_flops / backward, rate
+    forward -= _choice_seconds(sparsity, T, H, G, K, device)
+    choice_flops = max(1, sparsity.footprint(long, *of_long).choice_flops)  # 0 where no block is chosen
+    choice = choice_flops / _choice_seconds(sparsity, long, *of_long, device)
+    return (footprint.forward_flops - footprint.choice_flops) / forward, footprint.backward_flops / backward, choice
+
+
+def _choice_seconds(sparsity: Sparsity, T: int, H: int, G: int, K: int, device: torch.device) -> float:
+    blocks, block_size, window, _ = sparsity
+    q, k = (torch.randn(1, T, n, K, device=device, dtype=torch.bfloat16) for n in (H, G))
+    return _seconds(lambda: select_blocks(q, k, selected_blocks=blocks, block_size=block_size, window=window))
 
 
 def _document_rates(
@@ -314,4 +332,5 @@ def scale_rates(gpu: GPU, attention_backend: str, sparsity: Sequence[Sparsity | 
         attention_backward_flops=H200.attention_backward_flops * attention,
         memory_bytes=H200.memory_bytes * (gpu.memory_bandwidth / h200.memory_bandwidth),
         link_bytes=H200.link_bytes * link,
+        choice_flops=H200.choice_flops * flops,
     )

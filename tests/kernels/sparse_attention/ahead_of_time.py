@@ -33,7 +33,7 @@ ROWS = {"H": 32, "K": 128, "UNITS": 1, "WIDTH": 512, "WIDTH_PAD": 512, "BLOCK": 
 KERNELS_TO_COMPILE = {
     "gather": [
         ("_gather_forward_kernel", GATHER, {"num_stages": 3}),
-        ("_gather_backward_kernel", GATHER, {"num_stages": 2}),
+        ("_gather_backward_kernel", GATHER | {"CHUNK": 1024}, {"num_stages": 3}),
     ],
     "combine": [
         ("_combine_kernel", HEADS | LISTS | {"BLOCK_T": 4, "WEIGHTED": True}, {}),
