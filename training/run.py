@@ -344,7 +344,7 @@ def build(
 def build_bench(step: Step, execution: Execution, world: World) -> Bench:
     """A model and an optimizer for `step`, with fresh weights, on which a profiler measures steps."""
     gc.collect()  # frees the memory of an earlier bench
-    model, _ = build_model(TrainConfig(attention_type=step.config.attention_type), step.config, world)
+    model = model_on_meta(step.config, world).to_empty(device=world.device)
     copy_weights(model, initial_weights(model, seed=0))
     optimizer = MasterAdamW(
         model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=execution.gpu_state_bytes

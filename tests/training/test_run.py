@@ -12,7 +12,7 @@ from training.memory.execution import WHOLE, Placement
 from training.memory.planner import find_max_context, make_plan
 from training.memory.profiler import format_table
 from training.parallel.world import World
-from training.run import plan_memory, resolve_memory_budget
+from training.run import build_bench, plan_memory, resolve_memory_budget, step_on_meta
 
 GIB = 2**30
 
@@ -37,6 +37,16 @@ def test_the_reference_kernels_have_no_plan():
         resolve_memory_budget(TrainConfig(kernels="torch"), torch.device("cuda"))
     config = TrainConfig(kernels="torch", gradient_checkpointing=True)
     assert resolve_memory_budget(config, torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize("attention_type", ["full", "nsa"])
+def test_a_bench_has_the_steps_shape(attention_type):
+    """Of as many layers as the step's model has, not those of a size that a flag names."""
+    shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=7, attention_type=attention_type)
+    step = step_on_meta(shape, context_length=256)
+    model = build_bench(step, step.given, World(0, 1, torch.device("cpu"))).model
+    assert model.config == shape and len(model.layers) == 7
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 @pytest.fixture

@@ -163,10 +163,10 @@ def _sparse_attention_rates(
 ) -> tuple[float, float, float]:
     """FLOP/s of forward, backward and choice. Forward and backward of `Sparsity` are measured at 65,536 tokens.
 
-    The choice, whose share grows with the context, is measured at the context's length, and NSA altogether.
+    The choice, whose share grows with the context, is measured at the context's length, and so is all of NSA.
     """
     T, H, G, K = 65_536, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    long = max(16_384, min(context_length, 524_288))
+    long = max(16_384, min(context_length, 524_288 if isinstance(sparsity, NSA) else 1_048_576))
     of_long: tuple[int, int, int] = (H, G, K) if long <= 131_072 else (H // G, 1, K)
     if isinstance(sparsity, NSA):
         T, (H, G, K) = long, of_long
