@@ -295,7 +295,8 @@ def compare(arguments: argparse.Namespace) -> None:
     runs: dict[str, list[dict]] = {}  # name of a run -> its evaluations
     for line in lines:
         blocks = f" {line['selected_blocks']}" if line["attention_type"] in ("sparse", "nsa") else ""
-        runs.setdefault(f"{line['model']} {line['attention_type']}{blocks}", []).append(line)
+        name = f"{line['model']} {line['attention_type']}{blocks}, schedule of {line['steps']} steps"
+        runs.setdefault(name, []).append(line)
     last = {name: evaluations[-1] for name, evaluations in runs.items()}
     print_table(
         "runs", ["", "steps", "tokens", "seconds", "held-out loss of text, nats/byte"],
@@ -328,7 +329,7 @@ def draw(runs: dict[str, list[dict]], path: Path) -> None:
     by_position.set(title="held-out loss of text, nats/byte", xlabel="position up to, bytes")
     title = "the same, mean of the distances beyond the window"
     by_tokens.set(title=title, xlabel="million bytes trained on", ylim=(-0.03, 1.03))
-    by_distance.legend()
+    figure.legend(*by_distance.get_legend_handles_labels(), loc="outside lower center", ncols=len(runs))
     figure.savefig(path, dpi=120)
 
 

@@ -130,20 +130,23 @@ def against_the_peer() -> list[list[str]]:
 
 
 def sparse() -> list[list[str]]:
-    """Steps with attention to chosen blocks, each beside the same step with attention to everything."""
-    rows = [["context", "cap", "peak GiB, predicted", "measured", "s a step, predicted", "measured", "÷ dense", "MFU",
-             "host GiB", "date, commit"]]  # fmt: skip
-    for run in step_runs():
-        for setting, result in run["results"].items():
-            cap, _, kind = setting.partition("+")
-            if kind == "sparse":
-                rows.append([
-                    f"{run['context_length']:,}", "none" if cap == "auto" else cap.replace("GB", " GiB"),
-                    differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
-                    differing(result["predicted_seconds"], result["seconds"]), f"{result['seconds']:.2f}",
-                    f"{result['seconds'] / run['results']['auto']['seconds']:.3f}", f"{result['mfu']:.1%}",
-                    f"{result['host_gib']:.1f}", date(run),
-                ])  # fmt: skip
+    """The latest steps with attention to chosen blocks, each beside the latest step with attention to everything."""
+    rows = [["attention", "context", "cap", "peak GiB, predicted", "measured", "s a step, predicted", "measured",
+             "÷ dense", "MFU", "host GiB", "date, commit"]]  # fmt: skip
+    latest = {
+        (run["context_length"], setting): (run, result)
+        for run in step_runs() for setting, result in run["results"].items()
+    }  # fmt: skip
+    for (context, setting), (run, result) in latest.items():
+        cap, _, kind = setting.partition("+")
+        if kind in ("sparse", "nsa"):
+            dense = latest[context, "auto"][1]["seconds"]
+            rows.append([
+                kind, f"{context:,}", "none" if cap == "auto" else cap.replace("GB", " GiB"),
+                differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
+                differing(result["predicted_seconds"], result["seconds"]), f"{result['seconds']:.2f}",
+                f"{result['seconds'] / dense:.3f}", f"{result['mfu']:.1%}", f"{result['host_gib']:.1f}", date(run),
+            ])  # fmt: skip
     for result in results("profile_step_*_sparse_*.json"):
         context, peak = result["settings"]["context_length"], result["summary"]["measured_peak"] / GIB
         seconds = result["summary"]["measured_seconds"]
@@ -153,7 +156,8 @@ def sparse() -> list[list[str]]:
         ]  # fmt: skip
         flops = 3 * MODEL_SIZES["4B"].forward_flops([context], 36 * [Sparsity()])
         rows.append([
-            f"{context:,}", "none", differing(result["summary"]["predicted_peak"] / GIB, peak), f"{peak:.2f}",
+            "sparse", f"{context:,}", "none",
+            differing(result["summary"]["predicted_peak"] / GIB, peak), f"{peak:.2f}",
             differing(result["summary"]["predicted_seconds"], seconds), f"{seconds:.2f}", f"{seconds / dense:.3f}",
             f"{flops / seconds / GPUS['H200'].flops:.1%}", f"{result['summary']['host'] / GIB:.1f}",
             date(result["environment"]),
