@@ -9,6 +9,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):  # pytest -n: as many processes as cores, of one thread each
+        torch.set_num_threads(1)
+
+
 @pytest.fixture
 def device() -> torch.device:
     """The GPU where there is one, else the CPU, where kernels run in the interpreter."""

@@ -511,7 +511,7 @@ BAD_FLAGS = [
     (["--learning_rate", "nan"], "learning_rate must be positive, got nan"),
     (["--data", "no/such/file.txt"], "no/such/file.txt"),
     (["--attention_type", "nsa", "--dense_below", "99"], "dense_below has no effect with attention_type nsa; drop"),
-    (["--attention_type", "nsa", "--selected_blocks", "3"], "selected_blocks must be at least 4 with nsa, got 3"),
+    (["--attention_type", "nsa", "--selected_blocks", "3"], "selected_blocks must be at least 4, got 3: nsa forces 3"),
     (["--selected_blocks", "16"], "selected_blocks has no effect with attention_type full"),
     (["--selected_blocks=-1", *SPARSE], "selected_blocks must be a number, 0 or more, or"),
     (["--selected_blocks", "8x2,4x1", *SPARSE], "selected_blocks 8x2,4x1 names 3 layers, the model has 4"),
