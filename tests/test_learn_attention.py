@@ -64,5 +64,5 @@ def test_kinds_train_on_the_same_rows_and_are_compared(tmp_path, monkeypatch, ca
     capsys.readouterr()
     learn_attention.main()
     printed = capsys.readouterr().out
-    assert all(f"| micro {name} |" in printed for name in ("full", "sparse 1", "window"))
+    assert all(f"| micro {name}, schedule of 2 steps |" in printed for name in ("full", "sparse 1", "window"))
     assert picture.stat().st_size > 10_000

@@ -300,7 +300,7 @@ def test_strided_logits(device, layout):
     torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-7)
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, deadline=None, max_examples=20)
 @given(
     shape=st.sampled_from([(6,), (6, 1), (1, 6), (2, 3)]),
     of_target=st.sampled_from(STRIDES),

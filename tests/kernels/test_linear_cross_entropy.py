@@ -306,7 +306,7 @@ def test_noncontiguous_inputs(device):
     torch.testing.assert_close(ours, expected)
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, deadline=None, max_examples=20)
 @given(
     shape=st.sampled_from([(6,), (6, 1), (1, 6), (2, 3)]),
     of_target=st.sampled_from(STRIDES),
