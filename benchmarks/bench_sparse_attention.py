@@ -24,6 +24,7 @@ from kernels.sparse_attention.layout import EMPTY, first_local_block, make_layou
 from kernels.sparse_attention.nsa import nsa_attention, nsa_attention_reference
 from kernels.sparse_attention.sparse_attention import (
     SCORES_BYTES,
+    WORKSPACE_BYTES,
     sparse_attention,
     sparse_attention_reference,
     sparse_backward,
@@ -53,7 +54,7 @@ def main() -> None:
     parser.add_argument("--backend", default="auto", help="of nsa: kernel of the compressed branch")
     parser.add_argument("--tokens", default="32768,131072", help="lengths, separated by commas")
     parser.add_argument("--selected", help="blocks a list, separated by commas; default: 32, nsa: 16")
-    parser.add_argument("--workspace_mib", help="sizes, separated by commas; default: 2048, nsa: 1024")
+    parser.add_argument("--workspace_mib", help="sizes, separated by commas; default: the layer's own")
     parser.add_argument("--tune", default="", help="any of gather, band, scores, combine, separated by commas")
     parser.add_argument("--heads", default="32,8,128", help="query heads, key/value heads, head_dim")
     parser.add_argument("--repeats", type=int, default=5)
@@ -63,7 +64,7 @@ def main() -> None:
     if is_nsa and arguments.tune:
         parser.error("--tune has no effect with --kind nsa, whose kernels are those of sparse; drop one")
     selected_blocks, workspaces = arguments.selected or (16 if is_nsa else 32), arguments.workspace_mib
-    workspaces = workspaces or (1024 if is_nsa else 2048)
+    workspaces = workspaces or (nsa.WORKSPACE_BYTES if is_nsa else WORKSPACE_BYTES) // 2**20
     print(environment(device))
     torch.manual_seed(0)
     if arguments.check != "none":
@@ -264,27 +265,29 @@ class Bench:
         return results
 
     def score_ranges(self):
+        """Ranges of query blocks as `choose_blocks` takes them, each with its columns of scores."""
         layout = self.layout
         width = selection.score_width(layout, range(layout.num_blocks))
-        step = max(1, SCORES_BYTES // (4 * 64 * width * self.G))
+        step = max(1, SCORES_BYTES // (64 * self.G * selection.query_bytes(width, self.selected)))
         return [(r, selection.score_width(layout, r)) for r in selection.ranges(layout.num_blocks, step)]
 
     def all_scores(self, config):
-        options = {} if config is None else {"config": config}
         if not hasattr(self, "pooled"):
             self.pooled = selection.pool(self.k, self.layout)
         for blocks, width in self.score_ranges():
-            selection.score_blocks(self.q, self.pooled, self.layout, range(self.G), blocks, width, **options)
+            selection.score_blocks(self.q, self.pooled, self.layout, range(self.G), blocks, width, config)
 
     def top_blocks_of_random_scores(self):
-        """Scores of the last range stand for those of all."""
-        lists = torch.full_like(self.lists, EMPTY)
-        scores = torch.rand(self.G * SCORES_BYTES // (4 * self.G), device=self.device)
+        """One range's scores stand for those of all."""
+        lists, work = torch.full_like(self.lists, EMPTY), []
+        scores = torch.rand(SCORES_BYTES // 4, device=self.device)
+        for blocks, width in self.score_ranges():
+            of_range = scores[: self.G * len(blocks) * 64 * width].view(self.G, -1, width)
+            work.append((of_range, of_range.unflatten(-1, (-1, selection.CHUNK)).amax(-1), blocks))
 
         def run():
-            for blocks, width in self.score_ranges():
-                range_scores = scores[: self.G * len(blocks) * 64 * width].view(self.G, -1, width)
-                selection.top_blocks(range_scores, lists, self.layout, range(self.G), blocks)
+            for of_range, maxima, blocks in work:
+                selection.top_blocks(of_range, maxima, lists, self.layout, range(self.G), blocks)
 
         return run
 

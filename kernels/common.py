@@ -1,18 +1,35 @@
 """What the kernels share: the choice between Triton and the PyTorch reference, and what their operations declare."""
 
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
-KEEPABLE: dict[str, str] = {}  # name of an operation: "results" or "choices", as `operation` was told
 SKIPPABLE: set[str] = set()
 _default = "auto"
 
 
-def operation(name: str, *, keepable: str | None = None, skippable: bool = False) -> Callable:
+class Keepable(NamedTuple):
+    """What `operation` was told of the results of an operation that are worth keeping."""
+
+    kind: str  # "results" or "choices"
+    choice: int | None  # the position of the argument that takes a kept choice
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return (self.kind,) if self.choice is None else (self.kind, "choices")
+
+
+KEEPABLE: dict[str, Keepable] = {}  # by the operation's name
+
+
+def operation(
+    name: str, *, keepable: str | None = None, chooses: str | None = None, skippable: bool = False
+) -> Callable:
     """Decorator: `torch.library.custom_op` without mutated arguments, known to activation checkpointing.
 
     Activation checkpointing runs a block's forward again in backward, to rebuild the block's graph. Operations that are
@@ -22,13 +39,21 @@ def operation(name: str, *, keepable: str | None = None, skippable: bool = False
         name: "fathom::...".
         keepable: its results are worth keeping from forward to backward, where they stand in for a second run:
             "results" where a block's placement says so, "choices" always and on the GPU.
+        chooses: name of an argument, for an operation whose last result is a choice and whose others are "results".
+            It is None where the operation chooses. Where only the choice was kept, it is given to the second run,
+            whose own last result is of no importance.
         skippable: no gradient depends on the operation's result, which is only added to the residual stream.
     """
-    if keepable:
-        KEEPABLE[name] = keepable
-    if skippable:
-        SKIPPABLE.add(name)
-    return torch.library.custom_op(name, mutates_args=())
+
+    def register(function: Callable):
+        if keepable:
+            choice = [*inspect.signature(function).parameters].index(chooses) if chooses else None
+            KEEPABLE[name] = Keepable(keepable, choice)
+        if skippable:
+            SKIPPABLE.add(name)
+        return torch.library.custom_op(name, function, mutates_args=())
+
+    return register
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,13 @@ Kept for backward: the input, attention's output and log-sum-exp; with all heads
 their rotation, and v. Some heads at a time, backward projects each step's q, k and v again. Attention costs the same
 as all heads at once; the matrix products are smaller.
 
-Attention is to everything, to chosen blocks (`Sparsity`) or native sparse attention (`NSA`). The operations that make
-some heads at a time name it by `kind`, and by `sizes` that are its own:
+Attention is to everything, to chosen blocks (`Sparsity`) or native sparse attention (`NSA`). The operation that makes
+some heads at a time names it by `kind`, and by `sizes` that are its own:
 
-    kind             sizes                                operations, in order
-    full                                                  qkv_attention
-    sparse           blocks a list, block size, window    qkv_select, qkv_attention
-    nsa              blocks a list, window                qkv_attention of "nsa compressed", qkv_select, qkv_attention
-
-The blocks of NSA are chosen by the log-sum-exp of its compressed branch, which therefore comes first.
+    kind      branches     sizes
+    full      1            none
+    sparse    1            blocks a list, block size, window
+    nsa       3            selected blocks, window
 """
 
 from collections.abc import Sequence
@@ -61,20 +59,19 @@ def _split_heads(qkv: Tensor, norms: Sequence[Tensor], eps: float, n: int, cos: 
     return [q, k, heads[2].contiguous()]
 
 
-def _attend(kind: str, q, k, v, segments, backend: str, lists, sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Of each branch of attention the output [B, T, H, K] and log-sum-exp [B, T, H]."""
+def _attend(
+    kind: str, q, k, v, segments, backend: str, lists, sizes: list[int]
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+    """Of each branch the output [B, T, H, K] and log-sum-exp [B, T, H]; and the lists, chosen where none are given."""
     ops, on_triton = torch.ops.fathom, use_triton("auto", q)
     if kind == "full":
         out, lse = ops.attention_forward(q, k, v, segments, backend)
-        return [(out, lse.transpose(1, 2))]
-    if kind == "sparse":
-        return [ops.sparse_attention_forward(q, k, v, segments, lists, *sizes[1:], WORKSPACE_BYTES, on_triton)]
-    if kind == "nsa compressed":
-        return [ops.nsa_compressed(q, k, v, segments, backend, nsa.WORKSPACE_BYTES, on_triton)]
-    return [
-        ops.nsa_selected(q, k, v, segments, lists, nsa.WORKSPACE_BYTES, on_triton),
-        ops.nsa_window(q, k, v, segments, sizes[1], on_triton),
-    ]
+        return [(out, lse.transpose(1, 2))], None
+    if kind == "nsa":
+        return nsa.nsa_forward(q, k, v, segments, lists, NSA(*sizes), backend, nsa.WORKSPACE_BYTES, on_triton)
+    if lists is None:
+        lists = ops.select_blocks(q, k, segments, *sizes, on_triton)
+    return [ops.sparse_attention_forward(q, k, v, segments, lists, *sizes[1:], WORKSPACE_BYTES, on_triton)], lists
 
 
 def _attend_backward(
@@ -97,66 +94,46 @@ def _of_step(x, step: int, steps: int):
     return None if x is None else x.chunk(steps, 2)[step].contiguous()
 
 
-@operation("fathom::qkv_select", keepable="choices")
-def _qkv_select(
-    x: Tensor, weights: list[Tensor], norms: list[Tensor], eps: float, cos: Tensor, sin: Tensor,
-    segments: Tensor | None, lse: Tensor | None, sizes: list[int], n: int,
-) -> Tensor:  # fmt: skip
-    """x [B, T, D] -> the blocks that each token chooses, int16 [B, T, G, blocks]; by NSA's compressed lse [B, T, H]."""
-    lists = _empty_lists(x, weights, norms, sizes)
-    steps = len(weights[1]) // len(norms[1]) // n
-    for step in range(steps):
-        q, k, _ = _split_heads(F.linear(x, _weight_of_step(weights, step, steps)), norms, eps, n, cos, sin)
-        if lse is None:
-            chosen = torch.ops.fathom.select_blocks(q, k, segments, *sizes, use_triton("auto", q))
-        else:
-            lse_n = _of_step(lse, step, steps)
-            chosen = torch.ops.fathom.nsa_select(q, k, lse_n, segments, sizes[0], use_triton("auto", q))
-        lists.chunk(steps, 2)[step].copy_(chosen)
-        del q, k, _, chosen  # before those of the next step are made
-    return lists
-
-
-def _empty_lists(x: Tensor, weights: list[Tensor], norms: list[Tensor], sizes: list[int]) -> Tensor:
-    return x.new_empty(*x.shape[:2], len(weights[1]) // len(norms[1]), sizes[0], dtype=torch.int16)
-
-
-@_qkv_select.register_fake
-def _(x, weights, norms, eps, cos, sin, segments, lse, sizes, n):
-    return _empty_lists(x, weights, norms, sizes)
-
-
-@operation("fathom::qkv_attention", keepable="results")
+@operation("fathom::qkv_attention", keepable="results", chooses="lists")
 def _qkv_attention(
     x: Tensor, weights: list[Tensor], norms: list[Tensor], eps: float, cos: Tensor, sin: Tensor,
-    segments: Tensor | None, kind: str, backend: str, lists: Tensor | None, sizes: list[int], n: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x [B, T, D] -> outputs [branches, B, T, H, K] and log-sum-exps [branches, B, T, H].
+    segments: Tensor | None, lists: Tensor | None, kind: str, backend: str, sizes: list[int], n: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """x [B, T, D] -> outputs [branches, B, T, H, K], log-sum-exps [branches, B, T, H] and lists [B, T, G, blocks].
 
-    Weights are those of q, k, v, norms those of q, k. NSA's compressed branch is a call of its own.
+    Weights are those of q, k, v, norms those of q, k. Lists are int16 and chosen here where none are given.
     """
-    out, lse = _empty_outputs(x, weights, norms, kind)
+    out, lse, chosen = _empty_results(x, weights, norms, lists, kind, sizes)
     steps = len(weights[1]) // len(norms[1]) // n
     for step in range(steps):
-        lists_n = _of_step(lists, step, steps)
         q, k, v = _split_heads(F.linear(x, _weight_of_step(weights, step, steps)), norms, eps, n, cos, sin)
-        parts = _attend(kind, q, k, v, segments, backend, lists_n, sizes)
+        parts, lists_n = _attend(kind, q, k, v, segments, backend, _of_step(lists, step, steps), sizes)
         for branch, (out_n, lse_n) in enumerate(parts):
             out[branch].chunk(steps, 2)[step].copy_(out_n)
             lse[branch].chunk(steps, 2)[step].copy_(lse_n)
+        if lists is None and lists_n is not None:
+            chosen.chunk(steps, 2)[step].copy_(lists_n)
         del q, k, v, parts, out_n, lse_n, lists_n  # before those of the next step are made
-    return out, lse
+    return out, lse, chosen
 
 
-def _empty_outputs(x: Tensor, weights: list[Tensor], norms: list[Tensor], kind: str) -> tuple[Tensor, Tensor]:
+def _empty_results(x, weights, norms, lists, kind: str, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     (B, T, _), K = x.shape, len(norms[0])
-    H, branches = len(weights[0]) // K, 2 if kind == "nsa" else 1
-    return x.new_empty(branches, B, T, H, K), x.new_empty(branches, B, T, H, dtype=torch.float32)
+    H, G, branches, blocks = len(weights[0]) // K, len(weights[1]) // K, 1, 0
+    if kind == "nsa":
+        branches = nsa.BRANCHES
+    if kind != "full" and lists is None:
+        blocks = NSA(*sizes).chosen_blocks if kind == "nsa" else sizes[0]
+    return (
+        x.new_empty(branches, B, T, H, K),
+        x.new_empty(branches, B, T, H, dtype=torch.float32),
+        x.new_empty(B, T, G, blocks, dtype=torch.int16),
+    )
 
 
 @_qkv_attention.register_fake
-def _(x, weights, norms, eps, cos, sin, segments, kind, backend, lists, sizes, n):
-    return _empty_outputs(x, weights, norms, kind)
+def _(x, weights, norms, eps, cos, sin, segments, lists, kind, backend, sizes, n):
+    return _empty_results(x, weights, norms, lists, kind, sizes)
 
 
 def _gated(outs: Sequence[Tensor], gates: Tensor | None) -> Tensor:
@@ -172,24 +149,18 @@ class _QKVAttention(torch.autograd.Function):
         ctx, x, q_weight, k_weight, v_weight, o_weight, q_norm, k_norm, gates, cos, sin, segments, eps, kind, backend,
         sizes, n,
     ):  # fmt: skip
-        weights, norms, ops = [q_weight, k_weight, v_weight], [q_norm, k_norm], torch.ops.fathom
-        heads, lists, results, lse = (x, weights, norms, eps, cos, sin, segments), None, [], None
-        if kind == "nsa":
-            results += ops.qkv_attention(*heads, "nsa compressed", backend, None, sizes, n)
-            lse = results[1][0]
-        if kind != "full":
-            lists = ops.qkv_select(*heads, lse, sizes, n)
-        results += ops.qkv_attention(*heads, kind, backend, lists, sizes, n)
-        ctx.save_for_backward(x, *weights, o_weight, *norms, gates, cos, sin, lists, *results)
+        weights, norms = [q_weight, k_weight, v_weight], [q_norm, k_norm]
+        heads = x, weights, norms, eps, cos, sin, segments
+        outs, lses, lists = torch.ops.fathom.qkv_attention(*heads, None, kind, backend, sizes, n)
+        ctx.save_for_backward(x, *weights, o_weight, *norms, gates, cos, sin, lists, outs, lses)
         ctx.segments, ctx.eps, ctx.kind, ctx.backend, ctx.sizes, ctx.n = segments, eps, kind, backend, sizes, n
-        return F.linear(_gated([out for outs in results[::2] for out in outs], gates).flatten(2), o_weight)
+        return F.linear(_gated([*outs], gates).flatten(2), o_weight)
 
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled():
             raise RuntimeError("attention some heads at a time has no second derivative (create_graph=True)")
-        x, *weights, o_weight, q_norm, k_norm, gates, cos, sin, lists = ctx.saved_tensors[:11]
-        outs, lses = ([x for stack in ctx.saved_tensors[first::2] for x in stack] for first in (11, 12))
+        x, *weights, o_weight, q_norm, k_norm, gates, cos, sin, lists, outs, lses = ctx.saved_tensors
         steps = len(weights[1]) // len(k_norm) // ctx.n
         norms = [weight.detach().requires_grad_() for weight in (q_norm, k_norm)]
         x_rows, dy_rows = x.flatten(0, 1), dy.flatten(0, 1)
@@ -281,7 +252,7 @@ def qkv_attention(
         raise ValueError(f"heads_at_a_time must divide the {G} key/value heads, got {heads_at_a_time}")
     kind, sizes = "full", []
     if isinstance(sparsity, NSA):
-        kind, sizes = "nsa", [sparsity.chosen_blocks, sparsity.window]
+        kind, sizes = "nsa", [*sparsity]
     elif sparsity is not None:
         kind, sizes = "sparse", list(sparsity[:3])
     return _QKVAttention.apply(
@@ -334,7 +305,7 @@ def qkv_attention_footprint(
         # Forward holds the whole output, and one step's heads or the projection of all. Backward holds dx
         # and, of one step, qkv, q, k, v, out, dout, dq, dk and dv.
         saved = x + results + choices + gates
-        attending = (q + 2 * k + outs) // steps * T + forward_workspace
+        attending = (q + 2 * k + outs + choices) // steps * T + forward_workspace
         working = max((3 * q + 4 * k) // steps * T, attending)
         forward = max(working + (outs + choices + gates) * T, (results + choices + gates + gated + x) * T)
         backward = (x + gates + (4 * q + outs + 6 * k) // steps) * T

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import BACKWARD_FLOPS, attention_flops, choose_backend
-from kernels.common import operation, use_triton
+from kernels.common import operation
 from kernels.sparse_attention.band import band_dkv, band_dq, band_forward
 from kernels.sparse_attention.compression import (
     WINDOW_KEYS,
@@ -57,7 +57,7 @@ from kernels.sparse_attention.sparse_attention import (
 
 BLOCK_SIZE, LOCAL_TOKENS = 64, 128  # tokens of a block, and of the selected branch's two local blocks
 FORCED_BLOCKS = 3  # the first one and the local ones
-WORKSPACE_BYTES = 2**30
+WORKSPACE_BYTES = 7 * 2**28  # one key/value head's slots at 131,072 tokens, 13 chosen blocks: 1.65 GiB
 
 
 class NSA(NamedTuple):
@@ -308,6 +308,19 @@ def _(dout, q, k, v, gates, outs, lses, lists, segments, window, backend, worksp
 # Autograd
 
 
+def nsa_forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, lists: Tensor | None, nsa: NSA, backend: str,
+    workspace_bytes: int, triton_kernels: bool,
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:  # fmt: skip
+    """Of each branch the output [B, T, H, K] and log-sum-exp [B, T, H]; and the lists, chosen where none are given."""
+    ops = torch.ops.fathom
+    compressed = ops.nsa_compressed(q, k, v, segments, backend, workspace_bytes, triton_kernels)
+    if lists is None:
+        lists = ops.nsa_select(q, k, compressed[1], segments, nsa.chosen_blocks, triton_kernels)
+    selected = ops.nsa_selected(q, k, v, segments, lists, workspace_bytes, triton_kernels)
+    return [compressed, selected, ops.nsa_window(q, k, v, segments, nsa.window, triton_kernels)], lists
+
+
 def nsa_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor],
     lists: Tensor, segments: Tensor | None, window: int, backend: str, workspace_bytes: int, triton_kernels: bool,
@@ -325,18 +338,11 @@ def nsa_backward(
 class _NSAAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, gates, segments, lists, nsa, backend, workspace_bytes, triton_kernels):
-        ops = torch.ops.fathom
-        results = [ops.nsa_compressed(q, k, v, segments, backend, workspace_bytes, triton_kernels)]
-        if lists is None:
-            lists = ops.nsa_select(q, k, results[0][1], segments, nsa.chosen_blocks, triton_kernels)
-        results += [
-            ops.nsa_selected(q, k, v, segments, lists, workspace_bytes, triton_kernels),
-            ops.nsa_window(q, k, v, segments, nsa.window, triton_kernels),
-        ]
+        results, lists = nsa_forward(q, k, v, segments, lists, nsa, backend, workspace_bytes, triton_kernels)
         outs, lses = zip(*results)
         ctx.save_for_backward(q, k, v, gates, lists, segments, *outs, *lses)
         ctx.options = nsa.window, backend, workspace_bytes, triton_kernels
-        return ops.nsa_gated_sum(list(outs), gates, triton_kernels)
+        return torch.ops.fathom.nsa_gated_sum(list(outs), gates, triton_kernels)
 
     @staticmethod
     def backward(ctx, dout):
@@ -373,8 +379,7 @@ def nsa_attention(
         ValueError: shapes, dtypes or sizes that no kernel takes.
         RuntimeError: in backward, create_graph=True.
     """
-    on_triton = use_triton(impl, q_BTHK)
-    check_inputs(q_BTHK, k_BTGK, v_BTGK, segments, BLOCK_SIZE, window, on_triton)
+    on_triton = check_inputs(q_BTHK, k_BTGK, v_BTGK, segments, BLOCK_SIZE, window, impl)
     if gates_BTHC.shape != (*q_BTHK.shape[:3], BRANCHES):
         raise ValueError(f"gates must be [B, T, H, 3] for q {tuple(q_BTHK.shape)}, got {tuple(gates_BTHC.shape)}")
     if selected_blocks <= FORCED_BLOCKS:
@@ -422,7 +427,7 @@ def nsa_workspace(
     compressed_backward = 2 * pooled + sums + heads * of_a_head
     return NSAWorkspace(
         compressed=2 * pooled + 2 * heads * head,
-        select=pooled + scores_bytes(-(-T // BLOCK_SIZE), BLOCK_SIZE, LOCAL_TOKENS // BLOCK_SIZE, G),
+        select=pooled + scores_bytes(-(-T // BLOCK_SIZE), BLOCK_SIZE, LOCAL_TOKENS // BLOCK_SIZE, G, nsa.chosen_blocks),
         selected=selected.forward_workspace_bytes,
         backward=H * head + max(selected.backward_workspace_bytes, compressed_backward),
     )

@@ -18,8 +18,11 @@ block j by windows 4 j - 1 to 4 j + 3, of which the outer two reach into its nei
 
     score[j] = sum_w weight[w] sum_h exp(scale q[h] . k[4 j - 1 + w] - lse[h]),  weight = 1, 2, 2, 2, 1
 
-A candidate ends 64 tokens before t at least, so that t sees all of its windows. Window 4 j - 1 is the last one of block
-j - 1: each window is multiplied once, and its share goes to both blocks.
+A candidate ends 64 tokens before t at least, so that t sees all of its windows.
+
+The best blocks are found in two rounds: the best chunks of neighbouring blocks by the largest score of each, then the
+best blocks of these. At 131,072 tokens, 32 blocks are found among 128 chunks of 16 and then among 512 blocks, not among
+2,048.
 """
 
 import math
@@ -34,9 +37,10 @@ from kernels.sparse_attention.layout import EMPTY, Layout
 
 PART_KEYS = 32
 LARGEST_EXPONENT = 80.0
-SCORES_CONFIG = TileConfig(rows=128, num_warps=4, num_stages=2)
+SCORES_CONFIG, NSA_SCORES_CONFIG = (TileConfig(rows=128, num_warps=4, num_stages=stages) for stages in (2, 3))
 BLOCK_J = 64  # blocks of a tile of scores
-TOPK_ELEMENTS = 1024  # scores that one warp selects from
+CHUNK = 16  # neighbouring blocks, the rows of a product that one warp has: their largest score costs least
+TOPK_ELEMENTS, WARP_ELEMENTS = 256, 1024  # scores of a program that chooses, unless one row has more; of a warp at most
 NSA_WEIGHTS = (1, 2, 2, 2, 1)  # of the windows that touch a block, as _scores_kernel has them
 
 
@@ -144,27 +148,19 @@ def _whole_block_lse(q, pooled_ptr, first_row, num_keys, scale, K: tl.constexpr,
     return maximum + tl.log2(total)
 
 
-@triton.jit
-def _shift_down(x, first):
-    """x [ROWS, COLUMNS] a row further down, below `first` [COLUMNS]; and the row that falls out."""
-    ROWS: tl.constexpr = x.shape[0]
-    row = tl.arange(0, ROWS)[:, None]
-    above = tl.gather(x, tl.maximum(row - 1, 0) + tl.zeros(x.shape, tl.int32), 0)
-    return tl.where(row == 0, first[None, :], above), tl.sum(tl.where(row == ROWS - 1, x, 0.0), 0)
-
-
 @triton.jit(do_not_specialize=["first_query_block", "first_head", "width"])
 def _scores_kernel(
-    q_ptr, pooled_ptr, lse_ptr, first_window_ptr, scores_ptr, block_start_ptr, block_stop_ptr, first_block_ptr,
-    first_query_block, first_head, num_blocks, num_windows, width, scale,
+    q_ptr, pooled_ptr, lse_ptr, first_window_ptr, scores_ptr, maxima_ptr, block_start_ptr, block_stop_ptr,
+    first_block_ptr, first_query_block, first_head, num_blocks, num_windows, width, scale,
     G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, WINDOW: tl.constexpr, WINDOWS: tl.constexpr,
-    LARGEST_EXPONENT: tl.constexpr, NSA: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
+    CHUNK: tl.constexpr, LARGEST_EXPONENT: tl.constexpr, NSA: tl.constexpr,
 ):  # fmt: skip
-    """Scores [heads, tokens of the query blocks, width]; columns that are no candidates stay unwritten.
+    """Scores [heads, tokens of the query blocks, width], and the largest of each CHUNK of them.
 
-    pooled_ptr is [G, WINDOWS + 1, num_blocks, K], of NSA [G, num_windows, K]; lse_ptr [tokens, H] and first_window_ptr
-    [blocks], the first window of a block's document, are of NSA.
+    Scores of blocks that are no candidates stay unwritten. pooled_ptr is [G, PARTS + 1, num_blocks, K], of NSA
+    [G, num_windows, K]; lse_ptr [tokens, H] and first_window_ptr [blocks], the first window of a block's document, are
+    of NSA.
     """
     tiles: tl.constexpr = BLOCK // BLOCK_T
     query_block = first_query_block + tl.program_id(0) // tiles
@@ -184,61 +180,74 @@ def _scores_kernel(
     mask = (token < stop) & (r < GROUP)
     q = tl.load(q_ptr + q_rows[:, None] * K + columns[None, :], mask=mask[:, None], other=0.0)  # [ROWS, K]
     scale *= LOG2_E
-    # Of block 0 of the document and window 0; the rows of the next window and of the next block.
-    if NSA:
-        first_row = (first_head + head) * num_windows + tl.load(first_window_ptr + query_block)
-        window_rows, block_rows = 1, 4
+    # The mean key of part 0 of the document's block 0; the steps to the next part and to the next block.
+    if NSA:  # Part 0 of block j is window 4 j - 1.
+        first_row = (first_head + head) * num_windows + tl.load(first_window_ptr + query_block) - 1
+        part_rows, block_rows = 1, 4
         lse = tl.load(lse_ptr + q_rows, mask=mask, other=float("inf")) * LOG2_E
     else:
-        first_row = (first_head + head) * (WINDOWS + 1) * num_blocks + first
-        window_rows, block_rows = num_blocks, 1
-        lse = _whole_block_lse(q, pooled_ptr, first_row + WINDOWS * num_blocks, own, scale, K, BLOCK_J)
+        first_row = (first_head + head) * (PARTS + 1) * num_blocks + first
+        part_rows, block_rows = num_blocks, 1
+        lse = _whole_block_lse(q, pooled_ptr, first_row + PARTS * num_blocks, own, scale, K, BLOCK_J)
         lse = tl.where(r < GROUP, lse, float("inf"))  # Heads of padding add 0.
     q_t = tl.trans(q)  # [K, ROWS]
     score_rows = head * (tl.num_programs(0) * BLOCK_T) + tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     best = tl.zeros([BLOCK_J, BLOCK_T], tl.float32)
-    last = tl.zeros(
-        [BLOCK_T], tl.float32
-    )  # of NSA: what the last window of the tile before adds to block 0 of the next
-    for i in range(0, tl.cdiv(left, BLOCK_J) * WINDOWS):
-        w = i % WINDOWS
-        j = i // WINDOWS * BLOCK_J + tl.arange(0, BLOCK_J)[:, None]
-        address = pooled_ptr + (first_row + w * window_rows + j * block_rows) * K + columns[None, :]
-        logits = matmul(tl.load(address, mask=j < left, other=0.0), q_t) * scale - lse[None, :]
+    for i in range(0, tl.cdiv(left, BLOCK_J) * PARTS):
+        part = i % PARTS
+        j = i // PARTS * BLOCK_J + tl.arange(0, BLOCK_J)[:, None]
+        is_candidate = (j >= 1) & (j < left)
+        address = pooled_ptr + (first_row + part * part_rows + j * block_rows) * K + columns[None, :]
+        logits = matmul(tl.load(address, mask=is_candidate, other=0.0), q_t) * scale - lse[None, :]
         shares = tl.exp2(tl.minimum(logits, LARGEST_EXPONENT * LOG2_E))
         score = tl.sum(tl.reshape(shares, [BLOCK_J, GROUP_PAD, BLOCK_T]), 1)
         if NSA:
-            best = tl.where(w == 0, 2 * score, best + tl.where(w == WINDOWS - 1, 1.0, 2.0) * score)
-            if w == WINDOWS - 1:
-                before, last = _shift_down(score, last)
-                best += before
+            best = tl.where(part == 0, score, best + tl.where(part == PARTS - 1, 1.0, 2.0) * score)
         else:
-            best = tl.where(w == 0, score, tl.maximum(best, score))
-        if w == WINDOWS - 1:
-            tl.store(scores_ptr + score_rows[None, :] * width + j, best, mask=j < left)
+            best = tl.where(part == 0, score, tl.maximum(best, score))
+        if part == PARTS - 1:
+            tl.store(scores_ptr + score_rows[None, :] * width + j, best, mask=is_candidate)
+            of_chunks = tl.reshape(tl.where(is_candidate, best, -1.0), [BLOCK_J // CHUNK, CHUNK, BLOCK_T])
+            chunk = i // PARTS * (BLOCK_J // CHUNK) + tl.arange(0, BLOCK_J // CHUNK)[:, None]
+            maxima = maxima_ptr + score_rows[None, :] * (width // CHUNK) + chunk
+            tl.store(maxima, tl.max(of_chunks, 1), mask=chunk * CHUNK < left)
 
 
-@triton.jit(do_not_specialize=["first_query_block", "first_head", "num_queries"])
-def _top_blocks_kernel(
-    scores_ptr, blocks_ptr, block_start_ptr, block_stop_ptr, first_block_ptr,
-    first_query_block, first_head, num_queries, width: tl.constexpr,
+@triton.jit(do_not_specialize=["first_query_block", "first_head", "num_queries", "width"])
+def _top_kernel(
+    scores_ptr, chunks_ptr, chosen_ptr, block_start_ptr, block_stop_ptr, first_block_ptr,
+    first_query_block, first_head, num_queries, width,
     S: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr,
+    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, OF_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The S-th highest score by bisection of the scores' bits, whose order is that of the (positive) scores."""
+    """The S best of all chunks by their maxima, to [heads, queries, S]; or the S best blocks of those, to the lists.
+
+    The S-th highest score is found by bisection of the scores' bits, whose order is that of the (positive) scores.
+    """
     head = tl.program_id(1).to(tl.int64)
-    query = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+    query = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # [BLOCK_T, 1]
     query_block = first_query_block + query // BLOCK
     inside = query < num_queries
     block_start = tl.load(block_start_ptr + query_block, mask=inside, other=0)
     token = (block_start + query % BLOCK).to(tl.int64)
     inside &= token < tl.load(block_stop_ptr + query_block, mask=inside, other=0)
     left = query_block - tl.load(first_block_ptr + query_block, mask=inside, other=0) - WINDOW + 1
-    j = tl.arange(0, width)[None, :]
-    candidate = inside[:, None] & (j >= 1) & (j < left[:, None])  # [BLOCK_T, width]
-    scores = tl.load(scores_ptr + (head * num_queries + query)[:, None] * width + j, mask=candidate, other=0.0)
-    key = tl.where(candidate, scores.to(tl.int32, bitcast=True), -1)
+    row = head * num_queries + query
+    column = tl.arange(0, COLUMNS)[None, :]
+    if OF_CHUNKS:
+        index = column + tl.zeros([BLOCK_T, COLUMNS], tl.int32)
+        is_candidate = inside & (tl.maximum(index * CHUNK, 1) < left)
+        target = row
+    else:  # With chunks of 4, of which 2 and 5 were chosen: blocks 8, 9, 10, 11, 20, 21, 22, 23.
+        in_list = inside & (column < S * CHUNK)
+        chunk = tl.load(chunks_ptr + row * S + column // CHUNK, mask=in_list, other=0).to(tl.int32)
+        index = chunk * CHUNK + column % CHUNK
+        is_candidate = in_list & (index >= 1) & (index < left)
+        target = token * G + first_head + head
+    scores = tl.load(scores_ptr + row * width + index, mask=is_candidate, other=0.0)
+    key = tl.where(is_candidate, scores.to(tl.int32, bitcast=True), -1)
     threshold = tl.zeros([BLOCK_T], tl.int32)  # the highest with at least S keys at or above it, or 0
-    reached = tl.sum(candidate.to(tl.int32), 1)  # keys at or above the threshold
+    reached = tl.sum(is_candidate.to(tl.int32), 1)  # keys at or above the threshold
     bit = 30
     unresolved = 1
     while (bit >= 0) & (unresolved > 0):
@@ -255,9 +264,8 @@ def _top_blocks_kernel(
         equal = chosen & (key == threshold[:, None])
         room = S - tl.sum(above.to(tl.int32), 1)
         chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= room[:, None]))
-    column = tl.cumsum(chosen.to(tl.int32), 1) - 1
-    rows = token * G + first_head + head
-    tl.store(blocks_ptr + rows[:, None] * S + column, (j + tl.zeros_like(column)).to(tl.int16), mask=chosen)
+    place = tl.cumsum(chosen.to(tl.int32), 1) - 1
+    tl.store(chosen_ptr + target * S + place, index.to(tl.int16), mask=chosen)
 
 
 def pool(k: Tensor, layout: Layout) -> Tensor:
@@ -274,34 +282,48 @@ def pool(k: Tensor, layout: Layout) -> Tensor:
 
 def score_blocks(
     q: Tensor, pooled: Tensor, layout: Layout, heads: range, query_blocks: range, width: int,
-    config: TileConfig = SCORES_CONFIG, *, lse: Tensor | None = None, first_window: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Scores [heads, len(query_blocks) * block_size, width] float32, valid for 1 <= j < left only.
+    config: TileConfig | None = None, *, lse: Tensor | None = None, first_window: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Scores [heads, len(query_blocks) * block_size, width] float32, and the largest of each CHUNK of them.
 
-    NSA's where `lse` [tokens, H] float32 and `first_window` [blocks] are given; pooled is then [G, windows, K].
+    Scores are valid for 1 <= j < left only, and so is a maximum [..., width // CHUNK] of some of these. They are NSA's
+    where `lse` [tokens, H] float32 and `first_window` [blocks] are given; pooled is then [G, windows, K].
     """
     is_nsa = lse is not None
     constants = group_constants(q, len(pooled))
+    config = config or (NSA_SCORES_CONFIG if is_nsa else SCORES_CONFIG)
     tile = tile_options(config, q, constants["GROUP_PAD"], layout.block_size)
-    scores = torch.empty(len(heads), len(query_blocks) * layout.block_size, width, dtype=torch.float32, device=q.device)
+    rows = len(heads), len(query_blocks) * layout.block_size
+    scores, maxima = (torch.empty(*rows, n, dtype=torch.float32, device=q.device) for n in (width, width // CHUNK))
     _scores_kernel[(len(query_blocks) * (layout.block_size // tile["BLOCK_T"]), len(heads))](
-        q, pooled, lse, first_window, scores, layout.block_start, layout.block_stop, layout.first_block,
+        q, pooled, lse, first_window, scores, maxima, layout.block_start, layout.block_stop, layout.first_block,
         query_blocks.start, heads.start, layout.num_blocks, pooled.shape[1], width, 1 / math.sqrt(q.shape[-1]),
         **constants, **tile, BLOCK=layout.block_size, BLOCK_J=BLOCK_J, WINDOW=layout.window_blocks,
-        WINDOWS=len(NSA_WEIGHTS) - 1 if is_nsa else pooled.shape[1] - 1, LARGEST_EXPONENT=LARGEST_EXPONENT, NSA=is_nsa,
+        PARTS=len(NSA_WEIGHTS) if is_nsa else pooled.shape[1] - 1, CHUNK=CHUNK, LARGEST_EXPONENT=LARGEST_EXPONENT,
+        NSA=is_nsa,
     )  # fmt: skip
-    return scores
+    return scores, maxima
 
 
-def top_blocks(scores: Tensor, blocks: Tensor, layout: Layout, heads: range, query_blocks: range) -> None:
-    """Write the chosen blocks to `blocks` [tokens, G, selected] int16, ascending; the rest of a list stays EMPTY."""
-    _, num_queries, width = scores.shape
-    block_t = min(64, max(1, TOPK_ELEMENTS // width))
-    _top_blocks_kernel[(triton.cdiv(num_queries, block_t), len(heads))](
-        scores, blocks, layout.block_start, layout.block_stop, layout.first_block, query_blocks.start, heads.start,
-        num_queries, width, S=blocks.shape[-1], G=blocks.shape[1], BLOCK=layout.block_size, BLOCK_T=block_t,
-        WINDOW=layout.window_blocks, num_warps=max(1, min(16, width // TOPK_ELEMENTS)),
-    )  # fmt: skip
+def top_blocks(
+    scores: Tensor, maxima: Tensor, blocks: Tensor, layout: Layout, heads: range, query_blocks: range
+) -> None:
+    """Write the chosen blocks to `blocks` [tokens, G, selected] int16, ascending; the rest of a list stays EMPTY.
+
+    First the best chunks are chosen by their maxima, then the best blocks of these chunks. No other chunk has one of
+    the best blocks: it is behind `selected` chunks, each with a block that goes before all of its own.
+    """
+    (num_heads, num_queries, width), (_, G, S) = scores.shape, blocks.shape
+    chunks = torch.full((num_heads, num_queries, S), EMPTY, dtype=torch.int16, device=blocks.device)
+    tables = layout.block_start, layout.block_stop, layout.first_block
+    of_chunks = min(width, triton.next_power_of_2(S) * CHUNK)  # blocks of the chosen chunks, or all blocks
+    for of, chosen, columns in ((maxima, chunks, width // CHUNK), (scores, blocks, of_chunks)):
+        block_t = max(1, TOPK_ELEMENTS // columns)
+        _top_kernel[(triton.cdiv(num_queries, block_t), num_heads)](
+            of, chunks, chosen, *tables, query_blocks.start, heads.start, num_queries, of.shape[-1],
+            S=S, G=G, BLOCK=layout.block_size, BLOCK_T=block_t, WINDOW=layout.window_blocks, COLUMNS=columns,
+            CHUNK=CHUNK, OF_CHUNKS=of is maxima, num_warps=max(1, columns // WARP_ELEMENTS),
+        )  # fmt: skip
 
 
 def ranges(total: int, step: int) -> list[range]:
@@ -311,6 +333,11 @@ def ranges(total: int, step: int) -> list[range]:
 def score_columns(last: int, window_blocks: int) -> int:
     """Columns of the scores of queries up to block `last`: a power of two above every candidate's index."""
     return max(16, triton.next_power_of_2(max(1, last - window_blocks + 1)))
+
+
+def query_bytes(columns: int, selected: int) -> int:
+    """Memory that one query's choice takes: scores, the largest of each chunk, and the chosen chunks."""
+    return 4 * (columns + columns // CHUNK) + 2 * selected
 
 
 def score_width(layout: Layout, query_blocks: range) -> int:
@@ -335,11 +362,12 @@ def choose_blocks(
     pooled = k if is_nsa else pool(k, layout)
     widest = score_width(layout, range(layout.num_blocks))
     # Ranges of blocks first, heads of a range together: a range's scores are read while they are in the L2 cache.
-    block_bytes = 4 * layout.block_size * widest * G
+    block_bytes = layout.block_size * G * query_bytes(widest, selected)
     for query_blocks in ranges(layout.num_blocks, max(1, workspace_bytes // block_bytes)):
         heads = range(G)
         width = score_width(layout, query_blocks)
-        scores = score_blocks(q, pooled, layout, heads, query_blocks, width, lse=lse, first_window=first_window)
-        top_blocks(scores, blocks, layout, heads, query_blocks)
-        del scores  # before the next range's
+        of_range = q, pooled, layout, heads, query_blocks, width
+        scores, maxima = score_blocks(*of_range, lse=lse, first_window=first_window)
+        top_blocks(scores, maxima, blocks, layout, heads, query_blocks)
+        del scores, maxima  # before the next range's
     return blocks

@@ -35,6 +35,7 @@ from kernels.sparse_attention.selection import (
     PART_KEYS,
     choose_blocks,
     pool_reference,
+    query_bytes,
     ranges,
     score_columns,
     scores_reference,
@@ -68,7 +69,7 @@ class Sparsity(NamedTuple):
 
 
 BLOCK_SIZES, HEAD_DIMS, LARGEST_GROUP = (32, 64, 128), (64, 128), 16
-WORKSPACE_BYTES = 2**31
+WORKSPACE_BYTES = 9 * 2**28  # half of one key/value head's slots at 131,072 tokens, 32 blocks: 2.03 GiB
 SCORES_BYTES = 2**29
 
 
@@ -276,7 +277,8 @@ def _backward(ctx, dout, *_):
 _sparse_attention_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-def check_inputs(q, k, v, segments, block_size, window, on_triton):
+def check_inputs(q, k, v, segments, block_size, window, impl) -> bool:
+    """Whether Triton's kernels are to run, see `use_triton`; raises a ValueError for what they do not take."""
     (B, T, H, K), G = q.shape, k.shape[2]
     if k.shape != (B, T, G, K) or v.shape != k.shape or H % G:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
@@ -287,8 +289,8 @@ def check_inputs(q, k, v, segments, block_size, window, on_triton):
         raise ValueError(f"window must be a multiple of block_size, {block_size}, and not 0, got {window}")
     if segments is not None and segments.is_cuda:
         raise ValueError("segments must lie on the CPU: they decide what is launched")
-    if not on_triton:
-        return
+    if not use_triton(impl, q):
+        return False
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             "sparse attention's kernels take q, k and v of one dtype, float32, bfloat16 or float16, got "
@@ -299,6 +301,7 @@ def check_inputs(q, k, v, segments, block_size, window, on_triton):
             f"sparse attention's kernels take a head_dim of {HEAD_DIMS} and up to {LARGEST_GROUP} query heads a "
             f"key/value head, got {K} and {H // G}"
         )
+    return True
 
 
 def select_blocks(
@@ -321,8 +324,7 @@ def select_blocks(
     Raises:
         ValueError: shapes, dtypes or sizes that no kernel takes.
     """
-    on_triton = use_triton(impl, q_BTHK)
-    check_inputs(q_BTHK, k_BTGK, k_BTGK, segments, block_size, window, on_triton)
+    on_triton = check_inputs(q_BTHK, k_BTGK, k_BTGK, segments, block_size, window, impl)
     q, k = q_BTHK.detach(), k_BTGK.detach()
     return _select_blocks(q, k, segments, selected_blocks, block_size, window, on_triton)
 
@@ -356,8 +358,7 @@ def sparse_attention(
         ValueError: shapes, dtypes or sizes that no kernel takes.
         RuntimeError: in backward, create_graph=True.
     """
-    on_triton = use_triton(impl, q_BTHK)
-    check_inputs(q_BTHK, k_BTGK, v_BTGK, segments, block_size, window, on_triton)
+    on_triton = check_inputs(q_BTHK, k_BTGK, v_BTGK, segments, block_size, window, impl)
     if blocks is None:
         lists = _select_blocks(
             q_BTHK.detach(), k_BTGK.detach(), segments, selected_blocks, block_size, window, on_triton
@@ -374,9 +375,9 @@ def slot_bytes_per_token(group: int, K: int, selected: int, element_size: int) -
     return selected * group * (K * element_size + 4)
 
 
-def scores_bytes(num_blocks: int, block_size: int, window_blocks: int, G: int) -> int:
+def scores_bytes(num_blocks: int, block_size: int, window_blocks: int, G: int, selected: int) -> int:
     """Of the scores that exist at a time."""
-    row = 4 * block_size * score_columns(num_blocks - 1, window_blocks) * G  # of a block of queries
+    row = block_size * G * query_bytes(score_columns(num_blocks - 1, window_blocks), selected)  # of a block of queries
     return row * min(num_blocks, max(1, SCORES_BYTES // row))
 
 
@@ -420,7 +421,7 @@ def attention_footprint(
     tokens = min(T, max(64, workspace_bytes // token_bytes))
     heads = max(1, min(G, workspace_bytes // token_bytes // T))
     slots, entries = heads * tokens * token_bytes, heads * T * S
-    scores = scores_bytes(num_blocks, block_size, window_blocks, G) + (parts + 1) * num_blocks * G * K * element_size
+    scores = scores_bytes(num_blocks, block_size, window_blocks, G, S) + (parts + 1) * num_blocks * G * K * element_size
     chunk = BACKWARD_CONFIG.tiles * min(block_size, BACKWARD_CONFIG.rows // triton.next_power_of_2(group))
     items = heads * num_blocks + heads * tokens * S // chunk
     partials = 8 * items * block_size * K  # float32 dk and dv of each item

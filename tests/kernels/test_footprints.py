@@ -50,14 +50,13 @@ def nsa_case(heads_at_a_time):
     options = {"sparsity": NSA(), "heads_at_a_time": heads_at_a_time}
     footprint = qkv_attention_footprint(T, D, H, G, K, context_length=T, **options)
     workspace = nsa_workspace(T, H // steps, G // steps, K, NSA(), 2, "auto", T, None)
-    projected = 2 * T * (3 * H * K + 4 * G * K) // steps
+    attending = NSA().footprint(T, H // steps, G // steps, K).forward_workspace_bytes
     own = {
         OPS.nsa_compressed.default: workspace.compressed,
         OPS.nsa_select.default: workspace.select,
         OPS.nsa_selected.default: workspace.selected,
         OPS.nsa_backward.default: workspace.backward,
-        OPS.qkv_select.default: projected,
-        OPS.qkv_attention.default: max(projected, 2 * T * (3 * H * K + 2 * G * K) // steps + workspace.selected),
+        OPS.qkv_attention.default: 2 * T * (4 * H * K + 2 * G * K) // steps + attending,
     }
     return lambda x, *weights: run(x, *weights[:-1], gates=weights[-1], **options), [*inputs, gates], footprint, own
 

@@ -359,11 +359,6 @@ class Step:
             for of_layer in sparsity
         ]
         choose = sum(flops[of_layer][1] for of_layer in sparsity) / rates.choice_flops
-        if execution.heads_at_a_time and sparsity[0]:  # operations of their own, which project q, k and v as well
-            operations = 2 if isinstance(sparsity[0], NSA) else 1
-            heads = config.num_attention_heads + 2 * config.num_key_value_heads
-            flops_of_one = 2 * config.hidden_size * heads * config.head_dim * self.tokens
-            choose += L * operations * flops_of_one / rates.matrix_flops
         attention_backward = sum(flops[of_layer][2] for of_layer in sparsity) / rates.attention_backward_flops
         attention_backward += L * calls / rates.backward_documents
         # A block's two norms, two sums and their copies read and write nine hidden states.

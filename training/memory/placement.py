@@ -197,8 +197,9 @@ class _PlacedBlock(torch.autograd.Function):
 class _Interception(TorchDispatchMode):
     """Sees the operations of a block while it runs: hands results of keepable ones to `keep`, or returns those `kept`.
 
-    Kept results are returned in the order of the calls that made them, and all must be asked for. With `skips` a
-    skippable operation returns a tensor of its first argument's shape that holds anything.
+    Kept results are returned in the order of the calls that made them, and all must be asked for. An operation of which
+    only the choice was kept runs again, with that choice. With `skips` a skippable operation returns a tensor of its
+    first argument's shape that holds anything.
 
     Args:
         keep: is called with "results" or "choices", and the tensors of one call.
@@ -220,14 +221,25 @@ class _Interception(TorchDispatchMode):
         name = func.name()
         if name in SKIPPABLE and self.skips:
             return args[0].new_empty(1).expand(args[0].shape)
-        kind = KEEPABLE.get(name)
-        if kind in self.kept:
-            results = [result.detach() for result in self.kept[kind].pop(0)]  # autograd writes its graph into these
-            return results[0] if len(results) == 1 else tuple(results)
-        results = func(*args, **(kwargs or {}))
-        if kind and self.keep is not None:
-            self.keep(kind, (results,) if isinstance(results, Tensor) else results)
-        return results
+        if name not in KEEPABLE:
+            return func(*args, **(kwargs or {}))
+        kinds, choice = KEEPABLE[name].kinds, KEEPABLE[name].choice
+        # Autograd writes its graph into what is returned: not into what was kept.
+        kept = {kind: [x.detach() for x in self.kept[kind].pop(0)] for kind in kinds if kind in self.kept}
+        if len(kept) < len(kinds):
+            if kept:
+                assert choice is not None, "of one kind of results all are kept or none"
+                args = (*args[:choice], *kept["choices"], *args[choice + 1 :])
+            results = func(*args, **(kwargs or {}))
+            results = [results] if isinstance(results, Tensor) else [*results]
+            made = {"choices": [results.pop()]} if len(kinds) == 2 else {}
+            made[kinds[0]] = results
+            if self.keep is not None:
+                for kind in kinds:
+                    self.keep(kind, made[kind])
+            kept = made | kept
+        results = [result for kind in kinds for result in kept[kind]]
+        return results[0] if len(results) == 1 else tuple(results)
 
     def __exit__(self, exc_type, exc_value, traceback):
         super().__exit__(exc_type, exc_value, traceback)

@@ -20,13 +20,24 @@ TYPES = {
     **dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr", "x_ptr", "source_ptr", "target_ptr", "logits_ptr"), "*bf16"),
     **dict.fromkeys(("compressed_ptr", "selected_ptr", "window_ptr", "d_out_ptr", "d_logits_ptr"), "*bf16"),
     **dict.fromkeys(
-        ("lse_ptr", "delta_ptr", "slot_lse_ptr", "partial_ptr", "total_ptr", "scores_ptr", "d_pooled_ptr"), "*fp32"
+        (
+            "lse_ptr",
+            "delta_ptr",
+            "slot_lse_ptr",
+            "partial_ptr",
+            "total_ptr",
+            "scores_ptr",
+            "maxima_ptr",
+            "d_pooled_ptr",
+        ),
+        "*fp32",
     ),
-    **dict.fromkeys(("blocks_ptr",), "*i16"),
+    **dict.fromkeys(("blocks_ptr", "chunks_ptr", "chosen_ptr"), "*i16"),
 }
 GATHER = HEADS | TILE | {"S": 32, "CHUNK": 512}
 BAND = HEADS | TILE | {"WINDOW": 8, "EXACT": False}
-SCORES = HEADS | {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "LARGEST_EXPONENT": 80.0}
+SCORES = HEADS | {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "CHUNK": 16, "LARGEST_EXPONENT": 80.0}
+TOP = {"S": 32, "G": 8, "BLOCK": 64, "BLOCK_T": 1, "WINDOW": 8, "COLUMNS": 512, "CHUNK": 16}
 LISTS = {"S": 32, "BLOCK_S": 32, "EMPTY": 32767}
 WINDOWS = {"G": 8, "K": 128, "KEYS": 32}
 ROWS = {"H": 32, "K": 128, "UNITS": 1, "WIDTH": 512, "WIDTH_PAD": 512, "BLOCK": 8}
@@ -67,15 +78,12 @@ KERNELS_TO_COMPILE = {
         ("_pool_kernel", {"G": 8, "K": 128, "BLOCK": 64, "PART": 32}, {}),
         (
             "_scores_kernel",
-            SCORES | {"WINDOW": 8, "WINDOWS": 2, "NSA": False, "lse_ptr": None, "first_window_ptr": None},
-            {"num_stages": 3},
+            SCORES | {"WINDOW": 8, "PARTS": 2, "NSA": False, "lse_ptr": None, "first_window_ptr": None},
+            {"num_stages": 2},
         ),
-        ("_scores_kernel", SCORES | {"WINDOW": 2, "WINDOWS": 4, "NSA": True}, {"num_stages": 2}),
-        (
-            "_top_blocks_kernel",
-            {"width": 2048, "S": 32, "G": 8, "BLOCK": 64, "BLOCK_T": 1, "WINDOW": 8},
-            {"num_warps": 1},
-        ),
+        ("_scores_kernel", SCORES | {"WINDOW": 2, "PARTS": 5, "NSA": True}, {"num_stages": 3}),
+        ("_top_kernel", TOP | {"OF_CHUNKS": True}, {"num_warps": 1}),
+        ("_top_kernel", TOP | {"OF_CHUNKS": False}, {"num_warps": 1}),
     ],
 }
 

@@ -130,14 +130,15 @@ def test_pool(block_size, device, poisoned_memory):
 
 
 @pytest.mark.parametrize(("group", "dtype"), [(1, torch.float32), (3, torch.float32), (4, torch.bfloat16)])
-def test_scores(group, dtype, device):
+def test_scores(group, dtype, device, monkeypatch):
+    monkeypatch.setattr(selection, "CHUNK", 4)
     q, k, _ = (x.flatten(0, 1) for x in make_qkv(2, 300, 2 * group, 2, 64, dtype, device))
     layout = make_layout(q.view(2, 300, 2 * group, 64), SEGMENTS, **SMALL)
     pooled = pool_reference(k, layout)
     expected = scores_reference(q.double(), pooled.double(), layout)
     query_blocks = range(3, layout.num_blocks)
     width = score_width(layout, query_blocks)
-    scores = score_blocks(q, pooled, layout, range(1, 2), query_blocks, width)
+    scores, maxima = score_blocks(q, pooled, layout, range(1, 2), query_blocks, width)
     compared = 0
     for i, block in enumerate(query_blocks):
         start, stop = int(layout.block_start[block]), int(layout.block_stop[block])
@@ -146,6 +147,9 @@ def test_scores(group, dtype, device):
             found = scores[0, i * 32 : i * 32 + stop - start, 1:left].double()
             tolerance = 1e-5 if dtype == torch.float32 else 1e-3
             torch.testing.assert_close(found, expected[start:stop, 1, 1:left], rtol=tolerance, atol=0)
+            largest = [chunk.amax(1) for chunk in torch.cat([found[:, :1], found], 1).split(4, 1)]  # block 0 counts not
+            of_chunks = maxima[0, i * 32 : i * 32 + stop - start, : len(largest)].double()
+            assert torch.equal(of_chunks, torch.stack(largest, 1))
             compared += left - 1
     assert compared > 10
 
@@ -158,6 +162,7 @@ def test_nsa_scores(group, dtype, device, monkeypatch):
     """
     if device.type == "cpu":
         monkeypatch.setattr(selection, "BLOCK_J", 2)
+        monkeypatch.setattr(selection, "CHUNK", 2)
     lengths, first_window = (370, 260), (0, 22)
     q = random(630, 2 * group, 64, dtype=dtype, device=device)
     pooled, lse = random(2, 37, 64, seed=1, dtype=dtype, device=device), random(630, 2 * group, seed=2, device=device)
@@ -165,9 +170,9 @@ def test_nsa_scores(group, dtype, device, monkeypatch):
     windows = torch.tensor(first_window, dtype=torch.int32, device=device).repeat_interleave(
         torch.tensor([6, 5], device=device)
     )
-    scores = score_blocks(
-        q, pooled, layout, range(1, 2), range(11), score_width(layout, range(11)), lse=lse, first_window=windows
-    )
+    options = {"lse": lse, "first_window": windows}
+    width = score_width(layout, range(11))
+    scores, _ = score_blocks(q, pooled, layout, range(1, 2), range(11), width, **options)
     compared = 0
     for start, length, window, row in ((0, 370, 0, 0), (370, 260, 22, 384)):
         tokens, left = slice(start, start + length), torch.arange(length, device=device) // 64 - 1
@@ -181,9 +186,11 @@ def test_nsa_scores(group, dtype, device, monkeypatch):
     assert compared > 400 and sum(NSA_WEIGHTS) == 8
 
 
+@pytest.mark.parametrize("chunk", [2, 4])
 @pytest.mark.parametrize("kind", ["random", "ties", "all equal", "zeros", "huge"])
-def test_top_blocks(kind, device, poisoned_memory):
+def test_top_blocks(kind, chunk, device, poisoned_memory, monkeypatch):
     """Exactly the reference's lists on given scores: highest first, of equals the lowest index."""
+    monkeypatch.setattr(selection, "CHUNK", chunk)
     layout = make_layout(torch.empty(2, 300, 0, device=device), SEGMENTS, **SMALL)
     num_blocks, S = layout.num_blocks, 3
     scores = torch.rand(2, num_blocks * 32, 16, generator=torch.Generator().manual_seed(0)).to(device)
@@ -191,15 +198,18 @@ def test_top_blocks(kind, device, poisoned_memory):
         scores = (scores * 3).floor()
     elif kind != "random":
         scores = torch.full_like(scores, {"all equal": 0.3, "zeros": 0.0, "huge": 3e38}[kind])
-    blocks = torch.full((600, 3, S), EMPTY, dtype=torch.int16, device=device)
-    top_blocks(scores, blocks, layout, range(1, 3), range(num_blocks))
-    assert (blocks[:, 0] == EMPTY).all()
+    of_candidates = torch.full_like(scores, -1)
     by_token = torch.full((600, 2, 16), -1.0, device=device)
     for block in range(num_blocks):
         start, stop = int(layout.block_start[block]), int(layout.block_stop[block])
-        left = max(1, int(layout.index_of_block[block]) - layout.window_blocks + 1)
-        rows = scores[:, block * 32 : block * 32 + stop - start, 1:left]
-        by_token[start:stop, :, 1:left] = rows.transpose(0, 1)
+        candidates = slice(1, max(1, int(layout.index_of_block[block]) - layout.window_blocks + 1))
+        rows = slice(block * 32, block * 32 + stop - start)
+        of_candidates[:, rows, candidates] = scores[:, rows, candidates]
+        by_token[start:stop] = of_candidates[:, rows].transpose(0, 1)
+    blocks = torch.full((600, 3, S), EMPTY, dtype=torch.int16, device=device)
+    maxima = of_candidates.unflatten(-1, (-1, chunk)).amax(-1)
+    top_blocks(scores, maxima, blocks, layout, range(1, 3), range(num_blocks))
+    assert (blocks[:, 0] == EMPTY).all()
     assert torch.equal(blocks[:, 1:], top_blocks_reference(by_token, S))
 
 

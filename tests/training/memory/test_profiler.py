@@ -64,16 +64,14 @@ def own_bytes(step, execution):
     if isinstance(next(iter(execution.sparsity), None), NSA):
         sizes = execution.sparsity[0], 2, execution.attention_backend, step.context_length, None
         workspace = nsa_workspace(step.tokens, H // groups, G // groups, K, *sizes)
-        # What the operations on some heads take inside: a step's projection, or its q, k, v and two outputs.
-        projected = 2 * step.tokens * (3 * H + 4 * G) * K // groups
-        attending = 2 * step.tokens * (3 * H + 2 * G) * K // groups + workspace.selected
+        attending = execution.sparsity[0].footprint(step.tokens, H // groups, G // groups, K).forward_workspace_bytes
         native = {
             ops.nsa_compressed.default: workspace.compressed,
             ops.nsa_select.default: workspace.select,
             ops.nsa_selected.default: workspace.selected,
             ops.nsa_backward.default: workspace.backward,
-            ops.qkv_select.default: projected,
-            ops.qkv_attention.default: max(projected, attending),
+            # A step's q, k, v and three outputs.
+            ops.qkv_attention.default: 2 * step.tokens * (4 * H + 2 * G) * K // groups + attending,
         }
     return native | {  # outputs are counted already
         ops.select_blocks.default: lambda q, k, segments, selected, *_: sparse(selected).forward_workspace_bytes,
