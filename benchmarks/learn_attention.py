@@ -20,6 +20,7 @@ tables of all runs and draws their curves.
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -36,7 +37,7 @@ from benchmarks.common import environment, parse_flags, print_table
 from kernels.attention import choose_backend
 from kernels.sparse_attention import NSA, Sparsity
 from kernels.sparse_attention.nsa import BLOCK_SIZE
-from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer, find_documents
+from model import IGNORE_INDEX, MODEL_SIZES, Documents, ModelConfig, Transformer, find_documents
 from training.data.loader import Batch
 from training.data.sources import load_documents, split_documents
 from training.data.tokenizer import ByteTokenizer
@@ -237,8 +238,15 @@ def weave(stream: np.ndarray, arguments: argparse.Namespace, number: tuple[int, 
         distances[row] = starts[num_facts:] - starts[:num_facts]
     is_text = np.pad(is_text[:, 1:], ((0, 0), (0, 1)))
     ids, targets, is_text, questions, distances = map(torch.from_numpy, (ids, targets, is_text, questions, distances))
-    documents = find_documents(torch.zeros_like(ids))
-    return Rows(Batch(ids, targets, documents, int((targets != IGNORE_INDEX).sum())), is_text, questions, distances)
+    return Rows(
+        Batch(ids, targets, whole_rows(B, T), int((targets != IGNORE_INDEX).sum())), is_text, questions, distances
+    )
+
+
+@functools.cache
+def whole_rows(num_rows: int, context_length: int) -> Documents:
+    """Each row is one document."""
+    return find_documents(torch.zeros(num_rows, context_length, dtype=torch.int64))
 
 
 # Evaluation
