@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from model import IGNORE_INDEX, Documents, find_documents
 from training.data.packing import ConcatenatedPacking, Piece, Stream
@@ -27,18 +28,23 @@ class Batch:
         """What `rank` (0 .. size - 1) has where `size` ranks share each sequence: [B, T / size] neighbouring tokens.
 
         Of 8 tokens and 4 ranks, rank 1 has those at positions 2 and 3. The documents' segments and lengths stay those
-        of whole sequences, because each rank attends over whole sequences with some of the heads.
-
-        Raises:
-            ValueError: a sequence of a number of tokens that `size` does not divide.
+        of whole sequences, because each rank attends over whole sequences with some of the heads. A sequence of a
+        number of tokens that `size` does not divide is padded to a multiple first.
         """
         length = self.input_ids.shape[1]
         if length % size:
-            raise ValueError(f"{size} ranks cannot share a sequence of {length} tokens equally; it must be a multiple")
+            return self._padded(-length % size).slice(rank, size)
         own = slice(rank * length // size, (rank + 1) * length // size)
         targets = self.targets[:, own]
         documents = replace(self.documents, positions_BT=self.documents.positions_BT[:, own])
         return Batch(self.input_ids[:, own], targets, documents, int((targets != IGNORE_INDEX).sum()))
+
+    def _padded(self, count: int) -> "Batch":
+        """With `count` more tokens behind each sequence, which are a document of their own and have no targets."""
+        document_ids = (self.documents.positions_BT == 0).cumsum(1)
+        documents = find_documents(F.pad(document_ids, (0, count), value=self.input_ids.shape[1] + 1))
+        targets = F.pad(self.targets, (0, count), value=IGNORE_INDEX)
+        return Batch(F.pad(self.input_ids, (0, count)), targets, documents, self.num_valid_tokens)
 
 
 def make_batch(store: TokenStore, sequences: list[list[Piece]], context_length: int) -> Batch:

@@ -119,5 +119,22 @@ def test_slices_of_a_shared_sequence_make_up_the_whole(size):
         for share in shares:
             assert share.documents.segments is batch.documents.segments
             assert share.documents.lengths == batch.documents.lengths
-    with pytest.raises(ValueError, match="5 ranks cannot share a sequence of 12 tokens"):
-        batch.slice(0, 5)
+
+
+@pytest.mark.parametrize("documents", [[3, 30, 1, 11], [60]])
+def test_slices_of_an_odd_length_are_padded_with_a_document_without_targets(documents):
+    batch = make_loader(make_documents(documents), 12, 3).next_batch()
+    shares = [batch.slice(rank, 5) for rank in range(5)]
+    input_ids, targets, positions = (
+        torch.cat([get(share) for share in shares], dim=1)
+        for get in (lambda s: s.input_ids, lambda s: s.targets, lambda s: s.documents.positions_BT)
+    )
+    assert input_ids.shape == (3, 15) and torch.equal(input_ids[:, :12], batch.input_ids)
+    assert torch.equal(targets[:, :12], batch.targets) and (targets[:, 12:] == -100).all()
+    assert torch.equal(positions[:, :12], batch.documents.positions_BT)
+    assert positions[:, 12:].tolist() == [[0, 1, 2]] * 3
+    assert sum(share.num_valid_tokens for share in shares) == batch.num_valid_tokens
+    whole, padded = batch.documents.segments, shares[0].documents.segments
+    whole = torch.tensor([[row, 0, 12] for row in range(3)]) if whole is None else whole
+    assert padded[padded[:, 1] < 12].tolist() == whole.tolist()
+    assert padded[padded[:, 1] >= 12].tolist() == [[row, 12, 15] for row in range(3)]
