@@ -19,7 +19,7 @@ from kernels.attention import attention, attention_flops
 from kernels.cross_entropy import cross_entropy
 from kernels.gated_mlp import gated_mlp
 from kernels.linear_cross_entropy import linear_cross_entropy
-from kernels.qkv_attention import project_heads, qkv_attention
+from kernels.qkv_attention import Exchange, project_heads, qkv_attention
 from kernels.rms_norm import rms_norm
 from kernels.sparse_attention import NSA, PooledKeys, Sparsity, attend_to_cache, nsa
 from kernels.torch_internals import assert_async
@@ -290,8 +290,9 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(K, config.rms_norm_eps)
         self.k_norm = RMSNorm(K, config.rms_norm_eps)
         self.g_proj = nn.Linear(D, config.num_gates) if config.num_gates else None
-        self.backend = "auto"  # of kernels.attention.BACKENDS; it and the next two are set from outside
+        self.backend = "auto"  # of kernels.attention.BACKENDS; it and the next three are set from outside
         self.heads_at_a_time: int | None = None  # key/value heads; None: all
+        self.exchange: Exchange | None = None  # where ranks share sequences; the forward is then given `documents`
         self.sparsity: Sparsity | NSA | None = NSA() if config.num_gates else None
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
@@ -304,7 +305,7 @@ class Attention(nn.Module):
             return qkv_attention(
                 x_BTD, *qkv, self.o_proj.weight, *norms, context.cos, context.sin, context.segments,
                 eps=self.q_norm.eps, backend=self.backend, sparsity=sparsity, gates=gates,
-                heads_at_a_time=self.heads_at_a_time,
+                heads_at_a_time=self.heads_at_a_time, exchange=self.exchange,
             )  # fmt: skip
         q_BTHK, k_BTGK, v_BTGK = project_heads(x_BTD, *qkv, *norms, context.cos, context.sin, self.q_norm.eps)
         cache = context.caches[self.layer]

@@ -33,6 +33,7 @@ from training.memory.cost_model import PackedDocuments
 from training.memory.placement import set_sparsity
 from training.metrics import MetricsFile, peak_flops, peak_memory_gib
 from training.optimizer import warmup_cosine
+from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, join_world
 from training.run import (
     Start,
@@ -78,7 +79,6 @@ def check_config(config: TrainConfig) -> None:
         if value is not None and not (0 < value < math.inf):
             raise UserError(f"{name} must be positive, got {value}")
     refusals = {
-        "context_parallel_size: only 1 is in this version": config.context_parallel_size > 1,
         "init_from has no effect with resume; drop one": config.init_from is not None and config.resume,
         "checkpoint_interval has no effect with save none; drop one or make it 0": config.checkpoint_interval > 0
         and config.save == "none",
@@ -136,6 +136,14 @@ def find_start(given: dict, world: World) -> tuple[TrainConfig, Start]:
     elif rates[1] != learning_rate_of(step + 1, before, cosine_before):
         logger.info("learning rate: %.3g in step %d -> %.3g in step %d", rates[0], step, rates[1], step + 1)
     return config, Start(last, step, state["tokens"], cosine_steps, state.get("tokenizer"), state["loader"])
+
+
+def context_parallel_size_of(given: dict) -> int:
+    """The one that is given, else that of the run to resume: the ranks' mesh is made before all other settings."""
+    config = TrainConfig(**given)
+    last = latest_checkpoint(Path(config.output_dir)) if config.resume else None
+    saved = {} if last is None else load_trainer_state(last).get("settings") or {}
+    return {**saved, **given}.get("context_parallel_size", config.context_parallel_size)
 
 
 def with_defaults(config: TrainConfig) -> TrainConfig:
@@ -247,6 +255,7 @@ def validate(model: Transformer, batches: typing.Iterable[Batch], world: World) 
     """Mean loss per held-out token, over all ranks."""
     total, count = 0.0, 0
     for batch in batches:
+        batch = batch.slice(world.context_rank, world.context_size)
         total += float(run_model(model, batch, world, 1.0))
         count += batch.num_valid_tokens
     total, count = world.sum(total, count)
@@ -284,6 +293,7 @@ def train(given: dict, world: World) -> None:
     # What can be refused in seconds comes before the data, which may take minutes to tokenise.
     config, start = find_start(given, world)
     model_config = choose_model(config, start.checkpoint)
+    check_sharing(world.context_size, model_config, chooses_blocks=config.attention_type != "full")
     config = dataclasses.replace(config, tokenizer=choose_tokenizer(config, model_config))
     settings = dataclasses.asdict(config)  # goes into checkpoints; a budget of "auto" is resolved where a run resumes
     config = dataclasses.replace(config, memory_budget=resolve_memory_budget(config, world.device))
@@ -348,7 +358,7 @@ def train(given: dict, world: World) -> None:
             values["peak_memory_gib"] = peak_memory_gib(world)
         if gpu_flops is not None:
             flops = 3 * sum(model_config.forward_flops(batch.documents.lengths, sparsity) for batch in batches)
-            values["mfu"] = flops / seconds / gpu_flops
+            values["mfu"] = flops / world.context_size / seconds / gpu_flops
         if config.selected_blocks_start is not None:
             values["selected_blocks"] = spell_by_layer([of_layer.selected_blocks for of_layer in sparsity])
         is_last, stop = step == max_steps, world.sum(float(bool(terminated)))[0] > 0
@@ -418,7 +428,7 @@ def main(argv: list[str]) -> int:
         given = given_settings(TrainConfig, argv, description=__doc__.splitlines()[0])
         config = TrainConfig(**given)
         check_config(config)
-        with join_world(config.device) as world:
+        with join_world(config.device, context_parallel_size_of(given)) as world:
             if not world.is_main:
                 logging.disable(logging.INFO)
             train(given, world)

@@ -17,6 +17,7 @@ some heads at a time names it by `kind`, and by `sizes` that are its own:
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -195,6 +196,16 @@ class _QKVAttention(torch.autograd.Function):
         return dx_rows.view_as(x), *d_weights, *d_norms, d_gates, *[None] * 8
 
 
+class Exchange(Protocol):
+    """Between the ranks that share a sequence, see training/parallel/ulysses.py."""
+
+    def to_heads(self, x_BTHK: Tensor) -> Tensor:
+        """This rank's tokens of all heads -> all tokens of this rank's heads."""
+
+    def to_tokens(self, x_BTHK: Tensor) -> Tensor:
+        """Back."""
+
+
 def qkv_attention(
     x_BTD: Tensor,
     q_weight: Tensor,
@@ -212,6 +223,7 @@ def qkv_attention(
     sparsity: Sparsity | NSA | None = None,
     gates: Tensor | None = None,
     heads_at_a_time: int | None = None,
+    exchange: Exchange | None = None,
 ) -> Tensor:
     """Projections, q/k RMSNorm, RoPE, causal grouped-query attention and the output projection.
 
@@ -228,16 +240,24 @@ def qkv_attention(
         gates: of NSA, the logits [B, T, H, 3] of its branches' gates.
         heads_at_a_time: key/value heads that one step works on, a divisor of G; None: all, and backward
             projects nothing again.
+        exchange: between the ranks that share each sequence: x_BTD, cos, sin and gates have this rank's tokens,
+            segments are of whole sequences. None: nothing is shared.
 
     Returns:
         [B, T, D].
 
     Raises:
-        ValueError: heads_at_a_time does not divide G; an unavailable backend.
+        ValueError: heads_at_a_time does not divide G, or is given with an exchange; an exchange that parts query heads
+            that choose blocks together; an unavailable backend.
         RuntimeError: in backward, create_graph=True.
     """
     if heads_at_a_time is None:
         q, k, v = project_heads(x_BTD, q_weight, k_weight, v_weight, q_norm, k_norm, cos, sin, eps)
+        if exchange is not None:
+            q, k, v = (exchange.to_heads(x) for x in (q, k, v))
+            gates = None if gates is None else exchange.to_heads(gates)
+            if sparsity is not None and q.shape[2] // k.shape[2] != len(q_weight) // len(k_weight):
+                raise ValueError("query heads of one key/value head choose blocks together; share between fewer ranks")
         if sparsity is None:
             out = attention(q, k, v, segments, backend=backend)
         elif isinstance(sparsity, NSA):
@@ -246,7 +266,11 @@ def qkv_attention(
             blocks, block_size, window, _ = sparsity
             out = sparse_attention(q, k, v, segments, selected_blocks=blocks, block_size=block_size, window=window)
         del q, k, v  # before the projection is made
+        if exchange is not None:
+            out = exchange.to_tokens(out)
         return F.linear(out.flatten(2), o_weight)
+    if exchange is not None:
+        raise ValueError(f"shared sequences are attended to by all heads at once, not by {heads_at_a_time} at a time")
     G = len(k_weight) // len(k_norm)
     if heads_at_a_time < 1 or G % heads_at_a_time:
         raise ValueError(f"heads_at_a_time must divide the {G} key/value heads, got {heads_at_a_time}")

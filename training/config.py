@@ -79,7 +79,7 @@ class TrainConfig:
         None, "GPU memory to plan for and not to exceed: 24GB, or auto for what is free; default on a GPU: auto"
     )
     host_budget: str | None = flag(None, "host memory each process may pin; default: its share of 80% of what is free")
-    context_parallel_size: int = flag(1, "GPUs that share one sequence; more than 1 is not in this version")
+    context_parallel_size: int = flag(1, "GPUs that share each sequence, each with some of the heads in attention")
     compile: bool = flag(False, "no plan: torch.compile each block")
 
 

@@ -31,6 +31,7 @@ from training.memory.planner import Plan, has_plan, make_plan
 from training.memory.profiler import Bench, format_table
 from training.optimizer import MasterAdamW
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
+from training.parallel.ulysses import share_sequences
 from training.parallel.world import World
 from training.sparsity import annealed, numbers_by_layer, spell_by_layer
 
@@ -41,11 +42,16 @@ def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | No
     """The run's --memory_budget: on a GPU "auto", unless another flag says what blocks keep. None: there is no plan.
 
     Raises:
-        UserError: a budget on a CPU.
+        UserError: a budget on a CPU; what no plan counts.
     """
     if device.type == "cuda":
         if config.gradient_checkpointing or config.compile:
             return None
+        if config.context_parallel_size > 1:
+            raise UserError(
+                f"no plan counts sequences that GPUs share, context_parallel_size {config.context_parallel_size}; give "
+                "--gradient_checkpointing, without --memory_budget"
+            )
         if config.kernels == "torch":
             raise UserError(
                 "kernels torch takes more memory than plans count; use auto, or --gradient_checkpointing without a plan"
@@ -262,6 +268,8 @@ def plan_memory(
 
 def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device) -> str:
     """What the step was predicted to take, and a plan that should fit; computed without GPU memory."""
+    if config.context_parallel_size > 1:
+        return "no plan counts sequences that GPUs share; raise --context_parallel_size, or lower --context_length"
     try:
         if config.memory_budget is None:
             budgets: tuple[float, float] = gpu_budget("auto", device), available_host_bytes()
@@ -297,6 +305,7 @@ def model_on_meta(model_config: ModelConfig, world: World) -> Transformer:
         model = Transformer(model_config)
     if world.size > 1:
         shard_model(model, model.layers, world)
+        share_sequences(model, world)
     elif world.device.type == "cuda":
         model.to(torch.bfloat16)
     return model
@@ -371,9 +380,13 @@ def train_step(
 ) -> tuple[float, float]:
     """One optimizer step over all micro-batches of all ranks. Returns (mean loss a token, gradient norm).
 
+    Args:
+        batches: of whole sequences; ranks that share sequences have the same ones, and take each its part.
+
     Raises:
         UserError: a loss or gradient that is not finite; the weights are left as they were.
     """
+    batches = [batch.slice(world.context_rank, world.context_size) for batch in batches]
     [num_valid] = world.sum(sum(batch.num_valid_tokens for batch in batches))
     losses = []
     for batch in batches:

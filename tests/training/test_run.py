@@ -31,6 +31,15 @@ def test_a_gpu_has_a_plan_unless_a_flag_replaces_it(settings, expected):
     assert resolve_memory_budget(TrainConfig(**settings), torch.device("cuda")) == expected
 
 
+def test_shared_sequences_have_no_plan():
+    with pytest.raises(ValueError, match="size 2; give --gradient_checkpointing, without --memory_budget"):
+        resolve_memory_budget(TrainConfig(context_parallel_size=2), torch.device("cuda"))
+    settings = {"context_parallel_size": 2, "gradient_checkpointing": True}
+    assert resolve_memory_budget(TrainConfig(**settings), torch.device("cuda")) is None
+    text, _ = explain_out_of_memory(**settings)
+    assert text.startswith("no plan counts sequences that GPUs share; raise --context_parallel_size, or lower")
+
+
 def test_the_reference_kernels_have_no_plan():
     """They take far more memory than any plan counts."""
     with pytest.raises(ValueError, match="kernels torch takes more memory than plans count; use auto, or --gradient"):

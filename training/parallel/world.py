@@ -41,6 +41,14 @@ class World:
     def data_size(self) -> int:
         return 1 if self.mesh is None else self.mesh["data"].size()
 
+    @property
+    def context_rank(self) -> int:
+        return 0 if self.mesh is None else self.mesh.get_local_rank("context")
+
+    @property
+    def context_size(self) -> int:
+        return 1 if self.mesh is None else self.mesh["context"].size()
+
     @functools.cached_property
     def fsdp_mesh(self) -> DeviceMesh:
         """The one axis that FSDP2 shards parameters over: "data" and "context" as if they were one."""

@@ -18,6 +18,7 @@ from tests.training.data.test_packing import make_documents, make_loader
 from training.errors import UserError
 from training.optimizer import MasterAdamW
 from training.parallel.fsdp import initial_weights, shard_model
+from training.parallel.ulysses import share_sequences
 from training.parallel.world import World, join_world, make_mesh
 from training.run import train_step
 
@@ -80,6 +81,7 @@ def train(world: World, micro_batches: int) -> tuple[list, dict]:
         model = Transformer(MODEL_SIZES["tiny"])
     if world.size > 1:
         shard_model(model, model.layers, world)
+        share_sequences(model, world)
     model.to_empty(device="cpu")
     optimizer = MasterAdamW(model.named_parameters(), accumulate=micro_batches > 1)
     optimizer.load_weights(initial_weights(model, seed=0))

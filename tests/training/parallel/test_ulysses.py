@@ -1,0 +1,250 @@
+"""Sequences shared by ranks against one process: the exchange, loss and every gradient, and runs that resume.
+
+`torchrun --nproc_per_node=4 -m tests.training.parallel.test_ulysses FOLDER` is what the tests start, once.
+"""
+
+import functools
+import gc
+import math
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from kernels.sparse_attention import NSA, Sparsity
+from model import MODEL_SIZES, Attention, Context, ModelConfig, Transformer
+from tests.test_train import arguments, losses, metrics, only_resume
+from tests.training.data.test_packing import make_loader
+from training.data.sources import Document
+from training.errors import UserError
+from training.memory.execution import WHOLE, Execution, Placement
+from training.memory.placement import apply_execution
+from training.parallel.fsdp import copy_weights, initial_weights, shard_model
+from training.parallel.ulysses import HeadExchange, check_sharing, share_sequences
+from training.parallel.world import World, join_world, make_mesh
+from training.run import run_model
+
+ROOT = Path(__file__).parents[3]
+SEQUENCES = 4  # of a step, over all ranks
+STEADY = ["--context_length", "65", "--learning_rate", "1e-3", "--final_learning_rate_ratio", "1", "--warmup_steps"]
+STEADY += ["0", "--validation_sequences", "3"]  # the learning rate does not depend on the number of steps
+
+
+class Case(NamedTuple):
+    """H query and G key/value heads; sequences of T tokens, of documents of these lengths."""
+
+    H: int
+    G: int
+    T: int
+    lengths: tuple[int, ...]
+    placements: tuple[Placement, Placement]
+    loss_impl: str = "auto"
+    sparsity: Sparsity | NSA | None = None
+    dtype: torch.dtype = torch.float32
+
+
+PACKED, ONE = (50, 7, 120, 33, 64, 9, 90, 21), (700,)
+HOST = Placement("host", "host")
+CASES = {
+    "dense, packed": Case(8, 2, 64, PACKED, (WHOLE, WHOLE), "chunked"),
+    "one document of odd length": Case(8, 2, 67, ONE, (Placement(), Placement()), "standard"),
+    "groups that ranks divide unevenly": Case(12, 6, 64, PACKED, (HOST, Placement("recompute")), "chunked"),
+    "sparse": Case(8, 4, 256, (150, 300, 41), (Placement("gpu", "gpu"), HOST), "standard", Sparsity(1, 32, 64, 65)),
+    "nsa": Case(8, 4, 321, (1200, 300, 77, 400), (WHOLE, Placement("gpu", "host")), "chunked", NSA(4, 64)),
+    "bfloat16": Case(8, 2, 64, PACKED, (Placement(), WHOLE), "chunked", dtype=torch.bfloat16),
+}  # fmt: skip
+
+
+def check_exchange(world: World) -> None:
+    """Both directions and their gradients, bit for bit, against slices of tensors that every rank has."""
+    exchange, N, rank = HeadExchange(world.mesh.get_group("context")), world.context_size, world.context_rank
+    generator = torch.Generator().manual_seed(0)
+    own = slice(3 * rank, 3 * rank + 3)  # tokens
+    bf16 = torch.bfloat16
+    for B, heads, dtype in ((1, 8, torch.float32), (3, 4, bf16), (2, 1, bf16), (1, 6, bf16)):
+        copies = N // math.gcd(N, heads)
+        whole = torch.randn(B, 3 * N, heads, 5, generator=generator).to(dtype)
+        # Of 4 ranks and 6 heads with 2 query heads each, rank 1 has query heads 3, 4 and 5, of heads 1, 2 and 2.
+        needed = torch.arange(heads * copies).view(N, -1) // copies
+        x = whole[:, own].clone().requires_grad_()
+        y = exchange.to_heads(x)
+        assert torch.equal(y, whole[:, :, needed[rank]])
+        d_whole = torch.randn(B, 3 * N, heads * copies, 5, generator=generator).to(dtype)
+        d_ranks = d_whole.chunk(N, dim=2)
+        y.backward(d_ranks[rank])
+        expected = d_whole.unflatten(2, (heads, copies)).float().sum(3).to(dtype)
+        assert torch.equal(x.grad, expected[:, own]) and x.grad.dtype == dtype
+        if copies == 1:
+            y = y.detach().requires_grad_()
+            tokens = exchange.to_tokens(y)
+            assert torch.equal(tokens, x)
+            tokens.backward(d_whole[:, own])
+            assert torch.equal(y.grad, d_ranks[rank])
+
+
+def build(case: Case, world: World) -> Transformer:
+    attention_type = "nsa" if isinstance(case.sparsity, NSA) else "full"
+    config = ModelConfig(256, 64, 96, 2, case.H, case.G, 32, attention_type=attention_type)
+    with torch.device("meta"):
+        model = Transformer(config).to(case.dtype if world.size == 1 else torch.float32)
+    if world.size > 1:
+        shard_model(model, model.layers, world, compute_dtype=case.dtype)
+        share_sequences(model, world)
+    model.to_empty(device="cpu")
+    copy_weights(model, ((name, full.bfloat16()) for name, full in initial_weights(model, seed=0)))
+    placements = case.placements if world.size > 1 else (WHOLE, WHOLE)
+    sparsity = () if case.sparsity is None else (case.sparsity,) * 2
+    execution = Execution(placements, loss_impl=case.loss_impl, sparsity=sparsity)
+    apply_execution(model, execution, arena_bytes=2**22)
+    return model
+
+
+def loss_and_gradients(case: Case, world: World, batch_size: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """Of the same sequences in any world; in several micro-batches where the ranks and `batch_size` are few."""
+    model, random = build(case, world), np.random.default_rng(0)
+    documents = [Document(random.integers(1, 256, n).astype(np.uint8), num_masked=n // 3) for n in case.lengths * 4]
+    loader = make_loader(documents, case.T, batch_size, rank=world.data_rank, world_size=world.data_size)
+    batches = [loader.next_batch() for _ in range(SEQUENCES // batch_size // world.data_size)]
+    shares = [batch.slice(world.context_rank, world.context_size) for batch in batches]
+    [num_valid] = world.sum(sum(share.num_valid_tokens for share in shares))
+    total = 0.0
+    for share in shares:
+        loss = run_model(model, share, world, num_valid)
+        loss.backward()
+        total += float(loss.detach())
+    gradients = {name: p.grad.full_tensor() if world.size > 1 else p.grad for name, p in model.named_parameters()}
+    return world.sum(total)[0], gradients
+
+
+def check_model(worlds: dict[int, World]) -> None:
+    for name, case in CASES.items():
+        for size in (1, 2, 4) if name == "dense, packed" else (2, 4):
+            world = worlds[size]
+            loss, gradients = loss_and_gradients(case, world, batch_size=min(2, SEQUENCES // world.data_size))
+            if world.is_main:
+                assert_equals_one_process(f"{name}, {size} ranks a sequence", case, loss, gradients)
+    world, case = worlds[4], CASES["dense, packed"]
+    repeated = [loss_and_gradients(case, world, batch_size=2) for _ in range(2)]
+    assert repeated[0][0] == repeated[1][0]
+    assert all(torch.equal(repeated[0][1][name], gradient) for name, gradient in repeated[1][1].items())
+    with pytest.raises(ValueError, match="choose blocks together; share between fewer ranks"):
+        loss_and_gradients(CASES["sparse"]._replace(G=2), world, batch_size=2)
+
+
+@functools.cache
+def one_process(case: Case) -> tuple[float, dict[str, torch.Tensor]]:
+    return loss_and_gradients(case, World(0, 1, torch.device("cpu")), SEQUENCES)
+
+
+def assert_equals_one_process(name: str, case: Case, loss: float, gradients: dict[str, torch.Tensor]) -> None:
+    """Each parameter's gradient; in bfloat16 it is compared in its error against float32."""
+    expected_loss, expected = one_process(case._replace(dtype=torch.float32))
+    assert loss == pytest.approx(expected_loss, rel=1e-6 if case.dtype == torch.float32 else 1e-4), name
+
+    def errors(found: dict[str, torch.Tensor]) -> dict[str, float]:
+        return {n: float((found[n].float() - g).norm() / g.norm()) for n, g in expected.items()}
+
+    limit = 2 * max(errors(one_process(case)[1]).values()) if case.dtype != torch.float32 else 2e-6
+    assert not {n: error for n, error in errors(gradients).items() if not error < limit}, name
+
+
+def check_loss_choice(world: World) -> None:
+    """The switch to the chunked loss counts the logits of a rank's own tokens."""
+    case = CASES["dense, packed"]._replace(loss_impl="auto")
+    own_logits = 2 * case.T // world.context_size * 256 * 4  # bytes of 2 sequences of float32
+    for threshold, choice in ((own_logits, "standard"), (own_logits - 1, "chunked")):
+        with mock.patch("model.CHUNKED_LOSS_THRESHOLD_BYTES", threshold), mock.patch("model.log_loss_choice") as log:
+            loss_and_gradients(case, world, batch_size=2)
+        assert {call.args[0] for call in log.call_args_list} == {choice}
+
+
+def train_shared(folder: Path, worlds: dict[int, World]) -> None:
+    """One run of 5 steps of 4 sequences each, stopped and resumed by other splits of the ranks."""
+    start = arguments(str(folder / "corpus.txt"), folder / "shared", *STEADY, "--batch_size", "2", steps=2)
+    start += ["--context_parallel_size", "4", "--gradient_accumulation_steps", "2", "--sample_tokens", "3"]
+    once = ["--gradient_accumulation_steps", "1"]
+    with (
+        mock.patch.object(train, "peak_flops", lambda device: 1e12),
+        mock.patch.object(train, "join_world", lambda device, size: nullcontext(worlds[size])),
+    ):
+        assert train.main([*start, "--gradient_checkpointing"]) == 0
+        for flags in (
+            ["--max_steps", "3"],
+            ["--max_steps", "4", "--context_parallel_size", "2", *once],
+            ["--max_steps", "5", "--context_parallel_size", "1", "--batch_size", "1"],
+        ):
+            assert train.main(only_resume(folder / "shared", *flags)) == 0
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    """What four processes printed, and the folder of their run."""
+    folder = tmp_path_factory.mktemp("ulysses")
+    (folder / "corpus.txt").write_text(" ".join((ROOT / "model.py").read_text().split()))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
+    result = subprocess.run(
+        [*command, "-m", "tests.training.parallel.test_ulysses", str(folder)], cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout, folder
+
+
+def test_four_ranks_equal_one_process(four_ranks):
+    stdout, _ = four_ranks
+    assert stdout.count("equal") == 4
+
+
+def test_a_run_goes_on_with_any_split(four_ranks, monkeypatch, capsys):
+    _, folder = four_ranks
+    monkeypatch.setattr(train, "peak_flops", lambda device: 1e12)
+    one, shared = folder / "one", folder / "shared"
+    assert train.main(arguments(str(folder / "corpus.txt"), one, *STEADY, "--batch_size", "4", steps=6)) == 0
+    capsys.readouterr()
+    assert train.main(only_resume(shared, "--context_parallel_size", "2", "--max_steps", "6")) == 1
+    assert "context_parallel_size 2 x tensor_parallel_size 1 must divide" in capsys.readouterr().err
+    assert train.main(only_resume(shared, "--batch_size", "4", "--max_steps", "6")) == 0
+    assert losses(shared) == pytest.approx(losses(one), rel=1e-5)
+    lines, expected = metrics(shared), metrics(one)
+    assert lines[-1]["validation_loss"] == pytest.approx(expected[-1]["validation_loss"], rel=1e-5)
+    assert [line["tokens"] for line in lines] == [line["tokens"] for line in expected]
+    work = [line["mfu"] * line["seconds"] for line in expected]  # of the one process, proportional to its FLOPs
+    assert [line["mfu"] * line["seconds"] for line in lines] == pytest.approx([w / 4 for w in work[:5]] + work[5:])
+
+
+def test_heads_that_cannot_be_shared_are_refused():
+    tiny = MODEL_SIZES["tiny"]  # 4 query heads, 2 key/value heads
+    check_sharing(4, tiny, chooses_blocks=False)
+    check_sharing(2, tiny, chooses_blocks=True)
+    for size in (3, 8):
+        with pytest.raises(UserError, match=f"size {size} must divide the model's 4 query heads; give one of 1, 2, 4"):
+            check_sharing(size, tiny, chooses_blocks=False)
+    with pytest.raises(UserError, match=r"size 4 must divide the model's 2 key/value heads, .* give one of 1, 2$"):
+        check_sharing(4, tiny, chooses_blocks=True)
+
+
+def test_an_exchange_is_of_all_heads_at_once():
+    attention, x = Attention(MODEL_SIZES["tiny"], layer=0), torch.zeros(1, 8, 128)
+    attention.exchange, attention.heads_at_a_time = mock.Mock(), 1
+    with pytest.raises(ValueError, match="all heads at once, not by 1 at a time"):
+        attention(x, Context(torch.ones(8, 16), torch.zeros(8, 16), longest=8))
+
+
+if __name__ == "__main__":
+    with join_world("cpu") as world:
+        worlds = {n: World(world.rank, 4, world.device, make_mesh("cpu", 4, n)) for n in (1, 2, 4)}
+        check_exchange(worlds[2])
+        check_exchange(worlds[4])
+        check_model(worlds)
+        check_loss_choice(worlds[4])
+        train_shared(Path(sys.argv[1]), worlds)
+        print("equal", flush=True)
+        gc.collect()  # models in cycles would keep the process group beyond its end, which at times aborts
