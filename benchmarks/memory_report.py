@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from kernels.sparse_attention import Sparsity
+from kernels.sparse_attention import NSA, Sparsity
 from model import MODEL_SIZES
 from training.errors import UserError
 from training.memory.cost_model import Stage, Step
@@ -147,16 +147,19 @@ def sparse() -> list[list[str]]:
                 differing(result["predicted_seconds"], result["seconds"]), f"{result['seconds']:.2f}",
                 f"{result['seconds'] / dense:.3f}", f"{result['mfu']:.1%}", f"{result['host_gib']:.1f}", date(run),
             ])  # fmt: skip
-    for result in results("profile_step_*_sparse_*.json"):
+    for result in results("profile_step_*.json"):
+        kind = result["settings"]["attention_type"]
+        if kind == "full":
+            continue
         context, peak = result["settings"]["context_length"], result["summary"]["measured_peak"] / GIB
         seconds = result["summary"]["measured_seconds"]
         [dense] = [  # extrapolated
             other["summary"]["extrapolated_seconds"] for other in results("profile_step_*.json")
             if other["settings"]["context_length"] == context and other["settings"]["attention_type"] == "full"
         ]  # fmt: skip
-        flops = 3 * MODEL_SIZES["4B"].forward_flops([context], 36 * [Sparsity()])
+        flops = 3 * MODEL_SIZES["4B"].forward_flops([context], 36 * [NSA() if kind == "nsa" else Sparsity()])
         rows.append([
-            "sparse", f"{context:,}", "none",
+            kind, f"{context:,}", "none",
             differing(result["summary"]["predicted_peak"] / GIB, peak), f"{peak:.2f}",
             differing(result["summary"]["predicted_seconds"], seconds), f"{seconds:.2f}", f"{seconds / dense:.3f}",
             f"{flops / seconds / GPUS['H200'].flops:.1%}", f"{result['summary']['host'] / GIB:.1f}",

@@ -109,7 +109,7 @@ class Rates:
     backward_documents: float = 5_000
     memory_bytes: float = 4.2e12  # bytes read plus bytes written
     link_bytes: float = 50e9  # bytes each way between host and GPU, in both directions at once
-    choice_flops: float = 210e12  # of choosing blocks: their scores, and the highest of these
+    choice_flops: float = 270e12  # of choosing blocks: their scores, and the highest of these
 
 
 H200 = Rates()
@@ -295,8 +295,8 @@ GPUS = {
 # arXiv 2307.08691).
 _HOPPER_ATTENTION = {"cudnn": 1.0, "flash": 0.58, "flash-attn-4": 1.14}
 
-# Likewise, of attention to chosen blocks, and of NSA: estimated from its parts at 131,072 tokens.
-_SPARSE_ATTENTION, _NSA = 0.4, 0.6
+# Likewise, forward and backward, of attention to chosen blocks and of NSA at 131,072 tokens; without the choice.
+_SPARSE_ATTENTION, _NSA = (0.28, 0.45), (0.55, 0.62)
 
 
 def find_gpu(device_name: str) -> GPU | None:
@@ -323,13 +323,14 @@ def scale_rates(gpu: GPU, attention_backend: str, sparsity: Sequence[Sparsity | 
     """Rates of a `gpu` that is not here, if it comes as near to its data sheet as an H200 does to its own."""
     h200 = GPUS["H200"]
     flops, link = gpu.flops / h200.flops, gpu.link_bandwidth / h200.link_bandwidth
-    attention = flops * (1 if gpu.attention_backend == "flash" else _HOPPER_ATTENTION[attention_backend])
+    dense = 1 if gpu.attention_backend == "flash" else _HOPPER_ATTENTION[attention_backend]
+    forward, backward = dense, dense
     if sparsity:
-        attention = flops * (_NSA if isinstance(sparsity[0], NSA) else _SPARSE_ATTENTION)
+        forward, backward = _NSA if isinstance(sparsity[0], NSA) else _SPARSE_ATTENTION
     return Rates(
         matrix_flops=H200.matrix_flops * flops,
-        attention_forward_flops=H200.attention_forward_flops * attention,
-        attention_backward_flops=H200.attention_backward_flops * attention,
+        attention_forward_flops=H200.attention_forward_flops * flops * forward,
+        attention_backward_flops=H200.attention_backward_flops * flops * backward,
         memory_bytes=H200.memory_bytes * (gpu.memory_bandwidth / h200.memory_bandwidth),
         link_bytes=H200.link_bytes * link,
         choice_flops=H200.choice_flops * flops,
