@@ -361,8 +361,7 @@ def nsa_attention(
     """Native sparse attention: gated sum of compressed, selected and window attention, each document on its own.
 
     Args:
-        q_BTHK: queries [B, T, H, K], K of 64 or 128; bfloat16 or float16 on CUDA.
-        k_BTGK, v_BTGK: keys, after RoPE, and values [B, T, G, K], H a multiple of G, up to 16 times.
+        q_BTHK, k_BTGK, v_BTGK: as in `sparse_attention`, after RoPE; bfloat16 or float16 on CUDA.
         gates_BTHC: logits of each head's gates [B, T, H, 3]: compressed, selected, window.
         segments: the documents, as `kernels.attention.attention` takes them.
         selected_blocks: of 64 tokens, the first and the two local ones included; at least 4.
@@ -370,14 +369,14 @@ def nsa_attention(
         blocks: lists as `select_blocks` returns them, in place of the choice.
         backend: of the compressed branch, as `kernels.attention.attention` takes it.
         workspace_bytes: of tiles and slots at a time; fewer take more, smaller launches.
-        impl: "auto", "triton" or "torch".
+        impl: as in `sparse_attention`.
 
     Returns:
         [B, T, H, K] in q's dtype.
 
     Raises:
-        ValueError: shapes, dtypes or sizes that no kernel takes.
-        RuntimeError: in backward, create_graph=True.
+        ValueError: as `sparse_attention`; too few selected blocks, float32 on CUDA, gates of another shape.
+        RuntimeError: as `sparse_attention`.
     """
     on_triton = check_inputs(q_BTHK, k_BTGK, v_BTGK, segments, BLOCK_SIZE, window, impl)
     if gates_BTHC.shape != (*q_BTHK.shape[:3], BRANCHES):
