@@ -28,7 +28,7 @@ from training.data.packing import ConcatenatedPacking
 from training.data.sources import load_documents, split_documents
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
-from training.errors import UserError
+from training.errors import UserError, message_of
 from training.memory.cost_model import PackedDocuments
 from training.memory.placement import set_sparsity
 from training.metrics import MetricsFile, peak_flops, peak_memory_gib
@@ -432,13 +432,8 @@ def main(argv: list[str]) -> int:
             if not world.is_main:
                 logging.disable(logging.INFO)
             train(given, world)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except torch.OutOfMemoryError as error:
-        for note in getattr(error, "__notes__", ()):
-            print(note, file=sys.stderr)
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+    except (UserError, torch.OutOfMemoryError) as error:
+        print(message_of(error), file=sys.stderr)
         return 1
     return 0
 

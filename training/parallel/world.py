@@ -2,17 +2,26 @@
 
 import functools
 import gc
+import json
 import os
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from training.errors import UserError
+from training.errors import UserError, message_of
 from training.torch_internals import flatten_mesh
+
+GRACE_SECONDS = 2.0  # from a rank's death to its peers' end; torchrun, which looks every 0.1 s, sees who died first
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,8 @@ def make_mesh(device_type: str, size: int, context_parallel_size: int = 1, tenso
 def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size: int = 1) -> Iterator[World]:
     """The process group that torchrun announced (NCCL on GPUs, gloo on CPUs), or a world of one without it.
 
+    Where one of several ranks fails, it shows its error, and all ranks of its machine end within seconds.
+
     Args:
         device: "auto" (a GPU if there is one), "cuda" or "cpu".
         context_parallel_size: ranks that share each sequence.
@@ -120,14 +131,51 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
             raise UserError(f"more processes than the {count} GPUs here: torchrun --nproc_per_node={count} at most")
         place = torch.device("cuda", local_rank)
         torch.cuda.set_device(place)
-    mesh = None
-    if size > 1:
-        gpu = place.type == "cuda"
-        dist.init_process_group("nccl" if gpu else "gloo", device_id=place if gpu else None)
-        mesh = make_mesh(place.type, size, context_parallel_size, tensor_parallel_size)
-    yield World(rank, size, place, mesh)
-    # After an error the group is not destroyed: other ranks may wait in a collective, where this rank would wait too.
-    # torchrun ends all ranks when this one exits.
-    if dist.is_initialized():
-        gc.collect()  # frees objects that refer to the group, with which gloo now and then aborts
-        dist.destroy_process_group()
+    if size == 1:
+        yield World(rank, size, place)
+        return
+    gpu = place.type == "cuda"
+    dist.init_process_group("nccl" if gpu else "gloo", device_id=place if gpu else None)
+    mesh = make_mesh(place.type, size, context_parallel_size, tensor_parallel_size)
+    left, pids = threading.Event(), [0] * size
+    dist.all_gather_object(pids, os.getpid())
+    neighbours = pids[rank - local_rank :][: int(os.environ.get("LOCAL_WORLD_SIZE", 1))]  # this machine's
+    threading.Thread(target=end_with, args=(neighbours, left), daemon=True).start()
+    try:
+        yield World(rank, size, place, mesh)
+    except Exception as error:
+        end_by(error)
+    dist.barrier()  # no rank ends while another is still at work
+    left.set()
+    gc.collect()  # frees objects that refer to the group, with which gloo now and then aborts
+    dist.destroy_process_group()
+
+
+def end_with(pids: list[int], left: threading.Event) -> None:
+    """Wait until one of the processes `pids` has ended, then end this one too, unless `left` was set.
+
+    A thread of its own runs this: where a peer died, the main thread may wait in an NCCL kernel for good, and a signal
+    handler of Python, as train.py has for torchrun's SIGTERM, would wait with it.
+    """
+    while all(os.path.exists(f"/proc/{pid}") for pid in pids):
+        if left.wait(0.5):
+            return
+    if not left.wait(GRACE_SECONDS):
+        os._exit(1)
+
+
+def end_by(error: Exception) -> NoReturn:
+    """Show the error that ended this rank, have torchrun repeat it in its summary, and end the process.
+
+    The exit skips destructors and the process group's end, which may wait for the other ranks. What fails in a
+    collective fails most often because a peer died: that peer's own error comes first, and this one only where, after
+    twice GRACE_SECONDS, `end_with` has not ended the process.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not isinstance(error, UserError) and any("torch/distributed/" in frame.filename for frame in frames):
+        time.sleep(2 * GRACE_SECONDS)
+    print(f"\n{message_of(error)}", file=sys.stderr)  # the progress bar's line may be open
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": message_of(error), "timestamp": int(time.time())}))
+    sys.stdout.flush()
+    os._exit(1)

@@ -1,12 +1,15 @@
-"""The mesh of data, context and tensor ranks: a world of one, and four processes over gloo.
+"""The mesh of data, context and tensor ranks: a world of one, four processes over gloo, and one of two that dies.
 
-`torchrun --nproc_per_node=4 -m tests.training.parallel.test_world` is what the test starts.
+`torchrun --nproc_per_node=4 -m tests.training.parallel.test_world` is what a test starts; others start two processes,
+and end the command with how one of them dies.
 """
 
 import gc
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -40,12 +43,41 @@ def test_sizes_that_do_not_divide_the_processes_are_refused(sizes, monkeypatch):
         pass
 
 
-def test_four_ranks():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
-    result = subprocess.run(
-        [*command, "-m", "tests.training.parallel.test_world"], cwd=ROOT,
+def torchrun(processes: int, *argv: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return subprocess.run(
+        [*command, "-m", "tests.training.parallel.test_world", *argv], cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("death", ["UserError", "RuntimeError", "SIGKILL"])
+def test_a_rank_that_dies_ends_all_within_seconds(death):
+    """Its error alone is shown, and again in torchrun's summary, which ends the output."""
+    result = torchrun(2, death)
+    assert result.returncode == 1 and time.time() - float(result.stdout) < 15
+    ranks, torchruns = result.stderr.split("closing signal SIGTERM", 1)
+    cause = torchruns.split("Root Cause (first observed failure)")[1]
+    message = {"UserError": "error: rank 1 fails", "RuntimeError": "RuntimeError: rank 1 fails", "SIGKILL": "Signal 9"}
+    assert message[death] in cause and "rank      : 1" in cause
+    if death != "SIGKILL":
+        assert ranks.count(message[death]) == 1
+    assert ranks.count("Traceback") == (death == "RuntimeError") and "closed by peer" not in result.stderr
+
+
+def die(world: World, death: str) -> None:
+    """Rank 1 dies; rank 0 then fails in a collective, or as in an NCCL kernel waits where no SIGTERM reaches it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if world.rank == 0:
+        time.sleep(600) if death == "SIGKILL" else world.sum(1.0)
+    print(time.time(), flush=True)
+    if death == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise {"UserError": UserError, "RuntimeError": RuntimeError}[death]("rank 1 fails")
+
+
+def test_four_ranks():
+    result = torchrun(4)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count("equal") == 4
 
@@ -105,6 +137,8 @@ def check_training(world: World) -> None:
 
 if __name__ == "__main__":
     with join_world("cpu", context_parallel_size=2) as world:
+        if sys.argv[1:]:
+            die(world, sys.argv[1])
         check_meshes(world)
         check_sequences(world)
         check_training(world)
