@@ -308,8 +308,9 @@ def train(given: dict, world: World) -> None:
         loader.load_state_dict(start.loader)
         verify_checkpoint(start.checkpoint)  # reads every byte of the checkpoint
     documents = PackedDocuments.average(
-        *loader.document_lengths(), loader.longest_document, config.batch_size, world.data_size
-    )
+        *loader.document_lengths(), loader.longest_document,
+        config.batch_size, world.data_size, config.gradient_accumulation_steps,
+    )  # fmt: skip
     model, optimizer, plan = build(config, model_config, start, documents, world)
 
     output_dir = Path(config.output_dir)
@@ -338,7 +339,7 @@ def train(given: dict, world: World) -> None:
     progress = tqdm(total=max_steps, initial=start.step, unit="step", disable=not world.is_main)
     for step in range(start.step + 1, max_steps + 1):
         began = time.perf_counter()
-        batches = [loader.next_batch() for _ in range(config.gradient_accumulation_steps)]
+        batches = loader.next_step(config.gradient_accumulation_steps)
         rate = learning_rate_of(step, config, start.cosine_steps)
         sparsity = sparsity_at(config, step)
         set_sparsity(model, sparsity)
@@ -357,7 +358,8 @@ def train(given: dict, world: World) -> None:
         if world.device.type == "cuda":
             values["peak_memory_gib"] = peak_memory_gib(world)
         if gpu_flops is not None:
-            flops = 3 * sum(model_config.forward_flops(batch.documents.lengths, sparsity) for batch in batches)
+            forward = sum(model_config.forward_flops(batch.documents.lengths, sparsity) for batch in batches)
+            flops = 3 * world.sum(forward)[0] / world.size  # of a rank, on average
             values["mfu"] = flops / world.context_size / seconds / gpu_flops
         if config.selected_blocks_start is not None:
             values["selected_blocks"] = spell_by_layer([of_layer.selected_blocks for of_layer in sparsity])

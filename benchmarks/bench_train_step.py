@@ -84,7 +84,7 @@ def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list
         store = TokenStore(documents, tokenizer.eos_id)
         packing = ConcatenatedPacking(store.lengths, length, seed=0)
         loaders = [PackedLoader(store, packing, 1, rank, num_ranks) for rank in range(num_ranks)]
-        return [[loader.next_batch() for loader in loaders] for _ in range(arguments.steps)]
+        return [[loader.next_step()[0] for loader in loaders] for _ in range(arguments.steps)]
     ids = np.concatenate([document.tokens for document in documents])[None, :length].astype("int64")
     ids = torch.from_numpy(ids)
     targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from model import IGNORE_INDEX, Documents, find_documents
-from training.data.packing import ConcatenatedPacking, Piece, Stream
+from training.data.packing import ConcatenatedPacking, Piece, Stream, deal
 from training.data.tokens import TokenStore
 from training.errors import UserError
 
@@ -71,8 +71,8 @@ def make_batch(store: TokenStore, sequences: list[list[Piece]], context_length: 
 class PackedLoader:
     """Endless training batches of full sequences in one global order, which depends on corpus and packing alone.
 
-    A step of any number of ranks takes the next batch_size * world_size sequences of that order, rank r the ones at
-    r, r + world_size, ...; so the position, and a resumed run, do not depend on the number of ranks.
+    A step of any number of ranks takes the next sequences of that order; so the position, and a resumed run, do not
+    depend on the number of ranks. Which of them a rank takes is decided by attention's cost (`packing.deal`).
 
     Args:
         store: the training documents.
@@ -113,13 +113,16 @@ class PackedLoader:
                 "lower --gradient_accumulation_steps, --batch_size or --context_length, or give more --data"
             )
 
-    def next_batch(self) -> Batch:
-        """[batch_size, context_length]: this rank's share of the next sequences."""
-        first = self.next_sequence + self.rank
-        self.next_sequence += self.batch_size * self.world_size
-        indices = range(first, self.next_sequence, self.world_size)
+    def next_step(self, micro_batches: int = 1) -> list[Batch]:
+        """This rank's share of the next sequences: the micro-batches of a step, [batch_size, context_length] each."""
+        first = self.next_sequence
+        self.next_sequence += micro_batches * self.batch_size * self.world_size
+        indices = range(first, self.next_sequence)
         sequences = [self.packing.pieces(*divmod(i, self.sequences_per_epoch)) for i in indices]
-        return make_batch(self.store, sequences, self.packing.context_length)
+        pairs = np.array([sum((b - a) * (b - a + 1) // 2 for _, a, b in pieces) for pieces in sequences])
+        own = deal(pairs, self.world_size)[:, self.rank].reshape(micro_batches, self.batch_size)
+        length = self.packing.context_length
+        return [make_batch(self.store, [sequences[i] for i in positions], length) for positions in own]
 
     def state_dict(self) -> dict:
         """The position, and what it is a position in. Plain numbers, the same on every rank."""

@@ -22,6 +22,7 @@ from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.qkv_attention import qkv_attention_footprint
 from kernels.sparse_attention import NSA, Sparsity
 from training.config import IO_THREADS
+from training.data.packing import deal
 from training.memory.execution import Execution, Placement, needed_for_backward
 from training.memory.host_copies import SLOT_ALIGNMENT
 from training.memory.machine import GIB, Rates
@@ -68,21 +69,31 @@ class PackedDocuments:
 
     @classmethod
     def average(
-        cls, lengths: np.ndarray, sequences: np.ndarray, longest: int, batch_size: int, num_ranks: int
+        cls,
+        lengths: np.ndarray,
+        sequences: np.ndarray,
+        longest: int,
+        batch_size: int,
+        num_ranks: int,
+        micro_batches: int = 1,
     ) -> "PackedDocuments":
         """Over the micro-batches of an epoch, of the rank that has most pairs: the others wait for it.
 
         Args:
             lengths: int [N], tokens of each document.
-            sequences: int [N], in which sequence of the epoch it is. Of each batch_size * num_ranks sequences rank r
-                takes those at r, r + num_ranks, ...
+            sequences: int [N], in which sequence of the epoch it is.
             longest: tokens of the longest document that any epoch may have.
+            batch_size, num_ranks, micro_batches: a step's sequences are their product; `packing.deal` gives them out.
         """
-        size = batch_size * num_ranks
-        used = (sequences.max() + 1) // size * size
-        count = np.bincount(sequences)[:used].reshape(-1, batch_size, num_ranks).sum(1)
-        pairs = np.bincount(sequences, weights=lengths * (lengths + 1) / 2)[:used]
-        pairs = pairs.reshape(-1, batch_size, num_ranks).sum(1)
+        step = batch_size * num_ranks * micro_batches
+        used = (sequences.max() + 1) // step * step
+        count = np.bincount(sequences)[:used].reshape(-1, step)
+        pairs = np.bincount(sequences, weights=lengths * (lengths + 1) / 2)[:used].reshape(-1, step)
+        positions = deal(pairs, num_ranks).reshape(-1, step)
+        count, pairs = (
+            np.take_along_axis(values, positions, axis=1).reshape(-1, batch_size, num_ranks).sum(1)
+            for values in (count, pairs)
+        )
         slowest = np.arange(len(pairs)), pairs.argmax(1)
         return cls(longest, float(count[slowest].mean()), float(pairs[slowest].mean()))
 

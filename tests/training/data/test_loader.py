@@ -13,7 +13,7 @@ from training.data.tokens import TokenStore
 
 
 def take(loader, count):
-    return [loader.next_batch().input_ids for _ in range(count)]
+    return [batch.input_ids for _ in range(count) for batch in loader.next_step()]
 
 
 def test_resume_is_exact_and_independent_of_the_number_of_ranks():
@@ -33,9 +33,33 @@ def test_resume_is_exact_and_independent_of_the_number_of_ranks():
     ranks = [make(rank, world_size=2, batch_size=1) for rank in range(2)]
     for rank in ranks:
         rank.load_state_dict(state)
-    assert torch.equal(torch.cat([batch for _ in range(6) for rank in ranks for batch in take(rank, 1)]), expected)
+    for of_step in expected.split(2):
+        assert sorted(torch.cat([take(rank, 1)[0] for rank in ranks]).tolist()) == sorted(of_step.tolist())
     assert ranks[0].state_dict() == ranks[1].state_dict() == one.state_dict()
     assert one.epoch == 22 / 14
+
+
+@pytest.mark.parametrize("world_size, batch_size, micro_batches", [(2, 1, 4), (4, 1, 3), (3, 2, 1), (2, 1, 1)])
+def test_ranks_share_a_steps_sequences_and_finish_together(world_size, batch_size, micro_batches):
+    """In no step later than if they took turns; a micro-batch lasts as long as the rank with most pairs computes."""
+    lengths = np.random.default_rng(0).lognormal(3, 1.5, 300).astype(int) + 1
+    documents, step = make_documents(lengths.tolist()), world_size * batch_size * micro_batches
+    one = make_loader(documents, 128, 1)
+    ranks = [make_loader(documents, 128, batch_size, 0, rank, world_size) for rank in range(world_size)]
+
+    def pairs(batch):
+        return sum(n * (n + 1) // 2 for n in batch.documents.lengths)
+
+    seconds = []
+    while one.epoch < 2:
+        in_order, dealt = one.next_step(step), [rank.next_step(micro_batches) for rank in ranks]
+        rows = torch.cat([batch.input_ids for batches in dealt for batch in batches])
+        assert sorted(rows.tolist()) == sorted(torch.cat([batch.input_ids for batch in in_order]).tolist())
+        together = np.array([[pairs(batch) for batch in batches] for batches in dealt]).max(0).sum()
+        in_turns = np.array([pairs(batch) for batch in in_order]).reshape(micro_batches, batch_size, world_size)
+        seconds.append((together, in_turns.sum(1).max(1).sum()))
+    together, in_turns = np.array(seconds).T
+    assert (together <= in_turns).all() and (together < in_turns).any() == (batch_size * micro_batches > 1)
 
 
 @pytest.mark.parametrize(
@@ -101,13 +125,14 @@ def test_lengths_of_packed_documents_are_those_of_the_batches():
     lengths, sequences = loader.document_lengths()
     assert loader.longest_document == 12 and make_loader(documents, 50, 1, seed=3).longest_document == 31
     for index in range(loader.sequences_per_epoch):
-        assert sorted(loader.next_batch().documents.lengths) == sorted(lengths[sequences == index].tolist())
+        [batch] = loader.next_step()
+        assert sorted(batch.documents.lengths) == sorted(lengths[sequences == index].tolist())
 
 
 @pytest.mark.parametrize("size", [1, 2, 6])
 def test_slices_of_a_shared_sequence_make_up_the_whole(size):
     for documents in ([3, 30, 1, 11], [60]):  # packed, and one document a sequence
-        batch = make_loader(make_documents(documents, masked=2), 12, 3).next_batch()
+        [batch] = make_loader(make_documents(documents, masked=2), 12, 3).next_step()
         shares = [batch.slice(rank, size) for rank in range(size)]
         for whole, parts in (
             (batch.input_ids, [share.input_ids for share in shares]),
@@ -123,7 +148,7 @@ def test_slices_of_a_shared_sequence_make_up_the_whole(size):
 
 @pytest.mark.parametrize("documents", [[3, 30, 1, 11], [60]])
 def test_slices_of_an_odd_length_are_padded_with_a_document_without_targets(documents):
-    batch = make_loader(make_documents(documents), 12, 3).next_batch()
+    [batch] = make_loader(make_documents(documents), 12, 3).next_step()
     shares = [batch.slice(rank, 5) for rank in range(5)]
     input_ids, targets, positions = (
         torch.cat([get(share) for share in shares], dim=1)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.data.loader import PackedLoader
-from training.data.packing import ConcatenatedPacking, Stream
+from training.data.packing import ConcatenatedPacking, Stream, deal
 from training.data.sources import Document
 from training.data.tokens import TokenStore
 
@@ -32,6 +32,13 @@ def test_a_stream_is_cut_into_pieces():
     assert stream.cut(7, 20) == [(0, 4, 5), (1, 0, 1)] and stream.cut(9, 20) == []
 
 
+def test_sequences_are_dealt_to_ranks_by_cost():
+    costs = np.array([[7, 1, 5, 2, 9, 0], [3, 3, 3, 3, 3, 3]])
+    assert deal(costs[0, :4], 2).tolist() == [[1, 3], [0, 2]]
+    assert deal(costs, 3).tolist() == [[[5, 1, 3], [4, 0, 2]], [[0, 1, 2], [5, 4, 3]]]
+    assert deal(costs, 1)[0, :, 0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
 def test_packing_reads_no_tokens():
     """It is given lengths alone, and its pieces are the same whatever the tokens are."""
     packing = ConcatenatedPacking(np.array([3, 6]), 4, seed=0)
@@ -41,7 +48,7 @@ def test_packing_reads_no_tokens():
 
 def test_segments_and_masks():
     # With this seed the order is as given: 1 2 end 3 | 4 5 6 7, and the last end is dropped.
-    batch = make_loader(make_documents([2, 5]), 4, 2).next_batch()
+    [batch] = make_loader(make_documents([2, 5]), 4, 2).next_step()
     assert batch.input_ids.tolist() == [[1, 2, EOS, 3], [4, 5, 6, 7]]
     assert batch.targets.tolist() == [[2, EOS, -100, -100], [5, 6, 7, -100]]
     assert batch.documents.segments.tolist() == [[0, 0, 3], [0, 3, 4], [1, 0, 4]]
@@ -54,29 +61,26 @@ def test_segments_and_masks():
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
     context_length=st.integers(2, 17),
-    world_size=st.integers(1, 3),
     batch_size=st.integers(1, 3),
     seed=st.integers(0, 3),
 )
-def test_packing_loses_and_duplicates_no_token(lengths, context_length, world_size, batch_size, seed):
+def test_packing_loses_and_duplicates_no_token(lengths, context_length, batch_size, seed):
     documents = make_documents(lengths)
     total = sum(lengths) + len(lengths)
     if total < context_length:
         with pytest.raises(ValueError, match=f"{total} training tokens is shorter than one context_length"):
             make_loader(documents, context_length, batch_size, seed)
         return
-    loaders = [make_loader(documents, context_length, batch_size, seed, r, world_size) for r in range(world_size)]
+    loader = make_loader(documents, context_length, batch_size, seed)
     per_epoch = total // context_length
     sequences = []  # of two epochs and a little more, in the global order
     while len(sequences) < 2 * per_epoch:
-        batches = [loader.next_batch() for loader in loaders]
-        for row in range(batch_size):
-            sequences += [(b.input_ids[row], b.targets[row], b.documents.positions_BT[row]) for b in batches]
-        for batch in batches:
-            assert batch.num_valid_tokens == int((batch.targets != -100).sum())
-            starts = (batch.documents.positions_BT == 0).nonzero().tolist()
-            expected = starts if batch.documents.segments is None else batch.documents.segments[:, :2].tolist()
-            assert starts == expected and batch.documents.are_whole
+        [batch] = loader.next_step()
+        sequences += list(zip(batch.input_ids, batch.targets, batch.documents.positions_BT))
+        assert batch.num_valid_tokens == int((batch.targets != -100).sum())
+        starts = (batch.documents.positions_BT == 0).nonzero().tolist()
+        expected = starts if batch.documents.segments is None else batch.documents.segments[:, :2].tolist()
+        assert starts == expected and batch.documents.are_whole
     for epoch in range(2):
         random = np.random.default_rng([seed, epoch])
         order, places = random.permutation(len(documents)), random.permutation(per_epoch)

@@ -43,7 +43,7 @@ def test_folder_is_read_in_order_and_text_files_only(tmp_path):
 def test_prompt_is_masked(tmp_path):
     (document,) = read_text(tmp_path, "a.jsonl", b'{"prompt": "ab", "completion": "cd"}')
     assert document.num_masked == 2 and BYTES.decode(document.tokens) == "abcd"
-    batch = make_loader([document], 5, 1, eos_id=EOS).next_batch()
+    [batch] = make_loader([document], 5, 1, eos_id=EOS).next_step()
     assert batch.targets.tolist() == [[-100, ord("c"), ord("d"), EOS, -100]]
     assert batch.num_valid_tokens == 3
 

@@ -47,7 +47,7 @@ def test_tokenizer_file_keeps_large_ids_and_all_tokens(tmp_path):
     assert tokenizer.decode(torch.from_numpy(ids.astype(np.int64))) == "hehe hx"
     (tmp_path / "a.txt").write_text("hehe")
     documents = load_documents(str(tmp_path / "a.txt"), tokenizer, tokenizer.vocab_size)
-    batch = make_loader(documents, 3, 1, eos_id=tokenizer.eos_id).next_batch()
+    [batch] = make_loader(documents, 3, 1, eos_id=tokenizer.eos_id).next_step()
     assert batch.input_ids.tolist() == [[70256, 70256, 70257]]
 
 

@@ -33,10 +33,12 @@ def test_today_measured():
 
 
 def test_a_rank_waits_for_the_one_with_most_pairs():
-    """Two ranks, two sequences each: sequences 0 and 2 are the first rank's, 1 and 3 the second's."""
+    """Of sequences of 10, 6, 10 and 7 pairs, one rank takes 6 + 10, the other 7 + 10; or 6 and 7, then 10 each."""
     lengths, sequences = np.array([4, 2, 2, 4, 1, 3, 4]), np.array([0, 1, 1, 2, 3, 3, 4])
     documents = PackedDocuments.average(lengths, sequences, longest=4, batch_size=2, num_ranks=2)
-    assert documents == PackedDocuments(longest=4, count=2, pairs=10 + 10)
+    assert documents == PackedDocuments(longest=4, count=3, pairs=7 + 10)
+    documents = PackedDocuments.average(lengths, sequences, 4, batch_size=1, num_ranks=2, micro_batches=2)
+    assert documents == PackedDocuments(4, (2 + 1) / 2, (7 + 10) / 2)
     alone = PackedDocuments.average(lengths, sequences, longest=4, batch_size=1, num_ranks=1)
     assert alone == PackedDocuments(4, 7 / 5, (10 + 6 + 10 + 7 + 10) / 5)
     assert PackedDocuments.one_each(4, 2) == PackedDocuments(4, 2, 20)

@@ -112,7 +112,7 @@ def loss_and_gradients(case: Case, world: World, batch_size: int) -> tuple[float
     model, random = build(case, world), np.random.default_rng(0)
     documents = [Document(random.integers(1, 256, n).astype(np.uint8), num_masked=n // 3) for n in case.lengths * 4]
     loader = make_loader(documents, case.T, batch_size, rank=world.data_rank, world_size=world.data_size)
-    batches = [loader.next_batch() for _ in range(SEQUENCES // batch_size // world.data_size)]
+    batches = loader.next_step(SEQUENCES // batch_size // world.data_size)
     shares = [batch.slice(world.context_rank, world.context_size) for batch in batches]
     [num_valid] = world.sum(sum(share.num_valid_tokens for share in shares))
     total = 0.0
