@@ -108,10 +108,11 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
 
     Raises:
         UserError: CUDA asked for where there is none, fewer GPUs than processes on this machine, or a number of
-            processes that the two sizes do not divide.
+            processes, in all or on this one of several machines, that the two sizes do not divide.
     """
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before CUDA starts: less fragmentation
-    rank, size, local_rank = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    rank, size, local_rank, local_size = (int(os.environ.get(name, default)) for name, default in defaults.items())
     if device not in ("auto", "cuda", "cpu"):
         raise UserError(f'device must be "auto", "cuda" or "cpu", got {device!r}')
     if size % (context_parallel_size * tensor_parallel_size):
@@ -119,12 +120,18 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
             f"context_parallel_size {context_parallel_size} x tensor_parallel_size {tensor_parallel_size} must divide "
             f"the number of processes, {size}; start another number by torchrun --nproc_per_node, or lower one of them"
         )
+    if size > local_size and local_size % (context_parallel_size * tensor_parallel_size):
+        raise UserError(
+            f"context_parallel_size {context_parallel_size} x tensor_parallel_size {tensor_parallel_size} must divide "
+            f"each machine's processes, {local_size}: no sequence or matrix is shared between machines; lower one of "
+            "them, or start another number by torchrun --nproc_per_node"
+        )
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but PyTorch sees no CUDA GPU here; use --device cpu, or check nvidia-smi")
     if device == "cpu" or not torch.cuda.is_available():
         place = torch.device("cpu")
         # torchrun allows each process one thread; share the cores among this machine's processes instead.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
     else:
         if local_rank >= torch.cuda.device_count():
             count = torch.cuda.device_count()
@@ -139,7 +146,7 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
     mesh = make_mesh(place.type, size, context_parallel_size, tensor_parallel_size)
     left, pids = threading.Event(), [0] * size
     dist.all_gather_object(pids, os.getpid())
-    neighbours = pids[rank - local_rank :][: int(os.environ.get("LOCAL_WORLD_SIZE", 1))]  # this machine's
+    neighbours = pids[rank - local_rank :][:local_size]  # of this machine
     threading.Thread(target=end_with, args=(neighbours, left), daemon=True).start()
     try:
         yield World(rank, size, place, mesh)

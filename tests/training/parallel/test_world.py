@@ -43,6 +43,14 @@ def test_sizes_that_do_not_divide_the_processes_are_refused(sizes, monkeypatch):
         pass
 
 
+def test_sequences_are_not_shared_between_machines(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    message = "context_parallel_size 4 x tensor_parallel_size 1 must divide each machine's processes, 2: no sequence"
+    with pytest.raises(UserError, match=message), join_world("cpu", 4):
+        pass
+
+
 def torchrun(processes: int, *argv: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     return subprocess.run(
