@@ -514,6 +514,7 @@ def test_readme_names_every_flag():
 
 BAD_FLAGS = [
     (["--context_lenght", "64"], "unknown flag --context_lenght; did you mean --context_length?"),
+    (["--pipeline_parallel_size", "2"], "there is no --pipeline_parallel_size: the last stage would hold the loss"),
     (["--context_length", "0"], "context_length must be at least 2, got 0"),
     (["--context_length", "many"], "invalid int value: 'many'"),
     (["--model_size", "5B"], "'5B' (choose from"),

@@ -109,8 +109,13 @@ def given_settings(config_type: type, argv: list[str], description: str) -> dict
         parser.add_argument(f"--{f.name}", **options)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        known = [f"--{f.name}" for f in fields(config_type)] + ["--config"]
-        raise UserError(f"unknown flag {unknown[0]}{_nearest(unknown[0].split('=')[0], known)}")
+        name, known = unknown[0].split("=")[0], [f"--{f.name}" for f in fields(config_type)] + ["--config"]
+        if name == "--pipeline_parallel_size":
+            raise UserError(
+                "there is no --pipeline_parallel_size: the last stage would hold the loss, and wait or be waited for, "
+                "while up to 8B FSDP2 shards all layers; start more processes, or raise --context_parallel_size"
+            )
+        raise UserError(f"unknown flag {unknown[0]}{_nearest(name, known)}")
     flags = {name: value for name, value in vars(arguments).items() if value is not None and name != "config"}
     return (_read_toml(arguments.config, config_type) if arguments.config else {}) | flags
 
