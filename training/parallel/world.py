@@ -151,7 +151,7 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
     try:
         yield World(rank, size, place, mesh)
     except Exception as error:
-        end_by(error)
+        end_by(error, is_main=rank == 0)
     dist.barrier()  # no rank ends while another is still at work
     left.set()
     gc.collect()  # frees objects that refer to the group, with which gloo now and then aborts
@@ -171,18 +171,19 @@ def end_with(pids: list[int], left: threading.Event) -> None:
         os._exit(1)
 
 
-def end_by(error: Exception) -> NoReturn:
+def end_by(error: Exception, is_main: bool) -> NoReturn:
     """Show the error that ended this rank, have torchrun repeat it in its summary, and end the process.
 
-    The exit skips destructors and the process group's end, which may wait for the other ranks. What fails in a
-    collective fails most often because a peer died: that peer's own error comes first, and this one only where, after
-    twice GRACE_SECONDS, `end_with` has not ended the process.
+    The exit skips destructors and the process group's end, which may wait for the other ranks. Where every rank fails
+    alike the main rank alone speaks, and what fails in a collective fails most often because a peer died, whose own
+    error is to be read: such errors are shown only where, after twice GRACE_SECONDS, `end_with` has not ended the rank.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    if not isinstance(error, UserError) and any("torch/distributed/" in frame.filename for frame in frames):
+    if not is_main or any("torch/distributed/" in frame.filename for frame in frames):
         time.sleep(2 * GRACE_SECONDS)
     print(f"\n{message_of(error)}", file=sys.stderr)  # the progress bar's line may be open
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(file).write_text(json.dumps({"message": message_of(error), "timestamp": int(time.time())}))
+        told = {"py_callstack": message_of(error), "timestamp": int(time.time())}
+        Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": told}}))
     sys.stdout.flush()
     os._exit(1)
