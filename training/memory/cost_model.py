@@ -6,6 +6,7 @@ operations over measured rates, attention and matrix products apart, and copies 
 """
 
 import copy
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -28,6 +29,8 @@ from training.memory.host_copies import SLOT_ALIGNMENT
 from training.memory.machine import GIB, Rates
 from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
 
+# A search for a plan asks for the same few footprints many thousand times.
+_attention_footprint, _mlp_footprint = functools.cache(qkv_attention_footprint), functools.cache(gated_mlp_footprint)
 _NORMS_BYTES = 8  # a token: 1 / rms of a block's two norms, float32
 LIBRARY_BYTES = 160 * 2**20  # cuBLAS workspaces and the small tensors that nothing below counts
 
@@ -294,13 +297,13 @@ class Step:
         if self.is_packed:
             longest = self.documents.longest if self.documents else self.context_length
         return (
-            qkv_attention_footprint(
+            _attention_footprint(
                 self.tokens, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
                 config.head_dim, element_size=self.element_size, backend=execution.attention_backend,
                 context_length=self.context_length, longest=longest, sparsity=sparsity,
                 heads_at_a_time=execution.heads_at_a_time,
             ),
-            gated_mlp_footprint(
+            _mlp_footprint(
                 self.tokens, config.hidden_size, config.intermediate_size, element_size=self.element_size,
                 tile_size=execution.mlp_tile_size,
             ),

@@ -115,11 +115,9 @@ def describe_budgets(gpu_bytes: float, host_bytes: float) -> str:
 def has_plan(step: Step, gpu_bytes: float, host_bytes: float) -> bool:
     """Whether any plan fits into both budgets."""
     return any(
-        _fits(step, _placed(base, inputs), gpu_bytes / LEAST_HEADROOM, host_bytes)
+        _fitting_inputs(step, base, step.layers // 2, gpu_bytes / LEAST_HEADROOM, host_bytes)
         for base in _layouts(step)
         if base.heads_at_a_time  # which takes the least, as recomputing half of the inputs does
-        for recomputed in (0, step.layers // 2)
-        for inputs in _input_places(step.layers, recomputed)
     )
 
 
@@ -142,14 +140,9 @@ def _search(step: Step, gpu_bytes: float, host_bytes: float) -> list[Execution]:
     found = []
     for base in _layouts(step):
         for recomputed in range(step.layers // 2 + 1):
-            fitting = [
-                _keep(step, base, inputs, gpu_bytes, host_bytes)
-                for inputs in _input_places(step.layers, recomputed)
-                if _fits(step, _placed(base, inputs), gpu_bytes, host_bytes)
-            ]
-            if fitting:  # recomputing more inputs would only take longer
-                found += fitting
-                break
+            if fitting := _fitting_inputs(step, base, recomputed, gpu_bytes, host_bytes):
+                found += [_keep(step, base, inputs, gpu_bytes, host_bytes) for inputs in fitting]
+                break  # recomputing more inputs would only take longer
     return found
 
 
@@ -172,22 +165,32 @@ def _layouts(step: Step) -> Iterator[Execution]:
                 )  # fmt: skip
 
 
-def _input_places(layers: int, recomputed: int) -> Iterator[list[str]]:
-    """Places of all layers' inputs, with `recomputed` of them recomputed and any number of the others on the host.
+def _fitting_inputs(
+    step: Step, base: Execution, recomputed: int, gpu_bytes: float, host_bytes: float
+) -> list[list[str]]:
+    """Places of all layers' inputs, `recomputed` of them recomputed, with which an execution fits.
 
-    The GPU's share is that of the last layers: backward needs theirs first, and frees it as gradients come.
+    Any number of the others may be on the host. The GPU's share is that of the last layers: backward needs theirs
+    first, and frees it as gradients come.
     """
-    for on_host in range(layers - recomputed + 1):
-        places = ["host"] * on_host + ["gpu"] * (layers - recomputed - on_host)
+    candidates = []
+    for on_host in range(step.layers - recomputed + 1):
+        places = ["host"] * on_host + ["gpu"] * (step.layers - recomputed - on_host)
         for i in range(recomputed):
             places.insert(2 * i + 1, "recompute")
-        yield places
+        candidates.append(places)
+    # Each next one takes more of the host, and of the GPU in no stage more: those that fit are neighbours.
+    stop = bisect.bisect_left(candidates, True, key=lambda inputs: step.host_bytes(_placed(base, inputs)) > host_bytes)
+    start = bisect.bisect_left(
+        candidates, True, hi=stop, key=lambda inputs: _fits(step, _placed(base, inputs), gpu_bytes, host_bytes)
+    )
+    return candidates[start:stop]
 
 
 def _keep(step: Step, base: Execution, inputs: list[str], gpu_bytes: float, host_bytes: float) -> Execution:
     """As many attention outputs as fit on the GPU, then on the host; where nothing had to leave, whole blocks.
 
-    The GPU's share is that of the last layers, as in `_input_places`.
+    The GPU's share is that of the last layers, as in `_fitting_inputs`.
     """
 
     def largest(limit: int, place: Callable[[int], Execution]) -> int:
