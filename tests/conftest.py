@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 def pytest_configure(config):
     if hasattr(config, "workerinput"):  # pytest -n: as many processes as cores, of one thread each
         torch.set_num_threads(1)
+        torch.set_num_threads = lambda _: None  # training.parallel.world.join_world would take all cores
 
 
 @pytest.fixture
