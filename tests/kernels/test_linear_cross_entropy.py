@@ -1,16 +1,16 @@
 import importlib
-import os
-import subprocess
-import sys
-from pathlib import Path
+import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from tests.kernels.compare import DEVICE, STRIDES, strided
+from tests.ranks import run_ranks
 
 module = importlib.import_module("kernels.linear_cross_entropy")
 cross_entropy_module = importlib.import_module("kernels.cross_entropy")
@@ -390,68 +390,45 @@ def test_any_shape_and_options(data):
     )  # fmt: skip
 
 
-_TWO_RANKS = """
-import os
-import sys
-import torch
-import torch.distributed as dist
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from tests.kernels.compare import DEVICE, STRIDES, strided
+def check_sharded(world, *impls):
+    torch.manual_seed(0)
+    vocab, hidden = 66, 16
+    input, head, bias = torch.randn(3, 5, hidden), 0.3 * torch.randn(vocab, hidden), torch.randn(vocab)
+    target, weight, d_loss = torch.randint(vocab, (3, 5)), torch.rand(vocab), torch.randn(3, 5)
+    target[0, :3] = torch.tensor([-100, 32, 33])  # the edge between the shards
+    shard = slice(33 * world.rank, 33 * world.rank + 33)
 
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
-torch.manual_seed(0)
-vocab, hidden = 66, 16
-input, head, bias = torch.randn(3, 5, hidden), 0.3 * torch.randn(vocab, hidden), torch.randn(vocab)
-target, weight, d_loss = torch.randint(vocab, (3, 5)), torch.rand(vocab), torch.randn(3, 5)
-target[0, :3] = torch.tensor([-100, 32, 33])  # the edge between the shards
-shard = slice(33 * rank, 33 * rank + 33)
+    def run(function, rows, **options):
+        leaves = [t.clone().requires_grad_() for t in (input, head[rows], bias[rows])]
+        loss = function(leaves[0], leaves[1], target, linear_bias=leaves[2], **options)
+        incoming = d_loss if options.get("reduction") == "none" else 1.0
+        return loss.detach(), torch.autograd.grad((incoming * loss).sum(), leaves)
 
-def run(function, rows, **options):
-    leaves = [t.clone().requires_grad_() for t in (input, head[rows], bias[rows])]
-    loss = function(leaves[0], leaves[1], target, linear_bias=leaves[2], **options)
-    incoming = d_loss if options.get("reduction") == "none" else 1.0
-    return loss.detach(), torch.autograd.grad((incoming * loss).sum(), leaves)
-
-for impl in sys.argv[3:]:
-    for options in ({}, {"reduction": "none"}, {"label_smoothing": 0.1},
-                    {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "weight": weight}):
+    for impl, options in itertools.product(
+        impls,
+        (
+            {}, {"reduction": "none"}, {"label_smoothing": 0.1},
+            {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0, "weight": weight},
+        ),
+    ):  # fmt: skip
         loss, (d_input, d_head, d_bias) = run(linear_cross_entropy_reference, slice(None), **options)
         ours = run(linear_cross_entropy, shard, process_group=dist.group.WORLD, chunk_size=4, impl=impl, **options)
         torch.testing.assert_close(ours, (loss, (d_input, d_head[shard], d_bias[shard])), rtol=1e-4, atol=1e-6)
 
-# A sharded head, tokens split over the ranks: gathered once, its gradient summed over the ranks.
-mesh = init_device_mesh("cpu", (2,))
-sharded = distribute_tensor(head, mesh, [Shard(0)]).requires_grad_()
-own = slice(0, 2) if rank == 0 else slice(2, 3)
-denominator = (target != -100).sum()
-linear_cross_entropy(input[own], sharded, target[own], denominator=denominator, chunk_size=4).backward()
-whole = head.clone().requires_grad_()
-linear_cross_entropy_reference(input, whole, target).backward()
-assert sharded.grad.placements == (Shard(0),)
-torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad, rtol=1e-4, atol=1e-6)
-print("rank", rank, "agrees", flush=True)
-dist.barrier()
-dist.destroy_process_group()
-os._exit(0)  # a thread of gloo's now and then aborts the interpreter's own way out
-"""
+    # A sharded head, tokens split over the ranks: gathered once, its gradient summed over the ranks.
+    sharded = distribute_tensor(head, world.fsdp_mesh, [Shard(0)]).requires_grad_()
+    own = slice(0, 2) if world.rank == 0 else slice(2, 3)
+    denominator = (target != -100).sum()
+    linear_cross_entropy(input[own], sharded, target[own], denominator=denominator, chunk_size=4).backward()
+    whole = head.clone().requires_grad_()
+    linear_cross_entropy_reference(input, whole, target).backward()
+    assert sharded.grad.placements == (Shard(0),)
+    torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_vocabulary_and_head_sharded_over_two_ranks(tmp_path):
+def test_vocabulary_and_head_sharded_over_two_ranks():
     """On the CPU, with gloo. The kernel on shards is run for real by test_cross_entropy's test of shards."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    impls = ["torch"] if torch.cuda.is_available() else IMPLEMENTATIONS
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _TWO_RANKS, str(rank), f"file://{tmp_path}/store", *impls],
-            cwd=Path(__file__).parents[2], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for rank, process in enumerate(ranks):
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0 and f"rank {rank} agrees" in output, output
+    run_ranks(2, check_sharded, *(["torch"] if torch.cuda.is_available() else IMPLEMENTATIONS))
 
 
 @pytest.mark.gpu

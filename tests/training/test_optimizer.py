@@ -6,17 +6,17 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import training.optimizer
 from model import MODEL_SIZES, Transformer
+from tests.ranks import run_ranks
 from training.checkpoint.files import load_optimizer_state, save_checkpoint
 from training.optimizer import LEAVING_BYTES, MasterAdamW, optimizer_bytes, warmup_cosine
 from training.parallel.fsdp import shard_model
-from training.parallel.world import World, make_mesh
+from training.parallel.world import World
 
 SHAPES = {"matrix": (8, 16), "norm.weight": (16,), "other": (5, 7)}
 PLACEMENTS = {"device": math.inf, "host": 0, "partly": 8 * 16 * 12}  # gpu_state_bytes; partly: the matrix stays
@@ -342,19 +342,8 @@ def full(state):
     }
 
 
-def in_two_processes(rank, folder):
-    training.optimizer.PIECE_ELEMENTS = 24
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
-    try:
-        check_sharded(rank, folder)
-    finally:
-        gc.collect()  # models refer to the group, and gloo may abort the process if they outlive it
-        dist.destroy_process_group()
-
-
-def check_sharded(rank, folder):
-    cpu = torch.device("cpu")
-    world, one = World(rank, 2, cpu, make_mesh("cpu", 2)), World(0, 1, cpu)
+def check_sharded(world, folder):
+    training.optimizer.PIECE_ELEMENTS, one = 24, World(0, 1, world.device)
     for micro_batches in (1, 3):
         _, default, norms = train_sharded(math.inf, world, micro_batches)
         expected = full(default.state_dict())
@@ -379,7 +368,7 @@ def check_sharded(rank, folder):
 
 def test_sharded_parameters(tmp_path):
     """Two ranks: placements agree bit for bit, with one process up to rounding, and through a checkpoint."""
-    mp.spawn(in_two_processes, (tmp_path,), nprocs=2)
+    run_ranks(2, check_sharded, tmp_path)
 
 
 def test_state_of_sharded_bf16_parameters_is_float32(tmp_path):

@@ -1,6 +1,5 @@
 """Checkpoints: exact round trips on any number of ranks, and every kind of damage is seen."""
 
-import gc
 import json
 import random
 import shutil
@@ -13,9 +12,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.ranks import run_ranks
 from training.checkpoint import files, weights
 from training.checkpoint.files import (
     latest_checkpoint,
@@ -226,7 +225,7 @@ def test_failed_save_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, module
     assert steps_in(tmp_path) == ["step_00000002"]
 
 
-def save_and_die(_, output_dir, victim):
+def save_and_die(world, output_dir, victim):
     def die(*args, **kwargs):
         files.os.kill(files.os.getpid(), 9)
 
@@ -239,7 +238,7 @@ def save_and_die(_, output_dir, victim):
 def test_killed_save_is_no_checkpoint(tmp_path, victim, latest):
     save(tmp_path, 1, keep=1)
     with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
-        mp.spawn(save_and_die, (tmp_path, victim))
+        run_ranks(1, save_and_die, tmp_path, victim)
     assert latest_checkpoint(tmp_path).name == f"step_{latest:08d}"
     verify_checkpoint(latest_checkpoint(tmp_path))
     assert any(name.endswith(".tmp") for name in steps_in(tmp_path))  # killed in the act
@@ -253,27 +252,18 @@ def shard(model, mesh, placements):
     return model
 
 
-def in_group(rank, world_size, folder, function):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world_size)
-    try:
-        function(rank, folder, init_device_mesh("cpu", (world_size,)))
-    finally:
-        gc.collect()  # models refer to the group, and gloo may abort the process if they outlive it
-        dist.destroy_process_group()
-
-
-def save_sharded(rank, folder, mesh):
-    torch.manual_seed(rank)
-    model = shard(Model(1), mesh, [Shard(0)])
-    random.seed(rank)
+def save_sharded(world, folder):
+    torch.manual_seed(world.rank)
+    model = shard(Model(1), world.fsdp_mesh, [Shard(0)])
+    random.seed(world.rank)
     save(folder / "run", 3, model)
     verify_checkpoint(folder / "run" / "step_00000003")
-    (folder / f"draw_{rank}").write_text(str(random.random()))
+    (folder / f"draw_{world.rank}").write_text(str(random.random()))
 
 
-def load_sharded(rank, folder, mesh):
+def load_sharded(world, folder):
     for placements in ([Shard(0)], [Replicate()]):
-        model = shard(Model(2), mesh, placements)
+        model = shard(Model(2), world.fsdp_mesh, placements)
         copy_weights(
             model,
             load_model_weights(folder / "run" / "step_00000003", {n: p.shape for n, p in model.named_parameters()}),
@@ -287,32 +277,32 @@ def load_sharded(rank, folder, mesh):
             moment = state["state"][name]["exp_avg"]
             assert torch.equal(moment.full_tensor(), optimizer_state_of(expected)["state"][name]["exp_avg"])
         assert state["learning_rate"] == 0.1 + 0.2
-        assert restore_rng(folder / "run" / "step_00000003") == (rank < 2)
-        if rank < 2:
-            assert str(random.random()) == (folder / f"draw_{rank}").read_text()
+        assert restore_rng(folder / "run" / "step_00000003") == (world.rank < 2)
+        if world.rank < 2:
+            assert str(random.random()) == (folder / f"draw_{world.rank}").read_text()
 
 
-def damage_in_a_group(rank, folder, mesh):
+def damage_in_a_group(world, folder):
     path = folder / "run" / "step_00000003"
     manifest = sorted(json.loads((path / "manifest.json").read_text()))
     dist.barrier()
-    if rank == 0:  # a file whose content rank 1 checks
+    if world.rank == 0:  # a file whose content rank 1 checks
         content = bytearray((path / manifest[1]).read_bytes())
         content[-1] ^= 1
         (path / manifest[1]).write_bytes(content)
     dist.barrier()
     with pytest.raises((ValueError, RuntimeError), match=f"{manifest[1]} is corrupted"):
         verify_checkpoint(path)
-    if rank == 1:
+    if world.rank == 1:
         files._rng_state = lambda: 1 / 0
     with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
-        save(folder / "run", 4, shard(Model(1), mesh, [Shard(0)]))
+        save(folder / "run", 4, shard(Model(1), world.fsdp_mesh, [Shard(0)]))
     dist.barrier()
     assert steps_in(folder / "run") == ["step_00000003"]
 
 
-def save_with_few_full_weights(rank, folder, mesh):
-    model = shard(Model(1), mesh, [Shard(0)])
+def save_with_few_full_weights(world, folder):
+    model = shard(Model(1), world.fsdp_mesh, [Shard(0)])
     gather, alive = DTensor.full_tensor, []
 
     def full_tensor(self):
@@ -328,8 +318,8 @@ def save_with_few_full_weights(rank, folder, mesh):
     assert torch.equal(load_file(path / "model.safetensors")["model.norm.weight"], Model(1).norm.weight)
 
 
-def full_disk_in_a_group(rank, folder, mesh):
-    model = shard(Model(1), mesh, [Shard(0)])
+def full_disk_in_a_group(world, folder):
+    model = shard(Model(1), world.fsdp_mesh, [Shard(0)])
     gather, gathered = DTensor.full_tensor, []
     DTensor.full_tensor = lambda self: gathered.append(1) or gather(self)
 
@@ -344,13 +334,8 @@ def full_disk_in_a_group(rank, folder, mesh):
     assert steps_in(folder / "run") == ["step_00000003"]
 
 
-def spawn(world_size, folder, function):
-    mp.spawn(in_group, (world_size, folder, function), nprocs=world_size)
-    (folder / "group").unlink(missing_ok=True)
-
-
 def test_saved_by_two_ranks_loaded_by_one_and_three(tmp_path):
-    spawn(2, tmp_path, save_sharded)
+    run_ranks(2, save_sharded, tmp_path)
     path = latest_checkpoint(tmp_path / "run")
     verify_checkpoint(path)
     assert {"rng_0.json", "rng_1.json"} <= json.loads((path / "manifest.json").read_text()).keys()
@@ -360,12 +345,12 @@ def test_saved_by_two_ranks_loaded_by_one_and_three(tmp_path):
     state = optimizer_state_of(model, value=-1.0)
     load_optimizer_state(path, state)
     assert_same_state(state, optimizer_state_of(model))
-    spawn(3, tmp_path, load_sharded)
+    run_ranks(3, load_sharded, tmp_path)
 
 
 def test_one_full_weight_at_a_time_and_a_full_disk_in_the_middle(tmp_path):
-    spawn(2, tmp_path, save_with_few_full_weights)
-    spawn(2, tmp_path, full_disk_in_a_group)
+    run_ranks(2, save_with_few_full_weights, tmp_path)
+    run_ranks(2, full_disk_in_a_group, tmp_path)
     verify_checkpoint(latest_checkpoint(tmp_path / "run"))
 
 
@@ -376,6 +361,6 @@ def test_saved_by_one_rank_loaded_by_two_and_errors_reach_both(tmp_path):
     path = tmp_path / "run" / "step_00000003"
     shutil.copy(path / "rng_0.json", path / "rng_1.json")
     shutil.copy(tmp_path / "draw_0", tmp_path / "draw_1")
-    spawn(2, tmp_path, load_sharded)
+    run_ranks(2, load_sharded, tmp_path)
     (path / "rng_1.json").unlink()
-    spawn(2, tmp_path, damage_in_a_group)
+    run_ranks(2, damage_in_a_group, tmp_path)

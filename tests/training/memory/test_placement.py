@@ -1,8 +1,6 @@
 import gc
 import importlib
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from kernels.attention import KERNELS
 from kernels.sparse_attention import NSA, Sparsity
 from model import MODEL_SIZES, Attention, Transformer
+from tests.ranks import run_ranks
 from training.memory.cost_model import PackedDocuments, Step
 from training.memory.execution import PLACES, WHOLE, Execution, Placement
 from training.memory.host_copies import PinnedArena
@@ -24,9 +23,8 @@ from training.memory.placement import apply_execution, apply_placement
 from training.memory.planner import make_plan
 from training.optimizer import MasterAdamW
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
-from training.parallel.world import World, join_world
+from training.parallel.world import World
 
-ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 TINY = MODEL_SIZES["tiny"]  # 4 layers
 UNIFORM = {f"{i} {a}": (Placement(i, a),) * 4 for i in ("gpu", "host") for a in PLACES}
@@ -412,21 +410,12 @@ def test_placements_that_make_no_sense_are_refused():
 
 
 def test_sharded_over_two_processes():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [*command, "-m", "tests.training.memory.test_placement"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count("equal") == 2 * len(PLACEMENTS | WITH_WHOLE)
+    run_ranks(2, compare_sharded)
 
 
 def compare_sharded(world: World) -> None:
     """FSDP2 with and without placements, a micro-batch of its own on every rank: the same bits."""
+    assert world.broadcast(Placement("host", ("gpu", "recompute")[world.rank])) == Placement("host", "gpu")
 
     def gradients(placements):
         with torch.device("meta"):
@@ -445,7 +434,6 @@ def compare_sharded(world: World) -> None:
     expected = gradients(None)
     for name, placements in (PLACEMENTS | WITH_WHOLE).items():
         assert torch.equal(gradients(placements), expected), name
-        print("equal", flush=True)
 
 
 # A 0.6B with few layers and a small vocabulary
@@ -577,10 +565,3 @@ def measured_peak(config, tokens, execution, documents=None):
         model(ids, ids, document_ids=documents).loss.backward()
         optimizer.step(1e-4)
     return torch.cuda.max_memory_allocated() - before
-
-
-if __name__ == "__main__":
-    with join_world("cpu") as world:
-        assert world.broadcast(Placement("host", ("gpu", "recompute")[world.rank])) == Placement("host", "gpu")
-        compare_sharded(world)
-        gc.collect()  # models in cycles would keep the process group beyond its end, which at times aborts

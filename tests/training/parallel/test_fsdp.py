@@ -1,24 +1,16 @@
-"""FSDP2 in bfloat16 against one process: on CPUs by gloo, and on two GPUs by NCCL.
+"""FSDP2 in bfloat16 against one process: on CPUs by gloo, and on two GPUs by NCCL."""
 
-`torchrun --nproc_per_node=2 -m tests.training.parallel.test_fsdp cpu` (or cuda) is what the tests start.
-"""
-
-import gc
 import importlib
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from model import MODEL_SIZES, Transformer
+from tests.ranks import run_ranks
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
-from training.parallel.world import World, join_world
+from training.parallel.world import World
 
-ROOT = Path(__file__).parents[3]
 # The packed documents' cos and sin, [B, T, K/2], pass through every block; 0.6B's width with two blocks on a GPU.
 CONFIGS = {
     "cpu": MODEL_SIZES["tiny"],
@@ -77,30 +69,13 @@ def compare_with_one_process(world: World) -> None:
         found, expected = gradients[name], parameter.grad.double()  # summed in float32 and in bfloat16
         difference = float((found - expected).norm() / expected.norm())
         assert difference < 5e-3, (name, difference)
-    print("equal", flush=True)
-
-
-def run_ranks(device: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    result = subprocess.run(
-        [*command, "-m", "tests.training.parallel.test_fsdp", device], cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count("equal") == 2
 
 
 def test_two_processes_equal_one_in_bfloat16():
-    run_ranks("cpu")
+    run_ranks(2, compare_with_one_process)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_equal_one():
-    run_ranks("cuda")
-
-
-if __name__ == "__main__":
-    with join_world(sys.argv[1]) as world:
-        compare_with_one_process(world)
-        gc.collect()  # models in cycles would keep the process group beyond its end, which at times aborts
+    run_ranks(2, compare_with_one_process, device="cuda")

@@ -1,14 +1,7 @@
-"""Sequences shared by ranks against one process: the exchange, loss and every gradient, and runs that resume.
-
-`torchrun --nproc_per_node=4 -m tests.training.parallel.test_ulysses FOLDER` is what the tests start, once.
-"""
+"""Sequences shared by ranks against one process: the exchange, loss and every gradient, and runs that resume."""
 
 import functools
-import gc
 import math
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +14,7 @@ import torch
 import train
 from kernels.sparse_attention import NSA, Sparsity
 from model import MODEL_SIZES, Attention, Context, ModelConfig, Transformer
+from tests.ranks import run_ranks
 from tests.test_train import arguments, losses, metrics, only_resume
 from tests.training.data.test_packing import make_loader
 from training.data.sources import Document
@@ -29,7 +23,7 @@ from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.placement import apply_execution
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
 from training.parallel.ulysses import HeadExchange, check_sharing, share_sequences
-from training.parallel.world import World, join_world, make_mesh
+from training.parallel.world import World, make_mesh
 from training.run import run_model
 
 ROOT = Path(__file__).parents[3]
@@ -166,11 +160,11 @@ def check_loss_choice(world: World) -> None:
         assert {call.args[0] for call in log.call_args_list} == {choice}
 
 
-def train_shared(folder: Path, worlds: dict[int, World]) -> None:
+def train_shared(world: World, folder: Path) -> None:
     """One run of 5 steps of 4 sequences each, stopped and resumed by other splits of the ranks."""
     start = arguments(str(folder / "corpus.txt"), folder / "shared", *STEADY, "--batch_size", "2", steps=2)
     start += ["--context_parallel_size", "4", "--gradient_accumulation_steps", "2", "--sample_tokens", "3"]
-    once = ["--gradient_accumulation_steps", "1"]
+    once, worlds = ["--gradient_accumulation_steps", "1"], worlds_of(world)
     with (
         mock.patch.object(train, "peak_flops", lambda device: 1e12),
         mock.patch.object(train, "join_world", lambda device, size: nullcontext(worlds[size])),
@@ -184,30 +178,29 @@ def train_shared(folder: Path, worlds: dict[int, World]) -> None:
             assert train.main(only_resume(folder / "shared", *flags)) == 0
 
 
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory):
-    """What four processes printed, and the folder of their run."""
-    folder = tmp_path_factory.mktemp("ulysses")
-    (folder / "corpus.txt").write_text(" ".join((ROOT / "model.py").read_text().split()))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
-    result = subprocess.run(
-        [*command, "-m", "tests.training.parallel.test_ulysses", str(folder)], cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout, folder
+def worlds_of(world: World) -> dict[int, World]:
+    """By the number of ranks that share a sequence."""
+    return {n: World(world.rank, world.size, world.device, make_mesh("cpu", world.size, n)) for n in (1, 2, 4)}
 
 
-def test_four_ranks_equal_one_process(four_ranks):
-    stdout, _ = four_ranks
-    assert stdout.count("equal") == 4
+def check_four_ranks(world: World) -> None:
+    worlds = worlds_of(world)
+    check_exchange(worlds[2])
+    check_exchange(worlds[4])
+    check_model(worlds)
+    check_loss_choice(worlds[4])
 
 
-def test_a_run_goes_on_with_any_split(four_ranks, monkeypatch, capsys):
-    _, folder = four_ranks
+def test_four_ranks_equal_one_process():
+    run_ranks(4, check_four_ranks)
+
+
+def test_a_run_goes_on_with_any_split(tmp_path, monkeypatch, capsys):
+    (tmp_path / "corpus.txt").write_text(" ".join((ROOT / "model.py").read_text().split()))
+    run_ranks(4, train_shared, tmp_path)
     monkeypatch.setattr(train, "peak_flops", lambda device: 1e12)
-    one, shared = folder / "one", folder / "shared"
-    assert train.main(arguments(str(folder / "corpus.txt"), one, *STEADY, "--batch_size", "4", steps=6)) == 0
+    one, shared = tmp_path / "one", tmp_path / "shared"
+    assert train.main(arguments(str(tmp_path / "corpus.txt"), one, *STEADY, "--batch_size", "4", steps=6)) == 0
     capsys.readouterr()
     assert train.main(only_resume(shared, "--context_parallel_size", "2", "--max_steps", "6")) == 1
     assert "context_parallel_size 2 x tensor_parallel_size 1 must divide" in capsys.readouterr().err
@@ -236,15 +229,3 @@ def test_an_exchange_is_of_all_heads_at_once():
     attention.exchange, attention.heads_at_a_time = mock.Mock(), 1
     with pytest.raises(ValueError, match="all heads at once, not by 1 at a time"):
         attention(x, Context(torch.ones(8, 16), torch.zeros(8, 16), longest=8))
-
-
-if __name__ == "__main__":
-    with join_world("cpu") as world:
-        worlds = {n: World(world.rank, 4, world.device, make_mesh("cpu", 4, n)) for n in (1, 2, 4)}
-        check_exchange(worlds[2])
-        check_exchange(worlds[4])
-        check_model(worlds)
-        check_loss_choice(worlds[4])
-        train_shared(Path(sys.argv[1]), worlds)
-        print("equal", flush=True)
-        gc.collect()  # models in cycles would keep the process group beyond its end, which at times aborts

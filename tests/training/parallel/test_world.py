@@ -1,10 +1,9 @@
 """The mesh of data, context and tensor ranks: a world of one, four processes over gloo, and one of two that dies.
 
-`torchrun --nproc_per_node=4 -m tests.training.parallel.test_world` is what a test starts; others start two processes,
-and end the command with how one of them dies.
+`torchrun --nproc_per_node=2 -m tests.training.parallel.test_world SIGKILL` is what the last of these tests starts: its
+argument says how one of the two dies.
 """
 
-import gc
 import os
 import re
 import signal
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from model import MODEL_SIZES, Transformer
+from tests.ranks import run_ranks
 from tests.training.data.test_packing import make_documents, make_loader
 from training.errors import UserError
 from training.optimizer import MasterAdamW
@@ -26,7 +26,6 @@ from training.parallel.ulysses import share_sequences
 from training.parallel.world import World, join_world, make_mesh
 from training.run import train_step
 
-ROOT = Path(__file__).parents[3]
 DOCUMENTS = make_documents([40, 90, 15, 60, 50])
 
 
@@ -52,21 +51,17 @@ def test_sequences_are_not_shared_between_machines(monkeypatch):
         pass
 
 
-def torchrun(processes: int, *argv: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return subprocess.run(
-        [*command, "-m", "tests.training.parallel.test_world", *argv], cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("death", "rank", "message"),
     [("UserError", 0, "error: rank 0 fails"), ("RuntimeError", 1, "RuntimeError: rank 1 fails"), ("SIGKILL", 1, None)],
 )
 def test_a_rank_that_dies_ends_all_within_seconds(death, rank, message):
     """Its error alone is shown, and again in torchrun's summary, which ends the output."""
-    result = torchrun(2, death)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    result = subprocess.run(
+        [*command, "-m", "tests.training.parallel.test_world", death], cwd=Path(__file__).parents[3],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
     assert result.returncode == 1 and time.time() - float(result.stdout) < 20
     ranks, torchruns = result.stderr.split("closing signal SIGTERM", 1)
     cause = torchruns.split("Root Cause (first observed failure)")[1]
@@ -89,9 +84,13 @@ def die(world: World, death: str) -> None:
 
 
 def test_four_ranks():
-    result = torchrun(4)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count("equal") == 4
+    run_ranks(4, check_four_ranks, context_parallel_size=2)
+
+
+def check_four_ranks(world: World) -> None:
+    check_meshes(world)
+    check_sequences(world)
+    check_training(world)
 
 
 def check_meshes(world: World) -> None:
@@ -143,14 +142,8 @@ def check_training(world: World) -> None:
     torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected_steps), rtol=1e-5, atol=0)
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-4, atol=1e-5, msg=name)
-    print("equal", flush=True)
 
 
 if __name__ == "__main__":
-    with join_world("cpu", context_parallel_size=2) as world:
-        if sys.argv[1:]:
-            die(world, sys.argv[1])
-        check_meshes(world)
-        check_sequences(world)
-        check_training(world)
-        gc.collect()  # models in cycles would keep the process group beyond its end, which at times aborts
+    with join_world("cpu") as world:
+        die(world, sys.argv[1])

@@ -1,0 +1,38 @@
+"""Functions run by several ranks of one process group, each a process of this machine."""
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+
+import torch.multiprocessing as mp
+
+from training.parallel.world import join_world
+
+# Ranks are forked from a server, one for each process of pytest, which has imported these once: that takes seconds.
+multiprocessing.set_forkserver_preload(["hypothesis", "pytest", "train"])
+
+
+def run_ranks(num_ranks: int, function: Callable, *args, device: str = "cpu", **sizes: int) -> None:
+    """Call `function(world, *args)` in each rank, as under torchrun.
+
+    Args:
+        function: of the top level of a module.
+        device, sizes: as of `join_world`.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank raised an error, or was killed.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    mp.start_processes(
+        _call_in_rank, (num_ranks, port, function, args, device, sizes), num_ranks, start_method="forkserver"
+    )
+
+
+def _call_in_rank(rank, num_ranks, port, function, args, device, sizes):
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{num_ranks}"}
+    os.environ |= {"LOCAL_WORLD_SIZE": f"{num_ranks}", "MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
+    with join_world(device, **sizes) as world:
+        function(world, *args)
