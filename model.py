@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from kernels.attention import attention, attention_flops
 from kernels.cross_entropy import cross_entropy
 from kernels.gated_mlp import gated_mlp
+from kernels.head_exchange import HeadExchange
 from kernels.linear_cross_entropy import linear_cross_entropy
-from kernels.qkv_attention import Exchange, project_heads, qkv_attention
+from kernels.qkv_attention import project_heads, qkv_attention
 from kernels.rms_norm import rms_norm
 from kernels.sparse_attention import NSA, PooledKeys, Sparsity, attend_to_cache, nsa
 from kernels.torch_internals import assert_async
@@ -292,7 +293,7 @@ class Attention(nn.Module):
         self.g_proj = nn.Linear(D, config.num_gates) if config.num_gates else None
         self.backend = "auto"  # of kernels.attention.BACKENDS; it and the next three are set from outside
         self.heads_at_a_time: int | None = None  # key/value heads; None: all
-        self.exchange: Exchange | None = None  # where ranks share sequences; the forward is then given `documents`
+        self.exchange: HeadExchange | None = None  # where ranks share sequences; the forward is then given `documents`
         self.sparsity: Sparsity | NSA | None = NSA() if config.num_gates else None
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:

@@ -7,6 +7,10 @@ Kept for backward: the input, attention's output and log-sum-exp; with all heads
 their rotation, and v. Some heads at a time, backward projects each step's q, k and v again. Attention costs the same
 as all heads at once; the matrix products are smaller.
 
+N ranks may share each sequence (`HeadExchange`). Each step then projects this rank's tokens to n key/value heads of
+every rank, and exchanges tokens for heads around attention: of 8 key/value heads and 2 ranks, one at a time, the first
+step has heads 0 and 4. Attention's output is kept for this rank's tokens, log-sum-exp and chosen blocks for its heads.
+
 Attention is to everything, to chosen blocks (`Sparsity`) or native sparse attention (`NSA`). The operation that makes
 some heads at a time names it by `kind`, and by `sizes` that are its own:
 
@@ -17,7 +21,7 @@ some heads at a time names it by `kind`, and by `sizes` that are its own:
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +29,12 @@ from torch import Tensor
 
 from kernels.attention import attention, backward_workspace, choose_backend
 from kernels.common import Footprint, operation, use_triton
+from kernels.head_exchange import HeadExchange
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
 from kernels.sparse_attention import NSA, Sparsity, nsa, nsa_attention, sparse_attention
 from kernels.sparse_attention.sparse_attention import WORKSPACE_BYTES
+from kernels.torch_internals import resolve_process_group
 
 
 def project_heads(
@@ -47,9 +53,36 @@ def project_heads(
     return *rope(rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), cos, sin), v
 
 
-def _weight_of_step(weights: Sequence[Tensor], step: int, num_steps: int) -> Tensor:
-    """Rows of the q, k and v projections that make the heads of one step, [(R + 2) n K, D]; R query heads a group."""
-    return torch.cat([weight.chunk(num_steps)[step] for weight in weights])
+class _Division(NamedTuple):
+    """Of heads: first among ranks, then each rank's into steps. Methods take tensors whose dimension `dim` is heads."""
+
+    ranks: int
+    steps: int
+
+    def _view(self, x: Tensor, step: int, dim: int) -> Tensor:
+        return x.unflatten(dim, (self.ranks, self.steps, -1)).select(dim + 1, step)
+
+    def take(self, x, step: int, dim: int = 2):
+        """One step's heads of x, those of the first rank first, contiguous; None of None."""
+        return None if x is None else self._view(x, step, dim).flatten(dim, dim + 1).contiguous()
+
+    def put(self, x: Tensor, step: int, heads: Tensor, dim: int = 2) -> None:
+        """Write into x what `take` is to return."""
+        self._view(x, step, dim).copy_(heads.unflatten(dim, (self.ranks, -1)))
+
+
+def _divide(
+    weights: Sequence[Tensor], norms: Sequence[Tensor], n: int, group_name: str | None
+) -> tuple[HeadExchange, _Division, _Division]:
+    """The exchange between the ranks of a group, and the division of all heads and of a rank's own heads."""
+    exchange = HeadExchange(None if group_name is None else resolve_process_group(group_name))
+    steps = len(weights[1]) // len(norms[1]) // exchange.size // n
+    return exchange, _Division(exchange.size, steps), _Division(1, steps)
+
+
+def _weight_of_step(weights: Sequence[Tensor], step: int, division: _Division) -> Tensor:
+    """Rows of the q, k and v projections that make the n heads of one step, [(R + 2) n K, D]; R query heads a group."""
+    return torch.cat([division.take(weight, step, 0) for weight in weights])
 
 
 def _split_heads(qkv: Tensor, norms: Sequence[Tensor], eps: float, n: int, cos: Tensor, sin: Tensor) -> list[Tensor]:
@@ -90,35 +123,34 @@ def _attend_backward(
     return nsa.nsa_backward(dout, q, k, v, gates, *kept, sizes[1], backend, nsa.WORKSPACE_BYTES, on_triton)
 
 
-def _of_step(x, step: int, steps: int):
-    """One step's heads of [B, T, heads, ...], contiguous; None of None."""
-    return None if x is None else x.chunk(steps, 2)[step].contiguous()
-
-
 @operation("fathom::qkv_attention", keepable="results", chooses="lists")
 def _qkv_attention(
     x: Tensor, weights: list[Tensor], norms: list[Tensor], eps: float, cos: Tensor, sin: Tensor,
     segments: Tensor | None, lists: Tensor | None, kind: str, backend: str, sizes: list[int], n: int,
+    group_name: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x [B, T, D] -> outputs [branches, B, T, H, K], log-sum-exps [branches, B, T, H] and lists [B, T, G, blocks].
 
-    Weights are those of q, k, v, norms those of q, k. Lists are int16 and chosen here where none are given.
+    Weights are those of q, k, v, norms those of q, k. Lists are int16 and chosen here where none are given. In a group
+    of N ranks x and outputs have the tokens of this rank, log-sum-exps and lists its heads of T N tokens.
     """
-    out, lse, chosen = _empty_results(x, weights, norms, lists, kind, sizes)
-    steps = len(weights[1]) // len(norms[1]) // n
-    for step in range(steps):
-        q, k, v = _split_heads(F.linear(x, _weight_of_step(weights, step, steps)), norms, eps, n, cos, sin)
-        parts, lists_n = _attend(kind, q, k, v, segments, backend, _of_step(lists, step, steps), sizes)
+    exchange, all_heads, own_heads = _divide(weights, norms, n, group_name)
+    out, lse, chosen = _empty_results(x, weights, norms, lists, kind, sizes, exchange.size)
+    for step in range(own_heads.steps):
+        heads = F.linear(x, _weight_of_step(weights, step, all_heads)), norms, eps, n * exchange.size, cos, sin
+        q, k, v = map(exchange.to_heads, _split_heads(*heads))
+        del heads
+        parts, lists_n = _attend(kind, q, k, v, segments, backend, own_heads.take(lists, step), sizes)
         for branch, (out_n, lse_n) in enumerate(parts):
-            out[branch].chunk(steps, 2)[step].copy_(out_n)
-            lse[branch].chunk(steps, 2)[step].copy_(lse_n)
+            all_heads.put(out[branch], step, exchange.to_tokens(out_n))
+            own_heads.put(lse[branch], step, lse_n)
         if lists is None and lists_n is not None:
-            chosen.chunk(steps, 2)[step].copy_(lists_n)
+            own_heads.put(chosen, step, lists_n)
         del q, k, v, parts, out_n, lse_n, lists_n  # before those of the next step are made
     return out, lse, chosen
 
 
-def _empty_results(x, weights, norms, lists, kind: str, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_results(x, weights, norms, lists, kind: str, sizes: list[int], ranks: int) -> tuple[Tensor, Tensor, Tensor]:
     (B, T, _), K = x.shape, len(norms[0])
     H, G, branches, blocks = len(weights[0]) // K, len(weights[1]) // K, 1, 0
     if kind == "nsa":
@@ -127,14 +159,15 @@ def _empty_results(x, weights, norms, lists, kind: str, sizes: list[int]) -> tup
         blocks = NSA(*sizes).chosen_blocks if kind == "nsa" else sizes[0]
     return (
         x.new_empty(branches, B, T, H, K),
-        x.new_empty(branches, B, T, H, dtype=torch.float32),
-        x.new_empty(B, T, G, blocks, dtype=torch.int16),
+        x.new_empty(branches, B, T * ranks, H // ranks, dtype=torch.float32),
+        x.new_empty(B, T * ranks, G // ranks, blocks, dtype=torch.int16),
     )
 
 
 @_qkv_attention.register_fake
-def _(x, weights, norms, eps, cos, sin, segments, lists, kind, backend, sizes, n):
-    return _empty_results(x, weights, norms, lists, kind, sizes)
+def _(x, weights, norms, eps, cos, sin, segments, lists, kind, backend, sizes, n, group_name):
+    exchange, _, _ = _divide(weights, norms, n, group_name)
+    return _empty_results(x, weights, norms, lists, kind, sizes, exchange.size)
 
 
 def _gated(outs: Sequence[Tensor], gates: Tensor | None) -> Tensor:
@@ -148,13 +181,14 @@ class _QKVAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x, q_weight, k_weight, v_weight, o_weight, q_norm, k_norm, gates, cos, sin, segments, eps, kind, backend,
-        sizes, n,
+        sizes, n, group_name,
     ):  # fmt: skip
         weights, norms = [q_weight, k_weight, v_weight], [q_norm, k_norm]
         heads = x, weights, norms, eps, cos, sin, segments
-        outs, lses, lists = torch.ops.fathom.qkv_attention(*heads, None, kind, backend, sizes, n)
+        outs, lses, lists = torch.ops.fathom.qkv_attention(*heads, None, kind, backend, sizes, n, group_name)
         ctx.save_for_backward(x, *weights, o_weight, *norms, gates, cos, sin, lists, outs, lses)
-        ctx.segments, ctx.eps, ctx.kind, ctx.backend, ctx.sizes, ctx.n = segments, eps, kind, backend, sizes, n
+        ctx.segments, ctx.eps, ctx.kind, ctx.backend, ctx.sizes = segments, eps, kind, backend, sizes
+        ctx.n, ctx.group_name = n, group_name
         return F.linear(_gated([*outs], gates).flatten(2), o_weight)
 
     @staticmethod
@@ -162,48 +196,40 @@ class _QKVAttention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("attention some heads at a time has no second derivative (create_graph=True)")
         x, *weights, o_weight, q_norm, k_norm, gates, cos, sin, lists, outs, lses = ctx.saved_tensors
-        steps = len(weights[1]) // len(k_norm) // ctx.n
         norms = [weight.detach().requires_grad_() for weight in (q_norm, k_norm)]
+        exchange, all_heads, own_heads = _divide(weights, norms, ctx.n, ctx.group_name)
         x_rows, dy_rows = x.flatten(0, 1), dy.flatten(0, 1)
         dx_rows, d_weights = torch.zeros_like(x_rows), [torch.empty_like(weight) for weight in (*weights, o_weight)]
         d_gates = None if gates is None else torch.empty_like(gates)
         d_norms = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in norms]
-        for step, o_weight_n in enumerate(o_weight.chunk(steps, dim=1)):
-            weight = _weight_of_step(weights, step, steps)
-            outs_n, lses_n = ([_of_step(x, step, steps) for x in results] for results in (outs, lses))
-            gates_n, lists_n = _of_step(gates, step, steps), _of_step(lists, step, steps)
-            d_weights[3].chunk(steps, 1)[step].copy_(dy_rows.T @ _gated(outs_n, gates_n).flatten(0, 1).flatten(1))
+        for step in range(own_heads.steps):
+            weight, o_weight_n = _weight_of_step(weights, step, all_heads), all_heads.take(o_weight, step, 1)
+            outs_n, gates_n = [all_heads.take(out, step) for out in outs], all_heads.take(gates, step)
+            all_heads.put(d_weights[3], step, dy_rows.T @ _gated(outs_n, gates_n).flatten(0, 1).flatten(1), 1)
+            d_out = exchange.to_heads((dy @ o_weight_n).view(outs_n[0].shape))
+            outs_n = [exchange.to_heads(out) for out in outs_n]
+            gates_n = None if gates is None else exchange.to_heads(gates_n)
+            lses_n, lists_n = [own_heads.take(lse, step) for lse in lses], own_heads.take(lists, step)
             qkv = F.linear(x, weight).requires_grad_()
             with torch.enable_grad():
-                heads = _split_heads(qkv, norms, ctx.eps, ctx.n, cos, sin)
-            d_out = (dy @ o_weight_n).view(outs_n[0].shape)
-            q, k, v = (head.detach() for head in heads)
+                heads = _split_heads(qkv, norms, ctx.eps, ctx.n * exchange.size, cos, sin)
+            q, k, v = (exchange.to_heads(head.detach()) for head in heads)
             given = gates_n, outs_n, lses_n, ctx.segments, ctx.backend, lists_n, ctx.sizes
-            *d_heads, d_gates_n = [*_attend_backward(ctx.kind, d_out, q, k, v, *given), None][:4]
+            d_heads = [exchange.to_tokens(d) for d in _attend_backward(ctx.kind, d_out, q, k, v, *given)]
             if d_gates is not None:
-                d_gates.chunk(steps, 2)[step].copy_(d_gates_n)
+                all_heads.put(d_gates, step, d_heads.pop())
             d_qkv, *d_norms_n = torch.autograd.grad(heads, [qkv, *norms], d_heads)
             d_qkv_rows = d_qkv.flatten(0, 1)
             dx_rows.addmm_(d_qkv_rows, weight)
-            parts = (d_qkv_rows.T @ x_rows).split([len(w) // steps for w in weights])
+            parts = (d_qkv_rows.T @ x_rows).split([len(w) // own_heads.steps for w in weights])
             for d_weight, part in zip(d_weights, parts):
-                d_weight.chunk(steps)[step].copy_(part)
+                all_heads.put(d_weight, step, part, 0)
             for d_norm, part in zip(d_norms, d_norms_n):
                 d_norm += part
             del qkv, heads, q, k, v, outs_n, lses_n, gates_n, lists_n, given, d_out  # before those of the next step
-            del d_heads, d_gates_n, d_qkv, d_qkv_rows, parts, part
+            del d_heads, d_qkv, d_qkv_rows, parts, part
         d_norms = [d.to(w.dtype) for d, w in zip(d_norms, norms)]
-        return dx_rows.view_as(x), *d_weights, *d_norms, d_gates, *[None] * 8
-
-
-class Exchange(Protocol):
-    """Between the ranks that share a sequence, see training/parallel/ulysses.py."""
-
-    def to_heads(self, x_BTHK: Tensor) -> Tensor:
-        """This rank's tokens of all heads -> all tokens of this rank's heads."""
-
-    def to_tokens(self, x_BTHK: Tensor) -> Tensor:
-        """Back."""
+        return dx_rows.view_as(x), *d_weights, *d_norms, d_gates, *[None] * 9
 
 
 def qkv_attention(
@@ -223,7 +249,7 @@ def qkv_attention(
     sparsity: Sparsity | NSA | None = None,
     gates: Tensor | None = None,
     heads_at_a_time: int | None = None,
-    exchange: Exchange | None = None,
+    exchange: HeadExchange | None = None,
 ) -> Tensor:
     """Projections, q/k RMSNorm, RoPE, causal grouped-query attention and the output projection.
 
@@ -238,8 +264,8 @@ def qkv_attention(
         eps: of the two norms.
         sparsity: attention to chosen blocks alone, or NSA, see `kernels.sparse_attention`; None: to everything.
         gates: of NSA, the logits [B, T, H, 3] of its branches' gates.
-        heads_at_a_time: key/value heads that one step works on, a divisor of G; None: all, and backward
-            projects nothing again.
+        heads_at_a_time: key/value heads that one step works on, a divisor of G, or of G / N where N ranks share each
+            sequence; None: all, and backward projects nothing again.
         exchange: between the ranks that share each sequence: x_BTD, cos, sin and gates have this rank's tokens,
             segments are of whole sequences. None: nothing is shared.
 
@@ -247,17 +273,17 @@ def qkv_attention(
         [B, T, D].
 
     Raises:
-        ValueError: heads_at_a_time does not divide G, or is given with an exchange; an exchange that parts query heads
-            that choose blocks together; an unavailable backend.
+        ValueError: heads_at_a_time does not divide the key/value heads, or the ranks do not divide them where it is
+            given; an exchange that parts query heads that choose blocks together; an unavailable backend.
         RuntimeError: in backward, create_graph=True.
     """
+    exchange = exchange or HeadExchange(None)
     if heads_at_a_time is None:
         q, k, v = project_heads(x_BTD, q_weight, k_weight, v_weight, q_norm, k_norm, cos, sin, eps)
-        if exchange is not None:
-            q, k, v = (exchange.to_heads(x) for x in (q, k, v))
-            gates = None if gates is None else exchange.to_heads(gates)
-            if sparsity is not None and q.shape[2] // k.shape[2] != len(q_weight) // len(k_weight):
-                raise ValueError("query heads of one key/value head choose blocks together; share between fewer ranks")
+        q, k, v = (exchange.to_heads(x) for x in (q, k, v))
+        gates = None if gates is None else exchange.to_heads(gates)
+        if sparsity is not None and q.shape[2] // k.shape[2] != len(q_weight) // len(k_weight):
+            raise ValueError("query heads of one key/value head choose blocks together; share between fewer ranks")
         if sparsity is None:
             out = attention(q, k, v, segments, backend=backend)
         elif isinstance(sparsity, NSA):
@@ -266,14 +292,14 @@ def qkv_attention(
             blocks, block_size, window, _ = sparsity
             out = sparse_attention(q, k, v, segments, selected_blocks=blocks, block_size=block_size, window=window)
         del q, k, v  # before the projection is made
-        if exchange is not None:
-            out = exchange.to_tokens(out)
+        out = exchange.to_tokens(out)
         return F.linear(out.flatten(2), o_weight)
-    if exchange is not None:
-        raise ValueError(f"shared sequences are attended to by all heads at once, not by {heads_at_a_time} at a time")
     G = len(k_weight) // len(k_norm)
-    if heads_at_a_time < 1 or G % heads_at_a_time:
-        raise ValueError(f"heads_at_a_time must divide the {G} key/value heads, got {heads_at_a_time}")
+    own = G // exchange.size
+    if G % exchange.size:
+        raise ValueError(f"{exchange.size} ranks do not divide the {G} key/value heads; attend by all heads at once")
+    if heads_at_a_time < 1 or own % heads_at_a_time:
+        raise ValueError(f"heads_at_a_time must divide a rank's {own} key/value heads, got {heads_at_a_time}")
     kind, sizes = "full", []
     if isinstance(sparsity, NSA):
         kind, sizes = "nsa", [*sparsity]
@@ -282,6 +308,7 @@ def qkv_attention(
     return _QKVAttention.apply(
         x_BTD, q_weight, k_weight, v_weight, o_weight, q_norm, k_norm, gates, cos, sin, segments,
         eps, kind, choose_backend(backend, x_BTD.device), sizes, heads_at_a_time,
+        None if exchange.group is None else exchange.group.group_name,
     )  # fmt: skip
 
 

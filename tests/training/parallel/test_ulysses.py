@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import train
+from kernels.head_exchange import HeadExchange
 from kernels.sparse_attention import NSA, Sparsity
 from model import MODEL_SIZES, Attention, Context, ModelConfig, Transformer
 from tests.ranks import run_ranks
@@ -22,7 +23,7 @@ from training.errors import UserError
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.placement import apply_execution
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
-from training.parallel.ulysses import HeadExchange, check_sharing, share_sequences
+from training.parallel.ulysses import check_sharing, share_sequences
 from training.parallel.world import World, make_mesh
 from training.run import run_model
 
@@ -43,6 +44,7 @@ class Case(NamedTuple):
     loss_impl: str = "auto"
     sparsity: Sparsity | NSA | None = None
     dtype: torch.dtype = torch.float32
+    heads_at_a_time: int | None = None
 
 
 PACKED, ONE = (50, 7, 120, 33, 64, 9, 90, 21), (700,)
@@ -53,6 +55,14 @@ CASES = {
     "groups that ranks divide unevenly": Case(12, 6, 64, PACKED, (HOST, Placement("recompute")), "chunked"),
     "sparse": Case(8, 4, 256, (150, 300, 41), (Placement("gpu", "gpu"), HOST), "standard", Sparsity(1, 32, 64, 65)),
     "nsa": Case(8, 4, 321, (1200, 300, 77, 400), (WHOLE, Placement("gpu", "host")), "chunked", NSA(4, 64)),
+    "dense, one head at a time": Case(8, 4, 67, ONE, (Placement(), Placement("gpu", "gpu")), heads_at_a_time=1),
+    "dense, packed, two heads": Case(8, 8, 64, PACKED, (HOST, Placement("recompute")), heads_at_a_time=2),
+    "sparse, one head": Case(
+        8, 4, 256, (150, 300, 41), (Placement(), HOST), "standard", Sparsity(1, 32, 64, 65), heads_at_a_time=1
+    ),
+    "nsa, one head": Case(
+        8, 4, 321, (1200, 300, 77), (Placement(), Placement("gpu", "host")), "chunked", NSA(4, 64), heads_at_a_time=1
+    ),
     "bfloat16": Case(8, 2, 64, PACKED, (Placement(), WHOLE), "chunked", dtype=torch.bfloat16),
 }  # fmt: skip
 
@@ -96,7 +106,7 @@ def build(case: Case, world: World) -> Transformer:
     copy_weights(model, ((name, full.bfloat16()) for name, full in initial_weights(model, seed=0)))
     placements = case.placements if world.size > 1 else (WHOLE, WHOLE)
     sparsity = () if case.sparsity is None else (case.sparsity,) * 2
-    execution = Execution(placements, loss_impl=case.loss_impl, sparsity=sparsity)
+    execution = Execution(placements, None, case.heads_at_a_time, loss_impl=case.loss_impl, sparsity=sparsity)
     apply_execution(model, execution, arena_bytes=2**22)
     return model
 
@@ -224,8 +234,15 @@ def test_heads_that_cannot_be_shared_are_refused():
         check_sharing(4, tiny, chooses_blocks=True)
 
 
-def test_an_exchange_is_of_all_heads_at_once():
+@pytest.mark.parametrize(
+    ("ranks", "heads", "message"),
+    [
+        (4, 1, "4 ranks do not divide the 2 key/value heads; attend by all heads at once"),
+        (2, 2, "heads_at_a_time must divide a rank's 1 key/value heads, got 2"),
+    ],
+)
+def test_some_heads_at_a_time_are_of_a_rank(ranks, heads, message):
     attention, x = Attention(MODEL_SIZES["tiny"], layer=0), torch.zeros(1, 8, 128)
-    attention.exchange, attention.heads_at_a_time = mock.Mock(), 1
-    with pytest.raises(ValueError, match="all heads at once, not by 1 at a time"):
+    attention.exchange, attention.heads_at_a_time = mock.Mock(size=ranks), heads
+    with pytest.raises(ValueError, match=message):
         attention(x, Context(torch.ones(8, 16), torch.zeros(8, 16), longest=8))
