@@ -10,6 +10,8 @@ as all heads at once; the matrix products are smaller.
 N ranks may share each sequence (`HeadExchange`). Each step then projects this rank's tokens to n key/value heads of
 every rank, and exchanges tokens for heads around attention: of 8 key/value heads and 2 ranks, one at a time, the first
 step has heads 0 and 4. Attention's output is kept for this rank's tokens, log-sum-exp and chosen blocks for its heads.
+One step attends while the exchanges of the next one's input and of the last one's output are under way, so that heads
+and gradients of up to three steps are held.
 
 Attention is to everything, to chosen blocks (`Sparsity`) or native sparse attention (`NSA`). The operation that makes
 some heads at a time names it by `kind`, and by `sizes` that are its own:
@@ -20,7 +22,8 @@ some heads at a time names it by `kind`, and by `sizes` that are its own:
     nsa       3            selected blocks, window
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -80,6 +83,20 @@ def _divide(
     return exchange, _Division(exchange.size, steps), _Division(1, steps)
 
 
+def _run_steps(steps: int, ahead: int, *stages: Callable) -> None:
+    """Run each step through the stages; what a stage returns of a step is given to the next stage.
+
+    With `ahead` 1 a stage runs before the next stage of the step before: of stages a, b, c the order is a0, a1, b0, a2,
+    b1, c0, ... With 0 each step is finished before the next one begins.
+    """
+    given: list[deque] = [deque(() for _ in range(steps)), *(deque() for _ in stages)]
+    for time in range(steps + ahead * (len(stages) - 1)):
+        for i, stage in enumerate(stages):
+            step = time - i * ahead
+            if 0 <= step < steps:
+                given[i + 1].append(stage(step, *given[i].popleft()))
+
+
 def _weight_of_step(weights: Sequence[Tensor], step: int, division: _Division) -> Tensor:
     """Rows of the q, k and v projections that make the n heads of one step, [(R + 2) n K, D]; R query heads a group."""
     return torch.cat([division.take(weight, step, 0) for weight in weights])
@@ -136,17 +153,25 @@ def _qkv_attention(
     """
     exchange, all_heads, own_heads = _divide(weights, norms, n, group_name)
     out, lse, chosen = _empty_results(x, weights, norms, lists, kind, sizes, exchange.size)
-    for step in range(own_heads.steps):
-        heads = F.linear(x, _weight_of_step(weights, step, all_heads)), norms, eps, n * exchange.size, cos, sin
-        q, k, v = map(exchange.to_heads, _split_heads(*heads))
-        del heads
+
+    def send(step):
+        qkv = F.linear(x, _weight_of_step(weights, step, all_heads))
+        return [*map(exchange.begin_to_heads, _split_heads(qkv, norms, eps, n * exchange.size, cos, sin))]
+
+    def attend(step, *arrivals):
+        q, k, v = (x.wait() for x in arrivals)
         parts, lists_n = _attend(kind, q, k, v, segments, backend, own_heads.take(lists, step), sizes)
-        for branch, (out_n, lse_n) in enumerate(parts):
-            all_heads.put(out[branch], step, exchange.to_tokens(out_n))
+        for branch, (_, lse_n) in enumerate(parts):
             own_heads.put(lse[branch], step, lse_n)
         if lists is None and lists_n is not None:
             own_heads.put(chosen, step, lists_n)
-        del q, k, v, parts, out_n, lse_n, lists_n  # before those of the next step are made
+        return [exchange.begin_to_tokens(out_n) for out_n, _ in parts]
+
+    def receive(step, *outs_n):
+        for branch, out_n in enumerate(outs_n):
+            all_heads.put(out[branch], step, out_n.wait())
+
+    _run_steps(own_heads.steps, exchange.size > 1, send, attend, receive)
     return out, lse, chosen
 
 
@@ -202,32 +227,40 @@ class _QKVAttention(torch.autograd.Function):
         dx_rows, d_weights = torch.zeros_like(x_rows), [torch.empty_like(weight) for weight in (*weights, o_weight)]
         d_gates = None if gates is None else torch.empty_like(gates)
         d_norms = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in norms]
-        for step in range(own_heads.steps):
-            weight, o_weight_n = _weight_of_step(weights, step, all_heads), all_heads.take(o_weight, step, 1)
+
+        def send(step):
             outs_n, gates_n = [all_heads.take(out, step) for out in outs], all_heads.take(gates, step)
             all_heads.put(d_weights[3], step, dy_rows.T @ _gated(outs_n, gates_n).flatten(0, 1).flatten(1), 1)
-            d_out = exchange.to_heads((dy @ o_weight_n).view(outs_n[0].shape))
-            outs_n = [exchange.to_heads(out) for out in outs_n]
-            gates_n = None if gates is None else exchange.to_heads(gates_n)
-            lses_n, lists_n = [own_heads.take(lse, step) for lse in lses], own_heads.take(lists, step)
-            qkv = F.linear(x, weight).requires_grad_()
+            d_out = (dy @ all_heads.take(o_weight, step, 1)).view(outs_n[0].shape)
+            qkv = F.linear(x, _weight_of_step(weights, step, all_heads)).requires_grad_()
             with torch.enable_grad():
                 heads = _split_heads(qkv, norms, ctx.eps, ctx.n * exchange.size, cos, sin)
-            q, k, v = (exchange.to_heads(head.detach()) for head in heads)
+            edges = [torch.autograd.graph.get_gradient_edge(head) for head in heads]
+            sent = [d_out, *(head.detach() for head in heads), *outs_n] + ([] if gates is None else [gates_n])
+            return qkv, edges, [exchange.begin_to_heads(x) for x in sent]
+
+        def attend(step, qkv, edges, arrivals):
+            d_out, q, k, v, *outs_n = (x.wait() for x in arrivals)
+            gates_n = None if gates is None else outs_n.pop()
+            lses_n, lists_n = [own_heads.take(lse, step) for lse in lses], own_heads.take(lists, step)
             given = gates_n, outs_n, lses_n, ctx.segments, ctx.backend, lists_n, ctx.sizes
-            d_heads = [exchange.to_tokens(d) for d in _attend_backward(ctx.kind, d_out, q, k, v, *given)]
+            d_heads = _attend_backward(ctx.kind, d_out, q, k, v, *given)
+            return qkv, edges, [exchange.begin_to_tokens(d) for d in d_heads]
+
+        def receive(step, qkv, edges, arrivals):
+            d_heads = [x.wait() for x in arrivals]
             if d_gates is not None:
                 all_heads.put(d_gates, step, d_heads.pop())
-            d_qkv, *d_norms_n = torch.autograd.grad(heads, [qkv, *norms], d_heads)
+            d_qkv, *d_norms_n = torch.autograd.grad(edges, [qkv, *norms], d_heads)
             d_qkv_rows = d_qkv.flatten(0, 1)
-            dx_rows.addmm_(d_qkv_rows, weight)
+            dx_rows.addmm_(d_qkv_rows, _weight_of_step(weights, step, all_heads))
             parts = (d_qkv_rows.T @ x_rows).split([len(w) // own_heads.steps for w in weights])
             for d_weight, part in zip(d_weights, parts):
                 all_heads.put(d_weight, step, part, 0)
             for d_norm, part in zip(d_norms, d_norms_n):
                 d_norm += part
-            del qkv, heads, q, k, v, outs_n, lses_n, gates_n, lists_n, given, d_out  # before those of the next step
-            del d_heads, d_qkv, d_qkv_rows, parts, part
+
+        _run_steps(own_heads.steps, exchange.size > 1, send, attend, receive)
         d_norms = [d.to(w.dtype) for d, w in zip(d_norms, norms)]
         return dx_rows.view_as(x), *d_weights, *d_norms, d_gates, *[None] * 9
 
