@@ -153,10 +153,11 @@ def _qkv_attention(
     """
     exchange, all_heads, own_heads = _divide(weights, norms, n, group_name)
     out, lse, chosen = _empty_results(x, weights, norms, lists, kind, sizes, exchange.size)
+    given = norms, eps, n * exchange.size, cos, sin
 
     def send(step):
-        qkv = F.linear(x, _weight_of_step(weights, step, all_heads))
-        return [*map(exchange.begin_to_heads, _split_heads(qkv, norms, eps, n * exchange.size, cos, sin))]
+        heads = _split_heads(F.linear(x, _weight_of_step(weights, step, all_heads)), *given)
+        return [exchange.begin_to_heads(head) for head in heads]
 
     def attend(step, *arrivals):
         q, k, v = (x.wait() for x in arrivals)
@@ -231,16 +232,19 @@ class _QKVAttention(torch.autograd.Function):
         def send(step):
             outs_n, gates_n = [all_heads.take(out, step) for out in outs], all_heads.take(gates, step)
             all_heads.put(d_weights[3], step, dy_rows.T @ _gated(outs_n, gates_n).flatten(0, 1).flatten(1), 1)
-            d_out = (dy @ all_heads.take(o_weight, step, 1)).view(outs_n[0].shape)
+            sent = [exchange.begin_to_heads(x) for x in (*outs_n, gates_n) if x is not None]
+            d_out, shape = dy @ all_heads.take(o_weight, step, 1), outs_n[0].shape
+            del outs_n, gates_n
+            sent.append(exchange.begin_to_heads(d_out.view(shape)))
+            del d_out
             qkv = F.linear(x, _weight_of_step(weights, step, all_heads)).requires_grad_()
             with torch.enable_grad():
                 heads = _split_heads(qkv, norms, ctx.eps, ctx.n * exchange.size, cos, sin)
             edges = [torch.autograd.graph.get_gradient_edge(head) for head in heads]
-            sent = [d_out, *(head.detach() for head in heads), *outs_n] + ([] if gates is None else [gates_n])
-            return qkv, edges, [exchange.begin_to_heads(x) for x in sent]
+            return qkv, edges, sent + [exchange.begin_to_heads(head.detach()) for head in heads]
 
         def attend(step, qkv, edges, arrivals):
-            d_out, q, k, v, *outs_n = (x.wait() for x in arrivals)
+            *outs_n, d_out, q, k, v = (x.wait() for x in arrivals)
             gates_n = None if gates is None else outs_n.pop()
             lses_n, lists_n = [own_heads.take(lse, step) for lse in lses], own_heads.take(lists, step)
             given = gates_n, outs_n, lses_n, ctx.segments, ctx.backend, lists_n, ctx.sizes
@@ -358,28 +362,38 @@ def qkv_attention_footprint(
     longest: int | None = None,
     sparsity: Sparsity | NSA | None = None,
     heads_at_a_time: int | None = None,
+    num_ranks: int = 1,
 ) -> Footprint:
     """What `qkv_attention` takes; `context_length` and `longest` as `kernels.attention.backward_workspace` takes them.
 
     Attention's own floating-point operations are those of `kernels.attention.attention_flops`.
+
+    Args:
+        num_tokens: of this rank.
+        num_ranks: those that share each sequence, a divisor of the key/value heads.
     """
-    T, steps = num_tokens, 1 if heads_at_a_time is None else num_key_value_heads // heads_at_a_time
+    T, N, own_heads = num_tokens, num_ranks, num_key_value_heads // num_ranks
+    steps = 1 if heads_at_a_time is None else own_heads // heads_at_a_time
     x, q, k = (element_size * size for size in (hidden_size, num_heads * head_dim, num_key_value_heads * head_dim))
     results = q + 4 * num_heads  # the output and the float32 log-sum-exp
-    choices, forward_workspace, workspace = 0, 0, backward_workspace(backend, T, q, k, context_length, longest) // steps
+    workspace = backward_workspace(backend, T * N, q // N, k // N, context_length, longest) // steps
+    choices, forward_workspace = 0, 0
     if sparsity is not None:
         attention = sparsity.footprint(
-            T, num_heads // steps, num_key_value_heads // steps, head_dim, element_size=element_size, backend=backend,
+            T * N, num_heads // N // steps, own_heads // steps, head_dim, element_size=element_size, backend=backend,
             context_length=context_length, longest=longest,
         )  # fmt: skip
-        choices = steps * attention.choice_bytes_per_token
-        results = steps * attention.kept_bytes_per_token - choices
+        choices = N * steps * attention.choice_bytes_per_token
+        results = N * steps * attention.kept_bytes_per_token - choices
         forward_workspace, workspace = attention.forward_workspace_bytes, attention.backward_workspace_bytes
     # NSA has three outputs, and makes of them the one that the output projection takes; and logits of its gates.
     has_gates = isinstance(sparsity, NSA)
     outs, gated, gates = (3 * q, q, 3 * num_heads * element_size) if has_gates else (q, 0, 0)
+    qkv = q + 2 * k
     if heads_at_a_time is None:
-        # q and k before and after their rotation, v, and 1 / rms of each head of q and k; then dout, dq, dk and dv
+        # q and k before and after their rotation, v, and 1 / rms of each head of q and k; then dout, dq, dk and dv.
+        # Where ranks share sequences the output projection takes this rank's tokens, attention's backward its heads.
+        gated = q if N > 1 else gated
         saved = x + 2 * q + 3 * k + results + choices + 4 * (num_heads + num_key_value_heads) + gated + gates
         forward, backward = (
             max((3 * q + 4 * k) * T, (q + 2 * k + results + choices + gates) * T + forward_workspace),
@@ -387,12 +401,17 @@ def qkv_attention_footprint(
         )
     else:
         # Forward holds the whole output, and one step's heads or the projection of all. Backward holds dx
-        # and, of one step, qkv, q, k, v, out, dout, dq, dk and dv.
+        # and, of one step, qkv, q, k, v, out, dout, dq, dk and dv. Besides, ranks that share sequences have what comes
+        # of the next step, and what goes of the last one, both sent and received; in backward also qkv of both.
+        comes, goes = N > 1 and steps > 1, N > 1 and steps > 2
         saved = x + results + choices + gates
-        attending = (q + 2 * k + outs + choices) // steps * T + forward_workspace
-        working = max((3 * q + 4 * k) // steps * T, attending)
+        exchanged = (2 * qkv * comes + 2 * outs * goes) // steps * T
+        attending = (qkv + outs + choices) // steps * T + forward_workspace
+        projecting = max(3 * q + 4 * k, 3 * qkv * (N > 1)) // steps * T
+        working = max(projecting, attending) + exchanged
         forward = max(working + (outs + choices + gates) * T, (results + choices + gates + gated + x) * T)
-        backward = (x + gates + (4 * q + outs + 6 * k) // steps) * T
+        exchanged = (qkv + 2 * (qkv + q + outs + gates)) * comes + (qkv + 2 * (qkv + gates)) * goes
+        backward = (x + gates + (3 * qkv + q + outs + exchanged) // steps) * T
     flops = 2 * hidden_size * (2 * q + 2 * k + gates) // element_size * T
     return Footprint(
         saved * T, forward, backward + workspace, results * T, flops, 2 * flops, (4 * q + 4 * k) * T, choices * T

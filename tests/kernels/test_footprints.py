@@ -1,17 +1,22 @@
 """Each operation's `Footprint` against what it allocates: on fake tensors, and to the byte's percent on a GPU."""
 
 import gc
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kernels.attention import backward_workspace
 from kernels.common import set_default_implementation
 from kernels.cross_entropy import cross_entropy, cross_entropy_footprint
 from kernels.gated_mlp import gated_mlp, gated_mlp_footprint
+from kernels.head_exchange import HeadExchange
 from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_footprint
-from kernels.qkv_attention import qkv_attention, qkv_attention_footprint
+from kernels.qkv_attention import _qkv_attention, qkv_attention, qkv_attention_footprint
 from kernels.sparse_attention import NSA
 from kernels.sparse_attention.nsa import nsa_workspace
 from tests.storage_counter import StorageCounter
@@ -26,19 +31,25 @@ def tensor(*shape):
     return torch.randn(shape, dtype=torch.bfloat16).requires_grad_()
 
 
-def attention_case(heads_at_a_time):
+def attention_case(heads_at_a_time, num_ranks=1):
+    """Of ranks that share sequences the operation's inside is seen, and nothing of it need be declared."""
     x, sizes = tensor(1, T, D), [H * K, G * K, G * K]
     weights = [*(tensor(size, D) for size in sizes), tensor(D, H * K), tensor(K), tensor(K)]
     cos, sin = torch.rand(T, K // 2), torch.rand(T, K // 2)
-    footprint = qkv_attention_footprint(T, D, H, G, K, context_length=T, heads_at_a_time=heads_at_a_time)
-    steps = 1 if heads_at_a_time is None else G // heads_at_a_time
+    lengths = {"context_length": num_ranks * T, "num_ranks": num_ranks}
+    footprint = qkv_attention_footprint(T, D, H, G, K, heads_at_a_time=heads_at_a_time, **lengths)
+    steps = 1 if heads_at_a_time is None else G // num_ranks // heads_at_a_time
     own = {
         OPS.attention_backward.default: backward_workspace("auto", T, 2 * H * K, 2 * G * K, T, None) // steps,
         OPS.qkv_attention.default: 2 * T * (3 * H * K + 4 * G * K) // steps,
     }
+    exchange = HeadExchange(dist.group.WORLD) if num_ranks > 1 else None
 
     def run(x, *weights, **options):
-        return qkv_attention(x, *weights, cos, sin, **{"heads_at_a_time": heads_at_a_time, **options})
+        inside = mock.patch.object(OPS, "qkv_attention", _qkv_attention._init_fn) if exchange else nullcontext()
+        with inside:
+            options = {"heads_at_a_time": heads_at_a_time, "exchange": exchange, **options}
+            return qkv_attention(x, *weights, cos, sin, **options)
 
     return run, [x, *weights], footprint, own
 
@@ -128,6 +139,21 @@ def test_on_fake_tensors(case):
             check(case, counter)
     finally:
         set_default_implementation("auto")
+
+
+@pytest.mark.parametrize(("num_ranks", "heads_at_a_time"), [(2, None), (2, 1), (4, 1), (8, 1), (2, 2)])
+def test_shared_sequences_on_fake_tensors(num_ranks, heads_at_a_time, monkeypatch):
+    """8 key/value heads; the process group exchanges nothing."""
+    monkeypatch.setitem(CASES, "shared", lambda: attention_case(heads_at_a_time, num_ranks))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    set_default_implementation("triton")
+    try:
+        with FakeTensorMode(), StorageCounter() as counter:
+            check("shared", counter)
+    finally:
+        set_default_implementation("auto")
+        gc.collect()
+        dist.destroy_process_group()
 
 
 @pytest.mark.gpu
