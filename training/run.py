@@ -42,16 +42,11 @@ def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | No
     """The run's --memory_budget: on a GPU "auto", unless another flag says what blocks keep. None: there is no plan.
 
     Raises:
-        UserError: a budget on a CPU; what no plan counts.
+        UserError: a budget on a CPU; kernels that no plan counts.
     """
     if device.type == "cuda":
         if config.gradient_checkpointing or config.compile:
             return None
-        if config.context_parallel_size > 1:
-            raise UserError(
-                f"no plan counts sequences that GPUs share, context_parallel_size {config.context_parallel_size}; give "
-                "--gradient_checkpointing, without --memory_budget"
-            )
         if config.kernels == "torch":
             raise UserError(
                 "kernels torch takes more memory than plans count; use auto, or --gradient_checkpointing without a plan"
@@ -203,7 +198,8 @@ def step_of(config: TrainConfig, model: Transformer, device: torch.device, docum
     """The step that the settings ask for; `documents` are None where they are not known yet."""
     lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
     given = settled_execution(config.loss_impl, config.attention_backend, device, sparsity_at(config, step=1))
-    return Step(model.config, model.parameters(), *lengths, documents, given)
+    ranks = config.context_parallel_size
+    return Step(model.config, model.parameters(), *lengths, documents, given, num_ranks=ranks)
 
 
 def step_on_meta(
@@ -232,15 +228,23 @@ def check_fits(config: TrainConfig, model_config: ModelConfig, world: World) -> 
     """Refuse, before the data are read, a step for which there is no plan even if all documents are short.
 
     Raises:
-        UserError: no plan fits; names the largest context that would.
+        UserError: no plan fits; names the largest context that would. Or ranks have copies of key/value heads.
     """
     if config.memory_budget is None:
         return
+    if message := _without_plan(config, model_config):
+        raise UserError(f"{message}; give --gradient_checkpointing, without --memory_budget")
     short = PackedDocuments(longest=1, count=math.inf, pairs=0)
     step = step_of(config, model_on_meta(model_config, world), world.device, short)
     budgets = memory_budgets(config, world)
     if not has_plan(step, *budgets):
         make_plan(step, *budgets)  # raises the error that says why
+
+
+def _without_plan(config: TrainConfig, model_config: ModelConfig) -> str | None:
+    """Why there are no plans for a model; None: there are."""
+    heads, ranks = model_config.num_key_value_heads, config.context_parallel_size
+    return f"no plan counts copies of {heads} key/value heads on {ranks} ranks" if heads % ranks else None
 
 
 def plan_memory(
@@ -268,8 +272,8 @@ def plan_memory(
 
 def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device) -> str:
     """What the step was predicted to take, and a plan that should fit; computed without GPU memory."""
-    if config.context_parallel_size > 1:
-        return "no plan counts sequences that GPUs share; raise --context_parallel_size, or lower --context_length"
+    if message := _without_plan(config, plan.step.config):
+        return f"{message}; raise --context_parallel_size, or lower --context_length"
     try:
         if config.memory_budget is None:
             budgets: tuple[float, float] = gpu_budget("auto", device), available_host_bytes()

@@ -31,13 +31,15 @@ def test_a_gpu_has_a_plan_unless_a_flag_replaces_it(settings, expected):
     assert resolve_memory_budget(TrainConfig(**settings), torch.device("cuda")) == expected
 
 
-def test_shared_sequences_have_no_plan():
-    with pytest.raises(ValueError, match="size 2; give --gradient_checkpointing, without --memory_budget"):
-        resolve_memory_budget(TrainConfig(context_parallel_size=2), torch.device("cuda"))
-    settings = {"context_parallel_size": 2, "gradient_checkpointing": True}
-    assert resolve_memory_budget(TrainConfig(**settings), torch.device("cuda")) is None
-    text, _ = explain_out_of_memory(**settings)
-    assert text.startswith("no plan counts sequences that GPUs share; raise --context_parallel_size, or lower")
+def test_shared_sequences_have_a_plan_where_no_key_value_head_is_copied(pretended_gpu):
+    config, world = TrainConfig(context_parallel_size=16, memory_budget="auto"), World(0, 1, torch.device("cpu"))
+    message = "no plan counts copies of 8 key/value heads on 16 ranks"
+    with pytest.raises(ValueError, match=f"{message}; give --gradient_checkpointing, without --memory_budget"):
+        run.check_fits(config, MODEL_SIZES["4B"], world)
+    text, _ = explain_out_of_memory(context_parallel_size=16, gradient_checkpointing=True)
+    assert text == f"{message}; raise --context_parallel_size, or lower --context_length"
+    text, plan = explain_out_of_memory(context_parallel_size=8, gradient_checkpointing=True)
+    assert plan.step.tokens == 32_768 // 8 and text.startswith("predicted for the step as it was placed")
 
 
 def test_the_reference_kernels_have_no_plan():

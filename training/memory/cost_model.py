@@ -7,6 +7,7 @@ operations over measured rates, attention and matrix products apart, and copies 
 
 import copy
 import functools
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -107,11 +108,12 @@ class Step:
     Args:
         config: the model's shape, as model.ModelConfig names it.
         parameters: the model's, on the meta device or any; DTensors where FSDP2 shards them.
-        context_length, batch_size, gradient_accumulation_steps: of one rank.
+        context_length, batch_size, gradient_accumulation_steps: of one rank, or of those that share sequences.
         documents: what is packed in a sequence. None, not known: bytes are counted as if several documents were and
             one of them had nearly all of the sequence, seconds as if each sequence were one document.
         given: what is settled before anything is planned: loss and attention backend.
         element_size: bytes of an activation.
+        num_ranks: those that share each sequence, a divisor of the key/value heads.
     """
 
     def __init__(
@@ -124,11 +126,12 @@ class Step:
         documents: PackedDocuments | None = None,
         given: Execution | None = None,
         element_size: int = 2,
+        num_ranks: int = 1,
     ):
         self.config, self.parameters, self.element_size = config, list(parameters), element_size
         self.context_length, self.batch_size, self.documents = context_length, batch_size, documents
         self.micro_batches, self.given = gradient_accumulation_steps, given or Execution()
-        self.tokens, self.layers = context_length * batch_size, config.num_hidden_layers
+        self.num_ranks, self.layers = num_ranks, config.num_hidden_layers
         self.hidden_bytes = element_size * config.hidden_size  # of one token's hidden state
         self.head = element_size * config.vocab_size * config.hidden_size
         layer_elements = config.layer_matrix_parameters()
@@ -151,11 +154,16 @@ class Step:
     def at(self, context_length: int, documents: PackedDocuments | None = None) -> "Step":
         """The same at another context: of these documents, else of one a sequence if this one is, else not known."""
         step = copy.copy(self)
-        step.context_length, step.tokens = context_length, context_length * self.batch_size
+        step.context_length = context_length
         if documents is None and not self.is_packed:
             documents = PackedDocuments.one_each(context_length, self.batch_size)
         step.documents = documents
         return step
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch, on one rank."""
+        return -(-self.context_length // self.num_ranks) * self.batch_size
 
     @property
     def is_packed(self) -> bool:
@@ -206,11 +214,13 @@ class Step:
     def stages(self, execution: Execution) -> Iterator[Stage]:
         """The stages of a step in order, once the optimizer's state exists; the last micro-batch of several."""
         T, L, optimizer = self.tokens, self.layers, self.optimizer(execution)
+        positions = self.num_ranks + (self.is_packed or self.num_ranks > 1)
         always = {
             "parameters": self.parameter_bytes,
             "optimizer": optimizer.gpu_state + optimizer.gpu_buffers,
-            # cos and sin, cached, and at the positions of packed documents; token ids, labels, losses
-            "workspace": LIBRARY_BYTES + T * (4 * self.config.head_dim * (1 + self.is_packed) + 64),
+            # cos and sin, cached for whole sequences, and at the positions of packed documents or of a rank's tokens;
+            # token ids, labels, losses
+            "workspace": LIBRARY_BYTES + T * (4 * self.config.head_dim * positions + 64),
             **dict.fromkeys(("gradients", "layer inputs", "attention", "MLP"), 0),
         }
 
@@ -279,13 +289,16 @@ class Step:
     def _attention_flops(
         self, sparsity: Sparsity | NSA | None, documents: PackedDocuments
     ) -> tuple[float, float, float]:
-        """Of forward without the choice of blocks, of the choice, which is made once, and of backward, in one layer."""
+        """Of forward without the choice of blocks, of the choice, which is made once, and of backward, in one layer.
+
+        Each rank has its part of the heads.
+        """
         config = self.config
         if sparsity is None:
-            flops = attention_flops(config.num_attention_heads, config.head_dim, documents.pairs)
+            flops = attention_flops(config.num_attention_heads, config.head_dim, documents.pairs) / self.num_ranks
             return flops, 0, BACKWARD_FLOPS * flops
         # Priced as documents of one length n with as many pairs: tokens * (n + 1) / 2.
-        length = max(1, round(2 * documents.pairs / self.tokens - 1))
+        length = max(1, round(2 * documents.pairs / (self.tokens * self.num_ranks) - 1))
         heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         footprint = sparsity.footprint(length, *heads)
         forward, share = footprint.forward_flops - footprint.choice_flops, self.tokens / length
@@ -301,7 +314,7 @@ class Step:
                 self.tokens, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
                 config.head_dim, element_size=self.element_size, backend=execution.attention_backend,
                 context_length=self.context_length, longest=longest, sparsity=sparsity,
-                heads_at_a_time=execution.heads_at_a_time,
+                heads_at_a_time=execution.heads_at_a_time, num_ranks=self.num_ranks,
             ),
             _mlp_footprint(
                 self.tokens, config.hidden_size, config.intermediate_size, element_size=self.element_size,
@@ -366,15 +379,24 @@ class Step:
         documents = self.documents or PackedDocuments.one_each(self.context_length, self.batch_size)
         # Of a library's attention, which NSA's compressed branch is too.
         calls = documents.count if documents.count > self.batch_size and not isinstance(sparsity[0], Sparsity) else 0
-        calls *= config.num_key_value_heads // (execution.heads_at_a_time or config.num_key_value_heads)
+        own_heads = config.num_key_value_heads // self.num_ranks
+        steps = own_heads // (execution.heads_at_a_time or own_heads)
+        calls *= steps
         flops = {of_layer: self._attention_flops(of_layer, documents) for of_layer in {*sparsity}}
         attend = [
             flops[of_layer][0] / rates.attention_forward_flops + calls / rates.forward_documents
             for of_layer in sparsity
         ]
+        # q, k and v go to other ranks, attention's output comes back; beside another step's attention, if there is one.
+        heads = config.num_attention_heads + config.num_key_value_heads
+        sent_bytes = 2 * self.element_size * heads * config.head_dim * self.tokens * (1 - 1 / self.num_ranks)
+        exchange, beside = sent_bytes / rates.gpu_link_bytes, max if steps > 1 else operator.add
+        attend = [beside(seconds, exchange) for seconds in attend]
         choose = sum(flops[of_layer][1] for of_layer in sparsity) / rates.choice_flops
         attention_backward = sum(flops[of_layer][2] for of_layer in sparsity) / rates.attention_backward_flops
         attention_backward += L * calls / rates.backward_documents
+        # Some heads at a time, q, k, v and the output go there again.
+        attention_backward = beside(attention_backward, L * exchange * (2 if execution.heads_at_a_time else 1))
         # A block's two norms, two sums and their copies read and write nine hidden states.
         moved_bytes = 9 * self.kept_bytes("input") + attention.elementwise_bytes + mlp.elementwise_bytes
         elementwise = moved_bytes / rates.memory_bytes
@@ -391,6 +413,8 @@ class Step:
             start, _ = needed_for_backward(placements, i)[0]
             backward += (i - start) * (layer + elementwise)  # blocks run again for this one's input
             backward += sum(attend[j] for j in range(start, i + 1) if placements[j].results == "recompute")
+            if not execution.heads_at_a_time:  # what was kept is exchanged again
+                backward += exchange * sum(placements[j].results != "recompute" for j in range(start, i + 1))
         copies = self.arena_bytes(execution) / rates.link_bytes
         optimizer = self.optimizer(execution)
         loss = linear_cross_entropy_footprint(self.tokens, config.hidden_size, config.vocab_size).matrix_flops

@@ -110,6 +110,7 @@ class Rates:
     memory_bytes: float = 4.2e12  # bytes read plus bytes written
     link_bytes: float = 50e9  # bytes each way between host and GPU, in both directions at once
     choice_flops: float = 270e12  # of choosing blocks: their scores, and the highest of these
+    gpu_link_bytes: float = 350e9  # bytes each way between GPUs of one host; not measured
 
 
 H200 = Rates()

@@ -9,7 +9,7 @@ from model import MODEL_SIZES, Transformer
 from training.memory.cost_model import PackedDocuments, Step
 from training.memory.execution import Execution, Placement
 from training.memory.machine import H200
-from training.memory.planner import _fits
+from training.memory.planner import _fits, find_max_context
 from training.parallel.fsdp import shard_model
 from training.parallel.world import World, make_mesh
 
@@ -58,6 +58,23 @@ def test_short_documents_take_less_time_and_room(heads_at_a_time):
     saved = whole.seconds(execution, H200) - short.seconds(execution, H200)
     assert saved == pytest.approx(63 / 64 * attention - calls, rel=0.02)
     assert short.peak(execution).bytes < whole.peak(execution).bytes
+
+
+@pytest.mark.parametrize("heads_at_a_time", [None, 1])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_share_a_sequence_share_its_work(num_ranks, heads_at_a_time):
+    """All but the update, which FSDP2 would share; all heads at once wait for exchanges there, back and there again."""
+    execution = Execution((Placement("gpu", "gpu"),) * 36, 8192, heads_at_a_time)
+    alone, shared = (step_of(MODEL_SIZES["4B"], 131_072, num_ranks=n) for n in (1, num_ranks))
+    update = 4 * alone.optimizer(execution).gpu_state / H200.memory_bytes
+    exchange = 2 * (2 * 4096 + 2 * 1024) * 131_072 / num_ranks * (num_ranks - 1) / num_ranks / H200.gpu_link_bytes
+    waits = 0 if heads_at_a_time else 36 * 3 * exchange
+    expected = (alone.seconds(execution, H200) - update) / num_ranks + update + waits
+    assert shared.seconds(execution, H200) == pytest.approx(expected, rel=1e-6)
+    for kind in ("input", "results"):
+        assert num_ranks * shared.kept_bytes(kind) == alone.kept_bytes(kind)
+    assert shared.at(262_144).tokens == 2 * shared.tokens == 262_144 // num_ranks
+    assert find_max_context(shared, 100 * GIB, 0) > find_max_context(alone, 100 * GIB, 0)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 16])
