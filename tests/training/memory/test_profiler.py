@@ -1,5 +1,6 @@
 """The profiler on fake tensors against the prediction, stage by stage and category by category."""
 
+import gc
 import math
 import os
 from dataclasses import replace
@@ -7,15 +8,18 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kernels.attention import backward_workspace
 from kernels.common import set_default_implementation
 from kernels.gated_mlp import gated_mlp_footprint
+from kernels.head_exchange import HeadExchange
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.sparse_attention import NSA, Sparsity
 from kernels.sparse_attention.nsa import nsa_workspace
-from model import MODEL_SIZES, Transformer
+from model import MODEL_SIZES, Documents, Transformer
 from tests.storage_counter import StorageCounter
 from training.memory import cost_model
 from training.memory.cost_model import PackedDocuments, Stage, Step
@@ -74,6 +78,9 @@ def own_bytes(step, execution):
             # A step's q, k, v and three outputs.
             ops.qkv_attention.default: 2 * step.tokens * (4 * H + 2 * G) * K // groups + attending,
         }
+    if step.num_ranks > 1:
+        shared, _ = step._footprints(execution)
+        native[ops.qkv_attention.default] = shared.forward - shared.keepable
     return native | {  # outputs are counted already
         ops.select_blocks.default: lambda q, k, segments, selected, *_: sparse(selected).forward_workspace_bytes,
         ops.sparse_attention_forward.default: (
@@ -82,12 +89,27 @@ def own_bytes(step, execution):
         ops.sparse_attention_backward.default: (
             lambda dout, q, k, v, out, lse, lists, *_: sparse(lists.shape[-1]).backward_workspace_bytes
         ),
-        ops.attention_backward.default: attention // (G if execution.heads_at_a_time else 1),
+        ops.attention_backward.default: attention // (G // step.num_ranks if execution.heads_at_a_time else 1),
         ops.tiled_gated_mlp.default: mlp.forward - hidden,
         ops.tiled_gated_mlp_backward.default: mlp.backward - hidden - mlp_weights,
         torch.ops.aten.embedding_dense_backward.default: step.embedding_sums(),
         ops.linear_cross_entropy.default: loss.forward - loss.saved,
     }
+
+
+class SharedBench(Bench):
+    """Measures the first of the ranks that share each sequence; nothing is exchanged, and nothing sharded."""
+
+    def _run(self, step, ids, recorder=None):
+        ids = ids[:, : ids.shape[1] // step.num_ranks]
+        documents = Documents(None, torch.arange(ids.shape[1]).expand(ids.shape), [step.context_length])
+        for block in self.model.layers:
+            block.self_attn.exchange = HeadExchange(dist.group.WORLD)
+        hook = self.model.register_forward_pre_hook(
+            lambda model, args, kwargs: ((ids,), {"targets": ids, "documents": documents}), with_kwargs=True
+        )
+        super()._run(step, ids, recorder)
+        hook.remove()
 
 
 def run_dry(step, *executions, warm_up=False):
@@ -114,7 +136,7 @@ def run_dry(step, *executions, warm_up=False):
             model = Transformer(step.config)
         finally:
             torch.set_default_dtype(torch.float32)
-        bench = Bench(
+        bench = (Bench if step.num_ranks == 1 else SharedBench)(
             model,
             MasterAdamW(
                 model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=first.gpu_state_bytes
@@ -169,6 +191,33 @@ def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
         step.given, placements=tuple(placements), mlp_tile_size=tile_size, heads_at_a_time=heads, **more
     )
     [measured] = dry_run(step, execution)
+    check_stages(step, execution, measured)
+
+
+SHARED = {
+    "all heads": (2, [Placement(), GPU], None),
+    "whole": (2, [WHOLE] * 2, None),
+    "one head": (2, [Placement(), GPU], 1),
+    "one head of four ranks": (4, [ON_HOST] * 2, 1),
+    "one step": (8, [GPU] * 2, 1),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_the_prediction_for_ranks_that_share_sequences(case, dry_run):
+    num_ranks, placements, heads = SHARED[case]
+    step = step_of("4B", 262_144, loss_impl="chunked", num_hidden_layers=2, num_ranks=num_ranks)
+    execution = replace(step.given, placements=tuple(placements), mlp_tile_size=8192, heads_at_a_time=heads)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        [measured] = dry_run(step, execution)
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+    check_stages(step, execution, measured)
+
+
+def check_stages(step, execution, measured):
     predicted = list(step.stages(execution))
     assert [stage.name for stage in measured.stages] == [stage.name for stage in predicted]
     top = max(predicted, key=lambda stage: stage.bytes)
