@@ -295,14 +295,18 @@ def test_rotary_cache_survives_meta_construction_moves_and_growth(device):
     assert cache.tables(10, torch.device("meta"))[0].device.type == "meta"
 
 
+def greedy_by_full_forwards(model, ids, num_tokens):
+    """`ids` and `num_tokens` more, each found by running the whole sequence."""
+    for _ in range(num_tokens):
+        next_ids = model(ids, return_logits=True).logits[:, -1].argmax(-1, keepdim=True)
+        ids = torch.cat([ids, next_ids], 1)
+    return ids
+
+
 def test_generation_with_the_cache_equals_full_forwards():
     model = build()
     ids = tokens(2, 7)
-    expected = ids
-    for _ in range(9):
-        next_ids = model(expected, return_logits=True).logits[:, -1].argmax(-1, keepdim=True)
-        expected = torch.cat([expected, next_ids], 1)
-    assert torch.equal(model.generate(ids, 9), expected)
+    assert torch.equal(model.generate(ids, 9), greedy_by_full_forwards(model, ids, 9))
     sampled = [
         model.generate(ids[:, :1], 9, temperature=1.0, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)
     ]
@@ -317,10 +321,7 @@ def test_sparse_generation_with_the_cache_equals_full_forwards():
     for blocks, layer in zip((2, 1), model.layers):
         layer.self_attn.sparsity = Sparsity(blocks, block_size=32, window=32, dense_below=150)
     ids = tokens(2, 184)
-    expected = ids
-    for _ in range(20):
-        next_ids = model(expected, return_logits=True).logits[:, -1].argmax(-1, keepdim=True)
-        expected = torch.cat([expected, next_ids], 1)
+    expected = greedy_by_full_forwards(model, ids, 20)
     assert torch.equal(model.generate(ids, 20), expected)
     for layer in model.layers:
         layer.self_attn.sparsity = None
