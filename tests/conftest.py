@@ -1,6 +1,13 @@
-"""Without a GPU, Triton kernels run in Triton's interpreter: set before anything imports triton."""
+"""Without a GPU, Triton kernels run in Triton's interpreter: set before anything imports triton.
 
+`pytest -n` has as many processes as cores, each of one thread; NumPy's is set before anything imports NumPy.
+"""
+
+import functools
 import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import pytest
 import torch
@@ -9,8 +16,29 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def patch_language_once_a_launch():
+    """Triton's interpreter patches triton.language anew for each function that a kernel calls: half of its time."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    @functools.cache
+    def languages(function):
+        return [value for value in function.__globals__.values() if value is language or value is language.core]
+
+    def patch_unless_patched(function):
+        if any(language.core.is_builtin(found.load) for found in languages(function)):
+            return patch(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_unless_patched
+
+
 def pytest_configure(config):
-    if hasattr(config, "workerinput"):  # pytest -n: as many processes as cores, of one thread each
+    if not torch.cuda.is_available():
+        patch_language_once_a_launch()
+    if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
         torch.set_num_threads = lambda _: None  # training.parallel.world.join_world would take all cores
 

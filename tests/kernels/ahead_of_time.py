@@ -1,7 +1,8 @@
 """Compile Triton kernels for GPUs that are not here, and report registers and spills.
 
-`python -m tests.kernels.ahead_of_time rms_norm 80 90` compiles what tests/kernels/test_rms_norm.py lists in
-`KERNELS_TO_COMPILE` and prints a line a kernel. It runs outside the interpreter, hence in a process of its own.
+`python -m tests.kernels.ahead_of_time rms_norm,rope 80 90` compiles what tests/kernels/test_rms_norm.py and
+test_rope.py list in `KERNELS_TO_COMPILE` and prints a line a kernel. It runs outside the interpreter, hence in a
+process of its own.
 """
 
 import importlib
@@ -62,16 +63,15 @@ def _cuobjdump() -> str:
     return str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
 
 
-def main(operation: str, *capabilities: str) -> None:
-    kernels = importlib.import_module(f"tests.kernels.test_{operation}").KERNELS_TO_COMPILE
-    assert kernels, f"test_{operation}.py lists no kernels"
-    for kernel in kernels:
-        for capability in map(int, capabilities):
-            c = compile_kernel(operation, kernel, capability)
-            print(
-                f"{operation}.{kernel.name} sm_{capability}: {c.registers} registers, "
-                f"{c.spill_bytes} bytes spilled, {c.shared_bytes} bytes shared"
-            )
+def main(operations: str, *capabilities: str) -> None:
+    for operation in operations.split(","):
+        for kernel in importlib.import_module(f"tests.kernels.test_{operation}").KERNELS_TO_COMPILE:
+            for capability in map(int, capabilities):
+                c = compile_kernel(operation, kernel, capability)
+                print(
+                    f"{operation}.{kernel.name} sm_{capability}: {c.registers} registers, "
+                    f"{c.spill_bytes} bytes spilled, {c.shared_bytes} bytes shared"
+                )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kernels.sparse_attention import combine, common, compression, gates
+from kernels.sparse_attention import combine, common, compression, gates, selection
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +14,4 @@ def larger_tiles_in_the_interpreter(monkeypatch):
         monkeypatch.setattr(compression, "BLOCK_T", 256)
         monkeypatch.setattr(gates, "ELEMENTS", 2**15)
         monkeypatch.setattr(common, "FLOAT32_ROWS", 64)
+        monkeypatch.setattr(selection, "TOPK_ELEMENTS", 2**11)
