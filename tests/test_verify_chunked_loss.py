@@ -20,7 +20,7 @@ def small_switch(monkeypatch):
     """The switch's part with a vocabulary that a test can afford, and the threshold at the same number of tokens."""
     scale = SMALL_VOCAB / verify_chunked_loss.VOCAB_SIZE
     monkeypatch.setattr(model, "CHUNKED_LOSS_THRESHOLD_BYTES", model.CHUNKED_LOSS_THRESHOLD_BYTES * scale)
-    return functools.partial(switch, vocab_size=SMALL_VOCAB, switch_bytes=10 * 2**30 * scale)
+    return functools.partial(switch, vocab_size=SMALL_VOCAB, switch_bytes=scaled(10))
 
 
 def test_comparisons_pass(capsys):
@@ -45,13 +45,22 @@ def test_switch_is_seen_on_both_sides(small_switch, capsys):
     assert lines[test_2].endswith("should_chunk=True") and "chunked loss used" in lines[test_2 + 1]
 
 
-@pytest.mark.parametrize(("gigabytes", "failures"), [(1, 2), (9.999, 1), (10.001, 1), (12, 2)])
-def test_a_switch_elsewhere_fails(monkeypatch, small_switch, capsys, gigabytes, failures):
-    """At 1 GB the short run is chunked, at 12 GB the long one is not; nearer 10 GB, the configuration tells."""
-    scaled = gigabytes * 2**30 * SMALL_VOCAB / verify_chunked_loss.VOCAB_SIZE
-    monkeypatch.setattr(model, "CHUNKED_LOSS_THRESHOLD_BYTES", scaled)
+def scaled(gigabytes):
+    return gigabytes * 2**30 * SMALL_VOCAB / verify_chunked_loss.VOCAB_SIZE
+
+
+@pytest.mark.parametrize("gigabytes", [1, 12])
+def test_a_switch_elsewhere_fails(monkeypatch, small_switch, capsys, gigabytes):
+    """At 1 GB the short run is chunked, at 12 GB the long one is not; the configuration tells of either."""
+    monkeypatch.setattr(model, "CHUNKED_LOSS_THRESHOLD_BYTES", scaled(gigabytes))
     assert main((small_switch,)) == 1
-    assert f" {failures} failed" in capsys.readouterr().out
+    assert " 2 failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gigabytes", [9.999, 10.001])
+def test_of_a_switch_nearby_the_configuration_tells(monkeypatch, small_switch, gigabytes):
+    monkeypatch.setattr(model, "CHUNKED_LOSS_THRESHOLD_BYTES", scaled(gigabytes))
+    assert next(small_switch(torch.device("cpu"))).verdict == "FAIL"
 
 
 def test_sizes_of_the_switch_are_the_owners():
