@@ -17,10 +17,15 @@ if not torch.cuda.is_available():
 
 
 def patch_language_once_a_launch():
-    """Triton's interpreter patches triton.language anew for each function that a kernel calls: half of its time."""
+    """Triton's interpreter patches triton.language anew for each function that a kernel calls: half of its time.
+
+    Seen in Triton 3.6 and 3.7; an interpreter of other parts stays as it is.
+    """
     from triton import language
     from triton.runtime import interpreter
 
+    if not hasattr(interpreter, "_patch_lang") or not hasattr(interpreter, "_LangPatchScope"):
+        return
     patch = interpreter._patch_lang
 
     @functools.cache
