@@ -337,7 +337,7 @@ def draw(runs: dict[str, list[dict]], path: Path) -> None:
     by_position.set(title="held-out loss of text, nats/byte", xlabel="position up to, bytes")
     title = "the same, mean of the distances beyond the window"
     by_tokens.set(title=title, xlabel="million bytes trained on", ylim=(-0.03, 1.03))
-    figure.legend(*by_distance.get_legend_handles_labels(), loc="outside lower center", ncols=len(runs))
+    figure.legend(*by_distance.get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 4))
     figure.savefig(path, dpi=120)
 
 
