@@ -8,11 +8,15 @@ attention kernel, "+sparse" and "+nsa" are --attention_type. The peer is transfo
 loss, gradient checkpointing and fused AdamW on bf16 weights (no float32 masters). All train on the same text as one
 document: the Python standard library, bytes.
 
-Of each setting's `--steps` the first compiles kernels and makes workspaces and optimizer state; the last is timed, its
-update included: the GPU has finished whenever the clock is read. With `--packed` each step takes another sequence of
-documents, packed as train.py packs them; the second half of the steps is timed, for which cuDNN has built its plans of
-most lengths, and predicted from their own documents' lengths. Under torchrun each rank has sequences of its own; the
-first rank's results are printed.
+Of each setting's `--steps` the first compiles kernels and makes workspaces and optimizer state; above 262,144 tokens it
+is of 16,384. The last step is timed, its update included: the GPU has finished whenever the clock is read. With
+`--packed` each step takes another sequence of documents, packed as train.py packs them; the second half of the steps is
+timed, for which cuDNN has built its plans of most lengths, and predicted from their own documents' lengths. Under
+torchrun each rank has sequences of its own, or shares them with others by `--context_parallel_size`; the first rank's
+results are printed.
+
+With `--communication` one more step runs under PyTorch's profiler: seconds in which NCCL's kernels ran on each rank,
+and those of them in which no other kernel did. A rank that waits for a slower one waits in such a kernel.
 """
 
 import argparse
@@ -21,8 +25,10 @@ import re
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -43,6 +49,8 @@ from training.metrics import peak_flops
 from training.parallel.world import World, join_world
 from training.run import Start, build, choose_model, configure_machine, resolve_memory_budget, train_step
 
+LONGEST_REPEATED, WARM_UP_TOKENS = 262_144, 16_384
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -51,13 +59,15 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", default=["auto", "checkpointing", "peer"])
     parser.add_argument("--host_budget", help="of settings with a memory budget")
     parser.add_argument("--steps", type=int, default=2, help="at least 2; see above for which are timed")
+    parser.add_argument("--context_parallel_size", type=int, default=1, help="ranks that share each sequence")
+    parser.add_argument("--communication", action="store_true", help="on GPUs; see above")
     parser.add_argument("--packed", action="store_true", help="several documents a sequence, another one each step")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     arguments = parser.parse_args()
     if arguments.steps < 2 or (arguments.packed and "peer" in arguments.settings):
         parser.error("--steps must be at least 2, and the peer takes no packed documents")
     results = {}
-    with join_world(arguments.device) as world:
+    with join_world(arguments.device, arguments.context_parallel_size) as world:
         steps = standard_library(arguments, world.data_size)
         for setting in arguments.settings:
             results[setting] = measure(setting, arguments, steps, world)
@@ -68,7 +78,8 @@ def main() -> None:
             return
         columns = [name for name in next(iter(results.values())) if name != "plan"]
         print_table(
-            f"one step, {arguments.model_size}, {arguments.context_length} tokens, {world.size} GPUs",
+            f"one step, {arguments.model_size}, {arguments.context_length} tokens, {world.size} GPUs, "
+            f"{world.context_size} of which share a sequence",
             ["", *columns],
             [[name, *(values[column] for column in columns)] for name, values in results.items()],
         )
@@ -85,10 +96,13 @@ def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list
         packing = ConcatenatedPacking(store.lengths, length, seed=0)
         loaders = [PackedLoader(store, packing, 1, rank, num_ranks) for rank in range(num_ranks)]
         return [[loader.next_step()[0] for loader in loaders] for _ in range(arguments.steps)]
-    ids = np.concatenate([document.tokens for document in documents])[None, :length].astype("int64")
-    ids = torch.from_numpy(ids)
-    targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
-    return [[Batch(ids, targets, find_documents(torch.zeros_like(ids)), length - 1)] * num_ranks] * arguments.steps
+    tokens, steps = np.concatenate([document.tokens for document in documents]), []
+    for step in range(arguments.steps):
+        first = WARM_UP_TOKENS if step == 0 and length > LONGEST_REPEATED else length
+        ids = torch.from_numpy(tokens[None, :first].astype("int64"))
+        targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
+        steps.append([Batch(ids, targets, find_documents(torch.zeros_like(ids)), first - 1)] * num_ranks)
+    return steps
 
 
 def documents_of(batches: list[Batch]) -> PackedDocuments:
@@ -106,6 +120,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[Batch]
     """
     on_gpu, plan = world.device.type == "cuda", None
     config = MODEL_SIZES[arguments.model_size]
+    communication: list[dict] = []
     losses, every, timed = [], [], steps[len(steps) // 2 :] if arguments.packed else steps[-1:]
     try:
         if setting == "peer":
@@ -121,6 +136,8 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[Batch]
             synchronize(world)
             every.append(time.perf_counter() - start)
         seconds = statistics.mean(every[-len(timed) :])
+        if arguments.communication and on_gpu:
+            communication = communication_seconds(lambda: step(steps[-1][world.data_rank]), world)
     except torch.OutOfMemoryError as error:
         print(f"{setting}: {str(error).splitlines()[0]}", file=sys.stderr)
         seconds = float("nan")
@@ -136,13 +153,14 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[Batch]
         "seconds": seconds,
         "predicted_seconds": predicted,
         "tokens_per_second": tokens / seconds,
-        "mfu": model_flops / seconds / flops if flops else 0.0,
+        "mfu": model_flops / world.context_size / seconds / flops if flops else 0.0,
         "peak_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0,
         "predicted_gib": plan.peak.bytes / GIB if plan else 0.0,
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB if on_gpu else 0.0,
         "host_gib": resident_bytes() / GIB,
         "predicted_host_gib": plan.host_bytes / GIB if plan else 0.0,
         "losses": losses,
+        **({"communication": communication} if communication else {}),
         "timed_steps": len(timed),
         "seconds_of_each_step": [round(value, 2) for value in every],
         "plan": str(plan) if plan else "",
@@ -158,6 +176,7 @@ def our_step(
         model_size=arguments.model_size,
         context_length=arguments.context_length,
         batch_size=1,
+        context_parallel_size=arguments.context_parallel_size,
         attention_backend=backend if backend not in ("", "sparse", "nsa") else "auto",
         attention_type=backend if backend in ("sparse", "nsa") else "full",
         gradient_checkpointing=placement == "checkpointing",
@@ -167,12 +186,19 @@ def our_step(
     settings.memory_budget = resolve_memory_budget(settings, world.device)  # refuses one on a CPU
     configure_machine(settings, world)
     documents = max(map(documents_of, steps), key=lambda documents: documents.longest)
-    model, optimizer, plan = build(settings, choose_model(settings), Start(), documents, world)
+    with mock.patch.object(Plan, "arena_bytes", property(arena_bytes)):
+        model, optimizer, plan = build(settings, choose_model(settings), Start(), documents, world)
 
     def step(batch: Batch) -> float:
         return train_step(model, optimizer, [batch], world, PEAK_LEARNING_RATE, settings.max_grad_norm)[0]
 
     return step, plan
+
+
+def arena_bytes(plan: Plan) -> int:
+    """Of the plan's step, and of a shorter first one, whose tensors get slots of their own."""
+    steps = [plan.step, *([plan.step.at(WARM_UP_TOKENS)] if plan.step.context_length > LONGEST_REPEATED else [])]
+    return sum(step.arena_bytes(plan.execution) for step in steps)
 
 
 def peer_step(config: ModelConfig, world: World) -> Callable:
@@ -209,6 +235,31 @@ def peer_step(config: ModelConfig, world: World) -> Callable:
         return float(loss.detach())
 
     return step
+
+
+def communication_seconds(step: Callable, world: World) -> list[dict[str, float]]:
+    """Of one step and each rank: seconds in which each kind of NCCL kernel runs, and in which nothing else does."""
+    synchronize(world)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        synchronize(world)
+    spans = [
+        (event.time_range.start, event.time_range.end, event.name if event.name.startswith("ncclDevKernel") else "")
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
+    ]
+    seconds, alone, running, last = Counter(), 0.0, Counter(), 0.0
+    for time_, change, name in sorted([(start, 1, n) for start, _, n in spans] + [(end, -1, n) for _, end, n in spans]):
+        kinds = [kind for kind, count in running.items() if count and kind]
+        for kind in kinds:
+            seconds[kind.removeprefix("ncclDevKernel_").partition("_")[0].partition("(")[0]] += (time_ - last) / 1e6
+        alone += (time_ - last) / 1e6 if kinds and not running[""] else 0.0
+        running[name] += change
+        last = time_
+    every: list = [None] * world.size
+    if world.size > 1:
+        torch.distributed.all_gather_object(every, {**seconds, "nothing_else_runs": alone})
+    return every
 
 
 def synchronize(world: World) -> None:

@@ -34,7 +34,7 @@ STEADY += ["0", "--validation_sequences", "3"]  # the learning rate does not dep
 
 
 class Case(NamedTuple):
-    """H query and G key/value heads; sequences of T tokens, of documents of these lengths."""
+    """H query and G key/value heads of K; sequences of T tokens, of documents of these lengths."""
 
     H: int
     G: int
@@ -45,6 +45,7 @@ class Case(NamedTuple):
     sparsity: Sparsity | NSA | None = None
     dtype: torch.dtype = torch.float32
     heads_at_a_time: int | None = None
+    K: int = 32
 
 
 PACKED, ONE = (50, 7, 120, 33, 64, 9, 90, 21), (700,)
@@ -70,18 +71,18 @@ CASES = {
 def check_exchange(world: World) -> None:
     """Both directions and their gradients, bit for bit, against slices of tensors that every rank has."""
     exchange, N, rank = HeadExchange(world.mesh.get_group("context")), world.context_size, world.context_rank
-    generator = torch.Generator().manual_seed(0)
+    generator, device = torch.Generator().manual_seed(0), world.device
     own = slice(3 * rank, 3 * rank + 3)  # tokens
     bf16 = torch.bfloat16
     for B, heads, dtype in ((1, 8, torch.float32), (3, 4, bf16), (2, 1, bf16), (1, 6, bf16)):
         copies = N // math.gcd(N, heads)
-        whole = torch.randn(B, 3 * N, heads, 5, generator=generator).to(dtype)
+        whole = torch.randn(B, 3 * N, heads, 5, generator=generator).to(device, dtype)
         # Of 4 ranks and 6 heads with 2 query heads each, rank 1 has query heads 3, 4 and 5, of heads 1, 2 and 2.
-        needed = torch.arange(heads * copies).view(N, -1) // copies
+        needed = torch.arange(heads * copies).view(N, -1).to(device) // copies
         x = whole[:, own].clone().requires_grad_()
         y = exchange.to_heads(x)
         assert torch.equal(y, whole[:, :, needed[rank]])
-        d_whole = torch.randn(B, 3 * N, heads * copies, 5, generator=generator).to(dtype)
+        d_whole = torch.randn(B, 3 * N, heads * copies, 5, generator=generator).to(device, dtype)
         d_ranks = d_whole.chunk(N, dim=2)
         y.backward(d_ranks[rank])
         expected = d_whole.unflatten(2, (heads, copies)).float().sum(3).to(dtype)
@@ -96,13 +97,13 @@ def check_exchange(world: World) -> None:
 
 def build(case: Case, world: World) -> Transformer:
     attention_type = "nsa" if isinstance(case.sparsity, NSA) else "full"
-    config = ModelConfig(256, 64, 96, 2, case.H, case.G, 32, attention_type=attention_type)
+    config = ModelConfig(256, 64, 96, 2, case.H, case.G, case.K, attention_type=attention_type)
     with torch.device("meta"):
         model = Transformer(config).to(case.dtype if world.size == 1 else torch.float32)
     if world.size > 1:
         shard_model(model, model.layers, world, compute_dtype=case.dtype)
         share_sequences(model, world)
-    model.to_empty(device="cpu")
+    model.to_empty(device=world.device)
     copy_weights(model, ((name, full.bfloat16()) for name, full in initial_weights(model, seed=0)))
     placements = case.placements if world.size > 1 else (WHOLE, WHOLE)
     sparsity = () if case.sparsity is None else (case.sparsity,) * 2
@@ -144,19 +145,21 @@ def check_model(worlds: dict[int, World]) -> None:
 
 
 @functools.cache
-def one_process(case: Case) -> tuple[float, dict[str, torch.Tensor]]:
-    return loss_and_gradients(case, World(0, 1, torch.device("cpu")), SEQUENCES)
+def one_process(case: Case, device: str = "cpu") -> tuple[float, dict[str, torch.Tensor]]:
+    return loss_and_gradients(case, World(0, 1, torch.device(device)), SEQUENCES)
 
 
-def assert_equals_one_process(name: str, case: Case, loss: float, gradients: dict[str, torch.Tensor]) -> None:
-    """Each parameter's gradient; in bfloat16 it is compared in its error against float32."""
+def assert_equals_one_process(
+    name: str, case: Case, loss: float, gradients: dict[str, torch.Tensor], device: str = "cpu"
+) -> None:
+    """Each parameter's gradient; in bfloat16 it is compared in its error against float32 on a CPU."""
     expected_loss, expected = one_process(case._replace(dtype=torch.float32))
     assert loss == pytest.approx(expected_loss, rel=1e-6 if case.dtype == torch.float32 else 1e-4), name
 
     def errors(found: dict[str, torch.Tensor]) -> dict[str, float]:
-        return {n: float((found[n].float() - g).norm() / g.norm()) for n, g in expected.items()}
+        return {n: float((found[n].cpu().float() - g).norm() / g.norm()) for n, g in expected.items()}
 
-    limit = 2 * max(errors(one_process(case)[1]).values()) if case.dtype != torch.float32 else 2e-6
+    limit = 2 * max(errors(one_process(case, device)[1]).values()) if case.dtype != torch.float32 else 2e-6
     assert not {n: error for n, error in errors(gradients).items() if not error < limit}, name
 
 
@@ -203,6 +206,21 @@ def check_four_ranks(world: World) -> None:
 
 def test_four_ranks_equal_one_process():
     run_ranks(4, check_four_ranks)
+
+
+def check_two_gpus(world: World) -> None:
+    check_exchange(world)
+    for name, case in CASES.items():
+        on_gpu = case._replace(dtype=torch.bfloat16, K=64)
+        loss, gradients = loss_and_gradients(on_gpu, world, batch_size=2)
+        if world.is_main:
+            assert_equals_one_process(name, on_gpu, loss, gradients, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_equal_one():
+    run_ranks(2, check_two_gpus, device="cuda", context_parallel_size=2)
 
 
 def test_a_run_goes_on_with_any_split(tmp_path, monkeypatch, capsys):

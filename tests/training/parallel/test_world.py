@@ -1,7 +1,7 @@
 """The mesh of data, context and tensor ranks: a world of one, four processes over gloo, and one of two that dies.
 
-`torchrun --nproc_per_node=2 -m tests.training.parallel.test_world SIGKILL` is what the last of these tests starts: its
-argument says how one of the two dies.
+`torchrun --nproc_per_node=2 -m tests.training.parallel.test_world SIGKILL cpu` is what the last of these tests starts:
+its arguments say how one of the two dies, and where.
 """
 
 import os
@@ -51,15 +51,19 @@ def test_sequences_are_not_shared_between_machines(monkeypatch):
         pass
 
 
+TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=TWO_GPUS)])
 @pytest.mark.parametrize(
     ("death", "rank", "message"),
     [("UserError", 0, "error: rank 0 fails"), ("RuntimeError", 1, "RuntimeError: rank 1 fails"), ("SIGKILL", 1, None)],
 )
-def test_a_rank_that_dies_ends_all_within_seconds(death, rank, message):
+def test_a_rank_that_dies_ends_all_within_seconds(death, rank, message, device):
     """Its error alone is shown, and again in torchrun's summary, which ends the output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     result = subprocess.run(
-        [*command, "-m", "tests.training.parallel.test_world", death], cwd=Path(__file__).parents[3],
+        [*command, "-m", "tests.training.parallel.test_world", death, device], cwd=Path(__file__).parents[3],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert result.returncode == 1 and time.time() - float(result.stdout) < 20
@@ -72,10 +76,10 @@ def test_a_rank_that_dies_ends_all_within_seconds(death, rank, message):
 
 def die(world: World, death: str) -> None:
     """By a UserError both ranks die, else rank 1 does; rank 0 then fails in a collective, or where rank 1 is killed,
-    waits as in an NCCL kernel, where no SIGTERM reaches it."""
+    waits in an NCCL kernel, or on a CPU as if in one, where no SIGTERM reaches it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if world.rank == 0 and death != "UserError":
-        time.sleep(600) if death == "SIGKILL" else world.sum(1.0)
+        time.sleep(600) if (death, world.device.type) == ("SIGKILL", "cpu") else world.sum(1.0)
     if world.rank == 1:
         print(time.time(), flush=True)
     if death == "SIGKILL":
@@ -145,5 +149,5 @@ def check_training(world: World) -> None:
 
 
 if __name__ == "__main__":
-    with join_world("cpu") as world:
+    with join_world(sys.argv[2]) as world:
         die(world, sys.argv[1])
