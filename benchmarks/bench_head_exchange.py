@@ -3,13 +3,11 @@
 `torchrun --nproc_per_node=2 -m benchmarks.bench_head_exchange --tokens 131072`
 
 Forward and backward of a 4B layer's attention, projections included, with all of a rank's key/value heads at once and
-one at a time, where the exchange of one step runs beside the attention of another; "in turn" is without that. "No link"
-copies on the GPU itself what would go over the link: the difference is what the link costs. All ranks do the same work;
-the first rank's times are printed.
+one at a time. "No link" copies on the GPU itself what would go over the link: the difference is what the link costs.
+All ranks do the same work; the first rank's times are printed.
 """
 
 import functools
-import importlib
 import os
 from unittest import mock
 
@@ -21,8 +19,7 @@ from kernels.sparse_attention import Sparsity
 from model import MODEL_SIZES, Attention, Context, RotaryCache
 from training.parallel.world import World, join_world
 
-qkv_attention = importlib.import_module("kernels.qkv_attention")  # the package's attribute of that name is the function
-run_steps, all_to_all = qkv_attention._run_steps, torch.distributed.all_to_all_single
+all_to_all = torch.distributed.all_to_all_single
 
 
 def main() -> None:
@@ -45,7 +42,7 @@ def bench_exchange(tokens: int, exchange: HeadExchange, world: World) -> dict[st
     config, results = MODEL_SIZES["4B" if world.device.type == "cuda" else "tiny"], {}
     for name, heads in (("q or output", config.num_attention_heads), ("k or v", config.num_key_value_heads)):
         x = torch.randn(1, tokens // world.size, heads, config.head_dim, dtype=torch.bfloat16, device=world.device)
-        ms = time_interleaved({name: lambda x=x: exchange.begin_to_heads(x).wait()}, world.device)[name]
+        ms = time_interleaved({name: lambda x=x: exchange.to_heads(x)}, world.device)[name]
         sent = x.nbytes * (world.size - 1) / world.size
         results[name] = {"ms": ms, "sent_mb": sent / 1e6, "sent_gb_per_second": sent / ms / 1e6}
     return results
@@ -66,23 +63,19 @@ def bench_attention(
     x = torch.randn(1, len(cos), config.hidden_size, dtype=torch.bfloat16, device=device, requires_grad=True)
     dy = torch.randn_like(x)
 
-    def train(heads: int | None, linked: bool, overlapped: bool) -> list[torch.Tensor]:
+    def train(heads: int | None, linked: bool) -> list[torch.Tensor]:
         attention.heads_at_a_time = heads
-        with (
-            mock.patch.object(qkv_attention, "_run_steps", run_steps if overlapped else run_in_turn),
-            mock.patch("torch.distributed.all_to_all_single", all_to_all if linked else copy),
-        ):
+        with mock.patch("torch.distributed.all_to_all_single", all_to_all if linked else copy):
             y = attention(x, context)
             return [y, *torch.autograd.grad(y, [x, *attention.parameters()], dy, allow_unused=True)]
 
     ways = {
-        "all heads at once": (None, True, True),
-        "all heads at once, no link": (None, False, True),
-        "one head at a time": (1, True, True),
-        "one head at a time, in turn": (1, True, False),
-        "one head at a time, no link": (1, False, True),
+        "all heads at once": (None, True),
+        "all heads at once, no link": (None, False),
+        "one head at a time": (1, True),
+        "one head at a time, no link": (1, False),
     }
-    expected = train(None, True, True)
+    expected = train(None, True)
     for way in ways.values():
         error = max(relative_error(a, b) for a, b in zip(train(*way), expected)) if way[1] else 0.0
         assert error < 2e-2, f"{way} is wrong on this machine: relative error {error}"
@@ -92,13 +85,8 @@ def bench_attention(
     return {name: {"ms": ms[name], "extra_gib": extra_gib(functions[name], device)} for name in ways}
 
 
-def run_in_turn(steps: int, ahead: int, *stages) -> None:
-    run_steps(steps, 0, *stages)
-
-
-def copy(received: torch.Tensor, sent: torch.Tensor, **_) -> mock.Mock:
+def copy(received: torch.Tensor, sent: torch.Tensor, group) -> None:
     received.copy_(sent)
-    return mock.Mock()
 
 
 if __name__ == "__main__":

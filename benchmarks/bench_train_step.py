@@ -8,7 +8,7 @@ attention kernel, "+sparse" and "+nsa" are --attention_type. The peer is transfo
 loss, gradient checkpointing and fused AdamW on bf16 weights (no float32 masters). All train on the same text as one
 document: the Python standard library, bytes.
 
-Of each setting's `--steps` the first compiles kernels and makes workspaces and optimizer state; above 262,144 tokens it
+Of each setting's `--steps` the first compiles kernels and makes workspaces and optimizer state; above 131,072 tokens it
 is of 16,384. The last step is timed, its update included: the GPU has finished whenever the clock is read. With
 `--packed` each step takes another sequence of documents, packed as train.py packs them; the second half of the steps is
 timed, for which cuDNN has built its plans of most lengths, and predicted from their own documents' lengths. Under
@@ -49,7 +49,7 @@ from training.metrics import peak_flops
 from training.parallel.world import World, join_world
 from training.run import Start, build, choose_model, configure_machine, resolve_memory_budget, train_step
 
-LONGEST_REPEATED, WARM_UP_TOKENS = 262_144, 16_384
+LONGEST_REPEATED, WARM_UP_TOKENS = 131_072, 16_384
 
 
 def main() -> None:

@@ -10,8 +10,6 @@ as all heads at once; the matrix products are smaller.
 N ranks may share each sequence (`HeadExchange`). Each step then projects this rank's tokens to n key/value heads of
 every rank, and exchanges tokens for heads around attention: of 8 key/value heads and 2 ranks, one at a time, the first
 step has heads 0 and 4. Attention's output is kept for this rank's tokens, log-sum-exp and chosen blocks for its heads.
-One step attends while the exchanges of the next one's input and of the last one's output are under way, so that heads
-and gradients of up to three steps are held.
 
 Attention is to everything, to chosen blocks (`Sparsity`) or native sparse attention (`NSA`). The operation that makes
 some heads at a time names it by `kind`, and by `sizes` that are its own:
@@ -22,8 +20,7 @@ some heads at a time names it by `kind`, and by `sizes` that are its own:
     nsa       3            selected blocks, window
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -83,20 +80,6 @@ def _divide(
     return exchange, _Division(exchange.size, steps), _Division(1, steps)
 
 
-def _run_steps(steps: int, ahead: int, *stages: Callable) -> None:
-    """Run each step through the stages; what a stage returns of a step is given to the next stage.
-
-    With `ahead` 1 a stage runs before the next stage of the step before: of stages a, b, c the order is a0, a1, b0, a2,
-    b1, c0, ... With 0 each step is finished before the next one begins.
-    """
-    given: list[deque] = [deque(() for _ in range(steps)), *(deque() for _ in stages)]
-    for time in range(steps + ahead * (len(stages) - 1)):
-        for i, stage in enumerate(stages):
-            step = time - i * ahead
-            if 0 <= step < steps:
-                given[i + 1].append(stage(step, *given[i].popleft()))
-
-
 def _weight_of_step(weights: Sequence[Tensor], step: int, division: _Division) -> Tensor:
     """Rows of the q, k and v projections that make the n heads of one step, [(R + 2) n K, D]; R query heads a group."""
     return torch.cat([division.take(weight, step, 0) for weight in weights])
@@ -153,26 +136,19 @@ def _qkv_attention(
     """
     exchange, all_heads, own_heads = _divide(weights, norms, n, group_name)
     out, lse, chosen = _empty_results(x, weights, norms, lists, kind, sizes, exchange.size)
-    given = norms, eps, n * exchange.size, cos, sin
-
-    def send(step):
-        heads = _split_heads(F.linear(x, _weight_of_step(weights, step, all_heads)), *given)
-        return [exchange.begin_to_heads(head) for head in heads]
-
-    def attend(step, *arrivals):
-        q, k, v = (x.wait() for x in arrivals)
+    for step in range(own_heads.steps):
+        qkv = F.linear(x, _weight_of_step(weights, step, all_heads))
+        heads = _split_heads(qkv, norms, eps, n * exchange.size, cos, sin)
+        del qkv
+        q, k, v = (exchange.to_heads(heads.pop(0)) for _ in range(3))
         parts, lists_n = _attend(kind, q, k, v, segments, backend, own_heads.take(lists, step), sizes)
-        for branch, (_, lse_n) in enumerate(parts):
+        del q, k, v
+        for branch, (out_n, lse_n) in enumerate(parts):
+            all_heads.put(out[branch], step, exchange.to_tokens(out_n))
             own_heads.put(lse[branch], step, lse_n)
         if lists is None and lists_n is not None:
             own_heads.put(chosen, step, lists_n)
-        return [exchange.begin_to_tokens(out_n) for out_n, _ in parts]
-
-    def receive(step, *outs_n):
-        for branch, out_n in enumerate(outs_n):
-            all_heads.put(out[branch], step, out_n.wait())
-
-    _run_steps(own_heads.steps, exchange.size > 1, send, attend, receive)
+        del parts, out_n, lse_n, lists_n  # before those of the next step are made
     return out, lse, chosen
 
 
@@ -228,43 +204,33 @@ class _QKVAttention(torch.autograd.Function):
         dx_rows, d_weights = torch.zeros_like(x_rows), [torch.empty_like(weight) for weight in (*weights, o_weight)]
         d_gates = None if gates is None else torch.empty_like(gates)
         d_norms = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in norms]
-
-        def send(step):
+        for step in range(own_heads.steps):
+            weight, o_weight_n = _weight_of_step(weights, step, all_heads), all_heads.take(o_weight, step, 1)
             outs_n, gates_n = [all_heads.take(out, step) for out in outs], all_heads.take(gates, step)
             all_heads.put(d_weights[3], step, dy_rows.T @ _gated(outs_n, gates_n).flatten(0, 1).flatten(1), 1)
-            sent = [exchange.begin_to_heads(x) for x in (*outs_n, gates_n) if x is not None]
-            d_out, shape = dy @ all_heads.take(o_weight, step, 1), outs_n[0].shape
-            del outs_n, gates_n
-            sent.append(exchange.begin_to_heads(d_out.view(shape)))
-            del d_out
-            qkv = F.linear(x, _weight_of_step(weights, step, all_heads)).requires_grad_()
+            d_out = exchange.to_heads((dy @ o_weight_n).view(outs_n[0].shape))
+            outs_n = [exchange.to_heads(out) for out in outs_n]
+            gates_n = None if gates is None else exchange.to_heads(gates_n)
+            lses_n, lists_n = [own_heads.take(lse, step) for lse in lses], own_heads.take(lists, step)
+            qkv = F.linear(x, weight).requires_grad_()
             with torch.enable_grad():
                 heads = _split_heads(qkv, norms, ctx.eps, ctx.n * exchange.size, cos, sin)
             edges = [torch.autograd.graph.get_gradient_edge(head) for head in heads]
-            return qkv, edges, sent + [exchange.begin_to_heads(head.detach()) for head in heads]
-
-        def attend(step, qkv, edges, arrivals):
-            *outs_n, d_out, q, k, v = (x.wait() for x in arrivals)
-            gates_n = None if gates is None else outs_n.pop()
-            lses_n, lists_n = [own_heads.take(lse, step) for lse in lses], own_heads.take(lists, step)
+            q, k, v = (exchange.to_heads(heads.pop(0).detach()) for _ in range(3))
             given = gates_n, outs_n, lses_n, ctx.segments, ctx.backend, lists_n, ctx.sizes
-            d_heads = _attend_backward(ctx.kind, d_out, q, k, v, *given)
-            return qkv, edges, [exchange.begin_to_tokens(d) for d in d_heads]
-
-        def receive(step, qkv, edges, arrivals):
-            d_heads = [x.wait() for x in arrivals]
+            d_heads = [exchange.to_tokens(d) for d in _attend_backward(ctx.kind, d_out, q, k, v, *given)]
             if d_gates is not None:
                 all_heads.put(d_gates, step, d_heads.pop())
             d_qkv, *d_norms_n = torch.autograd.grad(edges, [qkv, *norms], d_heads)
             d_qkv_rows = d_qkv.flatten(0, 1)
-            dx_rows.addmm_(d_qkv_rows, _weight_of_step(weights, step, all_heads))
+            dx_rows.addmm_(d_qkv_rows, weight)
             parts = (d_qkv_rows.T @ x_rows).split([len(w) // own_heads.steps for w in weights])
             for d_weight, part in zip(d_weights, parts):
                 all_heads.put(d_weight, step, part, 0)
             for d_norm, part in zip(d_norms, d_norms_n):
                 d_norm += part
-
-        _run_steps(own_heads.steps, exchange.size > 1, send, attend, receive)
+            del qkv, heads, q, k, v, outs_n, lses_n, gates_n, lists_n, given, d_out  # before those of the next step
+            del d_heads, d_qkv, d_qkv_rows, parts, part
         d_norms = [d.to(w.dtype) for d, w in zip(d_norms, norms)]
         return dx_rows.view_as(x), *d_weights, *d_norms, d_gates, *[None] * 9
 
@@ -401,17 +367,12 @@ def qkv_attention_footprint(
         )
     else:
         # Forward holds the whole output, and one step's heads or the projection of all. Backward holds dx
-        # and, of one step, qkv, q, k, v, out, dout, dq, dk and dv. Besides, ranks that share sequences have what comes
-        # of the next step, and what goes of the last one, both sent and received; in backward also qkv of both.
-        comes, goes = N > 1 and steps > 1, N > 1 and steps > 2
+        # and, of one step, qkv, q, k, v, out, dout, dq, dk and dv. Ranks that share sequences hold what they send, too.
         saved = x + results + choices + gates
-        exchanged = (2 * qkv * comes + 2 * outs * goes) // steps * T
         attending = (qkv + outs + choices) // steps * T + forward_workspace
-        projecting = max(3 * q + 4 * k, 3 * qkv * (N > 1)) // steps * T
-        working = max(projecting, attending) + exchanged
+        working = max(max(3 * q + 4 * k, (outs + 2 * q) * (N > 1)) // steps * T, attending)
         forward = max(working + (outs + choices + gates) * T, (results + choices + gates + gated + x) * T)
-        exchanged = (qkv + 2 * (qkv + q + outs + gates)) * comes + (qkv + 2 * (qkv + gates)) * goes
-        backward = (x + gates + (3 * qkv + q + outs + exchanged) // steps) * T
+        backward = (x + gates + (3 * qkv + q + outs) // steps) * T
     flops = 2 * hidden_size * (2 * q + 2 * k + gates) // element_size * T
     return Footprint(
         saved * T, forward, backward + workspace, results * T, flops, 2 * flops, (4 * q + 4 * k) * T, choices * T

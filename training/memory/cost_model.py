@@ -7,7 +7,6 @@ operations over measured rates, attention and matrix products apart, and copies 
 
 import copy
 import functools
-import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -387,16 +386,16 @@ class Step:
             flops[of_layer][0] / rates.attention_forward_flops + calls / rates.forward_documents
             for of_layer in sparsity
         ]
-        # q, k and v go to other ranks, attention's output comes back; beside another step's attention, if there is one.
+        # q, k and v go to other ranks, attention's output comes back.
         heads = config.num_attention_heads + config.num_key_value_heads
         sent_bytes = 2 * self.element_size * heads * config.head_dim * self.tokens * (1 - 1 / self.num_ranks)
-        exchange, beside = sent_bytes / rates.gpu_link_bytes, max if steps > 1 else operator.add
-        attend = [beside(seconds, exchange) for seconds in attend]
+        exchange = sent_bytes / rates.gpu_link_bytes
+        attend = [seconds + exchange for seconds in attend]
         choose = sum(flops[of_layer][1] for of_layer in sparsity) / rates.choice_flops
         attention_backward = sum(flops[of_layer][2] for of_layer in sparsity) / rates.attention_backward_flops
         attention_backward += L * calls / rates.backward_documents
         # Some heads at a time, q, k, v and the output go there again.
-        attention_backward = beside(attention_backward, L * exchange * (2 if execution.heads_at_a_time else 1))
+        attention_backward += L * exchange * (2 if execution.heads_at_a_time else 1)
         # A block's two norms, two sums and their copies read and write nine hidden states.
         moved_bytes = 9 * self.kept_bytes("input") + attention.elementwise_bytes + mlp.elementwise_bytes
         elementwise = moved_bytes / rates.memory_bytes

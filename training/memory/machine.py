@@ -110,7 +110,8 @@ class Rates:
     memory_bytes: float = 4.2e12  # bytes read plus bytes written
     link_bytes: float = 50e9  # bytes each way between host and GPU, in both directions at once
     choice_flops: float = 270e12  # of choosing blocks: their scores, and the highest of these
-    gpu_link_bytes: float = 350e9  # bytes each way between GPUs of one host; not measured
+    # Bytes each way between GPUs of one host in an exchange of heads, the copies that order them included.
+    gpu_link_bytes: float = 170e9
 
 
 H200 = Rates()

@@ -63,12 +63,12 @@ def test_short_documents_take_less_time_and_room(heads_at_a_time):
 @pytest.mark.parametrize("heads_at_a_time", [None, 1])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_that_share_a_sequence_share_its_work(num_ranks, heads_at_a_time):
-    """All but the update, which FSDP2 would share; all heads at once wait for exchanges there, back and there again."""
+    """All but the update, which FSDP2 would share. Exchanges go there, back and, in backward, there again."""
     execution = Execution((Placement("gpu", "gpu"),) * 36, 8192, heads_at_a_time)
     alone, shared = (step_of(MODEL_SIZES["4B"], 131_072, num_ranks=n) for n in (1, num_ranks))
     update = 4 * alone.optimizer(execution).gpu_state / H200.memory_bytes
     exchange = 2 * (2 * 4096 + 2 * 1024) * 131_072 / num_ranks * (num_ranks - 1) / num_ranks / H200.gpu_link_bytes
-    waits = 0 if heads_at_a_time else 36 * 3 * exchange
+    waits = 36 * 3 * exchange * (1.01 if heads_at_a_time else 1)  # smaller launches
     expected = (alone.seconds(execution, H200) - update) / num_ranks + update + waits
     assert shared.seconds(execution, H200) == pytest.approx(expected, rel=1e-6)
     for kind in ("input", "results"):

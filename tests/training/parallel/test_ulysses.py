@@ -154,7 +154,7 @@ def assert_equals_one_process(
 ) -> None:
     """Each parameter's gradient; in bfloat16 it is compared in its error against float32 on a CPU."""
     expected_loss, expected = one_process(case._replace(dtype=torch.float32))
-    assert loss == pytest.approx(expected_loss, rel=1e-6 if case.dtype == torch.float32 else 1e-4), name
+    assert loss == pytest.approx(expected_loss, rel=1e-6 if case.dtype == torch.float32 else 3e-3), name
 
     def errors(found: dict[str, torch.Tensor]) -> dict[str, float]:
         return {n: float((found[n].cpu().float() - g).norm() / g.norm()) for n, g in expected.items()}
