@@ -59,9 +59,10 @@ def results(pattern: str) -> list[dict]:
     return [json.loads(line) for path in sorted(RESULTS.glob(pattern)) for line in path.open()]
 
 
-def step_runs(packed: bool = False) -> list[dict]:
-    """What benchmarks.bench_train_step measured of the 4B."""
-    return [run for run in results("train_step_*.jsonl") if run["model_size"] == "4B" and run["packed"] == packed]
+def step_runs(packed: bool = False, shared: bool = False) -> list[dict]:
+    """What benchmarks.bench_train_step measured of the 4B; `shared`: where GPUs share a sequence."""
+    runs = [run for run in results("train_step_*.jsonl") if run["model_size"] == "4B" and run["packed"] == packed]
+    return [run for run in runs if (run.get("context_parallel_size", 1) > 1) == shared]
 
 
 def differing(predicted: float, measured: float) -> str:
@@ -110,6 +111,31 @@ def packed_documents() -> list[list[str]]:
             ]  # fmt: skip
     header = ["GPUs", "context", "cap", "timed steps, s", "mean s a step, predicted", "measured", "peak GiB, predicted",
               "measured", "MFU", "date, commit"]  # fmt: skip
+    return [header, *(rows[key] for key in sorted(rows))]
+
+
+def shared_sequences() -> list[list[str]]:
+    """The latest steps of GPUs that share a sequence, each beside one GPU's latest step without a cap."""
+    alone = {
+        (run["context_length"], setting): result["seconds"]
+        for run in step_runs() for setting, result in run["results"].items() if setting.startswith("auto")
+    }  # fmt: skip
+    rows = {}
+    for run in step_runs(shared=True):
+        context = run["context_length"]
+        for setting, result in run["results"].items():
+            limit, plus, kind = setting.partition("+")
+            one = alone.get((context, f"auto{plus}{kind}"))
+            sent = min((rank["SendRecv"] for rank in result.get("communication", ())), default=None)
+            rows[run["ranks"], kind, context, limit] = [
+                str(run["ranks"]), kind or "full", f"{context:,}", cap(limit),
+                differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
+                differing(result["predicted_seconds"], result["seconds"]), f"{result['seconds']:.2f}",
+                f"{one / result['seconds']:.2f}" if one else "-", f"{sent:.2f}" if sent else "-",
+                f"{result['mfu']:.1%}", f"{result['host_gib']:.1f}", date(run),
+            ]  # fmt: skip
+    header = ["GPUs", "attention", "context", "cap", "peak GiB a GPU, predicted", "measured", "s a step, predicted",
+              "measured", "one GPU ÷ it", "exchange, s", "MFU", "host GiB a GPU", "date, commit"]  # fmt: skip
     return [header, *(rows[key] for key in sorted(rows))]
 
 
@@ -296,7 +322,17 @@ def draw_picture() -> None:
     figure.savefig(PICTURE)
 
 
-MEASURED = (budgets, packed_documents, against_the_peer, sparse, longest_measured, some_layers, stages, compared)
+MEASURED = (
+    budgets,
+    packed_documents,
+    shared_sequences,
+    against_the_peer,
+    sparse,
+    longest_measured,
+    some_layers,
+    stages,
+    compared,
+)
 TABLES: dict[str, Callable[[], list[list[str]]]] = {table.__name__: table for table in (*MEASURED, scenarios, hardware)}
 
 
