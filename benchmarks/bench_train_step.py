@@ -27,6 +27,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -61,11 +62,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="at least 2; see above for which are timed")
     parser.add_argument("--context_parallel_size", type=int, default=1, help="ranks that share each sequence")
     parser.add_argument("--communication", action="store_true", help="on GPUs; see above")
+    parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
     parser.add_argument("--packed", action="store_true", help="several documents a sequence, another one each step")
+    parser.add_argument(
+        "--in_order", action="store_true", help="of --packed: sequences go to ranks in turn, not by cost"
+    )
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     arguments = parser.parse_args()
-    if arguments.steps < 2 or (arguments.packed and "peer" in arguments.settings):
-        parser.error("--steps must be at least 2, and the peer takes no packed documents")
+    several = arguments.packed or arguments.gradient_accumulation_steps > 1
+    if arguments.steps < 2 or (several and "peer" in arguments.settings):
+        parser.error("--steps must be at least 2, and the peer takes one document a step")
     results = {}
     with join_world(arguments.device, arguments.context_parallel_size) as world:
         steps = standard_library(arguments, world.data_size)
@@ -87,33 +93,42 @@ def main() -> None:
         print_json("train_step", world.device, **settings, results=results)
 
 
-def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list[Batch]]:
-    """For each step the micro-batch of each rank, [1, context_length] of the Python standard library's text."""
+def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list[list[Batch]]]:
+    """For each step and rank the micro-batches, [1, context_length] of the Python standard library's text."""
+    count = arguments.gradient_accumulation_steps
     tokenizer, length = load_tokenizer(None), arguments.context_length
     documents = load_documents(None, tokenizer, MODEL_SIZES[arguments.model_size].vocab_size)
     if arguments.packed:
         store = TokenStore(documents, tokenizer.eos_id)
         packing = ConcatenatedPacking(store.lengths, length, seed=0)
         loaders = [PackedLoader(store, packing, 1, rank, num_ranks) for rank in range(num_ranks)]
-        return [[loader.next_step()[0] for loader in loaders] for _ in range(arguments.steps)]
+        with mock.patch("training.data.loader.deal", in_order) if arguments.in_order else nullcontext():
+            return [[loader.next_step(count) for loader in loaders] for _ in range(arguments.steps)]
     tokens, steps = np.concatenate([document.tokens for document in documents]), []
     for step in range(arguments.steps):
         first = WARM_UP_TOKENS if step == 0 and length > LONGEST_REPEATED else length
         ids = torch.from_numpy(tokens[None, :first].astype("int64"))
         targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
-        steps.append([Batch(ids, targets, find_documents(torch.zeros_like(ids)), first - 1)] * num_ranks)
+        batch = Batch(ids, targets, find_documents(torch.zeros_like(ids)), first - 1)
+        steps.append([[batch] * count] * num_ranks)
     return steps
 
 
-def documents_of(batches: list[Batch]) -> PackedDocuments:
-    """What attention has to do for one step's micro-batches, one of each rank."""
-    lengths = [np.array(batch.documents.lengths) for batch in batches]
-    sequences = np.repeat(np.arange(len(batches)), [len(each) for each in lengths])
+def in_order(costs: np.ndarray, num_ranks: int) -> np.ndarray:
+    """In place of `packing.deal`, whatever the costs."""
+    return np.arange(len(costs)).reshape(-1, num_ranks)
+
+
+def documents_of(ranks: list[list[Batch]]) -> PackedDocuments:
+    """What attention has to do for one step's micro-batches of each rank."""
+    lengths = [np.array(batch.documents.lengths) for batches in ranks for batch in batches]
+    sequences = np.repeat(np.arange(len(lengths)), [len(each) for each in lengths])
+    sizes = {"batch_size": 1, "num_ranks": len(ranks), "micro_batches": len(ranks[0])}
     lengths = np.concatenate(lengths)
-    return PackedDocuments.average(lengths, sequences, int(lengths.max()), batch_size=1, num_ranks=len(batches))
+    return PackedDocuments.average(lengths, sequences, int(lengths.max()), **sizes)
 
 
-def measure(setting: str, arguments: argparse.Namespace, steps: list[list[Batch]], world: World) -> dict:
+def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[Batch]]], world: World) -> dict:
     """Run the steps of a setting. Returns seconds a step, tokens/s, MFU, peaks, host memory, the plan and each loss.
 
     Seconds are NaN where memory runs out.
@@ -127,12 +142,12 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[Batch]
             step = peer_step(config, world)
         else:
             step, plan = our_step(setting, arguments, steps, world)
-        for batches in steps:
+        for ranks in steps:
             synchronize(world)
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             start = time.perf_counter()
-            losses.append(round(step(batches[world.data_rank]), 3))
+            losses.append(round(step(ranks[world.data_rank]), 3))
             synchronize(world)
             every.append(time.perf_counter() - start)
         seconds = statistics.mean(every[-len(timed) :])
@@ -141,18 +156,18 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[Batch]
     except torch.OutOfMemoryError as error:
         print(f"{setting}: {str(error).splitlines()[0]}", file=sys.stderr)
         seconds = float("nan")
-    flops, tokens, predicted = peak_flops(world.device), arguments.context_length, 0.0
+    flops, length, predicted = peak_flops(world.device), arguments.context_length, 0.0
     if plan:
         predicted = statistics.mean(
-            plan.step.at(tokens, documents_of(batches)).seconds(plan.execution, plan.rates) for batches in timed
+            plan.step.at(length, documents_of(ranks)).seconds(plan.execution, plan.rates) for ranks in timed
         )
-    own = [batches[world.data_rank].documents for batches in timed]
+    own = [batch.documents for ranks in timed for batch in ranks[world.data_rank]]
     sparsity = plan.execution.sparsity if plan else ()
-    model_flops = statistics.mean(3 * config.forward_flops(documents.lengths, sparsity) for documents in own)
+    model_flops = sum(3 * config.forward_flops(documents.lengths, sparsity) for documents in own) / len(timed)
     return {
         "seconds": seconds,
         "predicted_seconds": predicted,
-        "tokens_per_second": tokens / seconds,
+        "tokens_per_second": arguments.gradient_accumulation_steps * length / seconds,
         "mfu": model_flops / world.context_size / seconds / flops if flops else 0.0,
         "peak_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0,
         "predicted_gib": plan.peak.bytes / GIB if plan else 0.0,
@@ -168,14 +183,15 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[Batch]
 
 
 def our_step(
-    setting: str, arguments: argparse.Namespace, steps: list[list[Batch]], world: World
+    setting: str, arguments: argparse.Namespace, steps: list[list[list[Batch]]], world: World
 ) -> tuple[Callable, Plan]:
-    """Returns (a function that makes one step of a batch and returns its loss, the plan)."""
+    """Returns (a function that makes one step of its micro-batches and returns its loss, the plan)."""
     placement, _, backend = setting.partition("+")
     settings = TrainConfig(
         model_size=arguments.model_size,
         context_length=arguments.context_length,
         batch_size=1,
+        gradient_accumulation_steps=arguments.gradient_accumulation_steps,
         context_parallel_size=arguments.context_parallel_size,
         attention_backend=backend if backend not in ("", "sparse", "nsa") else "auto",
         attention_type=backend if backend in ("sparse", "nsa") else "full",
@@ -189,8 +205,8 @@ def our_step(
     with mock.patch.object(Plan, "arena_bytes", property(arena_bytes)):
         model, optimizer, plan = build(settings, choose_model(settings), Start(), documents, world)
 
-    def step(batch: Batch) -> float:
-        return train_step(model, optimizer, [batch], world, PEAK_LEARNING_RATE, settings.max_grad_norm)[0]
+    def step(batches: list[Batch]) -> float:
+        return train_step(model, optimizer, batches, world, PEAK_LEARNING_RATE, settings.max_grad_norm)[0]
 
     return step, plan
 
@@ -202,7 +218,7 @@ def arena_bytes(plan: Plan) -> int:
 
 
 def peer_step(config: ModelConfig, world: World) -> Callable:
-    """Returns a function that makes one step of a batch and returns its loss."""
+    """Returns a function that makes one step of one micro-batch and returns its loss."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     if world.device.type == "cuda":  # Liger's kernels run nowhere else
@@ -225,7 +241,8 @@ def peer_step(config: ModelConfig, world: World) -> Callable:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LEARNING_RATE, fused=True)
 
-    def step(batch: Batch) -> float:
+    def step(batches: list[Batch]) -> float:
+        [batch] = batches
         ids = batch.input_ids.to(world.device)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()

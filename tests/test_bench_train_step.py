@@ -8,7 +8,7 @@ import pytest
 from benchmarks import bench_train_step
 
 
-@pytest.mark.parametrize("flags", [[], ["--packed", "--steps", "3"]])
+@pytest.mark.parametrize("flags", [[], ["--packed", "--steps", "3", "--in_order"]])
 def test_times_every_step_but_the_first(flags, monkeypatch, capsys):
     arguments = ["--model_size", "tiny", "--context_length", "64", "--settings", "checkpointing", "--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["bench_train_step", *arguments, *flags])
