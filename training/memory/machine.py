@@ -138,7 +138,9 @@ def measure_rates(
         forward, backward, choice = _sparse_attention_rates(
             config, statistics.mode(sparsity), backend, device, context_length
         )
-    return Rates(_matrix_rate(config, device), forward, backward, *documents, *_copy_rates(device), choice)
+    memory, link = _copy_rates(device)
+    gpu_link = _gpu_link_rate(find_gpu(torch.cuda.get_device_name(device)), link)
+    return Rates(_matrix_rate(config, device), forward, backward, *documents, memory, link, choice, gpu_link)
 
 
 def _matrix_rate(config, device: torch.device) -> float:
@@ -265,6 +267,8 @@ class GPU:
         flops: dense bf16 peak of the tensor cores, float32 accumulation, FLOP/s.
         memory_bandwidth, link_bandwidth: bytes/s of its memory, and each way of its link to the host.
         attention_backend: what kernels.attention chooses there.
+        nvlink_bandwidth: bytes/s each way of all its links to other GPUs. 0: none, or a bridge of two GPUs, which a
+            host of more does not profit from; GPUs then exchange over their links to the host.
     """
 
     device_name: str
@@ -273,6 +277,7 @@ class GPU:
     memory_bandwidth: float
     link_bandwidth: float
     attention_backend: str = "flash"
+    nvlink_bandwidth: float = 0
 
 
 # The driver's name of a GPU may match two entries; the first of them counts.
@@ -285,12 +290,13 @@ GPUS = {
     "A6000": GPU("A6000", 49_140 * MIB, 155e12, 768e9, _PCIE_4),
     "L40": GPU("L40", 46_068 * MIB, 181e12, 864e9, _PCIE_4),
     "L40S": GPU("L40S", 46_068 * MIB, 362e12, 864e9, _PCIE_4),
-    "A100-40GB": GPU("A[18]00", 40_960 * MIB, 312e12, 1555e9, _PCIE_4),
-    "A100-80GB": GPU("A[18]00", 81_920 * MIB, 312e12, 2039e9, _PCIE_4),
+    "A100-PCIe": GPU("A[18]00[- ](80GB )?PCI[Ee]", 81_920 * MIB, 312e12, 1935e9, _PCIE_4),
+    "A100-40GB": GPU("A[18]00", 40_960 * MIB, 312e12, 1555e9, _PCIE_4, nvlink_bandwidth=300e9),
+    "A100-80GB": GPU("A[18]00", 81_920 * MIB, 312e12, 2039e9, _PCIE_4, nvlink_bandwidth=300e9),
     "H100-PCIe": GPU("H100 PCIe", 81_559 * MIB, 756e12, 2039e9, _PCIE_5, "cudnn"),
-    "H100": GPU("H100", 81_559 * MIB, 989e12, 3350e9, _PCIE_5, "cudnn"),
-    "H200": GPU("G?H200", 143_771 * MIB, 989e12, 4800e9, _PCIE_5, "cudnn"),
-    "B200": GPU("B200", 183_359 * MIB, 2250e12, 8000e9, _PCIE_5, "cudnn"),
+    "H100": GPU("H100", 81_559 * MIB, 989e12, 3350e9, _PCIE_5, "cudnn", 450e9),
+    "H200": GPU("G?H200", 143_771 * MIB, 989e12, 4800e9, _PCIE_5, "cudnn", 450e9),
+    "B200": GPU("B200", 183_359 * MIB, 2250e12, 8000e9, _PCIE_5, "cudnn", 900e9),
 }
 # Measured on an H200: the rate of each attention kernel divided by cuDNN's. FlashAttention-2 does not use Hopper's new
 # instructions; on an A100, for which it was written, it reaches the share of peak that cuDNN reaches on Hopper (Dao,
@@ -336,4 +342,12 @@ def scale_rates(gpu: GPU, attention_backend: str, sparsity: Sequence[Sparsity | 
         memory_bytes=H200.memory_bytes * (gpu.memory_bandwidth / h200.memory_bandwidth),
         link_bytes=H200.link_bytes * link,
         choice_flops=H200.choice_flops * flops,
+        gpu_link_bytes=_gpu_link_rate(gpu, H200.link_bytes * link),
     )
+
+
+def _gpu_link_rate(gpu: GPU | None, link_bytes: float) -> float:
+    """Bytes/s each way to the other GPUs of a host: by NVLink, or by the link to the host, which has `link_bytes`."""
+    if gpu is None or not gpu.nvlink_bandwidth:
+        return link_bytes
+    return H200.gpu_link_bytes * gpu.nvlink_bandwidth / GPUS["H200"].nvlink_bandwidth

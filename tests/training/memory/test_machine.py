@@ -108,6 +108,7 @@ def test_measured_rates_are_plausible(context_length):
     assert 20e12 < rates.attention_backward_flops < 2 * rates.attention_forward_flops < 4e15
     assert 20e12 < rates.matrix_flops < 3e15
     assert 1e9 < rates.link_bytes < 500e9 < rates.memory_bytes < 20e12
+    assert 1e9 < rates.gpu_link_bytes < 2e12
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,8 @@ def test_measured_rates_are_plausible(context_length):
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100-PCIe"),
         ("NVIDIA A800-SXM4-80GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe"),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIe"),
         ("NVIDIA A40", "A40"),
         ("NVIDIA RTX A6000", "A6000"),
         ("NVIDIA L40S", "L40S"),
@@ -143,5 +146,14 @@ def test_rates_are_scaled_by_the_data_sheets():
     assert a100.matrix_flops == pytest.approx(650e12 * 312 / 989)
     assert a100.attention_forward_flops == pytest.approx(570e12 * 312 / 989)
     assert scale_rates(GPUS["H200"], "flash").attention_forward_flops == pytest.approx(328e12, rel=0.01)
-    assert a100.link_bytes == 25e9
+    assert a100.link_bytes == 25e9 and a100.gpu_link_bytes == pytest.approx(H200.gpu_link_bytes * 300 / 450)
     assert all(0 < theirs <= ours for theirs, ours in zip(astuple(a100), astuple(H200)))
+
+
+def test_without_nvlink_gpus_exchange_over_their_links_to_the_host():
+    with_nvlink = {name for name, gpu in GPUS.items() if gpu.nvlink_bandwidth}
+    assert with_nvlink == {"A100-40GB", "A100-80GB", "H100", "H200", "B200"}
+    for name, gpu in GPUS.items():
+        rates = scale_rates(gpu, gpu.attention_backend)
+        assert (rates.gpu_link_bytes == rates.link_bytes) == (name not in with_nvlink)
+    assert scale_rates(GPUS["H100"], "cudnn").gpu_link_bytes == H200.gpu_link_bytes
