@@ -194,12 +194,12 @@ def sparsity_at(config: TrainConfig, step: int) -> tuple[Sparsity | NSA, ...]:
     return tuple(one._replace(selected_blocks=annealed(n, one.selected_blocks, step, steps)) for n, one in pairs)
 
 
-def step_of(config: TrainConfig, model: Transformer, device: torch.device, documents: PackedDocuments | None) -> Step:
+def step_of(config: TrainConfig, model: Transformer, world: World, documents: PackedDocuments | None) -> Step:
     """The step that the settings ask for; `documents` are None where they are not known yet."""
     lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
-    given = settled_execution(config.loss_impl, config.attention_backend, device, sparsity_at(config, step=1))
-    ranks = config.context_parallel_size
-    return Step(model.config, model.parameters(), *lengths, documents, given, num_ranks=ranks)
+    given = settled_execution(config.loss_impl, config.attention_backend, world.device, sparsity_at(config, step=1))
+    ranks, shards = config.context_parallel_size, world.data_size * world.context_size
+    return Step(model.config, model.parameters(), *lengths, documents, given, num_ranks=ranks, num_shards=shards)
 
 
 def step_on_meta(
@@ -208,12 +208,24 @@ def step_on_meta(
     batch_size: int = 1,
     micro_batches: int = 1,
     given: Execution | None = None,
+    num_gpus: int = 1,
+    context_parallel_size: int = 1,
 ) -> Step:
-    """A step of a bf16 model on the meta device, which takes no memory; each sequence is one document."""
+    """A step of a model on the meta device, which takes no memory; each sequence is one document.
+
+    Args:
+        num_gpus: the step is of the first of so many, which need not exist: FSDP2 deals the rows of a parameter out as
+            torch.chunk does, and gives no GPU more than the first.
+        context_parallel_size: GPUs that share each sequence.
+    """
     with torch.device("meta"):
-        parameters = list(Transformer(model_config).to(torch.bfloat16).parameters())
+        model = Transformer(model_config).to(torch.float32 if num_gpus > 1 else torch.bfloat16)
+    shards = [parameter.chunk(num_gpus)[0] for parameter in model.parameters()]
     documents = PackedDocuments.one_each(context_length, batch_size)
-    return Step(model_config, parameters, context_length, batch_size, micro_batches, documents, given)
+    return Step(
+        model_config, shards, context_length, batch_size, micro_batches, documents, given,
+        num_ranks=context_parallel_size, num_shards=num_gpus,
+    )  # fmt: skip
 
 
 def memory_budgets(config: TrainConfig, world: World) -> tuple[float, float]:
@@ -235,7 +247,7 @@ def check_fits(config: TrainConfig, model_config: ModelConfig, world: World) -> 
     if message := _without_plan(config, model_config):
         raise UserError(f"{message}; give --gradient_checkpointing, without --memory_budget")
     short = PackedDocuments(longest=1, count=math.inf, pairs=0)
-    step = step_of(config, model_on_meta(model_config, world), world.device, short)
+    step = step_of(config, model_on_meta(model_config, world), world, short)
     budgets = memory_budgets(config, world)
     if not has_plan(step, *budgets):
         make_plan(step, *budgets)  # raises the error that says why
@@ -254,7 +266,7 @@ def plan_memory(
 
     Without a budget nothing is searched: --gradient_checkpointing keeps each block's input, otherwise blocks keep all.
     """
-    step = step_of(config, model, world.device, documents)
+    step = step_of(config, model, world, documents)
     if config.memory_budget is None:
         placement = Placement() if config.gradient_checkpointing else WHOLE
         return Plan(step, dataclasses.replace(step.given, placements=(placement,) * step.layers))

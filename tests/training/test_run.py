@@ -1,18 +1,22 @@
 """Which runs have a plan, and what is said of a step that ran out of memory."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from model import MODEL_SIZES, Transformer
+from tests.ranks import run_ranks
 from training import run
 from training.config import TrainConfig
+from training.memory.cost_model import PackedDocuments, _local_elements
 from training.memory.execution import WHOLE, Placement
+from training.memory.machine import H200
 from training.memory.planner import find_max_context, make_plan
 from training.memory.profiler import format_table
 from training.parallel.world import World
-from training.run import build_bench, plan_memory, resolve_memory_budget, step_on_meta
+from training.run import build_bench, model_on_meta, plan_memory, resolve_memory_budget, step_of, step_on_meta
 
 GIB = 2**30
 
@@ -58,6 +62,31 @@ def test_a_bench_has_the_steps_shape(attention_type):
     model = build_bench(step, step.given, World(0, 1, torch.device("cpu"))).model
     assert model.config == shape and len(model.layers) == 7
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def compare_with_a_prediction(world):
+    """This rank's step with that of GPUs that are not there; no rank has more of a parameter than the first."""
+    shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=3)
+    config = TrainConfig(context_length=1000, batch_size=2, context_parallel_size=world.context_size)
+    real = step_of(config, model_on_meta(shape, world), world, PackedDocuments.one_each(1000, 2))
+    predicted = step_on_meta(
+        shape, 1000, 2, given=real.given, num_gpus=world.size, context_parallel_size=world.context_size
+    )
+    elements = [[_local_elements(parameter) for parameter in step.parameters] for step in (real, predicted)]
+    assert all(ours <= first for ours, first in zip(*elements, strict=True))
+    if world.is_main:
+        assert elements[0] == elements[1] and real.checkpoint_bytes() == predicted.checkpoint_bytes()
+        for placement, gpu_state_bytes in ((Placement(), math.inf), (Placement("host", "host"), 1e6)):
+            execution = replace(real.given, placements=(placement,) * 3, gpu_state_bytes=gpu_state_bytes)
+            assert list(real.stages(execution)) == list(predicted.stages(execution))
+            assert real.host_bytes(execution) == predicted.host_bytes(execution)
+            assert real.seconds(execution, H200) == predicted.seconds(execution, H200)
+
+
+@pytest.mark.parametrize(("num_ranks", "context_parallel_size"), [(3, 1), (4, 2)])
+def test_the_step_of_gpus_that_are_not_there_is_that_of_ranks(num_ranks, context_parallel_size):
+    """Three ranks do not divide all parameters' rows."""
+    run_ranks(num_ranks, compare_with_a_prediction, context_parallel_size=context_parallel_size)
 
 
 @pytest.fixture

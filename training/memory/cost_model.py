@@ -3,6 +3,7 @@
 Each operation says in its own file what it takes: a `kernels.common.Footprint`. Here footprints are composed. Bytes are
 counted stage by stage: of each stage of a step, what is alive at its fullest moment. Seconds are floating-point
 operations over measured rates, attention and matrix products apart, and copies where compute is too short to hide them.
+Copies to the host and what FSDP2 sends are counted as if they followed each other: without NVLink they share one link.
 """
 
 import copy
@@ -106,13 +107,14 @@ class Step:
 
     Args:
         config: the model's shape, as model.ModelConfig names it.
-        parameters: the model's, on the meta device or any; DTensors where FSDP2 shards them.
+        parameters: the model's, on the meta device or any; where FSDP2 shards them, DTensors or a rank's shards alone.
         context_length, batch_size, gradient_accumulation_steps: of one rank, or of those that share sequences.
         documents: what is packed in a sequence. None, not known: bytes are counted as if several documents were and
             one of them had nearly all of the sequence, seconds as if each sequence were one document.
         given: what is settled before anything is planned: loss and attention backend.
         element_size: bytes of an activation.
         num_ranks: those that share each sequence, a divisor of the key/value heads.
+        num_shards: ranks over which FSDP2 shards each parameter; 1: it shards nothing.
     """
 
     def __init__(
@@ -126,19 +128,19 @@ class Step:
         given: Execution | None = None,
         element_size: int = 2,
         num_ranks: int = 1,
+        num_shards: int = 1,
     ):
         self.config, self.parameters, self.element_size = config, list(parameters), element_size
         self.context_length, self.batch_size, self.documents = context_length, batch_size, documents
         self.micro_batches, self.given = gradient_accumulation_steps, given or Execution()
-        self.num_ranks, self.layers = num_ranks, config.num_hidden_layers
+        self.num_ranks, self.num_shards, self.layers = num_ranks, num_shards, config.num_hidden_layers
         self.hidden_bytes = element_size * config.hidden_size  # of one token's hidden state
         self.head = element_size * config.vocab_size * config.hidden_size
         layer_elements = config.layer_matrix_parameters()
         self.layer_share = layer_elements / config.num_parameters()
         self.head_share = config.vocab_size * config.hidden_size / config.num_parameters()
         self.parameter_bytes = sum(_local_elements(p) * p.element_size() for p in self.parameters)
-        self.is_sharded = isinstance(self.parameters[0], DTensor)
-        if self.is_sharded:
+        if num_shards > 1:
             # Gathered are the embedding and the head, with the gradient of an untied head; one block; and the next
             # block, both as it arrives and whole. A block's gradients exist in the activations' dtype and, on their
             # way to other ranks, in float32.
@@ -200,8 +202,8 @@ class Step:
 
         One weight gathered whole, and a copy of a float32 tensor of the optimizer in each writing thread.
         """
-        weight = max(parameter.numel() * parameter.element_size() for parameter in self.parameters)
-        return weight + IO_THREADS * 4 * max(map(_local_elements, self.parameters))
+        largest = max(self.config.vocab_size, self.config.intermediate_size) * self.config.hidden_size
+        return largest * self.parameters[0].element_size() + IO_THREADS * 4 * max(map(_local_elements, self.parameters))
 
     def uses_chunked_loss(self, execution: Execution) -> bool:
         return self.config.uses_chunked_loss(self.tokens, self.element_size, execution.loss_impl)
@@ -240,7 +242,7 @@ class Step:
             sizes = {**always, **working}
             ready = 1 if self.micro_batches > 1 else ready
             sizes["gradients"] += int(optimizer.gpu_gradients * ready)
-            idle = self._reduction_bytes + int(optimizer.gpu_gradients * (1 - ready)) if self.is_sharded else 0
+            idle = self._reduction_bytes + int(optimizer.gpu_gradients * (1 - ready)) if self.num_shards > 1 else 0
             sizes["layer inputs"] += (inputs_on_gpu[layer] + fetched.count("input")) * input_bytes
             sizes["attention"] += (results_on_gpu[layer] + fetched.count("results")) * results_bytes
             sizes["attention"] += attention_before[layer]
@@ -418,11 +420,18 @@ class Step:
         optimizer = self.optimizer(execution)
         loss = linear_cross_entropy_footprint(self.tokens, config.hidden_size, config.vocab_size).matrix_flops
         loss /= rates.matrix_flops  # as many where the logits are materialised
+        # FSDP2 gathers parameters and sums float32 gradients beside the compute of other blocks. Embedding and head are
+        # gathered before anything runs, stay until backward, and their gradients are summed after all.
+        sent = config.num_parameters() * (1 - 1 / self.num_shards) / rates.gpu_link_bytes  # seconds for a byte of each
+        gather, add = self.element_size * sent, 4 * sent
+        ends = self.head_share * (1 if config.tie_word_embeddings else 2)
+        forward = max(forward, copies + (1 - ends) * gather)
+        backward = max(backward, copies + (1 - ends) * (gather + add))
         # Gradients leave for the host in the first micro-batch. In each later one the sums come back and leave again.
         gradients = optimizer.leaving_gradients / rates.link_bytes
-        backwards = max(backward, copies, gradients) + (self.micro_batches - 1) * max(backward, copies, 2 * gradients)
+        backwards = max(backward, gradients) + (self.micro_batches - 1) * max(backward, 2 * gradients)
         update = optimizer.host / rates.link_bytes + 4 * optimizer.gpu_state / rates.memory_bytes
-        return self.micro_batches * (max(forward, copies) + 0.01 * copies + loss) + backwards + update
+        return self.micro_batches * (forward + 0.01 * copies + loss + ends * (gather + add)) + backwards + update
 
 
 def _local_elements(parameter: Tensor) -> int:

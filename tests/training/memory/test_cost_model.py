@@ -1,4 +1,4 @@
-import gc
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,8 +10,7 @@ from training.memory.cost_model import PackedDocuments, Step
 from training.memory.execution import Execution, Placement
 from training.memory.machine import H200
 from training.memory.planner import _fits, find_max_context
-from training.parallel.fsdp import shard_model
-from training.parallel.world import World, make_mesh
+from training.run import step_on_meta
 
 GIB = 2**30
 
@@ -77,6 +76,20 @@ def test_ranks_that_share_a_sequence_share_its_work(num_ranks, heads_at_a_time):
     assert find_max_context(shared, 100 * GIB, 0) > find_max_context(alone, 100 * GIB, 0)
 
 
+def test_what_fsdp_sends_hides_behind_long_sequences():
+    """The 4B on eight GPUs over PCIe. Of 512 tokens blocks wait for parameters, twice, and for sums of gradients.
+
+    Of 131,072 tokens only the embedding, which is the head, is waited for: its gather before all, and its sum after.
+    """
+    execution, rates = Execution((Placement("gpu", "gpu"),) * 36, 8192), replace(H200, gpu_link_bytes=25e9)
+    byte, embedding = 7 / 8 * 4.0225e9 / 25e9, 7 / 8 * 151_936 * 2560 / 25e9  # s, for a byte of each parameter
+    for context_length, sent in ((512, (2 + 2 + 4) * byte - 2 * embedding), (131_072, (2 + 4) * embedding)):
+        step = step_on_meta(MODEL_SIZES["4B"], context_length, num_gpus=8)
+        alone = step.seconds(execution, replace(rates, gpu_link_bytes=math.inf))
+        waits = step.seconds(execution, rates) - alone
+        assert sent - (alone if context_length == 512 else 0) <= waits <= sent * 1.001
+
+
 @pytest.mark.parametrize("micro_batches", [1, 16])
 def test_a_step_takes_as_long_as_its_gradients_on_the_link(micro_batches):
     """With state on the host: bf16 gradients once, or float32 sums there and, but for the first time, back."""
@@ -87,23 +100,14 @@ def test_a_step_takes_as_long_as_its_gradients_on_the_link(micro_batches):
     assert step.seconds(execution, H200) - update > 0.99 * link_bytes / H200.link_bytes
 
 
-def test_a_head_that_is_not_the_embedding_is_gathered_too(tmp_path):
+def test_a_head_that_is_not_the_embedding_is_gathered_too():
     """Under FSDP2: embedding, head, and the head's gradient, against the embedding alone where they are tied."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    try:
-        gathered = []
-        for tied in (True, False):
-            config = replace(MODEL_SIZES["tiny"], tie_word_embeddings=tied)
-            with torch.device("meta"):
-                model = Transformer(config)
-            shard_model(model, model.layers, World(0, 1, torch.device("cpu"), make_mesh("cpu", 1)))
-            step = Step(config, model.parameters(), 64)
-            gathered.append(step.parameter_bytes - 4 * config.num_parameters())
-            check_that_the_reduction_keeps_its_memory(step)
-        assert gathered[1] - gathered[0] == 2 * step.head
-    finally:
-        gc.collect()
-        torch.distributed.destroy_process_group()
+    gathered = []
+    for tied in (True, False):
+        step = step_on_meta(replace(MODEL_SIZES["tiny"], tie_word_embeddings=tied), 64, num_gpus=2)
+        gathered.append(step.parameter_bytes - 4 * sum(shard.numel() for shard in step.parameters))
+        check_that_the_reduction_keeps_its_memory(step)
+    assert gathered[1] - gathered[0] == 2 * step.head
 
 
 def check_that_the_reduction_keeps_its_memory(step):
@@ -113,7 +117,7 @@ def check_that_the_reduction_keeps_its_memory(step):
     """
     execution = Execution((Placement(),) * step.layers)
     stages = list(step.stages(execution))
-    made = 4 * step.config.num_parameters()
+    made = 4 * sum(shard.numel() for shard in step.parameters)
     assert stages[0].categories["gradients"] == 0 and stages[0].idle >= made
     assert stages[-1].categories["gradients"] == made and stages[-1].idle == stages[0].idle - made
     fullest = max(stage.bytes for stage in stages)
