@@ -5,6 +5,9 @@ float32 masters and Adam moments), of random tokens, one document a sequence. Wi
 --gpu names, a step is predicted. The step follows the plan that train.py would make for the memory there is;
 --gradient_checkpointing and --no-gradient_checkpointing profile a step without a plan instead.
 
+`--nproc 8 --context_parallel_size 4` predicts the step that train.py would run under torchrun on 8 GPUs of one machine,
+4 sharing each sequence: bytes of one GPU, and seconds. Such a step is measured by benchmarks.bench_train_step.
+
 `--find_max_context` says how long a context fits, `--compare` what the chunked loss, checkpointing and offloading save.
 `--measure` confirms either on the GPU. This file is the command line; training/memory/reports.py answers the questions.
 Memory sizes are in GiB, 2**30 bytes; "24GB" on the command line means that too.
@@ -41,8 +44,9 @@ from training.memory.machine import (
     scale_rates,
 )
 from training.memory.reports import Machine, report_comparison, report_max_context, report_step
+from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, join_world
-from training.run import build_bench, settled_execution, shape_with, sparsity_of, step_on_meta
+from training.run import build_bench, settled_execution, shape_with, sparsity_of, step_on_meta, without_plan
 
 CONTEXT_LENGTH = 131_072
 
@@ -68,7 +72,9 @@ def parse_flags(argv: list[str]) -> Namespace:
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="cpu: prediction only")
     add("--gradient_checkpointing", action=BooleanOptionalAction, help="no plan: checkpoint every block, or keep all")
     add("--memory_budget", help="GPU memory to plan for and not to exceed: 24GB, or auto for what is free (default)")
-    add("--host_budget", help="host memory that the plan may pin; default: 80%% of what is available, else no limit")
+    add("--host_budget", help="host memory each GPU's process may pin; default: its share of 80%% of what is free here")
+    add("--nproc", type=int, default=1, help="predict for so many GPUs of one machine, as torchrun's --nproc_per_node")
+    add("--context_parallel_size", type=int, default=1, help="of them, so many share each sequence")
     add("--gpu", help="predict for another GPU: RTX4090, A100-80GB, H100 ..., or a size such as 24GB")
     add("--find_max_context", action="store_true", help="the longest context that fits")
     add("--compare", action="store_true", help="with and without chunked loss, checkpointing, a plan; 32k to 256k")
@@ -85,16 +91,18 @@ def _raise_user_error(message: str) -> NoReturn:
     raise UserError(message)
 
 
-def check_flags(flags: Namespace, on_gpu: bool) -> None:
+def check_flags(flags: Namespace, can_measure: bool) -> None:
     """Refuse values out of range, flags that would have no effect, and files that could not be written."""
     layers = MODEL_SIZES[flags.model_size].num_hidden_layers
-    limits = {"context_length": (2, math.inf), "batch_size": (1, math.inf), "num_layers": (1, layers)}
-    for name, (least, most) in {**limits, "gradient_accumulation_steps": (1, math.inf)}.items():
+    positive = ("batch_size", "gradient_accumulation_steps", "nproc", "context_parallel_size")
+    limits = {"context_length": (2, math.inf), "num_layers": (1, layers), **dict.fromkeys(positive, (1, math.inf))}
+    for name, (least, most) in limits.items():
         value = getattr(flags, name)
         if value is not None and not least <= value <= most:
             limit = f"at least {least}" if value < least else f"at most {most}"
             raise UserError(f"{name} must be {limit}, got {value}")
     sparsity_of(flags)
+    check_mesh(flags)
     given = {name for name, value in vars(flags).items() if value not in (None, False)}
     if flags.gradient_checkpointing is not None:
         given.add("gradient_checkpointing")
@@ -116,8 +124,8 @@ def check_flags(flags: Namespace, on_gpu: bool) -> None:
             "measure has no effect but with find_max_context or compare: on a GPU a step is measured anyway"
         )
     for name in ("measure", "num_layers", "snapshot"):
-        if name in given and not on_gpu:
-            raise UserError(f"{name} needs a GPU to measure on, without --gpu or --device cpu; drop it")
+        if name in given and not can_measure:
+            raise UserError(f"{name} needs a GPU to measure on, without --gpu, --nproc or --device cpu; drop it")
     for name in ("timeline", "snapshot", "json"):
         path = getattr(flags, name)
         if path is not None and not path.parent.is_dir():
@@ -126,6 +134,16 @@ def check_flags(flags: Namespace, on_gpu: bool) -> None:
         raise UserError(f"--timeline draws .png, .svg or .pdf, got {flags.timeline}")
     if flags.timeline and find_spec("matplotlib") is None:
         raise UserError("--timeline needs matplotlib: pip install matplotlib")
+
+
+def check_mesh(flags: Namespace) -> None:
+    """Refuse numbers of GPUs that cannot share sequences, and those for which no prediction is made."""
+    size, shape = flags.context_parallel_size, MODEL_SIZES[flags.model_size]
+    if flags.nproc % size:
+        raise UserError(f"context_parallel_size {size} must divide nproc {flags.nproc}; give other numbers of GPUs")
+    check_sharing(size, shape, chooses_blocks=flags.attention_type != "full")
+    if message := without_plan(flags, shape):
+        raise UserError(f"{message}; lower context_parallel_size")
 
 
 def choose_machine(flags: Namespace, memory_budget: str | None, world: World) -> Machine:
@@ -138,7 +156,7 @@ def choose_machine(flags: Namespace, memory_budget: str | None, world: World) ->
         rates = measure_rates(model, given.attention_backend, world.device, lengths(flags)[0], given.sparsity)
         torch.cuda.empty_cache()
         name = torch.cuda.get_device_name(world.device)
-        host_bytes = available_host_bytes() if flags.host_budget is None else parse_bytes(flags.host_budget)
+        host_bytes = parse_bytes(flags.host_budget) if flags.host_budget else available_host_bytes() / flags.nproc
         return Machine(name, gpu_bytes, host_bytes, rates, model, given)
     gpu, name = parse_gpu(flags.gpu or "H200"), flags.gpu or "no GPU in use, so an H200"
     gpu_bytes = gpu.memory_bytes - DRIVER_BYTES
@@ -160,17 +178,22 @@ def lengths(flags: Namespace) -> tuple[int, int, int]:
     return flags.context_length or CONTEXT_LENGTH, flags.batch_size, flags.gradient_accumulation_steps
 
 
+def can_measure(flags: Namespace, world: World) -> bool:
+    """Whether the step that the flags ask for runs in this process."""
+    return world.device.type == "cuda" and flags.nproc == 1
+
+
 def report(flags: Namespace, machine: Machine, world: World) -> dict:
     """Print the answer that the flags ask for, and return what --json writes."""
-    step = step_on_meta(machine.model, *lengths(flags), machine.given)
-    on_gpu, build = world.device.type == "cuda", functools.partial(build_bench, world=world)
+    step = step_on_meta(machine.model, *lengths(flags), machine.given, flags.nproc, flags.context_parallel_size)
+    measures, build = can_measure(flags, world), functools.partial(build_bench, world=world)
     if flags.compare:
         return report_comparison(step, machine, flags.memory_budget, world.device, build if flags.measure else None)
     if flags.find_max_context:
         if flags.measure:
             cap_gpu_memory(int(machine.gpu_bytes), world.device)
         return report_max_context(step, machine, build if flags.measure else None)
-    if on_gpu and flags.memory_budget is not None:
+    if measures and flags.memory_budget is not None:
         cap_gpu_memory(int(machine.gpu_bytes), world.device)
     part = None
     if flags.num_layers is not None:
@@ -178,7 +201,7 @@ def report(flags: Namespace, machine: Machine, world: World) -> dict:
         part = step_on_meta(shape, *lengths(flags), machine.given)
     return report_step(
         step, machine, gradient_checkpointing=flags.gradient_checkpointing, part=part, all_stages=flags.all_stages,
-        timeline=flags.timeline, build_bench=build if on_gpu else None, snapshot=flags.snapshot,
+        timeline=flags.timeline, build_bench=build if measures else None, snapshot=flags.snapshot,
     )  # fmt: skip
 
 
@@ -188,10 +211,12 @@ def main(argv: list[str]) -> int:
         with join_world("cpu" if flags.gpu else flags.device) as world:
             if world.size > 1:
                 raise UserError("profile_memory.py profiles one GPU: start it with python, not torchrun")
-            check_flags(flags, on_gpu=world.device.type == "cuda")
+            check_flags(flags, can_measure(flags, world))
             # In a comparison memory_budget is the budget of the planned way only.
             machine = choose_machine(flags, None if flags.compare else flags.memory_budget, world)
             print(f"machine: {machine.description}; attention kernel {machine.given.attention_backend}")
+            if flags.nproc > 1:
+                print(f"{flags.nproc} GPUs, predicted only: memory is of one GPU, host memory of its process")
             print(f"model: {flags.model_size}, {machine.model.num_parameters():,} parameters")
             results = report(flags, machine, world)
         if flags.json:

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from training.memory.machine import GPUS, H200, Rates, scale_rates
 from training.memory.planner import find_max_context, make_plan
 from training.memory.profiler import GIB
 from training.parallel.world import World
+from training.run import step_on_meta
 
 
 def run_main(tmp_path, *flags):
@@ -108,6 +110,45 @@ def test_the_longest_context(tmp_path, capsys):
     assert f"predicted: {written['predicted_context']:,} tokens in 6.00 GiB of GPU and 16.00" in capsys.readouterr().out
 
 
+MESHES = [(2, 1), (8, 2), (4, 4)]
+
+
+@pytest.mark.parametrize(("nproc", "sharing"), MESHES)
+def test_several_gpus_are_predicted(nproc, sharing, tmp_path, capsys):
+    flags = "--nproc", str(nproc), "--context_parallel_size", str(sharing), "--gpu", "H100", "--host_budget", "40GB"
+    written = run_main(tmp_path, *flags, "--batch_size", "2", "--timeline", str(tmp_path / "step.png"))
+    given, rates = Execution(attention_backend="cudnn"), scale_rates(GPUS["H100"], "cudnn")
+    step = step_on_meta(MODEL_SIZES["4B"], 131_072, 2, given=given, num_gpus=nproc, context_parallel_size=sharing)
+    plan = make_plan(step, GPUS["H100"].memory_bytes - GIB, 40 * GIB, rates)
+    assert written["plan"] == str(plan) and written["summary"]["predicted_seconds"] == plan.seconds
+    assert written["settings"]["nproc"] == nproc and written["measured"] is None
+    out = capsys.readouterr().out
+    assert f"{nproc} GPUs, predicted only" in out
+    assert re.search(rf"GPUs, data x context +{nproc // sharing} x {sharing}; below, of each\n", out)
+
+
+@pytest.mark.parametrize(("nproc", "sharing"), MESHES)
+def test_the_longest_context_of_several_gpus(nproc, sharing, tmp_path):
+    mesh = "--nproc", str(nproc), "--context_parallel_size", str(sharing)
+    flags = "--model_size", "0.6B", "--gpu", "RTX4090", "--memory_budget", "6GB", "--host_budget", "8GB"
+    given = Execution(attention_backend="flash")
+    step = step_on_meta(MODEL_SIZES["0.6B"], 1024, given=given, num_gpus=nproc, context_parallel_size=sharing)
+    longest = run_main(tmp_path, "--find_max_context", *flags, *mesh)["predicted_context"]
+    assert longest == find_max_context(step, 6 * GIB, 8 * GIB)
+    assert longest > run_main(tmp_path, "--find_max_context", *flags)["predicted_context"]
+
+
+def test_with_and_without_on_several_gpus(small, tmp_path):
+    flags = "--device", "cpu", "--model_size", "0.6B", "--nproc", "4", "--context_parallel_size", "2"
+    written = run_main(tmp_path, "--compare", *flags)
+    shape = profile_memory.MODEL_SIZES["0.6B"]
+    step = step_on_meta(shape, CONTEXTS[1], num_gpus=4, context_parallel_size=2)
+    [row] = [row for row in written["compared"] if row["way"] == "checkpointing, chunked loss"][1:]
+    execution = Execution((Placement(),) * 6, loss_impl="chunked", attention_backend="cudnn")
+    assert row["peak"] == step.peak(execution).bytes
+    assert row["logits"] == CONTEXTS[1] // 2 * 2 * 151_936
+
+
 def test_with_and_without(small, tmp_path, capsys):
     flags = "--device", "cpu", "--model_size", "0.6B", "--memory_budget", "4GB"
     written = run_main(tmp_path, "--compare", *flags)
@@ -164,6 +205,17 @@ def test_with_and_without(small, tmp_path, capsys):
         ("--measure", "measure has no effect but with find_max_context"),
         ("--compare --measure --gpu H100", "measure needs a GPU"),
         ("--num_layers 4 --gpu H100", "num_layers needs a GPU"),
+        ("--measure --compare --nproc 2", "measure needs a GPU to measure on, without --gpu, --nproc or"),
+        ("--nproc 0", "nproc must be at least 1, got 0"),
+        ("--nproc 2 --context_parallel_size 0", "context_parallel_size must be at least 1, got 0"),
+        ("--context_parallel_size 2", "context_parallel_size 2 must divide nproc 1; give other numbers of GPUs"),
+        ("--nproc 6 --context_parallel_size 4", "context_parallel_size 4 must divide nproc 6"),
+        ("--nproc 6 --context_parallel_size 6", "must divide the model's 32 query heads; give one of 1, 2, 4, 8, 16"),
+        ("--nproc 16 --context_parallel_size 16", "no plan counts copies of 8 key/value heads on 16 ranks; lower"),
+        (
+            "--nproc 16 --context_parallel_size 16 --attention_type sparse",
+            "context_parallel_size 16 must divide the model's 8 key/value heads",
+        ),
         ("--snapshot step.pickle --gpu H100", "snapshot needs a GPU"),
         ("--gradient_checkpointing --memory_budget 24GB", "memory_budget has no effect with gradient_checkpointing"),
         ("--no-gradient_checkpointing --host_budget 24GB", "host_budget has no effect with gradient_checkpointing"),
@@ -238,6 +290,12 @@ def test_some_layers_are_measured_and_all_predicted(pretended_gpu, tmp_path, cap
     seconds = make_plan(step, 79 * GIB, 100 * GIB).seconds
     assert written["summary"]["predicted_seconds_of_all_layers"] == seconds
     assert "extrapolated_seconds" in written["summary"] and pretended_gpu == []
+
+
+def test_several_gpus_of_this_machine_are_predicted_by_the_rates_of_one(pretended_gpu, tmp_path):
+    written = run_main(tmp_path, "--model_size", "0.6B", "--nproc", "4", "--memory_budget", "8GB")
+    assert DryBench.built == 0 and written["measured"] is None and pretended_gpu == []
+    assert written["environment"]["gpu_bytes"] == 8 * GIB and written["environment"]["host_bytes"] == 25 * GIB
 
 
 def test_out_of_memory_prints_the_prediction_and_one_line(pretended_gpu, monkeypatch, capsys):

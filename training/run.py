@@ -244,7 +244,7 @@ def check_fits(config: TrainConfig, model_config: ModelConfig, world: World) -> 
     """
     if config.memory_budget is None:
         return
-    if message := _without_plan(config, model_config):
+    if message := without_plan(config, model_config):
         raise UserError(f"{message}; give --gradient_checkpointing, without --memory_budget")
     short = PackedDocuments(longest=1, count=math.inf, pairs=0)
     step = step_of(config, model_on_meta(model_config, world), world, short)
@@ -253,8 +253,8 @@ def check_fits(config: TrainConfig, model_config: ModelConfig, world: World) -> 
         make_plan(step, *budgets)  # raises the error that says why
 
 
-def _without_plan(config: TrainConfig, model_config: ModelConfig) -> str | None:
-    """Why there are no plans for a model; None: there are."""
+def without_plan(config: TrainConfig, model_config: ModelConfig) -> str | None:
+    """Why no plan counts what `config.context_parallel_size` ranks take of a model; None: plans do."""
     heads, ranks = model_config.num_key_value_heads, config.context_parallel_size
     return f"no plan counts copies of {heads} key/value heads on {ranks} ranks" if heads % ranks else None
 
@@ -284,7 +284,7 @@ def plan_memory(
 
 def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device) -> str:
     """What the step was predicted to take, and a plan that should fit; computed without GPU memory."""
-    if message := _without_plan(config, plan.step.config):
+    if message := without_plan(config, plan.step.config):
         return f"{message}; raise --context_parallel_size, or lower --context_length"
     try:
         if config.memory_budget is None:

@@ -49,8 +49,9 @@ class Plan:
         return self.step.seconds(self.execution, self.rates)
 
     def __str__(self) -> str:
-        execution, placements = self.execution, self.execution.placements
-        rows = []
+        execution, placements, shards = self.execution, self.execution.placements, self.step.num_shards
+        sharing = self.step.num_ranks
+        rows = [("GPUs, data x context", f"{shards // sharing} x {sharing}; below, of each")] if shards > 1 else []
         for title, name in (("layer inputs", "input"), ("attention outputs", "results")):
             places = [getattr(p, name) for p in placements]
             counts = [f"{places.count(p)} {p}" for p in dict.fromkeys(places)]
