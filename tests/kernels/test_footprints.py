@@ -17,7 +17,7 @@ from kernels.gated_mlp import gated_mlp, gated_mlp_footprint
 from kernels.head_exchange import HeadExchange
 from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_footprint
 from kernels.qkv_attention import _qkv_attention, qkv_attention, qkv_attention_footprint
-from kernels.sparse_attention import NSA
+from kernels.sparse_attention import NSA, Sparsity
 from kernels.sparse_attention.nsa import nsa_workspace
 from tests.storage_counter import StorageCounter
 from training.memory.profiler import CudaCounter
@@ -31,45 +31,51 @@ def tensor(*shape):
     return torch.randn(shape, dtype=torch.bfloat16).requires_grad_()
 
 
-def attention_case(heads_at_a_time, num_ranks=1):
-    """Of ranks that share sequences the operation's inside is seen, and nothing of it need be declared."""
-    x, sizes = tensor(1, T, D), [H * K, G * K, G * K]
-    weights = [*(tensor(size, D) for size in sizes), tensor(D, H * K), tensor(K), tensor(K)]
-    cos, sin = torch.rand(T, K // 2), torch.rand(T, K // 2)
-    lengths = {"context_length": num_ranks * T, "num_ranks": num_ranks}
-    footprint = qkv_attention_footprint(T, D, H, G, K, heads_at_a_time=heads_at_a_time, **lengths)
-    steps = 1 if heads_at_a_time is None else G // num_ranks // heads_at_a_time
-    own = {
-        OPS.attention_backward.default: backward_workspace("auto", T, 2 * H * K, 2 * G * K, T, None) // steps,
-        OPS.qkv_attention.default: 2 * T * (3 * H * K + 4 * G * K) // steps,
-    }
-    exchange = HeadExchange(dist.group.WORLD) if num_ranks > 1 else None
+def attention_case(heads_at_a_time, num_ranks=1, sparsity=None):
+    """Of ranks that share sequences the operation's inside is seen, and nothing of it need be declared.
 
-    def run(x, *weights, **options):
+    NSA's logits of its gates are inputs here, the model makes them.
+    """
+    inputs = [tensor(1, T, D), *(tensor(size, D) for size in (H * K, G * K, G * K)), tensor(D, H * K)]
+    inputs += [tensor(K), tensor(K), *([tensor(1, T, H, 3)] if isinstance(sparsity, NSA) else [])]
+    cos, sin = torch.rand(T, K // 2), torch.rand(T, K // 2)
+    options = {"heads_at_a_time": heads_at_a_time, "sparsity": sparsity}
+    lengths = {"context_length": num_ranks * T, "num_ranks": num_ranks}
+    footprint = qkv_attention_footprint(T, D, H, G, K, **options, **lengths)
+    exchange = HeadExchange(dist.group.WORLD) if num_ranks > 1 else None
+    # Key/value heads that one call attends to, and what it does so with.
+    heads = heads_at_a_time or G // num_ranks
+    of_call = num_ranks * T, H // G * heads, heads, K
+    own = {OPS.qkv_attention.default: 2 * T * (3 * H + 4 * G) * K * heads // G}
+    if sparsity is None:
+        bytes_of_token = 2 * of_call[1] * K, 2 * heads * K
+        own[OPS.attention_backward.default] = backward_workspace("auto", num_ranks * T, *bytes_of_token, T, None)
+    elif isinstance(sparsity, NSA):
+        workspace = nsa_workspace(*of_call, sparsity, 2, "auto", num_ranks * T, None)
+        attending = sparsity.footprint(*of_call).forward_workspace_bytes
+        own = {
+            OPS.nsa_compressed.default: workspace.compressed,
+            OPS.nsa_select.default: workspace.select,
+            OPS.nsa_selected.default: workspace.selected,
+            OPS.nsa_backward.default: workspace.backward,
+            OPS.qkv_attention.default: 2 * T * (4 * H + 2 * G) * K * heads // G + attending,
+        }
+    else:
+        attention = sparsity.footprint(*of_call)
+        own = {
+            OPS.select_blocks.default: attention.forward_workspace_bytes,
+            OPS.sparse_attention_forward.default: attention.forward_workspace_bytes,
+            OPS.sparse_attention_backward.default: attention.backward_workspace_bytes,
+            OPS.qkv_attention.default: 2 * T * (2 * H + 2 * G) * K * heads // G + attention.forward_workspace_bytes,
+        }
+
+    def run(x, *weights):
         inside = mock.patch.object(OPS, "qkv_attention", _qkv_attention._init_fn) if exchange else nullcontext()
         with inside:
-            options = {"heads_at_a_time": heads_at_a_time, "exchange": exchange, **options}
-            return qkv_attention(x, *weights, cos, sin, **options)
+            gates = weights[6] if len(weights) > 6 else None
+            return qkv_attention(x, *weights[:6], cos, sin, gates=gates, exchange=exchange, **options)
 
-    return run, [x, *weights], footprint, own
-
-
-def nsa_case(heads_at_a_time):
-    """The gates' logits are inputs here, the model makes them."""
-    run, inputs, _, _ = attention_case(heads_at_a_time)
-    gates, steps = tensor(1, T, H, 3), 1 if heads_at_a_time is None else G // heads_at_a_time
-    options = {"sparsity": NSA(), "heads_at_a_time": heads_at_a_time}
-    footprint = qkv_attention_footprint(T, D, H, G, K, context_length=T, **options)
-    workspace = nsa_workspace(T, H // steps, G // steps, K, NSA(), 2, "auto", T, None)
-    attending = NSA().footprint(T, H // steps, G // steps, K).forward_workspace_bytes
-    own = {
-        OPS.nsa_compressed.default: workspace.compressed,
-        OPS.nsa_select.default: workspace.select,
-        OPS.nsa_selected.default: workspace.selected,
-        OPS.nsa_backward.default: workspace.backward,
-        OPS.qkv_attention.default: 2 * T * (4 * H * K + 2 * G * K) // steps + attending,
-    }
-    return lambda x, *weights: run(x, *weights[:-1], gates=weights[-1], **options), [*inputs, gates], footprint, own
+    return run, inputs, footprint, own
 
 
 def mlp_case(tile_size):
@@ -98,8 +104,10 @@ def standard_loss_case():
 CASES = {
     "attention": lambda: attention_case(None),
     "attention by heads": lambda: attention_case(1),
-    "nsa": lambda: nsa_case(None),
-    "nsa by heads": lambda: nsa_case(1),
+    "sparse": lambda: attention_case(None, sparsity=Sparsity()),
+    "sparse by heads": lambda: attention_case(1, sparsity=Sparsity()),
+    "nsa": lambda: attention_case(None, sparsity=NSA()),
+    "nsa by heads": lambda: attention_case(1, sparsity=NSA()),
     "MLP": lambda: mlp_case(None),
     "MLP in tiles": lambda: mlp_case(2048),
     "chunked loss": chunked_loss_case,
@@ -141,10 +149,11 @@ def test_on_fake_tensors(case):
         set_default_implementation("auto")
 
 
+@pytest.mark.parametrize("sparsity", [None, Sparsity(), NSA()], ids=["full", "sparse", "nsa"])
 @pytest.mark.parametrize(("num_ranks", "heads_at_a_time"), [(2, None), (2, 1), (4, 1), (8, 1), (2, 2)])
-def test_shared_sequences_on_fake_tensors(num_ranks, heads_at_a_time, monkeypatch):
+def test_shared_sequences_on_fake_tensors(num_ranks, heads_at_a_time, sparsity, monkeypatch):
     """8 key/value heads; the process group exchanges nothing."""
-    monkeypatch.setitem(CASES, "shared", lambda: attention_case(heads_at_a_time, num_ranks))
+    monkeypatch.setitem(CASES, "shared", lambda: attention_case(heads_at_a_time, num_ranks, sparsity))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     set_default_implementation("triton")
     try:
