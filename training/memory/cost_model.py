@@ -343,14 +343,21 @@ class Step:
             # block's output.
             working = 3 * x + max(mlp.forward, 2 * x)
             forward = {**inputs, "attention": kept, "MLP": working}
-            if x + attention.forward > kept + working:  # attention works on its norm's output
-                forward = {**inputs, "attention": x + attention.forward}
+            attending = x + attention.forward  # attention works on its norm's output
+            if self.num_ranks > 1 and not execution.heads_at_a_time:  # attention's output, as it is sent and received
+                outputs = 3 * self.element_size * self.config.num_attention_heads * self.config.head_dim * self.tokens
+                attending = max(attending, x + kept + outputs)
+            if attending > kept + working:
+                forward = {**inputs, "attention": attending}
         # 2 * x: the gradient of the block's output, and the residual sum. A placed block was just rebuilt: attention's
         # output and the block's output are still there.
         mlp_backward = 2 * x + mlp.saved + max(mlp.backward, 0 if placement.is_whole else 2 * x)
+        backward = {**inputs, "attention": saved, "MLP": mlp_backward}
+        if placement.results == "recompute" and attention.forward > saved + mlp_backward - 2 * x:
+            backward = {**inputs, "attention": x + attention.forward, "MLP": x}  # as attention runs again
         return (
             forward,
-            {**inputs, "attention": saved, "MLP": mlp_backward},
+            backward,
             {**inputs, "attention": saved + attention.backward, "MLP": x if placement.is_whole else 2 * x},
         )
 

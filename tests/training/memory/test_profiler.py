@@ -60,16 +60,17 @@ def own_bytes(step, execution):
     mlp = gated_mlp_footprint(step.tokens, D, config.intermediate_size, tile_size=execution.mlp_tile_size or 1)
     loss = linear_cross_entropy_footprint(step.tokens, D, config.vocab_size)
     hidden, mlp_weights = 2 * step.tokens * D, 2 * 3 * D * config.intermediate_size
-    groups = G if execution.heads_at_a_time else 1
+    # A rank attends to whole sequences with its heads.
+    tokens, groups = step.tokens * step.num_ranks, G if execution.heads_at_a_time else step.num_ranks
 
     def sparse(selected_blocks):
-        return Sparsity(selected_blocks).footprint(step.tokens, H // groups, G // groups, K)
+        return Sparsity(selected_blocks).footprint(tokens, H // groups, G // groups, K)
 
     native = {}
     if isinstance(next(iter(execution.sparsity), None), NSA):
         sizes = execution.sparsity[0], 2, execution.attention_backend, step.context_length, None
-        workspace = nsa_workspace(step.tokens, H // groups, G // groups, K, *sizes)
-        attending = execution.sparsity[0].footprint(step.tokens, H // groups, G // groups, K).forward_workspace_bytes
+        workspace = nsa_workspace(tokens, H // groups, G // groups, K, *sizes)
+        attending = execution.sparsity[0].footprint(tokens, H // groups, G // groups, K).forward_workspace_bytes
         native = {
             ops.nsa_compressed.default: workspace.compressed,
             ops.nsa_select.default: workspace.select,
@@ -79,8 +80,15 @@ def own_bytes(step, execution):
             ops.qkv_attention.default: 2 * step.tokens * (4 * H + 2 * G) * K // groups + attending,
         }
     if step.num_ranks > 1:
-        shared, _ = step._footprints(execution)
-        native[ops.qkv_attention.default] = shared.forward - shared.keepable
+
+        def shared(*arguments):
+            kind, sizes = arguments[8], arguments[10]
+            sparsity = {"full": lambda: None, "sparse": lambda *sizes: Sparsity(*sizes), "nsa": NSA}[kind](*sizes)
+            attention, _ = step._footprints(execution, sparsity)
+            gates = 2 * step.tokens * config.num_gates  # the operation is given them
+            return attention.forward - attention.keepable - attention.choices - gates
+
+        native[ops.qkv_attention.default] = shared
     return native | {  # outputs are counted already
         ops.select_blocks.default: lambda q, k, segments, selected, *_: sparse(selected).forward_workspace_bytes,
         ops.sparse_attention_forward.default: (
@@ -195,18 +203,29 @@ def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
 
 
 SHARED = {
-    "all heads": (2, [Placement(), GPU], None),
-    "whole": (2, [WHOLE] * 2, None),
-    "one head": (2, [Placement(), GPU], 1),
-    "one head of four ranks": (4, [ON_HOST] * 2, 1),
-    "one step": (8, [GPU] * 2, 1),
+    "all heads": (2, [Placement(), GPU], None, ()),
+    "whole": (2, [WHOLE] * 2, None, ()),
+    "one head": (2, [Placement(), GPU], 1, ()),
+    "one head of four ranks": (4, [ON_HOST] * 2, 1, ()),
+    "one step": (8, [GPU] * 2, 1, ()),
+    "sparse, all heads": (2, [Placement(), GPU], None, (Sparsity(),) * 2),
+    "sparse, whole": (4, [WHOLE] * 2, None, (Sparsity(),) * 2),
+    "sparse, one head": (2, [ON_HOST, GPU], 1, (Sparsity(64), Sparsity())),
+    "sparse, one step": (8, [Placement()] * 2, 1, (Sparsity(),) * 2),
+    "nsa, all heads": (2, [Placement(), GPU], None, (NSA(),) * 2),
+    "nsa, whole": (4, [WHOLE] * 2, None, (NSA(),) * 2),
+    "nsa, one head": (2, [ON_HOST, GPU], 1, (NSA(),) * 2),
+    "nsa, two steps": (4, [GPU, Placement()], 1, (NSA(),) * 2),
+    "nsa, one step": (8, [Placement()] * 2, 1, (NSA(),) * 2),
 }
 
 
 @pytest.mark.parametrize("case", SHARED)
 def test_the_prediction_for_ranks_that_share_sequences(case, dry_run):
-    num_ranks, placements, heads = SHARED[case]
-    step = step_of("4B", 262_144, loss_impl="chunked", num_hidden_layers=2, num_ranks=num_ranks)
+    num_ranks, placements, heads, sparsity = SHARED[case]
+    options = {"num_hidden_layers": 2, "num_ranks": num_ranks, "nsa": "nsa" in case}
+    step = step_of("4B", 262_144, loss_impl="chunked", **options)
+    step.given = replace(step.given, sparsity=sparsity)
     execution = replace(step.given, placements=tuple(placements), mlp_tile_size=8192, heads_at_a_time=heads)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
