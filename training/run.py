@@ -4,6 +4,7 @@ Top to bottom: the machine and the model's shape; the plan; building; one step.
 """
 
 import dataclasses
+import functools
 import gc
 import logging
 import math
@@ -218,14 +219,19 @@ def step_on_meta(
             torch.chunk does, and gives no GPU more than the first.
         context_parallel_size: GPUs that share each sequence.
     """
-    with torch.device("meta"):
-        model = Transformer(model_config).to(torch.float32 if num_gpus > 1 else torch.bfloat16)
-    shards = [parameter.chunk(num_gpus)[0] for parameter in model.parameters()]
+    dtype = torch.float32 if num_gpus > 1 else torch.bfloat16
+    shards = [parameter.chunk(num_gpus)[0].to(dtype) for parameter in _parameters_on_meta(model_config)]
     documents = PackedDocuments.one_each(context_length, batch_size)
     return Step(
         model_config, shards, context_length, batch_size, micro_batches, documents, given,
         num_ranks=context_parallel_size, num_shards=num_gpus,
     )  # fmt: skip
+
+
+@functools.cache  # tables and searches ask for those of one model many times
+def _parameters_on_meta(model_config: ModelConfig) -> list[torch.Tensor]:
+    with torch.device("meta"):
+        return list(Transformer(model_config).parameters())
 
 
 def memory_budgets(config: TrainConfig, world: World) -> tuple[float, float]:

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -447,10 +448,11 @@ def nsa_footprint(
     pairs = WINDOW_STRIDE * num_windows * (num_windows + 1) // 2
     pairs -= num_windows * (WINDOW_STRIDE * (num_windows + 1) + WINDOW_STRIDE - 1 - T) if num_windows else 0
     compressed = int(attention_flops(H, K, pairs))
-    candidates = sum(max(0, b - LOCAL_TOKENS // BLOCK_SIZE) for b in range(num_blocks))
+    blocks = np.arange(num_blocks)
+    candidates = int(np.maximum(0, blocks - LOCAL_TOKENS // BLOCK_SIZE).sum())
     choice = BLOCK_SIZE // WINDOW_STRIDE * candidates * block_flops // BLOCK_SIZE
     selected = attention_footprint(T, H, G, K, _selected_branch(nsa), element_size=element_size)
-    in_window = sum(min(b, nsa.window // BLOCK_SIZE) + 1 for b in range(num_blocks)) * block_flops
+    in_window = int((np.minimum(blocks, nsa.window // BLOCK_SIZE) + 1).sum()) * block_flops
 
     workspace = nsa_workspace(T, H, G, K, nsa, element_size, backend, context_length, longest)
     out = T * H * K * element_size

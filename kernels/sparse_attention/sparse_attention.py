@@ -14,6 +14,7 @@ import functools
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -403,9 +404,11 @@ def attention_footprint(
     kept = H * K * element_size + 4 * H + lists
 
     # (query block, candidate) pairs; where none is to be selected, none is scored.
-    candidates = sum(max(0, b - window_blocks) for b in range(num_blocks)) if S else 0
-    gathered = sum(min(S, max(0, b - window_blocks)) for b in range(num_blocks))
-    band = sum(min(b + 1, window_blocks) + (b >= window_blocks) for b in range(num_blocks))
+    blocks = np.arange(num_blocks)
+    before_window = np.maximum(0, blocks - window_blocks)
+    candidates = int(before_window.sum()) if S else 0
+    gathered = int(np.minimum(S, before_window).sum())
+    band = int((np.minimum(blocks + 1, window_blocks) + (blocks >= window_blocks)).sum())
     means = num_blocks * (num_blocks - 1) // 2 if candidates else 0
     parts = block_size // PART_KEYS
     block_flops = 2 * block_size * block_size * H * K  # of one product of a block of queries and a block of keys
