@@ -8,6 +8,7 @@ Copies to the host and what FSDP2 sends are counted as if they followed each oth
 
 import copy
 import functools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -23,6 +24,8 @@ from kernels.gated_mlp import gated_mlp_footprint
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.qkv_attention import qkv_attention_footprint
 from kernels.sparse_attention import NSA, Sparsity
+from kernels.sparse_attention.layout import LONGEST_DOCUMENT
+from kernels.sparse_attention.nsa import BLOCK_SIZE
 from training.config import IO_THREADS
 from training.data.packing import deal
 from training.memory.execution import Execution, Placement, needed_for_backward
@@ -170,6 +173,17 @@ class Step:
     def is_packed(self) -> bool:
         """Whether a sequence may hold several documents."""
         return self.documents is None or self.documents.count > self.batch_size
+
+    @property
+    def longest_document(self) -> float:
+        """Tokens that a document may have at most: blocks to attend to are named by 16 bits."""
+        sparsity = self._sparsity(self.given)[0]
+        return math.inf if sparsity is None else LONGEST_DOCUMENT * getattr(sparsity, "block_size", BLOCK_SIZE)
+
+    @property
+    def has_too_long_document(self) -> bool:
+        """Whether some document is known to be longer than that."""
+        return self.documents is not None and self.documents.longest > self.longest_document
 
     def optimizer(self, execution: Execution) -> OptimizerBytes:
         if execution.gpu_state_bytes not in self._optimizer_bytes:

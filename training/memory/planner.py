@@ -87,8 +87,13 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
         rates: of this machine.
 
     Raises:
-        UserError: none fits; names the largest context that would.
+        UserError: none fits; names the largest context that would. Or attention takes no document of that length.
     """
+    if step.has_too_long_document:
+        raise UserError(
+            f"attention to chosen blocks takes documents of up to {step.longest_document:,} tokens, and context_length "
+            f"{step.context_length:,} has longer ones; lower it, or use attention_type full"
+        )
     found = _search(step, gpu_bytes / HEADROOM, host_bytes) or _search(step, gpu_bytes / LEAST_HEADROOM, host_bytes)
     if not found:
         budgets = describe_budgets(gpu_bytes, host_bytes)
@@ -115,7 +120,7 @@ def describe_budgets(gpu_bytes: float, host_bytes: float) -> str:
 
 def has_plan(step: Step, gpu_bytes: float, host_bytes: float) -> bool:
     """Whether any plan fits into both budgets."""
-    return any(
+    return not step.has_too_long_document and any(
         _fitting_inputs(step, base, step.layers // 2, gpu_bytes / LEAST_HEADROOM, host_bytes)
         for base in _layouts(step)
         if base.heads_at_a_time  # which takes the least, as recomputing half of the inputs does

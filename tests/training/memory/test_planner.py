@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.sparse_attention import Sparsity
+from kernels.sparse_attention import NSA, Sparsity
 from model import MODEL_SIZES
 from tests.training.memory.test_cost_model import step_of
 from training.memory.execution import WHOLE, Execution
@@ -91,6 +91,18 @@ def test_the_largest_context_fits_and_the_next_does_not():
         make_plan(step.at(largest + 1024), 6 * GIB, 16 * GIB)
     with pytest.raises(ValueError, match=r"at 1024 tokens of context and batch_size 1: its parameters take 1\.11 GiB"):
         make_plan(step, 1 * GIB, HOST)
+
+
+@pytest.mark.parametrize("sparsity", [Sparsity(), NSA()])
+def test_chosen_blocks_have_numbers_of_16_bits(sparsity):
+    """Past 32,767 blocks of 64 tokens no plan is made, whatever memory there is."""
+    attention_type = "nsa" if isinstance(sparsity, NSA) else "full"
+    config = replace(MODEL_SIZES["0.6B"], num_hidden_layers=2, attention_type=attention_type)
+    step = step_on_meta(config, 2_097_088, given=Execution(sparsity=(sparsity,) * 2))
+    assert find_max_context(step, 1000 * GIB, HOST) == 2_097_088 // 1024 * 1024
+    make_plan(step, 1000 * GIB, HOST)
+    with pytest.raises(ValueError, match="up to 2,097,088 tokens, and context_length 2,097,089 has longer"):
+        make_plan(step.at(2_097_089), 1000 * GIB, HOST)
 
 
 @pytest.mark.parametrize("loss_impl", ["chunked", "standard"])
