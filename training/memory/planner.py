@@ -143,13 +143,24 @@ def find_max_context(step: Step, gpu_bytes: float, host_bytes: float) -> int:
 
 def _search(step: Step, gpu_bytes: float, host_bytes: float) -> list[Execution]:
     """For each layout and share of inputs on the host, the fastest execution whose peak is `gpu_bytes` at most."""
-    found = []
-    for base in _layouts(step):
-        for recomputed in range(step.layers // 2 + 1):
-            if fitting := _fitting_inputs(step, base, recomputed, gpu_bytes, host_bytes):
-                found += [_keep(step, base, inputs, gpu_bytes, host_bytes) for inputs in fitting]
-                break  # recomputing more inputs would only take longer
-    return found
+    return [
+        _keep(step, base, inputs, gpu_bytes, host_bytes)
+        for base in _layouts(step)
+        for inputs in _fastest_inputs(step, base, gpu_bytes, host_bytes)
+    ]
+
+
+def _fastest_inputs(step: Step, base: Execution, gpu_bytes: float, host_bytes: float) -> list[list[str]]:
+    """`_fitting_inputs` with as few of them recomputed as fit; more would only take longer."""
+    half = step.layers // 2
+
+    @functools.cache
+    def fitting(recomputed: int) -> list[list[str]]:
+        return _fitting_inputs(step, base, recomputed, gpu_bytes, host_bytes)
+
+    if not fitting(half):  # which takes the least
+        return []
+    return fitting(half - _largest(half, lambda fewer: bool(fitting(half - fewer))))
 
 
 def _fits(step: Step, execution: Execution, gpu_bytes: float, host_bytes: float) -> bool:
