@@ -268,8 +268,13 @@ def compared() -> list[list[str]]:
 # Predicted
 
 
-def step_of_4b(context_length: int, backend: str = "cudnn") -> Step:
-    return step_on_meta(MODEL_SIZES["4B"], context_length, given=Execution(attention_backend=backend))
+def step_of_4b(
+    context_length: int, backend: str = "cudnn", sparsity: tuple[Sparsity, ...] = (), num_gpus: int = 1
+) -> Step:
+    """One sequence, which all GPUs share."""
+    given = Execution(attention_backend=backend, sparsity=sparsity)
+    sharing = {"num_gpus": num_gpus, "context_parallel_size": num_gpus}
+    return step_on_meta(MODEL_SIZES["4B"], context_length, given=given, **sharing)
 
 
 def scenarios() -> list[list[str]]:
@@ -303,6 +308,24 @@ def hardware() -> list[list[str]]:
     return rows
 
 
+def several_gpus() -> list[list[str]]:
+    """GPUs of one host that share each sequence."""
+    kinds = {"dense": (), "sparse": (Sparsity(),) * MODEL_SIZES["4B"].num_hidden_layers}
+    rows = [["GPU", "GPUs", *(name for kind in kinds for name in (f"{kind}: longest context", "s a step of it"))]]
+    for name in ("RTX4090", "H100", "H200"):
+        gpu = GPUS[name]
+        usable, backend = gpu.memory_bytes - DRIVER_BYTES, gpu.attention_backend
+        for num_gpus in (1, 2, 4, 8):
+            cells = []
+            for sparsity in kinds.values():
+                step = step_of_4b(131_072, backend, sparsity, num_gpus)
+                longest = find_max_context(step, usable, HOSTS[0])
+                plan = make_plan(step.at(longest), usable, HOSTS[0], scale_rates(gpu, backend, sparsity))
+                cells += [f"{longest:,}", f"{plan.seconds:,.0f}"]
+            rows.append([name, str(num_gpus), *cells])
+    return rows
+
+
 # The picture
 
 
@@ -333,7 +356,8 @@ MEASURED = (
     stages,
     compared,
 )
-TABLES: dict[str, Callable[[], list[list[str]]]] = {table.__name__: table for table in (*MEASURED, scenarios, hardware)}
+PREDICTED = (scenarios, hardware, several_gpus)
+TABLES: dict[str, Callable[[], list[list[str]]]] = {table.__name__: table for table in (*MEASURED, *PREDICTED)}
 
 
 if __name__ == "__main__":
