@@ -311,17 +311,18 @@ def hardware() -> list[list[str]]:
 def several_gpus() -> list[list[str]]:
     """GPUs of one host that share each sequence."""
     kinds = {"dense": (), "sparse": (Sparsity(),) * MODEL_SIZES["4B"].num_hidden_layers}
-    rows = [["GPU", "GPUs", *(name for kind in kinds for name in (f"{kind}: longest context", "s a step of it"))]]
+    longest_of = [column for kind in kinds for column in (f"{kind}: longest context", "s a step of it")]
+    rows = [["GPU", "GPUs", "dense, 131,072 tokens: s a step", *longest_of]]
     for name in ("RTX4090", "H100", "H200"):
         gpu = GPUS[name]
         usable, backend = gpu.memory_bytes - DRIVER_BYTES, gpu.attention_backend
         for num_gpus in (1, 2, 4, 8):
             cells = []
             for sparsity in kinds.values():
-                step = step_of_4b(131_072, backend, sparsity, num_gpus)
+                step, rates = step_of_4b(131_072, backend, sparsity, num_gpus), scale_rates(gpu, backend, sparsity)
                 longest = find_max_context(step, usable, HOSTS[0])
-                plan = make_plan(step.at(longest), usable, HOSTS[0], scale_rates(gpu, backend, sparsity))
-                cells += [f"{longest:,}", f"{plan.seconds:,.0f}"]
+                cells += [] if sparsity else [f"{make_plan(step, usable, HOSTS[0], rates).seconds:.1f}"]
+                cells += [f"{longest:,}", f"{make_plan(step.at(longest), usable, HOSTS[0], rates).seconds:,.0f}"]
             rows.append([name, str(num_gpus), *cells])
     return rows
 
