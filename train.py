@@ -324,9 +324,9 @@ def train(given: dict, world: World) -> None:
     step_tokens, tokens, max_steps = tokens_per_step(config, world), start.tokens, config.max_steps
     logger.info("config: %s", json.dumps(dataclasses.asdict(config)))
     logger.info(
-        "model: %s, %s parameters; attention: %s, kernel: %s; device: %s x %d",
+        "model: %s, %s parameters; attention: %s, kernel: %s; device: %s x %d (data x context: %d x %d)",
         config.model_size, f"{model_config.num_parameters():,}", config.attention_type,
-        plan.execution.attention_backend, world.device.type, world.size,
+        plan.execution.attention_backend, world.device.type, world.size, world.data_size, world.context_size,
     )  # fmt: skip
     logger.info(
         "data: %s training tokens, %s held out; %s tokens a step",

@@ -181,8 +181,11 @@ def train_shared(world: World, folder: Path) -> None:
     with (
         mock.patch.object(train, "peak_flops", lambda device: 1e12),
         mock.patch.object(train, "join_world", lambda device, size: nullcontext(worlds[size])),
+        mock.patch.object(train.logger, "info") as said,
     ):
         assert train.main([*start, "--gradient_checkpointing"]) == 0
+        [line] = [call.args[0] % call.args[1:] for call in said.call_args_list if "device: " in call.args[0]]
+        assert line.endswith("device: cpu x 4 (data x context: 1 x 4)"), line
         for flags in (
             ["--max_steps", "3"],
             ["--max_steps", "4", "--context_parallel_size", "2", *once],
