@@ -442,7 +442,8 @@ class Step:
         loss = linear_cross_entropy_footprint(self.tokens, config.hidden_size, config.vocab_size).matrix_flops
         loss /= rates.matrix_flops  # as many where the logits are materialised
         # FSDP2 gathers parameters and sums float32 gradients beside the compute of other blocks. Embedding and head are
-        # gathered before anything runs, stay until backward, and their gradients are summed after all.
+        # gathered before anything runs, stay until backward, and their gradients are summed after all. The rate
+        # is that of exchanges of heads, which pay for copies besides.
         sent = config.num_parameters() * (1 - 1 / self.num_shards) / rates.gpu_link_bytes  # seconds for a byte of each
         gather, add = self.element_size * sent, 4 * sent
         ends = self.head_share * (1 if config.tie_word_embeddings else 2)
