@@ -9,7 +9,7 @@ With z = softcap(logits), label y, w = class weights, eps = label_smoothing, V c
 Four float32 statistics describe a row: the maximum m of z; the sum of exp(z[v] - m) over the other classes, v != y;
 z[y]; and, for label smoothing, sum_v w[v] * (z[v] - z[y]). With the label's own term apart, neither lse - z[y] nor
 p[y] - 1 cancels where the model is sure of the label, and nothing is lost to an offset common to all logits.
-Statistics of shards of V combine (`linear_cross_entropy`'s process_group), which is why they leave the kernel.
+Statistics of shards of V combine (`process_group`), which is why they leave the kernel.
 
 The kernel reads a row twice and writes it once. The second pass runs backwards, over what the first has left in the
 caches: one large program a row keeps few enough rows in flight.
@@ -20,12 +20,13 @@ Kept for backward: logits and 16 bytes a row; with inplace=True the gradient in 
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from kernels.common import Footprint, use_triton
-from kernels.torch_internals import assert_async
+from kernels.torch_internals import assert_async, resolve_process_group
 
 VECTOR = 8  # neighbouring columns that one thread holds: 16 bytes of bf16
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -411,6 +412,44 @@ def _row_step_in_torch(logits, target, weight, options, statistics, gradient, sc
     return statistics
 
 
+class Shard(NamedTuple):
+    """Which classes this rank's columns of the logits stand for."""
+
+    group: dist.ProcessGroup | None
+    first_class: int
+    num_classes: int  # of all ranks
+
+
+def shard_of(group_name: str | None, num_columns: int) -> Shard:
+    """Of `num_columns` on each rank of a group, in the order of ranks; None: a rank by itself."""
+    if group_name is None:
+        return Shard(None, 0, num_columns)
+    group = resolve_process_group(group_name)
+    return Shard(group, dist.get_rank(group) * num_columns, dist.get_world_size(group) * num_columns)
+
+
+def sharded_row_step(logits, labels, weight, options, shard, gradient=None, scale=None):
+    """`row_step` where each rank holds a shard of every row: one all-gather of the [4, n] statistics in between."""
+    if shard.group is None:
+        return row_step(logits, labels, weight, options, gradient=gradient, scale=scale)
+    classes = {"first_class": shard.first_class, "num_classes": shard.num_classes}
+    own = row_step(logits, labels, weight, options, **classes)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(shard.group))]
+    dist.all_gather(gathered, own, group=shard.group)
+    maxima, others, true_logits, deviations = torch.stack(gathered, dim=1)  # [N, n] each
+    maximum, true_logit = maxima.amax(0), true_logits.amax(0)
+    others = (others * (maxima - maximum).exp()).sum(0)
+    # A rank without the label measured its deviation from 0 instead of z[label].
+    class_weight = own.new_ones(shard.num_classes) if weight is None else weight.to(own.dtype)
+    shard_sums = class_weight.view(len(gathered), -1).sum(1)
+    owner = (labels // logits.shape[1]).clamp(0, len(gathered) - 1)
+    deviation = deviations.sum(0) - (shard_sums.sum() - shard_sums[owner]) * true_logit
+    statistics = torch.stack([maximum, others, true_logit, deviation])
+    if gradient is not None:
+        row_step(logits, labels, weight, options, statistics=statistics, gradient=gradient, scale=scale, **classes)
+    return statistics
+
+
 def row_losses(
     statistics: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, options: RowOptions, num_classes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -436,6 +475,7 @@ def _forward(
     logits: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None,
+    group_name: str | None,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
@@ -444,8 +484,9 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Losses, log-sum-exps and statistics."""
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
-    statistics = row_step(logits, target, weight, options)
-    return *row_losses(statistics, target, weight, options, logits.shape[1]), statistics
+    shard = shard_of(group_name, logits.shape[1])
+    statistics = sharded_row_step(logits, target, weight, options, shard)
+    return *row_losses(statistics, target, weight, options, shard.num_classes), statistics
 
 
 @_forward.register_fake
@@ -461,6 +502,7 @@ def _backward(
     target: torch.Tensor,
     weight: torch.Tensor | None,
     statistics: torch.Tensor,
+    group_name: str | None,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
@@ -470,7 +512,11 @@ def _backward(
     """Gradient of the logits, row by row times d_losses."""
     gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
-    row_step(logits, target, weight, options, statistics=statistics, gradient=gradient, scale=d_losses)
+    _, first_class, num_classes = shard_of(group_name, logits.shape[1])
+    row_step(
+        logits, target, weight, options, statistics=statistics, gradient=gradient, scale=d_losses,
+        first_class=first_class, num_classes=num_classes,
+    )  # fmt: skip
     return gradient
 
 
@@ -486,7 +532,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _gradients(ctx, d_losses, d_log_sum_exp, d_statistics):
-    return _backward(d_losses, *ctx.saved_tensors, *ctx.options), None, None, None, None, None, None, None
+    return _backward(d_losses, *ctx.saved_tensors, *ctx.options), *[None] * (2 + len(ctx.options))
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)
@@ -498,6 +544,7 @@ def _forward_in_place(
     target: torch.Tensor,
     weight: torch.Tensor | None,
     scale: torch.Tensor,
+    group_name: str | None,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
@@ -506,8 +553,9 @@ def _forward_in_place(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses and log-sum-exps; the logits become their gradients times scale."""
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
-    statistics = row_step(logits, target, weight, options, gradient=logits, scale=scale)
-    return row_losses(statistics, target, weight, options, logits.shape[1])
+    shard = shard_of(group_name, logits.shape[1])
+    statistics = sharded_row_step(logits, target, weight, options, shard, gradient=logits, scale=scale)
+    return row_losses(statistics, target, weight, options, shard.num_classes)
 
 
 @_forward_in_place.register_fake
@@ -531,8 +579,8 @@ class _InPlace(torch.autograd.Function):
     """Losses times `scale`, losses, log-sum-exps. The gradient is in the logits' storage when forward returns."""
 
     @staticmethod
-    def forward(ctx, logits, target, weight, scale, options):
-        losses, log_sum_exp = _forward_in_place(logits, target, weight, scale, *options)
+    def forward(ctx, logits, target, weight, scale, group_name, options):
+        losses, log_sum_exp = _forward_in_place(logits, target, weight, scale, group_name, *options)
         ctx.mark_non_differentiable(losses, log_sum_exp)
         ctx.save_for_backward(logits.detach())
         ctx.use_triton = options.use_triton
@@ -548,7 +596,7 @@ class _InPlace(torch.autograd.Function):
                 "by a first backward or by you; use inplace=False"
             ) from error
         _scale_rows_(gradient, d_terms, ctx.use_triton)
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None
 
 
 def cross_entropy(
@@ -564,6 +612,7 @@ def cross_entropy(
     denominator: float | torch.Tensor | None = None,
     return_details: bool = False,
     inplace: bool = False,
+    process_group: dist.ProcessGroup | None = None,
     impl: str = "auto",
 ) -> torch.Tensor | Details:
     """Cross-entropy of integer labels, computed in float32 whatever the logits' dtype.
@@ -571,7 +620,7 @@ def cross_entropy(
     Args:
         logits: [..., V], float32, bfloat16 or float16 (float64 too with impl="torch").
         target: [...] int64 labels in [0, V), or `ignore_index`.
-        weight: [V] class weights. Not differentiated.
+        weight: [V] class weights (of all ranks' classes under `process_group`). Not differentiated.
         reduction: "mean", "sum" or "none".
         ignore_index: rows with this label count for nothing: loss and gradient are 0.
         label_smoothing: in [0, 1] (Szegedy et al. 2016, arXiv:1512.00567).
@@ -583,6 +632,8 @@ def cross_entropy(
         return_details: also return each row's loss and log-sum-exp.
         inplace: let the gradient overwrite the logits in forward. Saves a second [..., V] and a read of it; the
             logits are gone, and backward can run once.
+        process_group: shards the vocabulary: each rank calls with the same target and the logits of its own classes,
+            equally many on every rank and in the order of ranks. Every rank returns the loss of all.
         impl: "auto", "triton" or "torch".
 
     Returns:
@@ -595,7 +646,9 @@ def cross_entropy(
         RuntimeError: in backward, if the gradient of inplace=True has been used or overwritten.
     """
     on_triton = use_triton(impl, logits)
-    check_options(logits, target, weight, logits.shape[-1], reduction, label_smoothing, softcap, on_triton)
+    group_name, num_shards = (None, 1) if process_group is None else (process_group.group_name, process_group.size())
+    num_classes = num_shards * logits.shape[-1]
+    check_options(logits, target, weight, num_classes, reduction, label_smoothing, softcap, on_triton)
     if inplace and not logits.is_contiguous():
         raise ValueError(f"inplace=True needs contiguous logits, got strides {logits.stride()}")
     labels, weight = flat_labels_and_weight(target, weight)
@@ -609,9 +662,9 @@ def cross_entropy(
         # The scale goes into the stored gradient, so that backward need not touch it; but 1 / tokens underflows fp16.
         one = torch.ones_like(scale)
         in_gradient, scale = (one, scale) if logits.dtype == torch.float16 else (scale, one)
-        terms, losses, log_sum_exp = _InPlace.apply(rows, labels, weight, in_gradient, options)
+        terms, losses, log_sum_exp = _InPlace.apply(rows, labels, weight, in_gradient, group_name, options)
     else:
-        terms, log_sum_exp, _ = _forward(rows, labels, weight, *options)
+        terms, log_sum_exp, _ = _forward(rows, labels, weight, group_name, *options)
         losses = terms
     loss = terms.view(target.shape) if reduction == "none" else terms.sum() * scale
     return details(loss, losses, log_sum_exp, target.shape) if return_details else loss

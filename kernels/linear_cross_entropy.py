@@ -14,8 +14,6 @@ known only in backward: forward computes the losses alone, backward runs the chu
 Kept for backward: dx in the input's dtype and dW in float32; with reduction="none" the inputs instead.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -30,9 +28,10 @@ from kernels.cross_entropy import (
     flat_labels_and_weight,
     loss_scale,
     row_losses,
-    row_step,
+    shard_of,
+    sharded_row_step,
 )
-from kernels.torch_internals import assert_async, backward_keeps_graph, resolve_process_group
+from kernels.torch_internals import assert_async, backward_keeps_graph
 
 CHUNK_SIZE = 4096  # tokens whose logits exist at a time
 
@@ -47,42 +46,6 @@ def linear_cross_entropy_reference(
 ) -> torch.Tensor | Details:
     """Plain PyTorch with full logits; `options` are those of `cross_entropy_reference`."""
     return cross_entropy_reference(F.linear(input, linear_weight, linear_bias), target, **options)
-
-
-class _Shard(NamedTuple):
-    """Which classes this rank's rows of the head stand for."""
-
-    group: dist.ProcessGroup | None
-    first_class: int
-    num_classes: int  # of all ranks
-
-
-def _shard(group_name: str | None, num_columns: int) -> _Shard:
-    if group_name is None:
-        return _Shard(None, 0, num_columns)
-    group = resolve_process_group(group_name)
-    return _Shard(group, dist.get_rank(group) * num_columns, dist.get_world_size(group) * num_columns)
-
-
-def _sharded_row_step(logits, labels, weight, options, shard, gradient, scale):
-    """`row_step` where each rank holds a shard of every row: one all-gather of the [4, n] statistics in between."""
-    classes = {"first_class": shard.first_class, "num_classes": shard.num_classes}
-    own = row_step(logits, labels, weight, options, **classes)
-    gathered = own.new_empty(dist.get_world_size(shard.group) * len(own), own.shape[1])
-    dist.all_gather_into_tensor(gathered, own, group=shard.group)
-    gathered = gathered.view(-1, *own.shape)
-    maxima, others, true_logits, deviations = gathered.unbind(1)
-    maximum, true_logit = maxima.amax(0), true_logits.amax(0)
-    others = (others * (maxima - maximum).exp()).sum(0)
-    # A rank without the label measured its deviation from 0 instead of z[label].
-    class_weight = own.new_ones(shard.num_classes) if weight is None else weight.to(own.dtype)
-    shard_sums = class_weight.view(len(gathered), -1).sum(1)
-    owner = (labels // logits.shape[1]).clamp(0, len(gathered) - 1)
-    deviation = deviations.sum(0) - (shard_sums.sum() - shard_sums[owner]) * true_logit
-    statistics = torch.stack([maximum, others, true_logit, deviation])
-    if gradient is not None:
-        row_step(logits, labels, weight, options, statistics=statistics, gradient=gradient, scale=scale, **classes)
-    return statistics
 
 
 def _rows_to_compute(target: torch.Tensor, ignore_index: int, num_valid_tokens: int | None) -> torch.Tensor | None:
@@ -133,7 +96,7 @@ def _loss_and_gradients(
     scale [] multiplies the sum of the losses, but not yet the gradients; scale [N] multiplies each row's gradient.
     """
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
-    shard = _shard(group_name, len(linear_weight))
+    shard = shard_of(group_name, len(linear_weight))
     rows = _rows_to_compute(target, ignore_index, num_valid_tokens)
     num_rows = len(target) if rows is None else len(rows)
     needs_gradient = needs_input or needs_weight or needs_bias
@@ -158,10 +121,7 @@ def _loss_and_gradients(
         _matmul(x, linear_weight.T, out=logits)
         if linear_bias is not None:
             logits += linear_bias
-        if shard.group is None:
-            statistics[:, here] = row_step(logits, labels, weight, options, gradient=gradient, scale=row_scale)
-        else:
-            statistics[:, here] = _sharded_row_step(logits, labels, weight, options, shard, gradient, row_scale)
+        statistics[:, here] = sharded_row_step(logits, labels, weight, options, shard, gradient, row_scale)
         if gradient is None:
             continue
         if needs_input:

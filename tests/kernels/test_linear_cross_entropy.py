@@ -4,6 +4,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -390,6 +391,10 @@ def test_any_shape_and_options(data):
     )  # fmt: skip
 
 
+def of_given_logits(input, head, target, linear_bias, **options):
+    return cross_entropy_module.cross_entropy(F.linear(input, head, linear_bias), target, **options)
+
+
 def check_sharded(world, *impls):
     torch.manual_seed(0)
     vocab, hidden = 66, 16
@@ -414,6 +419,10 @@ def check_sharded(world, *impls):
         loss, (d_input, d_head, d_bias) = run(linear_cross_entropy_reference, slice(None), **options)
         ours = run(linear_cross_entropy, shard, process_group=dist.group.WORLD, chunk_size=4, impl=impl, **options)
         torch.testing.assert_close(ours, (loss, (d_input, d_head[shard], d_bias[shard])), rtol=1e-4, atol=1e-6)
+        for inplace in (False, True):
+            ours = run(of_given_logits, shard, process_group=dist.group.WORLD, inplace=inplace, impl=impl, **options)
+            dist.all_reduce(ours[1][0])  # of the input's gradient each rank has what its classes add
+            torch.testing.assert_close(ours, (loss, (d_input, d_head[shard], d_bias[shard])), rtol=1e-4, atol=1e-6)
 
     # A sharded head, tokens split over the ranks: gathered once, its gradient summed over the ranks.
     sharded = distribute_tensor(head, world.fsdp_mesh, [Shard(0)]).requires_grad_()
