@@ -23,6 +23,7 @@ from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.qkv_attention import project_heads, qkv_attention
 from kernels.rms_norm import rms_norm
 from kernels.sparse_attention import NSA, PooledKeys, Sparsity, attend_to_cache, nsa
+from kernels.tensor_parallel import TensorRanks, local
 from kernels.torch_internals import assert_async
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,11 @@ class ModelConfig:
             pairs = sum(n * (n + 1) // 2 for n in document_lengths)
             attention = self.num_hidden_layers * attention_flops(self.num_attention_heads, self.head_dim, pairs)
         return 2 * matrices * sum(document_lengths) + attention
+
+    def split(self, ranks: int) -> "ModelConfig":
+        """The shape of what each of `ranks` has that share all matrices; they must divide heads, MLP and vocabulary."""
+        names = "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"
+        return replace(self, **{name: getattr(self, name) // ranks for name in names})
 
     def to_hugging_face(self) -> dict:
         """The config.json that describes this shape: transformers' Qwen3, or with NSA one that transformers refuses."""
@@ -277,7 +283,14 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor, residual: Tensor | None = None):
-        return rms_norm(x, self.weight, self.eps, residual=residual)
+        return rms_norm(x, local(self.weight), self.eps, residual=residual)
+
+
+class Embedding(nn.Embedding):
+    tensor_ranks = TensorRanks(None)  # those that share its matrix; set from outside
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.tensor_ranks.embed(input_ids, local(self.weight))
 
 
 class Attention(nn.Module):
@@ -291,23 +304,30 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(K, config.rms_norm_eps)
         self.k_norm = RMSNorm(K, config.rms_norm_eps)
         self.g_proj = nn.Linear(D, config.num_gates) if config.num_gates else None
-        self.backend = "auto"  # of kernels.attention.BACKENDS; it and the next three are set from outside
+        self.backend = "auto"  # of kernels.attention.BACKENDS; it and the next four are set from outside
         self.heads_at_a_time: int | None = None  # key/value heads; None: all
         self.exchange: HeadExchange | None = None  # where ranks share sequences; the forward is then given `documents`
         self.sparsity: Sparsity | NSA | None = NSA() if config.num_gates else None
+        self.tensor_ranks = TensorRanks(None)  # those that share its matrices
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
-        qkv = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
-        norms = self.q_norm.weight, self.k_norm.weight
-        gates = None if self.g_proj is None else self.g_proj(x_BTD).unflatten(-1, (-1, nsa.BRANCHES))
+        ranks = self.tensor_ranks
+        x_BTD = ranks.enter(x_BTD)
+        qkv = local(self.q_proj.weight), local(self.k_proj.weight), local(self.v_proj.weight)
+        norms = ranks.enter(local(self.q_norm.weight)), ranks.enter(local(self.k_norm.weight))
+        o_weight = local(self.o_proj.weight)
+        gates = None
+        if self.g_proj is not None:
+            gates = F.linear(x_BTD, *map(local, self.g_proj.parameters())).unflatten(-1, (-1, nsa.BRANCHES))
         is_sparse = self.sparsity is not None and context.longest >= self.sparsity.dense_below
         sparsity = self.sparsity if is_sparse else None
         if context.caches is None:
-            return qkv_attention(
-                x_BTD, *qkv, self.o_proj.weight, *norms, context.cos, context.sin, context.segments,
+            attended_BTD = qkv_attention(
+                x_BTD, *qkv, o_weight, *norms, context.cos, context.sin, context.segments,
                 eps=self.q_norm.eps, backend=self.backend, sparsity=sparsity, gates=gates,
                 heads_at_a_time=self.heads_at_a_time, exchange=self.exchange,
             )  # fmt: skip
+            return ranks.leave(attended_BTD)
         q_BTHK, k_BTGK, v_BTGK = project_heads(x_BTD, *qkv, *norms, context.cos, context.sin, self.q_norm.eps)
         cache = context.caches[self.layer]
         k_BTGK, v_BTGK = cache.append(k_BTGK, v_BTGK)
@@ -320,7 +340,7 @@ class Attention(nn.Module):
         else:  # one new token, which sees all the cached ones
             q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
             out_BTHK = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
-        return self.o_proj(out_BTHK.flatten(2))
+        return ranks.leave(F.linear(out_BTHK.flatten(2), o_weight))
 
 
 class GatedMLP(nn.Module):
@@ -331,10 +351,13 @@ class GatedMLP(nn.Module):
         self.up_proj = nn.Linear(D, F_, bias=False)
         self.down_proj = nn.Linear(F_, D, bias=False)
         self.tile_size: int | None = None  # rows at a time; set from outside where memory is short
+        self.tensor_ranks = TensorRanks(None)  # those that share its matrices; set from outside
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
-        return gated_mlp(x_BTD, *weights, activation=self.activation, tile_size=self.tile_size)
+        weights = [local(p.weight) for p in (self.gate_proj, self.up_proj, self.down_proj)]
+        x_BTD = self.tensor_ranks.enter(x_BTD)
+        y_BTD = gated_mlp(x_BTD, *weights, activation=self.activation, tile_size=self.tile_size)
+        return self.tensor_ranks.leave(y_BTD, skippable=True)
 
 
 class Block(nn.Module):
@@ -354,7 +377,7 @@ class Block(nn.Module):
 @dataclass
 class ModelOutput:
     loss: Tensor | None = None  # float32 scalar
-    logits: Tensor | None = None  # [B, T, V]
+    logits: Tensor | None = None  # [B, T, V]; without a gradient where ranks share the head
     hidden_states: Tensor | None = None  # [B, T, D], after the last norm
 
 
@@ -367,13 +390,14 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.rotary = RotaryCache(config.head_dim, config.rope_theta)
         self.loss_impl = "auto"  # "chunked" or "standard" force one; set from outside
+        self.tensor_ranks = TensorRanks(None)  # those that share the head's matrix; set from outside
         for name, parameter in self.named_parameters():
             self.initialize_parameter(name, parameter)
 
@@ -397,8 +421,8 @@ class Transformer(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """The head's matrix [V, D]."""
-        return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+        """The head's matrix [V, D], or what this rank has of it."""
+        return local((self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight)
 
     def forward(
         self,
@@ -460,10 +484,12 @@ class Transformer(nn.Module):
             x_BTD = layer(x_BTD, context)
         x_BTD = self.norm(x_BTD)
         output = ModelOutput(hidden_states=x_BTD if return_hidden_states else None)
+        logits_BTV = None
         if return_logits:
-            output.logits = F.linear(x_BTD, self.output_weight)
+            logits_BTV = F.linear(self.tensor_ranks.enter(x_BTD), self.output_weight)
+            output.logits = self.tensor_ranks.gather(logits_BTV)
         if targets is not None:
-            output.loss = self._loss(x_BTD, targets, output.logits, denominator)
+            output.loss = self._loss(x_BTD, targets, logits_BTV, denominator)
         return output
 
     def _context(
@@ -492,7 +518,8 @@ class Transformer(nn.Module):
         the chunked and the standard loss.
         """
         size = x_BTD.shape[:2].numel(), x_BTD.element_size()
-        options = {"ignore_index": IGNORE_INDEX, "denominator": denominator}
+        ranks = self.tensor_ranks
+        options = {"ignore_index": IGNORE_INDEX, "denominator": denominator, "process_group": ranks.group}
         num_without = x_BTD.shape[1] - targets.shape[1]
         x_BTD = x_BTD[:, : targets.shape[1]]
         if logits_BTV is None and self.config.uses_chunked_loss(*size, self.loss_impl):
@@ -500,7 +527,7 @@ class Transformer(nn.Module):
             return linear_cross_entropy(x_BTD, self.output_weight, targets, **options)
         log_loss_choice("standard", self.config, *size, self.loss_impl)
         if logits_BTV is None:  # no caller reads these logits, so their gradient may overwrite them
-            return cross_entropy(F.linear(x_BTD, self.output_weight), targets, inplace=True, **options)
+            return cross_entropy(F.linear(ranks.enter(x_BTD), self.output_weight), targets, inplace=True, **options)
         return cross_entropy(logits_BTV, F.pad(targets, (0, num_without), value=IGNORE_INDEX), **options)
 
     @torch.no_grad()

@@ -33,6 +33,7 @@ from training.memory.cost_model import PackedDocuments
 from training.memory.placement import set_sparsity
 from training.metrics import MetricsFile, peak_flops, peak_memory_gib
 from training.optimizer import warmup_cosine
+from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, join_world
 from training.run import (
@@ -68,7 +69,7 @@ def check_config(config: TrainConfig) -> None:
     """
     minimum = {"context_length": 2, "batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 1,
                "warmup_steps": 0, "checkpoint_interval": 0, "validation_interval": 0, "validation_sequences": 0,
-               "sample_tokens": 0, "context_parallel_size": 1, "weight_decay": 0, "seed": 0,
+               "sample_tokens": 0, "context_parallel_size": 1, "tensor_parallel_size": 1, "weight_decay": 0, "seed": 0,
                "final_learning_rate_ratio": 0}  # fmt: skip
     for name, least in minimum.items():
         value = getattr(config, name)
@@ -138,12 +139,13 @@ def find_start(given: dict, world: World) -> tuple[TrainConfig, Start]:
     return config, Start(last, step, state["tokens"], cosine_steps, state.get("tokenizer"), state["loader"])
 
 
-def context_parallel_size_of(given: dict) -> int:
-    """The one that is given, else that of the run to resume: the ranks' mesh is made before all other settings."""
+def parallel_sizes_of(given: dict) -> dict[str, int]:
+    """Those that are given, else those of the run to resume: the ranks' mesh is made before all other settings."""
     config = TrainConfig(**given)
     last = latest_checkpoint(Path(config.output_dir)) if config.resume else None
     saved = {} if last is None else load_trainer_state(last).get("settings") or {}
-    return {**saved, **given}.get("context_parallel_size", config.context_parallel_size)
+    names = "context_parallel_size", "tensor_parallel_size"
+    return {name: {**saved, **given}.get(name, getattr(config, name)) for name in names}
 
 
 def with_defaults(config: TrainConfig) -> TrainConfig:
@@ -293,7 +295,8 @@ def train(given: dict, world: World) -> None:
     # What can be refused in seconds comes before the data, which may take minutes to tokenise.
     config, start = find_start(given, world)
     model_config = choose_model(config, start.checkpoint)
-    check_sharing(world.context_size, model_config, chooses_blocks=config.attention_type != "full")
+    check_matrix_sharing(world.tensor_size, model_config)
+    check_sharing(world.context_size, model_config, config.attention_type != "full", world.tensor_size)
     config = dataclasses.replace(config, tokenizer=choose_tokenizer(config, model_config))
     settings = dataclasses.asdict(config)  # goes into checkpoints; a budget of "auto" is resolved where a run resumes
     config = dataclasses.replace(config, memory_budget=resolve_memory_budget(config, world.device))
@@ -324,9 +327,10 @@ def train(given: dict, world: World) -> None:
     step_tokens, tokens, max_steps = tokens_per_step(config, world), start.tokens, config.max_steps
     logger.info("config: %s", json.dumps(dataclasses.asdict(config)))
     logger.info(
-        "model: %s, %s parameters; attention: %s, kernel: %s; device: %s x %d (data x context: %d x %d)",
+        "model: %s, %s parameters; attention: %s, kernel: %s; device: %s x %d (data x context x tensor: %d x %d x %d)",
         config.model_size, f"{model_config.num_parameters():,}", config.attention_type,
-        plan.execution.attention_backend, world.device.type, world.size, world.data_size, world.context_size,
+        plan.execution.attention_backend, world.device.type, world.size,
+        world.data_size, world.context_size, world.tensor_size,
     )  # fmt: skip
     logger.info(
         "data: %s training tokens, %s held out; %s tokens a step",
@@ -360,7 +364,7 @@ def train(given: dict, world: World) -> None:
         if gpu_flops is not None:
             forward = sum(model_config.forward_flops(batch.documents.lengths, sparsity) for batch in batches)
             flops = 3 * world.sum(forward)[0] / world.size  # of a rank, on average
-            values["mfu"] = flops / world.context_size / seconds / gpu_flops
+            values["mfu"] = flops / (world.context_size * world.tensor_size) / seconds / gpu_flops
         if config.selected_blocks_start is not None:
             values["selected_blocks"] = spell_by_layer([of_layer.selected_blocks for of_layer in sparsity])
         is_last, stop = step == max_steps, world.sum(float(bool(terminated)))[0] > 0
@@ -430,7 +434,7 @@ def main(argv: list[str]) -> int:
         given = given_settings(TrainConfig, argv, description=__doc__.splitlines()[0])
         config = TrainConfig(**given)
         check_config(config)
-        with join_world(config.device, context_parallel_size_of(given)) as world:
+        with join_world(config.device, **parallel_sizes_of(given)) as world:
             if not world.is_main:
                 logging.disable(logging.INFO)
             train(given, world)

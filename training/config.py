@@ -80,6 +80,7 @@ class TrainConfig:
     )
     host_budget: str | None = flag(None, "host memory each process may pin; default: its share of 80% of what is free")
     context_parallel_size: int = flag(1, "GPUs that share each sequence, each with some of the heads in attention")
+    tensor_parallel_size: int = flag(1, "GPUs that share each matrix: heads, the MLP's width and the vocabulary")
     compile: bool = flag(False, "no plan: torch.compile each block")
 
 

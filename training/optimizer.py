@@ -23,8 +23,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 from training.memory.host_copies import SLOT_ALIGNMENT, PinnedArena
 from training.parallel.fsdp import local_part
@@ -97,6 +98,14 @@ def _flat(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().view(-1)
 
 
+def _num_copies(parameter: Tensor) -> int:
+    """Ranks that have the same elements of a parameter as this one, itself included."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    return math.prod(mesh.size(axis) for axis, p in enumerate(parameter.placements) if p.is_replicate())
+
+
 def _owned(gradient: Tensor) -> Tensor:
     """The gradient, or a copy of a view: FSDP's gradients of a block are views of one tensor, which each would keep."""
     is_view = gradient.untyped_storage().nbytes() > gradient.nbytes
@@ -128,8 +137,8 @@ class MasterAdamW:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101), decoupled weight decay on matrices only.
 
     Args:
-        named_parameters: of the model, all of one dtype and sharded alike; names key the saved state. On GPUs: on the
-            current device.
+        named_parameters: of the model, all of one dtype, and sharded over one mesh of all ranks or not at all; names
+            key the saved state. On GPUs: on the current device.
         weight_decay, betas, eps: as torch.optim.AdamW.
         accumulate: whether there may be more than one backward before an update.
         gpu_state_bytes: of master weights and moments to keep on the GPU, in whole parameters; the rest lives in
@@ -152,8 +161,8 @@ class MasterAdamW:
         self.parameters = dict(named_parameters)
         parameters = list(self.parameters.values())
         first, device = parameters[0], _flat(parameters[0]).device
-        sharding = {(p.dtype, (p.device_mesh, p.placements) if isinstance(p, DTensor) else None) for p in parameters}
-        assert len(sharding) == 1, f"parameters of several dtypes or shardings: {sharding}"
+        kinds = {(p.dtype, p.device_mesh if isinstance(p, DTensor) else None) for p in parameters}
+        assert len(kinds) == 1, f"parameters of several dtypes or meshes: {kinds}"
         self.betas, self.eps, self.accumulate = betas, eps, accumulate
         self.keys, gradient_dtype = _formats(first, accumulate)
 
@@ -194,6 +203,8 @@ class MasterAdamW:
             hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: optimizer.take_gradient(name))
             weakref.finalize(self, hook.remove)
         self.norms = torch.zeros(next(indices), device=device)  # of each piece of the gradients
+        copies = [_num_copies(state.parameter) for state in self.states.values() for _ in state.pieces]
+        self.copies = torch.tensor(copies, device=device)  # of each piece, ranks that have the same elements
         self.steps = torch.zeros((), device=device)  # updates made; float32, for the fused kernel
         self.scale = 1.0  # of the gradients, in the next update
 
@@ -257,11 +268,9 @@ class MasterAdamW:
     def clip_grad_norm(self, max_norm: float) -> float:
         """Have the next `step` scale all gradients to a global norm of at most `max_norm`; returns their norm."""
         self.device_module.current_stream().wait_stream(self.outward)  # the norms taken there are written
-        squares = self.norms.double().square().sum()
-        parameter = next(iter(self.parameters.values()))
-        if isinstance(parameter, DTensor):
-            placements = [Partial() if p.is_shard() else p for p in parameter.placements]
-            squares = DTensor.from_local(squares, parameter.device_mesh, placements, run_check=False).full_tensor()
+        squares = (self.norms.double().square() / self.copies).sum()
+        if isinstance(next(iter(self.parameters.values())), DTensor):
+            dist.all_reduce(squares)
         norm = math.sqrt(squares)
         self.scale = min(1.0, max_norm / (norm + 1e-6))
         return norm

@@ -32,6 +32,7 @@ from training.memory.planner import Plan, has_plan, make_plan
 from training.memory.profiler import Bench, format_table
 from training.optimizer import MasterAdamW
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
+from training.parallel.tensor import share_matrices
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World
 from training.sparsity import annealed, numbers_by_layer, spell_by_layer
@@ -250,7 +251,7 @@ def check_fits(config: TrainConfig, model_config: ModelConfig, world: World) -> 
     """
     if config.memory_budget is None:
         return
-    if message := without_plan(config, model_config):
+    if message := without_plan(config, model_config.split(world.tensor_size)):
         raise UserError(f"{message}; give --gradient_checkpointing, without --memory_budget")
     short = PackedDocuments(longest=1, count=math.inf, pairs=0)
     step = step_of(config, model_on_meta(model_config, world), world, short)
@@ -324,8 +325,9 @@ class Start:
 def model_on_meta(model_config: ModelConfig, world: World) -> Transformer:
     """A model that takes no memory: bf16 on one GPU, else float32 (FSDP computes in bf16 from float32 shards)."""
     with torch.device("meta"):
-        model = Transformer(model_config)
+        model = Transformer(model_config.split(world.tensor_size))
     if world.size > 1:
+        share_matrices(model, world)
         shard_model(model, model.layers, world)
         share_sequences(model, world)
     elif world.device.type == "cuda":
@@ -409,14 +411,15 @@ def train_step(
         UserError: a loss or gradient that is not finite; the weights are left as they were.
     """
     batches = [batch.slice(world.context_rank, world.context_size) for batch in batches]
-    [num_valid] = world.sum(sum(batch.num_valid_tokens for batch in batches))
+    # Ranks that share matrices have the same tokens, and each the whole loss: these count once.
+    num_valid = world.sum(sum(batch.num_valid_tokens for batch in batches))[0] / world.tensor_size
     losses = []
     for batch in batches:
         loss = run_model(model, batch, world, max(num_valid, 1))
         loss.backward()
         losses.append(loss.detach())
     norm = optimizer.clip_grad_norm(max_grad_norm)
-    [loss] = world.sum(float(torch.stack(losses).sum()))
+    loss = world.sum(float(torch.stack(losses).sum()))[0] / world.tensor_size
     if not math.isfinite(loss + norm):
         raise UserError(
             f"loss {loss}, gradient norm {norm}: stopped before the weights were touched; lower --learning_rate, or "

@@ -58,6 +58,10 @@ class World:
     def context_size(self) -> int:
         return 1 if self.mesh is None else self.mesh["context"].size()
 
+    @property
+    def tensor_size(self) -> int:
+        return 1 if self.mesh is None else self.mesh["tensor"].size()
+
     @functools.cached_property
     def fsdp_mesh(self) -> DeviceMesh:
         """The one axis that FSDP2 shards parameters over: "data" and "context" as if they were one."""

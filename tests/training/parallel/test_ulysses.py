@@ -23,6 +23,7 @@ from training.errors import UserError
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.placement import apply_execution
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
+from training.parallel.tensor import share_matrices
 from training.parallel.ulysses import check_sharing, share_sequences
 from training.parallel.world import World, make_mesh
 from training.run import run_model
@@ -34,7 +35,7 @@ STEADY += ["0", "--validation_sequences", "3"]  # the learning rate does not dep
 
 
 class Case(NamedTuple):
-    """H query and G key/value heads of K; sequences of T tokens, of documents of these lengths."""
+    """H query and G key/value heads of K; sequences of T tokens, of documents of these lengths; and an execution."""
 
     H: int
     G: int
@@ -46,6 +47,8 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     heads_at_a_time: int | None = None
     K: int = 32
+    mlp_tile_size: int | None = None
+    tied: bool = True
 
 
 PACKED, ONE = (50, 7, 120, 33, 64, 9, 90, 21), (700,)
@@ -97,17 +100,20 @@ def check_exchange(world: World) -> None:
 
 def build(case: Case, world: World) -> Transformer:
     attention_type = "nsa" if isinstance(case.sparsity, NSA) else "full"
-    config = ModelConfig(256, 64, 96, 2, case.H, case.G, case.K, attention_type=attention_type)
+    options = {"attention_type": attention_type, "tie_word_embeddings": case.tied}
+    config = ModelConfig(256, 64, 96, 2, case.H, case.G, case.K, **options).split(world.tensor_size)
     with torch.device("meta"):
         model = Transformer(config).to(case.dtype if world.size == 1 else torch.float32)
     if world.size > 1:
+        share_matrices(model, world)
         shard_model(model, model.layers, world, compute_dtype=case.dtype)
         share_sequences(model, world)
     model.to_empty(device=world.device)
     copy_weights(model, ((name, full.bfloat16()) for name, full in initial_weights(model, seed=0)))
     placements = case.placements if world.size > 1 else (WHOLE, WHOLE)
     sparsity = () if case.sparsity is None else (case.sparsity,) * 2
-    execution = Execution(placements, None, case.heads_at_a_time, loss_impl=case.loss_impl, sparsity=sparsity)
+    heads, tile_size = case.heads_at_a_time, case.mlp_tile_size
+    execution = Execution(placements, tile_size, heads, loss_impl=case.loss_impl, sparsity=sparsity)
     apply_execution(model, execution, arena_bytes=2**22)
     return model
 
@@ -119,14 +125,14 @@ def loss_and_gradients(case: Case, world: World, batch_size: int) -> tuple[float
     loader = make_loader(documents, case.T, batch_size, rank=world.data_rank, world_size=world.data_size)
     batches = loader.next_step(SEQUENCES // batch_size // world.data_size)
     shares = [batch.slice(world.context_rank, world.context_size) for batch in batches]
-    [num_valid] = world.sum(sum(share.num_valid_tokens for share in shares))
+    num_valid = world.sum(sum(share.num_valid_tokens for share in shares))[0] / world.tensor_size
     total = 0.0
     for share in shares:
         loss = run_model(model, share, world, num_valid)
         loss.backward()
         total += float(loss.detach())
     gradients = {name: p.grad.full_tensor() if world.size > 1 else p.grad for name, p in model.named_parameters()}
-    return world.sum(total)[0], gradients
+    return world.sum(total)[0] / world.tensor_size, gradients
 
 
 def check_model(worlds: dict[int, World]) -> None:
@@ -180,12 +186,14 @@ def train_shared(world: World, folder: Path) -> None:
     once, worlds = ["--gradient_accumulation_steps", "1"], worlds_of(world)
     with (
         mock.patch.object(train, "peak_flops", lambda device: 1e12),
-        mock.patch.object(train, "join_world", lambda device, size: nullcontext(worlds[size])),
+        mock.patch.object(
+            train, "join_world", lambda device, **sizes: nullcontext(worlds[sizes["context_parallel_size"]])
+        ),
         mock.patch.object(train.logger, "info") as said,
     ):
         assert train.main([*start, "--gradient_checkpointing"]) == 0
         [line] = [call.args[0] % call.args[1:] for call in said.call_args_list if "device: " in call.args[0]]
-        assert line.endswith("device: cpu x 4 (data x context: 1 x 4)"), line
+        assert line.endswith("device: cpu x 4 (data x context x tensor: 1 x 4 x 1)"), line
         for flags in (
             ["--max_steps", "3"],
             ["--max_steps", "4", "--context_parallel_size", "2", *once],
@@ -253,6 +261,8 @@ def test_heads_that_cannot_be_shared_are_refused():
             check_sharing(size, tiny, chooses_blocks=False)
     with pytest.raises(UserError, match=r"size 4 must divide the model's 2 key/value heads, .* give one of 1, 2$"):
         check_sharing(4, tiny, chooses_blocks=True)
+    with pytest.raises(UserError, match="size 4 must divide a rank's 2 query heads; give one of 1, 2"):
+        check_sharing(4, tiny, chooses_blocks=False, tensor_size=2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,134 @@
+"""Matrices shared by ranks against one process: loss and every gradient, logits, and runs that resume."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import train
+from kernels.sparse_attention import NSA, Sparsity
+from model import MODEL_SIZES
+from tests.ranks import run_ranks
+from tests.test_train import arguments, metrics, only_resume, weights
+from tests.training.parallel.test_ulysses import (
+    HOST,
+    ONE,
+    PACKED,
+    ROOT,
+    SEQUENCES,
+    STEADY,
+    Case,
+    assert_equals_one_process,
+    build,
+    loss_and_gradients,
+)
+from training.errors import UserError
+from training.memory.execution import WHOLE, Placement
+from training.parallel.tensor import check_matrix_sharing
+from training.parallel.world import World, make_mesh
+
+AGAIN, KEPT, PAIR = Placement(), Placement("gpu", "host"), Placement("recompute", "gpu")
+SPARSE, SPARSE_LENGTHS, NSA_LENGTHS = Sparsity(1, 32, 64, 65), (150, 300, 41), (1200, 300, 77, 400)
+TILES = {"mlp_tile_size": 16}
+ONE_HEAD = {"heads_at_a_time": 1, **TILES}
+# Of 4 ranks, (those that share each sequence, those that share each matrix).
+CASES = {
+    "packed, untied": ([(1, 2), (1, 4)], Case(8, 4, 64, PACKED, (WHOLE, HOST), "chunked", tied=False, **TILES)),
+    "one document": ([(2, 2)], Case(8, 4, 67, ONE, (AGAIN, PAIR), "standard", **ONE_HEAD)),
+    "sparse": ([(1, 2)], Case(8, 4, 256, SPARSE_LENGTHS, (KEPT, WHOLE), "standard", SPARSE, tied=False)),
+    "sparse, one head": ([(2, 2)], Case(8, 4, 256, SPARSE_LENGTHS, (AGAIN, HOST), "chunked", SPARSE, **ONE_HEAD)),
+    "nsa": ([(1, 4)], Case(8, 4, 321, NSA_LENGTHS, (WHOLE, KEPT), "chunked", NSA(4, 64), **TILES)),
+    "nsa, one head": ([(1, 2)], Case(8, 4, 321, NSA_LENGTHS, (AGAIN, KEPT), "standard", NSA(4, 64), **ONE_HEAD)),
+    "bfloat16": ([(1, 2), (1, 4)], Case(8, 4, 64, PACKED, (KEPT, WHOLE), "chunked", dtype=torch.bfloat16, **TILES)),
+    "bfloat16, standard": ([(2, 2)], Case(8, 4, 64, PACKED, (AGAIN, WHOLE), "standard", dtype=torch.bfloat16)),
+}  # fmt: skip
+
+
+def check_four_ranks(world: World) -> None:
+    worlds = worlds_of(world)
+    for name, (splits, case) in CASES.items():
+        for split in splits:
+            loss, gradients = loss_and_gradients(case, worlds[split], min(2, SEQUENCES // worlds[split].data_size))
+            if world.is_main:
+                assert_equals_one_process(f"{name}, {split}", case, loss, gradients)
+    check_logits(worlds[1, 4])
+
+
+def check_logits(world: World) -> None:
+    """Those of all words, with the loss of the same call, and what is generated with a key/value cache."""
+    case, ids = Case(8, 4, 64, ONE, (AGAIN, HOST)), torch.randint(256, (2, 40))
+    torch.distributed.broadcast(ids, src=0)
+    shared, alone = build(case, world), build(case, World(0, 1, world.device))
+    for labels in (None, ids):
+        found, expected = (model(ids, labels, return_logits=True) for model in (shared, alone))
+        torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.loss, expected.loss)
+    assert torch.equal(shared.generate(ids, 3), alone.generate(ids, 3))
+
+
+def worlds_of(world: World) -> dict[tuple[int, int], World]:
+    """By the numbers of ranks that share a sequence, and that share a matrix."""
+    splits = (1, 2), (2, 1), (2, 2), (1, 4)
+    return {split: World(world.rank, 4, world.device, make_mesh("cpu", 4, *split)) for split in splits}
+
+
+def test_four_ranks_equal_one_process():
+    run_ranks(4, check_four_ranks)
+
+
+def check_two_gpus(world: World) -> None:
+    for name, (_, case) in CASES.items():
+        on_gpu = case._replace(dtype=torch.bfloat16, K=64)
+        loss, gradients = loss_and_gradients(on_gpu, world, batch_size=2)
+        if world.is_main:
+            assert_equals_one_process(name, on_gpu, loss, gradients, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_equal_one():
+    run_ranks(2, check_two_gpus, device="cuda", tensor_parallel_size=2)
+
+
+def train_shared(world: World, folder: Path) -> None:
+    """One run of 3 steps of 4 sequences each, stopped and resumed by other splits of the ranks."""
+    worlds = worlds_of(world)
+    start = arguments(str(folder / "corpus.txt"), folder / "shared", *STEADY, "--batch_size", "2", steps=1)
+    start += ["--context_parallel_size", "2", "--tensor_parallel_size", "2", "--gradient_accumulation_steps", "2"]
+    with (
+        mock.patch.object(train, "peak_flops", lambda device: 1e12),
+        mock.patch.object(train, "join_world", lambda device, **sizes: nullcontext(worlds[tuple(sizes.values())])),
+    ):
+        assert train.main([*start, "--gradient_checkpointing"]) == 0
+        for flags in (
+            ["--max_steps", "2", "--tensor_parallel_size", "1", "--gradient_accumulation_steps", "1"],
+            ["--max_steps", "3", "--tensor_parallel_size", "2", "--context_parallel_size", "1", "--sample_tokens", "3"],
+        ):
+            assert train.main(only_resume(folder / "shared", *flags)) == 0
+
+
+def test_a_run_goes_on_with_any_split(tmp_path, monkeypatch):
+    (tmp_path / "corpus.txt").write_text(" ".join((ROOT / "model.py").read_text().split()))
+    run_ranks(4, train_shared, tmp_path)
+    monkeypatch.setattr(train, "peak_flops", lambda device: 1e12)
+    one, shared = tmp_path / "one", tmp_path / "shared"
+    assert train.main(arguments(str(tmp_path / "corpus.txt"), one, *STEADY, "--batch_size", "4", steps=4)) == 0
+    assert train.main(only_resume(shared, "--tensor_parallel_size", "1", "--batch_size", "4", "--max_steps", "4")) == 0
+    lines, expected = metrics(shared), metrics(one)
+    for name in ("loss", "gradient_norm", "tokens"):
+        assert [line[name] for line in lines] == pytest.approx([line[name] for line in expected], rel=1e-5), name
+    assert lines[-1]["validation_loss"] == pytest.approx(expected[-1]["validation_loss"], rel=1e-5)
+    work = [line["mfu"] * line["seconds"] for line in expected]  # of the one process, proportional to its FLOPs
+    assert [line["mfu"] * line["seconds"] for line in lines] == pytest.approx([w / 4 for w in work[:3]] + work[3:])
+    expected_weights = weights(one, 4)
+    for name, weight in weights(shared, 4).items():
+        assert (weight - expected_weights[name]).norm() < 1e-4 * expected_weights[name].norm(), name
+
+
+def test_matrices_that_cannot_be_shared_are_refused():
+    check_matrix_sharing(8, MODEL_SIZES["4B"])
+    message = "size 16 must divide the model's 8 key/value heads, intermediate_size 9728 and vocab_size 151936"
+    with pytest.raises(UserError, match=f"{message}; give one of 1, 2, 4, 8$"):
+        check_matrix_sharing(16, MODEL_SIZES["4B"])

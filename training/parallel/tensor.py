@@ -1,0 +1,57 @@
+"""Which part of each matrix a tensor-parallel rank has; `kernels/tensor_parallel.py` says how the ranks compute."""
+
+import logging
+import math
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from kernels.tensor_parallel import TensorRanks
+from model import ModelConfig
+from training.errors import UserError
+from training.parallel.world import World
+
+# By the end of a module's name. Of all other matrices, and of biases, each rank has a part of the rows.
+SPLIT_BY_COLUMNS = ("o_proj", "down_proj")
+WHOLE = "norm"
+
+
+def share_matrices(model: nn.Module, world: World) -> None:
+    """Let the ranks of `world`'s tensor axis share the matrices of a model.Transformer.
+
+    Its parameters become DTensors, of the shapes that initial weights and checkpoints have. FSDP2, which shards what a
+    rank has of them further, must come after.
+
+    Args:
+        model: of the shape `ModelConfig.split`, on the meta device.
+    """
+    if world.tensor_size == 1:
+        return
+    assert world.mesh is not None
+    # PyTorch warns, on each rank, that a weight is gathered by two collectives. Only checkpoints gather whole weights.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    mesh = world.mesh["tensor"]
+    ranks = TensorRanks(mesh.get_group())
+    for name, module in model.named_modules():
+        if hasattr(module, "tensor_ranks"):
+            module.tensor_ranks = ranks
+        placement = Replicate() if name.endswith(WHOLE) else Shard(1 if name.endswith(SPLIT_BY_COLUMNS) else 0)
+        for key, part in [*module.named_parameters(recurse=False)]:
+            whole = DTensor.from_local(part.detach(), mesh, [placement], run_check=False)
+            module.register_parameter(key, nn.Parameter(whole))
+
+
+def check_matrix_sharing(size: int, model_config: ModelConfig) -> None:
+    """Refuse a `size`, of ranks that share each matrix, which cannot share a model's matrices equally.
+
+    Raises:
+        UserError: with the numbers that can.
+    """
+    heads, width, words = model_config.num_key_value_heads, model_config.intermediate_size, model_config.vocab_size
+    common = math.gcd(heads, width, words)
+    if common % size:
+        divisors = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        raise UserError(
+            f"tensor_parallel_size {size} must divide the model's {heads} key/value heads, intermediate_size {width} "
+            f"and vocab_size {words}; give one of {divisors}"
+        )
