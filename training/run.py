@@ -200,8 +200,10 @@ def step_of(config: TrainConfig, model: Transformer, world: World, documents: Pa
     """The step that the settings ask for; `documents` are None where they are not known yet."""
     lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
     given = settled_execution(config.loss_impl, config.attention_backend, world.device, sparsity_at(config, step=1))
-    ranks, shards = config.context_parallel_size, world.data_size * world.context_size
-    return Step(model.config, model.parameters(), *lengths, documents, given, num_ranks=ranks, num_shards=shards)
+    return Step(
+        model.config, model.parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
+        num_shards=world.data_size * world.context_size, tensor_ranks=config.tensor_parallel_size,
+    )  # fmt: skip
 
 
 def step_on_meta(

@@ -109,7 +109,7 @@ class Step:
     """A training step of a model: its bytes and seconds under any execution.
 
     Args:
-        config: the model's shape, as model.ModelConfig names it.
+        config: the model's shape, as model.ModelConfig names it; what one rank has of it where ranks share matrices.
         parameters: the model's, on the meta device or any; where FSDP2 shards them, DTensors or a rank's shards alone.
         context_length, batch_size, gradient_accumulation_steps: of one rank, or of those that share sequences.
         documents: what is packed in a sequence. None, not known: bytes are counted as if several documents were and
@@ -118,6 +118,7 @@ class Step:
         element_size: bytes of an activation.
         num_ranks: those that share each sequence, a divisor of the key/value heads.
         num_shards: ranks over which FSDP2 shards each parameter; 1: it shards nothing.
+        tensor_ranks: those that share each matrix.
     """
 
     def __init__(
@@ -132,18 +133,22 @@ class Step:
         element_size: int = 2,
         num_ranks: int = 1,
         num_shards: int = 1,
+        tensor_ranks: int = 1,
     ):
         self.config, self.parameters, self.element_size = config, list(parameters), element_size
         self.context_length, self.batch_size, self.documents = context_length, batch_size, documents
         self.micro_batches, self.given = gradient_accumulation_steps, given or Execution()
-        self.num_ranks, self.num_shards, self.layers = num_ranks, num_shards, config.num_hidden_layers
+        self.num_ranks, self.num_shards, self.tensor_ranks = num_ranks, num_shards, tensor_ranks
+        self.layers = config.num_hidden_layers
         self.hidden_bytes = element_size * config.hidden_size  # of one token's hidden state
         self.head = element_size * config.vocab_size * config.hidden_size
         layer_elements = config.layer_matrix_parameters()
         self.layer_share = layer_elements / config.num_parameters()
         self.head_share = config.vocab_size * config.hidden_size / config.num_parameters()
         self.parameter_bytes = sum(_local_elements(p) * p.element_size() for p in self.parameters)
-        if num_shards > 1:
+        # Ranks that all share matrices have FSDP2, too: of a single shard.
+        self.has_fsdp = num_shards > 1 or isinstance(self.parameters[0], DTensor)
+        if self.has_fsdp:
             # Gathered are the embedding and the head, with the gradient of an untied head; one block; and the next
             # block, both as it arrives and whole. A block's gradients exist in the activations' dtype and, on their
             # way to other ranks, in float32.
@@ -216,7 +221,8 @@ class Step:
 
         One weight gathered whole, and a copy of a float32 tensor of the optimizer in each writing thread.
         """
-        largest = max(self.config.vocab_size, self.config.intermediate_size) * self.config.hidden_size
+        widest = max(self.config.vocab_size, self.config.intermediate_size) * self.tensor_ranks
+        largest = widest * self.config.hidden_size
         return largest * self.parameters[0].element_size() + IO_THREADS * 4 * max(map(_local_elements, self.parameters))
 
     def uses_chunked_loss(self, execution: Execution) -> bool:
@@ -256,14 +262,15 @@ class Step:
             sizes = {**always, **working}
             ready = 1 if self.micro_batches > 1 else ready
             sizes["gradients"] += int(optimizer.gpu_gradients * ready)
-            idle = self._reduction_bytes + int(optimizer.gpu_gradients * (1 - ready)) if self.num_shards > 1 else 0
+            idle = self._reduction_bytes + int(optimizer.gpu_gradients * (1 - ready)) if self.has_fsdp else 0
             sizes["layer inputs"] += (inputs_on_gpu[layer] + fetched.count("input")) * input_bytes
             sizes["attention"] += (results_on_gpu[layer] + fetched.count("results")) * results_bytes
             sizes["attention"] += attention_before[layer]
             sizes["MLP"] += mlp_before[layer]
             return Stage(name, sizes, idle=idle)
 
-        yield stage("embedding", 0, [], 0, {"layer inputs": input_bytes})
+        # Ranks that share the embedding have each the rows of its words, and their sum.
+        yield stage("embedding", 0, [], 0, {"layer inputs": input_bytes * min(2, self.tensor_ranks)})
         blocks = [*zip(execution.placements, sparsity)]
         block_bytes = {block: self._block_bytes(execution, *block) for block in {*blocks}}
         working = [block_bytes[block] for block in blocks]
@@ -287,6 +294,8 @@ class Step:
                 sizes = {**sizes, "gradients": gradients}
                 yield stage(f"backward of layer {layer}, {part}", layer, fetched, ready, sizes)
         gradients = tied + self.head + min(LEAVING_BYTES, optimizer.leaving_gradients)  # the head's as it is made
+        if self.has_fsdp and self.tensor_ranks > 1:  # autograd adds the two to a third, where they are DTensors
+            gradients += tied
         embedding = {"layer inputs": input_bytes, "gradients": gradients + self.embedding_sums()}
         yield stage("backward of embedding", 0, [], 1 - self.head_share, embedding)
         yield stage("update", 0, [], 1, {})
@@ -422,18 +431,20 @@ class Step:
         # A block's two norms, two sums and their copies read and write nine hidden states.
         moved_bytes = 9 * self.kept_bytes("input") + attention.elementwise_bytes + mlp.elementwise_bytes
         elementwise = moved_bytes / rates.memory_bytes
+        # Ranks that share matrices sum hidden states behind attention and the MLP, and in backward their gradients.
+        reduction = 2 * self.kept_bytes("input") * (1 - 1 / self.tensor_ranks) / rates.gpu_link_bytes
         placed = [i for i in range(L) if not placements[i].is_whole]
         longer = 1 + (0.01 * len(placed) / L if execution.heads_at_a_time else 0)  # 1% more time: smaller launches
-        forward = longer * (L * (layer + elementwise) + sum(attend) + choose)
-        backward = longer * (2 * L * (layer + elementwise) + attention_backward)
+        forward = longer * (L * (layer + elementwise) + sum(attend) + choose) + 2 * L * reduction
+        backward = longer * (2 * L * (layer + elementwise) + attention_backward) + 2 * L * reduction
         # Backward recomputes a placed block's matrix products, except skippable ones: the tiled MLP's own backward
         # recomputes gate and up.
         again = attention.matrix_flops + (0 if mlp.is_skippable else mlp.matrix_flops)
         again += mlp.backward_matrix_flops - 2 * mlp.matrix_flops
-        backward += len(placed) * again / rates.matrix_flops
+        backward += len(placed) * (again / rates.matrix_flops + (1 if mlp.is_skippable else 2) * reduction)
         for i in placed:
             start, _ = needed_for_backward(placements, i)[0]
-            backward += (i - start) * (layer + elementwise)  # blocks run again for this one's input
+            backward += (i - start) * (layer + elementwise + 2 * reduction)  # blocks run again for this one's input
             backward += sum(attend[j] for j in range(start, i + 1) if placements[j].results == "recompute")
             if not execution.heads_at_a_time:  # what was kept is exchanged again
                 backward += exchange * sum(placements[j].results != "recompute" for j in range(start, i + 1))

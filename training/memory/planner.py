@@ -49,9 +49,11 @@ class Plan:
         return self.step.seconds(self.execution, self.rates)
 
     def __str__(self) -> str:
-        execution, placements, shards = self.execution, self.execution.placements, self.step.num_shards
-        sharing = self.step.num_ranks
-        rows = [("GPUs, data x context", f"{shards // sharing} x {sharing}; below, of each")] if shards > 1 else []
+        execution, placements, sharing = self.execution, self.execution.placements, self.step.num_ranks
+        axes = {"data": self.step.num_shards // sharing, "context": sharing}
+        axes |= {"tensor": self.step.tensor_ranks} if self.step.tensor_ranks > 1 else {}
+        sizes = " x ".join(map(str, axes.values()))
+        rows = [(f"GPUs, {' x '.join(axes)}", f"{sizes}; below, of each")] if math.prod(axes.values()) > 1 else []
         for title, name in (("layer inputs", "input"), ("attention outputs", "results")):
             places = [getattr(p, name) for p in placements]
             counts = [f"{places.count(p)} {p}" for p in dict.fromkeys(places)]

@@ -1,16 +1,21 @@
+import gc
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from model import MODEL_SIZES, Transformer
+from training.config import TrainConfig
 from training.memory.cost_model import PackedDocuments, Step
 from training.memory.execution import Execution, Placement
 from training.memory.machine import H200
-from training.memory.planner import _fits, find_max_context
-from training.run import step_on_meta
+from training.memory.planner import Plan, _fits, find_max_context
+from training.parallel.world import World, make_mesh
+from training.run import model_on_meta, step_on_meta
+from training.run import step_of as step_of_run
 
 GIB = 2**30
 
@@ -88,6 +93,44 @@ def test_what_fsdp_sends_hides_behind_long_sequences():
         alone = step.seconds(execution, replace(rates, gpu_link_bytes=math.inf))
         waits = step.seconds(execution, rates) - alone
         assert sent - (alone if context_length == 512 else 0) <= waits <= sent * 1.001
+
+
+@pytest.mark.parametrize("heads_at_a_time", [None, 1])
+@pytest.mark.parametrize("tensor_ranks", [2, 4])
+def test_ranks_that_share_matrices_share_products_and_attention(tensor_ranks, heads_at_a_time):
+    """Sums over ranks take their time: in a placed block two forward, two backward and attention's again."""
+    execution = Execution((Placement("gpu", "gpu"),) * 36, 8192, heads_at_a_time)
+    config, rates = MODEL_SIZES["4B"], replace(H200, memory_bytes=float("inf"))
+    alone = step_of(config, 131_072)
+    shared = step_of(config.split(tensor_ranks), 131_072, tensor_ranks=tensor_ranks)
+    sums = 36 * 5 * 2 * alone.kept_bytes("input") * (1 - 1 / tensor_ranks) / rates.gpu_link_bytes
+    expected = alone.seconds(execution, rates) / tensor_ranks + sums
+    assert shared.seconds(execution, rates) == pytest.approx(expected, rel=1e-6)
+    assert shared.kept_bytes("input") == alone.kept_bytes("input")
+    assert tensor_ranks * shared.kept_bytes("results") == alone.kept_bytes("results")
+    assert find_max_context(shared, 100 * GIB, 0) > find_max_context(alone, 100 * GIB, 0)
+
+
+def test_fsdp_gathers_what_a_rank_has_of_shared_matrices():
+    """Of 4 ranks that all shard parameters, and of 2 x 2 of which 2 share matrices: norms are split among 2 alone."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        config, steps = MODEL_SIZES["tiny"], []
+        for size in (1, 2):
+            world = World(0, 4, torch.device("cpu"), make_mesh("cpu", 4, 1, size))
+            model = model_on_meta(config, world)
+            steps.append(step_of_run(TrainConfig(tensor_parallel_size=size), model, world, None))
+    finally:
+        gc.collect()
+        torch.distributed.destroy_process_group()
+    matrices = 4 * config.layer_matrix_parameters() + config.vocab_size * config.hidden_size
+    norms = config.num_parameters() - matrices
+    own = [(matrices + norms) / 4, matrices / 4 + norms / 2]
+    assert [step.optimizer(step.given).gpu_state for step in steps] == [8 * elements for elements in own]
+    gathered = [step.parameter_bytes - 4 * elements for step, elements in zip(steps, own)]
+    assert gathered[0] == 2 * gathered[1] > 0
+    plan = str(Plan(steps[1], replace(steps[1].given, placements=(Placement(),) * 4)))
+    assert "GPUs, data x context x tensor  2 x 1 x 2; below, of each" in plan
 
 
 @pytest.mark.parametrize("micro_batches", [1, 16])

@@ -19,6 +19,7 @@ from kernels.head_exchange import HeadExchange
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.sparse_attention import NSA, Sparsity
 from kernels.sparse_attention.nsa import nsa_workspace
+from kernels.tensor_parallel import TensorRanks
 from model import MODEL_SIZES, Documents, Transformer
 from tests.storage_counter import StorageCounter
 from training.memory import cost_model
@@ -144,6 +145,9 @@ def run_dry(step, *executions, warm_up=False):
             model = Transformer(step.config)
         finally:
             torch.set_default_dtype(torch.float32)
+        for module in model.modules() if step.tensor_ranks > 1 else ():
+            if hasattr(module, "tensor_ranks"):
+                module.tensor_ranks = TensorRanks(dist.group.WORLD)
         bench = (Bench if step.num_ranks == 1 else SharedBench)(
             model,
             MasterAdamW(
@@ -158,9 +162,11 @@ def run_dry(step, *executions, warm_up=False):
 
 
 def step_of(size, context_length, *, backend="cpu", loss_impl="auto", num_hidden_layers=None, nsa=False, **options):
+    """Of ranks that share matrices, of one of them."""
     config, given = MODEL_SIZES[size], Execution(loss_impl=loss_impl, attention_backend=backend)
     layers, attention_type = num_hidden_layers or config.num_hidden_layers, "nsa" if nsa else "full"
     config = replace(config, num_hidden_layers=layers, attention_type=attention_type)
+    config = config.split(options.get("tensor_ranks", 1))
     with torch.device("meta"):
         parameters = list(Transformer(config).to(torch.bfloat16).parameters())
     documents = PackedDocuments.one_each(context_length, options.get("batch_size", 1))
@@ -228,6 +234,30 @@ def test_the_prediction_for_ranks_that_share_sequences(case, dry_run):
     step.given = replace(step.given, sparsity=sparsity)
     execution = replace(step.given, placements=tuple(placements), mlp_tile_size=8192, heads_at_a_time=heads)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        [measured] = dry_run(step, execution)
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+    check_stages(step, execution, measured)
+
+
+TENSOR = {
+    "all heads": (2, [Placement(), GPU], None, None, {}),
+    "whole": (2, [WHOLE] * 2, None, None, {"loss_impl": "standard"}),
+    "one head": (4, [ON_HOST, Placement()], 1, 8192, {}),
+    "nsa": (2, [Placement(), WHOLE], None, 8192, {"nsa": True}),
+}
+
+
+@pytest.mark.parametrize("case", TENSOR)
+def test_the_prediction_for_ranks_that_share_matrices(case, dry_run):
+    tensor_ranks, placements, heads, tile_size, options = TENSOR[case]
+    options = {"loss_impl": "chunked", "num_hidden_layers": 2, **options}
+    step = step_of("4B", 65_536, tensor_ranks=tensor_ranks, **options)
+    step.given = replace(step.given, sparsity=(NSA(),) * 2 if options.get("nsa") else ())
+    execution = replace(step.given, placements=tuple(placements), mlp_tile_size=tile_size, heads_at_a_time=heads)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tensor_ranks)
     try:
         [measured] = dry_run(step, execution)
     finally:
