@@ -12,8 +12,8 @@ Of each setting's `--steps` the first compiles kernels and makes workspaces and 
 is of 16,384. The last step is timed, its update included: the GPU has finished whenever the clock is read. With
 `--packed` each step takes another sequence of documents, packed as train.py packs them; the second half of the steps is
 timed, for which cuDNN has built its plans of most lengths, and predicted from their own documents' lengths. Under
-torchrun each rank has sequences of its own, or shares them with others by `--context_parallel_size`; the first rank's
-results are printed.
+torchrun each rank has sequences of its own, or shares them with others by `--context_parallel_size`, or its matrices by
+`--tensor_parallel_size`; the first rank's results are printed.
 
 With `--communication` one more step runs under PyTorch's profiler: seconds in which NCCL's kernels ran on each rank,
 and those of them in which no other kernel did. A rank that waits for a slower one waits in such a kernel.
@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--host_budget", help="of settings with a memory budget")
     parser.add_argument("--steps", type=int, default=2, help="at least 2; see above for which are timed")
     parser.add_argument("--context_parallel_size", type=int, default=1, help="ranks that share each sequence")
+    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="ranks that share each matrix")
     parser.add_argument("--communication", action="store_true", help="on GPUs; see above")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
     parser.add_argument("--packed", action="store_true", help="several documents a sequence, another one each step")
@@ -73,7 +74,7 @@ def main() -> None:
     if arguments.steps < 2 or (several and "peer" in arguments.settings):
         parser.error("--steps must be at least 2, and the peer takes one document a step")
     results = {}
-    with join_world(arguments.device, arguments.context_parallel_size) as world:
+    with join_world(arguments.device, arguments.context_parallel_size, arguments.tensor_parallel_size) as world:
         steps = standard_library(arguments, world.data_size)
         for setting in arguments.settings:
             results[setting] = measure(setting, arguments, steps, world)
@@ -85,7 +86,7 @@ def main() -> None:
         columns = [name for name in next(iter(results.values())) if name != "plan"]
         print_table(
             f"one step, {arguments.model_size}, {arguments.context_length} tokens, {world.size} GPUs, "
-            f"{world.context_size} of which share a sequence",
+            f"{world.context_size} of which share a sequence, {world.tensor_size} a matrix",
             ["", *columns],
             [[name, *(values[column] for column in columns)] for name, values in results.items()],
         )
@@ -168,7 +169,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
         "seconds": seconds,
         "predicted_seconds": predicted,
         "tokens_per_second": arguments.gradient_accumulation_steps * length / seconds,
-        "mfu": model_flops / world.context_size / seconds / flops if flops else 0.0,
+        "mfu": model_flops / (world.context_size * world.tensor_size) / seconds / flops if flops else 0.0,
         "peak_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0,
         "predicted_gib": plan.peak.bytes / GIB if plan else 0.0,
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB if on_gpu else 0.0,
@@ -193,6 +194,7 @@ def our_step(
         batch_size=1,
         gradient_accumulation_steps=arguments.gradient_accumulation_steps,
         context_parallel_size=arguments.context_parallel_size,
+        tensor_parallel_size=arguments.tensor_parallel_size,
         attention_backend=backend if backend not in ("", "sparse", "nsa") else "auto",
         attention_type=backend if backend in ("sparse", "nsa") else "full",
         gradient_checkpointing=placement == "checkpointing",
