@@ -79,8 +79,8 @@ def test_four_ranks_equal_one_process():
 
 
 def check_two_gpus(world: World) -> None:
-    for name, (_, case) in CASES.items():
-        on_gpu = case._replace(dtype=torch.bfloat16, K=64)
+    for name in "packed, untied", "sparse", "nsa, one head", "bfloat16, standard":
+        on_gpu = CASES[name][1]._replace(dtype=torch.bfloat16, K=64)
         loss, gradients = loss_and_gradients(on_gpu, world, batch_size=2)
         if world.is_main:
             assert_equals_one_process(name, on_gpu, loss, gradients, "cuda")
