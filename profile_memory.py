@@ -44,6 +44,7 @@ from training.memory.machine import (
     scale_rates,
 )
 from training.memory.reports import Machine, report_comparison, report_max_context, report_step
+from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, join_world
 from training.run import build_bench, settled_execution, shape_with, sparsity_of, step_on_meta, without_plan
@@ -75,6 +76,7 @@ def parse_flags(argv: list[str]) -> Namespace:
     add("--host_budget", help="host memory each GPU's process may pin; default: its share of 80%% of what is free here")
     add("--nproc", type=int, default=1, help="predict for so many GPUs of one machine, as torchrun's --nproc_per_node")
     add("--context_parallel_size", type=int, default=1, help="of them, so many share each sequence")
+    add("--tensor_parallel_size", type=int, default=1, help="of them, so many share each matrix")
     add("--gpu", help="predict for another GPU: RTX4090, A100-80GB, H100 ..., or a size such as 24GB")
     add("--find_max_context", action="store_true", help="the longest context that fits")
     add("--compare", action="store_true", help="with and without chunked loss, checkpointing, a plan; 32k to 256k")
@@ -94,7 +96,7 @@ def _raise_user_error(message: str) -> NoReturn:
 def check_flags(flags: Namespace, can_measure: bool) -> None:
     """Refuse values out of range, flags that would have no effect, and files that could not be written."""
     layers = MODEL_SIZES[flags.model_size].num_hidden_layers
-    positive = ("batch_size", "gradient_accumulation_steps", "nproc", "context_parallel_size")
+    positive = ("batch_size", "gradient_accumulation_steps", "nproc", "context_parallel_size", "tensor_parallel_size")
     limits = {"context_length": (2, math.inf), "num_layers": (1, layers), **dict.fromkeys(positive, (1, math.inf))}
     for name, (least, most) in limits.items():
         value = getattr(flags, name)
@@ -137,12 +139,16 @@ def check_flags(flags: Namespace, can_measure: bool) -> None:
 
 
 def check_mesh(flags: Namespace) -> None:
-    """Refuse numbers of GPUs that cannot share sequences, and those for which no prediction is made."""
-    size, shape = flags.context_parallel_size, MODEL_SIZES[flags.model_size]
-    if flags.nproc % size:
-        raise UserError(f"context_parallel_size {size} must divide nproc {flags.nproc}; give other numbers of GPUs")
-    check_sharing(size, shape, chooses_blocks=flags.attention_type != "full")
-    if message := without_plan(flags, shape):
+    """Refuse numbers of GPUs that cannot share sequences or matrices, and those for which no prediction is made."""
+    context, tensor, shape = flags.context_parallel_size, flags.tensor_parallel_size, MODEL_SIZES[flags.model_size]
+    if flags.nproc % (context * tensor):
+        raise UserError(
+            f"context_parallel_size {context} x tensor_parallel_size {tensor} must divide nproc {flags.nproc}; give "
+            "other numbers of GPUs"
+        )
+    check_matrix_sharing(tensor, shape)
+    check_sharing(context, shape, flags.attention_type != "full", tensor)
+    if message := without_plan(flags, shape.split(tensor)):
         raise UserError(f"{message}; lower context_parallel_size")
 
 
@@ -185,7 +191,8 @@ def can_measure(flags: Namespace, world: World) -> bool:
 
 def report(flags: Namespace, machine: Machine, world: World) -> dict:
     """Print the answer that the flags ask for, and return what --json writes."""
-    step = step_on_meta(machine.model, *lengths(flags), machine.given, flags.nproc, flags.context_parallel_size)
+    mesh = flags.nproc, flags.context_parallel_size, flags.tensor_parallel_size
+    step = step_on_meta(machine.model, *lengths(flags), machine.given, *mesh)
     measures, build = can_measure(flags, world), functools.partial(build_bench, world=world)
     if flags.compare:
         return report_comparison(step, machine, flags.memory_budget, world.device, build if flags.measure else None)

@@ -208,8 +208,12 @@ def test_with_and_without(small, tmp_path, capsys):
         ("--measure --compare --nproc 2", "measure needs a GPU to measure on, without --gpu, --nproc or"),
         ("--nproc 0", "nproc must be at least 1, got 0"),
         ("--nproc 2 --context_parallel_size 0", "context_parallel_size must be at least 1, got 0"),
-        ("--context_parallel_size 2", "context_parallel_size 2 must divide nproc 1; give other numbers of GPUs"),
-        ("--nproc 6 --context_parallel_size 4", "context_parallel_size 4 must divide nproc 6"),
+        (
+            "--context_parallel_size 2",
+            "context_parallel_size 2 x tensor_parallel_size 1 must divide nproc 1; give other",
+        ),
+        ("--nproc 6 --tensor_parallel_size 4", "context_parallel_size 1 x tensor_parallel_size 4 must divide nproc 6"),
+        ("--nproc 3 --tensor_parallel_size 3", "tensor_parallel_size 3 must divide the model's 8 key/value heads"),
         ("--nproc 6 --context_parallel_size 6", "must divide the model's 32 query heads; give one of 1, 2, 4, 8, 16"),
         ("--nproc 16 --context_parallel_size 16", "no plan counts copies of 8 key/value heads on 16 ranks; lower"),
         (

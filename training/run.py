@@ -214,20 +214,22 @@ def step_on_meta(
     given: Execution | None = None,
     num_gpus: int = 1,
     context_parallel_size: int = 1,
+    tensor_parallel_size: int = 1,
 ) -> Step:
     """A step of a model on the meta device, which takes no memory; each sequence is one document.
 
     Args:
         num_gpus: the step is of the first of so many, which need not exist: FSDP2 deals the rows of a parameter out as
             torch.chunk does, and gives no GPU more than the first.
-        context_parallel_size: GPUs that share each sequence.
+        context_parallel_size, tensor_parallel_size: GPUs that share each sequence, and each matrix.
     """
     dtype = torch.float32 if num_gpus > 1 else torch.bfloat16
-    shards = [parameter.chunk(num_gpus)[0].to(dtype) for parameter in _parameters_on_meta(model_config)]
+    model_config, num_shards = model_config.split(tensor_parallel_size), num_gpus // tensor_parallel_size
+    shards = [parameter.chunk(num_shards)[0].to(dtype) for parameter in _parameters_on_meta(model_config)]
     documents = PackedDocuments.one_each(context_length, batch_size)
     return Step(
         model_config, shards, context_length, batch_size, micro_batches, documents, given,
-        num_ranks=context_parallel_size, num_shards=num_gpus,
+        num_ranks=context_parallel_size, num_shards=num_shards, tensor_ranks=tensor_parallel_size,
     )  # fmt: skip
 
 

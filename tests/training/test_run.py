@@ -67,11 +67,10 @@ def test_a_bench_has_the_steps_shape(attention_type):
 def compare_with_a_prediction(world):
     """This rank's step with that of GPUs that are not there; no rank has more of a parameter than the first."""
     shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=3)
-    config = TrainConfig(context_length=1000, batch_size=2, context_parallel_size=world.context_size)
+    sizes = {"context_parallel_size": world.context_size, "tensor_parallel_size": world.tensor_size}
+    config = TrainConfig(context_length=1000, batch_size=2, **sizes)
     real = step_of(config, model_on_meta(shape, world), world, PackedDocuments.one_each(1000, 2))
-    predicted = step_on_meta(
-        shape, 1000, 2, given=real.given, num_gpus=world.size, context_parallel_size=world.context_size
-    )
+    predicted = step_on_meta(shape, 1000, 2, given=real.given, num_gpus=world.size, **sizes)
     elements = [[_local_elements(parameter) for parameter in step.parameters] for step in (real, predicted)]
     assert all(ours <= first for ours, first in zip(*elements, strict=True))
     if world.is_main:
@@ -83,10 +82,11 @@ def compare_with_a_prediction(world):
             assert real.seconds(execution, H200) == predicted.seconds(execution, H200)
 
 
-@pytest.mark.parametrize(("num_ranks", "context_parallel_size"), [(3, 1), (4, 2)])
-def test_the_step_of_gpus_that_are_not_there_is_that_of_ranks(num_ranks, context_parallel_size):
+@pytest.mark.parametrize(("num_ranks", "context", "tensor"), [(3, 1, 1), (4, 2, 1), (4, 1, 2)])
+def test_the_step_of_gpus_that_are_not_there_is_that_of_ranks(num_ranks, context, tensor):
     """Three ranks do not divide all parameters' rows."""
-    run_ranks(num_ranks, compare_with_a_prediction, context_parallel_size=context_parallel_size)
+    sizes = {"context_parallel_size": context, "tensor_parallel_size": tensor}
+    run_ranks(num_ranks, compare_with_a_prediction, **sizes)
 
 
 @pytest.fixture

@@ -146,8 +146,7 @@ class Step:
         self.layer_share = layer_elements / config.num_parameters()
         self.head_share = config.vocab_size * config.hidden_size / config.num_parameters()
         self.parameter_bytes = sum(_local_elements(p) * p.element_size() for p in self.parameters)
-        # Ranks that all share matrices have FSDP2, too: of a single shard.
-        self.has_fsdp = num_shards > 1 or isinstance(self.parameters[0], DTensor)
+        self.has_fsdp = num_shards * tensor_ranks > 1  # of a single shard where all ranks share matrices
         if self.has_fsdp:
             # Gathered are the embedding and the head, with the gradient of an untied head; one block; and the next
             # block, both as it arrives and whole. A block's gradients exist in the activations' dtype and, on their
@@ -294,7 +293,7 @@ class Step:
                 sizes = {**sizes, "gradients": gradients}
                 yield stage(f"backward of layer {layer}, {part}", layer, fetched, ready, sizes)
         gradients = tied + self.head + min(LEAVING_BYTES, optimizer.leaving_gradients)  # the head's as it is made
-        if self.has_fsdp and self.tensor_ranks > 1:  # autograd adds the two to a third, where they are DTensors
+        if self.tensor_ranks > 1:  # autograd adds the two to a third, where they are DTensors
             gradients += tied
         embedding = {"layer inputs": input_bytes, "gradients": gradients + self.embedding_sums()}
         yield stage("backward of embedding", 0, [], 1 - self.head_share, embedding)
