@@ -5,6 +5,7 @@ data; validation; the run; what is shown. training/run.py builds the model and m
 settings.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -20,9 +21,30 @@ import torch
 from tqdm import tqdm
 
 from model import NSA_GATES, ModelConfig, Transformer
-from training.checkpoint.files import latest_checkpoint, load_trainer_state, save_checkpoint, verify_checkpoint
-from training.checkpoint.weights import load_model_weights, read_json
-from training.config import DEFAULT_STEPS, PEAK_LEARNING_RATE, TINY_PEAK_LEARNING_RATE, TrainConfig, given_settings
+from training.checkpoint.files import (
+    OPTIMIZER,
+    SPARE_BYTES,
+    check_room,
+    checkpoints,
+    clear_leftovers,
+    latest_checkpoint,
+    load_trainer_state,
+    only_run_in,
+    size_on_disk,
+    verify_checkpoint,
+)
+from training.checkpoint.saver import Saver
+from training.checkpoint.weights import load_model_weights
+from training.config import (
+    CHECKPOINT_INTERVAL,
+    DEFAULT_STEPS,
+    KEPT_CHECKPOINTS,
+    PEAK_LEARNING_RATE,
+    TINY_PEAK_LEARNING_RATE,
+    TrainConfig,
+    given_settings,
+    parse_interval,
+)
 from training.data.loader import Batch, PackedLoader, check_same_data, validation_batches
 from training.data.packing import ConcatenatedPacking
 from training.data.sources import load_documents, split_documents
@@ -37,6 +59,7 @@ from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, join_world
 from training.run import (
+    NotFinite,
     Start,
     build,
     check_fits,
@@ -49,10 +72,14 @@ from training.run import (
     train_step,
 )
 from training.sparsity import spell_by_layer
+from training.stopping import Stopped, stop_signals
 
 logger = logging.getLogger("train")
 PROMPT_TOKENS = 64
 SHUTDOWN_SECONDS = 30  # from torchrun's SIGTERM to its SIGKILL, unless it is told otherwise
+LONG_STEP_SECONDS = 5.0  # in longer steps the ranks agree between micro-batches whether to stop: the GPU is waited for
+SAVED_BYTES_PER_SECOND = 5e8  # a slow disk's, before the first checkpoint has been measured
+RETRY_SECONDS = 60  # from a checkpoint that failed to the next attempt
 # A resumed run takes these from its flags alone, all other settings from the run that it continues.
 NOT_INHERITED = ("resume", "init_from", "output_dir", "device")
 BUDGETS = ("memory_budget", "host_budget")
@@ -61,28 +88,38 @@ REPLACED = {name: BUDGETS for name in ("gradient_checkpointing", "compile")}
 REPLACED |= {name: ("gradient_checkpointing", "compile") for name in BUDGETS}
 
 
+# Of the numbers among the flags: the least and the largest value. Past the largest a step is nonsense, or overflows.
+LARGE = 2**31 - 1
+SMALLEST = 1e-12  # stands for "above 0"
+RANGES = {
+    "context_length": (2, 2**27), "batch_size": (1, 2**20), "gradient_accumulation_steps": (1, 2**20),
+    "max_steps": (1, LARGE), "warmup_steps": (0, LARGE), "seed": (0, LARGE), "dense_below": (1, LARGE),
+    "selected_blocks_steps": (1, LARGE), "keep_checkpoints": (1, LARGE), "validation_interval": (0, LARGE),
+    "validation_sequences": (0, LARGE), "sample_tokens": (0, 2**27), "skip_nonfinite_steps": (0, LARGE),
+    "context_parallel_size": (1, 2**20), "tensor_parallel_size": (1, 2**20), "learning_rate": (SMALLEST, 1.0),
+    "final_learning_rate_ratio": (0.0, 1.0), "weight_decay": (0.0, 10.0), "max_grad_norm": (SMALLEST, 1e9),
+    "validation_fraction": (SMALLEST, 1 - SMALLEST),
+}  # fmt: skip
+
+
 def check_config(config: TrainConfig) -> None:
     """Refuse values out of range, and flags that would have no effect.
 
     Raises:
         UserError: with the value, the limit and what to do.
     """
-    minimum = {"context_length": 2, "batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 1,
-               "warmup_steps": 0, "checkpoint_interval": 0, "validation_interval": 0, "validation_sequences": 0,
-               "sample_tokens": 0, "context_parallel_size": 1, "tensor_parallel_size": 1, "weight_decay": 0, "seed": 0,
-               "final_learning_rate_ratio": 0}  # fmt: skip
-    for name, least in minimum.items():
+    for name, (least, most) in RANGES.items():
         value = getattr(config, name)
-        if value is not None and not value >= least:
-            raise UserError(f"{name} must be at least {least}, got {value}")
-    for name in ("learning_rate", "max_grad_norm"):
-        value = getattr(config, name)
-        if value is not None and not (0 < value < math.inf):
-            raise UserError(f"{name} must be positive, got {value}")
+        if value is not None and not least <= value <= most:
+            raise UserError(f"{name} must be between {least} and {most}, got {value}")
+    if config.checkpoint_interval is not None:
+        parse_interval(config.checkpoint_interval)
     refusals = {
-        "init_from has no effect with resume; drop one": config.init_from is not None and config.resume,
-        "checkpoint_interval has no effect with save none; drop one or make it 0": config.checkpoint_interval > 0
-        and config.save == "none",
+        "init_from has no effect with resume; drop one, or give --resume auto": (
+            config.init_from is not None and config.resume == "yes"
+        ),
+        "checkpoint_interval and keep_checkpoints have no effect with save none; drop them": config.save == "none"
+        and (config.checkpoint_interval or config.keep_checkpoints) is not None,
         "gradient_checkpointing has no effect with memory_budget, whose plan decides; drop one": config.memory_budget
         is not None
         and config.gradient_checkpointing,
@@ -100,50 +137,59 @@ def check_config(config: TrainConfig) -> None:
     sparsity_at(config, step=1)
 
 
-def find_start(given: dict, world: World) -> tuple[TrainConfig, Start]:
-    """The settings of a fresh run, or those of the last checkpoint in output_dir changed by the given ones.
+def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> tuple[TrainConfig, Start]:
+    """The settings of a fresh run, or those of the newest checkpoint in output_dir changed by the given ones.
 
     Nothing larger than the checkpoint's trainer.json is read yet. Without --max_steps a run that was stopped keeps the
-    number it had, and a finished one gets DEFAULT_STEPS more at its last learning rate.
+    number it had, and a finished one gets DEFAULT_STEPS more at its last learning rate; with --resume auto none.
+
+    Args:
+        passed_over: checkpoints that are not to be taken, and why; gets those that can be seen to be damaged.
     """
     config = TrainConfig(**given)
-    last = latest_checkpoint(Path(config.output_dir))
-    if not config.resume:
-        if last is not None:
-            raise UserError(f"{last} is already there: --resume goes on from it, another --output_dir starts afresh")
+    found = checkpoints(Path(config.output_dir))
+    if config.resume == "no" and found:
+        raise UserError(f"{found[-1]} is already there: --resume goes on from it, another --output_dir starts afresh")
+    last = latest_checkpoint(Path(config.output_dir), passed_over)
+    if last is None and found:
+        raise UserError(f"no checkpoint in {config.output_dir} can be used; of the newest: {passed_over[found[-1]]}")
+    if last is None and config.resume == "yes":
+        raise UserError(
+            f"--resume: no checkpoint in {config.output_dir}; make it --resume auto to start a run all the same"
+        )
+    if last is None:
         config = with_defaults(config)
         return config, Start(cosine_steps=config.max_steps)
-    if last is None:
-        raise UserError(f"--resume: no checkpoint in {config.output_dir}; drop --resume to start a run")
-    if not (last / "optimizer").is_dir():
+    if not (last / OPTIMIZER).is_file():
         raise UserError(f"{last} was saved without optimizer state; use --init_from {last} and another --output_dir")
     state = load_trainer_state(last)
-    step, steps_before = state["step"], state["max_steps"]
-    saved = {**saved_settings(last, state), "max_steps": steps_before}
+    step, steps_before, cosine_before = state["step"], state["max_steps"], state["cosine_steps"]
+    saved = {**known_settings(state["settings"]), "max_steps": steps_before}
     before = with_defaults(TrainConfig(**saved))
     config = with_defaults(inherit_settings(saved, given, world.device))
-    if "max_steps" not in given and steps_before <= step:
+    if "max_steps" not in given and steps_before <= step and config.resume == "yes":
         config = dataclasses.replace(config, max_steps=step + DEFAULT_STEPS)
-    if config.max_steps <= step:
+    if config.max_steps <= step and config.resume == "yes":
         raise UserError(f"{last} is at step {step}, max_steps is {config.max_steps}; raise max_steps to go on")
     check_config(config)
     check_same_data(state["loader"], {"context_length": config.context_length, "seed": config.seed})
     log_changes(before, config, state, world)
-    cosine_before = state.get("cosine_steps", steps_before)
     cosine_steps = given.get("max_steps", cosine_before)
     rates = learning_rate_of(step, before, cosine_before), learning_rate_of(step + 1, config, cosine_steps)
     if step >= cosine_steps:
         logger.info("learning rate: held at %.3g, where its cosine ended; --max_steps stretches it", rates[1])
     elif rates[1] != learning_rate_of(step + 1, before, cosine_before):
         logger.info("learning rate: %.3g in step %d -> %.3g in step %d", rates[0], step, rates[1], step + 1)
-    return config, Start(last, step, state["tokens"], cosine_steps, state.get("tokenizer"), state["loader"])
+    return config, Start(
+        last, step, state["tokens"], cosine_steps, state["tokenizer"], state["validation_loss"], state["loader"]
+    )
 
 
 def parallel_sizes_of(given: dict) -> dict[str, int]:
     """Those that are given, else those of the run to resume: the ranks' mesh is made before all other settings."""
     config = TrainConfig(**given)
-    last = latest_checkpoint(Path(config.output_dir)) if config.resume else None
-    saved = {} if last is None else load_trainer_state(last).get("settings") or {}
+    last = latest_checkpoint(Path(config.output_dir), {}) if config.resume != "no" else None
+    saved = {} if last is None else load_trainer_state(last)["settings"]
     names = "context_parallel_size", "tensor_parallel_size"
     return {name: {**saved, **given}.get(name, getattr(config, name)) for name in names}
 
@@ -156,15 +202,8 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
     )
 
 
-def saved_settings(last: Path, state: dict) -> dict:
-    """The settings that the run of a checkpoint had, those that this version knows.
-
-    Checkpoints of older versions do not hold them; output_dir/config.json does.
-    """
-    file = last.parent / "config.json"
-    saved = state.get("settings") or (read_json(file) if file.is_file() else {})
-    if not saved:
-        logger.info("%s does not say its settings: what is not given now has its default", last)
+def known_settings(saved: dict) -> dict:
+    """Of the settings that a checkpoint's run had, those that this version knows."""
     known = {f.name for f in dataclasses.fields(TrainConfig)}
     if unknown := sorted(saved.keys() - known):
         logger.info("settings of another version, ignored: %s", ", ".join(unknown))
@@ -183,8 +222,8 @@ def log_changes(before: TrainConfig, config: TrainConfig, state: dict, world: Wo
     for name, value in dataclasses.asdict(config).items():
         if name not in NOT_INHERITED and value != getattr(before, name):
             logger.info("%s: %s -> %s", name, getattr(before, name), value)
-    tokens, ranks = state.get("tokens_per_step"), state.get("ranks")
-    if tokens not in (None, tokens_per_step(config, world)):
+    tokens, ranks = state["tokens_per_step"], state["ranks"]
+    if tokens != tokens_per_step(config, world):
         because = f" ({ranks} -> {world.data_size} ranks)" if ranks != world.data_size else ""
         logger.info("tokens a step: %s -> %s%s", f"{tokens:,}", f"{tokens_per_step(config, world):,}", because)
 
@@ -202,17 +241,15 @@ def learning_rate_of(step: int, config: TrainConfig, cosine_steps: int) -> float
     )  # fmt: skip
 
 
-def choose_tokenizer(config: TrainConfig, model_config: ModelConfig) -> str:
+def choose_tokenizer(config: TrainConfig) -> str:
     """The tokenizer to open: --tokenizer's, else what the weights of --init_from were trained with, else bytes."""
     if config.tokenizer is not None or config.init_from is None:
         return config.tokenizer or "bytes"
-    file, ours = Path(config.init_from) / "tokenizer.json", Path(config.init_from) / "trainer.json"
+    file, ours = (Path(config.init_from) / name for name in ("tokenizer.json", "trainer.json"))
     if file.is_file():
         return str(file)
-    if ours.is_file():  # a checkpoint of Fathom; older checkpoints do not name their tokenizer
-        trained_with = load_trainer_state(config.init_from).get("tokenizer")
-        if trained_with == "bytes" or (trained_with is None and model_config.vocab_size == 256):
-            return "bytes"
+    if ours.is_file() and load_trainer_state(config.init_from).get("tokenizer") == "bytes":
+        return "bytes"
     raise UserError(
         f"init_from {config.init_from} has no tokenizer.json: give --tokenizer FILE, the one that its weights were "
         "trained with, or --tokenizer bytes"
@@ -226,7 +263,7 @@ def open_tokenizer(config: TrainConfig, start: Start):
         UserError: the file is missing or invalid, or its content is not what the checkpoint's run had.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    if start.tokenizer not in (None, tokenizer.identity):
+    if start.checkpoint and start.tokenizer != tokenizer.identity:
         raise UserError(
             f"cannot resume: {start.checkpoint} was trained with tokenizer {start.tokenizer[:12]}, {tokenizer.name} is "
             f"{tokenizer.identity[:12]} (first digits of the files' SHA-256); give that --tokenizer"
@@ -245,6 +282,13 @@ def load_data(config: TrainConfig, tokenizer, vocab_size: int, world: World):
     return loader, held_out
 
 
+def check_same_on_all_ranks(ours: dict, world: World) -> None:
+    """Refuse settings or data, by name, that are not those of the main rank."""
+    for name, value in world.broadcast(ours).items():
+        if ours[name] != value:
+            raise UserError(f"{name} is {ours[name]} on rank {world.rank} and {value} on rank 0; start all ranks alike")
+
+
 def check_weights(weights: str | Path, model_config: ModelConfig) -> None:
     """Refuse weights whose names or shapes, as the files' headers say, are not the model's."""
     with torch.device("meta"):
@@ -253,10 +297,14 @@ def check_weights(weights: str | Path, model_config: ModelConfig) -> None:
 
 
 @torch.no_grad()
-def validate(model: Transformer, batches: typing.Iterable[Batch], world: World) -> float:
-    """Mean loss per held-out token, over all ranks."""
+def validate(
+    model: Transformer, batches: typing.Iterable[Batch], world: World, stopping: typing.Callable[[], bool]
+) -> float | None:
+    """Mean loss per held-out token, over all ranks; None where `stopping`, which all ranks call, says to drop it."""
     total, count = 0.0, 0
     for batch in batches:
+        if stopping():
+            return None
         batch = batch.slice(world.context_rank, world.context_size)
         total += float(run_model(model, batch, world, 1.0))
         count += batch.num_valid_tokens
@@ -264,11 +312,17 @@ def validate(model: Transformer, batches: typing.Iterable[Batch], world: World) 
     return total / max(count, 1)
 
 
-def warn_of_short_shutdown(step_seconds: float) -> None:
-    """Under torchrun, warn where a step takes longer than the time from torchrun's SIGTERM to its SIGKILL.
+def promise_shutdown(look_seconds: float, save_seconds: float) -> None:
+    """Say how long a run goes on after a signal that stops it; warn where torchrun would kill it before.
 
-    A worker reads that time from its environment; torchrun's flag --shutdown-timeout is not shown to workers.
+    A worker reads torchrun's patience from its environment; torchrun's flag --shutdown-timeout is not shown to workers.
+
+    Args:
+        look_seconds: between two looks at what signals have come.
+        save_seconds: of a checkpoint; one that has begun is ended before the last one.
     """
+    needed = math.ceil(look_seconds + 2 * save_seconds)
+    logger.info("SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and exit within %d s at most", needed)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     from torch.distributed.launcher.api import LaunchConfig
@@ -276,55 +330,116 @@ def warn_of_short_shutdown(step_seconds: float) -> None:
     can_be_set, timeout = hasattr(LaunchConfig, "shutdown_timeout"), SHUTDOWN_SECONDS
     for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT") if can_be_set else ():
         timeout = int(os.environ.get(name, timeout))
-    if step_seconds < timeout - 5:
-        return
-    enough = round(2 * step_seconds) + 120  # seconds for a step, its validation and a checkpoint
-    logger.warning(
-        "SIGTERM saves at the end of a step, %.0f s at most; torchrun kills after %d s%s", step_seconds, timeout,
-        f": start it with --shutdown-timeout {enough}, unless you did" if can_be_set
-        else f", and that of torch {torch.__version__} has no --shutdown-timeout: a newer torch has",
-    )  # fmt: skip
+    if needed > timeout - 5:
+        logger.warning(
+            "torchrun kills after %d s%s", timeout,
+            f": start it with --shutdown-timeout {needed + 60}, unless you did" if can_be_set
+            else f", and that of torch {torch.__version__} has no --shutdown-timeout: a newer torch has",
+        )  # fmt: skip
 
 
-def train(given: dict, world: World) -> None:
-    """A run, from the checks to the final checkpoint and a sample.
+def checkpoint_bytes(config: TrainConfig, model_config: ModelConfig, device: torch.device) -> int:
+    """Of one checkpoint on disk: bf16 weights on a GPU, float32 ones on a CPU; masters and two moments in float32."""
+    weight = 2 if device.type == "cuda" else 4
+    return model_config.num_parameters() * (weight + 12 * (config.save == "full")) + SPARE_BYTES
+
+
+def check_disk(config: TrainConfig, start: Start, size: int) -> None:
+    """Refuse a run whose checkpoints of `size` bytes will not fit on the disk; those there already count as free.
+
+    Raises:
+        UserError: there is no room for two checkpoints: the last one, and the one that takes its place.
+    """
+    output_dir = Path(config.output_dir)
+    clear_leftovers(output_dir)
+    found = checkpoints(output_dir)
+    steps, seconds = parse_interval(config.checkpoint_interval or CHECKPOINT_INTERVAL)
+    saves = config.max_steps - start.step if seconds else 1 + (config.max_steps - start.step - 1) // (steps or 10**9)
+    kept = (config.keep_checkpoints or KEPT_CHECKPOINTS) + (config.validation_sequences > 0) + 1
+    for count, is_enough in ((kept, False), (2, True)):
+        try:
+            check_room(output_dir, min(count, saves + len(found)) * size, size_on_disk(found))
+            return
+        except OSError as error:
+            if is_enough:
+                raise UserError(
+                    f"{error.strerror}; free some space, choose another --output_dir, or --save model"
+                ) from None
+            logger.warning("%s: old checkpoints will be deleted before new ones are complete", error.strerror)
+
+
+def choose_start(given: dict, world: World) -> tuple[TrainConfig, Start, ModelConfig]:
+    """Settings, start and model of a run. Of a resumed run the checkpoint is the newest one without damage.
+
+    What can be refused in seconds comes before the checkpoint's bytes are compared.
+    """
+    passed_over: dict[Path, str] = {}
+    while True:
+        config, start = find_start(given, world, passed_over)
+        model_config = choose_model(config, start.checkpoint)
+        check_matrix_sharing(world.tensor_size, model_config)
+        check_sharing(world.context_size, model_config, config.attention_type != "full", world.tensor_size)
+        config = dataclasses.replace(config, tokenizer=choose_tokenizer(config))
+        if start.checkpoint or config.init_from:
+            check_weights(start.checkpoint or config.init_from, model_config)
+        open_tokenizer(config, start)
+        try:
+            if start.checkpoint:
+                verify_checkpoint(start.checkpoint)  # reads every byte of the checkpoint
+        except UserError as error:
+            passed_over[start.checkpoint] = str(error)
+            continue
+        for path, why in passed_over.items():
+            logger.warning("passed over %s: %s", path, why)
+        return config, start, model_config
+
+
+def train(given: dict, world: World) -> int:
+    """A run, from the checks to the final checkpoint and a sample; returns the process's exit status.
 
     Args:
         given: the settings that flags and --config give, by the names of TrainConfig's fields.
     """
+    output_dir = Path(TrainConfig(**given).output_dir)
+    with contextlib.ExitStack() as stack:
+        if world.is_main:
+            stack.enter_context(only_run_in(output_dir))
+        return train_in(output_dir, given, world, stack)
+
+
+def train_in(output_dir: Path, given: dict, world: World, stack: contextlib.ExitStack) -> int:
+    """`train` in a folder that no other run writes to until `stack` is closed."""
     # What can be refused in seconds comes before the data, which may take minutes to tokenise.
-    config, start = find_start(given, world)
-    model_config = choose_model(config, start.checkpoint)
-    check_matrix_sharing(world.tensor_size, model_config)
-    check_sharing(world.context_size, model_config, config.attention_type != "full", world.tensor_size)
-    config = dataclasses.replace(config, tokenizer=choose_tokenizer(config, model_config))
+    config, start, model_config = choose_start(given, world)
     settings = dataclasses.asdict(config)  # goes into checkpoints; a budget of "auto" is resolved where a run resumes
+    if start.step >= config.max_steps:
+        logger.info("%s is of the last of %d steps: nothing is left to do", start.checkpoint, config.max_steps)
+        return 0
     config = dataclasses.replace(config, memory_budget=resolve_memory_budget(config, world.device))
     configure_machine(config, world)
     tokenizer = open_tokenizer(config, start)
-    if start.checkpoint or config.init_from:
-        check_weights(start.checkpoint or config.init_from, model_config)
     check_fits(config, model_config, world)
+    checkpoint_size = checkpoint_bytes(config, model_config, world.device)
+    if world.is_main and config.save != "none":
+        check_disk(config, start, checkpoint_size)
 
     loader, held_out = load_data(config, tokenizer, model_config.vocab_size, world)
+    check_same_on_all_ranks({**settings, **loader.state_dict()}, world)
     if start.checkpoint:
         loader.load_state_dict(start.loader)
-        verify_checkpoint(start.checkpoint)  # reads every byte of the checkpoint
     documents = PackedDocuments.average(
         *loader.document_lengths(), loader.longest_document,
         config.batch_size, world.data_size, config.gradient_accumulation_steps,
     )  # fmt: skip
     model, optimizer, plan = build(config, model_config, start, documents, world)
 
-    output_dir = Path(config.output_dir)
     if world.is_main:
         try:
-            output_dir.mkdir(parents=True, exist_ok=True)
             (output_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
             metrics = MetricsFile(output_dir / "metrics.jsonl", start.step)
         except OSError as error:
             raise UserError(f"output_dir {output_dir} cannot be written to: {error}; choose another") from None
-    step_tokens, tokens, max_steps = tokens_per_step(config, world), start.tokens, config.max_steps
+    step_tokens, max_steps = tokens_per_step(config, world), config.max_steps
     logger.info("config: %s", json.dumps(dataclasses.asdict(config)))
     logger.info(
         "model: %s, %s parameters; attention: %s, kernel: %s; device: %s x %d (data x context x tensor: %d x %d x %d)",
@@ -337,28 +452,75 @@ def train(given: dict, world: World) -> None:
         f"{loader.num_tokens:,}", f"{(held_out.lengths - 1).sum():,}", f"{step_tokens:,}",
     )  # fmt: skip
 
-    terminated = []
-    before = signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
+    saver = Saver(output_dir, config.keep_checkpoints or KEPT_CHECKPOINTS, start.checkpoint)
+    stack.callback(saver.wait)  # an error ends the run once the checkpoint that was begun is complete
+    received = stack.enter_context(stop_signals())
+    interval_steps, interval_seconds = parse_interval(config.checkpoint_interval or CHECKPOINT_INTERVAL)
+    # What the weights are of: the last step that was taken. A step that is dropped half way leaves all of this alone.
+    done, tokens, position, validation_loss = start.step, start.tokens, loader.state_dict(), start.validation_loss
+    saved, saved_at = start.step, time.monotonic()  # the step of the last checkpoint, and when it began
+
+    def save() -> None:
+        """Begin the checkpoint of the last step, unless it has been begun."""
+        nonlocal saved, saved_at
+        if config.save == "none" or saved == done:
+            return
+        saved, saved_at = done, time.monotonic()
+        saver.begin(
+            done, weights=optimizer.parameters, model_config=model_config.to_hugging_face(),
+            optimizer_state=optimizer.state_dict() if config.save == "full" else None,
+            trainer_state={
+                "tokens": tokens, "max_steps": max_steps, "cosine_steps": start.cosine_steps,
+                "tokens_per_step": step_tokens, "ranks": world.data_size, "settings": settings,
+                "tokenizer": tokenizer.identity, "validation_loss": validation_loss, "loader": position,
+            },
+        )  # fmt: skip
+
+    def stopping() -> bool:
+        """Whether any rank has been asked to stop; the same on every rank, and a collective of them."""
+        return world.sum(float(bool(received)))[0] > 0
+
+    step_seconds, skipped, stopped = 0.0, 0, False
     gpu_flops = peak_flops(world.device)
     progress = tqdm(total=max_steps, initial=start.step, unit="step", disable=not world.is_main)
-    for step in range(start.step + 1, max_steps + 1):
-        began = time.perf_counter()
+    while done < max_steps and not stopped:
+        step, began = done + 1, time.perf_counter()
         batches = loader.next_step(config.gradient_accumulation_steps)
         rate = learning_rate_of(step, config, start.cosine_steps)
         sparsity = sparsity_at(config, step)
         set_sparsity(model, sparsity)
+        values = {"step": step, "learning_rate": rate, "epoch": loader.epoch}
+        look = stopping if step_seconds > LONG_STEP_SECONDS else lambda: False
         try:
-            loss, norm = train_step(model, optimizer, batches, world, rate, config.max_grad_norm)
+            loss, norm = train_step(
+                model, optimizer, batches, world, rate, config.max_grad_norm, saver.before_update, look
+            )
+            values |= {"loss": loss, "gradient_norm": norm}
+        except Stopped:
+            stopped = True
+            break
+        except NotFinite as error:
+            sources = ", ".join(loader.sources(position["next_sequence"], loader.next_sequence)[:10])
+            if skipped >= config.skip_nonfinite_steps:
+                progress.close()
+                save()  # of the weights before this step, which are finite or refused
+                saver.wait()
+                last = saver.last or "no checkpoint"
+                raise UserError(
+                    f"step {step}: {error}, stopped before the update; the last good checkpoint is {last}. Go on from "
+                    "it with a lower --learning_rate, or leave such steps out with --skip_nonfinite_steps; documents "
+                    f"of the step: {sources}"
+                ) from None
+            skipped += 1
+            values["loss"] = None
+            logger.warning("step %d: %s, left out; documents: %s", step, error, sources)
         except torch.OutOfMemoryError as error:
             progress.close()  # ends the progress bar's line
             error.add_note(explain_out_of_memory(config, plan, world.device))
             raise
         seconds = time.perf_counter() - began
-        tokens += step_tokens
-        values = {
-            "step": step, "loss": loss, "gradient_norm": norm, "learning_rate": rate, "seconds": seconds,
-            "tokens": tokens, "tokens_per_second": step_tokens / seconds, "epoch": loader.epoch,
-        }  # fmt: skip
+        done, tokens, position = step, tokens + step_tokens, loader.state_dict()
+        values |= {"seconds": seconds, "tokens": tokens, "tokens_per_second": step_tokens / seconds}
         if world.device.type == "cuda":
             values["peak_memory_gib"] = peak_memory_gib(world)
         if gpu_flops is not None:
@@ -367,38 +529,41 @@ def train(given: dict, world: World) -> None:
             values["mfu"] = flops / (world.context_size * world.tensor_size) / seconds / gpu_flops
         if config.selected_blocks_start is not None:
             values["selected_blocks"] = spell_by_layer([of_layer.selected_blocks for of_layer in sparsity])
-        is_last, stop = step == max_steps, world.sum(float(bool(terminated)))[0] > 0
-        if config.validation_sequences and (is_last or is_due(step, config.validation_interval)):
+        if config.validation_sequences and (step == max_steps or is_due(step, config.validation_interval)):
             held_out_batches = validation_batches(
                 held_out, config.context_length, config.batch_size, world.data_rank, world.data_size,
                 limit=config.validation_sequences,
             )  # fmt: skip
-            values["validation_loss"] = validate(model, held_out_batches, world)
+            validated = validate(model, held_out_batches, world, stopping)
+            if validated is not None:
+                values["validation_loss"] = validation_loss = validated
+        since_save = time.monotonic() - saved_at
+        due = is_due(step, interval_steps) or 0 < interval_seconds < since_save
+        due = due or (saver.error is not None and since_save > RETRY_SECONDS)
+        # The main rank's clock decides for all.
+        signals, saves, step_seconds = world.sum(len(received), *((due, seconds) if world.is_main else (0, 0)))
+        stopped = signals > 0
         if world.is_main:
             metrics.write(**values)
             if step == start.step + 2:  # the first step of a run compiles kernels
-                warn_of_short_shutdown(seconds)
+                parts = config.gradient_accumulation_steps if seconds > LONG_STEP_SECONDS else 1
+                save_seconds = saver.seconds or checkpoint_size / SAVED_BYTES_PER_SECOND
+                promise_shutdown(seconds / parts, save_seconds if config.save != "none" else 0.0)
             show(progress, values, "byte" if config.tokenizer == "bytes" else "token")
-        if config.save != "none" and (is_last or stop or is_due(step, config.checkpoint_interval)):
-            path = save_checkpoint(
-                output_dir, step,
-                model_state=model.state_dict(), model_config=model_config.to_hugging_face(),
-                optimizer_state=optimizer.state_dict() if config.save == "full" else None,
-                trainer_state={
-                    "tokens": tokens, "max_steps": max_steps, "cosine_steps": start.cosine_steps,
-                    "tokens_per_step": step_tokens, "ranks": world.data_size, "settings": settings,
-                    "tokenizer": tokenizer.identity, "loader": loader.state_dict(),
-                },
-            )  # fmt: skip
-            logger.info("checkpoint: %s", path)
-        if stop:
-            logger.info("SIGTERM: stopped after step %d", step)
-            break
+        if saves or stopped or done == max_steps:
+            save()
     progress.close()
-    signal.signal(signal.SIGTERM, before)
-    if config.sample_tokens and not terminated:
+    if stopped:
+        save()
+    if config.sample_tokens and not stopped:
         prompt = held_out.read(0, 0, min(PROMPT_TOKENS, int(held_out.lengths[0]) - 1))  # without the document's end
         log_sample(model, tokenizer, prompt, config, world)
+    saver.finish()
+    if stopped and done < max_steps:
+        [number] = world.min(-max(received, default=0))  # of the ranks that have been asked
+        logger.info("%s: stopped after step %d of %d", signal.Signals(int(-number)).name, done, max_steps)
+        return 128 - int(number)
+    return 0
 
 
 def is_due(step: int, interval: int) -> bool:
@@ -408,7 +573,8 @@ def is_due(step: int, interval: int) -> bool:
 
 def show(progress: tqdm, values: dict, unit: str) -> None:
     """Show a step on the progress bar, and its validation on a line."""
-    shown = {"loss": f"{values['loss']:.3f}", "tokens/s": f"{values['tokens_per_second']:,.0f}"}
+    loss = values["loss"]
+    shown = {"loss": "not finite" if loss is None else f"{loss:.3f}", "tokens/s": f"{values['tokens_per_second']:,.0f}"}
     if "mfu" in values:
         shown["mfu"] = f"{values['mfu']:.1%}"
     if "peak_memory_gib" in values:
@@ -429,6 +595,7 @@ def log_sample(model: Transformer, tokenizer, prompt, config: TrainConfig, world
 
 
 def main(argv: list[str]) -> int:
+    """Returns the exit status: 0 of a finished run, 1 after an error, 128 + the number of a signal that stopped it."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     try:
         given = given_settings(TrainConfig, argv, description=__doc__.splitlines()[0])
@@ -437,11 +604,12 @@ def main(argv: list[str]) -> int:
         with join_world(config.device, **parallel_sizes_of(given)) as world:
             if not world.is_main:
                 logging.disable(logging.INFO)
-            train(given, world)
+            return train(given, world)
     except (UserError, torch.OutOfMemoryError) as error:
         print(message_of(error), file=sys.stderr)
         return 1
-    return 0
+    except KeyboardInterrupt:  # before the first step: from then on SIGINT saves
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

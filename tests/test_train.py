@@ -2,23 +2,31 @@ import hashlib
 import json
 import logging
 import math
+import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+import zlib
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.multiprocessing import ProcessExitedException
 
 import train
+import training.run as train_module
 from model import MODEL_SIZES, Transformer
+from tests.checkpoints import save_checkpoint
+from tests.ranks import run_ranks
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint import files
-from training.checkpoint.files import save_checkpoint
+from training.checkpoint.blocks import Block
+from training.checkpoint.files import write_file
 from training.config import TrainConfig, given_settings
 from training.optimizer import MasterAdamW, warmup_cosine
 from training.parallel.fsdp import copy_weights, initial_weights
@@ -140,8 +148,8 @@ def weights_of_another_shape(folder):
     config = replace(MODEL_SIZES["tiny"], **shape, max_position_embeddings=4096)
     model = Transformer(config)
     copy_weights(model, initial_weights(model, seed=1))
-    state = {"model_state": model.state_dict(), "model_config": config.to_hugging_face()}
-    return save_checkpoint(folder, 1, **state, optimizer_state=None, trainer_state={})
+    state = {"weights": model.state_dict(), "model_config": config.to_hugging_face()}
+    return save_checkpoint(folder, 1, **state, optimizer_state=None, trainer_state={"tokenizer": "bytes"})
 
 
 def test_resume_keeps_the_shape_that_was_trained(corpus, tmp_path):
@@ -203,26 +211,19 @@ def edit_trainer_json(path, edit):
     """Change a checkpoint's trainer.json, and the manifest with it."""
     trainer = json.loads((path / "trainer.json").read_text())
     edit(trainer["trainer_state"])
-    (path / "trainer.json").write_text(json.dumps(trainer))
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest.update(files._checksums(path, ["trainer.json"]))
+    manifest["files"]["trainer.json"] = write_file(path / "trainer.json", json.dumps(trainer).encode())
+    del manifest["crc32"]
+    manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def keep_only_older_keys(state):
-    for name in state.keys() - {"tokens", "max_steps", "loader"}:
-        del state[name]
-
-
-@pytest.mark.parametrize("version", ["this", "older"])
-def test_resume_without_flags_keeps_every_setting(version, corpus, tmp_path, caplog):
+def test_resume_without_flags_keeps_every_setting(corpus, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train.main(arguments(corpus, whole, *CHANGED, steps=6)) == 0
     assert train.main(arguments(corpus, parts, *CHANGED, "--checkpoint_interval", "3", steps=6)) == 0
     interrupt(parts, 3, tmp_path / "lost")
-    if version == "older":
-        edit_trainer_json(parts / "step_00000003", keep_only_older_keys)
     caplog.clear()
     assert train.main(only_resume(parts)) == 0
     assert losses(parts) == losses(whole)
@@ -333,7 +334,6 @@ def test_released_weights_want_their_tokenizer(released, corpus, tmp_path, capsy
     command = ["--init_from", str(released)]
     assert train.main([*arguments(corpus, tmp_path / "run"), *command]) == 1
     assert "give --tokenizer FILE, the one that its weights were trained with, or" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
     assert train.main([*arguments(corpus, tmp_path / "bytes", steps=1), *command, "--tokenizer", "bytes"]) == 0
     assert trainer_state(tmp_path / "bytes", 1)["tokenizer"] == "bytes"
     write_tokenizer(released / "tokenizer.json")
@@ -349,7 +349,7 @@ def test_checkpoints_trained_on_bytes_need_no_tokenizer(released, corpus, tmp_pa
     start = tmp_path / "first" / "step_00000001"
     second = arguments(corpus, tmp_path / "second", "--init_from", str(start), "--save", "none", steps=1)
     assert train.main(second) == 0
-    edit_trainer_json(start, keep_only_older_keys)  # with a vocabulary of 300 no longer a sign of bytes
+    edit_trainer_json(start, lambda state: state.update(tokenizer="another"))
     capsys.readouterr()
     assert train.main([*second, "--output_dir", str(tmp_path / "third")]) == 1
     assert "--tokenizer bytes" in capsys.readouterr().err
@@ -368,9 +368,6 @@ def test_resume_refuses_another_tokenizer_before_the_data(released, corpus, tmp_
             assert train.main(only_resume(run, "--max_steps", "2", *extra)) == 1
             expected = f"was trained with tokenizer {hashlib.sha256(content).hexdigest()[:12]}"
             assert expected in capsys.readouterr().err
-    edit_trainer_json(run / "step_00000001", lambda state: state.pop("tokenizer"))
-    file.write_bytes(content)
-    assert train.main(only_resume(run, "--max_steps", "2")) == 0  # a checkpoint that does not say it skips the check
 
 
 @pytest.mark.parametrize(
@@ -406,32 +403,29 @@ def test_an_output_dir_that_cannot_be_written_is_one_line(corpus, tmp_path, caps
     assert "file/run cannot be written to: " in capsys.readouterr().err
 
 
-def test_steps_longer_than_torchruns_patience_are_warned_of(monkeypatch, caplog):
+def test_the_time_that_a_shutdown_takes_is_promised_and_torchruns_patience_compared(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
     for name in ("TORCHELASTIC_RUN_ID", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
-    train.warn_of_short_shutdown(40)
+    promise = "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and exit within 40 s at most"
+    train.promise_shutdown(20, 10)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    train.warn_of_short_shutdown(20)
-    assert caplog.messages == []
+    train.promise_shutdown(4, 10)
+    assert caplog.messages == [promise, promise.replace("40", "24")]
     from torch.distributed.launcher.api import LaunchConfig
 
+    caplog.clear()
     monkeypatch.setattr(LaunchConfig, "shutdown_timeout", None, raising=False)
-    begin = "SIGTERM saves at the end of a step, 40 s at most; torchrun kills after 30 s"
-    train.warn_of_short_shutdown(40)
-    assert caplog.messages == [f"{begin}: start it with --shutdown-timeout 200, unless you did"]
+    train.promise_shutdown(20, 10)
+    assert caplog.messages == [
+        promise, "torchrun kills after 30 s: start it with --shutdown-timeout 100, unless you did"
+    ]  # fmt: skip
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
-    train.warn_of_short_shutdown(40)
-    assert len(caplog.messages) == 1
+    train.promise_shutdown(20, 10)
+    assert caplog.messages[2:] == [promise]
     monkeypatch.delattr(LaunchConfig, "shutdown_timeout")
-    train.warn_of_short_shutdown(40)  # a torch without the flag has no use for the variable
-    assert caplog.messages[1].startswith(f"{begin}, and that of torch {torch.__version__} has no --shutdown-timeout")
-
-
-def test_torchruns_patience_is_looked_at_once(corpus, tmp_path, monkeypatch):
-    seconds = []
-    monkeypatch.setattr(train, "warn_of_short_shutdown", seconds.append)
-    assert train.main(arguments(corpus, tmp_path / "run", steps=4)) == 0
-    assert seconds == [metrics(tmp_path / "run")[1]["seconds"]]
+    train.promise_shutdown(20, 10)  # a torch without the flag has no use for the variable
+    assert caplog.messages[-1].startswith("torchrun kills after 30 s, and that of torch")
 
 
 def parse(argv):
@@ -465,24 +459,175 @@ def test_two_processes_or_machines_equal_one(corpus, tmp_path):
     assert train.main(arguments(corpus, two, "--gradient_accumulation_steps", "2", "--resume", steps=5)) == 0
 
 
-def test_sigterm_saves_and_exits_cleanly(corpus, tmp_path):
-    command = [sys.executable, "train.py", *arguments(corpus, tmp_path / "run", steps=100_000)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        deadline = time.time() + 120
-        while time.time() < deadline and not (tmp_path / "run/metrics.jsonl").exists():
-            time.sleep(0.2)
-        time.sleep(1)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    assert process.returncode == 0
-    [checkpoint] = (tmp_path / "run").glob("step_*")
-    assert int(checkpoint.name.split("_")[1]) == metrics(tmp_path / "run")[-1]["step"]
+def start_training(*argv, ranks=1):
+    """A run in processes of its own, once it has made its first step."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    process = subprocess.Popen(
+        [sys.executable, *torchrun, "train.py", *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    file = Path(argv[argv.index("--output_dir") + 1]) / "metrics.jsonl"
+    deadline = time.time() + 120
+    while time.time() < deadline and process.poll() is None and not (file.exists() and file.read_text()):
+        time.sleep(0.1)
+    return process
 
 
-def test_a_loss_that_is_not_finite_leaves_the_weights(corpus, tmp_path, capsys):
-    assert train.main(arguments(corpus, tmp_path / "run", "--learning_rate", "1e30", "--checkpoint_interval", "1")) == 1
-    assert "stopped before the weights were touched" in capsys.readouterr().err
-    assert (tmp_path / "run" / "step_00000001").is_dir()
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_a_signal_saves_and_the_exit_status_says_unfinished(number, ranks, corpus, tmp_path):
+    """Of torchrun, which gets the signal and hands it on, the status is its own."""
+    run = tmp_path / "run"
+    process = start_training(*arguments(corpus, run, steps=100_000), ranks=ranks)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number if ranks == 1 else process.returncode != 0, output
+    last = metrics(run)[-1]["step"]
+    assert f"{number.name}: stopped after step {last} of 100000" in output
+    assert [path.name for path in run.glob("*step_*")] == [f"step_{last:08d}"]
+    assert train.main([*only_resume(run), "--max_steps", f"{last + 1}"]) == 0
+
+
+def test_a_signal_between_micro_batches_drops_the_step(corpus, tmp_path, monkeypatch):
+    """In the third step, after its first micro-batch; the run then goes on as if nothing had been."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = "--gradient_accumulation_steps", "3", "--save", "full"
+    assert train.main(arguments(corpus, whole, *flags)) == 0
+    calls, run_model = [], train_module.run_model
+
+    def signalled(*args):
+        calls.append(1)
+        if len(calls) == 7:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return run_model(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "LONG_STEP_SECONDS", 0.0)
+        patch.setattr(train_module, "run_model", signalled)
+        assert train.main(arguments(corpus, parts, *flags)) == 128 + signal.SIGUSR1
+    assert len(calls) == 7 and [line["step"] for line in metrics(parts)] == [1, 2]
+    assert train.main(arguments(corpus, parts, *flags, "--resume", "auto")) == 0
+    assert losses(parts) == losses(whole)
+    assert train.main(arguments(corpus, parts, *flags, "--resume", "auto")) == 0  # finished: nothing is left to do
+    for name, tensor in weights(whole, 4).items():
+        assert torch.equal(tensor, weights(parts, 4)[name]), name
+
+
+def test_a_signal_in_validation_drops_the_validation(corpus, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    monkeypatch.setattr(train, "validation_batches", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM) or iter([1]))
+    assert train.main(arguments(corpus, run, "--validation_interval", "2")) == 128 + signal.SIGTERM
+    assert [line["step"] for line in metrics(run)] == [1, 2] and "validation_loss" not in metrics(run)[1]
+    assert [path.name for path in run.glob("*step_*")] == ["step_00000002"]
+
+
+def not_finite_in(steps, monkeypatch):
+    """The loss of these calls, counted from 1, is NaN."""
+    run_model, calls = train_module.run_model, []
+
+    def failing(*args):
+        calls.append(1)
+        return run_model(*args) * (math.nan if len(calls) in steps else 1.0)
+
+    monkeypatch.setattr(train_module, "run_model", failing)
+
+
+def test_a_loss_that_is_not_finite_saves_what_was_before(corpus, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        not_finite_in({3}, patch)
+        assert train.main(arguments(corpus, run, "--validation_sequences", "0")) == 1
+    error = capsys.readouterr().err
+    assert "step 3: loss nan, gradient norm nan, stopped before the update" in error
+    assert f"the last good checkpoint is {run}/step_00000002" in error and f"documents of the step: {corpus}" in error
+    assert train.main(arguments(corpus, run, "--resume")) == 0
+    assert train.main(arguments(corpus, tmp_path / "whole")) == 0
+    assert losses(run) == losses(tmp_path / "whole")
+
+
+def test_steps_that_are_not_finite_are_left_out_when_told(corpus, tmp_path, monkeypatch, caplog):
+    run = tmp_path / "run"
+    not_finite_in({2, 4}, monkeypatch)
+    command = arguments(corpus, run, "--skip_nonfinite_steps", "1", "--validation_sequences", "0")
+    assert train.main(command) == 1
+    assert [line["loss"] is None for line in metrics(run)] == [False, True, False]
+    assert [path.name for path in run.glob("*step_*")] == ["step_00000003"]
+    assert f"step 2: loss nan, gradient norm nan, left out; documents: {corpus}" in caplog.text
+
+
+def test_resume_auto_starts_goes_on_and_passes_damage_over(corpus, tmp_path, caplog):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    assert train.main(arguments(corpus, whole, steps=6)) == 0
+    command = arguments(corpus, run, "--resume", "auto", "--checkpoint_interval", "2", steps=6)
+    assert train.main([*command, "--keep_checkpoints", "3"]) == 0
+    damaged = run / "step_00000006" / "optimizer.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-5] ^= 4
+    damaged.write_bytes(content)
+    (run / "step_00000004" / "config.json").unlink()
+    (run / "step_00000020.bad").mkdir()
+    caplog.clear()
+    assert train.main(command) == 0
+    passed_over = [message for message in caplog.messages if message.startswith("passed over")]
+    assert len(passed_over) == 2 and "config.json is missing" in passed_over[0] + passed_over[1]
+    assert any(f"{run}/step_00000006: " in message and "optimizer.safetensors" in message for message in passed_over)
+    assert losses(run) == losses(whole)
+
+
+def test_checkpoints_by_the_clock(corpus, tmp_path):
+    run = tmp_path / "run"
+    flags = "--checkpoint_interval", "0.000001min", "--keep_checkpoints", "9", "--validation_sequences", "0"
+    assert train.main(arguments(corpus, run, *flags)) == 0
+    assert len([*run.glob("step_*")]) == 4
+
+
+def test_room_on_the_disk_is_looked_at_first(corpus, tmp_path, monkeypatch, capsys, caplog):
+    run, free = tmp_path / "run", 2**30
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
+    monkeypatch.setattr(train, "load_documents", lambda *_: pytest.fail("the data were read"))
+    command = arguments(corpus, run, "--model_size", "0.6B", "--checkpoint_interval", "2")
+    assert train.main(command) == 1
+    assert f"GB are needed for checkpoints, {run} has 1.00 GB; free some space" in capsys.readouterr().err
+    monkeypatch.undo()
+    free = 2 * train.checkpoint_bytes(TrainConfig(), MODEL_SIZES["tiny"], torch.device("cpu"))
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
+    assert train.main(arguments(corpus, run, "--checkpoint_interval", "1")) == 0
+    assert "old checkpoints will be deleted before new ones are complete" in caplog.text
+
+
+def test_a_save_that_fails_does_not_end_the_run(corpus, tmp_path, monkeypatch, caplog):
+    """The next one is complete, and leaves nothing of the one that failed."""
+    run, write = tmp_path / "run", Block.write
+    monkeypatch.setattr(train, "RETRY_SECONDS", 0)
+
+    def no_room(block, *args):
+        if not caplog.messages:
+            raise OSError(28, "No space left on device")
+        write(block, *args)
+
+    monkeypatch.setattr(Block, "write", no_room)
+    assert train.main(arguments(corpus, run, "--checkpoint_interval", "3", steps=8)) == 0
+    assert "the checkpoint of step 3 failed: [Errno 28] No space left on device" in caplog.messages
+    assert sorted(path.name for path in run.glob("*step_*"))[-1] == "step_00000008"
+
+
+def run_with_other_data(world, corpus, folder):
+    flags = ["--seed", str(world.rank)]
+    train.train(given_settings(TrainConfig, arguments(corpus, folder / "run", *flags), ""), world)
+
+
+def test_ranks_with_other_settings_are_refused(corpus, tmp_path, capfd):
+    with pytest.raises(ProcessExitedException):
+        run_ranks(2, run_with_other_data, corpus, tmp_path)
+    assert "seed is 1 on rank 1 and 0 on rank 0; start all ranks alike" in capfd.readouterr().err
+
+
+def test_workers_end_with_their_torchrun(corpus, tmp_path):
+    run = tmp_path / "run"
+    process = start_training(*arguments(corpus, run, steps=100_000), ranks=2)
+    process.kill()
+    process.communicate(timeout=60)  # ends once no worker has its output open
+    with files.only_run_in(run):
+        pass
 
 
 def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
@@ -515,11 +660,17 @@ def test_readme_names_every_flag():
 BAD_FLAGS = [
     (["--context_lenght", "64"], "unknown flag --context_lenght; did you mean --context_length?"),
     (["--pipeline_parallel_size", "2"], "there is no --pipeline_parallel_size: the last stage would hold the loss"),
-    (["--context_length", "0"], "context_length must be at least 2, got 0"),
+    (["--context_length", "0"], "context_length must be between 2 and 134217728, got 0"),
+    (["--seed", "9" * 400], "seed must be between 0 and 2147483647, got 999"),
+    (["--max_grad_norm", "inf"], "max_grad_norm must be between 1e-12 and 1000000000.0, got inf"),
+    (["--weight_decay", "nan"], "weight_decay must be between 0.0 and 10.0, got nan"),
+    (["--final_learning_rate_ratio", "1e9"], "final_learning_rate_ratio must be between 0.0 and 1.0, got 1000000000.0"),
+    (["--checkpoint_interval", "often"], "checkpoint_interval must be a number of steps, or of minutes as 30min"),
+    (["--keep_checkpoints", "0"], "keep_checkpoints must be between 1 and"),
     (["--context_length", "many"], "invalid int value: 'many'"),
     (["--model_size", "5B"], "'5B' (choose from"),
-    (["--learning_rate", "-1"], "learning_rate must be positive, got -1.0"),
-    (["--learning_rate", "nan"], "learning_rate must be positive, got nan"),
+    (["--learning_rate", "-1"], "learning_rate must be between 1e-12 and 1.0, got -1.0"),
+    (["--learning_rate", "nan"], "learning_rate must be between 1e-12 and 1.0, got nan"),
     (["--data", "no/such/file.txt"], "no/such/file.txt"),
     (["--attention_type", "nsa", "--dense_below", "99"], "dense_below has no effect with attention_type nsa; drop"),
     (["--attention_type", "nsa", "--selected_blocks", "3"], "selected_blocks must be at least 4, got 3: nsa forces 3"),
@@ -530,7 +681,7 @@ BAD_FLAGS = [
     (["--selected_blocks_start", "16"], "selected_blocks_start has no effect without attention_type sparse"),
     (["--selected_blocks_start", "40", *SPARSE], "selected_blocks_start has no effect without selected_blocks_steps"),
     (["--selected_blocks_steps", "40", *SPARSE], "selected_blocks_steps has no effect without selected_blocks_start"),
-    ([*ANNEALED, "0", *SPARSE], "selected_blocks_steps must be at least 1, got 0"),
+    ([*ANNEALED, "0", *SPARSE], "selected_blocks_steps must be between 1 and 2147483647, got 0"),
     (
         [*ANNEALED, "5", "--selected_blocks", "8x3,4", *SPARSE],
         "selected_blocks_start 8x2,4 must be above selected_blocks",
@@ -541,7 +692,7 @@ BAD_FLAGS = [
     ),
     (["--attention_type", "sparse"], "dense_below 8192 attend to everything; raise the one"),
     (["--attention_backend", "cudnn"], "needs a CUDA device"),
-    (["--context_parallel_size", "0"], "context_parallel_size must be at least 1, got 0"),
+    (["--context_parallel_size", "0"], "context_parallel_size must be between 1 and 1048576, got 0"),
     (["--context_parallel_size", "2"], "context_parallel_size 2 x tensor_parallel_size 1 must divide the number of"),
     (["--memory_budget", "24GB"], "memory_budget has no effect on a CPU"),
     (["--host_budget", "24GB"], "host_budget has no effect on a CPU"),
@@ -555,6 +706,7 @@ BAD_FLAGS = [
     (["--resume"], "no checkpoint in"),
     (["--tokenizer", "no/such.json"], "no/such.json"),
     (["--save", "none", "--checkpoint_interval", "5"], "no effect"),
+    (["--save", "none", "--keep_checkpoints", "5"], "no effect"),
     (["--init_from", "no/such/folder"], "has no config.json"),
 ]
 
@@ -565,7 +717,7 @@ def test_bad_input_is_one_line_before_any_model(extra, message, corpus, tmp_path
     status = train.main([*arguments(corpus, tmp_path / "run"), *extra])
     error = capsys.readouterr().err.strip()
     assert status == 1 and error.startswith("error: ") and "\n" not in error and message in error
-    assert not (tmp_path / "run").exists()
+    assert [file.name for file in (tmp_path / "run").glob("*")] in ([], [".lock"])
 
 
 def test_a_steps_seconds_hold_its_update(corpus, tmp_path, monkeypatch):
@@ -652,5 +804,7 @@ def test_checkpoints_that_do_not_fit_are_refused(corpus, tmp_path, capsys):
     assert "of another size" in capsys.readouterr().err
     file = run / "step_00000001" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    assert train.main(arguments(corpus, run, "--resume", steps=2)) == 1
-    assert "truncated" in capsys.readouterr().err
+    for resume in ("yes", "auto"):  # never from the start where there is something to lose
+        assert train.main(arguments(corpus, run, "--resume", resume, steps=2)) == 1
+        error = capsys.readouterr().err
+        assert "can be used; of the newest: checkpoint" in error and "model.safetensors is truncated" in error

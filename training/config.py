@@ -1,6 +1,7 @@
 """A run's settings: one flat dataclass, whose fields are the command line's flags and the keys of a TOML file."""
 
 import difflib
+import re
 import tomllib
 import typing
 from argparse import ArgumentParser, BooleanOptionalAction
@@ -15,13 +16,14 @@ DEFAULT_STEPS = 300
 ATTENTION_TYPES = ("full", "sparse", "nsa")
 PEAK_LEARNING_RATE = 2e-5  # for continued training; training from scratch wants more, and a far longer warm-up
 TINY_PEAK_LEARNING_RATE = 3e-3
-IO_THREADS = 4  # files of a checkpoint that a rank writes, or computes checksums of, at a time
+CHECKPOINT_INTERVAL, KEPT_CHECKPOINTS = "30min", 2
+IO_THREADS = 4  # blocks of a checkpoint that a rank reads or writes at a time
 
 
-def flag(default, help: str, choices: tuple[str, ...] | None = None):
-    """A field of a configuration: its default, and what `--help` says of it."""
+def flag(default, help: str, choices: tuple[str, ...] | None = None, bare: str | None = None):
+    """A field of a configuration: its default, what `--help` says of it, and its value where a flag stands bare."""
     make = {"default_factory": default} if callable(default) else {"default": default}
-    return field(**make, metadata={"help": help, "choices": choices})
+    return field(**make, metadata={"help": help, "choices": choices, "bare": bare})
 
 
 @dataclass
@@ -63,12 +65,24 @@ class TrainConfig:
     warmup_steps: int = flag(20, "steps of linear warm-up")
     weight_decay: float = flag(0.1, "of the matrices")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm")
+    skip_nonfinite_steps: int = flag(0, "steps at most, whose loss or gradient is not finite, that are left out")
     seed: int = flag(0, "of the initial weights, the data's order and the sample")
     # what a run leaves
     output_dir: str = flag("runs/default", "checkpoints, metrics.jsonl and the resolved configuration")
-    resume: bool = flag(False, "go on from the last checkpoint in output_dir, with its settings; flags change them")
+    resume: str = flag(
+        "no",
+        "go on from the newest checkpoint in output_dir that is undamaged, with its settings; flags change them; auto: "
+        "where there is none, start",
+        ("no", "yes", "auto"),
+        bare="yes",
+    )
     save: str = flag("full", "a checkpoint holds: full, to resume from; model; or none", ("full", "model", "none"))
-    checkpoint_interval: int = flag(0, "steps between checkpoints; 0: only at the end")
+    checkpoint_interval: str | None = flag(
+        None, f"between checkpoints, in steps or as 30min; 0: only at the end; default: {CHECKPOINT_INTERVAL}"
+    )
+    keep_checkpoints: int | None = flag(
+        None, f"of the last; that of the lowest validation loss is kept besides; default: {KEPT_CHECKPOINTS}"
+    )
     validation_interval: int = flag(100, "steps between validations; 0: only at the end")
     validation_sequences: int = flag(128, "held-out sequences in one validation at most; 0: no validation")
     sample_tokens: int = flag(200, "tokens to generate at the end; 0: none")
@@ -82,6 +96,18 @@ class TrainConfig:
     context_parallel_size: int = flag(1, "GPUs that share each sequence, each with some of the heads in attention")
     tensor_parallel_size: int = flag(1, "GPUs that share each matrix: heads, the MLP's width and the vocabulary")
     compile: bool = flag(False, "no plan: torch.compile each block")
+
+
+def parse_interval(text: str) -> tuple[int, float]:
+    """(steps, seconds) between checkpoints, one of them 0: "200" is every 200 steps, "30min" every 30 minutes.
+
+    Raises:
+        UserError: neither.
+    """
+    match = re.fullmatch(r"(\d{1,9})|(\d{1,6}(?:\.\d{1,6})?)min", text)
+    if match is None:
+        raise UserError(f"checkpoint_interval must be a number of steps, or of minutes as 30min: got {text!r}")
+    return int(match[1] or 0), 60 * float(match[2] or 0)
 
 
 def given_settings(config_type: type, argv: list[str], description: str) -> dict:
@@ -103,6 +129,8 @@ def given_settings(config_type: type, argv: list[str], description: str) -> dict
             options["action"] = BooleanOptionalAction
         else:
             options |= {"type": kind, "choices": f.metadata["choices"]}
+            if f.metadata["bare"] is not None:
+                options |= {"nargs": "?", "const": f.metadata["bare"]}
             if f.metadata["choices"] is None:
                 options["metavar"] = kind.__name__.upper()
             if types[f.name] == list[str]:

@@ -324,7 +324,7 @@ class MasterAdamW:
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """References to the state, by parameter name: master, exp_avg, exp_avg_sq and step, all float32.
 
-        Loading in place (torch.distributed.checkpoint does) restores it; then call `restore_parameters`.
+        Loading in place restores it; then call `restore_parameters`.
         """
         self.device_module.synchronize()  # what the last step sent back is on the host
         return {

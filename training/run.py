@@ -8,6 +8,7 @@ import functools
 import gc
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from training.parallel.tensor import share_matrices
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World
 from training.sparsity import annealed, numbers_by_layer, spell_by_layer
+from training.stopping import Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -322,7 +324,8 @@ class Start:
     step: int = 0
     tokens: int = 0
     cosine_steps: int = 0  # steps from the run's first to the end of the learning rate's cosine
-    tokenizer: str | None = None  # the tokenizer's identity; None where an older checkpoint does not hold it
+    tokenizer: str | None = None  # the tokenizer's identity
+    validation_loss: float | None = None  # the last that was measured
     loader: dict = dataclasses.field(default_factory=dict)  # the loader's state: its position in the data
 
 
@@ -398,6 +401,10 @@ def run_model(model: Transformer, batch: Batch, world: World, denominator: float
     return model(input_ids, targets=targets, documents=batch.documents, denominator=denominator).loss
 
 
+class NotFinite(UserError):
+    """A step whose loss or gradient is not finite; the weights are as they were before it."""
+
+
 def train_step(
     model: Transformer,
     optimizer: MasterAdamW,
@@ -405,30 +412,36 @@ def train_step(
     world: World,
     learning_rate: float,
     max_grad_norm: float,
+    before_update: Callable[[], None] = lambda: None,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> tuple[float, float]:
     """One optimizer step over all micro-batches of all ranks. Returns (mean loss a token, gradient norm).
 
     Args:
         batches: of whole sequences; ranks that share sequences have the same ones, and take each its part.
+        before_update: called ahead of the update, as `Saver.before_update`.
+        stopping: called between micro-batches, the same on every rank: whether to drop the step.
 
     Raises:
-        UserError: a loss or gradient that is not finite; the weights are left as they were.
+        NotFinite: a loss or gradient that is not finite. Stopped: as `stopping` said. The weights are as they were.
     """
     batches = [batch.slice(world.context_rank, world.context_size) for batch in batches]
     # Ranks that share matrices have the same tokens, and each the whole loss: these count once.
     num_valid = world.sum(sum(batch.num_valid_tokens for batch in batches))[0] / world.tensor_size
-    losses = []
+    losses: list[torch.Tensor] = []
     for batch in batches:
+        if losses and stopping():
+            optimizer.zero_grad()
+            raise Stopped
         loss = run_model(model, batch, world, max(num_valid, 1))
         loss.backward()
         losses.append(loss.detach())
     norm = optimizer.clip_grad_norm(max_grad_norm)
     loss = world.sum(float(torch.stack(losses).sum()))[0] / world.tensor_size
     if not math.isfinite(loss + norm):
-        raise UserError(
-            f"loss {loss}, gradient norm {norm}: stopped before the weights were touched; lower --learning_rate, or "
-            "look at the data of this step"
-        )
+        optimizer.zero_grad()
+        raise NotFinite(f"loss {loss}, gradient norm {norm}")
+    before_update()
     optimizer.step(learning_rate)
     torch.get_device_module(world.device).synchronize()  # a clock read after this has waited for the update
     return loss, norm

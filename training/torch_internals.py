@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _utils as tensor_utils
 from torch.utils import _python_dispatch
 
 # A context in which __torch_dispatch__ sees each operation before it runs (1.13).
@@ -19,6 +20,9 @@ fused_adamw_ = torch._fused_adamw_
 # PyTorch's memory snapshot: the allocator's history since record_memory_history(), written to a file (2.1).
 record_memory_history = torch.cuda.memory._record_memory_history
 dump_memory_snapshot = torch.cuda.memory._dump_snapshot
+
+# (shape, offset of the first element) of this rank's part of a DTensor, by its shape, mesh and placements (2.0).
+compute_local_shape_and_global_offset = tensor_utils.compute_local_shape_and_global_offset
 
 
 def dtensor_like(sharded: DTensor, local: Tensor) -> DTensor:

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import training.optimizer
 from model import MODEL_SIZES, Transformer
+from tests.checkpoints import save_checkpoint
 from tests.ranks import run_ranks
-from training.checkpoint.files import load_optimizer_state, save_checkpoint
+from training.checkpoint.files import OPTIMIZER, load_optimizer_state
 from training.optimizer import LEAVING_BYTES, MasterAdamW, optimizer_bytes, warmup_cosine
 from training.parallel.fsdp import shard_model
 from training.parallel.world import World
@@ -226,7 +227,7 @@ def test_checkpoint_restores_the_optimizer_exactly_in_another_placement(dtype, s
         backward(parameters, seed)
         optimizer.step(1e-2)
     path = save_checkpoint(
-        tmp_path, 3, model_state={}, model_config={}, trainer_state={}, optimizer_state=optimizer.state_dict()
+        tmp_path, 3, weights={}, model_config={}, trainer_state={}, optimizer_state=optimizer.state_dict()
     )
     other = MasterAdamW(restored.items(), gpu_state_bytes=PLACEMENTS[loaded])
     load_optimizer_state(path, other.state_dict())
@@ -242,8 +243,8 @@ def test_checkpoint_restores_the_optimizer_exactly_in_another_placement(dtype, s
 def test_checkpoint_holds_each_tensor_not_the_whole_arena(tmp_path, device):
     parameters = make_parameters(torch.bfloat16, device, {str(i): (64, 64) for i in range(16)})
     state = MasterAdamW(parameters.items(), gpu_state_bytes=0).state_dict()
-    path = save_checkpoint(tmp_path, 1, model_state={}, model_config={}, trainer_state={}, optimizer_state=state)
-    size = sum(file.stat().st_size for file in (path / "optimizer").iterdir())
+    path = save_checkpoint(tmp_path, 1, weights={}, model_config={}, trainer_state={}, optimizer_state=state)
+    size = (path / OPTIMIZER).stat().st_size
     assert size < 1.5 * 16 * 64 * 64 * 12
 
 
@@ -357,7 +358,7 @@ def check_sharded(world, folder):
             for key, tensor in tensors.items():
                 torch.testing.assert_close(expected[name][key], tensor.detach(), rtol=1e-4, atol=1e-6)
     path = save_checkpoint(
-        folder / "run", 1, model_state={}, model_config={}, trainer_state={}, optimizer_state=optimizer.state_dict()
+        folder / "run", 1, weights={}, model_config={}, trainer_state={}, optimizer_state=optimizer.state_dict()
     )
     model, other, _ = train_sharded(0, world, 3, steps=1)
     load_optimizer_state(path, other.state_dict())
@@ -495,7 +496,7 @@ def test_sharded_state_stays_on_the_host(tmp_path):
         state = optimizer.state_dict()
         assert state["weight"]["exp_avg"].to_local().device.type == "cpu"
         path = save_checkpoint(
-            tmp_path / "run", 1, model_state={}, model_config={}, trainer_state={}, optimizer_state=state
+            tmp_path / "run", 1, weights={}, model_config={}, trainer_state={}, optimizer_state=state
         )
         other_weight, other = make(3.0)
         load_optimizer_state(path, other.state_dict())

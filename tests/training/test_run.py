@@ -74,7 +74,7 @@ def compare_with_a_prediction(world):
     elements = [[_local_elements(parameter) for parameter in step.parameters] for step in (real, predicted)]
     assert all(ours <= first for ours, first in zip(*elements, strict=True))
     if world.is_main:
-        assert elements[0] == elements[1] and real.checkpoint_bytes() == predicted.checkpoint_bytes()
+        assert elements[0] == elements[1]
         for placement, gpu_state_bytes in ((Placement(), math.inf), (Placement("host", "host"), 1e6)):
             execution = replace(real.given, placements=(placement,) * 3, gpu_state_bytes=gpu_state_bytes)
             assert list(real.stages(execution)) == list(predicted.stages(execution))

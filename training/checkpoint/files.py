@@ -1,25 +1,29 @@
-"""A run's checkpoints: complete or absent, checked byte for byte, and readable by Hugging Face tools.
+"""A run's checkpoints on disk: complete or absent, checked byte for byte, and readable by Hugging Face tools.
 
 output_dir/step_00000100/
     model.safetensors, config.json   the weights under Hugging Face's names
-    optimizer/                       torch.distributed.checkpoint: saved by any number of ranks, loaded by any other
-    trainer.json                     step, the trainer's state, the optimizer's plain numbers
+    optimizer.safetensors            masters and moments, float32: written by any number of ranks, read by any other
+    trainer.json                     step and the trainer's state
     rng_0.json, rng_1.json, ...      random generators, one file a rank
-    manifest.json                    size and CRC-32 of every file above, written last
+    manifest.json                    of every file above its size and checksums (CRC-32), written last
 
-A checkpoint is written beside its place under a dotted name, flushed to disk and renamed: a killed save leaves nothing
-that looks like one. In a process group save_checkpoint, verify_checkpoint and load_optimizer_state are collective: all
-ranks call them, on a file system that all share, and what fails on one is raised on all.
+`saver.Saver` writes a checkpoint beside its place under a dotted name, flushes it to disk, verifies and renames it: a
+killed save leaves nothing that looks like one. Nothing in a checkpoint is a pickle, so reading it runs no code. In a
+process group verify_checkpoint and load_optimizer_state are collective: all ranks call them, on a file system that all
+share, and what fails on one is raised on all.
 """
 
 import contextlib
+import errno
+import fcntl
 import json
+import logging
+import math
 import os
 import random
+import re
 import shutil
-import warnings
 import zlib
-from collections import ChainMap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,158 +31,198 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
-from training.checkpoint.weights import append_weights, read_json, safetensors_header
+from training.checkpoint.blocks import Block, bytes_of, local_blocks, read_entries, read_header
+from training.checkpoint.weights import read_json
 from training.config import IO_THREADS
 from training.errors import UserError
 
-FORMAT_VERSION = 1
+logger = logging.getLogger(__name__)
+FORMAT_VERSION = 2
+WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 SPARE_BYTES = 64 * 2**20  # for everything in a checkpoint that is not a tensor
 
 
-def save_checkpoint(
-    output_dir: str | Path,
-    step: int,
-    *,
-    model_state: dict[str, torch.Tensor],
-    model_config: dict,
-    optimizer_state: dict | None,
-    trainer_state: dict,
-    keep: int = 2,
-) -> Path:
-    """Write output_dir/step_<step>, then delete the oldest checkpoints so that keep are left up to this step.
-
-    Args:
-        step: optimizer steps taken.
-        model_state: parameter name -> tensor or DTensor, the same names in the same order on every rank; gathered and
-            written one at a time.
-        model_config: written as config.json.
-        optimizer_state: nested dict of tensors, DTensors and plain numbers. A plain tensor is the same on every rank.
-        trainer_state: what JSON can hold; load_trainer_state returns it.
-        keep: checkpoints to keep, at least 1.
-
-    Returns:
-        The checkpoint's folder.
+@contextlib.contextmanager
+def only_run_in(output_dir: Path) -> Iterator[None]:
+    """Make the folder and lock it, as long as this block or its process lasts.
 
     Raises:
-        UserError: too little free disk space, found out before anything is written.
-        Exception: what the writing rank met; the other ranks raise RuntimeError. Earlier checkpoints stand.
+        UserError: another process has the lock; the folder cannot be written to.
     """
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1: got {keep}")
-    output_dir = Path(output_dir)
-    final = output_dir / f"step_{step:08d}"
-    temporary = output_dir / f".{final.name}.tmp"
-    rank, world_size = _rank_and_world_size()
-    tensors, numbers = _split_leaves(optimizer_state or {})
     try:
-        with _failing_together():
-            if rank == 0:
-                output_dir.mkdir(parents=True, exist_ok=True)
-                for leftover in output_dir.glob(".step_*.tmp"):
-                    shutil.rmtree(leftover)
-                _check_free_space(output_dir, [*model_state.values(), *tensors.values()])
-                temporary.mkdir()
-        with _failing_together():
-            _write_json(temporary / f"rng_{rank}.json", _rng_state())
-            if rank == 0:
-                (temporary / "model.safetensors").write_bytes(safetensors_header(model_state))
-                _write_json(temporary / "config.json", model_config)
-                trainer = {"step": step, "trainer_state": trainer_state, "optimizer_numbers": numbers}
-                _write_json(temporary / "trainer.json", {"format_version": FORMAT_VERSION, **trainer})
-        with _failing_together():
-            append_weights(temporary / "model.safetensors", model_state, rank)
-        if optimizer_state is not None:
-            with _one_line_errors("cannot write the optimizer state"):
-                dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary / "optimizer", thread_count=IO_THREADS))
-        checksums = {}
-        with _failing_together():
-            names = sorted(str(file.relative_to(temporary)) for file in temporary.rglob("*") if file.is_file())
-            for name in names[rank::world_size]:
-                _flush(temporary / name)
-            checksums = _checksums(temporary, names[rank::world_size])
-        shares = _all_gather(checksums)
-        with _failing_together():
-            if rank == 0:
-                _write_json(temporary / "manifest.json", dict(ChainMap(*shares)))
-                _put_in_place(temporary, final)
-                earlier = [other for other in _checkpoints(output_dir) if other.name < final.name]
-                for old in earlier[::-1][keep - 1 :]:
-                    shutil.rmtree(_hide(old))
-    except BaseException:
-        if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return final
+        output_dir.mkdir(parents=True, exist_ok=True)
+        file = (output_dir / ".lock").open("a+")
+    except OSError as error:
+        raise UserError(f"output_dir {output_dir} cannot be written to: {error}; choose another") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(
+                f"another run, process {file.read().strip()}, writes into {output_dir}: wait for its end, or choose "
+                "another --output_dir"
+            ) from None
+        except OSError as error:
+            logger.warning("%s has no locks (%s): take care that no other run writes there", output_dir, error)
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
 
 
-def latest_checkpoint(output_dir: str | Path) -> Path | None:
-    """The complete checkpoint of the highest step in output_dir, or None."""
-    return max(_checkpoints(Path(output_dir)), default=None)
+def step_of(path: Path) -> int | None:
+    """The step of a checkpoint's folder by its name; None of other names, as of step_00000020_best."""
+    match = re.fullmatch(r"step_(\d{8,})", path.name)
+    return int(match[1]) if match else None
 
 
-def verify_checkpoint(path: str | Path) -> None:
-    """Compare every file with the manifest: all sizes first, then the contents, shared out over the ranks.
+def checkpoints(output_dir: Path) -> list[Path]:
+    """The folders that are named as checkpoints, by step."""
+    found = output_dir.iterdir() if output_dir.is_dir() else ()
+    return sorted((path for path in found if step_of(path) is not None), key=lambda path: step_of(path) or 0)
+
+
+def latest_checkpoint(output_dir: Path, passed_over: dict[Path, str]) -> Path | None:
+    """The newest checkpoint without visible damage, or None; `passed_over` gets those newer than it, and why.
+
+    Args:
+        passed_over: checkpoint -> why it cannot be used; those in it are not looked at again.
+    """
+    for path in reversed(checkpoints(output_dir)):
+        if path not in passed_over:
+            try:
+                check_files(path)
+            except UserError as error:
+                passed_over[path] = str(error)
+            else:
+                return path
+    return None
+
+
+def check_files(path: Path) -> dict[str, list]:
+    """Compare all sizes, small files and the headers of tensors with the manifest: what can be seen in milliseconds.
+
+    Returns:
+        For each file of tensors, its blocks: [tensor's name, offset, shape, CRC-32 of the elements in order].
 
     Raises:
         UserError: one line naming the file that is missing, truncated or corrupted.
     """
-    path = Path(path)
-    rank, world_size = _rank_and_world_size()
-    with _failing_together():
-        manifest = read_json(path / "manifest.json")
-        for name, (size, _) in manifest.items():
-            if not (path / name).is_file():
-                raise UserError(f"checkpoint {path} is incomplete: {name} is missing; use another checkpoint")
-            found = (path / name).stat().st_size
-            if found != size:
-                raise UserError(f"checkpoint {path}: {name} is truncated or changed: {found} bytes, "
-                                 f"saved with {size}; use another checkpoint")  # fmt: skip
-        for name, entry in _checksums(path, sorted(manifest)[rank::world_size]).items():
-            if entry != manifest[name]:
-                raise UserError(f"checkpoint {path}: {name} is corrupted (its CRC-32 differs); use another checkpoint")
+    manifest = read_json(path / "manifest.json")
+    version, crc = manifest.get("format_version"), manifest.pop("crc32", None)
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"checkpoint {path} has format {version}, this code {FORMAT_VERSION}: it can only start from its weights, "
+            f"with --init_from {path} and another --output_dir"
+        )
+    if crc != zlib.crc32(json.dumps(manifest).encode()):
+        raise UserError(f"checkpoint {path}: manifest.json is corrupted (its CRC-32 differs); use another checkpoint")
+    for name, (size, _) in manifest["files"].items():
+        if not (path / name).is_file():
+            raise UserError(f"checkpoint {path} is incomplete: {name} is missing; use another checkpoint")
+        found = (path / name).stat().st_size
+        if found != size:
+            raise UserError(f"checkpoint {path}: {name} is truncated or changed: {found} bytes, "
+                            f"saved with {size}; use another checkpoint")  # fmt: skip
+    for name, (_, crc) in manifest["files"].items():
+        content = read_header(path / name) if name in manifest["blocks"] else (path / name).read_bytes()
+        if zlib.crc32(content) != crc:
+            raise corrupted(path, name)
+    return manifest["blocks"]
 
 
-def load_optimizer_state(path: str | Path, state: dict) -> None:
-    """Read the optimizer's state into the tensors, DTensors and numbers of state, in place, on any number of ranks.
+def corrupted(path: Path, name: str) -> UserError:
+    return UserError(f"checkpoint {path}: {name} is corrupted (its CRC-32 differs); use another checkpoint")
+
+
+def verify_checkpoint(path: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Compare every byte with the manifest; the tensors are shared out over the ranks of `group`, by default all.
+
+    Raises:
+        UserError: one line naming the file that is missing, truncated or corrupted.
+    """
+    rank, world_size = rank_and_world_size()
+    with failing_together(group):
+        for name, blocks in check_files(path).items():
+            header = read_header(path / name)
+            entries = read_entries(header)
+            missing = (path / name).stat().st_size - len(header)
+            missing -= sum(math.prod(shape) * entries[tensor].dtype.itemsize for tensor, _, shape, _ in blocks)
+            if missing:
+                raise UserError(f"checkpoint {path}: {missing} bytes of {name} were written by nobody")
+
+            def check(block, name=name, entries=entries):
+                tensor, offset, shape, crc = block
+                entry = entries[tensor]
+                content = memoryview(bytearray(math.prod(shape) * entry.dtype.itemsize))
+                Block(tensor, tuple(offset), tuple(shape)).read(descriptor, entry, content)
+                if zlib.crc32(content) != crc:
+                    raise corrupted(path, name)
+
+            with reading(path / name) as descriptor:
+                in_threads(check, blocks[rank::world_size])
+
+
+def load_optimizer_state(path: Path, state: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Read the optimizer's state into its tensors and DTensors, in place, on any number of ranks.
 
     Args:
-        path: a checkpoint's folder.
-        state: nested as at saving; its shapes are those of this run, its sharding may differ.
+        path: a checkpoint's folder, verified.
+        state: as at saving; its shapes are those of this run, its sharding may differ.
 
     Raises:
         UserError: the checkpoint has no optimizer state, or one of other names or shapes.
     """
-    path = Path(path)
-    if not (path / "optimizer" / ".metadata").is_file():
-        raise UserError(f"checkpoint {path} has no optimizer state; start from its weights with --init_from instead")
-    reader = dcp.FileSystemReader(path / "optimizer")
-    tensors, numbers = _split_leaves(state)
-    saved_numbers = _read_trainer(path)["optimizer_numbers"]
-    differing = {*tensors, *numbers} ^ {*reader.read_metadata().state_dict_metadata, *saved_numbers}
-    if differing:
-        raise UserError(f"checkpoint {path} is of another model or optimizer: {min(differing)} is only in one of them")
-    with _one_line_errors(f"cannot read the optimizer state of {path}"):
-        dcp.load(tensors, storage_reader=reader)
-    for name, container, key in _leaves(state):
-        if name in saved_numbers:
-            container[key] = saved_numbers[name]
+    tensors = flat(state)
+    with failing_together():
+        if not (path / OPTIMIZER).is_file():
+            raise UserError(
+                f"checkpoint {path} has no optimizer state; start from its weights with --init_from instead"
+            )
+        entries = read_entries(read_header(path / OPTIMIZER))
+        if differing := tensors.keys() ^ entries.keys():
+            raise UserError(
+                f"checkpoint {path} is of another model or optimizer: {min(differing)} is only in one of them"
+            )
+        for name, tensor in tensors.items():
+            if (tensor.dtype, tuple(tensor.shape)) != (entries[name].dtype, entries[name].shape):
+                raise UserError(f"checkpoint {path} is of another model: {name} has shape {list(entries[name].shape)}, "
+                                f"this model needs {list(tensor.shape)}")  # fmt: skip
+
+        def load(block_and_part):
+            block, part = block_and_part
+            on_host = part if part.device.type == "cpu" and part.is_contiguous() else torch.empty(part.shape)
+            block.read(descriptor, entries[block.name], bytes_of(on_host))
+            if on_host is not part:
+                part.copy_(on_host)
+
+        with reading(path / OPTIMIZER) as descriptor:
+            in_threads(load, local_blocks(tensors))
+
+
+def flat(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The optimizer's state by the names that optimizer.safetensors has: norm.weight.exp_avg."""
+    return {f"{name}.{key}": tensor for name, tensors in state.items() for key, tensor in tensors.items()}
 
 
 def load_trainer_state(path: str | Path) -> dict:
-    """The trainer_state given to save_checkpoint, and "step". Raises UserError where it cannot be read."""
-    trainer = _read_trainer(Path(path))
-    return {"step": trainer["step"], **trainer["trainer_state"]}
+    """The trainer_state that was saved, and "step". Raises UserError where it cannot be read."""
+    file = Path(path) / "trainer.json"
+    trainer = read_json(file)
+    if not isinstance(trainer.get("trainer_state"), dict):
+        raise UserError(f"{file} is damaged: it has no trainer_state")
+    return {"step": trainer.get("step"), **trainer["trainer_state"]}
 
 
-def restore_rng(path: str | Path) -> bool:
+def restore_rng(path: Path) -> bool:
     """Set this rank's random generators (Python, NumPy, torch's CPU and current CUDA device) as they were at saving.
 
     Returns:
         False, with nothing set, where the checkpoint was saved by fewer ranks and has no state for this one.
     """
-    file = Path(path) / f"rng_{_rank_and_world_size()[0]}.json"
+    file = path / f"rng_{rank_and_world_size()[0]}.json"
     if not file.is_file():
         return False
     state = read_json(file)
@@ -191,7 +235,8 @@ def restore_rng(path: str | Path) -> bool:
     return True
 
 
-def _rng_state() -> dict:
+def rng_state() -> dict:
+    """What `restore_rng` sets, of this rank."""
     numpy = np.random.get_state(legacy=False)
     state = numpy["state"]
     return {
@@ -202,113 +247,151 @@ def _rng_state() -> dict:
     }
 
 
-def _rank_and_world_size() -> tuple[int, int]:
+def check_room(output_dir: Path, needed: int, given_back: int = 0) -> None:
+    """Raise OSError where the disk has less than `needed` bytes free, `given_back` bytes of old files counted in."""
+    free = shutil.disk_usage(output_dir).free + given_back
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC, f"{needed / 2**30:.2f} GB are needed for checkpoints, {output_dir} has {free / 2**30:.2f} GB"
+        )
+
+
+def size_on_disk(paths: list[Path]) -> int:
+    """Bytes of all files in these folders."""
+    return sum(file.stat().st_size for path in paths for file in path.rglob("*") if file.is_file())
+
+
+def put_in_place(temporary: Path, final: Path) -> None:
+    """Rename a complete checkpoint, in place of another one of its step."""
+    flush(temporary)
+    replaced = _hide(final) if final.exists() else None
+    temporary.rename(final)
+    flush(final.parent)
+    if replaced:
+        _delete(replaced)
+
+
+def delete_old(newest: Path, keep: int) -> None:
+    """Of the checkpoints up to `newest`, leave the last `keep` and the one of the lowest validation loss."""
+    own = _up_to(newest)
+    for path in own[:-keep]:
+        if path != _best(own):
+            _delete_checkpoint(path)
+
+
+def make_room(output_dir: Path, needed: int, last: Path | None) -> None:
+    """Where fewer than `needed` bytes are free, delete checkpoints before `last`, the best of them at the end.
+
+    Raises:
+        OSError: that was not enough.
+    """
+    older = [path for path in _up_to(last) if path != last] if last else []
+    best = _best(older)
+    for path in sorted(older, key=lambda path: path == best):
+        if shutil.disk_usage(output_dir).free < needed:
+            logger.warning("%s has no room for another checkpoint: %s is deleted before its time", output_dir, path)
+            _delete_checkpoint(path)
+    check_room(output_dir, needed)
+
+
+def _up_to(newest: Path) -> list[Path]:
+    """Checkpoints of no later step, by step: later ones are no business of a run that has not reached them."""
+    return [path for path in checkpoints(newest.parent) if (step_of(path) or 0) <= (step_of(newest) or 0)]
+
+
+def _best(paths: list[Path]) -> Path | None:
+    """The one of the lowest validation loss, of equal ones the oldest; None: none has a loss that is finite."""
+    losses = {}
+    for path in paths:
+        with contextlib.suppress(UserError):
+            loss = load_trainer_state(path).get("validation_loss")
+            if isinstance(loss, float) and math.isfinite(loss):
+                losses[path] = loss
+    return min(losses, key=lambda path: losses[path], default=None)
+
+
+def _delete_checkpoint(path: Path) -> None:
+    try:
+        _delete(_hide(path))
+    except OSError as error:
+        logger.warning("%s is no longer needed and cannot be deleted: %s", path, error)
+
+
+def clear_leftovers(output_dir: Path) -> None:
+    """Delete what killed saves and interrupted deletions left."""
+    for leftover in output_dir.glob(".step_*.tmp"):
+        _delete(leftover)
+
+
+def _hide(checkpoint: Path) -> Path:
+    """Rename a checkpoint before its deletion: if that is interrupted, the rest no longer counts as a checkpoint."""
+    return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old.tmp"))
+
+
+def _delete(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("%s is a leftover and cannot be deleted: %s", folder, error)
+
+
+def write_file(file: Path, content: bytes, size: int | None = None) -> list[int]:
+    """Write and flush a file, longer than its content where `size` says so; returns [bytes, CRC-32 of the content]."""
+    with file.open("wb") as opened:
+        opened.write(content)
+        opened.truncate(len(content) if size is None else size)
+        opened.flush()
+        os.fsync(opened.fileno())
+    return [file.stat().st_size, zlib.crc32(content)]
+
+
+def flush(path: Path) -> None:
+    """Have the file's or folder's content on the disk."""
+    with reading(path) as descriptor:
+        os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[int]:
+    """A file's or folder's descriptor."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def in_threads(function, values) -> list:
+    """The function's results of all values, IO_THREADS at a time: copies, checksums and I/O let go of Python's lock."""
+    with ThreadPoolExecutor(IO_THREADS) as pool:
+        return list(pool.map(function, values))
+
+
+def rank_and_world_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def _all_gather(value) -> list:
-    values = [value] * _rank_and_world_size()[1]
+def all_gather(value, group: dist.ProcessGroup | None = None) -> list:
+    """Every rank's value; anything that pickles."""
+    values = [value] * rank_and_world_size()[1]
     if dist.is_initialized():
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group)
     return values
 
 
 @contextlib.contextmanager
-def _failing_together():
+def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """All ranks leave the block together, all with an error if one had one: no rank waits for a rank that is gone."""
     error = None
     try:
         yield
     except Exception as caught:
         error = caught
-    messages = _all_gather(None if error is None else f"{type(error).__name__}: {error}")
+    kind = next((kind for kind in (OSError, UserError) if isinstance(error, kind)), RuntimeError)
+    failures = all_gather(None if error is None else (kind, f"{type(error).__name__}: {error}"), group)
     if error is not None:
         raise error
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise RuntimeError(f"rank {rank} failed: {message}")
-
-
-@contextlib.contextmanager
-def _one_line_errors(what: str):
-    """Raise a UserError of one line where dcp raises its BaseException, which carries the traceback of every rank."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process needs no group
-        try:
-            yield
-        except dcp.CheckpointException as error:
-            first, _ = next(iter(error.failures.values()))
-            raise UserError(f"{what}: {first}") from error
-
-
-def _leaves(state: dict, prefix: str = "") -> Iterator[tuple[str, dict, str]]:
-    """For each value in a nested dict: (its path, the dict that holds it, its key there)."""
-    for key, value in state.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", state, key
-
-
-def _split_leaves(state: dict) -> tuple[dict[str, torch.Tensor], dict]:
-    values = {name: container[key] for name, container, key in _leaves(state)}
-    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    return tensors, {name: value for name, value in values.items() if name not in tensors}
-
-
-def _read_trainer(path: Path) -> dict:
-    trainer = read_json(path / "trainer.json")
-    if trainer.get("format_version") != FORMAT_VERSION:
-        raise UserError(f"checkpoint {path} has format {trainer.get('format_version')}, this code {FORMAT_VERSION}")
-    return trainer
-
-
-def _write_json(file: Path, content: dict) -> None:
-    file.write_text(json.dumps(content, indent=None if file.name.startswith("rng_") else 2) + "\n")
-
-
-def _check_free_space(folder: Path, tensors: list[torch.Tensor]) -> None:
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SPARE_BYTES
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise UserError(f"a checkpoint needs {needed / 2**30:.2f} GB, {folder} has {free / 2**30:.2f} GB free; "
-                         "free some space or choose another --output_dir")  # fmt: skip
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def _checksums(folder: Path, names: list[str]) -> dict[str, list[int]]:
-    """name -> [bytes, CRC-32], files in parallel (zlib lets go of the interpreter's lock)."""
-
-    def checksum(name):
-        value = 0
-        with (folder / name).open("rb") as file:
-            while block := file.read(2**24):
-                value = zlib.crc32(block, value)
-            return [file.tell(), value]
-
-    with ThreadPoolExecutor(IO_THREADS) as pool:
-        return dict(zip(names, pool.map(checksum, names)))
-
-
-def _checkpoints(output_dir: Path) -> list[Path]:
-    return sorted(path for path in output_dir.glob("step_[0-9]*") if (path / "manifest.json").is_file())
-
-
-def _put_in_place(temporary: Path, final: Path) -> None:
-    for path in (temporary / "manifest.json", *(f for f in temporary.rglob("*") if f.is_dir()), temporary):
-        _flush(path)
-    replaced = _hide(final) if final.exists() else None
-    temporary.rename(final)
-    _flush(final.parent)
-    if replaced:
-        shutil.rmtree(replaced)
-
-
-def _hide(checkpoint: Path) -> Path:
-    """Rename a checkpoint before its deletion: if that is interrupted, the rest no longer counts as a checkpoint."""
-    return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old.tmp"))
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            kind, message = failure
+            raise kind(f"rank {rank} failed: {message}")

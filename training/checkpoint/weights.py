@@ -1,4 +1,4 @@
-"""Weights in Hugging Face's form: safetensors files, written and read one weight at a time.
+"""Weights in Hugging Face's form: safetensors files, read one weight at a time.
 
 In a file a weight's name is ours behind "model.": model.norm.weight for norm.weight. Only lm_head.weight has one name.
 A folder holds config.json, and either model.safetensors or several such files with an index.
@@ -11,11 +11,8 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.distributed.tensor import DTensor
 
 from training.errors import UserError
-
-SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 def load_model_weights(
@@ -49,70 +46,35 @@ def load_model_weights(
     hint = "choose the matching --model_size, or another checkpoint"
     for name, shape in expected.items():
         if name not in places:
-            raise UserError(f"{another}: it has no {_file_name(name)}, this model needs it; {hint}")
+            raise UserError(f"{another}: it has no {name_in_file(name)}, this model needs it; {hint}")
         if places[name][2] != tuple(shape):
-            raise UserError(f"{another}: {_file_name(name)} has shape {list(places[name][2])}, "
+            raise UserError(f"{another}: {name_in_file(name)} has shape {list(places[name][2])}, "
                              f"this model needs {list(shape)}; {hint}")  # fmt: skip
     tied_copy = places.pop("lm_head.weight", None) if "lm_head.weight" not in expected else None
     for name in places:
         if name not in expected:
-            raise UserError(f"{another}: it has {_file_name(name)}, this model does not; {hint}")
+            raise UserError(f"{another}: it has {name_in_file(name)}, this model does not; {hint}")
     if tied_copy and not torch.equal(_read_weight(tied_copy), _read_weight(places["embed_tokens.weight"])):
         raise UserError(f"checkpoint {path} has an lm_head.weight of its own, this model ties it to the embedding")
     return ((name, _read_weight(places[name])) for name in expected)
 
 
-def safetensors_header(model_state: dict[str, torch.Tensor]) -> bytes:
-    """A safetensors file up to its data: the header's length in 8 little-endian bytes, then the header in JSON.
-
-    Each weight's data_offsets count from the end of the header, which is padded with spaces to a multiple of 8 bytes:
-    two weights of 24 and 66 bytes have [0, 24] and [24, 90].
-    """
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in model_state.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        dtype = SAFETENSORS_DTYPES[tensor.dtype]
-        header[_file_name(name)] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def append_weights(file: Path, model_state: dict[str, torch.Tensor], rank: int) -> None:
-    """Write the weights after the header, from rank 0, with one full weight in memory at a time.
-
-    full_tensor() is a collective: if rank 0 left when its disk is full, the other ranks would wait for it in the next
-    one. So every rank gathers every weight, also after an error on rank 0, which is raised once the last is gathered.
-    """
-    error = None
-    for tensor in model_state.values():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if rank == 0 and error is None:
-            try:
-                with file.open("ab") as output:
-                    output.write(_bytes_of(full))
-            except Exception as caught:
-                error = caught
-        del full  # before the next weight is gathered
-    if error is not None:
-        raise error
-
-
 def read_json(file: Path) -> dict:
-    """What a JSON file holds. Raises UserError, naming the file, where it cannot be read."""
+    """The object that a JSON file holds. Raises UserError, naming the file, where there is none that can be read."""
     try:
-        return json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+        if not file.is_file():  # a pipe would be waited for
+            raise FileNotFoundError("no such file")
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} is missing or damaged: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is damaged: it holds no JSON object")
+    return content
 
 
-def _file_name(name: str) -> str:
+def name_in_file(name: str) -> str:
+    """A weight's name in Hugging Face's files."""
     return name if name == "lm_head.weight" else f"model.{name}"
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -124,6 +124,11 @@ class PackedLoader:
         length = self.packing.context_length
         return [make_batch(self.store, [sequences[i] for i in positions], length) for positions in own]
 
+    def sources(self, first: int, last: int) -> list[str]:
+        """The files of the documents in sequences `first` to `last` - 1 of the global order, each once, in order."""
+        pieces = [p for i in range(first, last) for p in self.packing.pieces(*divmod(i, self.sequences_per_epoch))]
+        return [*dict.fromkeys(self.store.source(document) for document, _, _ in pieces)]
+
     def state_dict(self) -> dict:
         """The position, and what it is a position in. Plain numbers, the same on every rank."""
         return {"next_sequence": self.next_sequence, **self._identity}

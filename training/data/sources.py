@@ -3,7 +3,7 @@
 import json
 import re
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ STANDARD_LIBRARY_SKIPS = {"site-packages", "dist-packages", "test", "tests", "id
 class Document:
     tokens: np.ndarray  # [N] as the tokenizer made them (uint8 for bytes, else uint32), without the end-of-text id
     num_masked: int = 0  # leading tokens that are no targets: the prompt of a fine-tuning sample
+    source: str = ""  # the file that it comes from, of a .jsonl file with the line's number
 
 
 def load_documents(paths: list[str] | str | None, tokenizer, vocab_size: int) -> list[Document]:
@@ -56,7 +57,7 @@ def load_documents(paths: list[str] | str | None, tokenizer, vocab_size: int) ->
             elif suffix in SUFFIXES:
                 text = _decode(_read_bytes(file), str(file))
                 if text.strip():
-                    found.append(Document(_tokenize(text, tokenizer, vocab_size, str(file))))
+                    found.append(Document(_tokenize(text, tokenizer, vocab_size, str(file)), source=str(file)))
             elif not is_folder:
                 raise UserError(f"data file {file} has suffix {suffix!r}; it must be one of {', '.join(SUFFIXES)}")
         if not found:
@@ -78,7 +79,7 @@ def _standard_library(tokenizer, vocab_size: int) -> list[Document]:
             except (OSError, ValueError):  # lib2to3 and others carry sources that are undecodable on purpose
                 continue
             if text.strip():
-                documents.append(Document(_tokenize(text, tokenizer, vocab_size, str(file))))
+                documents.append(Document(_tokenize(text, tokenizer, vocab_size, str(file)), source=str(file)))
     if not documents:
         raise UserError(f"no Python sources in {root} to serve as the default corpus; give --data a file or a folder")
     return documents
@@ -134,7 +135,7 @@ def _read_lines(file: Path, tokenizer, vocab_size: int) -> list[Document]:
             raise UserError(f"{where}: escaped NUL or lone surrogate in the text; remove it")
         masked = _tokenize(prompt, tokenizer, vocab_size, where)
         tokens = _tokenize(text, tokenizer, vocab_size, where)
-        documents.append(Document(np.concatenate([masked, tokens]), len(masked)))
+        documents.append(Document(np.concatenate([masked, tokens]), len(masked), where))
     return documents
 
 
@@ -160,7 +161,7 @@ def split_documents(
         cut = sizes[0] - max(1, int(sizes[0] * validation_fraction))
         if cut <= whole.num_masked:
             raise UserError(f"the one document of {sizes[0]} tokens is too short to hold some out; give more --data")
-        return [Document(whole.tokens[:cut], whole.num_masked)], [Document(whole.tokens[cut:])]
+        return [replace(whole, tokens=whole.tokens[:cut])], [Document(whole.tokens[cut:], source=whole.source)]
     allowed = validation_fraction * sum(sizes)
     held_out = []
     for i in np.random.default_rng(seed).permutation(len(documents)).tolist():

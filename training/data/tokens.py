@@ -35,6 +35,10 @@ class TokenStore:
             crc = zlib.crc32(np.ascontiguousarray(document.tokens).data, crc)
         return crc
 
+    def source(self, document: int) -> str:
+        """The file that a document comes from, of a .jsonl file with the line's number."""
+        return self._documents[document].source
+
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """int64 [stop - start], the ids at positions start .. stop - 1 of a document; 0 <= start <= stop <= its length.
 

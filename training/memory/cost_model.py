@@ -26,7 +26,6 @@ from kernels.qkv_attention import qkv_attention_footprint
 from kernels.sparse_attention import NSA, Sparsity
 from kernels.sparse_attention.layout import LONGEST_DOCUMENT
 from kernels.sparse_attention.nsa import BLOCK_SIZE
-from training.config import IO_THREADS
 from training.data.packing import deal
 from training.memory.execution import Execution, Placement, needed_for_backward
 from training.memory.host_copies import SLOT_ALIGNMENT
@@ -214,15 +213,6 @@ class Step:
 
     def host_bytes(self, execution: Execution) -> int:
         return self.arena_bytes(execution) + self.optimizer(execution).host
-
-    def checkpoint_bytes(self) -> int:
-        """Host memory that saving a checkpoint takes for a moment, besides what is pinned.
-
-        One weight gathered whole, and a copy of a float32 tensor of the optimizer in each writing thread.
-        """
-        widest = max(self.config.vocab_size, self.config.intermediate_size) * self.tensor_ranks
-        largest = widest * self.config.hidden_size
-        return largest * self.parameters[0].element_size() + IO_THREADS * 4 * max(map(_local_elements, self.parameters))
 
     def uses_chunked_loss(self, execution: Execution) -> bool:
         return self.config.uses_chunked_loss(self.tokens, self.element_size, execution.loss_impl)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from training.checkpoint.blocks import SAVING_BYTES
 from training.errors import UserError
 from training.memory.cost_model import Stage, Step, gib
 from training.memory.execution import Execution, Placement
@@ -74,7 +75,7 @@ class Plan:
         rows += [(f"  {name}", gib(size)) for name, size in self.peak.categories.items() if size]
         rows += [("  and idle in FSDP's stream", gib(self.peak.idle))] if self.peak.idle else []
         rows += [("predicted host memory", gib(self.host_bytes))]
-        rows += [("  and while saving", gib(self.step.checkpoint_bytes())), ("predicted step", f"{self.seconds:.1f} s")]
+        rows += [("  and while saving", gib(SAVING_BYTES)), ("predicted step", f"{self.seconds:.1f} s")]
         width = max(len(title) for title, _ in rows)
         return "\n".join(f"{title:<{width}}  {value}" for title, value in rows)
 

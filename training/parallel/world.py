@@ -142,16 +142,20 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
             raise UserError(f"more processes than the {count} GPUs here: torchrun --nproc_per_node={count} at most")
         place = torch.device("cuda", local_rank)
         torch.cuda.set_device(place)
+    left = threading.Event()
     if size == 1:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            threading.Thread(target=end_with, args=([], os.getppid(), left), daemon=True).start()
         yield World(rank, size, place)
+        left.set()
         return
     gpu = place.type == "cuda"
     dist.init_process_group("nccl" if gpu else "gloo", device_id=place if gpu else None)
     mesh = make_mesh(place.type, size, context_parallel_size, tensor_parallel_size)
-    left, pids = threading.Event(), [0] * size
+    pids = [0] * size
     dist.all_gather_object(pids, os.getpid())
     neighbours = pids[rank - local_rank :][:local_size]  # of this machine
-    threading.Thread(target=end_with, args=(neighbours, left), daemon=True).start()
+    threading.Thread(target=end_with, args=(neighbours, os.getppid(), left), daemon=True).start()
     try:
         yield World(rank, size, place, mesh)
     except Exception as error:
@@ -162,13 +166,15 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
     dist.destroy_process_group()
 
 
-def end_with(pids: list[int], left: threading.Event) -> None:
-    """Wait until one of the processes `pids` has ended, then end this one too, unless `left` was set.
+def end_with(pids: list[int], parent: int, left: threading.Event) -> None:
+    """Wait until `parent` or one of the processes `pids` has ended, then end this one too, unless `left` was set.
+
+    Without its launcher nobody would end a rank, which would go on to write checkpoints beside those of a new run.
 
     A thread of its own runs this: where a peer died, the main thread may wait in an NCCL kernel for good, and a signal
     handler of Python, as train.py has for torchrun's SIGTERM, would wait with it.
     """
-    while all(os.path.exists(f"/proc/{pid}") for pid in pids):
+    while os.getppid() == parent and all(os.path.exists(f"/proc/{pid}") for pid in pids):
         if left.wait(0.5):
             return
     if not left.wait(GRACE_SECONDS):

@@ -17,7 +17,7 @@ from training.checkpoint.weights import load_model_weights
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_a_safetensors_file(tmp_path, dtype):
     model = {**weights_of(Model(1, dtype)), "lm_head.weight": torch.randn(6, 11).to(dtype).t()}  # not contiguous
-    file = save(tmp_path, 1, model_state=model, optimizer_state=None) / "model.safetensors"
+    file = save(tmp_path, 1, weights=model, optimizer_state=None) / "model.safetensors"
     expected = {"model.embed_tokens.weight": model["embed_tokens.weight"], "model.norm.weight": model["norm.weight"]}
     expected["lm_head.weight"] = model["lm_head.weight"]
     assert_same_state(load_file(file), expected)
@@ -37,7 +37,7 @@ def test_files_are_hugging_faces(tmp_path):
         theirs = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=tied))
         ours = {name.removeprefix("model."): p.detach() for name, p in theirs.named_parameters()}
         assert ("lm_head.weight" in ours) == (not tied)
-        path = save(tmp_path, 1, model_state=ours, model_config=theirs.config.to_dict(), optimizer_state=None)
+        path = save(tmp_path, 1, weights=ours, model_config=theirs.config.to_dict(), optimizer_state=None)
         reloaded = Qwen3ForCausalLM.from_pretrained(path)
         assert_same_state(reloaded.state_dict(), theirs.state_dict())
         for shard_size in ("1GB", "4KB"):

@@ -10,8 +10,8 @@ import torch
 from kernels.sparse_attention import EMPTY, Sparsity, select_blocks
 from kernels.sparse_attention.layout import make_layout
 from model import MODEL_SIZES, Transformer
+from tests.checkpoints import save_checkpoint
 from tests.kernels.sparse_attention.inputs import all_blocks, make_qkv, segments_of
-from training.checkpoint.files import save_checkpoint
 from training.evaluation import sparsity as probe_module
 from training.evaluation.sparsity import (
     Captured,
@@ -88,7 +88,7 @@ def checkpoint(tmp_path):
     config = replace(MODEL_SIZES["tiny"], num_hidden_layers=2)
     state = {"settings": {"selected_blocks": "2,1"}}
     return str(save_checkpoint(
-        tmp_path, 1, model_state=Transformer(config).state_dict(), model_config=config.to_hugging_face(),
+        tmp_path, 1, weights=Transformer(config).state_dict(), model_config=config.to_hugging_face(),
         optimizer_state=None, trainer_state=state,
     ))  # fmt: skip
 

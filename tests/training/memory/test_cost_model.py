@@ -167,9 +167,3 @@ def check_that_the_reduction_keeps_its_memory(step):
     assert _fits(step, execution, fullest + stages[0].idle, 0) and not _fits(step, execution, fullest, 0)
     unsharded = step_of(step.config, step.context_length)
     assert all(stage.idle == 0 for stage in unsharded.stages(execution))
-
-
-def test_a_checkpoint_takes_host_memory_for_its_largest_tensors():
-    """The 4B's embedding: gathered in bf16, and in float32 in each of four writing threads."""
-    step = step_of(MODEL_SIZES["4B"], 1024)
-    assert step.checkpoint_bytes() == 151_936 * 2560 * (2 + 4 * 4)

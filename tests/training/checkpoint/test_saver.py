@@ -1,0 +1,224 @@
+"""Saving beside training: what was there at `begin` is in the file, whatever comes between; failures and kills."""
+
+import logging
+import math
+import shutil
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.checkpoints import save_checkpoint
+from tests.ranks import run_ranks
+from tests.training.checkpoint.test_files import CONFIG, Model, optimizer_state_of, save, steps_in, weights_of
+from training.checkpoint import blocks, files, saver
+from training.checkpoint.blocks import Block
+from training.checkpoint.files import verify_checkpoint
+from training.checkpoint.saver import Saver
+from training.errors import UserError
+from training.optimizer import MasterAdamW
+from training.parallel.fsdp import shard_model
+from training.parallel.world import World
+
+
+class Layers(nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(33, 33, bias=i > 0, dtype=dtype) for i in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+
+def save_while_training(world, folder, waits, sharded=True, dtype=torch.float32, host=False):
+    """Three checkpoints, each begun ahead of a step; returns whether the files hold what was there at `begin`."""
+    blocks.BLOCK_BYTES = 1024
+    model = Layers(dtype).to(world.device)
+    if sharded:
+        shard_model(model, model.layers, world)
+    optimizer = MasterAdamW(model.named_parameters(), accumulate=False, gpu_state_bytes=0 if host else math.inf)
+    write, writer, equal = Block.write, Saver(folder, keep=5), []
+    Block.write = lambda *args: (time.sleep(0.01), write(*args))  # slower than a step
+
+    def step(before_update):
+        model(torch.randn(4, 33, device=world.device, dtype=dtype)).square().sum().backward()
+        optimizer.clip_grad_norm(1.0)
+        before_update()
+        optimizer.step(0.1)
+
+    try:
+        for number in range(1, 4):
+            step(writer.before_update)
+            state = optimizer.state_dict()
+            expected = {n: {k: whole(t) for k, t in tensors.items()} for n, tensors in state.items()}
+            weights = {n: whole(p) for n, p in optimizer.parameters.items()}
+            writer.begin(
+                number, weights=optimizer.parameters, model_config=CONFIG, optimizer_state=state,
+                trainer_state={"step": number},
+            )  # fmt: skip
+            step(writer.before_update if waits else lambda: None)
+            writer.finish()
+            found = load_file(folder / f"step_{number:08d}" / "optimizer.safetensors")
+            equal += [torch.equal(found[f"{n}.{k}"], t) for n, tensors in expected.items() for k, t in tensors.items()]
+            found = load_file(folder / f"step_{number:08d}" / "model.safetensors")
+            equal += [torch.equal(found[f"model.{n}"], t) for n, t in weights.items()]
+    finally:
+        Block.write = write
+    return all(equal)
+
+
+def check_ranks(world, folder):
+    assert save_while_training(world, folder / "waits", True)
+    assert not save_while_training(world, folder / "does not wait", False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("host", [False, True])
+def test_a_checkpoint_holds_what_was_there_when_it_began(tmp_path, dtype, host, device):
+    """Three updates later at the latest, it does so only where the updates wait."""
+    world = World(0, 1, device)
+    assert save_while_training(world, tmp_path / "waits", True, False, dtype, host)
+    assert not save_while_training(world, tmp_path / "does not wait", False, False, dtype, host)
+
+
+def test_parts_of_two_ranks_are_what_was_there(tmp_path):
+    run_ranks(2, check_ranks, tmp_path)
+
+
+def test_nothing_is_written_that_is_not_finite(tmp_path):
+    save(tmp_path, 1)
+    for value in (math.nan, math.inf, 3e38):  # whose sum is infinite
+        for dtype in (torch.float32, torch.bfloat16) if value != 3e38 else (torch.float32,):
+            weights = {"norm.weight": torch.full((6,), value, dtype=dtype)}
+            with pytest.raises(
+                UserError, match=r"model\.norm\.weight is not finite: no checkpoint of step 2 is written"
+            ):
+                save(tmp_path, 2, weights=weights)
+    assert steps_in(tmp_path) == ["step_00000001"]
+
+
+def free_bytes(monkeypatch, free):
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free(path)))
+
+
+def test_room_is_made_of_old_checkpoints_but_the_last_one(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(saver, "ATTEMPTS", 1)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.0)):
+        save(tmp_path, step, keep=9, trainer_state={"validation_loss": loss})
+    writer = Saver(tmp_path, 3, tmp_path / "step_00000003")
+    state = {"weights": weights_of(Model()), "model_config": CONFIG, "optimizer_state": None, "trainer_state": {}}
+    with monkeypatch.context() as patch:
+        free_bytes(patch, lambda path: 2**26 if len(steps_in(path)) > 2 else 2**27)
+        writer.begin(5, **state)
+        writer.finish()
+    assert steps_in(tmp_path) == ["step_00000003", "step_00000004", "step_00000005"]  # 1 went, then 2, the best
+    free_bytes(monkeypatch, lambda path: 2**26)
+    writer.begin(6, **state)
+    with pytest.raises(UserError, match=r"not be written: .*0\.06 GB are needed for checkpoints, .* has 0\.06 GB"):
+        writer.finish()
+    assert steps_in(tmp_path) == ["step_00000005"]
+    verify_checkpoint(tmp_path / "step_00000005")
+
+
+@pytest.mark.parametrize(
+    "module, victim", [(saver, "write_file"), (saver, "flush"), (saver, "verify_checkpoint"), (saver, "put_in_place")]
+)
+def test_a_failed_save_leaves_the_earlier_one_and_is_tried_again(tmp_path, monkeypatch, module, victim):
+    save(tmp_path, 1)
+    monkeypatch.setattr(saver, "SECONDS_BETWEEN", 0)
+    attempts, function = [], getattr(module, victim)
+
+    def fail(*args, **kwargs):
+        attempts.append(steps_in(tmp_path))
+        if len(attempts) < 3:
+            raise OSError("disk on fire")
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(module, victim, fail)
+    save(tmp_path, 2, keep=1)
+    assert steps_in(tmp_path) == ["step_00000002"] and all("step_00000001" in names for names in attempts[:3])
+
+
+def test_a_disk_that_refuses_for_good(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    monkeypatch.setattr(saver, "SECONDS_BETWEEN", 0)
+    attempts = []
+    monkeypatch.setattr(Block, "write", lambda *_: attempts.append(1) or files.os.close(-1))
+    with pytest.raises(UserError, match=r"the last checkpoint could not be written: .*Bad file descriptor"):
+        save(tmp_path, 2)
+    assert len(attempts) >= saver.ATTEMPTS and steps_in(tmp_path) == ["step_00000001"]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_nothing(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING)
+    for step in (1, 2):
+        save(tmp_path, step)
+
+    def refuse(path, *_, **__):
+        raise PermissionError(f"not {path}")
+
+    monkeypatch.setattr(files.shutil, "rmtree", refuse)
+    save(tmp_path, 3, keep=1)
+    assert "is a leftover and cannot be deleted" in caplog.text
+    assert [name for name in steps_in(tmp_path) if name.startswith("step_")] == ["step_00000003"]
+
+
+OPERATIONS = "mkdir", "pwrite", "fsync", "rename", "rmtree"
+
+
+def save_and_die(world, output_dir, operation):
+    def die(*args, **kwargs):
+        files.os.kill(files.os.getpid(), 9)
+
+    for owner in (files.os, files.shutil):
+        if hasattr(owner, operation):
+            setattr(owner, operation, die)
+    save(output_dir, 2, keep=1)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_killed_save_is_no_checkpoint(tmp_path, operation):
+    save(tmp_path, 1, keep=1)
+    with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
+        run_ranks(1, save_and_die, tmp_path, operation)
+    latest = files.latest_checkpoint(tmp_path, {})
+    assert latest.name == f"step_{2 if operation == 'rmtree' else 1:08d}"
+    verify_checkpoint(latest)
+    save(tmp_path, 3, keep=1)
+    assert steps_in(tmp_path) == ["step_00000003"]
+
+
+def save_all_on_two_ranks(world, output_dir):
+    """A rank whose disk fails does not leave the other one waiting."""
+    if world.rank == 1:
+        Block.write = lambda *_: files.os.close(-1)
+    saver.ATTEMPTS = 1
+    with pytest.raises(UserError, match=r"Bad file descriptor"):
+        save_checkpoint(
+            output_dir, 1, weights=weights_of(shard(world)), model_config=CONFIG,
+            optimizer_state=optimizer_state_of(Model()), trainer_state={},
+        )  # fmt: skip
+    dist.barrier()  # rank 0 has cleared what was left
+    assert steps_in(output_dir) == []
+
+
+def shard(world):
+    model = Layers()
+    shard_model(model, model.layers, world)
+    return model
+
+
+def test_a_disk_that_fails_on_one_rank_fails_on_all(tmp_path):
+    run_ranks(2, save_all_on_two_ranks, tmp_path)
