@@ -7,6 +7,7 @@ settings.
 
 import contextlib
 import dataclasses
+import faulthandler
 import json
 import logging
 import math
@@ -15,7 +16,9 @@ import signal
 import sys
 import time
 import typing
+from collections import deque
 from pathlib import Path
+from statistics import mean
 
 import torch
 from tqdm import tqdm
@@ -53,7 +56,7 @@ from training.data.tokens import TokenStore
 from training.errors import UserError, message_of
 from training.memory.cost_model import PackedDocuments
 from training.memory.placement import set_sparsity
-from training.metrics import MetricsFile, peak_flops, peak_memory_gib
+from training.metrics import MetricsFile, is_spike, peak_flops, peak_memory_gib
 from training.optimizer import warmup_cosine
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
@@ -79,6 +82,7 @@ PROMPT_TOKENS = 64
 SHUTDOWN_SECONDS = 30  # from torchrun's SIGTERM to its SIGKILL, unless it is told otherwise
 LONG_STEP_SECONDS = 5.0  # in longer steps the ranks agree between micro-batches whether to stop: the GPU is waited for
 SAVED_BYTES_PER_SECOND = 5e8  # a slow disk's, before the first checkpoint has been measured
+HANG_SECONDS = 600.0  # without an end of a step, or ten times as long as the last one where that is more
 RETRY_SECONDS = 60  # from a checkpoint that failed to the next attempt
 # A resumed run takes these from its flags alone, all other settings from the run that it continues.
 NOT_INHERITED = ("resume", "init_from", "output_dir", "device")
@@ -112,6 +116,11 @@ def check_config(config: TrainConfig) -> None:
         value = getattr(config, name)
         if value is not None and not least <= value <= most:
             raise UserError(f"{name} must be between {least} and {most}, got {value}")
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and (not text or "\0" in text):
+                raise UserError(f"{field.name} is an empty string or has a NUL; give a value, or drop it")
     if config.checkpoint_interval is not None:
         parse_interval(config.checkpoint_interval)
     refusals = {
@@ -481,10 +490,14 @@ def train_in(output_dir: Path, given: dict, world: World, stack: contextlib.Exit
         return world.sum(float(bool(received)))[0] > 0
 
     step_seconds, skipped, stopped = 0.0, 0, False
+    recent_losses: deque[float] = deque(maxlen=100)
+    stack.callback(faulthandler.cancel_dump_traceback_later)
     gpu_flops = peak_flops(world.device)
     progress = tqdm(total=max_steps, initial=start.step, unit="step", disable=not world.is_main)
     while done < max_steps and not stopped:
         step, began = done + 1, time.perf_counter()
+        # Where a rank hangs, each prints what its threads do.
+        faulthandler.dump_traceback_later(max(HANG_SECONDS, 10 * step_seconds), repeat=True, file=sys.__stderr__)
         batches = loader.next_step(config.gradient_accumulation_steps)
         rate = learning_rate_of(step, config, start.cosine_steps)
         sparsity = sparsity_at(config, step)
@@ -496,6 +509,9 @@ def train_in(output_dir: Path, given: dict, world: World, stack: contextlib.Exit
                 model, optimizer, batches, world, rate, config.max_grad_norm, saver.before_update, look
             )
             values |= {"loss": loss, "gradient_norm": norm}
+            if is_spike(loss, recent_losses):
+                logger.warning("step %d: loss %.3f is a spike above a mean of %.3f", step, loss, mean(recent_losses))
+            recent_losses.append(loss)
         except Stopped:
             stopped = True
             break
@@ -605,7 +621,7 @@ def main(argv: list[str]) -> int:
             if not world.is_main:
                 logging.disable(logging.INFO)
             return train(given, world)
-    except (UserError, torch.OutOfMemoryError) as error:
+    except (UserError, torch.OutOfMemoryError, OSError) as error:
         print(message_of(error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before the first step: from then on SIGINT saves

@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 
 import torch
@@ -239,4 +240,5 @@ def main(
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__.splitlines()[0]).parse_args()  # it has no flags, and refuses any
     sys.exit(main())

@@ -5,6 +5,7 @@
 
 import functools
 import os
+from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
@@ -60,6 +61,14 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Words of this repository, in a file; in indentation a model of tied embeddings would be right from the start."""
+    root, path = Path(__file__).parents[1], tmp_path / "corpus.txt"
+    path.write_text(" ".join(word for name in ("model.py", "train.py") for word in (root / name).read_text().split()))
+    return str(path)
 
 
 def pytest_collection_modifyitems(items):

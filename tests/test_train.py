@@ -40,14 +40,6 @@ SPARSE = ["--attention_type", "sparse", "--dense_below", "64"]
 ANNEALED = ["--selected_blocks_start", "8x2,4", "--selected_blocks_steps"]
 
 
-@pytest.fixture
-def corpus(tmp_path):
-    """Words of this repository, in a file; in indentation a model of tied embeddings would be right from the start."""
-    path = tmp_path / "corpus.txt"
-    path.write_text(" ".join(word for name in ("model.py", "train.py") for word in (ROOT / name).read_text().split()))
-    return str(path)
-
-
 def arguments(corpus, output_dir, *extra, steps=4):
     return ["--data", corpus, "--output_dir", str(output_dir), "--max_steps", str(steps), *SMALL, *extra]
 

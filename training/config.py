@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kernels.common import IMPLEMENTATIONS
 from model import MODEL_SIZES
-from training.errors import UserError
+from training.errors import UserError, read_file
 
 DEFAULT_STEPS = 300
 ATTENTION_TYPES = ("full", "sparse", "nsa")
@@ -167,8 +167,10 @@ def _nearest(name: str, known: list[str]) -> str:
 def _read_toml(path: str, config_type: type) -> dict:
     types = typing.get_type_hints(config_type)
     try:
-        values = tomllib.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        values = tomllib.loads(read_file(Path(path), "give --config a TOML file").decode())
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"cannot read --config {path}: {error}") from None
     choices = {f.name: f.metadata["choices"] for f in fields(config_type)}
     for name, value in values.items():
@@ -183,6 +185,8 @@ def _read_toml(path: str, config_type: type) -> dict:
         if any(type(e) is not kind for e in elements) or (types[name] == list[str]) != isinstance(value, list):
             expected = f"a list of {kind.__name__}" if types[name] == list[str] else kind.__name__
             raise UserError(f"{name} in {path} must be {expected}, got {value!r}")
+        if value == []:
+            raise UserError(f"{name} in {path} is an empty list; give at least one, or drop it for the default")
         if choices[name] and value not in choices[name]:
             raise UserError(f"{name} in {path} must be one of {', '.join(choices[name])}, got {value!r}")
     return values

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -27,6 +29,11 @@ def peak_memory_gib(world: World) -> list[float]:
     peaks[world.rank] = torch.cuda.max_memory_allocated(world.device) / 2**30
     torch.cuda.reset_peak_memory_stats(world.device)
     return [round(peak, 2) for peak in world.sum(*peaks.tolist())]
+
+
+def is_spike(loss: float, recent: Sequence[float]) -> bool:
+    """Whether a loss is above the mean of 20 or more recent ones by more than 6 of their standard deviations."""
+    return len(recent) >= 20 and loss > statistics.mean(recent) + 6 * statistics.pstdev(recent)
 
 
 class MetricsFile:

@@ -94,7 +94,7 @@ def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfi
         if not path.is_file():
             raise UserError(f"init_from {folder} has no config.json; give a folder in Hugging Face's form")
         with refused_as_user_error(f"cannot take {path}: "):
-            declared = ModelConfig.from_hugging_face(read_json(path))
+            declared = _declared_shape(read_json(path), shape)
         for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
             if getattr(declared, name) != getattr(shape, name):
                 raise UserError(
@@ -117,6 +117,20 @@ def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfi
         length = max(declared.max_position_embeddings, config.context_length)
         shape = dataclasses.replace(declared, max_position_embeddings=length)
     return shape
+
+
+def _declared_shape(content: dict, like: ModelConfig) -> ModelConfig:
+    """What a config.json says. Raises ValueError for what this decoder does not compute, and for a wrong type."""
+    try:
+        declared = ModelConfig.from_hugging_face(content)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"a value is of the wrong type ({error})") from None
+    for name, value in dataclasses.asdict(like).items():
+        found = getattr(declared, name)
+        kinds = (int, float) if isinstance(value, float) else (type(value),)
+        if type(found) not in kinds or (type(found) in (int, float) and not 0 < found < 2**31):
+            raise ValueError(f"{name} is {str(found)[:80]!r}; it must be as {value!r} is")
+    return declared
 
 
 # The plan

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from training.errors import UserError
+from training.errors import UserError, read_file
 
 
 def load_model_weights(
@@ -62,10 +62,8 @@ def load_model_weights(
 def read_json(file: Path) -> dict:
     """The object that a JSON file holds. Raises UserError, naming the file, where there is none that can be read."""
     try:
-        if not file.is_file():  # a pipe would be waited for
-            raise FileNotFoundError("no such file")
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        content = json.loads(read_file(file, "give another folder"))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is missing or damaged: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{file} is damaged: it holds no JSON object")
@@ -86,13 +84,18 @@ def _weight_files(path: Path) -> list[Path]:
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"]
     if index.is_file():
-        return sorted({path / shard for shard in read_json(index).get("weight_map", {}).values()})
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
+            raise UserError(f"{index} is damaged: its weight_map must name a file for each weight")
+        return sorted({path / shard for shard in places.values()})
     raise UserError(f"{path} has no model.safetensors; give a checkpoint's step_ folder or a Hugging Face folder")
 
 
 @contextmanager
 def _open_safetensors(file: Path):
     try:
+        if not file.is_file():  # a pipe would be waited for
+            raise FileNotFoundError("no such file")
         with safe_open(file, framework="pt") as weights:
             yield weights
     except (SafetensorError, OSError) as error:

@@ -1,6 +1,7 @@
 """Documents: read from files and folders, tokenized, and split into a training and a held-out share."""
 
 import json
+import os
 import re
 import sysconfig
 from dataclasses import dataclass, replace
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from training.errors import UserError
+from training.errors import UserError, read_file
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 # JSON can spell in escapes what documents must not hold: NUL, and halves of surrogate pairs.
@@ -48,14 +49,14 @@ def load_documents(paths: list[str] | str | None, tokenizer, vocab_size: int) ->
         if not path.exists():
             raise UserError(f"data path {path} does not exist; give --data a file or a folder")
         is_folder = path.is_dir()
-        files = sorted(file for file in path.rglob("*") if file.is_file()) if is_folder else [path]
+        files = _files_in(path) if is_folder else [path]
         found = []
         for file in files:
             suffix = file.suffix.lower()
             if suffix == ".jsonl":
                 found += _read_lines(file, tokenizer, vocab_size)
             elif suffix in SUFFIXES:
-                text = _decode(_read_bytes(file), str(file))
+                text = _decode(read_file(file, "give --data a readable file"), str(file))
                 if text.strip():
                     found.append(Document(_tokenize(text, tokenizer, vocab_size, str(file)), source=str(file)))
             elif not is_folder:
@@ -85,11 +86,14 @@ def _standard_library(tokenizer, vocab_size: int) -> list[Document]:
     return documents
 
 
-def _read_bytes(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}; give --data a readable file") from None
+def _files_in(folder: Path) -> list[Path]:
+    """All regular files, also of subfolders, in order. Raises UserError where a subfolder cannot be read."""
+
+    def refuse(error: OSError):
+        raise UserError(f"cannot read {error.filename}: {error.strerror}; make it readable, or give other --data")
+
+    files = (Path(root, name) for root, _, names in os.walk(folder, onerror=refuse) for name in names)
+    return sorted(file for file in files if file.is_file())
 
 
 def _decode(raw: bytes, where: str) -> str:
@@ -116,14 +120,14 @@ def _tokenize(text: str, tokenizer, vocab_size: int, where: str) -> np.ndarray:
 
 def _read_lines(file: Path, tokenizer, vocab_size: int) -> list[Document]:
     documents = []
-    raw = _read_bytes(file).removesuffix(b"\n")
+    raw = read_file(file, "give --data a readable file").removesuffix(b"\n")
     # Only \n ends a line: str.splitlines would also cut at separators that JSON allows inside a string.
     for number, line in enumerate(raw.split(b"\n") if raw else [], start=1):
         where = f"{file}:{number}"
         try:
             record = json.loads(_decode(line, where))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: not JSON ({error.msg}); each line must be one JSON object") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UserError(f"{where}: not JSON ({str(error)[:100]}); each line must be one JSON object") from None
         record = record if isinstance(record, dict) else {}
         is_sample = "completion" in record
         prompt, text = (record.get("prompt"), record["completion"]) if is_sample else ("", record.get("text"))

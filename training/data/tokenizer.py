@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from training.errors import UserError
+from training.errors import UserError, read_file
 
 END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|im_end|>", "</s>", "<eos>", "<|end_of_text|>")
 
@@ -33,8 +33,9 @@ class FileTokenizer:
             from tokenizers import Tokenizer
         except ImportError:
             raise UserError(f"--tokenizer {path} needs the tokenizers package: pip install tokenizers") from None
+        content = read_file(path, "give --tokenizer the path of a tokenizer.json")
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer = Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"cannot read tokenizer {path}: {error}; give the path of a tokenizer.json") from None
         # A file may carry truncation and padding for inference; truncation would silently cut documents short.
@@ -42,14 +43,17 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.name = str(path)
-        self.identity = hashlib.sha256(path.read_bytes()).hexdigest()
+        self.identity = hashlib.sha256(content).hexdigest()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # not the number of ids, which may have holes
         self.eos_id = next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), None)
         if self.eos_id is None:
             raise UserError(f"tokenizer {path} has none of {', '.join(END_OF_TEXT_TOKENS)}: add one to end documents")
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        try:
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        except Exception as error:  # as of an unknown word for which the file has no token
+            raise UserError(f"tokenizer {self.name} cannot encode {text[:40]!r}: {error}") from None
 
     def decode(self, ids) -> str:
         return self._tokenizer.decode([int(i) for i in ids])

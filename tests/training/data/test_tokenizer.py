@@ -68,7 +68,7 @@ def test_tokenizer_end_of_text(tmp_path, special):
 def test_tokenizer_errors(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"t\.json has none of <\|endoftext\|>, .*<\|end_of_text\|>"):
         load_tokenizer(write_tokenizer(tmp_path / "t.json", special=None))
-    with pytest.raises(ValueError, match=r"cannot read tokenizer .*missing\.json.*No such file"):
+    with pytest.raises(ValueError, match=r"cannot read .*missing\.json: No such file.*; give --tokenizer"):
         load_tokenizer(str(tmp_path / "missing.json"))
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ValueError, match=r"cannot read tokenizer .*bad\.json"):

@@ -1,0 +1,119 @@
+"""Kills at random moments, as many as are asked for: `python -m tests.storm --count 100 --ranks 2`.
+
+One command, `train.py --resume auto`, is started again and again, and all its processes or one of them are killed by
+SIGKILL at a random moment of starting, training or saving, half of them while a save goes on. After each kill every
+folder that has a checkpoint's name must verify, the newest must not be older than before, and nothing but the steps since
+then is lost. A run that has come to its end must equal one that nobody killed, bit for bit, and leave nothing else
+behind; then another one begins.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import train
+from training.checkpoint.files import checkpoints, step_of, verify_checkpoint
+
+ROOT = Path(__file__).parents[1]
+INTERVAL, STEPS, SECONDS = 2, 30, 6.0  # between checkpoints; of a run; within which a kill comes
+FLAGS = "--context_length 64 --batch_size 2 --warmup_steps 2 --sample_tokens 0 --validation_sequences 4 --device cpu"
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=100, help="kills")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        print(storm(Path(folder), arguments.count, arguments.ranks, arguments.seed))
+
+
+def storm(folder: Path, count: int, ranks: int, seed: int, seconds: float = SECONDS, steps: int = STEPS) -> dict:
+    """Kill `count` times; returns what was seen. Raises AssertionError where something was lost or damaged."""
+    multiprocessing.set_forkserver_preload(["train"])
+    draws = random.Random(seed)
+    flags = ["--data", str(ROOT / "model.py"), "--max_steps", str(steps), "--checkpoint_interval", str(INTERVAL)]
+    flags += [*FLAGS.split(), "--resume", "auto", "--output_dir"]
+    whole, seen = folder / "whole", {"kills": 0, "while saving": 0, "before the first checkpoint": 0, "whole runs": 0}
+    assert wait(start([*flags, str(whole)], ranks, folder / "log")) == [0] * ranks, (folder / "log").read_text()
+    run, newest, taken = folder / "run0", 0, 0
+    while seen["kills"] < count:
+        processes = start([*flags, str(run)], ranks, folder / "log")
+        deadline, in_save = time.monotonic() + draws.uniform(0, seconds), draws.random() < 0.5
+        while time.monotonic() < deadline and any(process.is_alive() for process in processes):
+            time.sleep(0.002)
+        while in_save and any(process.is_alive() for process in processes) and not any(run.glob(".step_*.tmp")):
+            time.sleep(0.001)
+        time.sleep(draws.uniform(0, 0.05))
+        if not any(process.is_alive() for process in processes):
+            assert wait(processes) == [0] * ranks, (folder / "log").read_text()
+            compare(run, whole)
+            seen["whole runs"] += 1
+            run, newest = folder / f"run{seen['whole runs']}", 0
+            continue
+        for process in processes[draws.randrange(ranks) :] if draws.random() < 0.5 else processes:
+            process.kill()
+        wait(processes)
+        seen["kills"] += 1
+        seen["while saving"] += any(run.glob(".step_*.tmp"))
+        found = checkpoints(run)
+        for path in found:
+            verify_checkpoint(path)
+        newest_now = max(map(step_of, found), default=0)
+        taken = last_step(run)
+        assert newest_now >= newest, f"step {newest} was there, {newest_now} is the newest"
+        # A step's checkpoint is begun once the one before is complete.
+        assert taken - newest_now < 2 * INTERVAL + 1, f"{taken} steps were taken, {newest_now} is the newest"
+        newest = newest_now
+        seen["before the first checkpoint"] += newest == 0
+    return seen
+
+
+def start(argv: list[str], ranks: int, log: Path) -> list:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=train_in_rank, args=(rank, ranks, port, argv, log)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def train_in_rank(rank: int, ranks: int, port: int, argv: list[str], log: Path) -> None:
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
+    sys.stdout = sys.stderr = log.open("a")
+    sys.exit(train.main(argv))
+
+
+def wait(processes: list) -> list[int]:
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def last_step(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+
+
+def compare(run: Path, whole: Path) -> None:
+    """The last checkpoint's weights, masters and moments are the same, and so are the names of all files."""
+    assert sorted(path.name for path in run.iterdir()) == sorted(path.name for path in whole.iterdir())
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        ours, theirs = (checkpoints(folder)[-1] / name for folder in (run, whole))
+        assert ours.read_bytes() == theirs.read_bytes(), f"{ours} is not what an undisturbed run saves"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
