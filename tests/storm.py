@@ -2,9 +2,9 @@
 
 One command, `train.py --resume auto`, is started again and again, and all its processes or one of them are killed by
 SIGKILL at a random moment of starting, training or saving, half of them while a save goes on. After each kill every
-folder that has a checkpoint's name must verify, the newest must not be older than before, and nothing but the steps since
-then is lost. A run that has come to its end must equal one that nobody killed, bit for bit, and leave nothing else
-behind; then another one begins.
+folder that has a checkpoint's name must verify, the newest must not be older than before, and nothing but the steps
+since then is lost. A run that has come to its end must equal one that nobody killed, bit for bit, and leave nothing
+else behind; then another one begins.
 """
 
 import argparse
@@ -17,6 +17,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import torch
 
 import train
 from training.checkpoint.files import checkpoints, step_of, verify_checkpoint
@@ -91,6 +93,8 @@ def start(argv: list[str], ranks: int, log: Path) -> list:
 def train_in_rank(rank: int, ranks: int, port: int, argv: list[str], log: Path) -> None:
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
+    torch.set_num_threads(1)
+    torch.set_num_threads = lambda _: None  # threads of one process would wait for each other on a busy machine
     sys.stdout = sys.stderr = log.open("a")
     sys.exit(train.main(argv))
 

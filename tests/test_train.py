@@ -436,7 +436,7 @@ def torchrun(agents, options, argv):
 def test_two_processes_or_machines_equal_one(corpus, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     assert train.main(arguments(corpus, one, "--gradient_accumulation_steps", "2")) == 0
-    flags = "--gradient_checkpointing", "--sample_tokens", "3"
+    flags = "--gradient_checkpointing", "--sample_tokens", "3", "--checkpoint_interval", "2"
     torchrun(1, ["--standalone", "--nproc_per_node=2"], arguments(corpus, two, *flags))
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     assert metrics(two)[-1]["validation_loss"] == pytest.approx(metrics(one)[-1]["validation_loss"], rel=1e-5)
@@ -447,8 +447,12 @@ def test_two_processes_or_machines_equal_one(corpus, tmp_path):
     machines = tmp_path / "machines"
     torchrun(2, ["--nnodes=2", "--rdzv_backend=c10d", endpoint], arguments(corpus, machines, *flags))
     assert losses(machines) == losses(two) and weights(machines, 4).keys() == weights(two, 4).keys()
-    # What two processes saved, one goes on from.
-    assert train.main(arguments(corpus, two, "--gradient_accumulation_steps", "2", "--resume", steps=5)) == 0
+    # What two processes saved, one goes on from, and equals one that did it all.
+    interrupt(two, 2, tmp_path / "lost")
+    assert train.main(arguments(corpus, two, "--gradient_accumulation_steps", "2", "--resume")) == 0
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    for name, tensor in weights(one, 4).items():
+        torch.testing.assert_close(tensor, weights(two, 4)[name], rtol=1e-3, atol=1e-4)
 
 
 def start_training(*argv, ranks=1):
@@ -611,6 +615,22 @@ def test_ranks_with_other_settings_are_refused(corpus, tmp_path, capfd):
     with pytest.raises(ProcessExitedException):
         run_ranks(2, run_with_other_data, corpus, tmp_path)
     assert "seed is 1 on rank 1 and 0 on rank 0; start all ranks alike" in capfd.readouterr().err
+
+
+def test_a_hang_shows_where_it_is_and_a_spike_is_told(corpus, tmp_path, monkeypatch, capfd, caplog):
+    run_model = train_module.run_model
+
+    def slow(*args):
+        time.sleep(0.5)
+        return run_model(*args)
+
+    monkeypatch.setattr(train, "HANG_SECONDS", 0.2)
+    monkeypatch.setattr(train_module, "run_model", slow)
+    monkeypatch.setattr(train, "is_spike", lambda loss, recent: len(recent) == 1)
+    assert train.main(arguments(corpus, tmp_path / "run", "--validation_sequences", "0", steps=2)) == 0
+    error = capfd.readouterr().err
+    assert "Timeout" in error and "in slow" in error
+    assert next(m for m in caplog.messages if "spike" in m).startswith("step 2: loss 5.")
 
 
 def test_workers_end_with_their_torchrun(corpus, tmp_path):

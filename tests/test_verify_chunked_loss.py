@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import runpy
 
 import pytest
 import torch
@@ -115,3 +116,10 @@ def test_full_logits_behind_the_chunked_loss_fail(monkeypatch, small_switch, cap
     assert main((small_switch,)) == 1
     out = capsys.readouterr().out
     assert "should_chunk=True\n  standard loss used" in out and "FAIL" in out
+
+
+def test_flags_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["verify_chunked_loss.py", "--vocab_size", "3"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(verify_chunked_loss.__file__, run_name="__main__")
+    assert "unrecognized arguments: --vocab_size 3" in capsys.readouterr().err

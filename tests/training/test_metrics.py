@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from training.metrics import MetricsFile
+from training.metrics import MetricsFile, is_spike
 
 
 def steps_in(path):
@@ -47,3 +47,9 @@ def test_a_line_that_cannot_be_written_is_a_warning(tmp_path, caplog):
         metrics.write(step=step)
     error = "[Errno 28] No space left on device"
     assert caplog.messages == [f"step {step} cannot be written to /dev/full: {error}" for step in (1, 2)]
+
+
+def test_a_spike_stands_out_of_what_came_before():
+    recent = [3.0 + 0.01 * (i % 5) for i in range(20)]
+    assert is_spike(3.2, recent) and not is_spike(3.06, recent)
+    assert not is_spike(9.0, recent[:19]) and not is_spike(float("nan"), recent)
