@@ -20,6 +20,7 @@ from collections import deque
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -62,6 +63,7 @@ from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, join_world
 from training.run import (
+    NoTarget,
     NotFinite,
     Start,
     build,
@@ -92,7 +94,7 @@ REPLACED = {name: BUDGETS for name in ("gradient_checkpointing", "compile")}
 REPLACED |= {name: ("gradient_checkpointing", "compile") for name in BUDGETS}
 
 
-# Of the numbers among the flags: the least and the largest value. Past the largest a step is nonsense, or overflows.
+# Of the numbers among the flags the least and the largest value. Past the largest a step is nonsense, or overflows.
 LARGE = 2**31 - 1
 SMALLEST = 1e-12  # stands for "above 0"
 RANGES = {
@@ -285,6 +287,8 @@ def load_data(config: TrainConfig, tokenizer, vocab_size: int, world: World):
     documents = load_documents(config.data or None, tokenizer, vocab_size)
     shares = split_documents(documents, config.validation_fraction, config.seed)
     store, held_out = (TokenStore(share, tokenizer.eos_id) for share in shares)
+    if not (store.lengths > np.maximum(store.num_masked, 1)).any():
+        raise UserError("no document has a token to predict: all are prompts; give other --data")
     packing = ConcatenatedPacking(store.lengths, config.context_length, config.seed)
     loader = PackedLoader(store, packing, config.batch_size, world.data_rank, world.data_size)
     loader.check_enough_for_step(config.gradient_accumulation_steps)
@@ -487,7 +491,12 @@ def train_in(output_dir: Path, given: dict, world: World, stack: contextlib.Exit
 
     def stopping() -> bool:
         """Whether any rank has been asked to stop; the same on every rank, and a collective of them."""
+        watch()
         return world.sum(float(bool(received)))[0] > 0
+
+    def watch() -> None:
+        """Print what this rank's threads do where `watch` is not called again for long: a rank hangs."""
+        faulthandler.dump_traceback_later(max(HANG_SECONDS, 10 * step_seconds), repeat=True, file=sys.__stderr__)
 
     step_seconds, skipped, stopped = 0.0, 0, False
     recent_losses: deque[float] = deque(maxlen=100)
@@ -496,8 +505,7 @@ def train_in(output_dir: Path, given: dict, world: World, stack: contextlib.Exit
     progress = tqdm(total=max_steps, initial=start.step, unit="step", disable=not world.is_main)
     while done < max_steps and not stopped:
         step, began = done + 1, time.perf_counter()
-        # Where a rank hangs, each prints what its threads do.
-        faulthandler.dump_traceback_later(max(HANG_SECONDS, 10 * step_seconds), repeat=True, file=sys.__stderr__)
+        watch()
         batches = loader.next_step(config.gradient_accumulation_steps)
         rate = learning_rate_of(step, config, start.cosine_steps)
         sparsity = sparsity_at(config, step)
@@ -515,23 +523,28 @@ def train_in(output_dir: Path, given: dict, world: World, stack: contextlib.Exit
         except Stopped:
             stopped = True
             break
+        except NoTarget:
+            values["loss"] = None
+            logger.warning("step %d has no token to predict, as in the middle of a prompt, and is left out", step)
         except NotFinite as error:
             sources = ", ".join(loader.sources(position["next_sequence"], loader.next_sequence)[:10])
             if skipped >= config.skip_nonfinite_steps:
                 progress.close()
                 save()  # of the weights before this step, which are finite or refused
                 saver.wait()
-                last = saver.last or "no checkpoint"
+                last = saver.last or "none"
                 raise UserError(
-                    f"step {step}: {error}, stopped before the update; the last good checkpoint is {last}. Go on from "
-                    "it with a lower --learning_rate, or leave such steps out with --skip_nonfinite_steps; documents "
-                    f"of the step: {sources}"
+                    f"step {step}: {error}, stopped before the update; the last good checkpoint: {last}. "
+                    "Go on from it with a lower --learning_rate, or leave such steps out with --skip_nonfinite_steps; "
+                    f"documents of the step: {sources}"
                 ) from None
             skipped += 1
             values["loss"] = None
             logger.warning("step %d: %s, left out; documents: %s", step, error, sources)
         except torch.OutOfMemoryError as error:
             progress.close()  # ends the progress bar's line
+            if world.size == 1:  # elsewhere the other ranks have gone on
+                save()
             error.add_note(explain_out_of_memory(config, plan, world.device))
             raise
         seconds = time.perf_counter() - began
@@ -569,6 +582,7 @@ def train_in(output_dir: Path, given: dict, world: World, stack: contextlib.Exit
         if saves or stopped or done == max_steps:
             save()
     progress.close()
+    faulthandler.cancel_dump_traceback_later()
     if stopped:
         save()
     if config.sample_tokens and not stopped:
@@ -590,7 +604,7 @@ def is_due(step: int, interval: int) -> bool:
 def show(progress: tqdm, values: dict, unit: str) -> None:
     """Show a step on the progress bar, and its validation on a line."""
     loss = values["loss"]
-    shown = {"loss": "not finite" if loss is None else f"{loss:.3f}", "tokens/s": f"{values['tokens_per_second']:,.0f}"}
+    shown = {"loss": "left out" if loss is None else f"{loss:.3f}", "tokens/s": f"{values['tokens_per_second']:,.0f}"}
     if "mfu" in values:
         shown["mfu"] = f"{values['mfu']:.1%}"
     if "peak_memory_gib" in values:
@@ -619,7 +633,7 @@ def main(argv: list[str]) -> int:
         check_config(config)
         with join_world(config.device, **parallel_sizes_of(given)) as world:
             if not world.is_main:
-                logging.disable(logging.INFO)
+                logging.disable(logging.WARNING)
             return train(given, world)
     except (UserError, torch.OutOfMemoryError, OSError) as error:
         print(message_of(error), file=sys.stderr)

@@ -534,10 +534,23 @@ def test_a_loss_that_is_not_finite_saves_what_was_before(corpus, tmp_path, monke
         assert train.main(arguments(corpus, run, "--validation_sequences", "0")) == 1
     error = capsys.readouterr().err
     assert "step 3: loss nan, gradient norm nan, stopped before the update" in error
-    assert f"the last good checkpoint is {run}/step_00000002" in error and f"documents of the step: {corpus}" in error
+    assert (
+        f"the last good checkpoint: {run}/step_00000002. Go on" in error and f"documents of the step: {corpus}" in error
+    )
     assert train.main(arguments(corpus, run, "--resume")) == 0
     assert train.main(arguments(corpus, tmp_path / "whole")) == 0
     assert losses(run) == losses(tmp_path / "whole")
+
+
+def test_steps_without_a_target_leave_the_weights_alone(tmp_path, caplog):
+    """Sequences in the middle of a prompt of 1,000 tokens, of which each step has one."""
+    file = tmp_path / "samples.jsonl"
+    file.write_text((json.dumps({"prompt": "a" * 1000, "completion": "bcd"}) + "\n") * 4)
+    command = arguments(str(file), tmp_path / "run", "--batch_size", "1", "--validation_sequences", "0", steps=40)
+    assert train.main(command) == 0
+    found = losses(tmp_path / "run")
+    assert 30 <= found.count(None) < 40 and 0.0 not in found
+    assert caplog.text.count("has no token to predict, as in the middle of a prompt") == found.count(None)
 
 
 def test_steps_that_are_not_finite_are_left_out_when_told(corpus, tmp_path, monkeypatch, caplog):

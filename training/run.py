@@ -415,6 +415,10 @@ def run_model(model: Transformer, batch: Batch, world: World, denominator: float
     return model(input_ids, targets=targets, documents=batch.documents, denominator=denominator).loss
 
 
+class NoTarget(Exception):
+    """A step all of whose tokens are masked, padding, or the first of their documents."""
+
+
 class NotFinite(UserError):
     """A step whose loss or gradient is not finite; the weights are as they were before it."""
 
@@ -437,17 +441,20 @@ def train_step(
         stopping: called between micro-batches, the same on every rank: whether to drop the step.
 
     Raises:
-        NotFinite: a loss or gradient that is not finite. Stopped: as `stopping` said. The weights are as they were.
+        NoTarget, NotFinite, Stopped: nothing to learn, a loss or gradient that is not finite, and as `stopping` said.
+            The weights are as they were.
     """
     batches = [batch.slice(world.context_rank, world.context_size) for batch in batches]
     # Ranks that share matrices have the same tokens, and each the whole loss: these count once.
     num_valid = world.sum(sum(batch.num_valid_tokens for batch in batches))[0] / world.tensor_size
+    if not num_valid:
+        raise NoTarget
     losses: list[torch.Tensor] = []
     for batch in batches:
         if losses and stopping():
             optimizer.zero_grad()
             raise Stopped
-        loss = run_model(model, batch, world, max(num_valid, 1))
+        loss = run_model(model, batch, world, num_valid)
         loss.backward()
         losses.append(loss.detach())
     norm = optimizer.clip_grad_norm(max_grad_norm)

@@ -348,8 +348,8 @@ def check_flags(flags: Namespace) -> None:
     for name, least in (("context_length", 2), ("sequences", 1), ("queries", 1)):
         if getattr(flags, name) < least:
             raise UserError(f"{name} must be at least {least}, got {getattr(flags, name)}")
-    if flags.json and not flags.json.parent.is_dir():
-        raise UserError(f"--json {flags.json}: no folder {flags.json.parent}")
+    if flags.json and (flags.json.is_dir() or not flags.json.parent.is_dir()):
+        raise UserError(f"--json {flags.json}: give a file in a folder that is there")
 
 
 def main(argv: list[str]) -> int:

@@ -139,6 +139,7 @@ def test_some_layers_and_another_choice(checkpoint, tmp_path):
         (["--queries", "0"], "queries must be at least 1, got 0"),
         (["--tokenizer", "no/such.json"], "no/such.json"),
         (["--querys", "1"], "unrecognized arguments: --querys 1"),
+        (["--json", "."], "--json .: give a file in a folder that is there"),
     ],
 )
 def test_bad_input_is_one_line(flags, message, checkpoint, tmp_path, capsys):
