@@ -66,3 +66,9 @@ def test_flatten_mesh(process_group):
     mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"))
     flat = torch_internals.flatten_mesh(mesh["a", "b"], "ab")
     assert flat.mesh_dim_names == ("ab",) and flat.mesh.tolist() == [0]
+
+
+def test_compute_local_shape_and_global_offset(process_group):
+    """tests/training/checkpoint/test_files.py has it on four ranks, where FSDP2 shards what tensor parallelism did."""
+    place = torch_internals.compute_local_shape_and_global_offset((5, 6), init_device_mesh("cpu", (1,)), [Shard(0)])
+    assert place == ((5, 6), (0, 0))
