@@ -274,8 +274,9 @@ def put_in_place(temporary: Path, final: Path) -> None:
 def delete_old(newest: Path, keep: int) -> None:
     """Of the checkpoints up to `newest`, leave the last `keep` and the one of the lowest validation loss."""
     own = _up_to(newest)
+    best = _best(own)
     for path in own[:-keep]:
-        if path != _best(own):
+        if path != best:
             _delete_checkpoint(path)
 
 
