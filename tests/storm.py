@@ -24,6 +24,7 @@ import train
 from training.checkpoint.files import checkpoints, step_of, verify_checkpoint
 
 ROOT = Path(__file__).parents[1]
+SECONDS_TO_END = 20.0  # by when torchrun would have ended the peers of a rank that died
 INTERVAL, STEPS, SECONDS = 2, 30, 6.0  # between checkpoints; of a run; within which a kill comes
 FLAGS = "--context_length 64 --batch_size 2 --warmup_steps 2 --sample_tokens 0 --validation_sequences 4 --device cpu"
 
@@ -63,6 +64,9 @@ def storm(folder: Path, count: int, ranks: int, seed: int, seconds: float = SECO
             continue
         for process in processes[draws.randrange(ranks) :] if draws.random() < 0.5 else processes:
             process.kill()
+        for process in processes:
+            process.join(SECONDS_TO_END)
+            process.kill()  # a rank that waits to meet a peer which is dead
         wait(processes)
         seen["kills"] += 1
         seen["while saving"] += any(run.glob(".step_*.tmp"))
