@@ -28,6 +28,7 @@ from training.checkpoint import files
 from training.checkpoint.blocks import Block
 from training.checkpoint.files import write_file
 from training.config import TrainConfig, given_settings
+from training.errors import UserError
 from training.optimizer import MasterAdamW, warmup_cosine
 from training.parallel.fsdp import copy_weights, initial_weights
 from training.run import resolve_memory_budget
@@ -621,13 +622,17 @@ def test_a_save_that_fails_does_not_end_the_run(corpus, tmp_path, monkeypatch, c
 
 def run_with_other_data(world, corpus, folder):
     flags = ["--seed", str(world.rank)]
-    train.train(given_settings(TrainConfig, arguments(corpus, folder / "run", *flags), ""), world)
+    try:
+        train.train(given_settings(TrainConfig, arguments(corpus, folder / "run", *flags), ""), world)
+    except UserError as error:
+        (folder / "error.txt").write_text(str(error))
+        raise
 
 
-def test_ranks_with_other_settings_are_refused(corpus, tmp_path, capfd):
+def test_ranks_with_other_settings_are_refused(corpus, tmp_path):
     with pytest.raises(ProcessExitedException):
         run_ranks(2, run_with_other_data, corpus, tmp_path)
-    assert "seed is 1 on rank 1 and 0 on rank 0; start all ranks alike" in capfd.readouterr().err
+    assert (tmp_path / "error.txt").read_text() == "seed is 1 on rank 1 and 0 on rank 0; start all ranks alike"
 
 
 def test_a_hang_shows_where_it_is_and_a_spike_is_told(corpus, tmp_path, monkeypatch, capfd, caplog):

@@ -216,9 +216,10 @@ def step_of(config: TrainConfig, model: Transformer, world: World, documents: Pa
     """The step that the settings ask for; `documents` are None where they are not known yet."""
     lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
     given = settled_execution(config.loss_impl, config.attention_backend, world.device, sparsity_at(config, step=1))
+    num_shards = world.data_size * world.context_size if world.size > 1 else None
     return Step(
         model.config, model.parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
-        num_shards=world.data_size * world.context_size, tensor_ranks=config.tensor_parallel_size,
+        num_shards=num_shards, tensor_ranks=config.tensor_parallel_size,
     )  # fmt: skip
 
 
@@ -245,7 +246,8 @@ def step_on_meta(
     documents = PackedDocuments.one_each(context_length, batch_size)
     return Step(
         model_config, shards, context_length, batch_size, micro_batches, documents, given,
-        num_ranks=context_parallel_size, num_shards=num_shards, tensor_ranks=tensor_parallel_size,
+        num_ranks=context_parallel_size, num_shards=num_shards if num_gpus > 1 else None,
+        tensor_ranks=tensor_parallel_size,
     )  # fmt: skip
 
 

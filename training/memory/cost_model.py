@@ -116,7 +116,7 @@ class Step:
         given: what is settled before anything is planned: loss and attention backend.
         element_size: bytes of an activation.
         num_ranks: those that share each sequence, a divisor of the key/value heads.
-        num_shards: ranks over which FSDP2 shards each parameter; 1: it shards nothing.
+        num_shards: ranks over which FSDP2 shards each parameter, 1 where all ranks share matrices; None: no FSDP2.
         tensor_ranks: those that share each matrix.
     """
 
@@ -131,13 +131,14 @@ class Step:
         given: Execution | None = None,
         element_size: int = 2,
         num_ranks: int = 1,
-        num_shards: int = 1,
+        num_shards: int | None = None,
         tensor_ranks: int = 1,
     ):
         self.config, self.parameters, self.element_size = config, list(parameters), element_size
         self.context_length, self.batch_size, self.documents = context_length, batch_size, documents
         self.micro_batches, self.given = gradient_accumulation_steps, given or Execution()
-        self.num_ranks, self.num_shards, self.tensor_ranks = num_ranks, num_shards, tensor_ranks
+        self.has_fsdp, self.num_shards = num_shards is not None, num_shards or 1
+        self.num_ranks, self.tensor_ranks = num_ranks, tensor_ranks
         self.layers = config.num_hidden_layers
         self.hidden_bytes = element_size * config.hidden_size  # of one token's hidden state
         self.head = element_size * config.vocab_size * config.hidden_size
@@ -145,7 +146,6 @@ class Step:
         self.layer_share = layer_elements / config.num_parameters()
         self.head_share = config.vocab_size * config.hidden_size / config.num_parameters()
         self.parameter_bytes = sum(_local_elements(p) * p.element_size() for p in self.parameters)
-        self.has_fsdp = num_shards * tensor_ranks > 1  # of a single shard where all ranks share matrices
         if self.has_fsdp:
             # Gathered are the embedding and the head, with the gradient of an untied head; one block; and the next
             # block, both as it arrives and whole. A block's gradients exist in the activations' dtype and, on their
@@ -283,7 +283,7 @@ class Step:
                 sizes = {**sizes, "gradients": gradients}
                 yield stage(f"backward of layer {layer}, {part}", layer, fetched, ready, sizes)
         gradients = tied + self.head + min(LEAVING_BYTES, optimizer.leaving_gradients)  # the head's as it is made
-        if self.tensor_ranks > 1:  # autograd adds the two to a third, where they are DTensors
+        if self.has_fsdp and self.tensor_ranks > 1:  # autograd adds the two to a third, where they are DTensors
             gradients += tied
         embedding = {"layer inputs": input_bytes, "gradients": gradients + self.embedding_sums()}
         yield stage("backward of embedding", 0, [], 1 - self.head_share, embedding)

@@ -101,15 +101,16 @@ def check_exchange(world: World) -> None:
 def build(case: Case, world: World) -> Transformer:
     attention_type = "nsa" if isinstance(case.sparsity, NSA) else "full"
     options = {"attention_type": attention_type, "tie_word_embeddings": case.tied}
-    config = ModelConfig(256, 64, 96, 2, case.H, case.G, case.K, **options).split(world.tensor_size)
+    config = ModelConfig(256, 64, 96, 2, case.H, case.G, case.K, **options)
     with torch.device("meta"):
-        model = Transformer(config).to(case.dtype if world.size == 1 else torch.float32)
+        model = Transformer(config.split(world.tensor_size)).to(case.dtype if world.size == 1 else torch.float32)
     if world.size > 1:
         share_matrices(model, world)
         shard_model(model, model.layers, world, compute_dtype=case.dtype)
         share_sequences(model, world)
     model.to_empty(device=world.device)
-    copy_weights(model, ((name, full.bfloat16()) for name, full in initial_weights(model, seed=0)))
+    drawn = initial_weights(Transformer(config), seed=0)  # on the CPU: a GPU's generator gives other numbers
+    copy_weights(model, ((name, full.bfloat16().to(world.device)) for name, full in drawn))
     placements = case.placements if world.size > 1 else (WHOLE, WHOLE)
     sparsity = () if case.sparsity is None else (case.sparsity,) * 2
     heads, tile_size = case.heads_at_a_time, case.mlp_tile_size
@@ -160,12 +161,13 @@ def assert_equals_one_process(
 ) -> None:
     """Each parameter's gradient; in bfloat16 it is compared in its error against float32 on a CPU."""
     expected_loss, expected = one_process(case._replace(dtype=torch.float32))
-    assert loss == pytest.approx(expected_loss, rel=1e-6 if case.dtype == torch.float32 else 3e-3), name
+    assert loss == pytest.approx(expected_loss, rel=1e-6 if case.dtype == torch.float32 else 5e-4), name
 
     def errors(found: dict[str, torch.Tensor]) -> dict[str, float]:
         return {n: float((found[n].cpu().float() - g).norm() / g.norm()) for n, g in expected.items()}
 
     limit = 2 * max(errors(one_process(case, device)[1]).values()) if case.dtype != torch.float32 else 2e-6
+    assert limit < 0.2, f"{name}: one process in {case.dtype} is wrong by {limit / 2}"
     assert not {n: error for n, error in errors(gradients).items() if not error < limit}, name
 
 
