@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -103,7 +103,8 @@ def make_mesh(device_type: str, size: int, context_parallel_size: int = 1, tenso
 def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size: int = 1) -> Iterator[World]:
     """The process group that torchrun announced (NCCL on GPUs, gloo on CPUs), or a world of one without it.
 
-    Where one of several ranks fails, it shows its error, and all ranks of its machine end within seconds.
+    Where one of several ranks fails, it shows its error, and all ranks end within seconds. Of a rank that is killed and
+    was alone on its machine, those of other machines know by NCCL or gloo alone.
 
     Args:
         device: "auto" (a GPU if there is one), "cuda" or "cpu".
@@ -155,21 +156,42 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
     pids = [0] * size
     dist.all_gather_object(pids, os.getpid())
     neighbours = pids[rank - local_rank :][:local_size]  # of this machine
-    threading.Thread(target=end_with, args=(neighbours, os.getppid(), left), daemon=True).start()
+    machines = Machines() if size > local_size else None
+    threading.Thread(target=end_with, args=(neighbours, os.getppid(), left, machines), daemon=True).start()
     try:
         yield World(rank, size, place, mesh)
     except Exception as error:
-        end_by(error, is_main=rank == 0)
+        end_by(error, rank == 0, machines)
     dist.barrier()  # no rank ends while another is still at work
     left.set()
     gc.collect()  # frees objects that refer to the group, with which gloo now and then aborts
     dist.destroy_process_group()
 
 
-def end_with(pids: list[int], parent: int, left: threading.Event) -> None:
-    """Wait until `parent` or one of the processes `pids` has ended, then end this one too, unless `left` was set.
+class Machines:
+    """By a key in the store by which ranks have met, each machine tells the others that one of its ranks has ended."""
 
-    Without its launcher nobody would end a rank, which would go on to write checkpoints beside those of a new run.
+    def __init__(self):
+        self.store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        self.key = f"a rank has ended in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+
+    def tell(self) -> None:
+        with suppress(dist.DistError):
+            self.store.set(self.key, "")
+
+    def were_told(self) -> bool:
+        """Whether some machine has told, or the one that has the store is gone."""
+        try:
+            return self.store.check([self.key])
+        except dist.DistError:
+            return True
+
+
+def end_with(pids: list[int], parent: int, left: threading.Event, machines: Machines | None = None) -> None:
+    """Wait until `parent`, one of the processes `pids` or a rank of another machine has ended, then end this one too.
+
+    Once `left` is set, nothing is ended. Without its launcher nobody would end a rank, which would go on to write
+    checkpoints beside those of a new run.
 
     A thread of its own runs this: where a peer died, the main thread may wait in an NCCL kernel for good, and a signal
     handler of Python, as train.py has for torchrun's SIGTERM, would wait with it.
@@ -177,11 +199,15 @@ def end_with(pids: list[int], parent: int, left: threading.Event) -> None:
     while os.getppid() == parent and all(os.path.exists(f"/proc/{pid}") for pid in pids):
         if left.wait(0.5):
             return
+        if machines and machines.were_told():
+            break
+    if machines:
+        machines.tell()
     if not left.wait(GRACE_SECONDS):
         os._exit(1)
 
 
-def end_by(error: Exception, is_main: bool) -> NoReturn:
+def end_by(error: Exception, is_main: bool, machines: Machines | None = None) -> NoReturn:
     """Show the error that ended this rank, have torchrun repeat it in its summary, and end the process.
 
     The exit skips destructors and the process group's end, which may wait for the other ranks. Where every rank fails
@@ -196,4 +222,6 @@ def end_by(error: Exception, is_main: bool) -> NoReturn:
         told = {"py_callstack": message_of(error), "timestamp": int(time.time())}
         Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": told}}))
     sys.stdout.flush()
+    if machines:
+        machines.tell()
     os._exit(1)

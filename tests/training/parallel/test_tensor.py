@@ -22,6 +22,7 @@ from tests.training.parallel.test_ulysses import (
     Case,
     assert_equals_one_process,
     build,
+    check_on_gpus,
     loss_and_gradients,
 )
 from training.errors import UserError
@@ -79,11 +80,8 @@ def test_four_ranks_equal_one_process():
 
 
 def check_two_gpus(world: World) -> None:
-    for name in "packed, untied", "sparse", "nsa, one head", "bfloat16, standard":
-        on_gpu = CASES[name][1]._replace(dtype=torch.bfloat16, K=64)
-        loss, gradients = loss_and_gradients(on_gpu, world, batch_size=2)
-        if world.is_main:
-            assert_equals_one_process(name, on_gpu, loss, gradients, "cuda")
+    names = "packed, untied", "sparse", "nsa, one head", "bfloat16, standard"
+    check_on_gpus(world, {name: CASES[name][1] for name in names})
 
 
 @pytest.mark.gpu

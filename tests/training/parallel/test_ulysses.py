@@ -223,8 +223,13 @@ def test_four_ranks_equal_one_process():
 
 def check_two_gpus(world: World) -> None:
     check_exchange(world)
-    for name in "dense, packed", "one document of odd length", "sparse, one head", "nsa":
-        on_gpu = CASES[name]._replace(dtype=torch.bfloat16, K=64)
+    names = "dense, packed", "one document of odd length", "sparse, one head", "nsa"
+    check_on_gpus(world, {name: CASES[name] for name in names})
+
+
+def check_on_gpus(world: World, cases: dict[str, Case]) -> None:
+    for name, case in cases.items():
+        on_gpu = case._replace(dtype=torch.bfloat16, K=64)
         loss, gradients = loss_and_gradients(on_gpu, world, batch_size=2)
         if world.is_main:
             assert_equals_one_process(name, on_gpu, loss, gradients, "cuda")

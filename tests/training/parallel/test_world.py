@@ -7,6 +7,7 @@ its arguments say how one of the two dies, and where.
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -74,11 +75,24 @@ def test_a_rank_that_dies_ends_all_within_seconds(death, rank, message, device):
     assert ranks.count("Traceback") == (death == "RuntimeError") and "closed by peer" not in result.stderr
 
 
+def test_the_ranks_of_two_machines_end_together():
+    """Ranks 0 and 1 are of one machine, 2 and 3 of the other."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"--rdzv_endpoint=127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
+    command += ["--rdzv_backend=c10d", endpoint, "-m", "tests.training.parallel.test_world", "SIGKILL", "cpu"]
+    options = {"cwd": Path(__file__).parents[3], "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    agents = [subprocess.Popen(command, **options, **pipes) for _ in range(2)]
+    died = "".join(agent.communicate(timeout=120)[0] for agent in agents)
+    assert [agent.returncode for agent in agents] == [1, 1] and time.time() - float(died) < 20
+
+
 def die(world: World, death: str) -> None:
-    """By a UserError both ranks die, else rank 1 does; rank 0 then fails in a collective, or where rank 1 is killed,
-    waits in an NCCL kernel, or on a CPU as if in one, where no SIGTERM reaches it."""
+    """By a UserError all ranks die, else rank 1 does; the others then fail in a collective, or where rank 1 is killed,
+    wait in an NCCL kernel, or on a CPU as if in one, where no SIGTERM reaches them."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if world.rank == 0 and death != "UserError":
+    if world.rank != 1 and death != "UserError":
         time.sleep(600) if (death, world.device.type) == ("SIGKILL", "cpu") else world.sum(1.0)
     if world.rank == 1:
         print(time.time(), flush=True)
