@@ -2,9 +2,6 @@ import hashlib
 import json
 import logging
 import math
-import os
-import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -16,19 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.multiprocessing import ProcessExitedException
 
 import train
-import training.run as train_module
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
-from tests.ranks import run_ranks
 from tests.training.data.test_tokenizer import write_tokenizer
-from training.checkpoint import files
-from training.checkpoint.blocks import Block
 from training.checkpoint.files import write_file
 from training.config import TrainConfig, given_settings
-from training.errors import UserError
 from training.optimizer import MasterAdamW, warmup_cosine
 from training.parallel.fsdp import copy_weights, initial_weights
 from training.run import resolve_memory_budget
@@ -396,31 +387,6 @@ def test_an_output_dir_that_cannot_be_written_is_one_line(corpus, tmp_path, caps
     assert "file/run cannot be written to: " in capsys.readouterr().err
 
 
-def test_the_time_that_a_shutdown_takes_is_promised_and_torchruns_patience_compared(monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
-    for name in ("TORCHELASTIC_RUN_ID", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"):
-        monkeypatch.delenv(name, raising=False)
-    promise = "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and exit within 40 s at most"
-    train.promise_shutdown(20, 10)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    train.promise_shutdown(4, 10)
-    assert caplog.messages == [promise, promise.replace("40", "24")]
-    from torch.distributed.launcher.api import LaunchConfig
-
-    caplog.clear()
-    monkeypatch.setattr(LaunchConfig, "shutdown_timeout", None, raising=False)
-    train.promise_shutdown(20, 10)
-    assert caplog.messages == [
-        promise, "torchrun kills after 30 s: start it with --shutdown-timeout 100, unless you did"
-    ]  # fmt: skip
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
-    train.promise_shutdown(20, 10)
-    assert caplog.messages[2:] == [promise]
-    monkeypatch.delattr(LaunchConfig, "shutdown_timeout")
-    train.promise_shutdown(20, 10)  # a torch without the flag has no use for the variable
-    assert caplog.messages[-1].startswith("torchrun kills after 30 s, and that of torch")
-
-
 def parse(argv):
     return TrainConfig(**given_settings(TrainConfig, argv, ""))
 
@@ -454,210 +420,6 @@ def test_two_processes_or_machines_equal_one(corpus, tmp_path):
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     for name, tensor in weights(one, 4).items():
         torch.testing.assert_close(tensor, weights(two, 4)[name], rtol=1e-3, atol=1e-4)
-
-
-def start_training(*argv, ranks=1):
-    """A run in processes of its own, once it has made its first step."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    process = subprocess.Popen(
-        [sys.executable, *torchrun, "train.py", *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    file = Path(argv[argv.index("--output_dir") + 1]) / "metrics.jsonl"
-    deadline = time.time() + 120
-    while time.time() < deadline and process.poll() is None and not (file.exists() and file.read_text()):
-        time.sleep(0.1)
-    return process
-
-
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
-def test_a_signal_saves_and_the_exit_status_says_unfinished(number, ranks, corpus, tmp_path):
-    """Of torchrun, which gets the signal and hands it on, the status is its own."""
-    run = tmp_path / "run"
-    process = start_training(*arguments(corpus, run, steps=100_000), ranks=ranks)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + number if ranks == 1 else process.returncode != 0, output
-    last = metrics(run)[-1]["step"]
-    assert f"{number.name}: stopped after step {last} of 100000" in output
-    assert [path.name for path in run.glob("*step_*")] == [f"step_{last:08d}"]
-    assert train.main([*only_resume(run), "--max_steps", f"{last + 1}"]) == 0
-
-
-def test_a_signal_between_micro_batches_drops_the_step(corpus, tmp_path, monkeypatch):
-    """In the third step, after its first micro-batch; the run then goes on as if nothing had been."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    flags = "--gradient_accumulation_steps", "3", "--save", "full"
-    assert train.main(arguments(corpus, whole, *flags)) == 0
-    calls, run_model = [], train_module.run_model
-
-    def signalled(*args):
-        calls.append(1)
-        if len(calls) == 7:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return run_model(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "LONG_STEP_SECONDS", 0.0)
-        patch.setattr(train_module, "run_model", signalled)
-        assert train.main(arguments(corpus, parts, *flags)) == 128 + signal.SIGUSR1
-    assert len(calls) == 7 and [line["step"] for line in metrics(parts)] == [1, 2]
-    assert train.main(arguments(corpus, parts, *flags, "--resume", "auto")) == 0
-    assert losses(parts) == losses(whole)
-    assert train.main(arguments(corpus, parts, *flags, "--resume", "auto")) == 0  # finished: nothing is left to do
-    for name, tensor in weights(whole, 4).items():
-        assert torch.equal(tensor, weights(parts, 4)[name]), name
-
-
-def test_a_signal_in_validation_drops_the_validation(corpus, tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    monkeypatch.setattr(train, "validation_batches", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM) or iter([1]))
-    assert train.main(arguments(corpus, run, "--validation_interval", "2")) == 128 + signal.SIGTERM
-    assert [line["step"] for line in metrics(run)] == [1, 2] and "validation_loss" not in metrics(run)[1]
-    assert [path.name for path in run.glob("*step_*")] == ["step_00000002"]
-
-
-def not_finite_in(steps, monkeypatch):
-    """The loss of these calls, counted from 1, is NaN."""
-    run_model, calls = train_module.run_model, []
-
-    def failing(*args):
-        calls.append(1)
-        return run_model(*args) * (math.nan if len(calls) in steps else 1.0)
-
-    monkeypatch.setattr(train_module, "run_model", failing)
-
-
-def test_a_loss_that_is_not_finite_saves_what_was_before(corpus, tmp_path, monkeypatch, capsys):
-    run = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        not_finite_in({3}, patch)
-        assert train.main(arguments(corpus, run, "--validation_sequences", "0")) == 1
-    error = capsys.readouterr().err
-    assert "step 3: loss nan, gradient norm nan, stopped before the update" in error
-    assert (
-        f"the last good checkpoint: {run}/step_00000002. Go on" in error and f"documents of the step: {corpus}" in error
-    )
-    assert train.main(arguments(corpus, run, "--resume")) == 0
-    assert train.main(arguments(corpus, tmp_path / "whole")) == 0
-    assert losses(run) == losses(tmp_path / "whole")
-
-
-def test_steps_without_a_target_leave_the_weights_alone(tmp_path, caplog):
-    """Sequences in the middle of a prompt of 1,000 tokens, of which each step has one."""
-    file = tmp_path / "samples.jsonl"
-    file.write_text((json.dumps({"prompt": "a" * 1000, "completion": "bcd"}) + "\n") * 4)
-    command = arguments(str(file), tmp_path / "run", "--batch_size", "1", "--validation_sequences", "0", steps=40)
-    assert train.main(command) == 0
-    found = losses(tmp_path / "run")
-    assert 30 <= found.count(None) < 40 and 0.0 not in found
-    assert caplog.text.count("has no token to predict, as in the middle of a prompt") == found.count(None)
-
-
-def test_steps_that_are_not_finite_are_left_out_when_told(corpus, tmp_path, monkeypatch, caplog):
-    run = tmp_path / "run"
-    not_finite_in({2, 4}, monkeypatch)
-    command = arguments(corpus, run, "--skip_nonfinite_steps", "1", "--validation_sequences", "0")
-    assert train.main(command) == 1
-    assert [line["loss"] is None for line in metrics(run)] == [False, True, False]
-    assert [path.name for path in run.glob("*step_*")] == ["step_00000003"]
-    assert f"step 2: loss nan, gradient norm nan, left out; documents: {corpus}" in caplog.text
-
-
-def test_resume_auto_starts_goes_on_and_passes_damage_over(corpus, tmp_path, caplog):
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    assert train.main(arguments(corpus, whole, steps=6)) == 0
-    command = arguments(corpus, run, "--resume", "auto", "--checkpoint_interval", "2", steps=6)
-    assert train.main([*command, "--keep_checkpoints", "3"]) == 0
-    damaged = run / "step_00000006" / "optimizer.safetensors"
-    content = bytearray(damaged.read_bytes())
-    content[-5] ^= 4
-    damaged.write_bytes(content)
-    (run / "step_00000004" / "config.json").unlink()
-    (run / "step_00000020.bad").mkdir()
-    caplog.clear()
-    assert train.main(command) == 0
-    passed_over = [message for message in caplog.messages if message.startswith("passed over")]
-    assert len(passed_over) == 2 and "config.json is missing" in passed_over[0] + passed_over[1]
-    assert any(f"{run}/step_00000006: " in message and "optimizer.safetensors" in message for message in passed_over)
-    assert losses(run) == losses(whole)
-
-
-def test_checkpoints_by_the_clock(corpus, tmp_path):
-    run = tmp_path / "run"
-    flags = "--checkpoint_interval", "0.000001min", "--keep_checkpoints", "9", "--validation_sequences", "0"
-    assert train.main(arguments(corpus, run, *flags)) == 0
-    assert len([*run.glob("step_*")]) == 4
-
-
-def test_room_on_the_disk_is_looked_at_first(corpus, tmp_path, monkeypatch, capsys, caplog):
-    run, free = tmp_path / "run", 2**30
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
-    monkeypatch.setattr(train, "load_documents", lambda *_: pytest.fail("the data were read"))
-    command = arguments(corpus, run, "--model_size", "0.6B", "--checkpoint_interval", "2")
-    assert train.main(command) == 1
-    assert f"GB are needed for checkpoints, {run} has 1.00 GB; free some space" in capsys.readouterr().err
-    monkeypatch.undo()
-    free = 2 * train.checkpoint_bytes(TrainConfig(), MODEL_SIZES["tiny"], torch.device("cpu"))
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
-    assert train.main(arguments(corpus, run, "--checkpoint_interval", "1")) == 0
-    assert "old checkpoints will be deleted before new ones are complete" in caplog.text
-
-
-def test_a_save_that_fails_does_not_end_the_run(corpus, tmp_path, monkeypatch, caplog):
-    """The next one is complete, and leaves nothing of the one that failed."""
-    run, write = tmp_path / "run", Block.write
-    monkeypatch.setattr(train, "RETRY_SECONDS", 0)
-
-    def no_room(block, *args):
-        if not caplog.messages:
-            raise OSError(28, "No space left on device")
-        write(block, *args)
-
-    monkeypatch.setattr(Block, "write", no_room)
-    assert train.main(arguments(corpus, run, "--checkpoint_interval", "3", steps=8)) == 0
-    assert "the checkpoint of step 3 failed: [Errno 28] No space left on device" in caplog.messages
-    assert sorted(path.name for path in run.glob("*step_*"))[-1] == "step_00000008"
-
-
-def run_with_other_data(world, corpus, folder):
-    flags = ["--seed", str(world.rank)]
-    try:
-        train.train(given_settings(TrainConfig, arguments(corpus, folder / "run", *flags), ""), world)
-    except UserError as error:
-        (folder / "error.txt").write_text(str(error))
-        raise
-
-
-def test_ranks_with_other_settings_are_refused(corpus, tmp_path):
-    with pytest.raises(ProcessExitedException):
-        run_ranks(2, run_with_other_data, corpus, tmp_path)
-    assert (tmp_path / "error.txt").read_text() == "seed is 1 on rank 1 and 0 on rank 0; start all ranks alike"
-
-
-def test_a_hang_shows_where_it_is_and_a_spike_is_told(corpus, tmp_path, monkeypatch, capfd, caplog):
-    run_model = train_module.run_model
-
-    def slow(*args):
-        time.sleep(0.5)
-        return run_model(*args)
-
-    monkeypatch.setattr(train, "HANG_SECONDS", 0.2)
-    monkeypatch.setattr(train_module, "run_model", slow)
-    monkeypatch.setattr(train, "is_spike", lambda loss, recent: len(recent) == 1)
-    assert train.main(arguments(corpus, tmp_path / "run", "--validation_sequences", "0", steps=2)) == 0
-    error = capfd.readouterr().err
-    assert "Timeout" in error and "in slow" in error
-    assert next(m for m in caplog.messages if "spike" in m).startswith("step 2: loss 5.")
-
-
-def test_workers_end_with_their_torchrun(corpus, tmp_path):
-    run = tmp_path / "run"
-    process = start_training(*arguments(corpus, run, steps=100_000), ranks=2)
-    process.kill()
-    process.communicate(timeout=60)  # ends once no worker has its output open
-    with files.only_run_in(run):
-        pass
 
 
 def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
