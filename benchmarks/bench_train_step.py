@@ -151,6 +151,8 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
             losses.append(round(step(ranks[world.data_rank]), 3))
             synchronize(world)
             every.append(time.perf_counter() - start)
+            if world.is_main:
+                print(f"{setting}, step {len(every)}: {every[-1]:.2f} s, loss {losses[-1]}", file=sys.stderr)
         seconds = statistics.mean(every[-len(timed) :])
         if arguments.communication and on_gpu:
             communication = communication_seconds(lambda: step(steps[-1][world.data_rank]), world)

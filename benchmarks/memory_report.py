@@ -60,9 +60,10 @@ def results(pattern: str) -> list[dict]:
 
 
 def step_runs(packed: bool = False, shared: bool = False) -> list[dict]:
-    """What benchmarks.bench_train_step measured of the 4B; `shared`: where GPUs share a sequence."""
+    """What benchmarks.bench_train_step measured of the 4B; `shared`: where GPUs share a sequence or matrices."""
     runs = [run for run in results("train_step_*.jsonl") if run["model_size"] == "4B" and run["packed"] == packed]
-    return [run for run in runs if (run.get("context_parallel_size", 1) > 1) == shared]
+    sizes = ("context_parallel_size", "tensor_parallel_size")
+    return [run for run in runs if any(run.get(size, 1) > 1 for size in sizes) == shared]
 
 
 def differing(predicted: float, measured: float) -> str:
@@ -115,7 +116,7 @@ def packed_documents() -> list[list[str]]:
 
 
 def shared_sequences() -> list[list[str]]:
-    """The latest steps of GPUs that share a sequence, each beside one GPU's latest step without a cap."""
+    """The latest steps of GPUs that share a sequence or matrices, each beside one GPU's latest step without a cap."""
     alone = {
         (run["context_length"], setting): result["seconds"]
         for run in step_runs() for setting, result in run["results"].items() if setting.startswith("auto")
@@ -126,16 +127,20 @@ def shared_sequences() -> list[list[str]]:
         for setting, result in run["results"].items():
             limit, plus, kind = setting.partition("+")
             one = alone.get((context, f"auto{plus}{kind}"))
-            sent = min((rank["SendRecv"] for rank in result.get("communication", ())), default=None)
-            rows[run["ranks"], kind, context, limit] = [
-                str(run["ranks"]), kind or "full", f"{context:,}", cap(limit),
+            matrices = run.get("tensor_parallel_size", 1) > 1
+            split, kernel = ("matrices", "AllReduce") if matrices else ("sequence", "SendRecv")
+            sent = min((rank[kernel] for rank in result.get("communication", ())), default=None)
+            host = result.get("host_gib")
+            rows[run["ranks"], split, kind, context, limit] = [
+                str(run["ranks"]), split, kind or "full", f"{context:,}", cap(limit),
                 differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
                 differing(result["predicted_seconds"], result["seconds"]), f"{result['seconds']:.2f}",
                 f"{one / result['seconds']:.2f}" if one else "-", f"{sent:.2f}" if sent else "-",
-                f"{result['mfu']:.1%}", f"{result['host_gib']:.1f}", date(run),
+                f"{result['mfu']:.1%}", f"{host:.1f}" if host else "-", date(run),
             ]  # fmt: skip
-    header = ["GPUs", "attention", "context", "cap", "peak GiB a GPU, predicted", "measured", "s a step, predicted",
-              "measured", "one GPU ÷ it", "exchange, s", "MFU", "host GiB a GPU", "date, commit"]  # fmt: skip
+    header = ["GPUs", "share", "attention", "context", "cap", "peak GiB a GPU, predicted", "measured",
+              "s a step, predicted", "measured", "one GPU ÷ it", "exchange, s", "MFU", "host GiB a GPU",
+              "date, commit"]  # fmt: skip
     return [header, *(rows[key] for key in sorted(rows))]
 
 
@@ -165,7 +170,7 @@ def sparse() -> list[list[str]]:
     }  # fmt: skip
     for (context, setting), (run, result) in latest.items():
         cap, _, kind = setting.partition("+")
-        if kind in ("sparse", "nsa"):
+        if kind in ("sparse", "nsa") and (context, "auto") in latest:
             dense = latest[context, "auto"][1]["seconds"]
             rows.append([
                 kind, f"{context:,}", "none" if cap == "auto" else cap.replace("GB", " GiB"),
