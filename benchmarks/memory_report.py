@@ -332,6 +332,24 @@ def several_gpus() -> list[list[str]]:
     return rows
 
 
+def a_million_tokens() -> list[list[str]]:
+    """One sequence over all GPUs of a host, at the contexts that are to be measured when such a host is at hand."""
+    rows = [["GPUs", "attention", "context", "s a step", "peak GiB a GPU", "pinned host GiB a GPU"]]
+    dense, sparse = (), (Sparsity(),) * MODEL_SIZES["4B"].num_hidden_layers
+    contexts = ((dense, 131_072), (dense, 524_288), (dense, 1_048_576), (sparse, 1_048_576))
+    for name, num_gpus in (("H200", 4), ("H200", 8), ("H100", 8)):
+        gpu = GPUS[name]
+        usable, backend = gpu.memory_bytes - DRIVER_BYTES, gpu.attention_backend
+        for sparsity, context in contexts:
+            step, rates = step_of_4b(context, backend, sparsity, num_gpus), scale_rates(gpu, backend, sparsity)
+            plan = make_plan(step, usable, HOSTS[0], rates)
+            rows.append([
+                f"{num_gpus} {name}", "sparse" if sparsity else "full", f"{context:,}", f"{plan.seconds:.1f}",
+                f"{plan.peak.bytes / GIB:.2f}", f"{plan.host_bytes / GIB:.1f}",
+            ])  # fmt: skip
+    return rows
+
+
 # The picture
 
 
@@ -362,7 +380,7 @@ MEASURED = (
     stages,
     compared,
 )
-PREDICTED = (scenarios, hardware, several_gpus)
+PREDICTED = (scenarios, hardware, several_gpus, a_million_tokens)
 TABLES: dict[str, Callable[[], list[list[str]]]] = {table.__name__: table for table in (*MEASURED, *PREDICTED)}
 
 
