@@ -57,8 +57,9 @@ from training.data.tokens import TokenStore
 from training.errors import UserError, message_of
 from training.memory.cost_model import PackedDocuments
 from training.memory.placement import set_sparsity
+from training.memory.planner import Plan
 from training.metrics import MetricsFile, is_spike, peak_flops, peak_memory_gib
-from training.optimizer import warmup_cosine
+from training.optimizer import MasterAdamW, warmup_cosine
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, join_world
@@ -407,6 +408,64 @@ def choose_start(given: dict, world: World) -> tuple[TrainConfig, Start, ModelCo
         return config, start, model_config
 
 
+@dataclasses.dataclass
+class Run:
+    """What a run is made of, and how far it has come."""
+
+    config: TrainConfig
+    settings: dict  # that go into checkpoints: a budget of "auto" is resolved anew where a run resumes
+    start: Start
+    world: World
+    model_config: ModelConfig
+    tokenizer: typing.Any
+    loader: PackedLoader
+    held_out: TokenStore
+    model: Transformer
+    optimizer: MasterAdamW
+    plan: Plan
+    saver: Saver
+    metrics: MetricsFile | None  # of the main rank
+    progress: tqdm
+    received: list[int]  # numbers of the signals that ask this process to end
+    # What the weights are of: the last step that was taken. A step that is dropped half way leaves all of this alone.
+    done: int
+    tokens: int
+    position: dict  # the loader's state
+    validation_loss: float | None
+    saved: int  # the step of the last checkpoint
+    saved_at: float  # when that was begun
+    step_seconds: float = 0.0  # of the last step
+    skipped: int = 0  # steps whose loss or gradient was not finite
+    stopped: bool = False
+    recent_losses: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=100))
+
+    def save(self) -> None:
+        """Begin the checkpoint of the last step, unless it has been begun."""
+        if self.config.save == "none" or self.saved == self.done:
+            return
+        self.saved, self.saved_at = self.done, time.monotonic()
+        self.saver.begin(
+            self.done, weights=self.optimizer.parameters, model_config=self.model_config.to_hugging_face(),
+            optimizer_state=self.optimizer.state_dict() if self.config.save == "full" else None,
+            trainer_state={
+                "tokens": self.tokens, "max_steps": self.config.max_steps, "cosine_steps": self.start.cosine_steps,
+                "tokens_per_step": tokens_per_step(self.config, self.world), "ranks": self.world.data_size,
+                "settings": self.settings, "tokenizer": self.tokenizer.identity,
+                "validation_loss": self.validation_loss, "loader": self.position,
+            },
+        )  # fmt: skip
+
+    def stopping(self) -> bool:
+        """Whether any rank has been asked to stop; the same on every rank, and a collective of them."""
+        self.watch()
+        return self.world.sum(float(bool(self.received)))[0] > 0
+
+    def watch(self) -> None:
+        """Print what this rank's threads do where `watch` is not called again for long: a rank hangs."""
+        seconds = max(HANG_SECONDS, 10 * self.step_seconds)
+        faulthandler.dump_traceback_later(seconds, repeat=True, file=sys.__stderr__)
+
+
 def train(given: dict, world: World) -> int:
     """A run, from the checks to the final checkpoint and a sample; returns the process's exit status.
 
@@ -417,25 +476,32 @@ def train(given: dict, world: World) -> int:
     with contextlib.ExitStack() as stack:
         if world.is_main:
             stack.enter_context(only_run_in(output_dir))
-        return train_in(output_dir, given, world, stack)
+        # What can be refused in seconds comes before the data, which may take minutes to tokenise.
+        config, start, model_config = choose_start(given, world)
+        if start.step >= config.max_steps:
+            logger.info("%s is of the last of %d steps: nothing is left to do", start.checkpoint, config.max_steps)
+            return 0
+        run = set_up(config, start, model_config, world, stack)
+        while run.done < config.max_steps and not run.stopped:
+            values = take_step(run)
+            if values is None:
+                break
+            validate_if_due(run, values)
+            save_if_due(run, values)
+        return end(run)
 
 
-def train_in(output_dir: Path, given: dict, world: World, stack: contextlib.ExitStack) -> int:
-    """`train` in a folder that no other run writes to until `stack` is closed."""
-    # What can be refused in seconds comes before the data, which may take minutes to tokenise.
-    config, start, model_config = choose_start(given, world)
-    settings = dataclasses.asdict(config)  # goes into checkpoints; a budget of "auto" is resolved where a run resumes
-    if start.step >= config.max_steps:
-        logger.info("%s is of the last of %d steps: nothing is left to do", start.checkpoint, config.max_steps)
-        return 0
+def set_up(
+    config: TrainConfig, start: Start, model_config: ModelConfig, world: World, stack: contextlib.ExitStack
+) -> Run:
+    """All that a run needs, in output_dir, which no other run writes to until `stack` is closed."""
+    settings, output_dir = dataclasses.asdict(config), Path(config.output_dir)
     config = dataclasses.replace(config, memory_budget=resolve_memory_budget(config, world.device))
     configure_machine(config, world)
     tokenizer = open_tokenizer(config, start)
     check_fits(config, model_config, world)
-    checkpoint_size = checkpoint_bytes(config, model_config, world.device)
     if world.is_main and config.save != "none":
-        check_disk(config, start, checkpoint_size)
-
+        check_disk(config, start, checkpoint_bytes(config, model_config, world.device))
     loader, held_out = load_data(config, tokenizer, model_config.vocab_size, world)
     check_same_on_all_ranks({**settings, **loader.state_dict()}, world)
     if start.checkpoint:
@@ -445,14 +511,31 @@ def train_in(output_dir: Path, given: dict, world: World, stack: contextlib.Exit
         config.batch_size, world.data_size, config.gradient_accumulation_steps,
     )  # fmt: skip
     model, optimizer, plan = build(config, model_config, start, documents, world)
-
+    metrics = None
     if world.is_main:
         try:
             (output_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
             metrics = MetricsFile(output_dir / "metrics.jsonl", start.step)
         except OSError as error:
             raise UserError(f"output_dir {output_dir} cannot be written to: {error}; choose another") from None
-    step_tokens, max_steps = tokens_per_step(config, world), config.max_steps
+    saver = Saver(output_dir, config.keep_checkpoints or KEPT_CHECKPOINTS, start.checkpoint)
+    stack.callback(saver.wait)  # an error ends the run once the checkpoint that was begun is complete
+    received = stack.enter_context(stop_signals())
+    stack.callback(faulthandler.cancel_dump_traceback_later)
+    describe(config, model_config, plan, loader, held_out, world)
+    progress = tqdm(total=config.max_steps, initial=start.step, unit="step", disable=not world.is_main)
+    return Run(
+        config, settings, start, world, model_config, tokenizer, loader, held_out, model, optimizer, plan, saver,
+        metrics, progress, received, done=start.step, tokens=start.tokens,
+        position=loader.state_dict(), validation_loss=start.validation_loss, saved=start.step,
+        saved_at=time.monotonic(),
+    )  # fmt: skip
+
+
+def describe(
+    config: TrainConfig, model_config: ModelConfig, plan: Plan, loader: PackedLoader, held_out: TokenStore, world: World
+) -> None:
+    """Log a run's settings, model and data."""
     logger.info("config: %s", json.dumps(dataclasses.asdict(config)))
     logger.info(
         "model: %s, %s parameters; attention: %s, kernel: %s; device: %s x %d (data x context x tensor: %d x %d x %d)",
@@ -461,137 +544,127 @@ def train_in(output_dir: Path, given: dict, world: World, stack: contextlib.Exit
         world.data_size, world.context_size, world.tensor_size,
     )  # fmt: skip
     logger.info(
-        "data: %s training tokens, %s held out; %s tokens a step",
-        f"{loader.num_tokens:,}", f"{(held_out.lengths - 1).sum():,}", f"{step_tokens:,}",
+        "data: %s training tokens, %s held out; %s tokens a step", f"{loader.num_tokens:,}",
+        f"{(held_out.lengths - 1).sum():,}", f"{tokens_per_step(config, world):,}",
     )  # fmt: skip
 
-    saver = Saver(output_dir, config.keep_checkpoints or KEPT_CHECKPOINTS, start.checkpoint)
-    stack.callback(saver.wait)  # an error ends the run once the checkpoint that was begun is complete
-    received = stack.enter_context(stop_signals())
+
+def take_step(run: Run) -> dict | None:
+    """The next step. Returns its metrics; None where the run was asked to end and the step is dropped."""
+    config, world, step, began = run.config, run.world, run.done + 1, time.perf_counter()
+    run.watch()
+    batches = run.loader.next_step(config.gradient_accumulation_steps)
+    rate = learning_rate_of(step, config, run.start.cosine_steps)
+    sparsity = sparsity_at(config, step)
+    set_sparsity(run.model, sparsity)
+    values = {"step": step, "learning_rate": rate, "epoch": run.loader.epoch, "loss": None}
+    look = run.stopping if run.step_seconds > LONG_STEP_SECONDS else lambda: False
+    try:
+        loss, norm = train_step(
+            run.model, run.optimizer, batches, world, rate, config.max_grad_norm, run.saver.before_update, look
+        )
+        values |= {"loss": loss, "gradient_norm": norm}
+        if is_spike(loss, run.recent_losses):
+            usual = mean(run.recent_losses)
+            logger.warning("step %d: loss %.3f is a spike above a mean of %.3f", step, loss, usual)
+        run.recent_losses.append(loss)
+    except Stopped:
+        run.stopped = True
+        return None
+    except NoTarget:
+        logger.warning("step %d has no token to predict, as in the middle of a prompt, and is left out", step)
+    except NotFinite as error:
+        leave_out(run, step, error)
+    except torch.OutOfMemoryError as error:
+        run.progress.close()  # ends the progress bar's line
+        if world.size == 1:  # elsewhere the other ranks have gone on
+            run.save()
+        error.add_note(explain_out_of_memory(config, run.plan, world.device))
+        raise
+    seconds, step_tokens = time.perf_counter() - began, tokens_per_step(config, world)
+    run.done, run.tokens, run.position = step, run.tokens + step_tokens, run.loader.state_dict()
+    values |= {"seconds": seconds, "tokens": run.tokens, "tokens_per_second": step_tokens / seconds}
+    if world.device.type == "cuda":
+        values["peak_memory_gib"] = peak_memory_gib(world)
+    if (gpu_flops := peak_flops(world.device)) is not None:
+        forward = sum(run.model_config.forward_flops(batch.documents.lengths, sparsity) for batch in batches)
+        flops = 3 * world.sum(forward)[0] / world.size  # of a rank, on average
+        values["mfu"] = flops / (world.context_size * world.tensor_size) / seconds / gpu_flops
+    if config.selected_blocks_start is not None:
+        values["selected_blocks"] = spell_by_layer([of_layer.selected_blocks for of_layer in sparsity])
+    return values
+
+
+def leave_out(run: Run, step: int, error: NotFinite) -> None:
+    """Go on without a step that is not finite, as often as the settings allow; raise UserError after that."""
+    sources = ", ".join(run.loader.sources(run.position["next_sequence"], run.loader.next_sequence)[:10])
+    if run.skipped < run.config.skip_nonfinite_steps:
+        run.skipped += 1
+        logger.warning("step %d: %s, left out; documents: %s", step, error, sources)
+        return
+    run.progress.close()
+    run.save()  # of the weights before this step, which are finite or refused
+    run.saver.wait()
+    raise UserError(
+        f"step {step}: {error}, stopped before the update; the last good checkpoint: {run.saver.last or 'none'}. "
+        "Go on from it with a lower --learning_rate, or leave such steps out with --skip_nonfinite_steps; "
+        f"documents of the step: {sources}"
+    ) from None
+
+
+def validate_if_due(run: Run, values: dict) -> None:
+    """Put a validation loss among a step's metrics, where it is time for one and nobody asks the run to end."""
+    config, world = run.config, run.world
+    last = run.done == config.max_steps
+    if not config.validation_sequences or not (last or is_due(run.done, config.validation_interval)):
+        return
+    batches = validation_batches(
+        run.held_out, config.context_length, config.batch_size, world.data_rank, world.data_size,
+        limit=config.validation_sequences,
+    )  # fmt: skip
+    if (loss := validate(run.model, batches, world, run.stopping)) is not None:
+        values["validation_loss"] = run.validation_loss = loss
+
+
+def save_if_due(run: Run, values: dict) -> None:
+    """Write and show a step's metrics, agree over the ranks whether the run ends, and begin the checkpoint that is due.
+
+    The main rank's clock decides for all.
+    """
+    config, world, seconds = run.config, run.world, values["seconds"]
     interval_steps, interval_seconds = parse_interval(config.checkpoint_interval or CHECKPOINT_INTERVAL)
-    # What the weights are of: the last step that was taken. A step that is dropped half way leaves all of this alone.
-    done, tokens, position, validation_loss = start.step, start.tokens, loader.state_dict(), start.validation_loss
-    saved, saved_at = start.step, time.monotonic()  # the step of the last checkpoint, and when it began
+    since_save = time.monotonic() - run.saved_at
+    due = is_due(run.done, interval_steps) or 0 < interval_seconds < since_save
+    due = due or (run.saver.error is not None and since_save > RETRY_SECONDS)
+    of_main_rank = (due, seconds) if world.is_main else (0, 0)
+    signals, saves, run.step_seconds = world.sum(len(run.received), *of_main_rank)
+    run.stopped = signals > 0
+    if run.metrics is not None:
+        run.metrics.write(**values)
+        if run.done == run.start.step + 2:  # the first step of a run compiles kernels
+            parts = config.gradient_accumulation_steps if seconds > LONG_STEP_SECONDS else 1
+            size = checkpoint_bytes(config, run.model_config, world.device)
+            save_seconds = run.saver.seconds or size / SAVED_BYTES_PER_SECOND
+            promise_shutdown(seconds / parts, save_seconds if config.save != "none" else 0.0)
+        show(run.progress, values, "byte" if config.tokenizer == "bytes" else "token")
+    if saves or run.stopped or run.done == config.max_steps:
+        run.save()
 
-    def save() -> None:
-        """Begin the checkpoint of the last step, unless it has been begun."""
-        nonlocal saved, saved_at
-        if config.save == "none" or saved == done:
-            return
-        saved, saved_at = done, time.monotonic()
-        saver.begin(
-            done, weights=optimizer.parameters, model_config=model_config.to_hugging_face(),
-            optimizer_state=optimizer.state_dict() if config.save == "full" else None,
-            trainer_state={
-                "tokens": tokens, "max_steps": max_steps, "cosine_steps": start.cosine_steps,
-                "tokens_per_step": step_tokens, "ranks": world.data_size, "settings": settings,
-                "tokenizer": tokenizer.identity, "validation_loss": validation_loss, "loader": position,
-            },
-        )  # fmt: skip
 
-    def stopping() -> bool:
-        """Whether any rank has been asked to stop; the same on every rank, and a collective of them."""
-        watch()
-        return world.sum(float(bool(received)))[0] > 0
-
-    def watch() -> None:
-        """Print what this rank's threads do where `watch` is not called again for long: a rank hangs."""
-        faulthandler.dump_traceback_later(max(HANG_SECONDS, 10 * step_seconds), repeat=True, file=sys.__stderr__)
-
-    step_seconds, skipped, stopped = 0.0, 0, False
-    recent_losses: deque[float] = deque(maxlen=100)
-    stack.callback(faulthandler.cancel_dump_traceback_later)
-    gpu_flops = peak_flops(world.device)
-    progress = tqdm(total=max_steps, initial=start.step, unit="step", disable=not world.is_main)
-    while done < max_steps and not stopped:
-        step, began = done + 1, time.perf_counter()
-        watch()
-        batches = loader.next_step(config.gradient_accumulation_steps)
-        rate = learning_rate_of(step, config, start.cosine_steps)
-        sparsity = sparsity_at(config, step)
-        set_sparsity(model, sparsity)
-        values = {"step": step, "learning_rate": rate, "epoch": loader.epoch}
-        look = stopping if step_seconds > LONG_STEP_SECONDS else lambda: False
-        try:
-            loss, norm = train_step(
-                model, optimizer, batches, world, rate, config.max_grad_norm, saver.before_update, look
-            )
-            values |= {"loss": loss, "gradient_norm": norm}
-            if is_spike(loss, recent_losses):
-                logger.warning("step %d: loss %.3f is a spike above a mean of %.3f", step, loss, mean(recent_losses))
-            recent_losses.append(loss)
-        except Stopped:
-            stopped = True
-            break
-        except NoTarget:
-            values["loss"] = None
-            logger.warning("step %d has no token to predict, as in the middle of a prompt, and is left out", step)
-        except NotFinite as error:
-            sources = ", ".join(loader.sources(position["next_sequence"], loader.next_sequence)[:10])
-            if skipped >= config.skip_nonfinite_steps:
-                progress.close()
-                save()  # of the weights before this step, which are finite or refused
-                saver.wait()
-                last = saver.last or "none"
-                raise UserError(
-                    f"step {step}: {error}, stopped before the update; the last good checkpoint: {last}. "
-                    "Go on from it with a lower --learning_rate, or leave such steps out with --skip_nonfinite_steps; "
-                    f"documents of the step: {sources}"
-                ) from None
-            skipped += 1
-            values["loss"] = None
-            logger.warning("step %d: %s, left out; documents: %s", step, error, sources)
-        except torch.OutOfMemoryError as error:
-            progress.close()  # ends the progress bar's line
-            if world.size == 1:  # elsewhere the other ranks have gone on
-                save()
-            error.add_note(explain_out_of_memory(config, plan, world.device))
-            raise
-        seconds = time.perf_counter() - began
-        done, tokens, position = step, tokens + step_tokens, loader.state_dict()
-        values |= {"seconds": seconds, "tokens": tokens, "tokens_per_second": step_tokens / seconds}
-        if world.device.type == "cuda":
-            values["peak_memory_gib"] = peak_memory_gib(world)
-        if gpu_flops is not None:
-            forward = sum(model_config.forward_flops(batch.documents.lengths, sparsity) for batch in batches)
-            flops = 3 * world.sum(forward)[0] / world.size  # of a rank, on average
-            values["mfu"] = flops / (world.context_size * world.tensor_size) / seconds / gpu_flops
-        if config.selected_blocks_start is not None:
-            values["selected_blocks"] = spell_by_layer([of_layer.selected_blocks for of_layer in sparsity])
-        if config.validation_sequences and (step == max_steps or is_due(step, config.validation_interval)):
-            held_out_batches = validation_batches(
-                held_out, config.context_length, config.batch_size, world.data_rank, world.data_size,
-                limit=config.validation_sequences,
-            )  # fmt: skip
-            validated = validate(model, held_out_batches, world, stopping)
-            if validated is not None:
-                values["validation_loss"] = validation_loss = validated
-        since_save = time.monotonic() - saved_at
-        due = is_due(step, interval_steps) or 0 < interval_seconds < since_save
-        due = due or (saver.error is not None and since_save > RETRY_SECONDS)
-        # The main rank's clock decides for all.
-        signals, saves, step_seconds = world.sum(len(received), *((due, seconds) if world.is_main else (0, 0)))
-        stopped = signals > 0
-        if world.is_main:
-            metrics.write(**values)
-            if step == start.step + 2:  # the first step of a run compiles kernels
-                parts = config.gradient_accumulation_steps if seconds > LONG_STEP_SECONDS else 1
-                save_seconds = saver.seconds or checkpoint_size / SAVED_BYTES_PER_SECOND
-                promise_shutdown(seconds / parts, save_seconds if config.save != "none" else 0.0)
-            show(progress, values, "byte" if config.tokenizer == "bytes" else "token")
-        if saves or stopped or done == max_steps:
-            save()
-    progress.close()
+def end(run: Run) -> int:
+    """The last checkpoint and a sample; returns the process's exit status."""
+    config = run.config
+    run.progress.close()
     faulthandler.cancel_dump_traceback_later()
-    if stopped:
-        save()
-    if config.sample_tokens and not stopped:
-        prompt = held_out.read(0, 0, min(PROMPT_TOKENS, int(held_out.lengths[0]) - 1))  # without the document's end
-        log_sample(model, tokenizer, prompt, config, world)
-    saver.finish()
-    if stopped and done < max_steps:
-        [number] = world.min(-max(received, default=0))  # of the ranks that have been asked
-        logger.info("%s: stopped after step %d of %d", signal.Signals(int(-number)).name, done, max_steps)
+    if run.stopped:
+        run.save()
+    if config.sample_tokens and not run.stopped:
+        length = min(PROMPT_TOKENS, int(run.held_out.lengths[0]) - 1)  # without the document's end
+        log_sample(run.model, run.tokenizer, run.held_out.read(0, 0, length), config, run.world)
+    run.saver.finish()
+    if run.stopped and run.done < config.max_steps:
+        [number] = run.world.min(-max(run.received, default=0))  # of the ranks that have been asked
+        logger.info("%s: stopped after step %d of %d", signal.Signals(int(-number)).name, run.done, config.max_steps)
         return 128 - int(number)
     return 0
 
