@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from training.checkpoint.direct import BUFFER_BYTES, DirectFile
 from training.config import IO_THREADS
 from training.errors import UserError
 from training.torch_internals import compute_local_shape_and_global_offset
 
 BLOCK_BYTES = 2**25  # 32 MiB: a thread copies, adds up and writes that much at a time
-# Host memory that saving takes: in each thread a pinned buffer for what comes from a GPU, and one to read back into.
-SAVING_BYTES = 2 * IO_THREADS * BLOCK_BYTES
+# Host memory that saving takes: in each thread a pinned buffer for what comes from a GPU, that part in bf16, and the
+# buffer through which the file is written.
+SAVING_BYTES = IO_THREADS * (BLOCK_BYTES + BLOCK_BYTES // 2 + BUFFER_BYTES)
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -59,13 +62,19 @@ class Block:
             element = sum(i * stride for i, stride in zip((*index, *self.offset[cut : cut + 1]), strides))
             yield entry.start + element * size, length * size
 
-    def write(self, descriptor: int, entry: Entry, content: memoryview) -> None:
+    def write(self, file: DirectFile, entry: Entry, content: memoryview) -> None:
         """Put the block's elements, contiguous in `content`, into the file."""
         for start, length in self.runs(entry):
-            run, content = content[:length], content[length:]
-            while run:
-                written = os.pwrite(descriptor, run, start)
-                start, run = start + written, run[written:]
+            file.write(content[:length], start)
+            content = content[length:]
+
+    def crc32(self, file: DirectFile, entry: Entry) -> int:
+        """The checksum of the block's elements in the file; another one where the file ends before them."""
+        crc = 0
+        for run in self.runs(entry):
+            for piece in file.read(*run):
+                crc = zlib.crc32(piece, crc)
+        return crc
 
     def read(self, descriptor: int, entry: Entry, content: memoryview) -> None:
         """Fill `content` with the block's elements. Raises UserError where the file ends before them."""

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from training.checkpoint.blocks import Block, bytes_of, local_blocks, read_entries, read_header
+from training.checkpoint.direct import DirectFile
 from training.checkpoint.weights import read_json
 from training.config import IO_THREADS
 from training.errors import UserError
@@ -137,8 +138,12 @@ def corrupted(path: Path, name: str) -> UserError:
     return UserError(f"checkpoint {path}: {name} is corrupted (its CRC-32 differs); use another checkpoint")
 
 
-def verify_checkpoint(path: Path, group: dist.ProcessGroup | None = None) -> None:
+def verify_checkpoint(path: Path, group: dist.ProcessGroup | None = None, *, direct: bool = False) -> None:
     """Compare every byte with the manifest; the tensors are shared out over the ranks of `group`, by default all.
+
+    Args:
+        direct: whether to read what the disk has, and not what the page cache has; a checkpoint that is to be loaded
+            is better read through the cache.
 
     Raises:
         UserError: one line naming the file that is missing, truncated or corrupted.
@@ -155,13 +160,10 @@ def verify_checkpoint(path: Path, group: dist.ProcessGroup | None = None) -> Non
 
             def check(block, name=name, entries=entries):
                 tensor, offset, shape, crc = block
-                entry = entries[tensor]
-                content = memoryview(bytearray(math.prod(shape) * entry.dtype.itemsize))
-                Block(tensor, tuple(offset), tuple(shape)).read(descriptor, entry, content)
-                if zlib.crc32(content) != crc:
+                if Block(tensor, tuple(offset), tuple(shape)).crc32(file, entries[tensor]) != crc:
                     raise corrupted(path, name)
 
-            with reading(path / name) as descriptor:
+            with contextlib.closing(DirectFile(path / name, direct=direct)) as file:
                 in_threads(check, blocks[rank::world_size])
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training.checkpoint.blocks import Block, Entry, bytes_of, header_of, is_written_here, local_blocks, read_entries
+from training.checkpoint.direct import DirectFile
 from training.checkpoint.files import (
     FORMAT_VERSION,
     OPTIMIZER,
@@ -74,6 +75,7 @@ class Saver:
         last: the newest checkpoint that was completed here, or the one that was given.
         error: why the last save failed; None where it did not, or is still going on.
         seconds: that the last save took.
+        seconds_read: of them until all of this rank's state was read, and the update could go on.
     """
 
     def __init__(self, output_dir: str | Path, keep: int, last: Path | None = None):
@@ -82,7 +84,7 @@ class Saver:
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.last = last
         self.error: Exception | None = None
-        self.seconds = 0.0
+        self.seconds = self.seconds_read = 0.0
         self._thread: threading.Thread | None = None
         self._read = threading.Event()
         self._is_current = False  # whether the state is still that of the last `begin`
@@ -179,7 +181,7 @@ class Saver:
                 self._staging.put(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))
 
     def _run(self, save: _Save) -> None:
-        began = time.monotonic()
+        self._began = began = time.monotonic()
         try:
             self.last = self._write(save)
             self.seconds = time.monotonic() - began
@@ -220,7 +222,7 @@ class Saver:
                             manifest["blocks"].setdefault(file, []).extend(more)
                     manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
                     write_file(temporary / "manifest.json", json.dumps(manifest).encode())
-            verify_checkpoint(temporary, self.group)
+            verify_checkpoint(temporary, self.group, direct=True)
             with failing_together(self.group):
                 if rank == 0:
                     put_in_place(temporary, final)
@@ -233,7 +235,7 @@ class Saver:
 
     def _write_blocks(self, folder: Path, save: _Save) -> dict[str, list]:
         """Write this rank's parts; returns of each file its blocks, as the manifest lists them."""
-        descriptors = {file: (folder / file).open("r+b") for file in save.headers}
+        files = {file: DirectFile(folder / file, writes=True) for file in save.headers}
         checksums: dict[str, list] = {file: [] for file in save.headers}
 
         def write(item):
@@ -244,7 +246,7 @@ class Saver:
                 if not _is_finite(on_host):
                     raise UserError(f"{block.name} is not finite: no checkpoint of step {save.step} is written")
                 content = bytes_of(on_host.to(entry.dtype))
-                block.write(descriptors[file].fileno(), entry, content)
+                block.write(files[file], entry, content)
                 checksums[file].append([block.name, block.offset, block.shape, zlib.crc32(content)])
             finally:
                 if staging is not None:
@@ -252,12 +254,13 @@ class Saver:
 
         try:
             in_threads(write, save.blocks)
+            self.seconds_read = time.monotonic() - self._began
             self._read.set()
-            for file in descriptors:
+            for file in files:
                 flush(folder / file)
         finally:
-            for descriptor in descriptors.values():
-                descriptor.close()
+            for opened in files.values():
+                opened.close()
         return checksums
 
     def _fetch(self, part: Tensor, staging: Tensor) -> Tensor:
@@ -279,6 +282,8 @@ def _is_finite(tensor: Tensor) -> bool:
     """Whether a CPU tensor's elements are finite, and of float32 ones the sum too; one thread of the CPU is used."""
     flattened = tensor.reshape(-1)
     if tensor.dtype == torch.bfloat16:  # which NumPy does not know; of an infinity or NaN all exponent bits are 1
-        return bool((flattened.view(torch.int16).numpy() & 0x7FFF).max() < 0x7F80)
+        numbers = flattened.view(torch.int16).numpy()
+        pieces = (numbers[start : start + 2**20] for start in range(0, len(numbers), 2**20))
+        return all((piece & 0x7FFF).max() < 0x7F80 for piece in pieces)
     with np.errstate(all="ignore"):
         return bool(np.isfinite(flattened.numpy().sum()))
