@@ -15,6 +15,10 @@ timed, for which cuDNN has built its plans of most lengths, and predicted from t
 torchrun each rank has sequences of its own, or shares them with others by `--context_parallel_size`, or its matrices by
 `--tensor_parallel_size`; the first rank's results are printed.
 
+With `--save_to DIR` as many steps follow again with nothing else, and as many beside each of which a full checkpoint is
+written to a folder in DIR, which is deleted at the end: what train.py does with --checkpoint_interval 1. DIR's disk has
+two checkpoints at a time. A step's time then counts what it waits for the checkpoint before it.
+
 With `--communication` one more step runs under PyTorch's profiler: seconds in which NCCL's kernels ran on each rank,
 and those of them in which no other kernel did. A rank that waits for a slower one waits in such a kernel.
 """
@@ -22,8 +26,10 @@ and those of them in which no other kernel did. A rank that waits for a slower o
 import argparse
 import gc
 import re
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -37,6 +43,9 @@ import torch.nn.functional as F
 
 from benchmarks.common import print_json, print_table
 from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer, find_documents
+from training.checkpoint.blocks import SAVING_BYTES
+from training.checkpoint.files import size_on_disk
+from training.checkpoint.saver import Saver
 from training.config import PEAK_LEARNING_RATE, TrainConfig
 from training.data.loader import Batch, PackedLoader
 from training.data.packing import ConcatenatedPacking
@@ -47,6 +56,7 @@ from training.memory.cost_model import PackedDocuments
 from training.memory.machine import GIB
 from training.memory.planner import Plan
 from training.metrics import peak_flops
+from training.optimizer import MasterAdamW
 from training.parallel.world import World, join_world
 from training.run import Start, build, choose_model, configure_machine, resolve_memory_budget, train_step
 
@@ -63,6 +73,7 @@ def main() -> None:
     parser.add_argument("--context_parallel_size", type=int, default=1, help="ranks that share each sequence")
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="ranks that share each matrix")
     parser.add_argument("--communication", action="store_true", help="on GPUs; see above")
+    parser.add_argument("--save_to", type=Path, help="a folder of the disk that checkpoints go to; see above")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
     parser.add_argument("--packed", action="store_true", help="several documents a sequence, another one each step")
     parser.add_argument(
@@ -73,6 +84,8 @@ def main() -> None:
     several = arguments.packed or arguments.gradient_accumulation_steps > 1
     if arguments.steps < 2 or (several and "peer" in arguments.settings):
         parser.error("--steps must be at least 2, and the peer takes one document a step")
+    if arguments.save_to is not None and (not arguments.save_to.is_dir() or "peer" in arguments.settings):
+        parser.error("--save_to must be a folder that exists, and the peer saves nothing")
     results = {}
     with join_world(arguments.device, arguments.context_parallel_size, arguments.tensor_parallel_size) as world:
         steps = standard_library(arguments, world.data_size)
@@ -83,14 +96,17 @@ def main() -> None:
             release(world)
         if not world.is_main:
             return
-        columns = [name for name in next(iter(results.values())) if name != "plan"]
+        columns = [name for name in next(iter(results.values())) if name not in ("plan", "saving")]
         print_table(
             f"one step, {arguments.model_size}, {arguments.context_length} tokens, {world.size} GPUs, "
             f"{world.context_size} of which share a sequence, {world.tensor_size} a matrix",
             ["", *columns],
             [[name, *(values[column] for column in columns)] for name, values in results.items()],
         )
-        settings = {"ranks": world.size, **vars(arguments)}
+        for setting, values in results.items():
+            if arguments.save_to is not None:
+                print_table(f"{setting}: a checkpoint beside each step", ["", "value"], [*values["saving"].items()])
+        settings = {"ranks": world.size, **vars(arguments), "save_to": str(arguments.save_to or "")}
         print_json("train_step", world.device, **settings, results=results)
 
 
@@ -134,7 +150,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
 
     Seconds are NaN where memory runs out.
     """
-    on_gpu, plan = world.device.type == "cuda", None
+    on_gpu, plan, saving = world.device.type == "cuda", None, {}
     config = MODEL_SIZES[arguments.model_size]
     communication: list[dict] = []
     losses, every, timed = [], [], steps[len(steps) // 2 :] if arguments.packed else steps[-1:]
@@ -142,7 +158,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
         if setting == "peer":
             step = peer_step(config, world)
         else:
-            step, plan = our_step(setting, arguments, steps, world)
+            step, plan, optimizer = our_step(setting, arguments, steps, world)
         for ranks in steps:
             synchronize(world)
             if on_gpu:
@@ -154,6 +170,9 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
             if world.is_main:
                 print(f"{setting}, step {len(every)}: {every[-1]:.2f} s, loss {losses[-1]}", file=sys.stderr)
         seconds = statistics.mean(every[-len(timed) :])
+        if arguments.save_to is not None:
+            batches = [ranks[world.data_rank] for ranks in timed] * arguments.steps
+            saving = time_saving(step, batches[: arguments.steps], optimizer, plan, arguments.save_to, world)
         if arguments.communication and on_gpu:
             communication = communication_seconds(lambda: step(steps[-1][world.data_rank]), world)
     except torch.OutOfMemoryError as error:
@@ -179,6 +198,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
         "predicted_host_gib": plan.host_bytes / GIB if plan else 0.0,
         "losses": losses,
         **({"communication": communication} if communication else {}),
+        **({"saving": saving} if saving else {}),
         "timed_steps": len(timed),
         "seconds_of_each_step": [round(value, 2) for value in every],
         "plan": str(plan) if plan else "",
@@ -187,8 +207,8 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
 
 def our_step(
     setting: str, arguments: argparse.Namespace, steps: list[list[list[Batch]]], world: World
-) -> tuple[Callable, Plan]:
-    """Returns (a function that makes one step of its micro-batches and returns its loss, the plan)."""
+) -> tuple[Callable, Plan, MasterAdamW]:
+    """Returns (a function that makes one step of its micro-batches and returns its loss, the plan, the optimizer)."""
     placement, _, backend = setting.partition("+")
     settings = TrainConfig(
         model_size=arguments.model_size,
@@ -209,10 +229,57 @@ def our_step(
     with mock.patch.object(Plan, "arena_bytes", property(arena_bytes)):
         model, optimizer, plan = build(settings, choose_model(settings), Start(), documents, world)
 
-    def step(batches: list[Batch]) -> float:
-        return train_step(model, optimizer, batches, world, PEAK_LEARNING_RATE, settings.max_grad_norm)[0]
+    def step(batches: list[Batch], before_update: Callable[[], None] = lambda: None) -> float:
+        rate, norm = PEAK_LEARNING_RATE, settings.max_grad_norm
+        return train_step(model, optimizer, batches, world, rate, norm, before_update)[0]
 
-    return step, plan
+    return step, plan, optimizer
+
+
+def time_saving(
+    step: Callable, steps: list[list[Batch]], optimizer: MasterAdamW, plan: Plan, save_to: Path, world: World
+) -> dict:
+    """Seconds of steps with nothing saved, and of as many with a full checkpoint written beside each."""
+    name = tempfile.mkdtemp(prefix="bench_train_step_", dir=save_to) if world.is_main else ""
+    folder, seconds, waited = Path(world.broadcast(name)), {False: [], True: []}, []
+    saver, peaks = Saver(folder, keep=1), {}
+    try:
+        for saving, every in seconds.items():
+            Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
+            for number, batches in enumerate(steps, 1):
+                synchronize(world)
+                began = time.perf_counter()
+                if saving:
+                    saver.begin(
+                        number, weights=optimizer.parameters, model_config=plan.step.config.to_hugging_face(),
+                        optimizer_state=optimizer.state_dict(), trainer_state={},
+                    )  # fmt: skip
+                    waited.append(time.perf_counter() - began)
+                step(batches, saver.before_update)
+                synchronize(world)
+                every.append(time.perf_counter() - began)
+            saver.finish()
+            peaks[saving] = resident_bytes("VmHWM")
+        size = size_on_disk([folder])
+    finally:
+        if world.is_main:
+            shutil.rmtree(folder)
+    without, beside = statistics.mean(seconds[False]), statistics.mean(seconds[True])
+    return {
+        "seconds_without": without,
+        "seconds_beside": beside,
+        "ratio": beside / without,
+        "seconds_of_each_without": [round(value, 2) for value in seconds[False]],
+        "seconds_of_each_beside": [round(value, 2) for value in seconds[True]],
+        "seconds_waited_for_the_save_before": [round(value, 2) for value in waited],
+        "checkpoint_gb": size / 1e9,
+        "seconds_until_read": saver.seconds_read,
+        "written_gb_per_second": size / 1e9 / saver.seconds_read,
+        "seconds_of_a_save": saver.seconds,  # flushed and verified
+        "host_peak_gib_without": peaks[False] / GIB,
+        "host_peak_gib_beside": peaks[True] / GIB,
+        "predicted_more_gib": SAVING_BYTES / GIB,
+    }
 
 
 def arena_bytes(plan: Plan) -> int:
@@ -287,9 +354,9 @@ def synchronize(world: World) -> None:
     torch.get_device_module(world.device).synchronize()
 
 
-def resident_bytes() -> int:
-    """Host memory of this process, pinned pages included."""
-    return 1024 * int(re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+def resident_bytes(kind: str = "VmRSS") -> int:
+    """Host memory of this process, pinned pages included; of kind "VmHWM" the peak."""
+    return 1024 * int(re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
 def release(world: World) -> None:

@@ -8,12 +8,18 @@ import pytest
 from benchmarks import bench_train_step
 
 
-@pytest.mark.parametrize("flags", [[], ["--packed", "--steps", "3", "--in_order"]])
-def test_times_every_step_but_the_first(flags, monkeypatch, capsys):
+@pytest.mark.parametrize("flags", [["--save_to"], ["--packed", "--steps", "3", "--in_order"]])
+def test_times_every_step_but_the_first(flags, monkeypatch, capsys, tmp_path):
     arguments = ["--model_size", "tiny", "--context_length", "64", "--settings", "checkpointing", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["bench_train_step", *arguments, *flags])
+    arguments += [*flags, str(tmp_path)] if flags == ["--save_to"] else flags
+    monkeypatch.setattr(sys, "argv", ["bench_train_step", *arguments])
     bench_train_step.main()
     result = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["checkpointing"]
     every = result["seconds_of_each_step"]
-    assert len(every) == len(result["losses"]) == (3 if flags else 2)
+    assert len(every) == len(result["losses"]) == (3 if "--packed" in flags else 2)
     assert result["seconds"] == pytest.approx(sum(every[1:]) / len(every[1:]), abs=0.01)
+    if flags == ["--save_to"]:
+        saving = result["saving"]
+        assert saving["checkpoint_gb"] > 0.01 and not list(tmp_path.iterdir())
+        assert len(saving["seconds_of_each_without"]) == len(saving["seconds_of_each_beside"]) == 2
+        assert 0 < saving["seconds_until_read"] < saving["seconds_of_a_save"]
