@@ -7,7 +7,6 @@ settings.
 
 import contextlib
 import dataclasses
-import faulthandler
 import json
 import logging
 import math
@@ -79,6 +78,7 @@ from training.run import (
 )
 from training.sparsity import spell_by_layer
 from training.stopping import Stopped, stop_signals
+from training.watchdog import Watchdog
 
 logger = logging.getLogger("train")
 PROMPT_TOKENS = 64
@@ -426,6 +426,7 @@ class Run:
     saver: Saver
     metrics: MetricsFile | None  # of the main rank
     progress: tqdm
+    watchdog: Watchdog
     received: list[int]  # numbers of the signals that ask this process to end
     # What the weights are of: the last step that was taken. A step that is dropped half way leaves all of this alone.
     done: int
@@ -462,8 +463,7 @@ class Run:
 
     def watch(self) -> None:
         """Print what this rank's threads do where `watch` is not called again for long: a rank hangs."""
-        seconds = max(HANG_SECONDS, 10 * self.step_seconds)
-        faulthandler.dump_traceback_later(seconds, repeat=True, file=sys.__stderr__)
+        self.watchdog.expect(max(HANG_SECONDS, 10 * self.step_seconds))
 
 
 def train(given: dict, world: World) -> int:
@@ -521,12 +521,13 @@ def set_up(
     saver = Saver(output_dir, config.keep_checkpoints or KEPT_CHECKPOINTS, start.checkpoint)
     stack.callback(saver.wait)  # an error ends the run once the checkpoint that was begun is complete
     received = stack.enter_context(stop_signals())
-    stack.callback(faulthandler.cancel_dump_traceback_later)
+    watchdog = Watchdog()
+    stack.callback(watchdog.cancel)
     describe(config, model_config, plan, loader, held_out, world)
     progress = tqdm(total=config.max_steps, initial=start.step, unit="step", disable=not world.is_main)
     return Run(
         config, settings, start, world, model_config, tokenizer, loader, held_out, model, optimizer, plan, saver,
-        metrics, progress, received, done=start.step, tokens=start.tokens,
+        metrics, progress, watchdog, received, done=start.step, tokens=start.tokens,
         position=loader.state_dict(), validation_loss=start.validation_loss, saved=start.step,
         saved_at=time.monotonic(),
     )  # fmt: skip
@@ -655,7 +656,7 @@ def end(run: Run) -> int:
     """The last checkpoint and a sample; returns the process's exit status."""
     config = run.config
     run.progress.close()
-    faulthandler.cancel_dump_traceback_later()
+    run.watchdog.cancel()
     if run.stopped:
         run.save()
     if config.sample_tokens and not run.stopped:
