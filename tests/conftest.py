@@ -4,6 +4,7 @@
 """
 
 import functools
+import gc
 import os
 from pathlib import Path
 
@@ -69,6 +70,10 @@ def corpus(tmp_path):
     root, path = Path(__file__).parents[1], tmp_path / "corpus.txt"
     path.write_text(" ".join(word for name in ("model.py", "train.py") for word in (root / name).read_text().split()))
     return str(path)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what has been imported stays: a garbage collection that looks at all of it takes 0.2 s
 
 
 def pytest_collection_modifyitems(items):

@@ -1,5 +1,6 @@
 """Functions run by several ranks of one process group, each a process of this machine."""
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -10,7 +11,8 @@ import torch.multiprocessing as mp
 from training.parallel.world import join_world
 
 # Ranks are forked from a server, one for each process of pytest, which has imported these once: that takes seconds.
-multiprocessing.set_forkserver_preload(["hypothesis", "pytest", "train"])
+multiprocessing.set_forkserver_preload(["hypothesis", "pytest", "train", "tests.ranks"])
+gc.freeze()  # in the server, after these: a rank that collected their garbage would copy all their memory
 
 
 def run_ranks(num_ranks: int, function: Callable, *args, device: str = "cpu", **sizes: int) -> None:
