@@ -391,35 +391,31 @@ def parse(argv):
     return TrainConfig(**given_settings(TrainConfig, argv, ""))
 
 
-def torchrun(agents, options, argv):
-    """Train as on `agents` machines, with torchrun's `options` on each."""
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "train.py", *argv]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    for process in [subprocess.Popen(command, cwd=ROOT, text=True, **pipes) for _ in range(agents)]:
-        error = process.communicate(timeout=300)[1]
-        assert process.returncode == 0, error[-3000:]
-
-
-def test_two_processes_or_machines_equal_one(corpus, tmp_path):
+def test_two_machines_equal_one_process(corpus, tmp_path):
+    """What two machines of a process each have saved, one process goes on from, and equals one that did it all."""
     one, two = tmp_path / "one", tmp_path / "two"
     assert train.main(arguments(corpus, one, "--gradient_accumulation_steps", "2")) == 0
-    flags = "--gradient_checkpointing", "--sample_tokens", "3", "--checkpoint_interval", "2"
-    torchrun(1, ["--standalone", "--nproc_per_node=2"], arguments(corpus, two, *flags))
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-    assert metrics(two)[-1]["validation_loss"] == pytest.approx(metrics(one)[-1]["validation_loss"], rel=1e-5)
-    for name, tensor in weights(one, 4).items():
-        torch.testing.assert_close(tensor, weights(two, 4)[name], rtol=1e-3, atol=1e-4)
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"--rdzv_endpoint=127.0.0.1:{free.getsockname()[1]}"
-    machines = tmp_path / "machines"
-    torchrun(2, ["--nnodes=2", "--rdzv_backend=c10d", endpoint], arguments(corpus, machines, *flags))
-    assert losses(machines) == losses(two) and weights(machines, 4).keys() == weights(two, 4).keys()
-    # What two processes saved, one goes on from, and equals one that did it all.
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--rdzv_backend=c10d", endpoint, "train.py"]
+    command += arguments(corpus, two, "--gradient_checkpointing", "--sample_tokens", "3", "--checkpoint_interval", "2")
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    for machine in [subprocess.Popen(command, cwd=ROOT, text=True, **pipes) for _ in range(2)]:
+        error = machine.communicate(timeout=300)[1]
+        assert machine.returncode == 0, error[-3000:]
+    equals_one(two, one)
     interrupt(two, 2, tmp_path / "lost")
     assert train.main(arguments(corpus, two, "--gradient_accumulation_steps", "2", "--resume")) == 0
+    equals_one(two, one)
+
+
+def equals_one(two, one):
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-    for name, tensor in weights(one, 4).items():
-        torch.testing.assert_close(tensor, weights(two, 4)[name], rtol=1e-3, atol=1e-4)
+    assert metrics(two)[-1]["validation_loss"] == pytest.approx(metrics(one)[-1]["validation_loss"], rel=1e-5)
+    found, expected = weights(two, 4), weights(one, 4)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(tensor, found[name], rtol=1e-3, atol=1e-4)
 
 
 def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):

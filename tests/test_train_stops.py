@@ -221,15 +221,6 @@ def test_a_hang_shows_where_it_is_and_a_spike_is_told(corpus, tmp_path, monkeypa
     assert next(m for m in caplog.messages if "spike" in m).startswith("step 2: loss 5.")
 
 
-def test_workers_end_with_their_torchrun(corpus, tmp_path):
-    run = tmp_path / "run"
-    process = start_training(*arguments(corpus, run, steps=100_000), ranks=2)
-    process.kill()
-    process.communicate(timeout=60)  # ends once no worker has its output open
-    with files.only_run_in(run):
-        pass
-
-
 def test_the_time_that_a_shutdown_takes_is_promised_and_torchruns_patience_compared(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     for name in ("TORCHELASTIC_RUN_ID", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"):

@@ -1,12 +1,7 @@
-"""The mesh of data, context and tensor ranks: a world of one, four processes over gloo, and one of two that dies.
-
-`torchrun --nproc_per_node=2 -m tests.training.parallel.test_world SIGKILL cpu` is what the last of these tests starts:
-its arguments say how one of the two dies, and where.
-"""
+"""The mesh of data, context and tensor ranks: a world of one, four processes over gloo, and one of two that dies."""
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -64,7 +59,7 @@ def test_a_rank_that_dies_ends_all_within_seconds(death, rank, message, device):
     """Its error alone is shown, and again in torchrun's summary, which ends the output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     result = subprocess.run(
-        [*command, "-m", "tests.training.parallel.test_world", death, device], cwd=Path(__file__).parents[3],
+        [*command, "-m", "tests.training.parallel.dying_rank", death, device], cwd=Path(__file__).parents[3],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert result.returncode == 1 and time.time() - float(result.stdout) < 20
@@ -80,7 +75,7 @@ def test_the_ranks_of_two_machines_end_together():
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"--rdzv_endpoint=127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
-    command += ["--rdzv_backend=c10d", endpoint, "-m", "tests.training.parallel.test_world", "SIGKILL", "cpu"]
+    command += ["--rdzv_backend=c10d", endpoint, "-m", "tests.training.parallel.dying_rank", "SIGKILL", "cpu"]
     options = {"cwd": Path(__file__).parents[3], "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     agents = [subprocess.Popen(command, **options, **pipes) for _ in range(2)]
@@ -88,17 +83,16 @@ def test_the_ranks_of_two_machines_end_together():
     assert [agent.returncode for agent in agents] == [1, 1] and time.time() - float(died) < 20
 
 
-def die(world: World, death: str) -> None:
-    """By a UserError all ranks die, else rank 1 does; the others then fail in a collective, or where rank 1 is killed,
-    wait in an NCCL kernel, or on a CPU as if in one, where no SIGTERM reaches them."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if world.rank != 1 and death != "UserError":
-        time.sleep(600) if (death, world.device.type) == ("SIGKILL", "cpu") else world.sum(1.0)
-    if world.rank == 1:
-        print(time.time(), flush=True)
-    if death == "SIGKILL":
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise {"UserError": UserError, "RuntimeError": RuntimeError}[death](f"rank {world.rank} fails")
+def test_ranks_end_with_their_torchrun():
+    """Of one that is killed: rank 1 sleeps by then, and rank 0 waits for it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    torchrun = subprocess.Popen(
+        [*command, "-m", "tests.training.parallel.dying_rank", "with torchrun", "cpu"], cwd=Path(__file__).parents[3],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert float(torchrun.stdout.readline()) > 0
+    torchrun.kill()
+    torchrun.communicate(timeout=60)  # ends once no rank has its output open
 
 
 def test_four_ranks():
@@ -160,8 +154,3 @@ def check_training(world: World) -> None:
     torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected_steps), rtol=1e-5, atol=0)
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-4, atol=1e-5, msg=name)
-
-
-if __name__ == "__main__":
-    with join_world(sys.argv[2]) as world:
-        die(world, sys.argv[1])
