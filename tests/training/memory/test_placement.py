@@ -1,3 +1,4 @@
+import functools
 import gc
 import importlib
 import os
@@ -134,8 +135,13 @@ def test_attention_by_groups_is_as_exact():
 def test_any_mixture_of_placements(first, inputs, attention, heads_at_a_time):
     placements = [Placement(*places) for places in zip((first, *inputs), attention)]
     loss, gradients = run(build(placements, heads_at_a_time=heads_at_a_time), packed=True)
-    expected_loss, expected = run(build([Placement()] * 4, heads_at_a_time=heads_at_a_time), packed=True)
+    expected_loss, expected = checkpointed(heads_at_a_time)
     assert torch.equal(loss, expected_loss) and torch.equal(gradients, expected)
+
+
+@functools.cache
+def checkpointed(heads_at_a_time):
+    return run(build([Placement()] * 4, heads_at_a_time=heads_at_a_time), packed=True)
 
 
 @pytest.mark.parametrize("heads_at_a_time", [None, 1])
@@ -220,16 +226,16 @@ def test_keeps_what_is_planned(name, heads_at_a_time):
     assert 0 <= step.arena_bytes(Execution(tuple(placements))) - used <= 1024 * 8 + 512
 
 
-def test_nothing_grows_over_fifty_steps():
+def test_nothing_grows_over_twenty_steps():
     model = build(PLACEMENTS["pairs"], heads_at_a_time=1, mlp_tile_size=40)
     placed = model.layers[0].forward.func.__self__
     optimizer = MasterAdamW(model.named_parameters(), gpu_state_bytes=0)
     ids, documents = make_batch(packed=True)
     seen = []
-    for step in range(50):
+    for step in range(20):
         model(ids, ids, document_ids=documents).loss.backward()
         optimizer.step(1e-3)
-        if step % 10 == 9:
+        if step % 4 == 3:
             gc.collect()
             tensors = sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
             seen.append((tensors, placed.copies.arena.used_bytes, len(placed.copies.slots), len(placed.on_gpu)))
@@ -432,8 +438,8 @@ def compare_sharded(world: World) -> None:
         return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
 
     expected = gradients(None)
-    for name, placements in (PLACEMENTS | WITH_WHOLE).items():
-        assert torch.equal(gradients(placements), expected), name
+    for name in ("gpu gpu", "host host", "pairs", "chain", "whole last", "whole first"):  # each place of each kind
+        assert torch.equal(gradients((PLACEMENTS | WITH_WHOLE)[name]), expected), name
 
 
 # A 0.6B with few layers and a small vocabulary
