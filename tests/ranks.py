@@ -3,10 +3,10 @@
 import gc
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable
 
 import torch.multiprocessing as mp
+from torch.distributed import TCPStore
 
 from training.parallel.world import join_world
 
@@ -25,16 +25,27 @@ def run_ranks(num_ranks: int, function: Callable, *args, device: str = "cpu", **
     Raises:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank raised an error, or was killed.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    store = meeting_point()
     mp.start_processes(
-        _call_in_rank, (num_ranks, port, function, args, device, sizes), num_ranks, start_method="forkserver"
+        _call_in_rank, (num_ranks, store.port, function, args, device, sizes), num_ranks, start_method="forkserver"
     )
 
 
-def _call_in_rank(rank, num_ranks, port, function, args, device, sizes):
+def meeting_point() -> TCPStore:
+    """Where ranks meet, in this process, as torchrun has it. A port that is chosen for rank 0 may be taken meanwhile:
+    then rank 0 fails, and the others wait for it for half an hour.
+    """
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def announce(rank: int, num_ranks: int, port: int) -> None:
+    """Tell `join_world` in this process which rank it is, and the port of the `meeting_point`."""
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{num_ranks}"}
     os.environ |= {"LOCAL_WORLD_SIZE": f"{num_ranks}", "MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+def _call_in_rank(rank, num_ranks, port, function, args, device, sizes):
+    announce(rank, num_ranks, port)
     with join_world(device, **sizes) as world:
         function(world, *args)

@@ -8,11 +8,12 @@ else behind; then another one begins.
 """
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
 import random
-import socket
+import signal
 import sys
 import tempfile
 import time
@@ -21,9 +22,11 @@ from pathlib import Path
 import torch
 
 import train
+from tests.ranks import announce, meeting_point
 from training.checkpoint.files import checkpoints, step_of, verify_checkpoint
 
 ROOT = Path(__file__).parents[1]
+STALL_SECONDS = 300.0  # of a run that starts and saves nothing
 SECONDS_TO_END = 20.0  # by when torchrun would have ended the peers of a rank that died
 INTERVAL, STEPS, SECONDS = 2, 30, 6.0  # between checkpoints; of a run; within which a kill comes
 FLAGS = "--context_length 64 --batch_size 2 --warmup_steps 2 --sample_tokens 0 --validation_sequences 4 --device cpu"
@@ -50,11 +53,13 @@ def storm(folder: Path, count: int, ranks: int, seed: int, seconds: float = SECO
     run, newest, taken = folder / "run0", 0, 0
     while seen["kills"] < count:
         processes = start([*flags, str(run)], ranks, folder / "log")
-        deadline, in_save = time.monotonic() + draws.uniform(0, seconds), draws.random() < 0.5
+        began, in_save = time.monotonic(), draws.random() < 0.5
+        deadline = began + draws.uniform(0, seconds)
         while time.monotonic() < deadline and any(process.is_alive() for process in processes):
             time.sleep(0.002)
         while in_save and any(process.is_alive() for process in processes) and not any(run.glob(".step_*.tmp")):
             time.sleep(0.001)
+            assert_not_stalled(processes, began, folder / "log")
         time.sleep(draws.uniform(0, 0.05))
         if not any(process.is_alive() for process in processes):
             assert wait(processes) == [0] * ranks, (folder / "log").read_text()
@@ -84,23 +89,32 @@ def storm(folder: Path, count: int, ranks: int, seed: int, seconds: float = SECO
 
 
 def start(argv: list[str], ranks: int, log: Path) -> list:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    processes = [context.Process(target=train_in_rank, args=(rank, ranks, port, argv, log)) for rank in range(ranks)]
+    store, context = meeting_point(), multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=train_in_rank, args=(r, ranks, store.port, argv, log)) for r in range(ranks)]
     for process in processes:
         process.start()
+        process.store = store  # which lasts as long as they do
     return processes
 
 
 def train_in_rank(rank: int, ranks: int, port: int, argv: list[str], log: Path) -> None:
-    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": f"{ranks}"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
+    announce(rank, ranks, port)
+    faulthandler.register(signal.SIGUSR2, file=log.open("a"))  # of `assert_not_stalled`
     torch.set_num_threads(1)
     torch.set_num_threads = lambda _: None  # threads of one process would wait for each other on a busy machine
     sys.stdout = sys.stderr = log.open("a")
     sys.exit(train.main(argv))
+
+
+def assert_not_stalled(processes: list, began: float, log: Path) -> None:
+    """Raise AssertionError, with every rank's stack, where nothing has been saved for STALL_SECONDS."""
+    if time.monotonic() < began + STALL_SECONDS:
+        return
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGUSR2)
+    time.sleep(1)
+    raise AssertionError(f"nothing was saved for {STALL_SECONDS} s:\n{log.read_text()[-10_000:]}")
 
 
 def wait(processes: list) -> list[int]:
