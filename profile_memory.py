@@ -30,7 +30,7 @@ import torch
 from kernels.attention import BACKENDS
 from model import MODEL_SIZES
 from training.config import ATTENTION_TYPES
-from training.errors import UserError
+from training.errors import UserError, can_be_mended, check_can_write, message_of
 from training.memory.cost_model import gib
 from training.memory.execution import Execution
 from training.memory.machine import (
@@ -132,6 +132,8 @@ def check_flags(flags: Namespace, can_measure: bool) -> None:
         path = getattr(flags, name)
         if path is not None and not path.parent.is_dir():
             raise UserError(f"--{name} {path}: no folder {path.parent}")
+        if path is not None:
+            check_can_write(path, f"--{name}")
     if flags.timeline and flags.timeline.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--timeline draws .png, .svg or .pdf, got {flags.timeline}")
     if flags.timeline and find_spec("matplotlib") is None:
@@ -231,8 +233,10 @@ def main(argv: list[str]) -> int:
             environment = {**dataclasses.asdict(machine), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
             results = {"settings": settings, "environment": environment, **results}
             flags.json.write_text(json.dumps(finite(results), allow_nan=False) + "\n")
-    except (UserError, torch.OutOfMemoryError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+    except Exception as error:
+        if not can_be_mended(error):
+            raise
+        print(message_of(error), file=sys.stderr)
         return 1
     return 0
 

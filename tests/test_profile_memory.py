@@ -187,6 +187,8 @@ def test_with_and_without(small, tmp_path, capsys):
         ("--contextlength 5", "unrecognized arguments"),
         ("--attention_backend slow", "invalid choice"),
         ("--json nowhere/memory.json", "no folder nowhere"),
+        ("--json /", "--json '/' cannot be written to: Is a directory; give another file"),
+        ("--timeline /proc/step.png", "--timeline '/proc/step.png' cannot be written to: "),
         ("--timeline step.jpeg", "draws .png, .svg or .pdf"),
         ("--gpu RTX4091", "no GPU 'RTX4091' in the table"),
         ("--gpu RTX4090 --memory_budget 30GB", "30.00 GiB is more than the 23.99 GiB of RTX4090"),

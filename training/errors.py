@@ -1,5 +1,6 @@
 """The one error class for what the person who started the program can mend."""
 
+import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,14 @@ def message_of(error: BaseException) -> str:
 
     A file that the system refuses is a line. So is memory that ran out, below the notes that were added to the error.
     """
+    if is_out_of_host_memory(error):
+        from training.memory.machine import available_host_bytes  # which imports this module
+
+        asked = str(error).strip().splitlines() or ["MemoryError"]
+        return (
+            f"error: out of host memory, of which {available_host_bytes() / 2**30:.1f} GB are left to this process "
+            f"({asked[0][:300]}); lower --host_budget or --batch_size, or end what else runs here"
+        )
     if isinstance(error, UserError):
         return f"error: {error}"
     if isinstance(error, OSError) and error.filename is not None:
@@ -29,6 +38,31 @@ def message_of(error: BaseException) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "\n".join([*getattr(error, "__notes__", ()), f"error: {str(error).splitlines()[0]}"])
     return "".join(traceback.format_exception(error)).rstrip()
+
+
+def can_be_mended(error: BaseException) -> bool:
+    """Whether `message_of` shows a line: bad input, a file that the system refuses, memory that ran out."""
+    return isinstance(error, (UserError, OSError, torch.OutOfMemoryError)) or is_out_of_host_memory(error)
+
+
+def is_out_of_host_memory(error: BaseException) -> bool:
+    """Whether Python, NumPy or PyTorch's allocator for CPUs got no memory."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    )
+
+
+def check_can_write(file: Path, flag: str) -> None:
+    """Raise UserError where `file`, which `flag` asks for, could not be written at the end; leaves what is there."""
+    there = os.path.lexists(file)
+    try:
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666))  # a pipe would be waited for
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        shown = repr(str(file)[:SHOWN_OF_A_PATH])
+        raise UserError(f"{flag} {shown} cannot be written to: {why}; give another file") from None
+    if not there:
+        file.unlink()
 
 
 def read_file(file: Path, what_to_do: str) -> bytes:

@@ -6,6 +6,7 @@ Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857.
 
 import math
 import mmap
+import resource
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,7 +35,10 @@ class PinnedArena:
 
     def __init__(self, num_bytes: int, device: torch.device):
         self.num_bytes, self.used_bytes, self.device = num_bytes, 0, device
-        pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as refusal:
+            raise _refused(num_bytes, str(refusal)) from None
         self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
         # A forked child would share the pages until one side writes; the writer then gets others, which are not pinned.
         pages.madvise(mmap.MADV_DONTFORK)
@@ -44,9 +48,7 @@ class PinnedArena:
             address = self._bytes.data_ptr()
             error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
             if error:
-                raise UserError(
-                    f"cannot pin {num_bytes / 2**30:.1f} GB of host memory (CUDA error {error}); lower host_budget"
-                )
+                raise _refused(num_bytes, f"CUDA error {error}")
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, address)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -62,6 +64,18 @@ class PinnedArena:
             raise ValueError(f"the pinned arena of {self.num_bytes} bytes has {left} left, {num_bytes} are asked for")
         self.used_bytes = start + num_bytes
         return self._bytes[start : self.used_bytes].view(dtype).view(shape)
+
+
+def _refused(num_bytes: int, why: str) -> UserError:
+    from training.memory.machine import available_host_bytes  # which imports this module
+
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    locked = "is unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**30:.3f} GB"
+    left = available_host_bytes() / 2**30
+    return UserError(
+        f"cannot pin {num_bytes / 2**30:.1f} GB of host memory ({why}): {left:.1f} GB are left to this process, and "
+        f"ulimit -l {locked}; lower --host_budget, or raise ulimit -l where that is less"
+    )
 
 
 class HostCopies:

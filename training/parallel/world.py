@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from training.errors import UserError, message_of
 from training.torch_internals import flatten_mesh
 
+STOPPED_SECONDS = 5.0  # from a process's SIGSTOP to the warning
 GRACE_SECONDS = 2.0  # from a rank's death to its peers' end; torchrun, which looks every 0.1 s, sees who died first
 
 
@@ -196,15 +197,38 @@ def end_with(pids: list[int], parent: int, left: threading.Event, machines: Mach
     A thread of its own runs this: where a peer died, the main thread may wait in an NCCL kernel for good, and a signal
     handler of Python, as train.py has for torchrun's SIGTERM, would wait with it.
     """
+    frozen = 0
     while os.getppid() == parent and all(os.path.exists(f"/proc/{pid}") for pid in pids):
         if left.wait(0.5):
             return
+        frozen = frozen + 1 if any(map(is_stopped, pids)) else 0
+        if frozen == STOPPED_SECONDS / 0.5:
+            warn_of_stopped(pids)
         if machines and machines.were_told():
             break
     if machines:
         machines.tell()
     if not left.wait(GRACE_SECONDS):
         os._exit(1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process has got SIGSTOP or SIGTSTP, and no SIGCONT since."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+def warn_of_stopped(pids: list[int]) -> None:
+    """Name this machine's ranks that do not run, by the first one that does."""
+    stopped = [(local_rank, pid) for local_rank, pid in enumerate(pids) if is_stopped(pid)]
+    first = next((pid for pid in pids if not is_stopped(pid)), None)
+    for local_rank, pid in stopped if first == os.getpid() else ():
+        print(
+            f"\nlocal rank {local_rank}, process {pid}, was stopped (SIGSTOP, Ctrl-Z or a debugger), and all ranks "
+            f"wait for it: kill -CONT {pid} lets it go on",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
 
 
 def end_by(error: Exception, is_main: bool, machines: Machines | None = None) -> NoReturn:

@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.ranks import run_ranks
 from tests.training.data.test_packing import make_documents, make_loader
 from training.errors import UserError
 from training.optimizer import MasterAdamW
+from training.parallel import world
 from training.parallel.fsdp import initial_weights, shard_model
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World, join_world, make_mesh
@@ -154,3 +156,20 @@ def check_training(world: World) -> None:
     torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected_steps), rtol=1e-5, atol=0)
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_rank_that_is_stopped_is_named(monkeypatch, capfd):
+    monkeypatch.setattr(world, "STOPPED_SECONDS", 0.5)
+    rank, left, error = subprocess.Popen(["sleep", "60"]), threading.Event(), ""
+    os.kill(rank.pid, signal.SIGSTOP)
+    thread = threading.Thread(target=world.end_with, args=([os.getpid(), rank.pid], os.getppid(), left))
+    thread.start()
+    deadline = time.time() + 20
+    while "stopped" not in error and time.time() < deadline:
+        time.sleep(0.1)
+        error += capfd.readouterr().err
+    left.set()
+    thread.join()
+    rank.kill()
+    rank.wait()
+    assert f"local rank 1, process {rank.pid}, was stopped" in error and f"kill -CONT {rank.pid} lets it go" in error
