@@ -53,7 +53,7 @@ from training.data.packing import ConcatenatedPacking
 from training.data.sources import load_documents, split_documents
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
-from training.errors import UserError, message_of
+from training.errors import UserError, can_be_mended, message_of
 from training.memory.cost_model import PackedDocuments
 from training.memory.placement import set_sparsity
 from training.memory.planner import Plan
@@ -77,13 +77,13 @@ from training.run import (
     train_step,
 )
 from training.sparsity import spell_by_layer
-from training.stopping import Stopped, stop_signals
+from training.stopping import LooksBetweenBlocks, Stopped, stop_signals
 from training.watchdog import Watchdog
 
 logger = logging.getLogger("train")
 PROMPT_TOKENS = 64
 SHUTDOWN_SECONDS = 30  # from torchrun's SIGTERM to its SIGKILL, unless it is told otherwise
-LONG_STEP_SECONDS = 5.0  # in longer steps the ranks agree between micro-batches whether to stop: the GPU is waited for
+LONG_STEP_SECONDS = 5.0  # in longer steps the ranks agree between blocks whether to stop
 SAVED_BYTES_PER_SECOND = 5e8  # a slow disk's, before the first checkpoint has been measured
 HANG_SECONDS = 600.0  # without an end of a step, or ten times as long as the last one where that is more
 RETRY_SECONDS = 60  # from a checkpoint that failed to the next attempt
@@ -313,12 +313,12 @@ def check_weights(weights: str | Path, model_config: ModelConfig) -> None:
 @torch.no_grad()
 def validate(
     model: Transformer, batches: typing.Iterable[Batch], world: World, stopping: typing.Callable[[], bool]
-) -> float | None:
-    """Mean loss per held-out token, over all ranks; None where `stopping`, which all ranks call, says to drop it."""
+) -> float:
+    """Mean loss per held-out token, over all ranks. Raises Stopped where `stopping`, which all ranks call, says so."""
     total, count = 0.0, 0
     for batch in batches:
         if stopping():
-            return None
+            raise Stopped
         batch = batch.slice(world.context_rank, world.context_size)
         total += float(run_model(model, batch, world, 1.0))
         count += batch.num_valid_tokens
@@ -332,7 +332,7 @@ def promise_shutdown(look_seconds: float, save_seconds: float) -> None:
     A worker reads torchrun's patience from its environment; torchrun's flag --shutdown-timeout is not shown to workers.
 
     Args:
-        look_seconds: between two looks at what signals have come.
+        look_seconds: until the step is taken or dropped.
         save_seconds: of a checkpoint; one that has begun is ended before the last one.
     """
     needed = math.ceil(look_seconds + 2 * save_seconds)
@@ -428,6 +428,7 @@ class Run:
     progress: tqdm
     watchdog: Watchdog
     received: list[int]  # numbers of the signals that ask this process to end
+    looks: LooksBetweenBlocks
     # What the weights are of: the last step that was taken. A step that is dropped half way leaves all of this alone.
     done: int
     tokens: int
@@ -436,6 +437,7 @@ class Run:
     saved: int  # the step of the last checkpoint
     saved_at: float  # when that was begun
     step_seconds: float = 0.0  # of the last step
+    look_seconds: float = 0.0  # from a signal to the end of such a step, at most
     skipped: int = 0  # steps whose loss or gradient was not finite
     stopped: bool = False
     recent_losses: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=100))
@@ -464,6 +466,10 @@ class Run:
     def watch(self) -> None:
         """Print what this rank's threads do where `watch` is not called again for long: a rank hangs."""
         self.watchdog.expect(max(HANG_SECONDS, 10 * self.step_seconds))
+
+    def looking(self) -> contextlib.AbstractContextManager[None]:
+        """In here a long step or validation ends between two blocks, by Stopped, once the run has been asked to end."""
+        return self.looks.looking(self.step_seconds > LONG_STEP_SECONDS)
 
 
 def train(given: dict, world: World) -> int:
@@ -527,9 +533,9 @@ def set_up(
     progress = tqdm(total=config.max_steps, initial=start.step, unit="step", disable=not world.is_main)
     return Run(
         config, settings, start, world, model_config, tokenizer, loader, held_out, model, optimizer, plan, saver,
-        metrics, progress, watchdog, received, done=start.step, tokens=start.tokens,
-        position=loader.state_dict(), validation_loss=start.validation_loss, saved=start.step,
-        saved_at=time.monotonic(),
+        metrics, progress, watchdog, received, LooksBetweenBlocks(model.layers, received), done=start.step,
+        tokens=start.tokens, position=loader.state_dict(), validation_loss=start.validation_loss,
+        saved=start.step, saved_at=time.monotonic(),
     )  # fmt: skip
 
 
@@ -559,11 +565,11 @@ def take_step(run: Run) -> dict | None:
     sparsity = sparsity_at(config, step)
     set_sparsity(run.model, sparsity)
     values = {"step": step, "learning_rate": rate, "epoch": run.loader.epoch, "loss": None}
-    look = run.stopping if run.step_seconds > LONG_STEP_SECONDS else lambda: False
     try:
-        loss, norm = train_step(
-            run.model, run.optimizer, batches, world, rate, config.max_grad_norm, run.saver.before_update, look
-        )
+        with run.looking():
+            loss, norm = train_step(
+                run.model, run.optimizer, batches, world, rate, config.max_grad_norm, run.saver.before_update
+            )
         values |= {"loss": loss, "gradient_norm": norm}
         if is_spike(loss, run.recent_losses):
             usual = mean(run.recent_losses)
@@ -583,6 +589,7 @@ def take_step(run: Run) -> dict | None:
         error.add_note(explain_out_of_memory(config, run.plan, world.device))
         raise
     seconds, step_tokens = time.perf_counter() - began, tokens_per_step(config, world)
+    run.look_seconds = run.looks.longest_seconds() if run.step_seconds > LONG_STEP_SECONDS else seconds
     run.done, run.tokens, run.position = step, run.tokens + step_tokens, run.loader.state_dict()
     values |= {"seconds": seconds, "tokens": run.tokens, "tokens_per_second": step_tokens / seconds}
     if world.device.type == "cuda":
@@ -623,8 +630,8 @@ def validate_if_due(run: Run, values: dict) -> None:
         run.held_out, config.context_length, config.batch_size, world.data_rank, world.data_size,
         limit=config.validation_sequences,
     )  # fmt: skip
-    if (loss := validate(run.model, batches, world, run.stopping)) is not None:
-        values["validation_loss"] = run.validation_loss = loss
+    with contextlib.suppress(Stopped), run.looking():
+        values["validation_loss"] = run.validation_loss = validate(run.model, batches, world, run.stopping)
 
 
 def save_if_due(run: Run, values: dict) -> None:
@@ -643,10 +650,9 @@ def save_if_due(run: Run, values: dict) -> None:
     if run.metrics is not None:
         run.metrics.write(**values)
         if run.done == run.start.step + 2:  # the first step of a run compiles kernels
-            parts = config.gradient_accumulation_steps if seconds > LONG_STEP_SECONDS else 1
             size = checkpoint_bytes(config, run.model_config, world.device)
             save_seconds = run.saver.seconds or size / SAVED_BYTES_PER_SECOND
-            promise_shutdown(seconds / parts, save_seconds if config.save != "none" else 0.0)
+            promise_shutdown(run.look_seconds, save_seconds if config.save != "none" else 0.0)
         show(run.progress, values, "byte" if config.tokenizer == "bytes" else "token")
     if saves or run.stopped or run.done == config.max_steps:
         run.save()
@@ -709,7 +715,9 @@ def main(argv: list[str]) -> int:
             if not world.is_main:
                 logging.disable(logging.WARNING)
             return train(given, world)
-    except (UserError, torch.OutOfMemoryError, OSError) as error:
+    except Exception as error:
+        if not can_be_mended(error):
+            raise
         print(message_of(error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before the first step: from then on SIGINT saves

@@ -24,6 +24,7 @@ from training.checkpoint import files
 from training.checkpoint.blocks import Block
 from training.config import TrainConfig, given_settings
 from training.errors import UserError
+from training.stopping import LOOKS_BEHIND, LooksBetweenBlocks
 
 
 def start_training(*argv, ranks=1):
@@ -54,29 +55,40 @@ def test_a_signal_saves_and_the_exit_status_says_unfinished(number, ranks, corpu
     assert train.main([*only_resume(run), "--max_steps", f"{last + 1}"]) == 0
 
 
-def test_a_signal_between_micro_batches_drops_the_step(corpus, tmp_path, monkeypatch):
-    """In the third step, after its first micro-batch; the run then goes on as if nothing had been."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    flags = "--gradient_accumulation_steps", "3", "--save", "full"
-    assert train.main(arguments(corpus, whole, *flags)) == 0
-    calls, run_model = [], train_module.run_model
+def signalled_at(look, monkeypatch):
+    """All steps but a run's first count as long, and this process gets SIGUSR1 at that look between blocks."""
+    looks, look_between = [], LooksBetweenBlocks._look
 
-    def signalled(*args):
-        calls.append(1)
-        if len(calls) == 7:
+    def signalled(self):
+        looks.append(1)
+        if len(looks) == look:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return run_model(*args)
+        look_between(self)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "LONG_STEP_SECONDS", 0.0)
-        patch.setattr(train_module, "run_model", signalled)
-        assert train.main(arguments(corpus, parts, *flags)) == 128 + signal.SIGUSR1
-    assert len(calls) == 7 and [line["step"] for line in metrics(parts)] == [1, 2]
-    assert train.main(arguments(corpus, parts, *flags, "--resume", "auto")) == 0
-    assert losses(parts) == losses(whole)
+    monkeypatch.setattr(train, "LONG_STEP_SECONDS", 0.0)
+    monkeypatch.setattr(LooksBetweenBlocks, "_look", signalled)
+    return looks
+
+
+def test_a_signal_between_blocks_drops_the_step(corpus, tmp_path, monkeypatch):
+    """In the third step, in forward, and in a later micro-batch's backward; then it goes on as if nothing had been.
+
+    Four blocks have eight looks in a micro-batch.
+    """
+    whole = tmp_path / "whole"
+    flags = "--gradient_accumulation_steps", "3", "--validation_sequences", "0"
+    assert train.main(arguments(corpus, whole, *flags)) == 0
+    for look in (2, 8 + 6):
+        parts = tmp_path / f"{look}"
+        with monkeypatch.context() as patch:
+            looks = signalled_at(3 * 8 + look, patch)
+            assert train.main(arguments(corpus, parts, *flags)) == 128 + signal.SIGUSR1
+        assert len(looks) == 3 * 8 + look + LOOKS_BEHIND and [line["step"] for line in metrics(parts)] == [1, 2]
+        assert train.main(arguments(corpus, parts, *flags, "--resume", "auto")) == 0
+        assert losses(parts) == losses(whole)
+        for name, tensor in weights(whole, 4).items():
+            assert torch.equal(tensor, weights(parts, 4)[name]), name
     assert train.main(arguments(corpus, parts, *flags, "--resume", "auto")) == 0  # finished: nothing is left to do
-    for name, tensor in weights(whole, 4).items():
-        assert torch.equal(tensor, weights(parts, 4)[name]), name
 
 
 def test_a_signal_in_validation_drops_the_validation(corpus, tmp_path, monkeypatch):
@@ -190,19 +202,33 @@ def test_a_save_that_fails_does_not_end_the_run(corpus, tmp_path, monkeypatch, c
     assert sorted(path.name for path in run.glob("*step_*"))[-1] == "step_00000008"
 
 
-def run_with_other_data(world, corpus, folder):
-    flags = ["--seed", str(world.rank)]
+def run_in_rank(world, corpus, run, *flags):
+    return train.train(given_settings(TrainConfig, arguments(corpus, run, *flags), ""), world)
+
+
+def stop_one_rank_and_start_unlike_ranks(world, corpus, folder):
+    flags = "--validation_sequences", "0"
+    assert run_in_rank(world, corpus, folder / "whole", *flags) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        looks = signalled_at(8 + 6 if world.rank == 1 else 0, patch)
+        assert run_in_rank(world, corpus, folder / "parts", *flags) == 128 + signal.SIGUSR1
+    assert len(looks) == 8 + 6 + LOOKS_BEHIND
+    assert run_in_rank(world, corpus, folder / "parts", *flags, "--resume", "auto") == 0
     try:
-        train.train(given_settings(TrainConfig, arguments(corpus, folder / "run", *flags), ""), world)
+        run_in_rank(world, corpus, folder / "unlike", "--seed", str(world.rank))
     except UserError as error:
         (folder / "error.txt").write_text(str(error))
         raise
 
 
-def test_ranks_with_other_settings_are_refused(corpus, tmp_path):
+def test_ranks_stop_together_and_refuse_other_settings(corpus, tmp_path):
+    """The signal comes to the second rank alone, in the backward of the third step."""
     with pytest.raises(ProcessExitedException):
-        run_ranks(2, run_with_other_data, corpus, tmp_path)
+        run_ranks(2, stop_one_rank_and_start_unlike_ranks, corpus, tmp_path)
     assert (tmp_path / "error.txt").read_text() == "seed is 1 on rank 1 and 0 on rank 0; start all ranks alike"
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    for name, tensor in weights(tmp_path / "whole", 4).items():
+        assert torch.equal(tensor, weights(tmp_path / "parts", 4)[name]), name
 
 
 def test_a_hang_shows_where_it_is_and_a_spike_is_told(corpus, tmp_path, monkeypatch, capfd, caplog):

@@ -433,18 +433,16 @@ def train_step(
     learning_rate: float,
     max_grad_norm: float,
     before_update: Callable[[], None] = lambda: None,
-    stopping: Callable[[], bool] = lambda: False,
 ) -> tuple[float, float]:
     """One optimizer step over all micro-batches of all ranks. Returns (mean loss a token, gradient norm).
 
     Args:
         batches: of whole sequences; ranks that share sequences have the same ones, and take each its part.
         before_update: called ahead of the update, as `Saver.before_update`.
-        stopping: called between micro-batches, the same on every rank: whether to drop the step.
 
     Raises:
-        NoTarget, NotFinite, Stopped: nothing to learn, a loss or gradient that is not finite, and as `stopping` said.
-            The weights are as they were.
+        NoTarget, NotFinite, Stopped: nothing to learn, a loss or gradient that is not finite, a run that was asked to
+            end as `LooksBetweenBlocks` saw. The weights are as they were.
     """
     batches = [batch.slice(world.context_rank, world.context_size) for batch in batches]
     # Ranks that share matrices have the same tokens, and each the whole loss: these count once.
@@ -452,13 +450,14 @@ def train_step(
     if not num_valid:
         raise NoTarget
     losses: list[torch.Tensor] = []
-    for batch in batches:
-        if losses and stopping():
-            optimizer.zero_grad()
-            raise Stopped
-        loss = run_model(model, batch, world, num_valid)
-        loss.backward()
-        losses.append(loss.detach())
+    try:
+        for batch in batches:
+            loss = run_model(model, batch, world, num_valid)
+            loss.backward()
+            losses.append(loss.detach())
+    except Stopped:
+        optimizer.zero_grad()
+        raise
     norm = optimizer.clip_grad_norm(max_grad_norm)
     loss = world.sum(float(torch.stack(losses).sum()))[0] / world.tensor_size
     if not math.isfinite(loss + norm):

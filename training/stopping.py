@@ -1,15 +1,21 @@
-"""Signals that end a run early with nothing lost: noted here, obeyed by train.py between micro-batches."""
+"""Signals that end a run early with nothing lost: noted here, obeyed between steps, and between blocks of long ones."""
 
 import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 # A scheduler's or torchrun's end, Ctrl-C, a closed terminal, and the notice that Slurm sends ahead of a preemption.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SECONDS_TOGETHER = 1.0
+LOOKS_BEHIND = 2
 
 
 class Stopped(Exception):
@@ -43,3 +49,80 @@ def stop_signals() -> Iterator[list[int]]:
     finally:
         for number in noted:
             signal.signal(number, before[number])
+
+
+class LooksBetweenBlocks:
+    """Ends a forward or backward between two blocks, on all ranks between the same two, once a rank was asked to end.
+
+    A step of a million tokens takes minutes, a block seconds. The ranks agree by sums on a gloo group of their own: a
+    rank begins one at each look and reads the one that it began LOOKS_BEHIND looks before. All ranks pass the looks in
+    one order, and none waits for what another does later: no collective of training can wait for a look in turn. The
+    host waits for the GPU likewise; it would else have queued the whole step by the time that the first block is done.
+
+    Args:
+        blocks: of the model, called as block(x_BTD, ...).
+        received: numbers of the signals that this process has got.
+
+    Attributes:
+        longest: seconds from one look to the next, at most, since `looking` began.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], received: list[int]):
+        self.received = received
+        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.is_looking, self.last, self.longest = False, 0.0, 0.0
+        self.begun: deque[tuple[Tensor, dist.Work | None, torch.cuda.Event | None]] = deque()
+        for block in blocks:
+            block.register_forward_pre_hook(lambda _, inputs: self._before(inputs[0]))
+
+    @contextmanager
+    def looking(self, active: bool) -> Iterator[None]:
+        """Look while in the block, where `active`, which is the same on every rank.
+
+        Raises:
+            Stopped: from a block's forward or backward.
+        """
+        self.is_looking, self.last, self.longest = active, time.monotonic(), 0.0
+        try:
+            yield
+            self._note_time()
+            self._finish()
+        finally:
+            self.is_looking = False
+
+    def longest_seconds(self) -> float:
+        """From a signal to the end of the step that is dropped, at most, as far as the last `looking` has shown."""
+        return self.longest * (1 + LOOKS_BEHIND)
+
+    def _before(self, x_BTD: Tensor) -> None:
+        if self.is_looking:
+            self._look()
+            if x_BTD.requires_grad:
+                x_BTD.register_hook(lambda _: self._look())  # when this block's backward is done
+
+    def _look(self) -> None:
+        self._note_time()
+        asked = torch.tensor([float(bool(self.received))])
+        work = None if self.group is None else dist.all_reduce(asked, group=self.group, async_op=True)
+        queued = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+        self.begun.append((asked, work, queued))
+        if len(self.begun) > LOOKS_BEHIND and self._read():
+            self._finish()
+            raise Stopped
+
+    def _read(self) -> bool:
+        """Whether any rank had been asked to end at the first look that has not been read."""
+        asked, work, queued = self.begun.popleft()
+        if work is not None:
+            work.wait()
+        if queued is not None:
+            queued.synchronize()
+        return asked.item() > 0
+
+    def _finish(self) -> None:
+        while self.begun:
+            self._read()
+
+    def _note_time(self) -> None:
+        now = time.monotonic()
+        self.last, self.longest = now, max(self.longest, now - self.last)
