@@ -30,6 +30,7 @@ from training.checkpoint.files import (
     check_room,
     checkpoints,
     clear_leftovers,
+    delete_old,
     latest_checkpoint,
     load_trainer_state,
     only_run_in,
@@ -46,6 +47,7 @@ from training.config import (
     TINY_PEAK_LEARNING_RATE,
     TrainConfig,
     given_settings,
+    has_type,
     parse_interval,
 )
 from training.data.loader import Batch, PackedLoader, check_same_data, validation_batches
@@ -174,7 +176,7 @@ def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> tuple
         return config, Start(cosine_steps=config.max_steps)
     if not (last / OPTIMIZER).is_file():
         raise UserError(f"{last} was saved without optimizer state; use --init_from {last} and another --output_dir")
-    state = load_trainer_state(last)
+    state = load_state(last)
     step, steps_before, cosine_before = state["step"], state["max_steps"], state["cosine_steps"]
     saved = {**known_settings(state["settings"]), "max_steps": steps_before}
     before = with_defaults(TrainConfig(**saved))
@@ -197,11 +199,36 @@ def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> tuple
     )
 
 
+# What a checkpoint's trainer.json holds, as Run.save puts it there.
+STATE = {
+    "step": int, "tokens": int, "max_steps": int, "cosine_steps": int, "tokens_per_step": int, "ranks": int,
+    "settings": dict, "tokenizer": str, "validation_loss": float | None, "loader": dict,
+}  # fmt: skip
+
+
+def load_state(checkpoint: Path) -> dict:
+    """The trainer_state of a checkpoint. Raises UserError where somebody has edited it to what no run has saved."""
+    state = load_trainer_state(checkpoint)
+    wrong = [name for name, kind in STATE.items() if name not in state or not has_type(state[name], kind)]
+    if not wrong:
+        kinds = typing.get_type_hints(TrainConfig)
+        settings = state["settings"]
+        wrong = [name for name, value in settings.items() if name in kinds and not has_type(value, kinds[name])]
+        wrong += [] if type(state["loader"].get("next_sequence")) is int else ["next_sequence"]
+        wrong += [name for name in ("step", "max_steps", "cosine_steps") if not 0 < state[name] <= LARGE]
+    if wrong:
+        raise UserError(
+            f"{checkpoint}/trainer.json is damaged: {wrong[0]} is missing or has a wrong value; move that checkpoint "
+            "elsewhere, or start from its weights with --init_from and another --output_dir"
+        )
+    return state
+
+
 def parallel_sizes_of(given: dict) -> dict[str, int]:
     """Those that are given, else those of the run to resume: the ranks' mesh is made before all other settings."""
     config = TrainConfig(**given)
     last = latest_checkpoint(Path(config.output_dir), {}) if config.resume != "no" else None
-    saved = {} if last is None else load_trainer_state(last)["settings"]
+    saved = {} if last is None else load_state(last)["settings"]
     names = "context_parallel_size", "tensor_parallel_size"
     return {name: {**saved, **given}.get(name, getattr(config, name)) for name in names}
 
@@ -486,6 +513,9 @@ def train(given: dict, world: World) -> int:
         config, start, model_config = choose_start(given, world)
         if start.step >= config.max_steps:
             logger.info("%s is of the last of %d steps: nothing is left to do", start.checkpoint, config.max_steps)
+            if world.is_main and config.save != "none" and start.checkpoint:  # what a kill at the end has left undone
+                clear_leftovers(output_dir)
+                delete_old(start.checkpoint, config.keep_checkpoints or KEPT_CHECKPOINTS)
             return 0
         run = set_up(config, start, model_config, world, stack)
         while run.done < config.max_steps and not run.stopped:

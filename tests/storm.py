@@ -5,6 +5,9 @@ SIGKILL at a random moment of starting, training or saving, half of them while a
 folder that has a checkpoint's name must verify, the newest must not be older than before, and nothing but the steps
 since then is lost. A run that has come to its end must equal one that nobody killed, bit for bit, and leave nothing
 else behind; then another one begins.
+
+`python -m tests.storm damage --count 500` and `python -m tests.storm bad_input --count 600` are of damaged checkpoints
+and of generated bad input.
 """
 
 import argparse
@@ -23,6 +26,8 @@ import torch
 
 import train
 from tests.ranks import announce, meeting_point
+from tests.storm_of_damage import storm_of_damage
+from tests.storm_of_input import storm_of_input
 from training.checkpoint.files import checkpoints, step_of, verify_checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -33,13 +38,23 @@ FLAGS = "--context_length 64 --batch_size 2 --warmup_steps 2 --sample_tokens 0 -
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=100, help="kills")
-    parser.add_argument("--ranks", type=int, default=1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", nargs="?", default="kills", choices=("kills", "damage", "bad_input"))
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--ranks", type=int, default=1, help="of kills")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        print(storm(Path(folder), arguments.count, arguments.ranks, arguments.seed))
+    with tempfile.TemporaryDirectory() as name:
+        folder, count, seed = Path(name), arguments.count, arguments.seed
+        if arguments.kind == "kills":
+            print(storm(folder, count, arguments.ranks, seed))
+        elif arguments.kind == "damage":
+            print(storm_of_damage(folder, count, seed))
+        else:
+            seen = storm_of_input(folder, count, seed)
+            for case in seen.pop("bad"):
+                print(*case, sep="\n")
+            print(seen)
 
 
 def storm(folder: Path, count: int, ranks: int, seed: int, seconds: float = SECONDS, steps: int = STEPS) -> dict:
@@ -131,7 +146,8 @@ def last_step(run: Path) -> int:
 
 def compare(run: Path, whole: Path) -> None:
     """The last checkpoint's weights, masters and moments are the same, and so are the names of all files."""
-    assert sorted(path.name for path in run.iterdir()) == sorted(path.name for path in whole.iterdir())
+    ours, theirs = (sorted(path.name for path in folder.iterdir()) for folder in (run, whole))
+    assert ours == theirs, f"{ours} are there, and of an undisturbed run {theirs}"
     for name in ("model.safetensors", "optimizer.safetensors"):
         ours, theirs = (checkpoints(folder)[-1] / name for folder in (run, whole))
         assert ours.read_bytes() == theirs.read_bytes(), f"{ours} is not what an undisturbed run saves"

@@ -1,7 +1,18 @@
-"""A few kills of `python -m tests.storm`."""
+"""A few cases of each `python -m tests.storm`."""
 
 from tests.storm import storm
+from tests.storm_of_damage import storm_of_damage
+from tests.storm_of_input import storm_of_input
 
 
 def test_kills_lose_nothing(tmp_path):
     assert storm(tmp_path, count=3, ranks=2, seed=1, seconds=3, steps=10)["kills"] == 3
+
+
+def test_damage_is_seen(tmp_path):
+    assert sum(storm_of_damage(tmp_path, count=18, seed=1).values()) == 18
+
+
+def test_bad_input_is_refused_in_a_line(tmp_path):
+    seen = storm_of_input(tmp_path, count=40, seed=1)
+    assert not seen["bad"] and seen["refused"] > 20

@@ -159,6 +159,14 @@ def _element_type(annotation) -> type:
     return next((t for t in typing.get_args(annotation) if t is not type(None)), annotation)
 
 
+def has_type(value, annotation) -> bool:
+    """Whether a value, as TOML or JSON gave it, is what a field of this annotation holds."""
+    if typing.get_origin(annotation) is list:
+        return isinstance(value, list) and all(has_type(element, *typing.get_args(annotation)) for element in value)
+    kinds = typing.get_args(annotation) or (annotation,)
+    return type(value) in kinds or (type(value) is int and float in kinds)
+
+
 def _nearest(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""

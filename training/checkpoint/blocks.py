@@ -7,6 +7,7 @@ any other way. Nothing is gathered, and nothing here is larger than BLOCK_BYTES.
 import itertools
 import json
 import math
+import operator
 import os
 import zlib
 from collections.abc import Iterator
@@ -103,13 +104,18 @@ def header_of(tensors: dict[str, Tensor], dtypes: dict[str, torch.dtype]) -> byt
     return len(text).to_bytes(8, "little") + text
 
 
-def read_entries(header: bytes) -> dict[str, Entry]:
-    """What `header_of` wrote."""
+def read_entries(header: bytes, file: Path) -> dict[str, Entry]:
+    """What `header_of` wrote into the file. Raises UserError where it is something else."""
     entries = {}
-    for name, value in json.loads(header[8:]).items():
-        if name != "__metadata__":
-            start = len(header) + value["data_offsets"][0]
-            entries[name] = Entry(DTYPES[value["dtype"]], tuple(value["shape"]), start)
+    try:
+        for name, value in json.loads(header[8:]).items():
+            if name != "__metadata__":
+                shape, (start, end) = tuple(map(operator.index, value["shape"])), value["data_offsets"]
+                entries[name] = entry = Entry(DTYPES[value["dtype"]], shape, len(header) + operator.index(start))
+                if min(start, *shape, 0) < 0 or end - start != math.prod(shape) * entry.dtype.itemsize:
+                    raise ValueError(name)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise UserError(f"{file} is damaged: its header describes no tensors; use another checkpoint") from None
     return entries
 
 

@@ -152,7 +152,9 @@ def verify_checkpoint(path: Path, group: dist.ProcessGroup | None = None, *, dir
     with failing_together(group):
         for name, blocks in check_files(path).items():
             header = read_header(path / name)
-            entries = read_entries(header)
+            entries = read_entries(header, path / name)
+            if any(t not in entries or len(entries[t].shape) != len(shape) for t, _, shape, _ in blocks):
+                raise corrupted(path, name)
             missing = (path / name).stat().st_size - len(header)
             missing -= sum(math.prod(shape) * entries[tensor].dtype.itemsize for tensor, _, shape, _ in blocks)
             if missing:
@@ -183,7 +185,7 @@ def load_optimizer_state(path: Path, state: dict[str, dict[str, torch.Tensor]]) 
             raise UserError(
                 f"checkpoint {path} has no optimizer state; start from its weights with --init_from instead"
             )
-        entries = read_entries(read_header(path / OPTIMIZER))
+        entries = read_entries(read_header(path / OPTIMIZER), path / OPTIMIZER)
         if differing := tensors.keys() ^ entries.keys():
             raise UserError(
                 f"checkpoint {path} is of another model or optimizer: {min(differing)} is only in one of them"

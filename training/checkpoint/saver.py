@@ -127,7 +127,7 @@ class Saver:
             header = header_of(tensors, dtypes)
             size = len(header) + sum(tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items())
             save.headers[file] = header, size
-            entries = read_entries(header)
+            entries = read_entries(header, Path(file))
             own = {name: tensor for name, tensor in tensors.items() if is_written_here(tensor, rank)}
             save.blocks += [(file, entries[block.name], block, part) for block, part in local_blocks(own)]
         self._stage(max((part.nbytes for *_, part in save.blocks if part.is_cuda), default=0))

@@ -36,9 +36,9 @@ def parse_bytes(text: str) -> int:
     Raises:
         UserError: anything else.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     if match is None:
-        raise UserError(f'a memory size looks like "24GB", got {text!r}')
+        raise UserError(f'a memory size looks like "24GB", got {text[:80]!r}')
     return int(float(match[1]) * 2 ** (10 * " KMGT".index(match[2].upper() or " ")))
 
 

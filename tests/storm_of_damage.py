@@ -1,0 +1,74 @@
+"""Damage to every file of a checkpoint: `python -m tests.storm damage --count 500`.
+
+A run of two checkpoints is made once. Each time one file of the newer one is damaged: a bit is flipped, the file is
+truncated, lengthened, emptied, deleted, a sector of it is zeroed, or two of its bytes change places. The checkpoint
+must then be refused with the damaged file's name, and a run that is resumed must pass it over for the older one.
+"""
+
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import train
+from tests.test_train import SMALL
+from training.checkpoint.files import verify_checkpoint
+from training.errors import UserError
+from training.parallel.world import join_world
+
+ROOT = Path(__file__).parents[1]
+SECTOR = 512
+
+
+def storm_of_damage(folder: Path, count: int, seed: int) -> dict[str, int]:
+    """Damage `count` times; returns how often each file was. Raises AssertionError where damage was not seen."""
+    run, draws, seen = folder / "run", random.Random(seed), Counter()
+    flags = ["--data", str(ROOT / "model.py"), "--output_dir", str(run), *SMALL, "--validation_sequences", "0"]
+    assert train.main([*flags, "--max_steps", "2", "--checkpoint_interval", "1"]) == 0
+    older, newer = run / "step_00000001", run / "step_00000002"
+    shutil.copytree(newer, folder / "undamaged")
+    names = sorted(path.name for path in newer.iterdir())
+    given = {"data": [str(ROOT / "model.py")], "output_dir": str(run), "resume": "auto", "device": "cpu"}
+    with join_world("cpu") as world:
+        for number in range(count):
+            name = names[number % len(names)]
+            how = damage(newer / name, draws)
+            with pytest.raises(UserError, match=name.replace(".", r"\.")):
+                verify_checkpoint(newer)
+            passed_over: dict[Path, str] = {}
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(train.logger, "warning", lambda _, path, why, into=passed_over: into.update({path: why}))
+                _, start, _ = train.choose_start(given, world)
+            assert start.checkpoint == older and name in passed_over[newer], (name, how, start, passed_over)
+            shutil.copyfile(folder / "undamaged" / name, newer / name)
+            seen[name] += 1
+        verify_checkpoint(newer)
+    return dict(seen)
+
+
+def damage(file: Path, draws: random.Random) -> str:
+    """Change a file; returns how."""
+    content = file.read_bytes()
+    place = draws.randrange(len(content))
+    sector = content[place : place + SECTOR]
+    other = draws.randrange(len(content))
+    swapped = bytearray(content)
+    swapped[place], swapped[other] = swapped[other], swapped[place]
+    changed = {
+        "truncated": content[:place],
+        "lengthened": content + draws.randbytes(draws.randrange(1, 100)),
+        "emptied": b"",
+        "sector zeroed": content[:place] + bytes(len(sector)) + content[place + len(sector) :],
+        "two bytes swapped": bytes(swapped),
+    }
+    how = draws.choice(["deleted", *changed, *["bit flipped"] * 6])
+    if how == "deleted":
+        file.unlink()
+        return how
+    if changed.get(how, content) == content:  # a sector of zeros, or two equal bytes
+        how = "bit flipped"
+    flipped = content[:place] + bytes([content[place] ^ 1 << draws.randrange(8)]) + content[place + 1 :]
+    file.write_bytes(changed.get(how, flipped))
+    return f"{how} at {place}"
