@@ -211,9 +211,12 @@ def load_state(checkpoint: Path) -> dict:
     state = load_trainer_state(checkpoint)
     wrong = [name for name, kind in STATE.items() if name not in state or not has_type(state[name], kind)]
     if not wrong:
-        kinds = typing.get_type_hints(TrainConfig)
-        settings = state["settings"]
-        wrong = [name for name, value in settings.items() if name in kinds and not has_type(value, kinds[name])]
+        kinds, settings = typing.get_type_hints(TrainConfig), state["settings"]
+        choices = {field.name: field.metadata["choices"] for field in dataclasses.fields(TrainConfig)}
+        wrong = [
+            name for name, value in settings.items()
+            if name in kinds and not (has_type(value, kinds[name]) and value in (choices[name] or [value]))
+        ]  # fmt: skip
         wrong += [] if type(state["loader"].get("next_sequence")) is int else ["next_sequence"]
         wrong += [name for name in ("step", "max_steps", "cosine_steps") if not 0 < state[name] <= LARGE]
     if wrong:
