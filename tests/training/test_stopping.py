@@ -1,0 +1,72 @@
+"""Looks between blocks: where a forward and a backward end, and how far ahead of the GPU the host may be."""
+
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from training.stopping import LOOKS_BEHIND, LooksBetweenBlocks, Stopped
+
+BLOCKS = 8
+
+
+class Slow(nn.Module):
+    def __init__(self, log):
+        super().__init__()
+        self.weight, self.log = nn.Parameter(torch.ones(4)), log
+
+    def forward(self, x):
+        if x.is_cuda:
+            torch.cuda._sleep(200_000_000)  # cycles: about 0.1 s
+        self.log.append(1)
+        return x * self.weight
+
+
+def blocks_on(device):
+    log, received = [], []
+    blocks = nn.ModuleList(Slow(log) for _ in range(BLOCKS)).to(device)
+    return blocks, log, received, LooksBetweenBlocks(blocks, received), torch.ones(4, device=device, requires_grad=True)
+
+
+def run(blocks, x):
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_signal_ends_forward_and_backward(device):
+    blocks, log, received, looks, x = blocks_on(device)
+    with looks.looking(True):
+        run(blocks, x).sum().backward()
+    assert looks.longest_seconds() > 0 and len(log) == BLOCKS
+    received.append(signal.SIGTERM)
+    run(blocks, x)  # nobody looks
+    log.clear()
+    with pytest.raises(Stopped), looks.looking(True):
+        run(blocks, x)
+    assert len(log) == LOOKS_BEHIND
+    received.clear()
+    with pytest.raises(Stopped), looks.looking(True):  # in autograd's own thread, on a GPU
+        y = run(blocks, x).sum()
+        received.append(signal.SIGTERM)
+        y.backward()
+
+
+@pytest.mark.gpu
+def test_the_host_is_few_blocks_ahead_of_the_gpu():
+    blocks, _, _, looks, x = blocks_on("cuda")
+    run(blocks, x)
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    run(blocks, x)
+    queued = time.monotonic() - began
+    torch.cuda.synchronize()
+    whole = time.monotonic() - began
+    began = time.monotonic()
+    with torch.no_grad(), looks.looking(True):
+        run(blocks, x)
+        waited = time.monotonic() - began
+    assert queued < 0.2 * whole < (BLOCKS - LOOKS_BEHIND - 1) / BLOCKS * whole < waited
