@@ -4,7 +4,12 @@
 
 This file chooses which library's kernel computes attention. Query head h reads key/value head h // (H / G); keys and
 values are never repeated in memory. Kept for backward, for each token: q, k, v and out, (2H + 2G) K elements, and the
-float32 log-sum-exp, H elements.
+float32 log-sum-exp, H elements. `kernels.document_calls` says which documents attend together in one call.
+
+From run to run cuDNN's dq may differ in its last bits, and PyTorch offers no other. Under
+`torch.use_deterministic_algorithms(True)` "auto" is FlashAttention-2, whose backward is then the same bit by bit and
+takes up to five times the float32 sums of dq; so is flash-attn-4's. Set
+`torch.utils.deterministic.fill_uninitialized_memory` to False there, else PyTorch fills every new tensor.
 
 Method: Dao et al., FlashAttention, arXiv 2205.14135; grouped-query attention: Ainslie et al., arXiv 2305.13245.
 """
@@ -20,9 +25,17 @@ from torch import Tensor
 
 from kernels import torch_internals
 from kernels.common import operation
+from kernels.document_calls import (
+    LONGEST_TOGETHER,
+    SPACING,
+    document_calls,
+    most_tokens_together,
+    rounded_length,
+)
 
 _CUDNN_SHORTEST = 64  # tokens; shorter rows run in FlashAttention-2, as cuDNN refuses a row of one token
-_LONGEST_COPIED = 32_768  # tokens; a document of more, rounded up, is not copied to pad it at the end of its row
+# Tokens; a document of more, rounded up, is copied one key/value head at a time to pad it at the end of the batch.
+_LONGEST_COPIED = 32_768
 _NEVER_ATTENDS = 1e30  # a log-sum-exp under which every probability is exactly 0
 BACKWARD_FLOPS = 2.5  # floating-point operations of backward over those of forward: five matrix products against two
 
@@ -43,20 +56,30 @@ def attention_reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments
 
 
 class Kernel(NamedTuple):
-    """A library's causal attention over rows of one document each.
+    """A library's causal attention.
 
     Args:
-        forward: q [B, T, H, K], k and v [B, T, G, K] -> out [B, T, H, K], log-sum-exp [B, H, T] float32.
+        forward: over rows of one document each, q [B, T, H, K], k and v [B, T, G, K] -> out [B, T, H, K], log-sum-exp
+            [B, H, T] float32.
         backward: dout, q, k, v, out, log-sum-exp -> dq, dk, dv, in the layouts of q, k and v.
+        forward_together: over documents that follow each other, q [N, H, K], k and v [N, G, K], where each document
+            begins, int32 [documents + 1] on their device, tokens of the longest -> out, log-sum-exp [H, N] float32.
+        backward_together: dout, q, k, v, out, log-sum-exp, begins, longest -> dq, dk, dv.
         workspace_rows: memory that backward allocates for itself, as a multiple of q's: float32 dq, dk, dv of each
             query head. Measured.
-        length_multiple: tokens; documents are rounded up to a multiple, as cuDNN builds a plan for each new length.
+        rows_together: the same of backward_together, besides the float32 dq of SPACING tokens a document.
+        longest_together: tokens of the longest document that does not attend alone.
+        length_step: tokens; see `rounded_length`, for documents that attend alone.
     """
 
     forward: Callable
     backward: Callable
-    workspace_rows: int = 4
-    length_multiple: int = 1
+    forward_together: Callable
+    backward_together: Callable
+    workspace_rows: int
+    rows_together: int
+    longest_together: float = math.inf
+    length_step: int = 1
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
@@ -93,9 +116,27 @@ def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
     ))  # fmt: skip
 
 
+def _flash_forward_together(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, longest: int) -> Sequence[Tensor]:
+    lengths = begins, begins, longest, longest
+    return torch_internals.varlen_flash_attention(q, k, v, *lengths, 0.0, True, False)[:2]
+
+
+def _flash_backward_together(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, begins: Tensor, longest: int
+) -> Sequence[Tensor]:
+    lengths, seed = (begins, begins, longest, longest), _unused_seed(q)
+    backward = torch_internals.varlen_flash_attention_backward
+    return backward(dout, q, k, v, out, lse, *lengths, 0.0, True, seed, seed)
+
+
 def _unused_seed(q: Tensor) -> Tensor:
     """The random seed that backward kernels take for dropout, which is off: no kernel reads it."""
-    return torch.zeros((), dtype=torch.int64, device=q.device)
+    return torch.empty((), dtype=torch.int64, device=q.device)
+
+
+def _is_deterministic() -> bool:
+    """Whether backward must give the same bits from run to run."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,23 +149,56 @@ def _cpu_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
     return _heads_first(*torch_internals.cpu_attention_backward(*heads_first, lse, 0.0, True))
 
 
-def _flash_attn_4_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _cpu_forward_together(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """One document after the other."""
+    documents = zip(*(x.split(begins.diff().tolist()) for x in (q, k, v)))
+    outs, lses = zip(*(_cpu_forward(*(x[None] for x in document)) for document in documents))
+    return torch.cat(outs, 1)[0], torch.cat(lses, 2)[0]
+
+
+def _cpu_backward_together(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, begins: Tensor, longest: int
+) -> list[Tensor]:
+    lengths = begins.diff().tolist()
+    documents = zip(*(x.split(lengths) for x in (dout, q, k, v, out)), lse.split(lengths, 1))
+    gradients = zip(*(_cpu_backward(*(x[None] for x in document)) for document in documents))
+    return [torch.cat(parts, 1)[0] for parts in gradients]
+
+
+def _flash_attn_4_forward(q: Tensor, k: Tensor, v: Tensor, *together) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    return _flash_attn_fwd(q, k, v, causal=True, return_lse=True)[:2]
+    return _flash_attn_fwd(q, k, v, causal=True, return_lse=True, **_flash_attn_4_lengths(*together))[:2]
 
 
-def _flash_attn_4_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+def _flash_attn_4_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *together
+) -> Sequence[Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    return _flash_attn_bwd(q, k, v, out, dout, lse, causal=True)[:3]
+    options = {"causal": True, "deterministic": _is_deterministic(), **_flash_attn_4_lengths(*together)}
+    return _flash_attn_bwd(q, k, v, out, dout, lse, **options)[:3]
 
 
+def _flash_attn_4_lengths(begins: Tensor | None = None, longest: int = 0) -> dict:
+    """What flash-attn-4 is told of documents that attend together."""
+    if begins is None:
+        return {}
+    return {"cu_seqlens_q": begins, "cu_seqlens_k": begins, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+
+_FLASH = Kernel(_flash_forward, _flash_backward, _flash_forward_together, _flash_backward_together, 6, 6)
 KERNELS = {
-    "cudnn": Kernel(_cudnn_forward, _cudnn_backward, length_multiple=1024),
-    "flash": Kernel(_flash_forward, _flash_backward, workspace_rows=6),
-    "flash-attn-4": Kernel(_flash_attn_4_forward, _flash_attn_4_backward, workspace_rows=3),
-    "cpu": Kernel(_cpu_forward, _cpu_backward),
+    "cudnn": _FLASH._replace(
+        forward=_cudnn_forward,
+        backward=_cudnn_backward,
+        workspace_rows=4,
+        longest_together=LONGEST_TOGETHER,
+        length_step=256,
+    ),
+    "flash": _FLASH,
+    "flash-attn-4": Kernel(*2 * (_flash_attn_4_forward, _flash_attn_4_backward), 3, 3),
+    "cpu": Kernel(_cpu_forward, _cpu_backward, _cpu_forward_together, _cpu_backward_together, 4, 4),
 }
 BACKENDS = ("auto", *KERNELS)
 
@@ -133,7 +207,8 @@ BACKENDS = ("auto", *KERNELS)
 def choose_backend(requested: str, device: torch.device) -> str:
     """The kernel that `attention` will run on `device`: never a slower one than was asked for.
 
-    "auto" is cuDNN's kernel on Hopper and newer, FlashAttention-2 on older GPUs, PyTorch's CPU kernel on a CPU.
+    "auto" is cuDNN's kernel on Hopper and newer, FlashAttention-2 on older GPUs and where PyTorch is told to use
+    deterministic algorithms, PyTorch's CPU kernel on a CPU.
 
     Raises:
         ValueError: unknown name, or a kernel that this device or installation does not have.
@@ -153,7 +228,7 @@ def choose_backend(requested: str, device: torch.device) -> str:
             f"{device} has {capability[0]}.{capability[1]}; use a newer GPU, or the CPU"
         )
     if requested == "auto":
-        return "cudnn" if capability >= (9, 0) and has_cudnn else "flash"
+        return "cudnn" if capability >= (9, 0) and has_cudnn and not _is_deterministic() else "flash"
     if requested == "cudnn" and not has_cudnn:
         raise ValueError('cuDNN attention needs cuDNN, which this installation of PyTorch lacks; use "auto"')
     if requested == "flash-attn-4":
@@ -164,42 +239,53 @@ def choose_backend(requested: str, device: torch.device) -> str:
     return requested
 
 
-def _padded_length(backend: str, length: int, room: int, position_tokens: int = 1) -> int:
-    """Positions of the window in which a document of `length` runs; its row has `room` from the document's start on.
+def _window(x: Tensor, start: int, length: int) -> Tensor:
+    """`length` of x's [tokens, heads, K] from `start` on, [1, length, heads, K]; past x's end, zeros.
 
-    position_tokens: that a position stands for, 16 in NSA's compressed branch; multiples are of as many tokens.
+    A window may run into the next documents, which causality hides from its own; the extra rows are thrown away.
     """
-    multiple = max(1, KERNELS[backend].length_multiple // position_tokens)
-    padded = -(-length // multiple) * multiple
-    return padded if padded * position_tokens <= _LONGEST_COPIED else min(padded, room)
+    window = x[start : start + length]
+    return (window if len(window) == length else F.pad(window, (0, 0, 0, 0, 0, length - len(window))))[None]
 
 
-def _window(x: Tensor, row: int, start: int, length: int) -> Tensor:
-    """`length` tokens of a row, [1, length, heads, K]: the row's own from `start` on and, past its end, zeros.
-
-    A window may run into the next document, which causality hides from this one; the extra rows are thrown away.
-    """
-    window = x[row : row + 1, start : start + length]
-    return F.pad(window, (0, 0, 0, 0, 0, length - window.shape[1])) if window.shape[1] < length else window
+def _alone(
+    start: int, stop: int, q: Tensor, k: Tensor, kernel: Kernel, position_tokens: int
+) -> tuple[int, list[tuple[slice, slice]]]:
+    """How one document attends: positions of its window, and ranges of query and of key/value heads, one a call."""
+    padded = rounded_length(stop - start, max(1, kernel.length_step // position_tokens))
+    is_copied = start + padded > len(q) and padded * position_tokens > _LONGEST_COPIED
+    count = k.shape[1] if is_copied else 1
+    H, G = q.shape[1] // count, k.shape[1] // count
+    return padded, [(slice(i * H, (i + 1) * H), slice(i * G, (i + 1) * G)) for i in range(count)]
 
 
 @operation("fathom::attention_forward", keepable="results")
 def _attention_forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, backend: str, position_tokens: int = 1
 ) -> tuple[Tensor, Tensor]:
-    B, T, H, _ = q.shape
+    (B, T, H, _), kernel = q.shape, KERNELS[backend]
     if segments is None:
-        out, lse = KERNELS[backend].forward(q, k, v)
+        out, lse = kernel.forward(q, k, v)
         return out.contiguous(), lse.contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
-    for row, start, stop in segments.tolist():
-        length = stop - start
-        padded = _padded_length(backend, length, T - start, position_tokens)
-        out_window, lse_window = KERNELS[backend].forward(*(_window(x, row, start, padded) for x in (q, k, v)))
-        out[row, start:stop] = out_window[0, :length]
-        lse[row, :, start:stop] = lse_window[0, :, :length]
-    return out, lse
+    calls = document_calls(q, segments, kernel.longest_together / position_tokens)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    out, lse = q.new_empty(q.shape), q.new_empty(H, B * T, dtype=torch.float32)
+    for call in calls:
+        start, stop = call.start, call.stop
+        if call.offsets is not None:
+            results = kernel.forward_together(q[start:stop], k[start:stop], v[start:stop], call.offsets, call.longest)
+            if len(calls) == 1:  # nothing to be put together
+                out, lse = results
+            else:
+                out[start:stop], lse[:, start:stop] = results
+            continue
+        padded, ranges = _alone(start, stop, q, k, kernel, position_tokens)
+        for heads, groups in ranges:
+            windows = (_window(x, start, padded) for x in (q[:, heads], k[:, groups], v[:, groups]))
+            out_n, lse_n = kernel.forward(*windows)
+            out[start:stop, heads] = out_n[0, : stop - start]
+            lse[heads, start:stop] = lse_n[0, :, : stop - start]
+    return out.contiguous().unflatten(0, (B, T)), lse.unflatten(1, (B, T)).transpose(0, 1).contiguous()
 
 
 @_attention_forward.register_fake
@@ -213,23 +299,36 @@ def _attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor | None, backend: str,
     position_tokens: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    (B, T), kernel = q.shape[:2], KERNELS[backend]
     dout = dout.contiguous()
     if segments is None:
-        dq, dk, dv = KERNELS[backend].backward(dout, q, k, v, out, lse)
+        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    for row, start, stop in segments.tolist():
-        length = stop - start
-        padded = _padded_length(backend, length, q.shape[1] - start, position_tokens)
-        # The rows past the document have no gradient and, by their log-sum-exp, no probabilities.
-        dout_window = dout.new_zeros(1, padded, *dout.shape[2:])
-        dout_window[0, :length] = dout[row, start:stop]
-        lse_window = lse.new_full((1, lse.shape[1], padded), _NEVER_ATTENDS)
-        lse_window[0, :, :length] = lse[row, :, start:stop]
-        q_window, k_window, v_window, out_window = (_window(x, row, start, padded) for x in (q, k, v, out))
-        gradients = KERNELS[backend].backward(dout_window, q_window, k_window, v_window, out_window, lse_window)
-        for whole, part in zip((dq, dk, dv), gradients):
-            whole[row, start:stop] = part[0, :length]
+    calls = document_calls(q, segments, kernel.longest_together / position_tokens)
+    dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
+    lse = lse.transpose(0, 1).flatten(1)
+    gradients: Sequence[Tensor] = [x.new_empty(x.shape) for x in (q, k, v)]
+    for call in calls:
+        start, stop = call.start, call.stop
+        if call.offsets is not None:
+            own = [x[start:stop] for x in (dout, q, k, v, out)]
+            parts = kernel.backward_together(*own, lse[:, start:stop].contiguous(), call.offsets, call.longest)
+            if len(calls) == 1:
+                gradients = parts
+            else:
+                for whole, part in zip(gradients, parts):
+                    whole[start:stop] = part
+            continue
+        padded, ranges = _alone(start, stop, q, k, kernel, position_tokens)
+        for heads, groups in ranges:
+            # The rows past the document have no gradient and, by their log-sum-exp, no probabilities.
+            dout_n = _window(dout[start:stop, heads], 0, padded)
+            lse_n = F.pad(lse[heads, start:stop], (0, padded - (stop - start)), value=_NEVER_ATTENDS).contiguous()
+            q_n, k_n, v_n = (_window(x, start, padded) for x in (q[:, heads], k[:, groups], v[:, groups]))
+            parts = kernel.backward(dout_n, q_n, k_n, v_n, _window(out[:, heads], start, padded), lse_n[None])
+            for whole, part, own_heads in zip(gradients, parts, (heads, groups, groups)):
+                whole[start:stop, own_heads] = part[0, : stop - start]
+    dq, dk, dv = (x.contiguous().unflatten(0, (B, T)) for x in gradients)
     return dq, dk, dv
 
 
@@ -291,25 +390,32 @@ def attention_flops(num_heads: int, head_dim: int, num_pairs: float) -> float:
 
 def backward_workspace(
     backend: str, num_tokens: int, q_bytes: int, k_bytes: int, context_length: int, longest: int | None,
-    position_tokens: int = 1,
+    position_tokens: int = 1, num_key_value_heads: int = 1,
 ) -> int:  # fmt: skip
     """Bytes that backward takes beside its arguments and results.
 
-    Rows of one document each run at once. Of packed rows one document runs after the other, with copies of its dout,
-    dq, dk and dv; where its row ends, of q, k, v and out as well.
+    Rows of one document each run at once. Of packed rows one call runs after the other, with results of its own. A
+    document that attends alone has a copy of its dout, too, and at the end of the batch of q, k, v and out.
 
     Args:
         num_tokens: of all rows, which have `context_length` each.
         q_bytes, k_bytes: of one token's queries and keys.
         longest: tokens of the longest packed document; None: each row is one document.
         position_tokens: where positions stand for several tokens, how many; all numbers above are then of positions.
+        num_key_value_heads: that attend at a time.
     """
-    backend = "cudnn" if backend == "auto" else backend
-    kernel = KERNELS[backend]
+    kernel = KERNELS["cudnn" if backend == "auto" else backend]
     row = kernel.workspace_rows * q_bytes
     at_once = row * num_tokens if longest is None or longest >= context_length else 0
     if longest is None:
         return at_once
-    padded = _padded_length(backend, longest, context_length, position_tokens)
-    copies = 4 if padded * position_tokens <= _LONGEST_COPIED and kernel.length_multiple > 1 else 2
-    return max(at_once, (row + copies * (q_bytes + k_bytes)) * padded)
+    longest_together = min(longest, kernel.longest_together / position_tokens)
+    counted = max(most_tokens_together(num_tokens, q_bytes), int(longest_together) + SPACING)
+    tokens = min(num_tokens, counted)
+    together = tokens * ((kernel.rows_together + 1) * q_bytes + 2 * k_bytes) + (counted - tokens) * 2 * q_bytes
+    alone = 0
+    if longest > longest_together:
+        padded = rounded_length(longest, max(1, kernel.length_step // position_tokens))
+        copies = 4 if padded * position_tokens <= _LONGEST_COPIED or num_key_value_heads == 1 else 2
+        alone = (row + copies * (q_bytes + k_bytes)) * padded
+    return max(at_once, together, alone)

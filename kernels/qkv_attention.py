@@ -342,7 +342,10 @@ def qkv_attention_footprint(
     steps = 1 if heads_at_a_time is None else own_heads // heads_at_a_time
     x, q, k = (element_size * size for size in (hidden_size, num_heads * head_dim, num_key_value_heads * head_dim))
     results = q + 4 * num_heads  # the output and the float32 log-sum-exp
-    workspace = backward_workspace(backend, T * N, q // N, k // N, context_length, longest) // steps
+    of_step = q // N // steps, k // N // steps
+    workspace = backward_workspace(
+        backend, T * N, *of_step, context_length, longest, num_key_value_heads=own_heads // steps
+    )
     choices, forward_workspace = 0, 0
     if sparsity is not None:
         attention = sparsity.footprint(

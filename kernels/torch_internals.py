@@ -12,6 +12,9 @@ cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention
 cudnn_attention_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+# The same kernel for documents that follow each other, [tokens, heads, K] and where each begins (2.11).
+varlen_flash_attention = torch.ops.aten._flash_attention_forward
+varlen_flash_attention_backward = torch.ops.aten._flash_attention_backward
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 

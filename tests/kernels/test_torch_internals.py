@@ -14,6 +14,10 @@ SIGNATURES = {
     "flash_attention": "query, key, value, dropout_p, is_causal",
     "flash_attention_backward": "grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, "
     "dropout_p, is_causal, philox_seed, philox_offset",
+    "varlen_flash_attention": "query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, "
+    "return_debug_mask",
+    "varlen_flash_attention_backward": "grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, "
+    "max_k, dropout_p, is_causal, rng_state, unused",
 }
 
 
@@ -25,7 +29,8 @@ def test_gpu_attention_takes_its_arguments_in_this_order(name):
     expected = SIGNATURES[name].split(", ")
     assert names[: len(expected)] == expected
     if not name.endswith("backward"):
-        assert [value.name for value in operation._schema.returns[:2]] in (["output", "logsumexp"], ["", ""])
+        names = [value.name for value in operation._schema.returns[:2]]
+        assert names in (["output", "logsumexp"], ["output", "softmax_logsumexp"], ["", ""])
 
 
 def test_cpu_attention():

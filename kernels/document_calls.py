@@ -1,0 +1,108 @@
+"""Which calls of a library's kernels attend to the documents of a packed batch.
+
+A long document has a call of its own. Short documents that follow each other attend together in one call, which is told
+where each ends. All rows of a batch are one line of tokens here: of rows of T tokens, row 2 begins at token 2 T.
+
+A library that builds a plan for each new length gets few lengths: a document that attends alone is rounded up to a
+multiple of a sixteenth of the power of two below it, which adds 4% to its work on average and 13% at most.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Tokens of the longest document that attends together with others where cuDNN attends to long ones: cuDNN's kernel is
+# faster, but each of its calls costs 0.3 ms. `python -m benchmarks.bench_packed_attention` prints the sweep of both.
+LONGEST_TOGETHER = 2048
+TOGETHER_BYTES = 2**28  # of the queries of one call, each document counted with SPACING more tokens
+SPACING = 128  # tokens between documents in the float32 sums of FlashAttention's backward
+_TILE = 128  # tokens; a call is told of a longest document of a multiple
+
+
+class Call(NamedTuple):
+    """Tokens `start` to `stop` - 1 of the batch: one document that attends alone, or several that attend together."""
+
+    start: int
+    stop: int
+    ends: tuple[int, ...] = ()  # of documents that attend together, counted from `start`; (): one attends alone
+    offsets: Tensor | None = None  # 0 and `ends`, int32 on the device
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document that attends together, or a little more; kernels skip what is not there.
+
+        At least two tiles: FlashAttention has other kernels for documents of one token or of one tile.
+        """
+        longest = max(stop - start for start, stop in zip((0, *self.ends), self.ends))
+        return max(2 * _TILE, -(-longest // _TILE) * _TILE)
+
+
+def divide(documents: Iterable[tuple[int, int]], longest_together: float, most_tokens: int) -> list[Call]:
+    """The calls that attend to documents (start, stop), which follow each other without gaps.
+
+    Of documents of 3, 2, 9, 4 and 3 tokens, of which those of up to 4 attend together, the calls are of (3, 2), 9 and
+    (4, 3).
+
+    Args:
+        longest_together: tokens of the longest document that does not attend alone.
+        most_tokens: of the documents of one call, each of them counted with SPACING more; one document always fits.
+    """
+    calls: list[Call] = []
+    counted = 0  # tokens and SPACING of the documents of the last call
+    for start, stop in documents:
+        length = stop - start
+        if length > longest_together:
+            calls.append(Call(start, stop))
+            continue
+        counted += length + SPACING
+        if calls and calls[-1].ends and counted <= most_tokens:
+            first, _, ends, _ = calls[-1]
+            calls[-1] = Call(first, stop, (*ends, stop - first))
+        else:
+            calls.append(Call(start, stop, (length,)))
+            counted = length + SPACING
+    return calls
+
+
+def most_tokens_together(num_tokens: int, q_bytes: int) -> int:
+    """`divide`'s, of a batch of `num_tokens` whose queries take `q_bytes` a token."""
+    return min(TOGETHER_BYTES // q_bytes, 2 * num_tokens + 32 * SPACING)
+
+
+def document_calls(q_BTHK: Tensor, segments: Tensor, longest_together: float) -> tuple[Call, ...]:
+    """The calls for q's documents. All layers of a step share them: they are made and sent to the device once.
+
+    Args:
+        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, start, stop) that cover every token once.
+    """
+    B, T, H, K = q_BTHK.shape
+    documents = segments.long().contiguous().numpy().tobytes()
+    most_tokens = most_tokens_together(B * T, H * K * q_BTHK.element_size())
+    return _document_calls(documents, T, longest_together, most_tokens, q_BTHK.device)
+
+
+@functools.lru_cache(maxsize=16)
+def _document_calls(
+    documents: bytes, T: int, longest_together: float, most_tokens: int, device: torch.device
+) -> tuple[Call, ...]:
+    segments = torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, 3)
+    in_order = sorted((row * T + start, row * T + stop) for row, start, stop in segments.tolist())
+    calls = divide(in_order, longest_together, most_tokens)
+    # One copy for all calls, which the host does not wait for.
+    offsets = torch.tensor([i for call in calls if call.ends for i in (0, *call.ends)], dtype=torch.int32)
+    parts = iter(offsets.to(device, non_blocking=True).split([1 + len(call.ends) for call in calls if call.ends]))
+    return tuple(call._replace(offsets=next(parts)) if call.ends else call for call in calls)
+
+
+def rounded_length(length: int, step: int) -> int:
+    """Tokens that a call of one document of `length` has, for a library that builds a plan for each new number.
+
+    A multiple of the sixteenth part of the largest power of two below `length`, at least of `step`: for a step of 256,
+    2,100 tokens are 2,304, 5,000 are 5,120, 40,000 are 40,960. A step of 1 rounds nothing.
+    """
+    if step > 1:
+        step = max(step, 1 << max(0, (length - 1).bit_length() - 5))
+    return -(-length // step) * step
