@@ -17,7 +17,7 @@ from torch import Tensor
 # Tokens of the longest document that attends together with others where cuDNN attends to long ones: cuDNN's kernel is
 # faster, but each of its calls costs 0.3 ms. `python -m benchmarks.bench_packed_attention` prints the sweep of both.
 LONGEST_TOGETHER = 2048
-TOGETHER_BYTES = 2**28  # of the queries of one call, each document counted with SPACING more tokens
+TOGETHER_TOKENS = 32_768  # of one call at most, each document counted with SPACING more: calls need memory
 SPACING = 128  # tokens between documents in the float32 sums of FlashAttention's backward
 _TILE = 128  # tokens; a call is told of a longest document of a multiple
 
@@ -67,21 +67,24 @@ def divide(documents: Iterable[tuple[int, int]], longest_together: float, most_t
     return calls
 
 
-def most_tokens_together(num_tokens: int, q_bytes: int) -> int:
-    """`divide`'s, of a batch of `num_tokens` whose queries take `q_bytes` a token."""
-    return min(TOGETHER_BYTES // q_bytes, 2 * num_tokens + 32 * SPACING)
+def most_tokens_together(num_tokens: int, position_tokens: int = 1) -> int:
+    """`divide`'s, of a batch of `num_tokens`, or of positions that stand for several tokens each."""
+    return min(TOGETHER_TOKENS // position_tokens, 2 * num_tokens + 32 * SPACING)
 
 
-def document_calls(q_BTHK: Tensor, segments: Tensor, longest_together: float) -> tuple[Call, ...]:
+def document_calls(
+    q_BTHK: Tensor, segments: Tensor, longest_together: float, position_tokens: int = 1
+) -> tuple[Call, ...]:
     """The calls for q's documents. All layers of a step share them: they are made and sent to the device once.
 
     Args:
         segments: the documents, int64 [S, 3] on the CPU, rows (batch row, start, stop) that cover every token once.
+        longest_together: tokens of the longest document that does not attend alone.
+        position_tokens: where q's positions stand for several tokens, how many.
     """
-    B, T, H, K = q_BTHK.shape
-    documents = segments.long().contiguous().numpy().tobytes()
-    most_tokens = most_tokens_together(B * T, H * K * q_BTHK.element_size())
-    return _document_calls(documents, T, longest_together, most_tokens, q_BTHK.device)
+    (B, T), documents = q_BTHK.shape[:2], segments.long().contiguous().numpy().tobytes()
+    limits = longest_together / position_tokens, most_tokens_together(B * T, position_tokens)
+    return _document_calls(documents, T, *limits, q_BTHK.device)
 
 
 @functools.lru_cache(maxsize=16)

@@ -17,9 +17,10 @@ import numpy as np
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kernels.attention import BACKWARD_FLOPS, attention_flops
+from kernels.attention import BACKWARD_FLOPS, attention_flops, longest_together, together_pairs
 from kernels.common import Footprint
 from kernels.cross_entropy import cross_entropy_footprint
+from kernels.document_calls import LONGEST_TOGETHER
 from kernels.gated_mlp import gated_mlp_footprint
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.qkv_attention import qkv_attention_footprint
@@ -62,11 +63,15 @@ class PackedDocuments:
         longest: tokens of the longest one that may come.
         count: documents, on average.
         pairs: of a query and a key that it sees, on average: n (n + 1) / 2 of a document of n tokens.
+        short_count, short_tokens, short_pairs: on average, of those of at most LONGEST_TOGETHER tokens.
     """
 
     longest: int
     count: float
     pairs: float
+    short_count: float = 0
+    short_tokens: float = 0
+    short_pairs: float = 0
 
     @classmethod
     def one_each(cls, context_length: int, batch_size: int) -> "PackedDocuments":
@@ -93,15 +98,19 @@ class PackedDocuments:
         """
         step = batch_size * num_ranks * micro_batches
         used = (sequences.max() + 1) // step * step
-        count = np.bincount(sequences)[:used].reshape(-1, step)
-        pairs = np.bincount(sequences, weights=lengths * (lengths + 1) / 2)[:used].reshape(-1, step)
-        positions = deal(pairs, num_ranks).reshape(-1, step)
-        count, pairs = (
-            np.take_along_axis(values, positions, axis=1).reshape(-1, batch_size, num_ranks).sum(1)
-            for values in (count, pairs)
-        )
-        slowest = np.arange(len(pairs)), pairs.argmax(1)
-        return cls(longest, float(count[slowest].mean()), float(pairs[slowest].mean()))
+        pairs, short = lengths * (lengths + 1) / 2, lengths <= LONGEST_TOGETHER
+        kinds = [np.ones(len(lengths)), pairs, short, short * lengths, short * pairs]
+        sums = np.stack([np.bincount(sequences, weights=kind)[:used].reshape(-1, step) for kind in kinds])
+        positions = deal(sums[1], num_ranks).reshape(1, -1, step)
+        sums = np.take_along_axis(sums, positions, axis=2).reshape(len(kinds), -1, batch_size, num_ranks).sum(2)
+        slowest = sums[1].argmax(1)
+        return cls(longest, *sums[:, np.arange(len(slowest)), slowest].mean(1).tolist())
+
+    def together(self, backend: str, num_tokens: int) -> tuple[float, float, float]:
+        """(documents, tokens, pairs) of those that attend together with others, of `num_tokens` in all."""
+        if longest_together(backend) > LONGEST_TOGETHER:
+            return self.count, num_tokens, self.pairs
+        return self.short_count, self.short_tokens, self.short_pairs
 
 
 class Step:
@@ -317,6 +326,28 @@ class Step:
         forward, share = footprint.forward_flops - footprint.choice_flops, self.tokens / length
         return forward * share, footprint.choice_flops * share, footprint.backward_flops * share
 
+    def _attention_seconds(
+        self, execution: Execution, sparsity: Sparsity | NSA | None, documents: PackedDocuments, rates: Rates
+    ) -> tuple[float, float, float]:
+        """Of `_attention_flops`, and of the calls that packed documents take."""
+        forward_flops, choice_flops, backward_flops = self._attention_flops(sparsity, documents)
+        forward = forward_flops / rates.attention_forward_flops
+        backward = backward_flops / rates.attention_backward_flops
+        # A library attends to packed documents where attention is to everything, and in NSA's compressed branch.
+        if documents.count > self.batch_size and not isinstance(sparsity, Sparsity):
+            own_heads = self.config.num_key_value_heads // self.num_ranks
+            steps = own_heads // (execution.heads_at_a_time or own_heads)
+            count, tokens, pairs = documents.together(execution.attention_backend, self.tokens * self.num_ranks)
+            forward += steps * (documents.count - count) / rates.forward_documents
+            backward += steps * (documents.count - count) / rates.backward_documents
+            if sparsity is None and pairs:
+                alone, together = 1 - pairs / documents.pairs, together_pairs(pairs, tokens) / documents.pairs
+                forward += forward_flops * (together / rates.together_forward_flops)
+                forward -= forward_flops * (1 - alone) / rates.attention_forward_flops
+                backward += backward_flops * (together / rates.together_backward_flops)
+                backward -= backward_flops * (1 - alone) / rates.attention_backward_flops
+        return forward, choice_flops / rates.choice_flops, backward
+
     def _footprints(self, execution: Execution, sparsity: Sparsity | NSA | None = None) -> tuple[Footprint, Footprint]:
         """Footprints of a block's attention and of its MLP under an execution."""
         config, longest = self.config, None
@@ -397,24 +428,17 @@ class Step:
         attention, mlp = self._footprints(execution, sparsity[0])
         layer = (attention.matrix_flops + mlp.matrix_flops) / rates.matrix_flops
         documents = self.documents or PackedDocuments.one_each(self.context_length, self.batch_size)
-        # Of a library's attention, which NSA's compressed branch is too.
-        calls = documents.count if documents.count > self.batch_size and not isinstance(sparsity[0], Sparsity) else 0
-        own_heads = config.num_key_value_heads // self.num_ranks
-        steps = own_heads // (execution.heads_at_a_time or own_heads)
-        calls *= steps
-        flops = {of_layer: self._attention_flops(of_layer, documents) for of_layer in {*sparsity}}
-        attend = [
-            flops[of_layer][0] / rates.attention_forward_flops + calls / rates.forward_documents
-            for of_layer in sparsity
-        ]
+        attention_seconds = {
+            layer: self._attention_seconds(execution, layer, documents, rates) for layer in {*sparsity}
+        }
+        attend = [attention_seconds[of_layer][0] for of_layer in sparsity]
         # q, k and v go to other ranks, attention's output comes back.
         heads = config.num_attention_heads + config.num_key_value_heads
         sent_bytes = 2 * self.element_size * heads * config.head_dim * self.tokens * (1 - 1 / self.num_ranks)
         exchange = sent_bytes / rates.gpu_link_bytes
         attend = [seconds + exchange for seconds in attend]
-        choose = sum(flops[of_layer][1] for of_layer in sparsity) / rates.choice_flops
-        attention_backward = sum(flops[of_layer][2] for of_layer in sparsity) / rates.attention_backward_flops
-        attention_backward += L * calls / rates.backward_documents
+        choose = sum(attention_seconds[of_layer][1] for of_layer in sparsity)
+        attention_backward = sum(attention_seconds[of_layer][2] for of_layer in sparsity)
         # Some heads at a time, q, k, v and the output go there again.
         attention_backward += L * exchange * (2 if execution.heads_at_a_time else 1)
         # A block's two norms, two sums and their copies read and write nine hidden states.

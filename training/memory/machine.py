@@ -17,7 +17,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.attention import BACKWARD_FLOPS, attention, attention_flops, choose_backend
+from kernels.attention import (
+    BACKWARD_FLOPS,
+    attention,
+    attention_flops,
+    choose_backend,
+    longest_together,
+    together_pairs,
+)
+from kernels.document_calls import LONGEST_TOGETHER
 from kernels.sparse_attention import NSA, Sparsity, nsa_attention, select_blocks, sparse_attention
 from training.errors import UserError
 from training.memory.host_copies import PinnedArena
@@ -104,7 +112,8 @@ class Rates:
     matrix_flops: float = 650e12
     attention_forward_flops: float = 570e12
     attention_backward_flops: float = 535e12
-    # Attention runs once for each packed document: launches a second, besides their floating-point operations.
+    # Long packed documents attend alone: calls a second, besides their floating-point operations. Short ones attend
+    # together, see `kernels.attention.together_pairs`.
     forward_documents: float = 12_000
     backward_documents: float = 5_000
     memory_bytes: float = 4.2e12  # bytes read plus bytes written
@@ -112,6 +121,8 @@ class Rates:
     choice_flops: float = 270e12  # of choosing blocks: their scores, and the highest of these
     # Bytes each way between GPUs of one host in an exchange of heads, the copies that order them included.
     gpu_link_bytes: float = 170e9
+    together_forward_flops: float = 570e12 * 0.58
+    together_backward_flops: float = 535e12 * 0.58
 
 
 H200 = Rates()
@@ -133,6 +144,7 @@ def measure_rates(
     backend = choose_backend(attention_backend, device)
     dense = _attention_rates(config, backend, device, context_length)
     documents = _document_rates(config, backend, device, *dense)
+    together = _together_rates(config, backend, device)
     forward, backward, choice = *dense, H200.choice_flops
     if sparsity and context_length >= sparsity[0].dense_below:
         forward, backward, choice = _sparse_attention_rates(
@@ -140,7 +152,7 @@ def measure_rates(
         )
     memory, link = _copy_rates(device)
     gpu_link = _gpu_link_rate(find_gpu(torch.cuda.get_device_name(device)), link)
-    return Rates(_matrix_rate(config, device), forward, backward, *documents, memory, link, choice, gpu_link)
+    return Rates(_matrix_rate(config, device), forward, backward, *documents, memory, link, choice, gpu_link, *together)
 
 
 def _matrix_rate(config, device: torch.device) -> float:
@@ -199,16 +211,32 @@ def _choice_seconds(sparsity: Sparsity, T: int, H: int, G: int, K: int, device: 
 def _document_rates(
     config, backend: str, device: torch.device, forward_flops: float, backward_flops: float
 ) -> tuple[float, float]:
-    """Calls a second of forward and backward, from 32 documents of 512 tokens packed in a sequence."""
-    count, length, H = 32, 512, config.num_attention_heads
-    segments = torch.tensor([[0, i * length, (i + 1) * length] for i in range(count)])
-    flops = attention_flops(H, config.head_dim, count * length * (length + 1) // 2)
-    attend = functools.partial(attention, segments=segments, backend=backend)
-    shape = count * length, H, config.num_key_value_heads, config.head_dim
-    forward, backward = _attention_seconds(attend, *shape, device)
+    """Calls a second of forward and backward, from packed documents that are just long enough to attend alone."""
+    if longest_together(backend) == math.inf:
+        return H200.forward_documents, H200.backward_documents  # there are no such calls
+    count, length = 12, LONGEST_TOGETHER + 256
+    flops, forward, backward = _packed_seconds(config, backend, device, count, length, length * (length + 1) / 2)
     forward -= flops / forward_flops
     backward -= BACKWARD_FLOPS * flops / backward_flops
     return count / max(forward, 1e-9), count / max(backward, 1e-9)
+
+
+def _together_rates(config, backend: str, device: torch.device) -> tuple[float, float]:
+    """FLOP/s of forward and backward of short packed documents: 64 of 512 tokens."""
+    pairs = together_pairs(512 * 513 / 2, 512)
+    flops, forward, backward = _packed_seconds(config, backend, device, 64, 512, pairs)
+    return flops / forward, BACKWARD_FLOPS * flops / backward
+
+
+def _packed_seconds(
+    config, backend: str, device: torch.device, count: int, length: int, pairs: float
+) -> tuple[float, float, float]:
+    """Of `count` documents in a sequence: FLOPs of forward, for `pairs` each, and seconds of forward and backward."""
+    segments = torch.tensor([[0, i * length, (i + 1) * length] for i in range(count)])
+    attend = functools.partial(attention, segments=segments, backend=backend)
+    shape = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    seconds = _attention_seconds(attend, count * length, *shape, device)
+    return attention_flops(shape[0], shape[2], count * pairs), *seconds
 
 
 def _attention_seconds(
@@ -332,6 +360,8 @@ def scale_rates(gpu: GPU, attention_backend: str, sparsity: Sequence[Sparsity | 
     h200 = GPUS["H200"]
     flops, link = gpu.flops / h200.flops, gpu.link_bandwidth / h200.link_bandwidth
     dense = 1 if gpu.attention_backend == "flash" else _HOPPER_ATTENTION[attention_backend]
+    # FlashAttention-2 attends to short packed documents where cuDNN attends to long ones.
+    together = _HOPPER_ATTENTION["flash"] if gpu.attention_backend == attention_backend == "cudnn" else dense
     forward, backward = dense, dense
     if sparsity:
         forward, backward = _NSA if isinstance(sparsity[0], NSA) else _SPARSE_ATTENTION
@@ -343,6 +373,8 @@ def scale_rates(gpu: GPU, attention_backend: str, sparsity: Sequence[Sparsity | 
         link_bytes=H200.link_bytes * link,
         choice_flops=H200.choice_flops * flops,
         gpu_link_bytes=_gpu_link_rate(gpu, H200.link_bytes * link),
+        together_forward_flops=H200.attention_forward_flops * flops * together,
+        together_backward_flops=H200.attention_backward_flops * flops * together,
     )
 
 
