@@ -11,7 +11,8 @@ document: the Python standard library, bytes.
 Of each setting's `--steps` the first compiles kernels and makes workspaces and optimizer state; above 131,072 tokens it
 is of 16,384. The last step is timed, its update included: the GPU has finished whenever the clock is read. With
 `--packed` each step takes another sequence of documents, packed as train.py packs them; the second half of the steps is
-timed, for which cuDNN has built its plans of most lengths, and predicted from their own documents' lengths. Under
+timed, for which cuDNN has built its plans of most lengths, and predicted from their own documents' lengths. With
+`--mean_length 800` the text is cut into documents of lengths that are drawn from the exponential distribution. Under
 torchrun each rank has sequences of its own, or shares them with others by `--context_parallel_size`, or its matrices by
 `--tensor_parallel_size`; the first rank's results are printed.
 
@@ -49,7 +50,7 @@ from training.checkpoint.saver import Saver
 from training.config import PEAK_LEARNING_RATE, TrainConfig
 from training.data.loader import Batch, PackedLoader
 from training.data.packing import ConcatenatedPacking
-from training.data.sources import load_documents
+from training.data.sources import Document, load_documents
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
 from training.memory.cost_model import PackedDocuments
@@ -76,6 +77,7 @@ def main() -> None:
     parser.add_argument("--save_to", type=Path, help="a folder of the disk that checkpoints go to; see above")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
     parser.add_argument("--packed", action="store_true", help="several documents a sequence, another one each step")
+    parser.add_argument("--mean_length", type=int, help="of --packed: tokens of a document; default: the text's own")
     parser.add_argument(
         "--in_order", action="store_true", help="of --packed: sequences go to ranks in turn, not by cost"
     )
@@ -86,6 +88,8 @@ def main() -> None:
         parser.error("--steps must be at least 2, and the peer takes one document a step")
     if arguments.save_to is not None and (not arguments.save_to.is_dir() or "peer" in arguments.settings):
         parser.error("--save_to must be a folder that exists, and the peer saves nothing")
+    if arguments.mean_length is not None and (arguments.mean_length < 2 or not arguments.packed):
+        parser.error("--mean_length must be at least 2, and needs --packed")
     results = {}
     with join_world(arguments.device, arguments.context_parallel_size, arguments.tensor_parallel_size) as world:
         steps = standard_library(arguments, world.data_size)
@@ -116,6 +120,8 @@ def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list
     tokenizer, length = load_tokenizer(None), arguments.context_length
     documents = load_documents(None, tokenizer, MODEL_SIZES[arguments.model_size].vocab_size)
     if arguments.packed:
+        if arguments.mean_length:
+            documents = cut_documents(documents, arguments.mean_length)
         store = TokenStore(documents, tokenizer.eos_id)
         packing = ConcatenatedPacking(store.lengths, length, seed=0)
         loaders = [PackedLoader(store, packing, 1, rank, num_ranks) for rank in range(num_ranks)]
@@ -129,6 +135,14 @@ def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list
         batch = Batch(ids, targets, find_documents(torch.zeros_like(ids)), first - 1)
         steps.append([[batch] * count] * num_ranks)
     return steps
+
+
+def cut_documents(documents: list[Document], mean_length: int) -> list[Document]:
+    """All their tokens in documents of at least two tokens, the end of text included, whose lengths are exponential."""
+    tokens = np.concatenate([document.tokens for document in documents])
+    lengths = 1 + np.random.default_rng(0).exponential(mean_length - 2, 2 * len(tokens) // mean_length).astype(int)
+    ends = np.cumsum(lengths)
+    return [Document(part) for part in np.split(tokens, ends[ends < len(tokens)])]
 
 
 def in_order(costs: np.ndarray, num_ranks: int) -> np.ndarray:

@@ -81,11 +81,12 @@ def time_interleaved(
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats):
         for name, function in functions.items():
-            times[name].append(_time_once(function, device))
+            times[name].append(time_once(function, device))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _time_once(function: Callable[[], object], device: torch.device) -> float:
+def time_once(function: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of one call, the GPU's work included."""
     if device.type != "cuda":
         start = time.perf_counter()
         function()

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import bench_train_step
 
 
-@pytest.mark.parametrize("flags", [["--save_to"], ["--packed", "--steps", "3", "--in_order"]])
+@pytest.mark.parametrize("flags", [["--save_to"], ["--packed", "--steps", "3", "--in_order", "--mean_length", "9"]])
 def test_times_every_step_but_the_first(flags, monkeypatch, capsys, tmp_path):
     arguments = ["--model_size", "tiny", "--context_length", "64", "--settings", "checkpointing", "--device", "cpu"]
     arguments += [*flags, str(tmp_path)] if flags == ["--save_to"] else flags

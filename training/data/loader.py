@@ -48,13 +48,15 @@ class Batch:
 
 
 def make_batch(store: TokenStore, sequences: list[list[Piece]], context_length: int) -> Batch:
-    """One sequence a row, of its pieces one after the other; behind the last piece, end-of-text ids without targets."""
+    """One sequence a row, of its pieces, the longest first; behind the last piece, end-of-text ids without targets."""
     shape = len(sequences), context_length
     input_ids, targets = np.full(shape, store.eos_id, dtype=np.int64), np.full(shape, IGNORE_INDEX, dtype=np.int64)
     document_ids = np.zeros(shape, dtype=np.int32)
     for row, pieces in enumerate(sequences):
         position = 0
-        for segment, (document, start, stop) in enumerate(pieces):
+        # Short documents that follow each other attend in one call: they come last.
+        longest_first = sorted(pieces, key=lambda piece: piece[1] - piece[2])
+        for segment, (document, start, stop) in enumerate(longest_first):
             ids = store.read(document, start, stop)
             end = position + len(ids)
             input_ids[row, position:end] = ids

@@ -1,0 +1,232 @@
+"""Attention of packed documents, one layer of the 4B forward and backward, with other lengths in every step.
+
+`python -m benchmarks.bench_packed_attention`
+
+Documents fill 131,072 tokens. Ours has seen other steps before, never the lengths that are timed: where they need a
+new cuDNN plan, its time counts, and the plan is counted. "cuDNN, known lengths" is one call for each document of
+exactly its length, in its second run: all plans are there. "cuDNN in 1,024s" is a call for each document, its length
+rounded up to 1,024 tokens, likewise in its second run. "FlashAttention-2" and "flash-attn-4" are one call for all.
+"Same bits" is ours under torch.use_deterministic_algorithms. The floor is the documents' floating-point operations at
+the rate that one document of a quarter of the tokens reaches. All rows of a step have the same lengths and take turns;
+medians.
+
+The sweep is what `kernels.document_calls.LONGEST_TOGETHER` is set by: documents of one length, alone and together.
+"""
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.common import parse_flags, print_json, print_table, require_close, time_once
+from kernels.attention import BACKWARD_FLOPS, KERNELS, attention, attention_flops, attention_reference, choose_backend
+from kernels.document_calls import LONGEST_TOGETHER, document_calls, rounded_length
+from model import MODEL_SIZES
+
+Inputs = Sequence[Tensor]  # q, k, v and the output's gradient, [1, T, heads, K]
+OURS, KNOWN = "ours", "cuDNN, known lengths"
+
+
+def log_uniform(random: np.random.Generator, tokens: int) -> int:
+    return round(tokens / 128 * 64 ** random.random())
+
+
+# Name -> (a document's length, the bar on an H200: ms of 131,072 tokens or, for the first, a multiple of KNOWN's).
+MIXES: dict[str, tuple[Callable[[np.random.Generator, int], int], float]] = {
+    "64k to 1k": (log_uniform, 1.08),
+    "mean 1,000": (lambda random, _: 1 + int(random.exponential(999)), 40),
+    "mean 300": (lambda random, _: 1 + int(random.exponential(299)), 22),
+    "1,024 x 128": (lambda random, _: 128, 11),
+}
+
+
+def main() -> None:
+    arguments = parse_flags(
+        __doc__,
+        cpu_tokens=512,
+        steps={"type": int, "default": 7, "help": "that are timed"},
+        other_steps={"type": int, "default": 30, "help": "of other lengths, before these"},
+    )
+    device, config = arguments.device, MODEL_SIZES["4B" if arguments.device.type == "cuda" else "tiny"]
+    shape = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    check(device)
+    inputs = make_inputs(arguments.tokens, *shape, device)
+    rate = flops_per_second(inputs, device)
+    mixes = {name: bench_mix(name, arguments, inputs, rate) for name in MIXES}
+    columns = ["documents", "new plans", "floor", *dict.fromkeys(row for mix in mixes.values() for row in mix["ms"])]
+    rows = [
+        [name, mix["documents"], mix["new_plans"], mix["floor_ms"], *(mix["ms"].get(c, "") for c in columns[3:])]
+        for name, mix in mixes.items()
+    ]
+    print_table(f"forward and backward, {arguments.tokens} tokens, ms a step", ["documents of", *columns], rows)
+    print_table("ours against its bar", ["documents of", "", "bar"], [[n, *bar_of(n, m)] for n, m in mixes.items()])
+    sweep = bench_sweep(inputs, device)
+    print_table(
+        f"alone or together (LONGEST_TOGETHER is {LONGEST_TOGETHER}), ms", ["tokens", *next(iter(sweep.values()))],
+        [[length, *row.values()] for length, row in sweep.items()],
+    )  # fmt: skip
+    results = {"tokens": arguments.tokens, "tflops": rate / 1e12, "mixes": mixes, "sweep": sweep}
+    print_json("packed_attention", device, **results)
+
+
+def check(device: torch.device) -> None:
+    """Exit where ours differs from attention in float32, on long and short documents."""
+    lengths = [2300, 5, 300, 1, 666] if device.type == "cuda" else [70, 5, 30, 1, 23]
+    q, k, v, dout = make_inputs(sum(lengths), 8, 2, 64, device)
+    found, exact = [], []
+    for function, dtype, results in ((attention, q.dtype, found), (attention_reference, torch.float32, exact)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        out = function(*leaves, segments_of(lengths))
+        results += [out, *torch.autograd.grad(out, leaves, dout.to(dtype))]
+    require_close("packed attention", found, exact, 2e-2)
+
+
+def make_inputs(tokens: int, H: int, G: int, K: int, device: torch.device) -> Inputs:
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, tokens, heads, K, device=device, dtype=torch.bfloat16) for heads in (H, G, G, H))
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
+
+
+def segments_of(lengths: list[int]) -> Tensor:
+    stops = np.cumsum(lengths)
+    return torch.from_numpy(np.stack([np.zeros_like(stops), stops - lengths, stops], 1))
+
+
+def draw(mix: str, tokens: int, seed: int) -> list[int]:
+    """Lengths of documents that fill `tokens`; the last one is cut."""
+    random, lengths = np.random.default_rng(seed), []
+    while sum(lengths) < tokens:
+        lengths.append(min(MIXES[mix][0](random, tokens), tokens - sum(lengths)))
+    return lengths
+
+
+def ours(inputs: Inputs, lengths: list[int]) -> None:
+    q, k, v, dout = inputs
+    torch.autograd.grad(attention(q, k, v, segments_of(lengths)), (q, k, v), dout)
+
+
+def ours_with_the_same_bits(inputs: Inputs, lengths: list[int]) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        ours(inputs, lengths)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@torch.no_grad()
+def document_by_document(backend: str, multiple: int, inputs: Inputs, lengths: list[int]) -> None:
+    """A call for each, its length rounded up to a multiple as far as the tokens reach."""
+    (q, k, v, dout), start = inputs, 0
+    for length in lengths:
+        rows = slice(start, min(start + -(-length // multiple) * multiple, q.shape[1]))
+        of_document = q[:, rows], k[:, rows], v[:, rows]
+        out, lse = KERNELS[backend].forward(*of_document)
+        KERNELS[backend].backward(dout[:, rows], *of_document, out.contiguous(), lse.contiguous())
+        start += length
+
+
+@torch.no_grad()
+def all_together(backend: str, inputs: Inputs, lengths: list[int]) -> None:
+    q, k, v, dout = (x[0] for x in inputs)
+    begins = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32).to(q.device, non_blocking=True)
+    longest = max(256, -(-max(lengths) // 128) * 128)
+    out, lse = KERNELS[backend].forward_together(q, k, v, begins, longest)
+    KERNELS[backend].backward_together(dout, q, k, v, out, lse, begins, longest)
+
+
+def flops_per_second(inputs: Inputs, device: torch.device) -> float:
+    """Of forward and backward of one document, a quarter of the tokens."""
+    quarter = tuple(x.detach()[:, : x.shape[1] // 4] for x in inputs)
+    run = functools.partial(document_by_document, choose_backend("auto", device), 1, quarter, [quarter[0].shape[1]])
+    run()
+    milliseconds = statistics.median(time_once(run, device) for _ in range(5))
+    return step_flops([quarter[0].shape[1]], inputs) / milliseconds * 1000
+
+
+def step_flops(lengths: list[int], inputs: Inputs) -> float:
+    H, K = inputs[0].shape[2:]
+    return (1 + BACKWARD_FLOPS) * attention_flops(H, K, sum(n * (n + 1) / 2 for n in lengths))
+
+
+def rows_of(mix: str, device: torch.device) -> dict[str, Callable[[Inputs, list[int]], None]]:
+    """Name -> a function that attends forward and backward."""
+    backend = choose_backend("auto", device)
+    rows: dict[str, Callable] = {OURS: ours, "same bits": ours_with_the_same_bits}
+    if backend == "cudnn":
+        if mix == "64k to 1k":  # of other mixes too many lengths
+            rows[KNOWN] = functools.partial(document_by_document, backend, 1)
+        rows["cuDNN in 1,024s"] = functools.partial(document_by_document, backend, 1024)
+    together = "cpu" if backend == "cpu" else "flash"
+    rows["FlashAttention-2" if together == "flash" else "CPU"] = functools.partial(all_together, together)
+    try:
+        choose_backend("flash-attn-4", device)
+        rows["flash-attn-4"] = functools.partial(all_together, "flash-attn-4")
+    except ValueError as error:
+        print(f"flash-attn-4: {error}")
+    return rows
+
+
+def bench_mix(mix: str, arguments, inputs: Inputs, rate: float) -> dict:
+    steps = [draw(mix, arguments.tokens, seed) for seed in range(arguments.steps)]
+    others = [draw(mix, arguments.tokens, 1000 + seed) for seed in range(arguments.other_steps)]
+    rows = rows_of(mix, arguments.device)
+    for name, run in rows.items():
+        for lengths in others if name == OURS else steps if name.startswith("cuDNN") else others[:2]:
+            run(inputs, lengths)
+    times = {name: [] for name in rows}
+    for lengths in steps:
+        for name, run in rows.items():
+            times[name].append(time_once(functools.partial(run, inputs, lengths), arguments.device))
+    ratios = [ours / known for ours, known in zip(times[OURS], times.get(KNOWN, []))]
+    planned = set().union(*(plans(inputs[0], lengths) for lengths in others))
+    return {
+        "documents": round(statistics.mean(map(len, steps))),
+        "new_plans": len(set().union(*(plans(inputs[0], lengths) for lengths in steps)) - planned),
+        "floor_ms": 1000 * statistics.median(step_flops(lengths, inputs) for lengths in steps) / rate,
+        "ms": {name: statistics.median(values) for name, values in times.items()},
+        "ours_each": times[OURS],
+        "of_known": statistics.median(ratios) if ratios else None,
+    }
+
+
+def plans(q: Tensor, lengths: list[int]) -> set[int]:
+    """Lengths of the calls of one document, each of which cuDNN builds a plan for."""
+    kernel = KERNELS[choose_backend("auto", q.device)]
+    calls = document_calls(q, segments_of(lengths), kernel.longest_together)
+    return {rounded_length(call.stop - call.start, kernel.length_step) for call in calls if not call.ends}
+
+
+def bar_of(mix: str, result: dict) -> list[str]:
+    """What is compared, and with what."""
+    bar = MIXES[mix][1]
+    if mix == "64k to 1k":
+        return [f"{result['of_known'] or math.nan:.3f} of {KNOWN}", f"<= {bar}"]
+    return [f"{result['ms'][OURS]:.1f} ms", f"<= {bar} ms"]
+
+
+def bench_sweep(inputs: Inputs, device: torch.device) -> dict[int, dict[str, float]]:
+    """Milliseconds by the documents' length, of all heads and of one key/value head with its query heads."""
+    backend, T, G = choose_backend("auto", device), *inputs[1].shape[1:3]
+    results: dict[int, dict[str, float]] = {}
+    for length in (T // 256, T // 128, T // 85, T // 64, T // 43, T // 32, T // 16):
+        lengths = [length] * (T // length)
+        results[length] = {}
+        for heads, group in (("all heads", G), ("one", 1)):
+            own = [x.detach()[:, : sum(lengths), : x.shape[2] * group // G].contiguous() for x in inputs]
+            own = [x.requires_grad_() for x in own]
+            for way, longest in (("alone", 0), ("together", math.inf)):
+                with mock.patch.dict(KERNELS, {backend: KERNELS[backend]._replace(longest_together=longest)}):
+                    run = functools.partial(ours, own, lengths)
+                    run()
+                    ms = statistics.median(time_once(run, device) for _ in range(5))
+                results[length][f"{heads} {way}"] = ms
+    return results
+
+
+if __name__ == "__main__":
+    main()
