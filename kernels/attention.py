@@ -259,6 +259,11 @@ def _alone(
     return padded, [(slice(i * H, (i + 1) * H), slice(i * G, (i + 1) * G)) for i in range(count)]
 
 
+def _put(parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    for part, place in zip(parts, places):
+        place.copy_(part)
+
+
 @operation("fathom::attention_forward", keepable="results")
 def _attention_forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, backend: str, position_tokens: int = 1
@@ -270,21 +275,23 @@ def _attention_forward(
     calls = document_calls(q, segments, kernel.longest_together, position_tokens)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     out, lse = q.new_empty(q.shape), q.new_empty(H, B * T, dtype=torch.float32)
-    for call in calls:
-        start, stop = call.start, call.stop
-        if call.offsets is not None:
-            results = kernel.forward_together(q[start:stop], k[start:stop], v[start:stop], call.offsets, call.longest)
+    for start, stop, _, begins, longest in calls:
+        if begins is not None:
+            arguments = q[start:stop], k[start:stop], v[start:stop], begins, longest
             if len(calls) == 1:  # nothing to be put together
-                out, lse = results
+                out, lse = kernel.forward_together(*arguments)
             else:
-                out[start:stop], lse[:, start:stop] = results
+                _put(kernel.forward_together(*arguments), (out[start:stop], lse[:, start:stop]))
             continue
         padded, ranges = _alone(start, stop, q, k, kernel, position_tokens)
         for heads, groups in ranges:
             windows = (_window(x, start, padded) for x in (q[:, heads], k[:, groups], v[:, groups]))
             out_n, lse_n = kernel.forward(*windows)
-            out[start:stop, heads] = out_n[0, : stop - start]
-            lse[heads, start:stop] = lse_n[0, :, : stop - start]
+            _put(
+                (out_n[0, : stop - start], lse_n[0, :, : stop - start]),
+                (out[start:stop, heads], lse[heads, start:stop]),
+            )
+            del out_n, lse_n  # before the next ones are made
     return out.contiguous().unflatten(0, (B, T)), lse.unflatten(1, (B, T)).transpose(0, 1).contiguous()
 
 
@@ -308,26 +315,24 @@ def _attention_backward(
     dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
     lse = lse.transpose(0, 1).flatten(1)
     gradients: Sequence[Tensor] = [x.new_empty(x.shape) for x in (q, k, v)]
-    for call in calls:
-        start, stop = call.start, call.stop
-        if call.offsets is not None:
+    for start, stop, _, begins, longest in calls:
+        if begins is not None:
             own = [x[start:stop] for x in (dout, q, k, v, out)]
-            parts = kernel.backward_together(*own, lse[:, start:stop].contiguous(), call.offsets, call.longest)
+            arguments = *own, lse[:, start:stop].contiguous(), begins, longest
             if len(calls) == 1:
-                gradients = parts
+                gradients = kernel.backward_together(*arguments)
             else:
-                for whole, part in zip(gradients, parts):
-                    whole[start:stop] = part
+                _put(kernel.backward_together(*arguments), [x[start:stop] for x in gradients])
             continue
         padded, ranges = _alone(start, stop, q, k, kernel, position_tokens)
         for heads, groups in ranges:
             # The rows past the document have no gradient and, by their log-sum-exp, no probabilities.
             dout_n = _window(dout[start:stop, heads], 0, padded)
-            lse_n = F.pad(lse[heads, start:stop], (0, padded - (stop - start)), value=_NEVER_ATTENDS).contiguous()
-            q_n, k_n, v_n = (_window(x, start, padded) for x in (q[:, heads], k[:, groups], v[:, groups]))
-            parts = kernel.backward(dout_n, q_n, k_n, v_n, _window(out[:, heads], start, padded), lse_n[None])
-            for whole, part, own_heads in zip(gradients, parts, (heads, groups, groups)):
-                whole[start:stop, own_heads] = part[0, : stop - start]
+            lse_n = F.pad(lse[heads, start:stop], (0, padded - (stop - start)), value=_NEVER_ATTENDS).contiguous()[None]
+            windows = [_window(x, start, padded) for x in (q[:, heads], k[:, groups], v[:, groups], out[:, heads])]
+            parts = [x[0, : stop - start] for x in kernel.backward(dout_n, *windows, lse_n)]
+            _put(parts, [x[start:stop, own] for x, own in zip(gradients, (heads, groups, groups))])
+            del dout_n, lse_n, windows, parts  # before the next ones are made
     dq, dk, dv = (x.contiguous().unflatten(0, (B, T)) for x in gradients)
     return dq, dk, dv
 

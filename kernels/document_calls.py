@@ -19,7 +19,7 @@ from torch import Tensor
 LONGEST_TOGETHER = 2048
 TOGETHER_TOKENS = 32_768  # of one call at most, each document counted with SPACING more: calls need memory
 SPACING = 128  # tokens between documents in the float32 sums of FlashAttention's backward
-_TILE = 128  # tokens; a call is told of a longest document of a multiple
+_TILE = 128  # tokens of the library's tiles
 
 
 class Call(NamedTuple):
@@ -29,15 +29,7 @@ class Call(NamedTuple):
     stop: int
     ends: tuple[int, ...] = ()  # of documents that attend together, counted from `start`; (): one attends alone
     offsets: Tensor | None = None  # 0 and `ends`, int32 on the device
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document that attends together, or a little more; kernels skip what is not there.
-
-        At least two tiles: FlashAttention has other kernels for documents of one token or of one tile.
-        """
-        longest = max(stop - start for start, stop in zip((0, *self.ends), self.ends))
-        return max(2 * _TILE, -(-longest // _TILE) * _TILE)
+    longest: int = 0  # tokens of the longest that attends together, or a little more; kernels skip what is not there
 
 
 def divide(documents: Iterable[tuple[int, int]], longest_together: float, most_tokens: int) -> list[Call]:
@@ -59,7 +51,7 @@ def divide(documents: Iterable[tuple[int, int]], longest_together: float, most_t
             continue
         counted += length + SPACING
         if calls and calls[-1].ends and counted <= most_tokens:
-            first, _, ends, _ = calls[-1]
+            first, ends = calls[-1].start, calls[-1].ends
             calls[-1] = Call(first, stop, (*ends, stop - first))
         else:
             calls.append(Call(start, stop, (length,)))
@@ -97,7 +89,13 @@ def _document_calls(
     # One copy for all calls, which the host does not wait for.
     offsets = torch.tensor([i for call in calls if call.ends for i in (0, *call.ends)], dtype=torch.int32)
     parts = iter(offsets.to(device, non_blocking=True).split([1 + len(call.ends) for call in calls if call.ends]))
-    return tuple(call._replace(offsets=next(parts)) if call.ends else call for call in calls)
+    return tuple(call._replace(offsets=next(parts), longest=_longest(call)) if call.ends else call for call in calls)
+
+
+def _longest(call: Call) -> int:
+    """A multiple of a tile, and at least two: FlashAttention has other kernels for documents of one token or tile."""
+    longest = max(stop - start for start, stop in zip((0, *call.ends), call.ends))
+    return max(2 * _TILE, -(-longest // _TILE) * _TILE)
 
 
 def rounded_length(length: int, step: int) -> int:
