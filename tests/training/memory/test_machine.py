@@ -106,6 +106,7 @@ def test_measured_rates_are_plausible(context_length):
     config = MODEL_SIZES["4B"]
     rates = measure_rates(config, "auto", torch.device("cuda"), context_length)
     assert 20e12 < rates.attention_backward_flops < 2 * rates.attention_forward_flops < 4e15
+    assert 20e12 < rates.together_backward_flops < 2 * rates.together_forward_flops < 4e15
     assert 20e12 < rates.matrix_flops < 3e15
     assert 1e9 < rates.link_bytes < 500e9 < rates.memory_bytes < 20e12
     assert 1e9 < rates.gpu_link_bytes < 2e12
@@ -146,6 +147,7 @@ def test_rates_are_scaled_by_the_data_sheets():
     assert a100.matrix_flops == pytest.approx(650e12 * 312 / 989)
     assert a100.attention_forward_flops == pytest.approx(570e12 * 312 / 989)
     assert scale_rates(GPUS["H200"], "flash").attention_forward_flops == pytest.approx(328e12, rel=0.01)
+    assert a100.together_forward_flops == a100.attention_forward_flops
     assert a100.link_bytes == 25e9 and a100.gpu_link_bytes == pytest.approx(H200.gpu_link_bytes * 300 / 450)
     assert all(0 < theirs <= ours for theirs, ours in zip(astuple(a100), astuple(H200)))
 
