@@ -8,14 +8,14 @@ before rotary positions, grouped-query attention, a gated MLP, no biases. Parame
 import functools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.attention import attention, attention_flops
+from kernels.attention import attention_flops
 from kernels.cross_entropy import cross_entropy
 from kernels.gated_mlp import gated_mlp
 from kernels.head_exchange import HeadExchange
@@ -321,22 +321,23 @@ class Attention(nn.Module):
             gates = F.linear(x_BTD, *map(local, self.g_proj.parameters())).unflatten(-1, (-1, nsa.BRANCHES))
         is_sparse = self.sparsity is not None and context.longest >= self.sparsity.dense_below
         sparsity = self.sparsity if is_sparse else None
-        if context.caches is None:
+        cache = context.caches[self.layer] if context.caches else None
+        if cache is None or cache.length == 0:
             attended_BTD = qkv_attention(
                 x_BTD, *qkv, o_weight, *norms, context.cos, context.sin, context.segments,
                 eps=self.q_norm.eps, backend=self.backend, sparsity=sparsity, gates=gates,
-                heads_at_a_time=self.heads_at_a_time, exchange=self.exchange,
+                heads_at_a_time=self.heads_at_a_time, exchange=self.exchange if cache is None else None,
             )  # fmt: skip
+            if cache is not None:  # a whole prompt: keys and values once more, with one query head that is not used
+                one_head = qkv[0][: len(norms[0])], *qkv[1:]
+                cache.append(*project_heads(x_BTD, *one_head, *norms, context.cos, context.sin, self.q_norm.eps)[1:])
             return ranks.leave(attended_BTD)
         q_BTHK, k_BTGK, v_BTGK = project_heads(x_BTD, *qkv, *norms, context.cos, context.sin, self.q_norm.eps)
-        cache = context.caches[self.layer]
         k_BTGK, v_BTGK = cache.append(k_BTGK, v_BTGK)
         if isinstance(sparsity, NSA):
             out_BTHK = nsa.attend_to_cache(q_BTHK, k_BTGK, v_BTGK, gates, sparsity)
         elif sparsity is not None:
             out_BTHK = attend_to_cache(q_BTHK, k_BTGK, v_BTGK, cache.pooled_keys, sparsity)
-        elif k_BTGK.shape[1] == q_BTHK.shape[1]:
-            out_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, backend=self.backend)
         else:  # one new token, which sees all the cached ones
             q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
             out_BTHK = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
@@ -530,39 +531,68 @@ class Transformer(nn.Module):
             return cross_entropy(F.linear(ranks.enter(x_BTD), self.output_weight), targets, inplace=True, **options)
         return cross_entropy(logits_BTV, F.pad(targets, (0, num_without), value=IGNORE_INDEX), **options)
 
-    @torch.no_grad()
     def generate(
         self,
         input_ids: Tensor,
         max_new_tokens: int,
         *,
         temperature: float = 0.0,
+        top_p: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
+        """`input_ids` [B, T >= 1] and what `next_tokens` yields after them, int64 [B, T + max_new_tokens]."""
+        options = {"temperature": temperature, "top_p": top_p, "generator": generator}
+        return torch.cat([input_ids, *self.next_tokens(input_ids, max_new_tokens, **options)], dim=1)
+
+    @torch.no_grad()
+    def next_tokens(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
         """Continue `input_ids` [B, T >= 1] with a key/value cache; greedy at temperature 0, else sampled.
 
-        Returns:
-            int64 [B, T + max_new_tokens].
+        Args:
+            top_p: sampled from the most likely tokens that have this share of the probability together, at least one.
+
+        Yields:
+            The next token of each row as it is known, int64 [B, 1].
 
         Raises:
-            ValueError: an empty prompt or a negative temperature.
+            ValueError: an empty prompt, a negative temperature, a top_p out of range.
         """
-        if input_ids.shape[1] < 1 or temperature < 0:
+        if input_ids.shape[1] < 1 or temperature < 0 or not 0 < top_p <= 1:
             raise ValueError(
-                f"generate needs a prompt of at least one token and a temperature of at least 0, "
-                f"got {input_ids.shape[1]} tokens and temperature {temperature}"
+                "generate needs a prompt of at least one token, a temperature of at least 0 and a top_p above 0 and "
+                f"up to 1, got {input_ids.shape[1]} tokens, temperature {temperature} and top_p {top_p}"
             )
         caches = [KeyValueCache(input_ids.shape[1] + max_new_tokens) for _ in self.layers]
         if input_ids.shape[1] > 1:  # all but the last token only fill the cache: no logits
             self(input_ids[:, :-1], caches=caches)
+        next_ids = input_ids[:, -1:]
         for _ in range(max_new_tokens):
-            logits_BV = self(input_ids[:, -1:], return_logits=True, caches=caches).logits[:, -1].float()
-            if temperature == 0:
-                next_ids = logits_BV.argmax(-1, keepdim=True)
-            else:
-                next_ids = torch.multinomial((logits_BV / temperature).softmax(-1), 1, generator=generator)
-            input_ids = torch.cat([input_ids, next_ids], dim=1)
-        return input_ids
+            logits_BV = self(next_ids, return_logits=True, caches=caches).logits[:, -1].float()
+            next_ids = choose_tokens(logits_BV, temperature, top_p, generator)
+            yield next_ids
+
+
+def choose_tokens(
+    logits_BV: Tensor, temperature: float, top_p: float = 1.0, generator: torch.Generator | None = None
+) -> Tensor:
+    """One token of each row, int64 [B, 1]; arguments as `Transformer.next_tokens`. top_p: arXiv 1904.09751."""
+    if temperature == 0:
+        return logits_BV.argmax(-1, keepdim=True)
+    probabilities_BV = (logits_BV / temperature).softmax(-1)
+    if top_p < 1:
+        sorted_BV, order_BV = probabilities_BV.sort(-1, descending=True)
+        likelier_BV = sorted_BV.cumsum(-1) - sorted_BV  # the share of all tokens before it in this order
+        kept_BV = sorted_BV.masked_fill(likelier_BV >= top_p, 0)
+        probabilities_BV = torch.zeros_like(kept_BV).scatter(-1, order_BV, kept_BV)
+    return torch.multinomial(probabilities_BV, 1, generator=generator)
 
 
 def find_documents(document_ids: Tensor) -> Documents:

@@ -16,12 +16,11 @@ linear in the tokens on a GPU: masses exist for a range of queries at a time. On
 import json
 import math
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +38,7 @@ from training.data.sources import load_documents
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
 from training.errors import UserError, refused_as_user_error
+from training.inference import Parser, token_losses
 from training.memory.placement import set_sparsity
 from training.parallel.fsdp import copy_weights
 from training.parallel.world import join_world
@@ -46,7 +46,6 @@ from training.sparsity import numbers_by_layer
 
 Choose = Callable[[Tensor, Tensor, Tensor | None, Sparsity], Tensor]
 MASSES_BYTES = 2**28  # of attention's probabilities that exist at a time
-LOSS_ROWS = 1024  # tokens whose logits exist at a time
 FIRST_BUCKET = 64  # positions: the first bucket is 0 to 63, the next ones 64 to 127, 128 to 255, ...
 
 
@@ -181,17 +180,6 @@ def hidden_states(model: Transformer, batch: Batch) -> Tensor:
     return model(ids, documents=batch.documents, return_hidden_states=True).hidden_states
 
 
-@torch.no_grad()
-def token_losses(model: Transformer, hidden_BTD: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of each token, float32 [B * T] on the CPU; 0 where there is no target."""
-    rows = zip(hidden_BTD.flatten(0, 1).split(LOSS_ROWS), targets.flatten().to(hidden_BTD.device).split(LOSS_ROWS))
-    losses = [
-        F.cross_entropy(F.linear(x, model.output_weight).float(), y, ignore_index=IGNORE_INDEX, reduction="none").cpu()
-        for x, y in rows
-    ]
-    return torch.cat(losses)
-
-
 @dataclass
 class Bucket:
     """Tokens at neighbouring positions of their documents, and their summed losses."""
@@ -279,13 +267,8 @@ def _loss_row(name: str, tokens: int, dense: float, sparse: float) -> str:
 # The command
 
 
-class _Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
-
 def parse_flags(argv: list[str]) -> Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m training.evaluation.sparsity", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     add = parser.add_argument

@@ -1,0 +1,279 @@
+"""What a model makes of its context: loss by position, loss on tokens that need it, and synthetic tasks by length.
+
+`python -m training.evaluation FOLDER`, of a checkpoint or of weights in Hugging Face's form. training/evaluation/
+positions.py defines the losses, tasks.py the tasks. Memory is counted before the weights are read: logits exist for
+some tokens at a time, attention works on some heads at a time, and keys and values stay within --memory_budget.
+"""
+
+import gc
+import json
+import logging
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from model import Transformer
+from training.checkpoint.weights import read_json
+from training.data.sources import load_documents, split_documents
+from training.errors import UserError, message_of
+from training.evaluation.pictures import draw_losses, draw_needles, draw_tasks
+from training.evaluation.positions import (
+    Bucket,
+    KeyTokens,
+    Losses,
+    by_position,
+    format_key_tokens,
+    format_positions,
+    key_token_losses,
+    longest_pieces,
+    read_all,
+)
+from training.evaluation.tasks import TASKS, Result, Samples, judge
+from training.inference import Opened, Parser, add_model_flags, load, open_folder, write
+from training.parallel.world import World, join_world
+
+LARGEST_DEFAULT_CONTEXT = 32_768
+SHORT_CONTEXT, MARGIN, CEILING = 4096, 2.0, 2.0  # of LongPPL
+OF_LOSS = ("data", "short_context", "margin", "ceiling", "evaluator")
+OF_TASKS = ("tasks", "lengths", "seed")
+
+
+def parse_flags(argv: list[str]) -> Namespace:
+    parser = Parser(prog="python -m training.evaluation", description=__doc__.splitlines()[0], allow_abbrev=False)
+    add_model_flags(parser)
+    add = parser.add_argument
+    add("--context_length", type=int, help="tokens read at most; default: as trained, at most 32768")
+    add("--output_dir", type=Path, help="evaluation.json and pictures go there; else nothing is written")
+    add("--beside", type=Path, nargs="+", default=[], help="evaluation.json of earlier ones, to be shown beside")
+    loss = parser.add_argument_group("loss")
+    add = loss.add_argument
+    add("--sequences", type=int, default=16, help="the longest pieces of the data, so many; 0: no losses; default: 16")
+    add("--data", nargs="+", help="as train.py's; default: what the run held out, else Python's standard library")
+    add("--short_context", type=int, help="tokens; default: 4096, at most a quarter of context_length")
+    add("--margin", type=float, help="nats by which a token that needs the context is better with it; default: 2")
+    add("--ceiling", type=float, help="nats of loss that such a token has at most; default: 2")
+    add("--evaluator", type=Path, help="folder of the model that says which tokens need the context; default: this one")
+    tasks = parser.add_argument_group("tasks")
+    add = tasks.add_argument
+    add("--samples", type=int, default=20, help="of each task and length; 0: no tasks; default: 20")
+    add("--tasks", nargs="+", choices=TASKS, help="default: all")
+    add("--lengths", type=int, nargs="+", help="tokens; default: a quarter, half and all of context_length")
+    add("--seed", type=int, help="of the samples; default: 0")
+    return parser.parse_args(argv)
+
+
+def check_flags(flags: Namespace) -> None:
+    """Refuse values out of range, and flags without effect."""
+    least = {"context_length": 2, "sequences": 0, "short_context": 2, "samples": 0, "seed": 0}
+    for name, value in least.items():
+        given = getattr(flags, name)
+        if given is not None and given < value:
+            raise UserError(f"{name} must be at least {value}, got {given}")
+    for name in ("margin", "ceiling"):
+        given = getattr(flags, name)
+        if given is not None and not 0 <= given < 1e6:
+            raise UserError(f"{name} must be 0 or more nats, got {given}")
+    if not flags.sequences and not flags.samples:
+        raise UserError("sequences 0 and samples 0 leave nothing to evaluate; give one of them")
+    for switch, names in (("sequences", OF_LOSS), ("samples", OF_TASKS)):
+        for name in names:
+            if not getattr(flags, switch) and getattr(flags, name) is not None:
+                raise UserError(f"{name} has no effect with {switch} 0; drop one")
+    if flags.output_dir is not None and flags.output_dir.exists() and not flags.output_dir.is_dir():
+        raise UserError(f"output_dir {flags.output_dir} is a file; give a folder")
+
+
+@dataclass(frozen=True)
+class Questions:
+    """All that a model is asked, made before its weights are read; margin and ceiling are LongPPL's."""
+
+    pieces: list[np.ndarray]
+    short_context: int
+    margin: float
+    ceiling: float
+    samples: list[Samples]
+    samples_each: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text that is read for its loss."""
+        return max(map(len, self.pieces), default=0)
+
+    @property
+    def longest_cached(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        return max((samples.length for samples in self.samples if samples.size), default=0)
+
+
+def make_questions(flags: Namespace, opened: Opened) -> Questions:
+    """Raises UserError for data that cannot be read, and where no text or task is as long as asked."""
+    declared = min(opened.shape.max_position_embeddings, LARGEST_DEFAULT_CONTEXT)
+    context_length = flags.context_length or opened.settings.get("context_length", declared)
+    pieces = longest_pieces(load_texts(flags, opened), context_length, flags.sequences) if flags.sequences else []
+    if flags.sequences and not pieces:
+        raise UserError("the data have no document of two tokens or more; give other --data")
+    short = flags.short_context or max(2, min(SHORT_CONTEXT, context_length // 4))
+    if flags.short_context is not None and not any(len(piece) > short for piece in pieces):
+        raise UserError(
+            f"no text is longer than short_context {short}, the longest has {len(pieces[0])} tokens; lower it, or give "
+            "longer --data and a larger --context_length"
+        )
+    lengths = flags.lengths or [max(2, context_length // 4), max(2, context_length // 2), context_length]
+    samples = [
+        Samples(name, length, opened.tokenizer, flags.seed or 0)
+        for name in (flags.tasks or TASKS) if flags.samples
+        for length in sorted({*lengths})
+    ]  # fmt: skip
+    if samples and not any(of_task.size for of_task in samples):
+        raise UserError(f"no task fits {max(lengths)} tokens of this tokenizer; give larger --lengths, or --samples 0")
+    margin, ceiling = (
+        default if given is None else given for given, default in ((flags.margin, MARGIN), (flags.ceiling, CEILING))
+    )
+    return Questions(pieces, short, margin, ceiling, samples, flags.samples)
+
+
+def load_texts(flags: Namespace, opened: Opened) -> list[np.ndarray]:
+    """Tokens of the documents: --data's, else those that the checkpoint's run held out."""
+    settings, tokenizer = opened.settings, opened.tokenizer
+    paths = flags.data or settings.get("data") or None
+    documents = load_documents(paths, tokenizer, opened.shape.vocab_size)
+    if flags.data is None and settings:
+        documents = split_documents(documents, settings["validation_fraction"], settings["seed"])[1]
+    return [document.tokens for document in documents]
+
+
+def evaluator_losses(flags: Namespace, opened: Opened, questions: Questions, world: World) -> Losses:
+    """Of another model than the judged one, which has the memory before it; it attends as it was trained."""
+    as_trained = Namespace(attention_type=None, selected_blocks=None, dense_below=None, tokenizer=flags.tokenizer)
+    other = open_folder(flags.evaluator, as_trained, world.device)
+    if other.tokenizer.identity != opened.tokenizer.identity:
+        raise UserError(f"evaluator {flags.evaluator} has another tokenizer: its tokens are not this model's")
+    model = load(other, questions.longest, 0, world, flags.memory_budget)
+    with tqdm(total=len(questions.pieces), desc="evaluator", unit="text") as bar:
+        return read_all(model, questions.pieces, questions.short_context, bar.update)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The answers; JSON has the same names."""
+
+    loss_by_position: list[Bucket]
+    key_tokens: KeyTokens | None
+    tasks: list[Result]
+
+
+def evaluate(flags: Namespace, opened: Opened, questions: Questions, world: World) -> Evaluation:
+    theirs = evaluator_losses(flags, opened, questions, world) if flags.evaluator else None
+    gc.collect()  # the evaluator's weights are gone before the model's are read
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    longest = max(questions.longest, questions.longest_cached)
+    model = load(opened, longest, questions.longest_cached, world, flags.memory_budget)
+    buckets, found = [], None
+    if questions.pieces:
+        with tqdm(total=len(questions.pieces), desc="loss", unit="text") as bar:
+            ours = read_all(model, questions.pieces, None if theirs else questions.short_context, bar.update)
+        theirs, buckets = theirs or ours, by_position(ours.long)
+        limits = questions.short_context, questions.margin, questions.ceiling
+        found = key_token_losses(ours.long, theirs.long, theirs.short, *limits)
+    return Evaluation(buckets, found, judge_all(model, opened, questions))
+
+
+def judge_all(model: Transformer, opened: Opened, questions: Questions) -> list[Result]:
+    asked = sum(samples.size > 0 for samples in questions.samples) * questions.samples_each
+    results = []
+    with tqdm(total=asked, desc="tasks", unit="sample", disable=not asked) as bar:
+        for samples in questions.samples:
+            bar.set_postfix_str(f"{samples.name} {samples.length:,}")
+            answer = lambda ids, count: [*write(model, ids, count, opened.stop_ids)]  # noqa: E731
+            results.append(judge(answer, samples, questions.samples_each, bar.update))
+    return results
+
+
+def format_tasks(results: Sequence[Result]) -> str:
+    """Scores by task and length, of needles also by depth."""
+    lengths = sorted({result.length for result in results})
+    lines = ["share of the asked words found, by tokens of the prompt"]
+    lines.append(f"{'':<28}" + "".join(f"{length:>9,}" for length in lengths))
+    for name in dict.fromkeys(result.task for result in results):
+        of_task = {result.length: result for result in results if result.task == name}
+        lines.append(_row(name, [of_task[length].score for length in lengths]))
+        for depth in sorted({depth for result in of_task.values() for depth in result.by_depth or ()}):
+            scores = [(of_task[length].by_depth or {}).get(depth) for length in lengths]
+            lines.append(_row(f"  at depth {depth:.0%}", scores))
+    if any(result.score is None for result in results):
+        lines.append("-: too short for the task with this tokenizer")
+    return "\n".join(lines)
+
+
+def _row(name: str, scores: Sequence[float | None]) -> str:
+    return f"{name:<28}" + "".join(f"{'-':>9}" if score is None else f"{score:9.2f}" for score in scores)
+
+
+def read_earlier(files: Sequence[Path]) -> list[tuple[str, dict]]:
+    """(name, content) of other evaluations; a file's name is its folder's."""
+    earlier = [(file.resolve().parent.name, read_json(file)) for file in files]
+    for file, (_, content) in zip(files, earlier):
+        if not isinstance(content.get("loss_by_position"), list) or not isinstance(content.get("tasks"), list):
+            raise UserError(f"--beside {file} is no evaluation.json of this command")
+    return earlier
+
+
+def draw(folder: Path, content: dict, earlier: Sequence[tuple[str, dict]]) -> None:
+    """The pictures, where Matplotlib is there; else a line that says so."""
+    if find_spec("matplotlib") is None:
+        print("no pictures: pip install matplotlib", file=sys.stderr)
+        return
+    curves = [(folder.resolve().name, content), *earlier]
+    if content["loss_by_position"]:
+        draw_losses(folder / "loss_by_position.png", [(name, one["loss_by_position"]) for name, one in curves])
+    if content["tasks"]:
+        draw_tasks(folder / "tasks.png", [(name, one["tasks"]) for name, one in curves])
+    if rows := [row for row in content["tasks"] if row["by_depth"]]:
+        draw_needles(folder / "needles.png", rows)
+
+
+def report(flags: Namespace, questions: Questions, found: Evaluation, earlier: Sequence[tuple[str, dict]]) -> None:
+    """Print the tables, write JSON and pictures."""
+    columns = [(name, {row["first"]: row["loss"] for row in one["loss_by_position"]}) for name, one in earlier]
+    tables = [format_positions(found.loss_by_position, columns)] if found.loss_by_position else []
+    if found.key_tokens:
+        tables.append(format_key_tokens(found.key_tokens, questions.margin, questions.ceiling))
+    if found.tasks:
+        tables.append(format_tasks(found.tasks))
+    print("\n\n".join(tables))
+    if flags.output_dir:
+        settings = {"settings": vars(flags), "torch": torch.__version__}
+        text = json.dumps({**settings, **asdict(found)}, indent=1, default=str)
+        (flags.output_dir / "evaluation.json").write_text(text + "\n")
+        draw(flags.output_dir, json.loads(text), earlier)
+
+
+def main(argv: list[str]) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        flags = parse_flags(argv)
+        check_flags(flags)
+        earlier = read_earlier(flags.beside)
+        if flags.output_dir:
+            flags.output_dir.mkdir(parents=True, exist_ok=True)
+        with join_world(flags.device) as world:
+            opened = open_folder(flags.checkpoint, flags, world.device)
+            questions = make_questions(flags, opened)
+            found = evaluate(flags, opened, questions, world)
+        report(flags, questions, found, earlier)
+    except (UserError, torch.OutOfMemoryError, OSError) as error:
+        print(message_of(error), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

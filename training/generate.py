@@ -1,0 +1,124 @@
+"""Write with a trained model: `python -m training.generate FOLDER "Once upon a time"`.
+
+The prompt is an argument, files (each is a prompt) or standard input. Greedy unless a temperature is given. Weights,
+keys and values of prompt and answer, and working memory are counted before the weights are read: what does not fit
+--memory_budget is refused with the longest text that would.
+"""
+
+import logging
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from training.errors import UserError, message_of, read_file
+from training.inference import Opened, Parser, add_model_flags, load, open_folder, write
+from training.parallel.world import join_world
+
+
+def parse_flags(argv: list[str]) -> Namespace:
+    parser = Parser(prog="python -m training.generate", description=__doc__.splitlines()[0], allow_abbrev=False)
+    add_model_flags(parser)
+    add = parser.add_argument
+    add("prompt", nargs="?", help="default: what --file or standard input holds")
+    add("--file", type=Path, nargs="+", default=[], help="text files, each of which is a prompt")
+    add("--max_new_tokens", type=int, default=256, help="default: 256")
+    add("--temperature", type=float, default=0.0, help="0, the default: the likeliest token each time")
+    add("--top_p", type=float, help="sample from the likeliest tokens of this share of the probability; default: 1")
+    add("--seed", type=int, help="of sampling; default: 0")
+    return parser.parse_args(argv)
+
+
+def check_flags(flags: Namespace) -> None:
+    """Refuse values out of range, and flags without effect."""
+    if flags.max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be at least 1, got {flags.max_new_tokens}")
+    if not 0 <= flags.temperature <= 100:
+        raise UserError(f"temperature must be between 0 and 100, got {flags.temperature}")
+    if flags.top_p is not None and not 0 < flags.top_p <= 1:
+        raise UserError(f"top_p must be above 0 and at most 1, got {flags.top_p}")
+    if flags.seed is not None and not 0 <= flags.seed < 2**63:
+        raise UserError(f"seed must be 0 or more, got {flags.seed}")
+    for name in ("top_p", "seed"):
+        if getattr(flags, name) is not None and flags.temperature == 0:
+            raise UserError(f"{name} has no effect with temperature 0, which is greedy; give --temperature, or drop it")
+    if flags.prompt is not None and flags.file:
+        raise UserError("both a prompt and --file are given; drop one")
+
+
+def read_prompts(flags: Namespace) -> list[str]:
+    """Texts to continue: the argument, the files' content, or standard input, none of them empty."""
+    if flags.prompt is not None:
+        texts = {"the prompt": flags.prompt}
+    elif flags.file:
+        texts = {str(file): _decode(read_file(file, "give --file a text file"), str(file)) for file in flags.file}
+    else:
+        texts = {"standard input": _decode(sys.stdin.buffer.read(), "standard input")}
+    for where, text in texts.items():
+        if not text:
+            raise UserError(f"{where} is empty; give at least a character to go on from")
+    return list(texts.values())
+
+
+def _decode(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}") from None
+
+
+def decoded(tokens: Iterator[int], tokenizer) -> Iterator[str]:
+    """The text as it grows. A character that is not complete yet, of several tokens, waits for its last one."""
+    ids: list[int] = []
+    shown = ""
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(ids)[len(shown) :]
+
+
+def generate(flags: Namespace, opened: Opened, prompts: list[list[int]], world) -> None:
+    """Print what the model writes after each prompt, as it is known; prompts of several files with their names."""
+    longest = max(map(len, prompts))
+    cached = longest + flags.max_new_tokens
+    model = load(opened, longest, cached, world, flags.memory_budget)
+    for number, ids in enumerate(prompts):
+        if len(prompts) > 1:
+            print(f"{'' if number == 0 else chr(10)}==> {flags.file[number]} <==")
+        generator = torch.Generator(world.device).manual_seed(flags.seed or 0)
+        options = {"temperature": flags.temperature, "top_p": flags.top_p or 1.0, "generator": generator}
+        tokens = write(model, ids, flags.max_new_tokens, opened.stop_ids, **options)
+        for text in decoded(tokens, opened.tokenizer):
+            print(text, end="", flush=True)
+        print()
+
+
+def main(argv: list[str]) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        flags = parse_flags(argv)
+        check_flags(flags)
+        texts = read_prompts(flags)
+        with join_world(flags.device) as world:
+            opened = open_folder(flags.checkpoint, flags, world.device)
+            prompts = [opened.tokenizer.encode(text).tolist() for text in texts]
+            for text, ids in zip(texts, prompts):
+                if not ids:
+                    raise UserError(f"the tokenizer makes no token of {text[:40]!r}; give another prompt")
+            generate(flags, opened, prompts, world)
+    except (UserError, torch.OutOfMemoryError, OSError) as error:
+        print(message_of(error), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print()
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

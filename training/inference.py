@@ -1,0 +1,333 @@
+"""A trained model to read and to write with: opened from its folder, counted before it is loaded, within a budget.
+
+Shared by `python -m training.evaluation` and `python -m training.generate`. What a forward takes is counted from the
+operations' footprints, as for a training step: weights, keys and values of all tokens, and one layer's working memory.
+Where that is too much, attention works on fewer key/value heads at a time.
+"""
+
+import logging
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.attention import choose_backend
+from kernels.gated_mlp import gated_mlp_footprint
+from kernels.qkv_attention import qkv_attention_footprint
+from kernels.sparse_attention import NSA, Sparsity
+from kernels.sparse_attention.nsa import FORCED_BLOCKS
+from kernels.sparse_attention.sparse_attention import HEAD_DIMS
+from model import IGNORE_INDEX, ModelConfig, Transformer
+from training.checkpoint.files import load_trainer_state
+from training.checkpoint.weights import load_model_weights, read_json
+from training.config import ATTENTION_TYPES
+from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from training.errors import UserError, refused_as_user_error
+from training.memory.cost_model import LIBRARY_BYTES, gib
+from training.memory.execution import Execution
+from training.memory.machine import available_host_bytes, cap_gpu_memory, gpu_budget, parse_bytes
+from training.memory.placement import set_sparsity
+from training.memory.planner import LEAST_HEADROOM, MLP_TILE_SIZE
+from training.parallel.fsdp import copy_weights
+from training.parallel.world import World
+from training.sparsity import numbers_by_layer
+
+logger = logging.getLogger(__name__)
+LOSS_BYTES = 2**29  # of logits, in the activations' dtype and twice in float32, that exist at a time
+
+
+class Parser(ArgumentParser):
+    """An ArgumentParser whose errors are the project's."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def add_model_flags(parser: ArgumentParser) -> None:
+    """The flags that say which model is opened, and how it attends."""
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="a step_ folder of a run, or a folder in Hugging Face's form")
+    add("--attention_type", choices=ATTENTION_TYPES, help="default: as the checkpoint was trained, else full or nsa")
+    add("--selected_blocks", help="by layer as 64x4,32; default: as the checkpoint was trained, else 32, nsa: 16")
+    add("--dense_below", type=int, help="of sparse: shorter texts attend to everything; default: as trained, else 8192")
+    add("--tokenizer", help="a tokenizer.json, or bytes; default: the folder's tokenizer.json, else bytes")
+    add("--memory_budget", help="of GPU memory, of host memory on a CPU: 24GB; default: what is free")
+    add("--device", default="auto", choices=("auto", "cuda", "cpu"))
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a model's folder says, before any weight is read.
+
+    Args:
+        settings: of the run that saved the folder; empty for weights from elsewhere.
+        sparsity: one a layer; () where attention is to everything.
+        stop_ids: that end what the model writes: the tokenizer's end of text, and those of generation_config.json.
+    """
+
+    folder: Path
+    shape: ModelConfig
+    settings: dict
+    sparsity: tuple[Sparsity | NSA, ...]
+    tokenizer: ByteTokenizer | FileTokenizer
+    stop_ids: frozenset[int]
+
+
+def open_folder(folder: Path, flags: Namespace, device: torch.device) -> Opened:
+    """Read what is small: config.json, the run's settings, the tokenizer. Raises UserError for what does not fit."""
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} has no config.json; give a checkpoint's step_ folder or one in Hugging Face's form")
+    with refused_as_user_error(f"cannot take {folder}: "):
+        shape = ModelConfig.from_hugging_face(read_json(folder / "config.json"))
+    settings = load_trainer_state(folder).get("settings", {}) if (folder / "trainer.json").is_file() else {}
+    sparsity = sparsity_of(flags, shape, settings, device)
+    tokenizer = _open_tokenizer(flags, folder, shape.vocab_size)
+    return Opened(folder, shape, settings, sparsity, tokenizer, _stop_ids(folder, tokenizer))
+
+
+def sparsity_of(
+    flags: Namespace, shape: ModelConfig, settings: dict, device: torch.device
+) -> tuple[Sparsity | NSA, ...]:
+    """What flags, and else the settings that the model was trained with, say of attention; () is to everything."""
+    trained = settings.get("attention_type", "nsa" if shape.attention_type == "nsa" else "full")
+    kind = flags.attention_type or trained
+    if (kind == "nsa") != (shape.attention_type == "nsa"):
+        has = "has gates of nsa" if shape.attention_type == "nsa" else "has no gates of nsa"
+        raise UserError(f"attention_type {kind} is not this model's: it {has}; drop the flag")
+    names = {"full": (), "sparse": ("selected_blocks", "dense_below"), "nsa": ("selected_blocks",)}[kind]
+    for name in ("selected_blocks", "dense_below"):
+        if name not in names and getattr(flags, name) is not None:
+            raise UserError(f"{name} has no effect with attention_type {kind}; drop it")
+    if kind == "full":
+        return ()
+    if device.type == "cuda" and shape.head_dim not in HEAD_DIMS:
+        raise UserError(f"attention_type {kind} has GPU kernels for head_dim {HEAD_DIMS}, not {shape.head_dim}")
+    of_run = settings if kind == trained else {}
+    default = NSA() if kind == "nsa" else Sparsity()
+    blocks = flags.selected_blocks or of_run.get("selected_blocks") or default.selected_blocks
+    numbers = numbers_by_layer("selected_blocks", str(blocks), shape.num_hidden_layers)
+    if isinstance(default, NSA):
+        if min(numbers) <= FORCED_BLOCKS:
+            raise UserError(f"selected_blocks must be above the {FORCED_BLOCKS} that nsa forces, got {blocks}")
+        return tuple(NSA(number) for number in numbers)
+    dense_below = flags.dense_below if flags.dense_below is not None else of_run.get("dense_below")
+    dense_below = default.dense_below if dense_below is None else dense_below
+    if dense_below < 1:
+        raise UserError(f"dense_below must be at least 1, got {dense_below}")
+    return tuple(Sparsity(number, dense_below=dense_below) for number in numbers)
+
+
+def _open_tokenizer(flags: Namespace, folder: Path, vocab_size: int) -> ByteTokenizer | FileTokenizer:
+    name = flags.tokenizer
+    if name is None and (folder / "tokenizer.json").is_file():
+        name = str(folder / "tokenizer.json")
+    if name is None and vocab_size != 256:
+        raise UserError(f"{folder} has no tokenizer.json: give --tokenizer FILE, or --tokenizer bytes")
+    tokenizer = load_tokenizer(name)
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"tokenizer {tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, the model of {folder} has a "
+            f"vocab_size of {vocab_size}; give the --tokenizer that it was trained with"
+        )
+    return tokenizer
+
+
+def _stop_ids(folder: Path, tokenizer: ByteTokenizer | FileTokenizer) -> frozenset[int]:
+    file = folder / "generation_config.json"
+    given = read_json(file).get("eos_token_id") if file.is_file() else None
+    ids = given if isinstance(given, list) else [given]
+    return frozenset(i for i in [*ids, tokenizer.eos_id] if isinstance(i, int))
+
+
+# Memory
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is to be read at most, from which its memory follows.
+
+    Args:
+        tokens: of a forward.
+        cached: tokens whose keys and values are kept, those to be written included; 0: none are.
+        element_size: bytes of a weight and of an activation.
+    """
+
+    shape: ModelConfig
+    tokens: int
+    cached: int
+    element_size: int
+    execution: Execution
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.element_size * self.shape.num_parameters()
+
+    @property
+    def cache_bytes(self) -> int:
+        shape = self.shape
+        of_token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
+        return self.element_size * of_token * self.cached
+
+    @property
+    def forward_bytes(self) -> int:
+        """Of the tensors of one layer, or of a part of the tokens' logits, whichever is more."""
+        shape, execution, size = self.shape, self.execution, self.element_size
+        x = size * shape.hidden_size * self.tokens
+        of_layers = execution.sparsity if self._is_sparse else (None,)
+        attention = max(self._attention_bytes(of_layer) for of_layer in {*of_layers})
+        mlp = gated_mlp_footprint(
+            self.tokens, shape.hidden_size, shape.intermediate_size, element_size=size,
+            tile_size=execution.mlp_tile_size,
+        ).forward  # fmt: skip
+        tables = 8 * shape.head_dim * self.tokens  # cos and sin, and the float64 angles that they are made from
+        keys = 4 * size * shape.num_key_value_heads * shape.head_dim * self.tokens if self.cached else 0
+        # A block's input, and attention's input and working memory, or the sum, its norm and the MLP.
+        block = x + max(x + max(attention, x + keys), 3 * x + mlp)
+        return tables + max(block, 2 * x + LOSS_BYTES) + LIBRARY_BYTES
+
+    @property
+    def _is_sparse(self) -> bool:
+        return bool(self.execution.sparsity) and self.tokens >= self.execution.sparsity[0].dense_below
+
+    def _attention_bytes(self, sparsity: Sparsity | NSA | None) -> int:
+        shape, execution = self.shape, self.execution
+        counted = qkv_attention_footprint(
+            self.tokens, shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim,
+            element_size=self.element_size, backend=execution.attention_backend, context_length=self.tokens,
+            sparsity=sparsity, heads_at_a_time=execution.heads_at_a_time,
+        ).forward  # fmt: skip
+        if sparsity is not None and execution.attention_backend == "cpu":
+            # The reference writes scores, their mask and probabilities out, of the heads of a step.
+            heads = shape.num_attention_heads // shape.num_key_value_heads
+            heads *= execution.heads_at_a_time or shape.num_key_value_heads
+            counted += 4 * self.element_size * heads * self.tokens**2
+        return counted
+
+    @property
+    def bytes(self) -> int:
+        return self.weight_bytes + self.cache_bytes + self.forward_bytes
+
+    def describe(self) -> str:
+        cache = f", keys and values {gib(self.cache_bytes)}" if self.cached else ""
+        return f"weights {gib(self.weight_bytes)}{cache}, working memory {gib(self.forward_bytes)}"
+
+
+def plan_reading(reading: Reading, budget: float) -> Reading:
+    """The same, with as many key/value heads at a time as fit the budget.
+
+    Raises:
+        UserError: not even one at a time fits; names the longest text that would.
+    """
+    found = _fitting(reading, budget)
+    if found:
+        return found
+    longest, refused = 0, reading.tokens
+    while refused - longest > max(1, longest // 100):
+        tokens = (longest + refused) // 2
+        fits = _fitting(_of_tokens(reading, tokens), budget)
+        longest, refused = (tokens, refused) if fits else (longest, tokens)
+    reads = f"at most {longest:,} tokens would fit" if longest else "not even one token would fit"
+    least = replace(reading, execution=replace(reading.execution, heads_at_a_time=1))
+    raise UserError(
+        f"{reading.tokens:,} tokens take {gib(least.bytes)} ({least.describe()}), {gib(budget)} are there; {reads}: "
+        "give a shorter text, fewer new tokens, or a larger --memory_budget"
+    )
+
+
+def _of_tokens(reading: Reading, tokens: int) -> Reading:
+    return replace(reading, tokens=tokens, cached=tokens if reading.cached else 0)
+
+
+def _fitting(reading: Reading, budget: float) -> Reading | None:
+    heads = reading.shape.num_key_value_heads
+    for n in (None, *(n for n in range(heads - 1, 0, -1) if heads % n == 0)):
+        execution = replace(reading.execution, heads_at_a_time=n)
+        candidate = replace(reading, execution=execution)
+        if candidate.bytes * LEAST_HEADROOM <= budget:
+            return candidate
+    return None
+
+
+def memory_budget(text: str | None, device: torch.device) -> int:
+    """Bytes of a --memory_budget: of GPU memory, or of host memory on a CPU; None: what is free."""
+    if device.type == "cuda":
+        return gpu_budget(text or "auto", device)
+    free = available_host_bytes()
+    budget = free if text is None else parse_bytes(text)
+    if not 0 < budget <= free:
+        raise UserError(f"memory_budget {text}: {gib(free)} of this machine's memory are free; lower it")
+    return budget
+
+
+# Loading
+
+
+def load(
+    opened: Opened, tokens: int, cached: int, world: World, budget_text: str | None, attention_backend: str = "auto"
+) -> Transformer:
+    """The model on its device, bf16 on a GPU and float32 on a CPU, within the budget; nothing is read if it is not.
+
+    Args:
+        tokens: of the longest forward.
+        cached: of the longest text that is read and written with a key/value cache; 0: none is.
+    """
+    device = world.device
+    if world.size > 1:
+        raise UserError("this runs in one process: start it with python, not torchrun")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with refused_as_user_error():
+        backend = choose_backend(attention_backend, device)
+    execution = Execution(mlp_tile_size=MLP_TILE_SIZE, attention_backend=backend, sparsity=opened.sparsity)
+    budget = memory_budget(budget_text, device)
+    reading = plan_reading(Reading(opened.shape, tokens, cached, dtype.itemsize, execution), budget)
+    weights = load_model_weights(opened.folder, parameter_shapes(opened.shape))  # compares headers, reads nothing yet
+    logger.info("memory: %s, of %s", reading.describe(), gib(budget))
+    if device.type == "cuda":
+        cap_gpu_memory(budget, device)
+    with torch.device("meta"):
+        model = Transformer(opened.shape)
+    model = model.to(dtype).to_empty(device=device).requires_grad_(False)
+    copy_weights(model, weights)
+    set_sparsity(model, opened.sparsity)
+    for block in model.layers:
+        block.self_attn.backend = backend
+        block.self_attn.heads_at_a_time = reading.execution.heads_at_a_time
+        block.mlp.tile_size = reading.execution.mlp_tile_size
+    return model
+
+
+def parameter_shapes(shape: ModelConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Transformer(shape).named_parameters()}
+
+
+# Reading and writing
+
+
+@torch.no_grad()
+def token_losses(model: Transformer, hidden_BTD: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of each token, float32 [B * T] on the CPU; 0 without a target. Few logits exist at a time."""
+    num_rows = max(1, LOSS_BYTES // ((hidden_BTD.element_size() + 8) * model.config.vocab_size))
+    rows = zip(hidden_BTD.flatten(0, 1).split(num_rows), targets.flatten().to(hidden_BTD.device).split(num_rows))
+    losses = [
+        F.cross_entropy(F.linear(x, model.output_weight).float(), y, ignore_index=IGNORE_INDEX, reduction="none").cpu()
+        for x, y in rows
+    ]
+    return torch.cat(losses)
+
+
+def write(
+    model: Transformer, ids: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset(), **options
+) -> Iterator[int]:
+    """The tokens that follow `ids`, up to the first of `stop_ids`, which is left out; options: of `next_tokens`."""
+    prompt = torch.as_tensor([int(i) for i in ids]).to(model.embed_tokens.weight.device)[None]
+    for next_ids in model.next_tokens(prompt, max_new_tokens, **options):
+        token = int(next_ids)
+        if token in stop_ids:
+            return
+        yield token

@@ -1,0 +1,86 @@
+"""Pictures of a run from its metrics.jsonl: `python -m training.plots runs/default` writes metrics.png beside it.
+
+train.py draws the same at the end of a run where Matplotlib is installed.
+"""
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from training.errors import UserError, message_of, read_file
+
+FEWEST_STEPS = 20  # a run of fewer steps has no picture at its end
+
+
+def read_metrics(run: Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl, without damaged ones. Raises UserError where there is none that can be read."""
+    file = run / "metrics.jsonl"
+    rows = []
+    for line in read_file(file, "give the output_dir of a run").decode(errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    if not rows:
+        raise UserError(f"{file} has no step yet; give the output_dir of a run")
+    return rows
+
+
+def draw_run(run: Path, rows: list[dict]) -> Path:
+    """Loss, learning rate, throughput and memory by step; returns the picture's path."""
+    from matplotlib.figure import Figure  # optional
+
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    loss, rate, speed, memory = figure.subplots(2, 2, sharex=True).flat
+    loss.plot(*_points(rows, "loss"), linewidth=0.8, label="training")
+    loss.plot(*_points(rows, "validation_loss"), "o-", label="validation")
+    spikes = [row for row in rows if row.get("is_spike")]
+    if spikes:
+        loss.plot(*_points(spikes, "loss"), "rx", label="spike")
+    for row in rows:
+        if row.get("loss", 0) is None:
+            loss.axvline(row["step"], color="r", linewidth=0.5)
+    loss.set(ylabel="loss, nats a token; red line: left out", yscale="log")
+    loss.legend()
+    rate.plot(*_points(rows, "learning_rate"))
+    rate.set(ylabel="learning rate")
+    speed.plot(*_points(rows, "tokens_per_second"), linewidth=0.8)
+    speed.set(ylabel="tokens a second", xlabel="step", ylim=(0, None))
+    if any("mfu" in row for row in rows):
+        mfu = speed.twinx()
+        mfu.plot(*_points(rows, "mfu"), "C1", linewidth=0.8)
+        mfu.set(ylabel="model FLOP utilisation", ylim=(0, 1))
+    for rank, peaks in enumerate(zip(*(row["peak_memory_gib"] for row in rows if "peak_memory_gib" in row))):
+        memory.plot([row["step"] for row in rows if "peak_memory_gib" in row], peaks, label=f"rank {rank}")
+    memory.set(ylabel="peak GPU memory, GiB", xlabel="step")
+    path = run / "metrics.png"
+    figure.savefig(path)
+    return path
+
+
+def _points(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of the rows that have a value of this name."""
+    return [row["step"] for row in rows if row.get(name) is not None], [
+        row[name] for row in rows if row.get(name) is not None
+    ]
+
+
+def main(argv: list[str]) -> int:
+    try:
+        if len(argv) != 1 or argv[0].startswith("-"):
+            raise UserError("give one folder, the output_dir of a run: python -m training.plots runs/default")
+        if find_spec("matplotlib") is None:
+            raise UserError("pictures need matplotlib: pip install matplotlib")
+        run = Path(argv[0])
+        print(draw_run(run, read_metrics(run)))
+    except (UserError, OSError) as error:
+        print(message_of(error), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
