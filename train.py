@@ -16,6 +16,7 @@ import sys
 import time
 import typing
 from collections import deque
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 
@@ -64,6 +65,7 @@ from training.optimizer import MasterAdamW, warmup_cosine
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, join_world
+from training.plots import draw_at_end
 from training.run import (
     NoTarget,
     NotFinite,
@@ -148,6 +150,8 @@ def check_config(config: TrainConfig) -> None:
     for message, refused in refusals.items():
         if refused:
             raise UserError(message)
+    if config.tensorboard and find_spec("tensorboard") is None:
+        raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard")
     sparsity_at(config, step=1)
 
 
@@ -554,7 +558,7 @@ def set_up(
     if world.is_main:
         try:
             (output_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-            metrics = MetricsFile(output_dir / "metrics.jsonl", start.step)
+            metrics = MetricsFile(output_dir / "metrics.jsonl", start.step, config.tensorboard)
         except OSError as error:
             raise UserError(f"output_dir {output_dir} cannot be written to: {error}; choose another") from None
     saver = Saver(output_dir, config.keep_checkpoints or KEPT_CHECKPOINTS, start.checkpoint)
@@ -605,7 +609,7 @@ def take_step(run: Run) -> dict | None:
             )
         values |= {"loss": loss, "gradient_norm": norm}
         if is_spike(loss, run.recent_losses):
-            usual = mean(run.recent_losses)
+            values["is_spike"], usual = True, mean(run.recent_losses)
             logger.warning("step %d: loss %.3f is a spike above a mean of %.3f", step, loss, usual)
         run.recent_losses.append(loss)
     except Stopped:
@@ -702,6 +706,8 @@ def end(run: Run) -> int:
         length = min(PROMPT_TOKENS, int(run.held_out.lengths[0]) - 1)  # without the document's end
         log_sample(run.model, run.tokenizer, run.held_out.read(0, 0, length), config, run.world)
     run.saver.finish()
+    if run.world.is_main and not run.stopped:
+        draw_at_end(Path(config.output_dir))
     if run.stopped and run.done < config.max_steps:
         [number] = run.world.min(-max(run.received, default=0))  # of the ranks that have been asked
         logger.info("%s: stopped after step %d of %d", signal.Signals(int(-number)).name, run.done, config.max_steps)
@@ -718,6 +724,8 @@ def show(progress: tqdm, values: dict, unit: str) -> None:
     """Show a step on the progress bar, and its validation on a line."""
     loss = values["loss"]
     shown = {"loss": "left out" if loss is None else f"{loss:.3f}", "tokens/s": f"{values['tokens_per_second']:,.0f}"}
+    if "is_spike" in values:
+        shown["loss"] += " (spike)"
     if "mfu" in values:
         shown["mfu"] = f"{values['mfu']:.1%}"
     if "peak_memory_gib" in values:

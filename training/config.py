@@ -86,6 +86,7 @@ class TrainConfig:
     validation_interval: int = flag(100, "steps between validations; 0: only at the end")
     validation_sequences: int = flag(128, "held-out sequences in one validation at most; 0: no validation")
     sample_tokens: int = flag(200, "tokens to generate at the end; 0: none")
+    tensorboard: bool = flag(False, "also write TensorBoard's event files, into output_dir/tensorboard")
     # machine
     device: str = flag("auto", "auto: a GPU if there is one", ("auto", "cuda", "cpu"))
     gradient_checkpointing: bool = flag(False, "no plan: keep each block's input, recompute the rest in backward")

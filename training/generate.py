@@ -8,7 +8,7 @@ keys and values of prompt and answer, and working memory are counted before the 
 import logging
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ def parse_flags(argv: list[str]) -> Namespace:
     add("--temperature", type=float, default=0.0, help="0, the default: the likeliest token each time")
     add("--top_p", type=float, help="sample from the likeliest tokens of this share of the probability; default: 1")
     add("--seed", type=int, help="of sampling; default: 0")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)  # flags may stand between the folder and the prompt
 
 
 def check_flags(flags: Namespace) -> None:
@@ -69,17 +69,17 @@ def _decode(raw: bytes, where: str) -> str:
         raise UserError(f"{where} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}") from None
 
 
-def decoded(tokens: Iterator[int], tokenizer) -> Iterator[str]:
+def decoded(tokens: Iterable[int], tokenizer) -> Iterator[str]:
     """The text as it grows. A character that is not complete yet, of several tokens, waits for its last one."""
-    ids: list[int] = []
-    shown = ""
+    shown: list[int] = []  # the ids shown last: how a token is spelled may depend on the one before it
+    waiting: list[int] = []
     for token in tokens:
-        ids.append(token)
-        text = tokenizer.decode(ids)
+        waiting.append(token)
+        text = tokenizer.decode(shown + waiting)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            yield text[len(shown) :]
-            shown = text
-    yield tokenizer.decode(ids)[len(shown) :]
+            yield text[len(tokenizer.decode(shown)) :]
+            shown, waiting = waiting, []
+    yield tokenizer.decode(shown + waiting)[len(tokenizer.decode(shown)) :]
 
 
 def generate(flags: Namespace, opened: Opened, prompts: list[list[int]], world) -> None:

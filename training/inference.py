@@ -184,11 +184,12 @@ class Reading:
             self.tokens, shape.hidden_size, shape.intermediate_size, element_size=size,
             tile_size=execution.mlp_tile_size,
         ).forward  # fmt: skip
+        logits = min(LOSS_BYTES, (size + 8) * shape.vocab_size * self.tokens)
         tables = 8 * shape.head_dim * self.tokens  # cos and sin, and the float64 angles that they are made from
         keys = 4 * size * shape.num_key_value_heads * shape.head_dim * self.tokens if self.cached else 0
         # A block's input, and attention's input and working memory, or the sum, its norm and the MLP.
         block = x + max(x + max(attention, x + keys), 3 * x + mlp)
-        return tables + max(block, 2 * x + LOSS_BYTES) + LIBRARY_BYTES
+        return tables + max(block, 2 * x + logits) + LIBRARY_BYTES
 
     @property
     def _is_sparse(self) -> bool:

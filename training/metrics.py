@@ -42,9 +42,10 @@ class MetricsFile:
     Args:
         path: appended to. Lines past `from_step` (of a run that went on after its last checkpoint) are dropped, and so
             are lines that were cut short, by a kill or a full disk.
+        tensorboard: whether TensorBoard's event files are written as well, into the folder tensorboard beside it.
     """
 
-    def __init__(self, path: Path, from_step: int):
+    def __init__(self, path: Path, from_step: int, tensorboard: bool = False):
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         steps = [_step(line) for line in lines]
         if damaged := steps.count(None):
@@ -58,14 +59,37 @@ class MetricsFile:
             os.fsync(file.fileno())
         temporary.replace(path)
         self._file = path.open("a")
+        self._events = TensorBoardFiles(path.with_name("tensorboard"), from_step) if tensorboard else None
 
     def write(self, **values) -> None:
         """Append a line. One that cannot be written is a warning: the run is worth more than its log."""
         try:
             self._file.write(json.dumps(values) + "\n")
             self._file.flush()
+            if self._events is not None:
+                self._events.write(**values)
         except OSError as error:
             logger.warning("step %s cannot be written to %s: %s", values["step"], self._file.name, error)
+
+
+class TensorBoardFiles:
+    """The numbers of steps as TensorBoard's event files, in a folder; of a list, as of memory by rank, the largest.
+
+    Args:
+        folder: is added to. What it shows of steps past `from_step` is replaced.
+    """
+
+    def __init__(self, folder: Path, from_step: int):
+        from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard, which is optional
+
+        self._writer = SummaryWriter(str(folder), purge_step=from_step + 1)
+
+    def write(self, **values) -> None:
+        for name, value in values.items():
+            value = max(value) if isinstance(value, list) else value
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, values["step"])
+        self._writer.flush()
 
 
 def _step(line: str) -> int | None:

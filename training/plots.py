@@ -4,17 +4,19 @@ train.py draws the same at the end of a run where Matplotlib is installed.
 """
 
 import json
+import logging
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 from training.errors import UserError, message_of, read_file
 
+logger = logging.getLogger(__name__)
 FEWEST_STEPS = 20  # a run of fewer steps has no picture at its end
 
 
 def read_metrics(run: Path) -> list[dict]:
-    """The lines of a run's metrics.jsonl, without damaged ones. Raises UserError where there is none that can be read."""
+    """The lines of a run's metrics.jsonl, without damaged ones. Raises UserError where there is none."""
     file = run / "metrics.jsonl"
     rows = []
     for line in read_file(file, "give the output_dir of a run").decode(errors="replace").splitlines():
@@ -43,7 +45,7 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
     for row in rows:
         if row.get("loss", 0) is None:
             loss.axvline(row["step"], color="r", linewidth=0.5)
-    loss.set(ylabel="loss, nats a token; red line: left out", yscale="log")
+    loss.set(ylabel="loss, nats a token; red line: left out")
     loss.legend()
     rate.plot(*_points(rows, "learning_rate"))
     rate.set(ylabel="learning rate")
@@ -55,7 +57,7 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
         mfu.set(ylabel="model FLOP utilisation", ylim=(0, 1))
     for rank, peaks in enumerate(zip(*(row["peak_memory_gib"] for row in rows if "peak_memory_gib" in row))):
         memory.plot([row["step"] for row in rows if "peak_memory_gib" in row], peaks, label=f"rank {rank}")
-    memory.set(ylabel="peak GPU memory, GiB", xlabel="step")
+    memory.set(ylabel="peak GPU memory, GiB", xlabel="step", ylim=(0, None))
     path = run / "metrics.png"
     figure.savefig(path)
     return path
@@ -66,6 +68,17 @@ def _points(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
     return [row["step"] for row in rows if row.get(name) is not None], [
         row[name] for row in rows if row.get(name) is not None
     ]
+
+
+def draw_at_end(run: Path) -> None:
+    """Draw a finished run, if Matplotlib is there and the run is long enough."""
+    if find_spec("matplotlib") is None:
+        return
+    try:
+        if len(rows := read_metrics(run)) >= FEWEST_STEPS:
+            logger.info("curves: %s", draw_run(run, rows))
+    except Exception as error:  # a run that has ended well does not fail for its picture
+        logger.warning("the curves of %s cannot be drawn: %s", run, error)
 
 
 def main(argv: list[str]) -> int:

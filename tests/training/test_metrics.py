@@ -2,7 +2,9 @@
 
 import json
 import logging
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,3 +55,19 @@ def test_a_spike_stands_out_of_what_came_before():
     recent = [3.0 + 0.01 * (i % 5) for i in range(20)]
     assert is_spike(3.2, recent) and not is_spike(3.06, recent)
     assert not is_spike(9.0, recent[:19]) and not is_spike(float("nan"), recent)
+
+
+def test_tensorboard_gets_the_numbers(tmp_path, monkeypatch):
+    """Of a list the largest; what is no number is left out. The package is optional, so its writer is a stand-in."""
+    calls = []
+    writer = SimpleNamespace(add_scalar=lambda *call: calls.append(call), flush=lambda: calls.append("flushed"))
+
+    def make(folder, purge_step):
+        calls.append((folder, purge_step))
+        return writer
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=make))
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", from_step=4, tensorboard=True)
+    metrics.write(step=5, loss=2.5, peak_memory_gib=[1.0, 3.0], selected_blocks="8", validation_loss=None)
+    assert calls == [(str(tmp_path / "tensorboard"), 5), ("loss", 2.5, 5), ("peak_memory_gib", 3.0, 5), "flushed"]
+    assert steps_in(tmp_path / "metrics.jsonl") == [5]

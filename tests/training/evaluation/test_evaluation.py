@@ -1,0 +1,108 @@
+"""`python -m training.evaluation` from a folder to tables, JSON and pictures."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from model import Transformer
+from tests.checkpoints import save_checkpoint
+from tests.training.evaluation.test_tasks import oracle
+from tests.training.test_inference import TINY
+from training.data.sources import load_documents, split_documents
+from training.data.tokenizer import ByteTokenizer
+from training.evaluation import __main__ as command
+from training.evaluation.__main__ import main
+from training.parallel.fsdp import copy_weights, initial_weights
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Of a dense and an nsa model, whose runs held out some of a text file each."""
+    root = tmp_path_factory.mktemp("evaluation")
+    data = root / "data"
+    data.mkdir()
+    for i in range(12):
+        (data / f"{i}.txt").write_text("".join(f"line {j} of {i * j}\n" for j in range(10 + 5 * i)))
+    found = {"data": str(data)}
+    for kind, heads in (("full", "qwen3"), ("nsa", "qwen3_nsa")):
+        shape = replace(TINY, num_hidden_layers=1, attention_type=kind)
+        model = Transformer(shape)
+        copy_weights(model, initial_weights(model, seed=0))
+        settings = {"data": [str(data)], "validation_fraction": 0.3, "seed": 1, "context_length": 256}
+        found[kind] = str(save_checkpoint(
+            root / kind, 1, weights=model.state_dict(), model_config=shape.to_hugging_face(), optimizer_state=None,
+            trainer_state={"settings": {**settings, "attention_type": kind}},
+        ))  # fmt: skip
+        assert json.loads((root / kind / "step_00000001" / "config.json").read_text())["model_type"] == heads
+    return found
+
+
+def run(folder, out, *flags):
+    code = main([folder, "--device", "cpu", "--output_dir", str(out), *flags])
+    return code, json.loads((out / "evaluation.json").read_text()) if code == 0 else None
+
+
+def test_losses_and_tasks_of_a_checkpoint(folders, tmp_path, capsys):
+    """Weights at random: every loss is that of chance, and no task is solved."""
+    flags = "--samples", "2", "--tasks", "needle", "frequent_words", "--lengths", "150", "300", "450"
+    code, found = run(folders["full"], tmp_path / "first", *flags)
+    assert code == 0
+    held_out = split_documents(load_documents([folders["data"]], ByteTokenizer(), 256), 0.3, 1)[1]
+    expected = sum(len(document.tokens) - math.ceil(len(document.tokens) / 256) for document in held_out)
+    rows = found["loss_by_position"]
+    assert [row["first"] for row in rows] == [0, 64, 128] and sum(row["tokens"] for row in rows) == expected
+    assert all(abs(row["loss"] - math.log(256)) < 0.3 for row in rows)
+    assert found["key_tokens"]["short_context"] == 64 and found["key_tokens"]["key_tokens"] == 0
+    scores = {(row["task"], row["length"]): row["score"] for row in found["tasks"]}
+    assert scores == {
+        ("needle", 150): None, ("needle", 300): 0, ("needle", 450): 0,
+        ("frequent_words", 150): None, ("frequent_words", 300): None, ("frequent_words", 450): 0,
+    }  # fmt: skip
+    names = sorted(file.name for file in (tmp_path / "first").iterdir())
+    assert names == ["evaluation.json", "loss_by_position.png", "needles.png", "tasks.png"]
+    out = capsys.readouterr().out
+    assert "128 to 255" in out and "at depth 25%" in out and "-: too short" in out
+    beside = str(tmp_path / "first" / "evaluation.json")
+    flags = "--samples", "0", "--evaluator", folders["full"], "--beside", beside, "--sequences", "2"
+    code, found = run(folders["nsa"], tmp_path / "second", *flags)
+    assert code == 0 and found["tasks"] == [] and f"{rows[2]['loss']:14.4f}" in capsys.readouterr().out
+
+
+def test_a_model_that_answers_scores_one(folders, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "write", lambda model, ids, count, stop_ids: oracle(ids, count))
+    code, found = run(folders["full"], tmp_path, "--sequences", "0", "--samples", "6", "--lengths", "1500")
+    assert code == 0 and found["loss_by_position"] == [] and len(found["tasks"]) == 5
+    assert all(row["score"] == 1 and row["samples"] == 6 for row in found["tasks"])
+    assert capsys.readouterr().out.count("     1.00") == 5 + 2 * 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--sequences", "0", "--samples", "0"], "leave nothing to evaluate"),
+        (["--samples", "0", "--lengths", "300"], "lengths has no effect with samples 0"),
+        (["--sequences", "0", "--margin", "1"], "margin has no effect with sequences 0"),
+        (["--short_context", "300"], "no text is longer than short_context 300, the longest has 256 tokens"),
+        (["--lengths", "20"], "no task fits 20 tokens"),
+        (["--margin", "-1"], "margin must be 0 or more nats"),
+        (["--tasks", "haystack"], "invalid choice: 'haystack'"),
+        (["--beside", "no/such.json"], "no/such.json is missing or damaged"),
+        (["--data", "no/such"], "data path no/such does not exist"),
+        (["--memory_budget", "1MB"], "not even one token would fit"),
+        (["--attention_type", "nsa"], "it has no gates of nsa"),
+        (["--evaluator", "no/such"], "no/such has no config.json"),
+    ],
+)
+def test_bad_input_is_one_line(flags, message, folders, tmp_path, capsys):
+    assert run(folders["full"], tmp_path, *flags) == (1, None)
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1 and message in error[0]
+
+
+def test_without_matplotlib_a_line_says_so(folders, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert run(folders["full"], tmp_path, "--samples", "0", "--sequences", "1")[0] == 0
+    assert capsys.readouterr().err.endswith("no pictures: pip install matplotlib\n")
+    assert [file.name for file in tmp_path.iterdir()] == ["evaluation.json"]

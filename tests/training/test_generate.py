@@ -1,0 +1,85 @@
+"""`python -m training.generate`: prompts from three places, what is refused, and text as it grows."""
+
+import io
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from model import Transformer, choose_tokens
+from tests.checkpoints import save_checkpoint
+from tests.training.test_inference import TINY
+from training.data.tokenizer import ByteTokenizer
+from training.generate import decoded, main
+from training.parallel.fsdp import copy_weights, initial_weights
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    model = Transformer(TINY)
+    copy_weights(model, initial_weights(model, seed=0))
+    return str(save_checkpoint(
+        tmp_path_factory.mktemp("run"), 1, weights=model.state_dict(), model_config=TINY.to_hugging_face(),
+        optimizer_state=None, trainer_state={"settings": {}},
+    ))  # fmt: skip
+
+
+def test_prompts_from_argument_input_and_files(folder, tmp_path, monkeypatch, capsys, caplog):
+    caplog.set_level(logging.INFO)
+    flags = folder, "--device", "cpu", "--max_new_tokens", "4"
+    assert main([*flags, "abc"]) == 0
+    first = capsys.readouterr().out
+    assert first.endswith("\n") and len(first) > 1 and "keys and values" in caplog.text
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"abc")))
+    assert main([*flags]) == 0 and capsys.readouterr().out == first
+    files = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    for file, text in zip(files, ("abc", "another prompt")):
+        file.write_text(text)
+    assert main([*flags, "--file", *map(str, files)]) == 0
+    assert capsys.readouterr().out.startswith(f"==> {files[0]} <==\n{first}\n==> {files[1]} <==\n")
+    sampled = []
+    for seed in ("0", "0", "1"):
+        assert main([*flags, "abc", "--temperature", "2", "--top_p", "0.9", "--seed", seed]) == 0
+        sampled.append(capsys.readouterr().out)
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["abc", "--top_p", "0.5"], "top_p has no effect with temperature 0"),
+        (["abc", "--temperature", "1", "--top_p", "0"], "top_p must be above 0"),
+        (["abc", "--temperature", "nan"], "temperature must be between 0 and 100"),
+        (["abc", "--max_new_tokens", "0"], "max_new_tokens must be at least 1"),
+        (["abc", "--file", "x"], "both a prompt and --file"),
+        (["--file", "no/such"], "no/such"),
+        ([""], "the prompt is empty"),
+        (["abc", "--memory_budget", "1MB"], "not even one token would fit"),
+        (["abc", "--selected_blocks", "4"], "selected_blocks has no effect with attention_type full"),
+        (["abc", "--top_k", "4"], "unrecognized arguments: --top_k 4"),
+    ],
+)
+def test_bad_input_is_one_line(flags, message, folder, capsys):
+    assert main([folder, "--device", "cpu", *flags]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_a_character_of_several_tokens_waits_for_its_last():
+    text = "añ→b"
+    pieces = [*decoded(list(text.encode()), ByteTokenizer())]
+    assert pieces == ["a", "ñ", "→", "b", ""]
+    assert "".join(decoded(list(text.encode())[:-2], ByteTokenizer())) == "añ\N{REPLACEMENT CHARACTER}"
+
+
+def test_top_p_keeps_the_likeliest_tokens():
+    """Of probabilities 0.5, 0.3, 0.15 and 0.05 the likeliest are taken up to the one that reaches top_p."""
+    logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log().expand(2000, 4)
+    generator = torch.Generator().manual_seed(0)
+    for top_p, kept in ((0.4, {1}), (0.5, {1}), (0.7, {1, 3}), (0.9, {0, 1, 3}), (1.0, {0, 1, 2, 3})):
+        chosen = choose_tokens(logits, 1.0, top_p, generator)
+        assert chosen.shape == (2000, 1) and {*chosen.flatten().tolist()} == kept
+    shares = torch.bincount(choose_tokens(logits, 1.0, 0.7, generator).flatten(), minlength=4) / 2000
+    assert shares[1] == pytest.approx(0.5 / 0.8, abs=0.05)

@@ -1,0 +1,47 @@
+"""Pictures of a run."""
+
+import json
+
+import pytest
+
+from training import plots
+from training.plots import draw_at_end, main
+
+pytest.importorskip("matplotlib")
+
+
+def write_run(folder, steps):
+    rows = [
+        {"step": i, "loss": 3 - i / 100, "learning_rate": 1e-3, "tokens_per_second": 100.0, "mfu": 0.4,
+         "peak_memory_gib": [1.0, 2.0]} for i in range(1, steps + 1)
+    ]  # fmt: skip
+    rows[-1] |= {"is_spike": True, "validation_loss": 2.5}
+    rows[0]["loss"] = None
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9')
+
+
+def test_the_command_and_a_runs_end(tmp_path, capsys):
+    long, short = tmp_path / "long", tmp_path / "short"
+    write_run(long, 25)
+    write_run(short, 5)
+    draw_at_end(short)  # a few steps are no curve
+    assert not (short / "metrics.png").exists()
+    draw_at_end(long)
+    size = (long / "metrics.png").stat().st_size
+    assert size > 10_000
+    assert main([str(short)]) == 0 and capsys.readouterr().out == f"{short / 'metrics.png'}\n"
+    assert (short / "metrics.png").stat().st_size > 10_000
+
+
+def test_what_is_refused_and_what_is_a_warning(tmp_path, capsys, monkeypatch, caplog):
+    write_run(tmp_path / "run", 25)
+    (tmp_path / "run" / "metrics.png").mkdir()
+    draw_at_end(tmp_path / "run")
+    assert "cannot be drawn" in caplog.text
+    for argv, message in (([], "give one folder"), ([str(tmp_path)], "give the output_dir of a run")):
+        assert main(argv) == 1 and message in capsys.readouterr().err
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    draw_at_end(tmp_path / "run")
+    assert main([str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "error: pictures need matplotlib: pip install matplotlib\n"
