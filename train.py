@@ -130,6 +130,8 @@ def check_config(config: TrainConfig) -> None:
                 raise UserError(f"{field.name} is an empty string or has a NUL; give a value, or drop it")
     if config.checkpoint_interval is not None:
         parse_interval(config.checkpoint_interval)
+    if config.tensorboard and find_spec("tensorboard") is None:
+        raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard")
     refusals = {
         "init_from has no effect with resume; drop one, or give --resume auto": (
             config.init_from is not None and config.resume == "yes"
@@ -150,8 +152,6 @@ def check_config(config: TrainConfig) -> None:
     for message, refused in refusals.items():
         if refused:
             raise UserError(message)
-    if config.tensorboard and find_spec("tensorboard") is None:
-        raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard")
     sparsity_at(config, step=1)
 
 

@@ -59,6 +59,7 @@ def test_trains_validates_saves_and_samples(corpus, tmp_path, caplog):
     assert values[-1]["tokens"] == 30 * 2 * 64 and values[0]["tokens_per_second"] > 0
     assert "sample, after a held-out prompt" in caplog.text
     assert json.loads((run / "config.json").read_text())["max_steps"] == 30
+    assert (run / "metrics.png").is_file()
 
 
 def test_only_what_the_user_can_mend_is_shown_without_a_traceback(corpus, tmp_path, monkeypatch, capsys):

@@ -185,7 +185,7 @@ class Reading:
             tile_size=execution.mlp_tile_size,
         ).forward  # fmt: skip
         logits = min(LOSS_BYTES, (size + 8) * shape.vocab_size * self.tokens)
-        tables = 8 * shape.head_dim * self.tokens  # cos and sin, and the float64 angles that they are made from
+        tables = 4 * shape.head_dim * self.tokens  # cos and sin, float32
         keys = 4 * size * shape.num_key_value_heads * shape.head_dim * self.tokens if self.cached else 0
         # A block's input, and attention's input and working memory, or the sum, its norm and the MLP.
         block = x + max(x + max(attention, x + keys), 3 * x + mlp)
