@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from model import IGNORE_INDEX, Transformer
 from training.inference import token_losses
 
-FIRST_BUCKET = 64  # positions: the first bucket is 0 to 63, the next ones 64 to 127, 128 to 255, ...
+FIRST_BUCKET = 16  # positions: the first bucket is 0 to 15, the next ones 16 to 31, 32 to 63, ...
 
 
 def longest_pieces(documents: Sequence[np.ndarray], context_length: int, count: int) -> list[np.ndarray]:

@@ -52,7 +52,7 @@ def test_losses_and_tasks_of_a_checkpoint(folders, tmp_path, capsys):
     held_out = split_documents(load_documents([folders["data"]], ByteTokenizer(), 256), 0.3, 1)[1]
     expected = sum(len(document.tokens) - math.ceil(len(document.tokens) / 256) for document in held_out)
     rows = found["loss_by_position"]
-    assert [row["first"] for row in rows] == [0, 64, 128] and sum(row["tokens"] for row in rows) == expected
+    assert [row["first"] for row in rows] == [0, 16, 32, 64, 128] and sum(row["tokens"] for row in rows) == expected
     assert all(abs(row["loss"] - math.log(256)) < 0.3 for row in rows)
     assert found["key_tokens"]["short_context"] == 64 and found["key_tokens"]["key_tokens"] == 0
     scores = {(row["task"], row["length"]): row["score"] for row in found["tasks"]}

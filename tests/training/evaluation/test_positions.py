@@ -65,14 +65,12 @@ def test_short_losses_are_those_of_a_forward_of_each_window(model):
 def test_buckets_are_powers_of_two():
     losses = [np.arange(1, 200, dtype=np.float32), np.arange(1, 70, dtype=np.float32)]  # the loss is the position
     buckets = by_position(losses)
-    assert [(b.first, b.last, b.tokens) for b in buckets] == [(0, 63, 126), (64, 127, 64 + 6), (128, 255, 72)]
-    assert [b.loss for b in buckets] == [
-        32,
-        (sum(range(64, 128)) + sum(range(64, 70))) / 70,
-        np.arange(128, 200).mean(),
-    ]
+    borders = [(0, 15, 30), (16, 31, 32), (32, 63, 64), (64, 127, 64 + 6), (128, 255, 72)]
+    assert [(b.first, b.last, b.tokens) for b in buckets] == borders
+    middle = (sum(range(64, 128)) + sum(range(64, 70))) / 70
+    assert [b.loss for b in buckets] == [8, 23.5, 47.5, middle, np.arange(128, 200).mean()]
     table = format_positions(buckets, [("before", {64: 9.5})])
-    assert "128 to 255" in table and "163.5000" in table and "9.5000" in table and table.count(" -") == 2
+    assert "128 to 255" in table and "163.5000" in table and "9.5000" in table and table.count(" -") == 4
 
 
 def test_key_tokens_by_hand():
