@@ -82,8 +82,10 @@ def open_folder(folder: Path, flags: Namespace, device: torch.device) -> Opened:
     """Read what is small: config.json, the run's settings, the tokenizer. Raises UserError for what does not fit."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json; give a checkpoint's step_ folder or one in Hugging Face's form")
-    with refused_as_user_error(f"cannot take {folder}: "):
+    try:
         shape = ModelConfig.from_hugging_face(read_json(folder / "config.json"))
+    except (ValueError, TypeError, AttributeError) as error:  # the latter two where a value is of another type
+        raise UserError(f"cannot take {folder}: {error}") from None
     settings = load_trainer_state(folder).get("settings", {}) if (folder / "trainer.json").is_file() else {}
     sparsity = sparsity_of(flags, shape, settings, device)
     tokenizer = _open_tokenizer(flags, folder, shape.vocab_size)

@@ -1,5 +1,6 @@
 """What opening a model counts, refuses and chooses; what reading with it allocates."""
 
+import json
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +37,8 @@ def reading_of(shape, tokens, cached=0, heads=None, sparsity=(), element_size=2)
     return Reading(shape, tokens, cached, element_size, execution)
 
 
-def check(reading, model, counter):
-    """The predicted peak against the counter's, weights and a decoded token included."""
+def check(reading, model, counter, least):
+    """The counted working memory against the counter's, of which it is to be the share `least` or more."""
     for block in model.layers:
         block.self_attn.heads_at_a_time = reading.execution.heads_at_a_time
         block.self_attn.sparsity = reading.execution.sparsity[0] if reading.execution.sparsity else None
@@ -52,8 +53,6 @@ def check(reading, model, counter):
             hidden = model(ids, return_hidden_states=True).hidden_states
             token_losses(model, hidden, ids)
     working = counter.read().peak - reading.weight_bytes - reading.cache_bytes
-    # Sparse attention by groups of heads is counted up to 10% too high.
-    least = 0.88 if reading.execution.sparsity else 0.98
     assert least * reading.forward_bytes < working < 1.01 * reading.forward_bytes
 
 
@@ -81,7 +80,8 @@ def test_the_count_is_what_is_allocated(cached, heads, sparsity, monkeypatch):
     torch.set_default_dtype(torch.bfloat16)  # fake parameters cannot be cast in place
     try:
         with FakeTensorMode(), StorageCounter(own) as counter:
-            check(reading, Transformer(shape), counter)
+            # Sparse attention by groups of heads is counted up to 10% too high.
+            check(reading, Transformer(shape), counter, least=0.88 if sparsity else 0.98)
     finally:
         torch.set_default_dtype(torch.float32)
         set_default_implementation("auto")
@@ -97,7 +97,7 @@ def test_the_count_is_what_a_gpu_allocates(cached, heads):
             model = Transformer(SHAPE)
     finally:
         torch.set_default_dtype(torch.float32)
-    check(reading_of(SHAPE, 16_384, cached, heads), model, CudaCounter(device))
+    check(reading_of(SHAPE, 16_384, cached, heads), model, CudaCounter(device), least=0.8)  # LIBRARY_BYTES are a bound
 
 
 def test_fewer_heads_at_a_time_where_memory_is_short_and_a_refusal_with_the_longest_text():
@@ -129,7 +129,7 @@ def folder(tmp_path_factory):
     )  # fmt: skip
 
 
-def test_attention_is_as_trained_unless_flags_say_otherwise(folder):
+def test_attention_is_as_trained_unless_flags_say_otherwise(folder, tmp_path):
     opened = open_folder(folder, AS_TRAINED, CPU)
     assert opened.sparsity == (Sparsity(2, dense_below=40),) * 2 and opened.stop_ids == {0}
     flags = Namespace(**{**vars(AS_TRAINED), "attention_type": "full"})
@@ -146,6 +146,11 @@ def test_attention_is_as_trained_unless_flags_say_otherwise(folder):
             open_folder(folder, Namespace(**{**vars(AS_TRAINED), **changed}), CPU)
     with pytest.raises(UserError, match=r"has no config\.json"):
         open_folder(Path(folder.parent), AS_TRAINED, CPU)
+    content = json.loads((folder / "config.json").read_text())
+    for name, value in (("hidden_size", "many"), ("model_type", "gpt2")):
+        (tmp_path / "config.json").write_text(json.dumps({**content, name: value}))
+        with pytest.raises(UserError, match="cannot take"):
+            open_folder(tmp_path, AS_TRAINED, CPU)
 
 
 def test_a_loaded_model_writes_the_same_by_groups_of_heads(folder):
