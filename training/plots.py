@@ -55,9 +55,8 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
         mfu = speed.twinx()
         mfu.plot(*_points(rows, "mfu"), "C1", linewidth=0.8)
         mfu.set(ylabel="model FLOP utilisation", ylim=(0, 1))
-    for rank, peaks in enumerate(zip(*(row["peak_memory_gib"] for row in rows if "peak_memory_gib" in row))):
-        memory.plot([row["step"] for row in rows if "peak_memory_gib" in row], peaks, label=f"rank {rank}")
-    memory.set(ylabel="peak GPU memory, GiB", xlabel="step", ylim=(0, None))
+    memory.plot(*_points([{**row, "peak": max(row.get("peak_memory_gib", [None]))} for row in rows], "peak"))
+    memory.set(ylabel="peak GPU memory, GiB, of the fullest rank", xlabel="step", ylim=(0, None))
     path = run / "metrics.png"
     figure.savefig(path)
     return path
@@ -65,9 +64,8 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
 
 def _points(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
     """(steps, values) of the rows that have a value of this name."""
-    return [row["step"] for row in rows if row.get(name) is not None], [
-        row[name] for row in rows if row.get(name) is not None
-    ]
+    found = [row for row in rows if row.get(name) is not None]
+    return [row["step"] for row in found], [row[name] for row in found]
 
 
 def draw_at_end(run: Path) -> None:

@@ -99,7 +99,6 @@ class Questions:
     margin: float
     ceiling: float
     samples: list[Samples]
-    samples_each: int
 
     @property
     def longest(self) -> int:
@@ -127,7 +126,7 @@ def make_questions(flags: Namespace, opened: Opened) -> Questions:
         )
     lengths = flags.lengths or [max(2, context_length // 4), max(2, context_length // 2), context_length]
     samples = [
-        Samples(name, length, opened.tokenizer, flags.seed or 0)
+        Samples(name, length, opened.tokenizer, flags.seed or 0, flags.samples)
         for name in (flags.tasks or TASKS) if flags.samples
         for length in sorted({*lengths})
     ]  # fmt: skip
@@ -136,7 +135,7 @@ def make_questions(flags: Namespace, opened: Opened) -> Questions:
     margin, ceiling = (
         default if given is None else given for given, default in ((flags.margin, MARGIN), (flags.ceiling, CEILING))
     )
-    return Questions(pieces, short, margin, ceiling, samples, flags.samples)
+    return Questions(pieces, short, margin, ceiling, samples)
 
 
 def load_texts(flags: Namespace, opened: Opened) -> list[np.ndarray]:
@@ -187,13 +186,13 @@ def evaluate(flags: Namespace, opened: Opened, questions: Questions, world: Worl
 
 
 def judge_all(model: Transformer, opened: Opened, questions: Questions) -> list[Result]:
-    asked = sum(samples.size > 0 for samples in questions.samples) * questions.samples_each
+    asked = sum(samples.count for samples in questions.samples if samples.size)
     results = []
     with tqdm(total=asked, desc="tasks", unit="sample", disable=not asked) as bar:
         for samples in questions.samples:
             bar.set_postfix_str(f"{samples.name} {samples.length:,}")
             answer = lambda ids, count: [*write(model, ids, count, opened.stop_ids)]  # noqa: E731
-            results.append(judge(answer, samples, questions.samples_each, bar.update))
+            results.append(judge(answer, samples, bar.update))
     return results
 
 

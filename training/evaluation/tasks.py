@@ -197,27 +197,30 @@ def tokenize(sample: Sample, tokenizer) -> Tokenized:
 
 
 class Samples:
-    """Samples of a task, each of nearly `length` tokens and no more, what may be written included.
+    """`count` samples of a task, each of nearly `length` tokens and no more, what may be written included.
 
-    `size` is 0 where the length is too short for the task.
+    `size` is 0 where the length is too short for one of them.
     """
 
-    def __init__(self, name: str, length: int, tokenizer, seed: int):
-        self.name, self.task, self.length, self.tokenizer, self.seed = name, TASKS[name], length, tokenizer, seed
+    def __init__(self, name: str, length: int, tokenizer, seed: int, count: int):
+        self.name, self.task, self.length, self.tokenizer = name, TASKS[name], length, tokenizer
+        self.seed, self.count, self.size = seed, count, 0
         least = self.task.least
+        if any(self._tokens(least, index) > length for index in range(count)):
+            return
         small, large = (self._tokens(size) for size in (least, 4 * least + 50))
         self.size = least + int((length - small) * (3 * least + 50) / (large - small))
         # The sizes above may have shorter words than a long text has.
-        while self.size >= least and (excess := self._tokens(self.size) - length) > 0:
+        while self.size > least and (excess := self._tokens(self.size) - length) > 0:
             self.size -= max(1, int(self.size * excess / length))
-        self.size = self.size if self.size >= least else 0
+        self.size = max(self.size, least)
 
     def _make(self, size: int, index: int) -> Tokenized:
         draw = random.Random(f"{self.seed} {self.name} {self.length} {index}")
         return tokenize(self.task.make(draw, size, self.depth(index)), self.tokenizer)
 
-    def _tokens(self, size: int) -> int:
-        made = self._make(size, 0)
+    def _tokens(self, size: int, index: int = 0) -> int:
+        made = self._make(size, index)
         return len(made.ids) + made.new_tokens
 
     def depth(self, index: int) -> float:
@@ -226,13 +229,11 @@ class Samples:
     def make(self, index: int) -> Tokenized:
         """Sample `index`, which depends on the seed and not on other samples; a size below the others' where needed."""
         size = self.size
-        while True:
-            made = self._make(size, index)
-            if len(made.ids) + made.new_tokens <= self.length:
-                return made
-            if size <= self.task.least:
-                raise AssertionError(f"{self.name} of {size} does not fit {self.length} tokens")
+        made = self._make(size, index)
+        while len(made.ids) + made.new_tokens > self.length:  # those of the least size fit
             size = max(self.task.least, size - max(1, size // 200))
+            made = self._make(size, index)
+        return made
 
 
 @dataclass
@@ -249,16 +250,16 @@ class Result:
 Answer = Callable[[np.ndarray, int], Sequence[int]]  # (ids of a prompt, tokens to write at most) -> ids of the answer
 
 
-def judge(answer: Answer, samples: Samples, count: int, tick: Callable[[], None] = lambda: None) -> Result:
-    """Ask `count` samples; `tick` is called after each."""
+def judge(answer: Answer, samples: Samples, tick: Callable[[], None] = lambda: None) -> Result:
+    """Ask all samples; `tick` is called after each."""
     if samples.size == 0:
         return Result(samples.name, samples.length, 0, None)
     of_depth: dict[float, list[float]] = defaultdict(list)
-    for index in range(count):
+    for index in range(samples.count):
         made = samples.make(index)
         written = samples.tokenizer.decode(answer(made.ids, made.new_tokens))
         of_depth[samples.depth(index)].append(score(made.sample.words, written))
         tick()
-    mean = sum(map(sum, of_depth.values())) / count
+    mean = sum(map(sum, of_depth.values())) / samples.count
     by_depth = {depth: sum(scores) / len(scores) for depth, scores in sorted(of_depth.items())}
-    return Result(samples.name, samples.length, count, mean, by_depth if samples.task.has_depth else None)
+    return Result(samples.name, samples.length, samples.count, mean, by_depth if samples.task.has_depth else None)

@@ -33,32 +33,32 @@ def oracle(ids, max_new_tokens):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_an_oracle_scores_one_and_random_letters_nothing(name):
-    samples = [Samples(name, length, BYTES, seed=3) for length in (1100, 5000)]
+    samples = [Samples(name, length, BYTES, seed=3, count=7) for length in (1100, 5000)]
     assert all(one.size for one in samples)
     for one in samples:
-        found = judge(oracle, one, 7)
+        found = judge(oracle, one)
         assert (found.score, found.samples, found.task, found.length) == (1.0, 7, name, one.length)
         assert found.by_depth == (dict.fromkeys(DEPTHS, 1.0) if TASKS[name].has_depth else None)
     draw = random.Random(0)
     letters = lambda _, count: [draw.randrange(32, 127) for _ in range(count)]  # noqa: E731
-    assert judge(letters, samples[0], 7).score == 0
+    assert judge(letters, samples[0]).score == 0
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_samples_fill_their_length_and_depend_on_seed_and_index(name):
-    samples, other = Samples(name, 3000, BYTES, seed=0), Samples(name, 3000, BYTES, seed=1)
+    samples, other = Samples(name, 3000, BYTES, seed=0, count=5), Samples(name, 3000, BYTES, seed=1, count=5)
     made = [samples.make(index) for index in range(5)]
     lengths = [len(one.ids) + one.new_tokens for one in made]
     assert all(2700 < length <= 3000 for length in lengths)
     assert len({one.sample for one in [*made, other.make(0)]}) == 6
-    assert Samples(name, 3000, BYTES, seed=0).make(3).sample == made[3].sample
+    assert Samples(name, 3000, BYTES, seed=0, count=5).make(3).sample == made[3].sample
     assert all(len(BYTES.encode(one.sample.answer)) <= one.new_tokens for one in made)
     assert all(score(one.sample.words, one.sample.answer) == 1 for one in made)
 
 
 @pytest.mark.parametrize("name", ["needle", "multi_key_needle"])
 def test_a_needle_lies_at_its_depth(name):
-    samples = Samples(name, 4000, BYTES, seed=0)
+    samples = Samples(name, 4000, BYTES, seed=0, count=5)
     for index, depth in enumerate(DEPTHS):
         sample = samples.make(index).sample
         text = sample.prompt.split("\n\n")[1]
@@ -68,9 +68,16 @@ def test_a_needle_lies_at_its_depth(name):
 
 def test_half_an_answer_and_a_length_without_room():
     assert score(("ab", "cd"), "AB, cde") == 0.5
-    samples = Samples("common_words", 300, BYTES, seed=0)
-    found = judge(oracle, samples, 3)
+    samples = Samples("common_words", 300, BYTES, seed=0, count=5)
+    found = judge(oracle, samples)
     assert samples.size == 0 and found.score is None and found.samples == 0
+    sizes = []
+    for length in range(225, 250):  # around the shortest prompts, which differ in length by their keys
+        needle = Samples("needle", length, BYTES, seed=0, count=5)
+        made = [needle.make(index) for index in range(5) if needle.size]
+        assert all(len(one.ids) + one.new_tokens <= length for one in made)
+        sizes.append(needle.size)
+    assert sizes[0] == 0 and sizes[-1] == 1 and sizes.count(0) > 5
 
 
 def test_common_words_come_ten_times_as_often():
