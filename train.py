@@ -87,7 +87,8 @@ from training.watchdog import Watchdog
 logger = logging.getLogger("train")
 PROMPT_TOKENS = 64
 SHUTDOWN_SECONDS = 30  # from torchrun's SIGTERM to its SIGKILL, unless it is told otherwise
-LONG_STEP_SECONDS = 5.0  # in longer steps the ranks agree between blocks whether to stop
+LONG_STEP_SECONDS = 5.0  # in longer steps the ranks agree between blocks whether to stop,
+LOOK_SECONDS = 0.5  # about so often where blocks are shorter: the host waits for the GPU there
 SAVED_BYTES_PER_SECOND = 5e8  # a slow disk's, before the first checkpoint has been measured
 HANG_SECONDS = 600.0  # without an end of a step, or ten times as long as the last one where that is more
 RETRY_SECONDS = 60  # from a checkpoint that failed to the next attempt
@@ -503,7 +504,9 @@ class Run:
 
     def looking(self) -> contextlib.AbstractContextManager[None]:
         """In here a long step or validation ends between two blocks, by Stopped, once the run has been asked to end."""
-        return self.looks.looking(self.step_seconds > LONG_STEP_SECONDS)
+        blocks = 2 * self.model_config.num_hidden_layers * self.config.gradient_accumulation_steps
+        every = max(1, int(LOOK_SECONDS * blocks / self.step_seconds)) if self.step_seconds > LONG_STEP_SECONDS else 0
+        return self.looks.looking(every)
 
 
 def train(given: dict, world: World) -> int:

@@ -66,6 +66,7 @@ def signalled_at(look, monkeypatch):
         look_between(self)
 
     monkeypatch.setattr(train, "LONG_STEP_SECONDS", 0.0)
+    monkeypatch.setattr(train, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(LooksBetweenBlocks, "_look", signalled)
     return looks
 

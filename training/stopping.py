@@ -70,35 +70,43 @@ class LooksBetweenBlocks:
     def __init__(self, blocks: Iterable[nn.Module], received: list[int]):
         self.received = received
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self.is_looking, self.last, self.longest = False, 0.0, 0.0
+        self.every, self.passed, self.last, self.longest = 0, 0, 0.0, 0.0
         self.begun: deque[tuple[Tensor, dist.Work | None, torch.cuda.Event | None]] = deque()
         for block in blocks:
             block.register_forward_pre_hook(lambda _, inputs: self._before(inputs[0]))
 
     @contextmanager
-    def looking(self, active: bool) -> Iterator[None]:
-        """Look while in the block, where `active`, which is the same on every rank.
+    def looking(self, every: int) -> Iterator[None]:
+        """Look while in here.
+
+        Args:
+            every: so many blocks' forwards or backwards lie between two looks, on all ranks alike; 0: nobody looks.
 
         Raises:
             Stopped: from a block's forward or backward.
         """
-        self.is_looking, self.last, self.longest = active, time.monotonic(), 0.0
+        self.every, self.passed, self.last, self.longest = every, 0, time.monotonic(), 0.0
         try:
             yield
             self._note_time()
             self._finish()
         finally:
-            self.is_looking = False
+            self.every = 0
 
     def longest_seconds(self) -> float:
         """From a signal to the end of the step that is dropped, at most, as far as the last `looking` has shown."""
         return self.longest * (1 + LOOKS_BEHIND)
 
     def _before(self, x_BTD: Tensor) -> None:
-        if self.is_looking:
-            self._look()
+        if self.every:
+            self._pass()
             if x_BTD.requires_grad:
-                x_BTD.register_hook(lambda _: self._look())  # when this block's backward is done
+                x_BTD.register_hook(lambda _: self._pass())  # when this block's backward is done
+
+    def _pass(self) -> None:
+        self.passed += 1
+        if self.passed % self.every == 0:
+            self._look()
 
     def _look(self) -> None:
         self._note_time()

@@ -39,17 +39,21 @@ def run(blocks, x):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_signal_ends_forward_and_backward(device):
     blocks, log, received, looks, x = blocks_on(device)
-    with looks.looking(True):
+    with looks.looking(1):
         run(blocks, x).sum().backward()
     assert looks.longest_seconds() > 0 and len(log) == BLOCKS
     received.append(signal.SIGTERM)
     run(blocks, x)  # nobody looks
     log.clear()
-    with pytest.raises(Stopped), looks.looking(True):
+    with pytest.raises(Stopped), looks.looking(1):
         run(blocks, x)
     assert len(log) == LOOKS_BEHIND
+    log.clear()
+    with pytest.raises(Stopped), looks.looking(2):
+        run(blocks, x)
+    assert len(log) == 2 * (LOOKS_BEHIND + 1) - 1
     received.clear()
-    with pytest.raises(Stopped), looks.looking(True):  # in autograd's own thread, on a GPU
+    with pytest.raises(Stopped), looks.looking(1):  # in autograd's own thread, on a GPU
         y = run(blocks, x).sum()
         received.append(signal.SIGTERM)
         y.backward()
@@ -66,7 +70,7 @@ def test_the_host_is_few_blocks_ahead_of_the_gpu():
     torch.cuda.synchronize()
     whole = time.monotonic() - began
     began = time.monotonic()
-    with torch.no_grad(), looks.looking(True):
+    with torch.no_grad(), looks.looking(1):
         run(blocks, x)
         waited = time.monotonic() - began
     assert queued < 0.2 * whole < (BLOCKS - LOOKS_BEHIND - 1) / BLOCKS * whole < waited
