@@ -2,14 +2,15 @@
 
 Shapes: B batch, T tokens, D model width, H query heads, G key/value heads, K head width, F feed-forward width, V vocab.
 The architecture is Qwen3's (arXiv 2505.09388): RMSNorm before each half of a block, RMSNorm on each query and key head
-before rotary positions, grouped-query attention, a gated MLP, no biases. Parameter names are Hugging Face's.
+before rotary positions, grouped-query attention, a gated MLP, no biases; or that of its relatives: without the norms of
+heads Llama's and Mistral's, with biases of q, k and v besides Qwen2's. Parameter names are Hugging Face's.
 """
 
 import functools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,9 @@ from kernels.cross_entropy import cross_entropy
 from kernels.gated_mlp import gated_mlp
 from kernels.head_exchange import HeadExchange
 from kernels.linear_cross_entropy import linear_cross_entropy
-from kernels.qkv_attention import project_heads, qkv_attention
+from kernels.qkv_attention import QKVParameters, project_heads, qkv_attention
 from kernels.rms_norm import rms_norm
+from kernels.rope import ROPE_TYPES, RopeScaling, rope_frequencies
 from kernels.sparse_attention import NSA, PooledKeys, Sparsity, attend_to_cache, nsa
 from kernels.tensor_parallel import TensorRanks, local
 from kernels.torch_internals import assert_async
@@ -31,7 +33,9 @@ logger = logging.getLogger(__name__)
 IGNORE_INDEX = -100
 # Above this size the projected logits are never materialised (GB = 2**30 bytes).
 CHUNKED_LOSS_THRESHOLD_BYTES = 10 * 2**30
-_MODEL_TYPES = {"full": "qwen3", "nsa": "qwen3_nsa"}  # config.json's, by attention_type
+# config.json's model_type -> (RMSNorm of each query and key head, biases of the q, k and v projections)
+MODEL_TYPES = {"qwen3": (True, False), "qwen2": (False, True), "llama": (False, False), "mistral": (False, False)}
+ATTENTION_TYPES = "full", "nsa"
 NSA_GATES = ".g_proj."  # in the names of the gates' parameters
 _HUGGING_FACE_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
@@ -58,6 +62,8 @@ class ModelConfig:
     initializer_range: float = 0.02
     max_position_embeddings: int = 40_960  # only declared, for Hugging Face's tools; no length is refused here
     attention_type: str = "full"  # "nsa": native sparse attention, whose gates are parameters
+    model_type: str = "qwen3"  # of MODEL_TYPES
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -74,8 +80,18 @@ class ModelConfig:
         if self.hidden_act not in _HUGGING_FACE_ACTIVATIONS:
             activations = ", ".join(_HUGGING_FACE_ACTIVATIONS)
             raise ValueError(f"hidden_act must be one of {activations}, got {self.hidden_act!r}")
-        if self.attention_type not in _MODEL_TYPES:
-            raise ValueError(f"attention_type must be one of {', '.join(_MODEL_TYPES)}, got {self.attention_type!r}")
+        for name, known in (("attention_type", ATTENTION_TYPES), ("model_type", MODEL_TYPES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+
+    @property
+    def has_head_norms(self) -> bool:
+        """Whether each query and key head has an RMSNorm, before rotary positions."""
+        return MODEL_TYPES[self.model_type][0]
+
+    @property
+    def has_qkv_biases(self) -> bool:
+        return MODEL_TYPES[self.model_type][1]
 
     @property
     def num_gates(self) -> int:
@@ -99,7 +115,9 @@ class ModelConfig:
 
     def num_parameters(self) -> int:
         """All trained elements; a tied head counts once."""
-        layer_vectors = 2 * self.hidden_size + 2 * self.head_dim + self.num_gates  # norms, and the gates' biases
+        layer_vectors = 2 * self.hidden_size + self.num_gates  # norms, and the gates' biases
+        layer_vectors += 2 * self.head_dim * self.has_head_norms
+        layer_vectors += (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim * self.has_qkv_biases
         layers = self.num_hidden_layers * (self.layer_matrix_parameters() + layer_vectors)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + layers + self.hidden_size
@@ -132,56 +150,106 @@ class ModelConfig:
         return replace(self, **{name: getattr(self, name) // ranks for name in names})
 
     def to_hugging_face(self) -> dict:
-        """The config.json that describes this shape: transformers' Qwen3, or with NSA one that transformers refuses."""
-        model_type = _MODEL_TYPES[self.attention_type]
-        return {
-            "model_type": model_type,
-            "architectures": ["Qwen3ForCausalLM" if model_type == "qwen3" else "Qwen3NSAForCausalLM"],
+        """The config.json that describes this shape; transformers knows no such model_type as of a model with NSA."""
+        suffix, scaling = "_nsa" if self.attention_type == "nsa" else "", self.rope_scaling
+        content = {
+            "model_type": self.model_type + suffix,
+            "architectures": [f"{self.model_type.capitalize()}{suffix.strip('_').upper()}ForCausalLM"],
             **{name: getattr(self, name) for name in _HUGGING_FACE_FIELDS},
             "hidden_act": _HUGGING_FACE_ACTIVATIONS[self.hidden_act],
-            "attention_bias": False,
             "rope_scaling": None,
+            **({"sliding_window": None} if self.model_type == "mistral" else {}),  # which has one unless told otherwise
+            **({} if self.has_qkv_biases else {"attention_bias": False}),
         }
+        if scaling is not None:
+            given = {name: value for name, value in asdict(scaling).items() if value is not None}
+            content["rope_scaling"] = {"rope_type": scaling.rope_type, **given}
+        return content
 
     @classmethod
     def from_hugging_face(cls, config: dict) -> "ModelConfig":
-        """The shape that a Qwen3 config.json declares, in its older form or with `rope_parameters`.
+        """The shape that a config.json declares, in its older form or with `rope_parameters`.
 
         Raises:
             ValueError: another architecture, a missing field, or a setting that would compute something else here.
         """
-        scaling, parameters = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
-        plain = ("rope_type", "default"), ("type", "default")  # "type" is the older name
-        rope = [*scaling.items(), *parameters.items()]
-        # As transformers reads it: without layer_types, the layers from max_window_layers on have the window.
-        layer_types, num_full_layers = config.get("layer_types"), config.get("max_window_layers", 28)
-        has_window = config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
-        if not layer_types and has_window and num_full_layers < config.get("num_hidden_layers", 0):
-            layer_types = ["sliding_attention"]
-        other_layers = sorted({*(layer_types or ())} - {"full_attention"})
+        declared_type = str(config.get("model_type"))
+        model_type = declared_type.removesuffix("_nsa")
         activations = {theirs: ours for ours, theirs in _HUGGING_FACE_ACTIVATIONS.items()}
-        refusals = {
-            f"model_type {config.get('model_type')!r}": config.get("model_type") not in _MODEL_TYPES.values(),
-            f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act") not in activations,
-            "attention_bias": config.get("attention_bias"),
-            "quantization_config": config.get("quantization_config"),
-            "is_causal False": not config.get("is_causal", True),
-            f"scaled rotary positions {dict(rope)}": any(
-                setting not in plain and setting[0] != "rope_theta" for setting in rope
-            ),
-            "use_sliding_window": has_window and other_layers,
-            f"layers of {', '.join(other_layers)}": other_layers,
-        }
-        refused = [setting for setting, is_refused in refusals.items() if is_refused]
+        rope, rope_refused = _read_rope(config)
+        refused = [name for name, is_refused in _refusals(config, model_type).items() if is_refused] + rope_refused
+        if config.get("hidden_act") not in activations:
+            refused.append(f"hidden_act {config.get('hidden_act')!r}")
         if refused:
             raise ValueError(f"config.json has {', '.join(refused)}, which this decoder does not compute")
-        config = {**config, **{key: value for key, value in rope if key == "rope_theta"}}
+        config = {**_HUGGING_FACE_DEFAULTS, **config, **rope}
+        heads = config.get("num_attention_heads")
+        if config.get("num_key_value_heads") is None and ("num_key_value_heads" in config or model_type == "llama"):
+            config["num_key_value_heads"] = heads
+        if config.get("head_dim") is None and heads and config.get("hidden_size"):
+            config["head_dim"] = 128 if model_type == "qwen3" else config["hidden_size"] // heads
         missing = [name for name in _HUGGING_FACE_FIELDS if config.get(name) is None]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
-        fields = {name: config[name] for name in _HUGGING_FACE_FIELDS}
-        attention_type = {theirs: ours for ours, theirs in _MODEL_TYPES.items()}[config["model_type"]]
-        return cls(**fields, hidden_act=activations[config["hidden_act"]], attention_type=attention_type)
+        return cls(
+            **{name: config[name] for name in _HUGGING_FACE_FIELDS},
+            hidden_act=activations[config["hidden_act"]],
+            attention_type="nsa" if declared_type != model_type else "full",
+            model_type=model_type,
+            rope_scaling=config["rope_scaling"],
+        )
+
+
+def _refusals(config: dict, model_type: str) -> dict[str, bool]:
+    """Settings of a config.json that this decoder does not compute, by name, and whether they are there."""
+    # As transformers reads it: Mistral's window is 4,096 tokens unless null says that there is none. Qwen's is there
+    # only with use_sliding_window; without layer_types, the layers from max_window_layers on have it.
+    window, layer_types = config.get("sliding_window", 4096), config.get("layer_types")
+    has_window = window is not None and bool(config.get("use_sliding_window"))
+    if not layer_types and has_window and config.get("max_window_layers", 28) < config.get("num_hidden_layers", 0):
+        layer_types = ["sliding_attention"]
+    other_layers = sorted({*(layer_types or ())} - {"full_attention"})
+    expert_names = "num_experts", "num_local_experts", "n_routed_experts"
+    refusals = {
+        f"model_type {config.get('model_type')!r} (it takes {', '.join(MODEL_TYPES)})": model_type not in MODEL_TYPES,
+        "attention_bias (of o, too)": bool(config.get("attention_bias")) and model_type != "qwen2",
+        "is_causal False": not config.get("is_causal", True),
+        "code of its own in auto_map": "AutoModelForCausalLM" in (config.get("auto_map") or ()),
+        "use_sliding_window": has_window and bool(other_layers),
+        f"sliding_window {window}": model_type == "mistral" and window is not None,
+        f"layers of {', '.join(other_layers)}": bool(other_layers),
+    }
+    others = "mlp_bias", "quantization_config", "attn_logit_softcapping", "final_logit_softcapping", *expert_names
+    return {**refusals, **{name: bool(config.get(name)) for name in others}}
+
+
+def _read_rope(config: dict) -> tuple[dict, list[str]]:
+    """rope_theta and rope_scaling as ModelConfig has them, and what is not computed here, by name."""
+    older, newer = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    settings = {name: value for name, value in (older or newer).items() if value is not None}
+    # Older files say "type", some say both.
+    older_type = settings.pop("type", "default")
+    rope_type = settings.pop("rope_type", older_type)
+    theta = settings.pop("rope_theta", config.get("rope_theta", 1e4))
+    rotated = settings.pop("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
+    refused = [] if rotated == 1 else [f"partial_rotary_factor {rotated}"]
+    if older and newer and older != newer:
+        refused.append("rope_scaling beside other rope_parameters")
+    original = settings.pop("original_max_position_embeddings", None)
+    scaling = None
+    if rope_type in ROPE_TYPES:
+        names = {field.name: field.default is MISSING for field in fields(ROPE_TYPES[rope_type])}
+        if "original_max_position_embeddings" in names:
+            settings["original_max_position_embeddings"] = original or config.get("max_position_embeddings")
+        if missing := [name for name, is_needed in names.items() if is_needed and settings.get(name) is None]:
+            raise ValueError(f"config.json's rope_type {rope_type} lacks {', '.join(missing)}")
+        refused += [f"{name} of rope_type {rope_type}" for name in settings if name not in names]
+        scaling = None if refused else ROPE_TYPES[rope_type](**settings)
+    elif rope_type != "default":
+        refused.append(f"rope_type {rope_type!r} (it takes {', '.join(ROPE_TYPES)})")
+    else:
+        refused += [f"{name} of rotary positions" for name in settings]
+    return {"rope_theta": theta, "rope_scaling": scaling}, refused
 
 
 _HUGGING_FACE_FIELDS = (
@@ -189,6 +257,8 @@ _HUGGING_FACE_FIELDS = (
     "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps", "initializer_range",
     "max_position_embeddings",
 )  # fmt: skip
+# What transformers takes where a config.json of one of MODEL_TYPES says nothing.
+_HUGGING_FACE_DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
 _QWEN3 = ModelConfig(
     vocab_size=151_936, hidden_size=2560, intermediate_size=9728,
     num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
@@ -208,14 +278,16 @@ MODEL_SIZES: dict[str, ModelConfig] = {
 class RotaryCache:
     """cos and sin of position x frequency, [positions, K/2] float32, grown on demand on the device that asks.
 
+    A scaling of the frequencies may have a factor of its own, by which cos and sin are multiplied.
+
     The angles are formed in float64, so that they are right at a million positions. The cache is a
     plain object, not a buffer: there is nothing to move, cast, shard or save, and a model that was built on the meta
     device or moved later asks again.
     Method: Su et al., RoFormer, arXiv 2104.09864.
     """
 
-    def __init__(self, head_dim: int, theta: float):
-        self.head_dim, self.theta = head_dim, theta
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None):
+        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -223,10 +295,10 @@ class RotaryCache:
         cached = 0 if self._tables is None else len(self._tables[0])
         if self._tables is None or cached < length or self._tables[0].device != device:
             length = max(length, 2 * cached) if cached < length else cached
-            exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
             positions = torch.arange(length, dtype=torch.float64, device=device)
-            angles = torch.outer(positions, self.theta**-exponents)
-            self._tables = angles.cos().float(), angles.sin().float()
+            angles = torch.outer(positions, rope_frequencies(self.head_dim, self.theta, self.scaling, device))
+            factor = 1.0 if self.scaling is None else self.scaling.table_factor
+            self._tables = (factor * angles.cos()).float(), (factor * angles.sin()).float()
         return self._tables
 
 
@@ -297,12 +369,14 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         D, K, self.layer = config.hidden_size, config.head_dim, layer
-        self.q_proj = nn.Linear(D, config.num_attention_heads * K, bias=False)
-        self.k_proj = nn.Linear(D, config.num_key_value_heads * K, bias=False)
-        self.v_proj = nn.Linear(D, config.num_key_value_heads * K, bias=False)
+        bias = config.has_qkv_biases
+        self.q_proj = nn.Linear(D, config.num_attention_heads * K, bias=bias)
+        self.k_proj = nn.Linear(D, config.num_key_value_heads * K, bias=bias)
+        self.v_proj = nn.Linear(D, config.num_key_value_heads * K, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * K, D, bias=False)
-        self.q_norm = RMSNorm(K, config.rms_norm_eps)
-        self.k_norm = RMSNorm(K, config.rms_norm_eps)
+        self.q_norm = RMSNorm(K, config.rms_norm_eps) if config.has_head_norms else None
+        self.k_norm = RMSNorm(K, config.rms_norm_eps) if config.has_head_norms else None
+        self.eps = config.rms_norm_eps
         self.g_proj = nn.Linear(D, config.num_gates) if config.num_gates else None
         self.backend = "auto"  # of kernels.attention.BACKENDS; it and the next four are set from outside
         self.heads_at_a_time: int | None = None  # key/value heads; None: all
@@ -310,11 +384,19 @@ class Attention(nn.Module):
         self.sparsity: Sparsity | NSA | None = NSA() if config.num_gates else None
         self.tensor_ranks = TensorRanks(None)  # those that share its matrices
 
+    def qkv_parameters(self) -> QKVParameters:
+        """What this rank has of the projections to q, k and v, and of the norms of their heads."""
+        projections, norms = (self.q_proj, self.k_proj, self.v_proj), (self.q_norm, self.k_norm)
+        return QKVParameters(
+            [local(projection.weight) for projection in projections],
+            [local(projection.bias) for projection in projections if projection.bias is not None],
+            [self.tensor_ranks.enter(local(norm.weight)) for norm in norms if norm is not None],
+            self.eps,
+        )
+
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
-        ranks = self.tensor_ranks
+        ranks, qkv = self.tensor_ranks, self.qkv_parameters()
         x_BTD = ranks.enter(x_BTD)
-        qkv = local(self.q_proj.weight), local(self.k_proj.weight), local(self.v_proj.weight)
-        norms = ranks.enter(local(self.q_norm.weight)), ranks.enter(local(self.k_norm.weight))
         o_weight = local(self.o_proj.weight)
         gates = None
         if self.g_proj is not None:
@@ -324,15 +406,15 @@ class Attention(nn.Module):
         cache = context.caches[self.layer] if context.caches else None
         if cache is None or cache.length == 0:
             attended_BTD = qkv_attention(
-                x_BTD, *qkv, o_weight, *norms, context.cos, context.sin, context.segments,
-                eps=self.q_norm.eps, backend=self.backend, sparsity=sparsity, gates=gates,
-                heads_at_a_time=self.heads_at_a_time, exchange=self.exchange if cache is None else None,
+                x_BTD, qkv, o_weight, context.cos, context.sin, context.segments, backend=self.backend,
+                sparsity=sparsity, gates=gates, heads_at_a_time=self.heads_at_a_time,
+                exchange=self.exchange if cache is None else None,
             )  # fmt: skip
             if cache is not None:  # a whole prompt: keys and values once more, with one query head that is not used
-                one_head = qkv[0][: len(norms[0])], *qkv[1:]
-                cache.append(*project_heads(x_BTD, *one_head, *norms, context.cos, context.sin, self.q_norm.eps)[1:])
+                one_head = qkv.with_query_rows(2 * context.cos.shape[-1])
+                cache.append(*project_heads(x_BTD, one_head, context.cos, context.sin)[1:])
             return ranks.leave(attended_BTD)
-        q_BTHK, k_BTGK, v_BTGK = project_heads(x_BTD, *qkv, *norms, context.cos, context.sin, self.q_norm.eps)
+        q_BTHK, k_BTGK, v_BTGK = project_heads(x_BTD, qkv, context.cos, context.sin)
         k_BTGK, v_BTGK = cache.append(k_BTGK, v_BTGK)
         if isinstance(sparsity, NSA):
             out_BTHK = nsa.attend_to_cache(q_BTHK, k_BTGK, v_BTGK, gates, sparsity)
@@ -396,7 +478,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.rotary = RotaryCache(config.head_dim, config.rope_theta)
+        self.rotary = RotaryCache(config.head_dim, config.rope_theta, config.rope_scaling)
         self.loss_impl = "auto"  # "chunked" or "standard" force one; set from outside
         self.tensor_ranks = TensorRanks(None)  # those that share the head's matrix; set from outside
         for name, parameter in self.named_parameters():

@@ -28,7 +28,7 @@ from typing import NoReturn
 import torch
 
 from kernels.attention import BACKENDS
-from model import MODEL_SIZES
+from model import MODEL_SIZES, ModelConfig
 from training.config import ATTENTION_TYPES
 from training.errors import UserError, can_be_mended, check_can_write, message_of
 from training.memory.cost_model import gib
@@ -47,7 +47,15 @@ from training.memory.reports import Machine, report_comparison, report_max_conte
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, join_world
-from training.run import build_bench, settled_execution, shape_with, sparsity_of, step_on_meta, without_plan
+from training.run import (
+    build_bench,
+    settled_execution,
+    shape_of_weights,
+    shape_with,
+    sparsity_of,
+    step_on_meta,
+    without_plan,
+)
 
 CONTEXT_LENGTH = 131_072
 
@@ -61,7 +69,8 @@ def parse_flags(argv: list[str]) -> Namespace:
     parser = ArgumentParser(prog="profile_memory.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.error = _raise_user_error
     add = parser.add_argument
-    add("--model_size", default="4B", choices=MODEL_SIZES)
+    add("--model_size", choices=MODEL_SIZES, help="default: 4B")
+    add("--init_from", help="folder of weights whose shape to take, in place of --model_size")
     add("--context_length", type=int, help=f"default: {CONTEXT_LENGTH}")
     add("--batch_size", type=int, default=1)
     add("--gradient_accumulation_steps", type=int, default=1)
@@ -86,7 +95,11 @@ def parse_flags(argv: list[str]) -> Namespace:
     add("--timeline", type=Path, help="draw the step there (.png, .svg)")
     add("--snapshot", type=Path, help="write PyTorch's memory snapshot of the step there (.pickle)")
     add("--json", type=Path, help="write everything there")
-    return parser.parse_args(argv)
+    flags = parser.parse_args(argv)
+    if flags.model_size and flags.init_from:
+        raise UserError("model_size has no effect with init_from, whose weights have a shape; drop one")
+    flags.model_size = flags.model_size or (None if flags.init_from else "4B")
+    return flags
 
 
 def _raise_user_error(message: str) -> NoReturn:
@@ -95,7 +108,7 @@ def _raise_user_error(message: str) -> NoReturn:
 
 def check_flags(flags: Namespace, can_measure: bool) -> None:
     """Refuse values out of range, flags that would have no effect, and files that could not be written."""
-    layers = MODEL_SIZES[flags.model_size].num_hidden_layers
+    layers = shape_of(flags).num_hidden_layers
     positive = ("batch_size", "gradient_accumulation_steps", "nproc", "context_parallel_size", "tensor_parallel_size")
     limits = {"context_length": (2, math.inf), "num_layers": (1, layers), **dict.fromkeys(positive, (1, math.inf))}
     for name, (least, most) in limits.items():
@@ -103,7 +116,7 @@ def check_flags(flags: Namespace, can_measure: bool) -> None:
         if value is not None and not least <= value <= most:
             limit = f"at least {least}" if value < least else f"at most {most}"
             raise UserError(f"{name} must be {limit}, got {value}")
-    sparsity_of(flags)
+    sparsity_of(flags, layers)
     check_mesh(flags)
     given = {name for name, value in vars(flags).items() if value not in (None, False)}
     if flags.gradient_checkpointing is not None:
@@ -142,7 +155,7 @@ def check_flags(flags: Namespace, can_measure: bool) -> None:
 
 def check_mesh(flags: Namespace) -> None:
     """Refuse numbers of GPUs that cannot share sequences or matrices, and those for which no prediction is made."""
-    context, tensor, shape = flags.context_parallel_size, flags.tensor_parallel_size, MODEL_SIZES[flags.model_size]
+    context, tensor, shape = flags.context_parallel_size, flags.tensor_parallel_size, shape_of(flags)
     if flags.nproc % (context * tensor):
         raise UserError(
             f"context_parallel_size {context} x tensor_parallel_size {tensor} must divide nproc {flags.nproc}; give "
@@ -154,12 +167,18 @@ def check_mesh(flags: Namespace) -> None:
         raise UserError(f"{message}; lower context_parallel_size")
 
 
+def shape_of(flags: Namespace) -> ModelConfig:
+    """That of --init_from's weights or of --model_size, with the parameters of --attention_type."""
+    size = shape_of_weights(flags.init_from) if flags.init_from else MODEL_SIZES[flags.model_size]
+    return shape_with(flags.attention_type, size)
+
+
 def choose_machine(flags: Namespace, memory_budget: str | None, world: World) -> Machine:
     """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an H200."""
-    model = shape_with(flags.attention_type, MODEL_SIZES[flags.model_size])
-    loss_impl = flags.loss_impl or "auto"
+    model = shape_of(flags)
+    sparsity, loss_impl = sparsity_of(flags, model.num_hidden_layers), flags.loss_impl or "auto"
     if world.device.type == "cuda":
-        given = settled_execution(loss_impl, flags.attention_backend, world.device, sparsity_of(flags))
+        given = settled_execution(loss_impl, flags.attention_backend, world.device, sparsity)
         gpu_bytes = gpu_budget(memory_budget or "auto", world.device)
         rates = measure_rates(model, given.attention_backend, world.device, lengths(flags)[0], given.sparsity)
         torch.cuda.empty_cache()
@@ -175,7 +194,7 @@ def choose_machine(flags: Namespace, memory_budget: str | None, world: World) ->
     backend = gpu.attention_backend if flags.attention_backend == "auto" else flags.attention_backend
     if backend == "flash-attn-4" and gpu.attention_backend == "flash":
         raise UserError(f"flash-attn-4 needs compute capability 9.0, which {flags.gpu} has not; use auto")
-    given = Execution(loss_impl=loss_impl, attention_backend=backend, sparsity=sparsity_of(flags))
+    given = Execution(loss_impl=loss_impl, attention_backend=backend, sparsity=sparsity)
     description = f"{name}; its speed is an H200's scaled by data sheets, not measured"
     host_bytes = math.inf if flags.host_budget is None else parse_bytes(flags.host_budget)
     return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend, given.sparsity), model, given)
@@ -226,7 +245,7 @@ def main(argv: list[str]) -> int:
             print(f"machine: {machine.description}; attention kernel {machine.given.attention_backend}")
             if flags.nproc > 1:
                 print(f"{flags.nproc} GPUs, predicted only: memory is of one GPU, host memory of its process")
-            print(f"model: {flags.model_size}, {machine.model.num_parameters():,} parameters")
+            print(f"model: {flags.init_from or flags.model_size}, {machine.model.num_parameters():,} parameters")
             results = report(flags, machine, world)
         if flags.json:
             settings = {name: value for name, value in vars(flags).items() if not isinstance(value, Path)}

@@ -39,7 +39,7 @@ from training.checkpoint.files import (
     verify_checkpoint,
 )
 from training.checkpoint.saver import Saver
-from training.checkpoint.weights import load_model_weights
+from training.checkpoint.weights import NO_COMPANIONS, Companions, find_weights, read_companions
 from training.config import (
     CHECKPOINT_INTERVAL,
     DEFAULT_STEPS,
@@ -93,7 +93,7 @@ SAVED_BYTES_PER_SECOND = 5e8  # a slow disk's, before the first checkpoint has b
 HANG_SECONDS = 600.0  # without an end of a step, or ten times as long as the last one where that is more
 RETRY_SECONDS = 60  # from a checkpoint that failed to the next attempt
 # A resumed run takes these from its flags alone, all other settings from the run that it continues.
-NOT_INHERITED = ("resume", "init_from", "output_dir", "device")
+NOT_INHERITED = ("resume", "init_from", "rope_scaling", "output_dir", "device")
 BUDGETS = ("memory_budget", "host_budget")
 # A flag given with --resume drops the earlier run's settings that it would contradict.
 REPLACED = {name: BUDGETS for name in ("gradient_checkpointing", "compile")}
@@ -137,6 +137,9 @@ def check_config(config: TrainConfig) -> None:
         "init_from has no effect with resume; drop one, or give --resume auto": (
             config.init_from is not None and config.resume == "yes"
         ),
+        "rope_scaling has no effect without init_from, whose weights it extends; drop it, or give those": (
+            config.rope_scaling is not None and config.init_from is None
+        ),
         "checkpoint_interval and keep_checkpoints have no effect with save none; drop them": config.save == "none"
         and (config.checkpoint_interval or config.keep_checkpoints) is not None,
         "gradient_checkpointing has no effect with memory_budget, whose plan decides; drop one": config.memory_budget
@@ -153,7 +156,6 @@ def check_config(config: TrainConfig) -> None:
     for message, refused in refusals.items():
         if refused:
             raise UserError(message)
-    sparsity_at(config, step=1)
 
 
 def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> tuple[TrainConfig, Start]:
@@ -178,6 +180,8 @@ def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> tuple
         )
     if last is None:
         config = with_defaults(config)
+        if config.init_from is None:
+            config = dataclasses.replace(config, model_size=config.model_size or "tiny")
         return config, Start(cosine_steps=config.max_steps)
     if not (last / OPTIMIZER).is_file():
         raise UserError(f"{last} was saved without optimizer state; use --init_from {last} and another --output_dir")
@@ -243,7 +247,8 @@ def parallel_sizes_of(given: dict) -> dict[str, int]:
 
 def with_defaults(config: TrainConfig) -> TrainConfig:
     """The settings, with max_steps and learning_rate filled in where they were not given."""
-    default_rate = TINY_PEAK_LEARNING_RATE if config.model_size == "tiny" else PEAK_LEARNING_RATE
+    is_tiny = config.model_size == "tiny" or (config.model_size is None and config.init_from is None)
+    default_rate = TINY_PEAK_LEARNING_RATE if is_tiny else PEAK_LEARNING_RATE
     return dataclasses.replace(
         config, max_steps=config.max_steps or DEFAULT_STEPS, learning_rate=config.learning_rate or default_rate
     )
@@ -288,8 +293,14 @@ def learning_rate_of(step: int, config: TrainConfig, cosine_steps: int) -> float
     )  # fmt: skip
 
 
-def choose_tokenizer(config: TrainConfig) -> str:
-    """The tokenizer to open: --tokenizer's, else what the weights of --init_from were trained with, else bytes."""
+def choose_tokenizer(config: TrainConfig, checkpoint: Path | None) -> str:
+    """The tokenizer to open: --tokenizer's, else what the weights of --init_from were trained with, else bytes.
+
+    A resumed run whose file is no longer there takes the copy in its checkpoint.
+    """
+    if checkpoint and config.tokenizer not in (None, "bytes") and not Path(config.tokenizer).exists():
+        own = checkpoint / "tokenizer.json"
+        return str(own if own.is_file() else config.tokenizer)
     if config.tokenizer is not None or config.init_from is None:
         return config.tokenizer or "bytes"
     file, ours = (Path(config.init_from) / name for name in ("tokenizer.json", "trainer.json"))
@@ -301,6 +312,14 @@ def choose_tokenizer(config: TrainConfig) -> str:
         f"init_from {config.init_from} has no tokenizer.json: give --tokenizer FILE, the one that its weights were "
         "trained with, or --tokenizer bytes"
     )
+
+
+def companions_of(config: TrainConfig, start: Start) -> Companions:
+    """What goes along with the weights into checkpoints: the tokenizer's files, and the ids that it ends texts with."""
+    if config.tokenizer in (None, "bytes"):
+        return NO_COMPANIONS
+    own = None if start.checkpoint is None else start.checkpoint / "tokenizer.json"
+    return read_companions(own if own is not None and own.is_file() else Path(str(config.tokenizer)))
 
 
 def open_tokenizer(config: TrainConfig, start: Start):
@@ -342,7 +361,7 @@ def check_weights(weights: str | Path, model_config: ModelConfig) -> None:
     """Refuse weights whose names or shapes, as the files' headers say, are not the model's."""
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Transformer(model_config).named_parameters()}
-    load_model_weights(weights, shapes, may_lack=NSA_GATES)  # reads nothing large before the first weight is asked for
+    find_weights(weights, shapes, may_lack=NSA_GATES)
 
 
 @torch.no_grad()
@@ -426,9 +445,10 @@ def choose_start(given: dict, world: World) -> tuple[TrainConfig, Start, ModelCo
     while True:
         config, start = find_start(given, world, passed_over)
         model_config = choose_model(config, start.checkpoint)
+        sparsity_at(config, model_config.num_hidden_layers, step=1)
         check_matrix_sharing(world.tensor_size, model_config)
         check_sharing(world.context_size, model_config, config.attention_type != "full", world.tensor_size)
-        config = dataclasses.replace(config, tokenizer=choose_tokenizer(config))
+        config = dataclasses.replace(config, tokenizer=choose_tokenizer(config, start.checkpoint))
         if start.checkpoint or config.init_from:
             check_weights(start.checkpoint or config.init_from, model_config)
         open_tokenizer(config, start)
@@ -543,7 +563,7 @@ def set_up(
     """All that a run needs, in output_dir, which no other run writes to until `stack` is closed."""
     settings, output_dir = dataclasses.asdict(config), Path(config.output_dir)
     config = dataclasses.replace(config, memory_budget=resolve_memory_budget(config, world.device))
-    configure_machine(config, world)
+    configure_machine(config, model_config, world)
     tokenizer = open_tokenizer(config, start)
     check_fits(config, model_config, world)
     if world.is_main and config.save != "none":
@@ -564,7 +584,9 @@ def set_up(
             metrics = MetricsFile(output_dir / "metrics.jsonl", start.step, config.tensorboard)
         except OSError as error:
             raise UserError(f"output_dir {output_dir} cannot be written to: {error}; choose another") from None
-    saver = Saver(output_dir, config.keep_checkpoints or KEPT_CHECKPOINTS, start.checkpoint)
+    saver = Saver(
+        output_dir, config.keep_checkpoints or KEPT_CHECKPOINTS, start.checkpoint, companions_of(config, start)
+    )
     stack.callback(saver.wait)  # an error ends the run once the checkpoint that was begun is complete
     received = stack.enter_context(stop_signals())
     watchdog = Watchdog()
@@ -586,7 +608,7 @@ def describe(
     logger.info("config: %s", json.dumps(dataclasses.asdict(config)))
     logger.info(
         "model: %s, %s parameters; attention: %s, kernel: %s; device: %s x %d (data x context x tensor: %d x %d x %d)",
-        config.model_size, f"{model_config.num_parameters():,}", config.attention_type,
+        config.model_size or model_config.model_type, f"{model_config.num_parameters():,}", config.attention_type,
         plan.execution.attention_backend, world.device.type, world.size,
         world.data_size, world.context_size, world.tensor_size,
     )  # fmt: skip
@@ -602,7 +624,7 @@ def take_step(run: Run) -> dict | None:
     run.watch()
     batches = run.loader.next_step(config.gradient_accumulation_steps)
     rate = learning_rate_of(step, config, run.start.cosine_steps)
-    sparsity = sparsity_at(config, step)
+    sparsity = sparsity_at(config, run.model_config.num_hidden_layers, step)
     set_sparsity(run.model, sparsity)
     values = {"step": step, "learning_rate": rate, "epoch": run.loader.epoch, "loss": None}
     try:

@@ -238,10 +238,11 @@ def our_step(
         host_budget=None if placement == "checkpointing" else arguments.host_budget,
     )
     settings.memory_budget = resolve_memory_budget(settings, world.device)  # refuses one on a CPU
-    configure_machine(settings, world)
+    model_config = choose_model(settings)
+    configure_machine(settings, model_config, world)
     documents = max(map(documents_of, steps), key=lambda documents: documents.longest)
     with mock.patch.object(Plan, "arena_bytes", property(arena_bytes)):
-        model, optimizer, plan = build(settings, choose_model(settings), Start(), documents, world)
+        model, optimizer, plan = build(settings, model_config, Start(), documents, world)
 
     def step(batches: list[Batch], before_update: Callable[[], None] = lambda: None) -> float:
         rate, norm = PEAK_LEARNING_RATE, settings.max_grad_norm

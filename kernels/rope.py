@@ -1,10 +1,16 @@
-"""Rotary position embedding of queries and keys in one launch: halves rotated, as Llama and Qwen3 do.
+"""Rotary position embedding of queries and keys in one launch: halves rotated, as Llama and Qwen3 do; its frequencies.
 
     [first, second] -> [first cos - second sin, second cos + first sin]
 
 cos and sin are float32 tables, by token, with whatever factor the caller scales them by. The transpose of the rotation
 is the rotation by the negated angle: backward is the same kernel. Kept for backward: the tables, nothing of q and k.
+
+A token at position t turns the i-th pair of K / 2 by t theta^(-2i / K). A model whose context was extended turns some
+pairs more slowly: `LinearScaling`, `Llama3Scaling` and `YarnScaling`, with the fields that a config.json gives them.
 """
+
+import math
+from dataclasses import dataclass, fields
 
 import torch
 import triton
@@ -157,3 +163,129 @@ def _check(q, k, cos, sin) -> None:
         raise ValueError(
             f"cos and sin must be [{T}, {K // 2}] or [{B}, {T}, {K // 2}], got {list(cos.shape)} and {list(sin.shape)}"
         )
+
+
+# Frequencies
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Every frequency divided by `factor` (Chen et al. 2023, arXiv:2306.15595)."""
+
+    factor: float
+    rope_type = "linear"
+    table_factor = 1.0  # that cos and sin are multiplied by
+
+    def __post_init__(self):
+        _check_numbers(self)
+
+    def scale(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Frequencies of few turns in the original context divided by `factor`, those of many kept (arXiv:2407.21783).
+
+    Few are fewer than `low_freq_factor` turns, many more than `high_freq_factor`; between them one goes into the other.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+    rope_type = "llama3"
+    table_factor = 1.0
+
+    def __post_init__(self):
+        _check_numbers(self)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor must be above low_freq_factor {self.low_freq_factor}, got {self.high_freq_factor}"
+            )
+
+    def scale(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        turns = frequencies * self.original_max_position_embeddings / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return torch.lerp(frequencies / self.factor, frequencies, kept.clamp(0, 1))
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): as Llama's, by a ramp over the pairs; cos and sin grow besides.
+
+    Args:
+        beta_fast, beta_slow: turns in the original context from which on a frequency is kept, and up to which it is
+            divided by `factor`.
+        attention_factor: that cos and sin are multiplied by; None: 0.1 ln(factor) + 1, or by `mscale` and
+            `mscale_all_dim` where both are there.
+        truncate: whether the ramp begins and ends at whole pairs.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32
+    beta_slow: float = 1
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    rope_type = "yarn"
+
+    def __post_init__(self):
+        _check_numbers(self)
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(f"beta_fast must be above beta_slow {self.beta_slow}, got {self.beta_fast}")
+
+    @property
+    def table_factor(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._grown(self.mscale) / self._grown(self.mscale_all_dim)
+        return self._grown(1.0)
+
+    def _grown(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1
+
+    def scale(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        half = len(frequencies)
+        first, last = (self._pair_of(turns, half, theta) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * half - 1)
+        pairs = torch.arange(half, dtype=frequencies.dtype, device=frequencies.device)
+        divided = ((pairs - first) / (last - first or 0.001)).clamp(0, 1)
+        return torch.lerp(frequencies, frequencies / self.factor, divided)
+
+    def _pair_of(self, turns: float, half: int, theta: float) -> float:
+        """Which of the pairs turns so often in the original context, a fraction."""
+        return half * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(theta)
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+_SCALINGS: tuple[type[RopeScaling], ...] = (LinearScaling, Llama3Scaling, YarnScaling)
+ROPE_TYPES = {scaling.rope_type: scaling for scaling in _SCALINGS}
+
+
+def _check_numbers(scaling) -> None:
+    for field in fields(scaling):
+        value, is_switch = getattr(scaling, field.name), field.name == "truncate"
+        if value is None and field.default is None:
+            continue
+        is_number = type(value) in (int, float) and math.isfinite(value)
+        if not (isinstance(value, bool) if is_switch else is_number):
+            raise ValueError(f"{field.name} of rope_type {scaling.rope_type} is {str(value)[:80]!r}")
+        least = 1 if field.name in ("factor", "original_max_position_embeddings") else 0
+        if not is_switch and (value < least or value == 0):
+            limit = f"at least {least}" if least else "above 0"
+            raise ValueError(f"{field.name} of rope_type {scaling.rope_type} must be {limit}, got {value}")
+
+
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None = None, device: torch.device | None = None
+) -> torch.Tensor:
+    """By how much each pair turns from a token to the next, radians, float64 [head_dim / 2]."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
+    frequencies = theta**-exponents
+    return frequencies if scaling is None else scaling.scale(frequencies, theta)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
+from kernels.rope import LinearScaling, Llama3Scaling, YarnScaling, rope_frequencies
 from kernels.sparse_attention import NSA, Sparsity
 from model import MODEL_SIZES, KeyValueCache, ModelConfig, ModelOutput, RotaryCache, Transformer, find_documents
 from training.data.loader import Batch
@@ -61,22 +62,40 @@ def test_loss_and_gradients_match_hugging_face(tied, hidden_act):
 
 
 def test_hugging_face_config_round_trip():
-    for config in (MODEL_SIZES["4B"], replace(TINY, tie_word_embeddings=False, hidden_act="gelu_tanh")):
+    extended = replace(MODEL_SIZES["4B"], rope_scaling=YarnScaling(4.0, 32_768))
+    llama = replace(TINY, model_type="llama", rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    others = llama, replace(TINY, model_type="qwen2"), replace(TINY, model_type="mistral")
+    untied = replace(TINY, tie_word_embeddings=False, hidden_act="gelu_tanh")
+    for config in (MODEL_SIZES["4B"], untied, extended, *others):
         assert ModelConfig.from_hugging_face(config.to_hugging_face()) == config
     newer = {k: v for k, v in MODEL_SIZES["4B"].to_hugging_face().items() if k not in ("rope_theta", "rope_scaling")}
     newer["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6}
     assert ModelConfig.from_hugging_face(newer).rope_theta == 5e6
-    with pytest.raises(ValueError, match="llama"):
-        ModelConfig.from_hugging_face({**newer, "model_type": "llama"})
-    with pytest.raises(ValueError, match="yarn"):
+    with pytest.raises(ValueError, match=r"model_type 'gemma2' \(it takes qwen3, qwen2, llama, mistral\)"):
+        ModelConfig.from_hugging_face({**newer, "model_type": "gemma2"})
+    with pytest.raises(ValueError, match="rope_type yarn lacks factor"):
         ModelConfig.from_hugging_face({**newer, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}})
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "scaled rotary positions .*yarn"),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "scaled rotary positions .*linear"),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_type 'longrope' .it takes linear, llama3, yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic'"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0, "turns": 3}}, "turns of rope_type linear"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor of rope_type linear must be at least 1, got 0.5"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor of rope_type yarn is '4'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25"),
+        ({"model_type": "mixtral"}, "model_type 'mixtral'"),
+        ({"model_type": None}, "model_type None"),
+        ({"num_experts": 8}, "num_experts"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window 4096"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Other"}}, "code of its own in auto_map"),
         ({"rope_scaling": {"type": "default", "mrope_section": [8, 8]}}, "mrope_section"),
         ({"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 64}, "use_sliding_window"),
         ({"use_sliding_window": True}, "use_sliding_window"),  # 4,096 tokens from layer 28 on, in transformers
@@ -99,12 +118,28 @@ def test_settings_that_would_compute_something_else_are_refused(settings, messag
         {"use_sliding_window": False, "sliding_window": 4096},
         {"use_sliding_window": True, "sliding_window": None},
         {"use_sliding_window": True, "max_window_layers": 36},
-        {"layer_types": ["full_attention"] * 36, "attention_dropout": 0.1},
+        {"layer_types": ["full_attention"] * 36, "attention_dropout": 0.1, "head_dim": None},
+        {"rope_scaling": {"rope_type": "default", "type": "default", "attention_factor": None}},
     ],
 )
 def test_settings_without_effect_are_taken(settings):
     config = MODEL_SIZES["4B"]
     assert ModelConfig.from_hugging_face({**config.to_hugging_face(), **settings}) == config
+
+
+def test_what_a_file_leaves_out_is_what_transformers_takes():
+    sizes = {name: 8 for name in ("vocab_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")}
+    older = {"model_type": "llama", "hidden_act": "silu", "hidden_size": 64, "num_attention_heads": 4, **sizes}
+    config = ModelConfig.from_hugging_face(older)
+    assert (config.head_dim, config.num_key_value_heads, config.rope_theta) == (16, 4, 1e4)
+    assert (config.tie_word_embeddings, config.rms_norm_eps) == (False, 1e-6)
+    for model_type in ("qwen2", "mistral"):
+        with pytest.raises(ValueError, match="lacks num_key_value_heads"):
+            ModelConfig.from_hugging_face({**older, "model_type": model_type, "sliding_window": None})
+    with pytest.raises(ValueError, match="sliding_window 4096"):
+        ModelConfig.from_hugging_face({**older, "model_type": "mistral"})
+    yarn = ModelConfig.from_hugging_face({**older, "rope_scaling": {"type": "yarn", "factor": 4.0}}).rope_scaling
+    assert yarn == YarnScaling(4.0, original_max_position_embeddings=8)
 
 
 def test_nsa_is_declared_and_counted():
@@ -263,13 +298,38 @@ def test_fsdp_leaves_documents_on_the_cpu():
     assert moved.segments.device.type == moved.positions_BT.device.type == "cpu"
 
 
-def test_rotary_tables_are_right_at_a_million_positions():
-    cos, sin = RotaryCache(128, 1e6).tables(2**20, torch.device("cpu"))
-    for position in (0, 1, 131_071, 1_048_575):
-        for i in (0, 1, 63):
-            angle = torch.tensor(position, dtype=torch.float64) * 1e6 ** (-2 * i / 128)
-            assert abs(cos[position, i].item() - angle.cos().item()) < 1e-6
-            assert abs(sin[position, i].item() - angle.sin().item()) < 1e-6
+SCALINGS = [
+    None,
+    LinearScaling(4.0),
+    Llama3Scaling(8.0, 1.0, 4.0, 8192),
+    YarnScaling(4.0, 32_768),
+    YarnScaling(32.0, 4096, beta_fast=20, beta_slow=2, mscale=0.7, mscale_all_dim=1.2, truncate=False),
+    YarnScaling(40.0, 8, attention_factor=1.25),  # all frequencies divided
+]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_rotary_tables_are_right_at_a_million_positions(scaling):
+    """Of each scaling the frequencies and the factor are transformers', which computes them in float32."""
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = replace(MODEL_SIZES["4B"], rope_scaling=scaling)
+    frequencies, factor = rope_frequencies(128, 1e6, scaling), 1.0
+    if scaling is not None:
+        theirs = Qwen3Config(**config.to_hugging_face())
+        expected, factor = ROPE_INIT_FUNCTIONS[scaling.rope_type](theirs, torch.device("cpu"))
+        torch.testing.assert_close(frequencies.float(), expected, rtol=2e-6, atol=0)
+        assert scaling.table_factor == pytest.approx(factor, rel=1e-12)
+    cache = RotaryCache(128, 1e6, scaling)
+    cos, sin = cache.tables(2**20 if scaling is None or factor != 1 else 4096, torch.device("cpu"))
+    for position in (0, 1, len(cos) // 8 - 1, len(cos) - 1):
+        for i in (0, 1, 40, 63):
+            angle = position * frequencies[i]
+            assert abs(cos[position, i].item() - factor * angle.cos().item()) < 1e-6
+            assert abs(sin[position, i].item() - factor * angle.sin().item()) < 1e-6
+    if scaling is None:
+        assert frequencies.tolist() == pytest.approx([1e6 ** (-2 * i / 128) for i in range(64)], rel=1e-14)
 
 
 def test_rotary_cache_survives_meta_construction_moves_and_growth(device):
@@ -365,6 +425,7 @@ def test_all_labels_ignored_gives_zero():
         ({"head_dim": 33}, "even"),
         ({"vocab_size": 0}, "vocab_size must be at least 1"),
         ({"hidden_act": "relu"}, "silu, gelu_tanh"),
+        ({"model_type": "gemma"}, "model_type must be one of qwen3, qwen2, llama, mistral, got 'gemma'"),
     ],
 )
 def test_bad_configs_are_refused(change, message):

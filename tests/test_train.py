@@ -359,7 +359,8 @@ def test_resume_refuses_another_tokenizer_before_the_data(released, corpus, tmp_
     ("settings", "message"),
     [
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "use_sliding_window"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "scaled rotary positions"),
+        ({"rope_scaling": {"type": "longrope"}, "rope_parameters": None}, "rope_type 'longrope'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling beside other rope_parameters"),
     ],
 )
 def test_released_weights_that_this_decoder_cannot_compute(settings, message, released, corpus, tmp_path, capsys):

@@ -31,7 +31,7 @@ class TrainConfig:
     """Every setting: field name = flag = key of a --config file. The file overrides defaults, flags both."""
 
     # model
-    model_size: str = flag("tiny", "shape of the model", tuple(MODEL_SIZES))
+    model_size: str | None = flag(None, "shape of the model; default: init_from's, else tiny", tuple(MODEL_SIZES))
     context_length: int = flag(512, "tokens in a sequence")
     attention_type: str = flag(
         "full", "sparse: to chosen blocks; nsa: native sparse attention; see kernels/sparse_attention", ATTENTION_TYPES
@@ -54,7 +54,12 @@ class TrainConfig:
     )
     validation_fraction: float = flag(0.02, "share of the tokens held out, whole documents")
     # run
-    init_from: str | None = flag(None, "folder of safetensors weights to start from (Qwen3's form)")
+    init_from: str | None = flag(
+        None, "folder of weights to start from: of Qwen3, Qwen2, Llama or Mistral, or a checkpoint"
+    )
+    rope_scaling: str | None = flag(
+        None, "extends the context of init_from: yarn:4, or yarn:4:32768 with the original length; or linear:4"
+    )
     max_steps: int | None = flag(None, f"steps in all; default: {DEFAULT_STEPS} from where the run starts")
     batch_size: int = flag(8, "sequences in a micro-batch of one data-parallel rank")
     gradient_accumulation_steps: int = flag(1, "micro-batches in a step")

@@ -21,10 +21,11 @@ from kernels.sparse_attention.nsa import FORCED_BLOCKS
 from kernels.sparse_attention.sparse_attention import HEAD_DIMS
 from model import MODEL_SIZES, NSA_GATES, ModelConfig, Transformer
 from training.checkpoint.files import load_optimizer_state, restore_rng
-from training.checkpoint.weights import load_model_weights, read_json
+from training.checkpoint.weights import find_weights, read_json, read_weights
 from training.config import TrainConfig
 from training.data.loader import Batch
 from training.errors import UserError, refused_as_user_error
+from training.extension import extend
 from training.memory.cost_model import PackedDocuments, Step, gib
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import Rates, available_host_bytes, cap_gpu_memory, gpu_budget, measure_rates, parse_bytes
@@ -62,13 +63,12 @@ def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | No
     return None
 
 
-def configure_machine(config: TrainConfig, world: World) -> None:
+def configure_machine(config: TrainConfig, model_config: ModelConfig, world: World) -> None:
     """Choose which kernels run, and refuse a memory budget that is not free, before anything else takes time."""
     if config.kernels == "triton" and world.device.type != "cuda":
         raise UserError('kernels "triton" needs a CUDA GPU; use auto')
-    head_dim = MODEL_SIZES[config.model_size].head_dim
-    if sparsity_of(config) and world.device.type == "cuda" and config.kernels != "torch" and head_dim not in HEAD_DIMS:
-        kind = config.attention_type
+    head_dim, kind = model_config.head_dim, config.attention_type
+    if kind != "full" and world.device.type == "cuda" and config.kernels != "torch" and head_dim not in HEAD_DIMS:
         raise UserError(f"attention_type {kind} has GPU kernels for head_dim {HEAD_DIMS}, not for {head_dim}; use full")
     set_default_implementation(config.kernels)
     settled_execution(config.loss_impl, config.attention_backend, world.device)  # refuses a backend that is not there
@@ -82,24 +82,20 @@ def shape_with(attention_type: str, size: ModelConfig) -> ModelConfig:
 
 
 def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfig:
-    """The model_size's shape, or the one that the weights to start from declare.
+    """The model_size's shape, or the one that the weights to start from declare, extended as --rope_scaling says.
 
     Args:
         resumed: the checkpoint to go on from, if there is one; else the weights are those of --init_from.
     """
-    size = shape_with(config.attention_type, MODEL_SIZES[config.model_size])
-    shape = dataclasses.replace(size, max_position_embeddings=config.context_length)
+    size = MODEL_SIZES[config.model_size or "tiny"]
+    shape = shape_with(config.attention_type, size)
     if folder := resumed or config.init_from:
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            raise UserError(f"init_from {folder} has no config.json; give a folder in Hugging Face's form")
-        with refused_as_user_error(f"cannot take {path}: "):
-            declared = _declared_shape(read_json(path), shape)
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        declared = shape_of_weights(folder)
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers") if config.model_size else ():
             if getattr(declared, name) != getattr(shape, name):
                 raise UserError(
                     f"{folder} is of another size: it has {name} {getattr(declared, name)}, model_size "
-                    f"{config.model_size} has {getattr(shape, name)}; choose the model_size of those weights"
+                    f"{config.model_size} has {getattr(shape, name)}; drop model_size, to take theirs"
                 )
         if declared.attention_type == "nsa" and shape.attention_type != "nsa":
             raise UserError(
@@ -113,10 +109,38 @@ def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfi
                     f"with --init_from {folder} and another --output_dir"
                 )
             logger.info("attention: %s has no gates of nsa; they are initialised, near 1/2", folder)
-        declared = dataclasses.replace(declared, attention_type=shape.attention_type)
-        length = max(declared.max_position_embeddings, config.context_length)
-        shape = dataclasses.replace(declared, max_position_embeddings=length)
+        shape = dataclasses.replace(declared, attention_type=shape.attention_type)
+        if config.rope_scaling is not None:
+            shape = _extended(shape, config.rope_scaling, resumed)
+    length = max(shape.max_position_embeddings, config.context_length) if folder else config.context_length
+    return dataclasses.replace(shape, max_position_embeddings=length)
+
+
+def _extended(shape: ModelConfig, rope_scaling: str, resumed: Path | None) -> ModelConfig:
+    """The shape with its context extended, which that of a resumed run is already."""
+    if resumed is None:
+        return extend(shape, rope_scaling)
+    asked, found = (
+        scaling and (scaling.rope_type, scaling.factor)
+        for scaling in (extend(dataclasses.replace(shape, rope_scaling=None), rope_scaling).rope_scaling,
+                        shape.rope_scaling)
+    )  # fmt: skip
+    if asked != found:
+        raise UserError(f"rope_scaling {rope_scaling}: {resumed} was trained with {found}; drop it, or start afresh")
     return shape
+
+
+def shape_of_weights(folder: str | Path) -> ModelConfig:
+    """What the config.json of a checkpoint or of a Hugging Face folder says.
+
+    Raises:
+        UserError: there is none, or it says what this decoder does not compute.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise UserError(f"init_from {folder} has no config.json; give a folder in Hugging Face's form")
+    with refused_as_user_error(f"cannot take {path}: "):
+        return _declared_shape(read_json(path), MODEL_SIZES["4B"])
 
 
 def _declared_shape(content: dict, like: ModelConfig) -> ModelConfig:
@@ -126,6 +150,8 @@ def _declared_shape(content: dict, like: ModelConfig) -> ModelConfig:
     except (TypeError, AttributeError) as error:
         raise ValueError(f"a value is of the wrong type ({error})") from None
     for name, value in dataclasses.asdict(like).items():
+        if name == "rope_scaling":
+            continue  # which checks its own values
         found = getattr(declared, name)
         kinds = (int, float) if isinstance(value, float) else (type(value),)
         if type(found) not in kinds or (type(found) in (int, float) and not 0 < found < 2**31):
@@ -149,8 +175,11 @@ def settled_execution(
     return Execution(loss_impl=loss_impl, attention_backend=backend, sparsity=sparsity)
 
 
-def sparsity_of(flags) -> tuple[Sparsity | NSA, ...]:
+def sparsity_of(flags, layers: int) -> tuple[Sparsity | NSA, ...]:
     """What the flags --attention_type, --selected_blocks and --dense_below say, of a run or of profile_memory.py.
+
+    Args:
+        layers: of the model.
 
     Returns:
         One a layer; () where attention is to everything.
@@ -166,7 +195,6 @@ def sparsity_of(flags) -> tuple[Sparsity | NSA, ...]:
             raise UserError(f"{name} has no effect with attention_type {kind}; drop it, or use sparse")
     if kind == "full":
         return ()
-    layers = MODEL_SIZES[flags.model_size].num_hidden_layers
     default: Sparsity | NSA = NSA() if kind == "nsa" else Sparsity()
     blocks = str(given.get("selected_blocks", default.selected_blocks))
     if isinstance(default, NSA):
@@ -188,13 +216,13 @@ def sparsity_of(flags) -> tuple[Sparsity | NSA, ...]:
     return tuple(Sparsity(selected_blocks=number, dense_below=dense_below) for number in numbers)
 
 
-def sparsity_at(config: TrainConfig, step: int) -> tuple[Sparsity | NSA, ...]:
+def sparsity_at(config: TrainConfig, layers: int, step: int) -> tuple[Sparsity | NSA, ...]:
     """A run's `sparsity_of` in one of its steps, counted from 1; no step has more chosen blocks than the first.
 
     Raises:
         UserError: as `sparsity_of`; annealing without start or end, without effect, or to more blocks.
     """
-    final, start, steps = sparsity_of(config), config.selected_blocks_start, config.selected_blocks_steps
+    final, start, steps = sparsity_of(config, layers), config.selected_blocks_start, config.selected_blocks_steps
     if start is None and steps is None:
         return final
     if start is None or steps is None or not final:
@@ -215,7 +243,8 @@ def sparsity_at(config: TrainConfig, step: int) -> tuple[Sparsity | NSA, ...]:
 def step_of(config: TrainConfig, model: Transformer, world: World, documents: PackedDocuments | None) -> Step:
     """The step that the settings ask for; `documents` are None where they are not known yet."""
     lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
-    given = settled_execution(config.loss_impl, config.attention_backend, world.device, sparsity_at(config, step=1))
+    sparsity = sparsity_at(config, model.config.num_hidden_layers, step=1)
+    given = settled_execution(config.loss_impl, config.attention_backend, world.device, sparsity)
     num_shards = world.data_size * world.context_size if world.size > 1 else None
     return Step(
         model.config, model.parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
@@ -391,7 +420,9 @@ def build(
         if model_config.attention_type == "nsa":  # a dense model's weights lack the gates, an nsa model's replace these
             fresh = initial_weights(model, config.seed)
             optimizer.load_weights((name, full) for name, full in fresh if NSA_GATES in name)
-        optimizer.load_weights(load_model_weights(config.init_from, shapes, may_lack=NSA_GATES))
+        masters = {name: tensors["master"] for name, tensors in optimizer.state_dict().items()}
+        read_weights(find_weights(config.init_from, shapes, may_lack=NSA_GATES), masters)
+        optimizer.restore_parameters()
     else:
         optimizer.load_weights(initial_weights(model, config.seed))
     return model, optimizer, plan

@@ -16,7 +16,7 @@ from kernels.cross_entropy import cross_entropy, cross_entropy_footprint
 from kernels.gated_mlp import gated_mlp, gated_mlp_footprint
 from kernels.head_exchange import HeadExchange
 from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_footprint
-from kernels.qkv_attention import _qkv_attention, qkv_attention, qkv_attention_footprint
+from kernels.qkv_attention import QKVParameters, _qkv_attention, qkv_attention, qkv_attention_footprint
 from kernels.sparse_attention import NSA, Sparsity
 from kernels.sparse_attention.nsa import nsa_workspace
 from tests.storage_counter import StorageCounter
@@ -31,22 +31,24 @@ def tensor(*shape):
     return torch.randn(shape, dtype=torch.bfloat16).requires_grad_()
 
 
-def attention_case(heads_at_a_time, num_ranks=1, sparsity=None):
+def attention_case(heads_at_a_time, num_ranks=1, sparsity=None, has_norms=True):
     """Of ranks that share sequences the operation's inside is seen, and nothing of it need be declared.
 
     NSA's logits of its gates are inputs here, the model makes them.
     """
     inputs = [tensor(1, T, D), *(tensor(size, D) for size in (H * K, G * K, G * K)), tensor(D, H * K)]
-    inputs += [tensor(K), tensor(K), *([tensor(1, T, H, 3)] if isinstance(sparsity, NSA) else [])]
+    inputs += [tensor(K), tensor(K)] if has_norms else [tensor(size) for size in (H * K, G * K, G * K)]  # biases
+    inputs += [tensor(1, T, H, 3)] if isinstance(sparsity, NSA) else []
     cos, sin = torch.rand(T, K // 2), torch.rand(T, K // 2)
     options = {"heads_at_a_time": heads_at_a_time, "sparsity": sparsity}
-    lengths = {"context_length": num_ranks * T, "num_ranks": num_ranks}
+    lengths = {"context_length": num_ranks * T, "num_ranks": num_ranks, "has_norms": has_norms}
     footprint = qkv_attention_footprint(T, D, H, G, K, **options, **lengths)
     exchange = HeadExchange(dist.group.WORLD) if num_ranks > 1 else None
     # Key/value heads that one call attends to, and what it does so with.
     heads = heads_at_a_time or G // num_ranks
     of_call = num_ranks * T, H // G * heads, heads, K
-    own = {OPS.qkv_attention.default: 2 * T * (3 * H + 4 * G) * K * heads // G}
+    heads_of_q, heads_of_k = (3 * H, 4 * G) if has_norms else (2 * H, 3 * G)  # q, k and v, normalised, and rotated
+    own = {OPS.qkv_attention.default: 2 * T * (heads_of_q + heads_of_k) * K * heads // G}
     if sparsity is None:
         bytes_of_token = 2 * of_call[1] * K, 2 * heads * K
         own[OPS.attention_backward.default] = backward_workspace("auto", num_ranks * T, *bytes_of_token, T, None)
@@ -72,8 +74,11 @@ def attention_case(heads_at_a_time, num_ranks=1, sparsity=None):
     def run(x, *weights):
         inside = mock.patch.object(OPS, "qkv_attention", _qkv_attention._init_fn) if exchange else nullcontext()
         with inside:
-            gates = weights[6] if len(weights) > 6 else None
-            return qkv_attention(x, *weights[:6], cos, sin, gates=gates, exchange=exchange, **options)
+            qkv, (o_weight, *rest) = weights[:3], weights[3:]
+            biases, norms = ([], rest[:2]) if has_norms else (rest[:3], [])
+            gates = rest[-1] if isinstance(sparsity, NSA) else None
+            parameters = QKVParameters([*qkv], biases, norms, 1e-6)
+            return qkv_attention(x, parameters, o_weight, cos, sin, gates=gates, exchange=exchange, **options)
 
     return run, inputs, footprint, own
 
@@ -104,6 +109,8 @@ def standard_loss_case():
 CASES = {
     "attention": lambda: attention_case(None),
     "attention by heads": lambda: attention_case(1),
+    "attention without norms": lambda: attention_case(None, has_norms=False),
+    "attention by heads, without norms": lambda: attention_case(1, has_norms=False),
     "sparse": lambda: attention_case(None, sparsity=Sparsity()),
     "sparse by heads": lambda: attention_case(1, sparsity=Sparsity()),
     "nsa": lambda: attention_case(None, sparsity=NSA()),
@@ -150,10 +157,13 @@ def test_on_fake_tensors(case):
 
 
 @pytest.mark.parametrize("sparsity", [None, Sparsity(), NSA()], ids=["full", "sparse", "nsa"])
-@pytest.mark.parametrize(("num_ranks", "heads_at_a_time"), [(2, None), (2, 1), (4, 1), (8, 1), (2, 2)])
-def test_shared_sequences_on_fake_tensors(num_ranks, heads_at_a_time, sparsity, monkeypatch):
+@pytest.mark.parametrize(
+    ("num_ranks", "heads_at_a_time", "has_norms"),
+    [(2, None, True), (2, 1, True), (4, 1, True), (8, 1, True), (2, 2, False), (4, None, False)],
+)
+def test_shared_sequences_on_fake_tensors(num_ranks, heads_at_a_time, has_norms, sparsity, monkeypatch):
     """8 key/value heads; the process group exchanges nothing."""
-    monkeypatch.setitem(CASES, "shared", lambda: attention_case(heads_at_a_time, num_ranks, sparsity))
+    monkeypatch.setitem(CASES, "shared", lambda: attention_case(heads_at_a_time, num_ranks, sparsity, has_norms))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     set_default_implementation("triton")
     try:

@@ -27,7 +27,8 @@ BLOCK_BYTES = 2**25  # 32 MiB: a thread copies, adds up and writes that much at 
 # Host memory that saving takes: in each thread a pinned buffer for what comes from a GPU, that part in bf16, and the
 # buffer through which the file is written.
 SAVING_BYTES = IO_THREADS * (BLOCK_BYTES + BLOCK_BYTES // 2 + BUFFER_BYTES)
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+LONGEST_HEADER = 10**8  # bytes; safetensors' own limit
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -105,15 +106,21 @@ def header_of(tensors: dict[str, Tensor], dtypes: dict[str, torch.dtype]) -> byt
 
 
 def read_entries(header: bytes, file: Path) -> dict[str, Entry]:
-    """What `header_of` wrote into the file. Raises UserError where it is something else."""
+    """What `header_of` wrote into the file. Raises UserError where it is something else, as quantized."""
     entries = {}
     try:
         for name, value in json.loads(header[8:]).items():
             if name != "__metadata__":
+                if value["dtype"] not in DTYPES:
+                    raise UserError(
+                        f"{file}: {name} is of dtype {str(value['dtype'])[:20]}, weights must be of {', '.join(DTYPES)}"
+                    )
                 shape, (start, end) = tuple(map(operator.index, value["shape"])), value["data_offsets"]
                 entries[name] = entry = Entry(DTYPES[value["dtype"]], shape, len(header) + operator.index(start))
                 if min(start, *shape, 0) < 0 or end - start != math.prod(shape) * entry.dtype.itemsize:
                     raise ValueError(name)
+    except UserError:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise UserError(f"{file} is damaged: its header describes no tensors; use another checkpoint") from None
     return entries
@@ -125,7 +132,7 @@ def read_header(file: Path) -> bytes:
         with file.open("rb") as opened:
             length = opened.read(8)
             size = int.from_bytes(length, "little")
-            if len(length) == 8 and 8 + size <= file.stat().st_size:
+            if len(length) == 8 and 8 + size <= file.stat().st_size and size <= LONGEST_HEADER:
                 return length + opened.read(size)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None

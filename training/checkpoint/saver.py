@@ -43,7 +43,7 @@ from training.checkpoint.files import (
     verify_checkpoint,
     write_file,
 )
-from training.checkpoint.weights import name_in_file
+from training.checkpoint.weights import NO_COMPANIONS, Companions, name_in_file
 from training.config import IO_THREADS
 from training.errors import UserError
 
@@ -70,6 +70,7 @@ class Saver:
         output_dir: where checkpoints are.
         keep: how many of the last ones to keep, at least 1; the one of the lowest validation loss is kept besides.
         last: the checkpoint that the run goes on from, if any: where the disk is full, it stays.
+        companions: small files, as of a tokenizer, and settings that every checkpoint has besides.
 
     Attributes:
         last: the newest checkpoint that was completed here, or the one that was given.
@@ -78,11 +79,13 @@ class Saver:
         seconds_read: of them until all of this rank's state was read, and the update could go on.
     """
 
-    def __init__(self, output_dir: str | Path, keep: int, last: Path | None = None):
+    def __init__(
+        self, output_dir: str | Path, keep: int, last: Path | None = None, companions: Companions = NO_COMPANIONS
+    ):
         assert keep >= 1, f"keep must be at least 1: got {keep}"
         self.output_dir, self.keep = Path(output_dir), keep
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self.last = last
+        self.last, self.companions = last, companions
         self.error: Exception | None = None
         self.seconds = self.seconds_read = 0.0
         self._thread: threading.Thread | None = None
@@ -107,7 +110,7 @@ class Saver:
             step: optimizer steps taken.
             weights: parameter name -> tensor or DTensor, the same names in the same order on every rank. On GPUs
                 float32 weights are rounded to bf16, in which the model computes.
-            model_config: written as config.json.
+            model_config: written as config.json, with what the companions add, and the weights' dtype.
             optimizer_state: of `MasterAdamW.state_dict`; None: the checkpoint cannot be resumed from. A plain tensor
                 is the same on every rank.
             trainer_state: what JSON can hold; its "validation_loss", if there is one, says which checkpoint is best.
@@ -116,7 +119,11 @@ class Saver:
         rank, _ = rank_and_world_size()
         small = {f"rng_{rank}.json": _json(rng_state())}
         if rank == 0:
-            small["config.json"] = _json(model_config, indent=2)
+            small |= self.companions.files
+            first = next(iter(weights.values()))
+            dtype = str(torch.bfloat16 if first.is_cuda else first.dtype).removeprefix("torch.")
+            content = {**model_config, **self.companions.settings, "torch_dtype": dtype}
+            small["config.json"] = _json(content, indent=2)
             small["trainer.json"] = _json({"step": step, "trainer_state": trainer_state}, indent=2)
         files = {WEIGHTS: {name_in_file(name): tensor for name, tensor in weights.items()}}
         if optimizer_state is not None:

@@ -1,26 +1,68 @@
-"""Weights in Hugging Face's form: safetensors files, read one weight at a time.
+"""Weights in Hugging Face's form: safetensors files and what lies beside them.
 
 In a file a weight's name is ours behind "model.": model.norm.weight for norm.weight. Only lm_head.weight has one name.
 A folder holds config.json, and either model.safetensors or several such files with an index.
+
+`python -m training.checkpoint.weights export IN OUT` makes such a folder of a checkpoint, for other programs to open.
 """
 
 import json
+import os
+import sys
+from argparse import ArgumentParser
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from training.errors import UserError, read_file
+from model import ModelConfig, Transformer
+from training.checkpoint.blocks import Block, Entry, bytes_of, header_of, local_blocks, read_entries, read_header
+from training.config import IO_THREADS
+from training.errors import UserError, message_of, read_file, refused_as_user_error
+from training.extension import extend
+
+# What lies beside weights and goes along with them into checkpoints: a tokenizer, its chat template, defaults.
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"  # of config.json, which go along as well
+NOT_WEIGHTS = "rotary_emb.inv_freq"  # in older files of Llama's
+EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
 
 
-def load_model_weights(
+@dataclass(frozen=True)
+class Companions:
+    """What goes along with weights: small files, and settings of config.json that are not the model's shape."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    settings: dict = field(default_factory=dict)
+
+
+NO_COMPANIONS = Companions()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a weight is."""
+
+    file: Path
+    key: str  # its name there
+    entry: Entry
+
+
+def find_weights(
     path: str | Path, expected: dict[str, tuple[int, ...]], *, may_lack: str | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a checkpoint, of a Hugging Face folder (one file or shards) or of a .safetensors file.
+) -> dict[str, Place]:
+    """The places of the weights of a checkpoint, of a Hugging Face folder (one file or shards) or of a .safetensors.
 
-    Names and shapes are checked from the files' headers, in this call; tensors are then read one at a time.
+    Names and shapes are checked from the files' headers. Nothing larger is read, but for the copy of a tied head.
 
     Args:
         path: the folder or file.
@@ -29,17 +71,20 @@ def load_model_weights(
         may_lack: a part of names, such as ".g_proj.": if no weight has it, those expected are left out.
 
     Returns:
-        Iterator of (our name, CPU tensor in the file's dtype).
+        By our names, in the order of `expected`.
 
     Raises:
         UserError: one line naming the file that is missing or truncated, or the first weight that does not fit.
     """
     path = Path(path)
-    places = {}  # our name -> (file, its name there, shape)
+    places: dict[str, Place] = {}
     for file in _weight_files(path):
-        with _open_safetensors(file) as weights:
-            for key in sorted(weights.keys()):
-                places[key.removeprefix("model.")] = file, key, tuple(weights.get_slice(key).get_shape())
+        for key, entry in _entries(file).items():
+            name = key.removeprefix("model.")
+            if name in places:
+                raise UserError(f"{path} has {key} twice, also in {places[name].file.name}; give another folder")
+            if not name.endswith(NOT_WEIGHTS):
+                places[name] = Place(file, key, entry)
     if may_lack is not None and not any(may_lack in name for name in places):
         expected = {name: shape for name, shape in expected.items() if may_lack not in name}
     another = f"checkpoint {path} is of another size"
@@ -47,8 +92,8 @@ def load_model_weights(
     for name, shape in expected.items():
         if name not in places:
             raise UserError(f"{another}: it has no {name_in_file(name)}, this model needs it; {hint}")
-        if places[name][2] != tuple(shape):
-            raise UserError(f"{another}: {name_in_file(name)} has shape {list(places[name][2])}, "
+        if places[name].entry.shape != tuple(shape):
+            raise UserError(f"{another}: {name_in_file(name)} has shape {list(places[name].entry.shape)}, "
                              f"this model needs {list(shape)}; {hint}")  # fmt: skip
     tied_copy = places.pop("lm_head.weight", None) if "lm_head.weight" not in expected else None
     for name in places:
@@ -56,7 +101,37 @@ def load_model_weights(
             raise UserError(f"{another}: it has {name_in_file(name)}, this model does not; {hint}")
     if tied_copy and not torch.equal(_read_weight(tied_copy), _read_weight(places["embed_tokens.weight"])):
         raise UserError(f"checkpoint {path} has an lm_head.weight of its own, this model ties it to the embedding")
-    return ((name, _read_weight(places[name])) for name in expected)
+    return {name: places[name] for name in expected}
+
+
+def load_model_weights(
+    path: str | Path, expected: dict[str, tuple[int, ...]], *, may_lack: str | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(our name, whole CPU tensor in the file's dtype) of each weight, read one at a time; arguments as `find_weights`.
+
+    What is refused is refused in this call.
+    """
+    return ((name, _read_weight(place)) for name, place in find_weights(path, expected, may_lack=may_lack).items())
+
+
+@torch.no_grad()
+def read_weights(places: dict[str, Place], tensors: dict[str, Tensor]) -> None:
+    """Fill tensors and DTensors of any dtype and device, by our names, from a checkpoint's files.
+
+    Each rank reads its own part, in blocks, a few at a time: there is no second copy of the model, nor of a weight.
+    """
+    with ExitStack() as stack:
+        files = {file: stack.enter_context(file.open("rb")) for file in {place.file for place in places.values()}}
+
+        def load(block_and_part: tuple[Block, Tensor]) -> None:
+            block, part = block_and_part
+            place = places[block.name]
+            content = torch.empty(part.shape, dtype=place.entry.dtype)
+            block.read(files[place.file].fileno(), place.entry, bytes_of(content))
+            part.copy_(content.to(part.device))  # on its way in the file's dtype, then cast
+
+        with ThreadPoolExecutor(IO_THREADS) as pool:
+            list(pool.map(load, local_blocks({name: tensors[name] for name in places})))
 
 
 def read_json(file: Path) -> dict:
@@ -68,6 +143,19 @@ def read_json(file: Path) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{file} is damaged: it holds no JSON object")
     return content
+
+
+def read_companions(tokenizer: Path) -> Companions:
+    """Those of the weights whose tokenizer that file is."""
+    files = {"tokenizer.json": read_file(tokenizer, "give --tokenizer the path of a tokenizer.json")}
+    if tokenizer.name != "tokenizer.json":
+        return Companions(files)
+    folder, settings = tokenizer.parent, {}
+    files |= {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
+    if (folder / "config.json").is_file():
+        content = read_json(folder / "config.json")
+        settings = {name: content[name] for name in TOKEN_IDS if name in content}
+    return Companions(files, settings)
 
 
 def name_in_file(name: str) -> str:
@@ -87,22 +175,96 @@ def _weight_files(path: Path) -> list[Path]:
         places = read_json(index).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
             raise UserError(f"{index} is damaged: its weight_map must name a file for each weight")
+        for shard in places.values():
+            if "\0" in shard or Path(shard).name != shard or shard in ("", ".."):
+                raise UserError(f"{index} names {shard[:80]!r}, which is no file of this folder; give another folder")
         return sorted({path / shard for shard in places.values()})
     raise UserError(f"{path} has no model.safetensors; give a checkpoint's step_ folder or a Hugging Face folder")
 
 
-@contextmanager
-def _open_safetensors(file: Path):
+def _entries(file: Path) -> dict[str, Entry]:
+    """What a safetensors file holds; the library has checked that offsets, shapes and the file's size agree."""
     try:
         if not file.is_file():  # a pipe would be waited for
             raise FileNotFoundError("no such file")
-        with safe_open(file, framework="pt") as weights:
-            yield weights
+        with safe_open(file, framework="pt"):
+            pass
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is missing, truncated or no safetensors file: {error}") from None
+    return read_entries(read_header(file), file)
 
 
-def _read_weight(place: tuple[Path, str, tuple[int, ...]]) -> torch.Tensor:
-    file, key, _ = place
-    with _open_safetensors(file) as weights:
-        return weights.get_tensor(key)
+def _read_weight(place: Place) -> Tensor:
+    entry = place.entry
+    weight = torch.empty(entry.shape, dtype=entry.dtype)
+    with place.file.open("rb") as file:
+        Block(place.key, (0,) * len(entry.shape), entry.shape).read(file.fileno(), entry, bytes_of(weight))
+    return weight
+
+
+# The command
+
+
+def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | None = None) -> str:
+    """Write config.json, model.safetensors and what goes along with them; returns what was written, for people."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} is already there; give a folder that is not, or an empty one")
+    if not (source / "config.json").is_file():
+        raise UserError(f"{source} has no config.json; give a checkpoint's step_ folder or a Hugging Face folder")
+    with refused_as_user_error(f"cannot take {source / 'config.json'}: "):
+        config = ModelConfig.from_hugging_face(read_json(source / "config.json"))
+    if config.attention_type == "nsa":
+        raise UserError(f"{source} attends by nsa, which neither transformers nor vLLM computes; give other weights")
+    if rope_scaling is not None:
+        config = extend(config, rope_scaling)
+    with torch.device("meta"):
+        parameters = dict(Transformer(config).named_parameters())
+    weights = load_model_weights(source, {name: parameter.shape for name, parameter in parameters.items()})
+    tokenizer = source / "tokenizer.json"
+    companions = read_companions(tokenizer) if tokenizer.is_file() else NO_COMPANIONS
+    content = {**config.to_hugging_face(), **companions.settings, "torch_dtype": str(dtype).removeprefix("torch.")}
+    files = {**companions.files, "config.json": (json.dumps(content, indent=2) + "\n").encode()}
+    temporary = target.with_name(f".{target.name}.tmp")  # a killed export leaves nothing that looks like one
+    temporary.mkdir(parents=True, exist_ok=True)
+    header = header_of(
+        {name_in_file(n): p for n, p in parameters.items()}, {name_in_file(n): dtype for n in parameters}
+    )
+    with (temporary / "model.safetensors").open("wb") as file:
+        file.write(header)
+        for name, weight in weights:
+            if not weight.to(dtype).isfinite().all():
+                raise UserError(f"{name_in_file(name)} is not finite in {dtype}; choose another --dtype")
+            file.write(bytes_of(weight.to(dtype)))
+        size = file.tell()
+    for name, companion in files.items():
+        (temporary / name).write_bytes(companion)
+    os.replace(temporary, target)
+    return (
+        f"{target}: {config.num_parameters():,} parameters of {config.model_type}, {dtype}, {size / 1e9:.2f} GB in "
+        f"model.safetensors; {', '.join(sorted(files))}"
+    )
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def main(argv: list[str]) -> int:
+    try:
+        parser = _Parser(prog="python -m training.checkpoint.weights", allow_abbrev=False)
+        command = parser.add_subparsers(required=True).add_parser("export", help="a folder in Hugging Face's form")
+        command.add_argument("source", type=Path, help="a step_ folder of a run, or a folder in Hugging Face's form")
+        command.add_argument("target", type=Path, help="the folder to make")
+        command.add_argument("--dtype", default="bf16", choices=EXPORT_DTYPES, help="default: bf16")
+        command.add_argument("--rope_scaling", help="extend the context: yarn:4, yarn:4:32768 or linear:4")
+        flags = parser.parse_args(argv)
+        print(export(flags.source, flags.target, EXPORT_DTYPES[flags.dtype], flags.rope_scaling))
+    except (UserError, OSError) as error:
+        print(message_of(error), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -155,10 +155,7 @@ def probe_model(
 
     def before(attention, arguments):
         x, context = arguments
-        q, k, _ = project_heads(
-            x, attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight, attention.q_norm.weight,
-            attention.k_norm.weight, context.cos, context.sin, attention.q_norm.eps,
-        )  # fmt: skip
+        q, k, _ = project_heads(x, attention.qkv_parameters(), context.cos, context.sin)
         of_layer = sparsity[attention.layer]
         layout = make_layout(q, context.segments, of_layer.block_size, of_layer.window)
         queries = spread_queries(layout, batch.targets, most, num_queries)
@@ -272,7 +269,7 @@ def parse_flags(argv: list[str]) -> Namespace:
         prog="python -m training.evaluation.sparsity", description=__doc__.splitlines()[0], allow_abbrev=False
     )
     add = parser.add_argument
-    add("checkpoint", help="a step_ folder of a run, or a folder in Hugging Face's Qwen3 form")
+    add("checkpoint", help="a step_ folder of a run, or a folder in Hugging Face's form")
     add("--data", nargs="+", help="files or folders of .txt .md .py .jsonl; default: Python's standard library")
     add("--context_length", type=int, default=32_768, help="tokens of a sequence; default: 32768")
     add("--sequences", type=int, default=4, help="sequences of the data; default: 4")
@@ -288,7 +285,9 @@ def parse_flags(argv: list[str]) -> Namespace:
 def load_model(checkpoint: Path, device: torch.device) -> Transformer:
     """A checkpoint's model, bf16 on a GPU and float32 on a CPU."""
     if not (checkpoint / "config.json").is_file():
-        raise UserError(f"{checkpoint} has no config.json; give a checkpoint's step_ folder or one in Qwen3's form")
+        raise UserError(
+            f"{checkpoint} has no config.json; give a checkpoint's step_ folder or one in Hugging Face's form"
+        )
     with refused_as_user_error(f"cannot take {checkpoint}: "):
         config = ModelConfig.from_hugging_face(read_json(checkpoint / "config.json"))
     if config.attention_type == "nsa":

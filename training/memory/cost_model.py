@@ -358,7 +358,7 @@ class Step:
                 self.tokens, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
                 config.head_dim, element_size=self.element_size, backend=execution.attention_backend,
                 context_length=self.context_length, longest=longest, sparsity=sparsity,
-                heads_at_a_time=execution.heads_at_a_time, num_ranks=self.num_ranks,
+                heads_at_a_time=execution.heads_at_a_time, num_ranks=self.num_ranks, has_norms=config.has_head_norms,
             ),
             _mlp_footprint(
                 self.tokens, config.hidden_size, config.intermediate_size, element_size=self.element_size,
@@ -387,8 +387,11 @@ class Step:
             working = 3 * x + max(mlp.forward, 2 * x)
             forward = {**inputs, "attention": kept, "MLP": working}
             attending = x + attention.forward  # attention works on its norm's output
-            if self.num_ranks > 1 and not execution.heads_at_a_time:  # attention's output, as it is sent and received
-                outputs = 3 * self.element_size * self.config.num_attention_heads * self.config.head_dim * self.tokens
+            if self.num_ranks > 1 and not execution.heads_at_a_time:
+                # Attention's output, as it is sent and received; what is kept is that output, but for NSA's.
+                output = self.element_size * self.config.num_attention_heads * self.config.head_dim * self.tokens
+                is_kept = placement.results != "recompute" and not isinstance(sparsity, NSA)
+                outputs = (2 if is_kept else 3) * output
                 attending = max(attending, x + kept + outputs)
             if attending > kept + working:
                 forward = {**inputs, "attention": attending}

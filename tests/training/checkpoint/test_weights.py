@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.training.checkpoint.test_files import Model, assert_same_state, save, weights_of
 from training.checkpoint import weights as weights_module
+from training.checkpoint.blocks import read_header
 from training.checkpoint.weights import load_model_weights
 
 
@@ -94,12 +95,43 @@ def test_weights_that_cannot_be_read(tmp_path):
         load_model_weights(path, shapes)
 
 
+@pytest.mark.parametrize("shard", ["../model.safetensors", "/etc/passwd", "..", "a/b.safetensors", "", "a\0b"])
+def test_an_index_names_files_of_its_folder(shard, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
+    with pytest.raises(ValueError, match="which is no file of this folder"):
+        load_model_weights(tmp_path, {"norm.weight": (8,)})
+
+
+def test_weights_that_no_decoder_here_reads(tmp_path):
+    """Quantized ones, one that two files have, and a header that would fill memory; older files' tables are dropped."""
+    file, embedding = tmp_path / "model.safetensors", {"embed_tokens.weight": (3, 2)}
+    weights = {
+        "model.embed_tokens.weight": torch.zeros(3, 2),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
+    }
+    save_file(weights, file)
+    assert [name for name, _ in load_model_weights(tmp_path, embedding)] == ["embed_tokens.weight"]
+    save_file({"model.embed_tokens.weight": torch.zeros(3, 2, dtype=torch.int8)}, file)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is of dtype I8, weights must be of F32, BF16, F16"):
+        load_model_weights(tmp_path, embedding)
+    save_file({"model.embed_tokens.weight": torch.zeros(3, 2), "embed_tokens.weight": torch.ones(3, 2)}, file)
+    with pytest.raises(ValueError, match="twice"):
+        load_model_weights(tmp_path, embedding)
+    with file.open("wb") as opened:  # 200 MB, of which the disk stores nothing
+        opened.write((2 * 10**8).to_bytes(8, "little"))
+        opened.truncate(3 * 10**8)
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing, truncated or no safetensors file"):
+        load_model_weights(tmp_path, embedding)
+    with pytest.raises(ValueError, match="truncated or no safetensors file"):
+        read_header(file)
+
+
 def test_only_the_header_is_read_before_the_check(tmp_path, monkeypatch):
     path = save(tmp_path, 1)
     shapes = {name: p.shape for name, p in weights_of(Model()).items()}
     reads = []
     real = weights_module._read_weight
-    monkeypatch.setattr(weights_module, "_read_weight", lambda place: reads.append(place[1]) or real(place))
+    monkeypatch.setattr(weights_module, "_read_weight", lambda place: reads.append(place.key) or real(place))
     weights = load_model_weights(path, shapes)
     assert reads == []
     list(itertools.islice(weights, 1))

@@ -83,7 +83,7 @@ def own_bytes(step, execution):
     if step.num_ranks > 1:
 
         def shared(*arguments):
-            kind, sizes = arguments[8], arguments[10]
+            kind, sizes = arguments[9], arguments[11]
             sparsity = {"full": lambda: None, "sparse": lambda *sizes: Sparsity(*sizes), "nsa": NSA}[kind](*sizes)
             attention, _ = step._footprints(execution, sparsity)
             gates = 2 * step.tokens * config.num_gates  # the operation is given them
@@ -161,11 +161,21 @@ def run_dry(step, *executions, warm_up=False):
     return measurements
 
 
-def step_of(size, context_length, *, backend="cpu", loss_impl="auto", num_hidden_layers=None, nsa=False, **options):
+def step_of(
+    size,
+    context_length,
+    *,
+    backend="cpu",
+    loss_impl="auto",
+    num_hidden_layers=None,
+    nsa=False,
+    model_type="qwen3",
+    **options,
+):
     """Of ranks that share matrices, of one of them."""
     config, given = MODEL_SIZES[size], Execution(loss_impl=loss_impl, attention_backend=backend)
     layers, attention_type = num_hidden_layers or config.num_hidden_layers, "nsa" if nsa else "full"
-    config = replace(config, num_hidden_layers=layers, attention_type=attention_type)
+    config = replace(config, num_hidden_layers=layers, attention_type=attention_type, model_type=model_type)
     config = config.split(options.get("tensor_ranks", 1))
     with torch.device("meta"):
         parameters = list(Transformer(config).to(torch.bfloat16).parameters())
@@ -230,6 +240,7 @@ SHARED = {
 def test_the_prediction_for_ranks_that_share_sequences(case, dry_run):
     num_ranks, placements, heads, sparsity = SHARED[case]
     options = {"num_hidden_layers": 2, "num_ranks": num_ranks, "nsa": "nsa" in case}
+    options["model_type"] = "llama" if case in ("all heads", "one step") else "qwen3"
     step = step_of("4B", 262_144, loss_impl="chunked", **options)
     step.given = replace(step.given, sparsity=sparsity)
     execution = replace(step.given, placements=tuple(placements), mlp_tile_size=8192, heads_at_a_time=heads)
@@ -239,7 +250,7 @@ def test_the_prediction_for_ranks_that_share_sequences(case, dry_run):
 TENSOR = {
     "all heads": (2, [Placement(), GPU], None, None, {}),
     "whole": (2, [WHOLE] * 2, None, None, {"loss_impl": "standard"}),
-    "one head": (4, [ON_HOST, Placement()], 1, 8192, {}),
+    "one head": (4, [ON_HOST, Placement()], 1, 8192, {"model_type": "qwen2"}),
     "nsa": (2, [Placement(), WHOLE], None, 8192, {"nsa": True}),
 }
 

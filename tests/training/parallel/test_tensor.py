@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import train
 from kernels.sparse_attention import NSA, Sparsity
@@ -14,8 +15,10 @@ from tests.ranks import run_ranks
 from tests.test_train import arguments, metrics, only_resume, weights
 from tests.training.parallel.test_ulysses import (
     HOST,
+    LLAMA,
     ONE,
     PACKED,
+    QWEN2,
     ROOT,
     SEQUENCES,
     STEADY,
@@ -25,6 +28,7 @@ from tests.training.parallel.test_ulysses import (
     check_on_gpus,
     loss_and_gradients,
 )
+from training.checkpoint.weights import find_weights, read_weights
 from training.errors import UserError
 from training.memory.execution import WHOLE, Placement
 from training.parallel.tensor import check_matrix_sharing
@@ -37,24 +41,42 @@ ONE_HEAD = {"heads_at_a_time": 1, **TILES}
 # Of 4 ranks, (those that share each sequence, those that share each matrix).
 CASES = {
     "packed, untied": ([(1, 2), (1, 4)], Case(8, 4, 64, PACKED, (WHOLE, HOST), "chunked", tied=False, **TILES)),
-    "one document": ([(2, 2)], Case(8, 4, 67, ONE, (AGAIN, PAIR), "standard", **ONE_HEAD)),
-    "sparse": ([(1, 2)], Case(8, 4, 256, SPARSE_LENGTHS, (KEPT, WHOLE), "standard", SPARSE, tied=False)),
-    "sparse, one head": ([(2, 2)], Case(8, 4, 256, SPARSE_LENGTHS, (AGAIN, HOST), "chunked", SPARSE, **ONE_HEAD)),
-    "nsa": ([(1, 4)], Case(8, 4, 321, NSA_LENGTHS, (WHOLE, KEPT), "chunked", NSA(4, 64), **TILES)),
+    "one document": ([(2, 2)], Case(8, 4, 67, ONE, (AGAIN, PAIR), "standard", **ONE_HEAD, **QWEN2)),
+    "sparse": ([(1, 2)], Case(8, 4, 256, SPARSE_LENGTHS, (KEPT, WHOLE), "standard", SPARSE, tied=False, **QWEN2)),
+    "sparse, one head": (
+        [(2, 2)], Case(8, 4, 256, SPARSE_LENGTHS, (AGAIN, HOST), "chunked", SPARSE, **ONE_HEAD, **LLAMA),
+    ),
+    "nsa": ([(1, 4)], Case(8, 4, 321, NSA_LENGTHS, (WHOLE, KEPT), "chunked", NSA(4, 64), **TILES, **LLAMA)),
     "nsa, one head": ([(1, 2)], Case(8, 4, 321, NSA_LENGTHS, (AGAIN, KEPT), "standard", NSA(4, 64), **ONE_HEAD)),
     "bfloat16": ([(1, 2), (1, 4)], Case(8, 4, 64, PACKED, (KEPT, WHOLE), "chunked", dtype=torch.bfloat16, **TILES)),
-    "bfloat16, standard": ([(2, 2)], Case(8, 4, 64, PACKED, (AGAIN, WHOLE), "standard", dtype=torch.bfloat16)),
+    "bfloat16, standard": ([(2, 2)], Case(8, 4, 64, PACKED, (AGAIN, WHOLE), "standard", dtype=torch.bfloat16, **QWEN2)),
 }  # fmt: skip
 
 
-def check_four_ranks(world: World) -> None:
+def check_four_ranks(world: World, folder: Path) -> None:
     worlds = worlds_of(world)
+    check_streamed_weights(worlds[2, 2], folder)
     for name, (splits, case) in CASES.items():
         for split in splits:
             loss, gradients = loss_and_gradients(case, worlds[split], min(2, SEQUENCES // worlds[split].data_size))
             if world.is_main:
                 assert_equals_one_process(f"{name}, {split}", case, loss, gradients)
     check_logits(worlds[1, 4])
+
+
+def check_streamed_weights(world: World, folder: Path) -> None:
+    """Biases and matrices of released files, sharded twice, each rank's own part bit for bit."""
+    model = build(CASES["one document"][1], world)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    generator = torch.Generator().manual_seed(3)
+    released = {name: torch.randn(shape, generator=generator).half() for name, shape in shapes.items()}
+    if world.is_main:
+        save_file({f"model.{name}": weight for name, weight in released.items()}, folder / "model.safetensors")
+    torch.distributed.barrier()
+    with mock.patch("training.checkpoint.blocks.BLOCK_BYTES", 2**9):
+        read_weights(find_weights(folder, shapes), dict(model.named_parameters()))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.detach().full_tensor(), released[name].float()), name
 
 
 def check_logits(world: World) -> None:
@@ -75,8 +97,8 @@ def worlds_of(world: World) -> dict[tuple[int, int], World]:
     return {split: World(world.rank, 4, world.device, make_mesh("cpu", 4, *split)) for split in splits}
 
 
-def test_four_ranks_equal_one_process():
-    run_ranks(4, check_four_ranks)
+def test_four_ranks_equal_one_process(tmp_path):
+    run_ranks(4, check_four_ranks, tmp_path)
 
 
 def check_two_gpus(world: World) -> None:

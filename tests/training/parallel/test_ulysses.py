@@ -49,23 +49,30 @@ class Case(NamedTuple):
     K: int = 32
     mlp_tile_size: int | None = None
     tied: bool = True
+    model_type: str = "qwen3"  # which says whether there are biases, and norms of heads
 
 
 PACKED, ONE = (50, 7, 120, 33, 64, 9, 90, 21), (700,)
 HOST = Placement("host", "host")
+QWEN2, LLAMA = {"model_type": "qwen2"}, {"model_type": "llama"}  # biases without norms of heads; neither
 CASES = {
     "dense, packed": Case(8, 2, 64, PACKED, (WHOLE, WHOLE), "chunked"),
     "one document of odd length": Case(8, 2, 67, ONE, (Placement(), Placement()), "standard"),
-    "groups that ranks divide unevenly": Case(12, 6, 64, PACKED, (HOST, Placement("recompute")), "chunked"),
-    "sparse": Case(8, 4, 256, (150, 300, 41), (Placement("gpu", "gpu"), HOST), "standard", Sparsity(1, 32, 64, 65)),
+    "groups that ranks divide unevenly": Case(12, 6, 64, PACKED, (HOST, Placement("recompute")), "chunked", **QWEN2),
+    "sparse": Case(
+        8, 4, 256, (150, 300, 41), (Placement("gpu", "gpu"), HOST), "standard", Sparsity(1, 32, 64, 65),
+        **LLAMA,
+    ),
     "nsa": Case(8, 4, 321, (1200, 300, 77, 400), (WHOLE, Placement("gpu", "host")), "chunked", NSA(4, 64)),
     "dense, one head at a time": Case(8, 4, 67, ONE, (Placement(), Placement("gpu", "gpu")), heads_at_a_time=1),
-    "dense, packed, two heads": Case(8, 8, 64, PACKED, (HOST, Placement("recompute")), heads_at_a_time=2),
+    "dense, packed, two heads": Case(8, 8, 64, PACKED, (HOST, Placement("recompute")), heads_at_a_time=2, **QWEN2),
     "sparse, one head": Case(
-        8, 4, 256, (150, 300, 41), (Placement(), HOST), "standard", Sparsity(1, 32, 64, 65), heads_at_a_time=1
+        8, 4, 256, (150, 300, 41), (Placement(), HOST), "standard", Sparsity(1, 32, 64, 65), heads_at_a_time=1,
+        **QWEN2,
     ),
     "nsa, one head": Case(
-        8, 4, 321, (1200, 300, 77), (Placement(), Placement("gpu", "host")), "chunked", NSA(4, 64), heads_at_a_time=1
+        8, 4, 321, (1200, 300, 77), (Placement(), Placement("gpu", "host")), "chunked", NSA(4, 64), heads_at_a_time=1,
+        **LLAMA,
     ),
     "bfloat16": Case(8, 2, 64, PACKED, (Placement(), WHOLE), "chunked", dtype=torch.bfloat16),
 }  # fmt: skip
@@ -100,7 +107,7 @@ def check_exchange(world: World) -> None:
 
 def build(case: Case, world: World) -> Transformer:
     attention_type = "nsa" if isinstance(case.sparsity, NSA) else "full"
-    options = {"attention_type": attention_type, "tie_word_embeddings": case.tied}
+    options = {"attention_type": attention_type, "tie_word_embeddings": case.tied, "model_type": case.model_type}
     config = ModelConfig(256, 64, 96, 2, case.H, case.G, case.K, **options)
     with torch.device("meta"):
         model = Transformer(config.split(world.tensor_size)).to(case.dtype if world.size == 1 else torch.float32)
@@ -110,6 +117,7 @@ def build(case: Case, world: World) -> Transformer:
         share_sequences(model, world)
     model.to_empty(device=world.device)
     drawn = initial_weights(Transformer(config), seed=0)  # on the CPU: a GPU's generator gives other numbers
+    drawn = ((name, torch.linspace(-0.1, 0.1, len(x)) if name.endswith(".bias") else x) for name, x in drawn)
     copy_weights(model, ((name, full.bfloat16().to(world.device)) for name, full in drawn))
     placements = case.placements if world.size > 1 else (WHOLE, WHOLE)
     sparsity = () if case.sparsity is None else (case.sparsity,) * 2
@@ -168,7 +176,8 @@ def assert_equals_one_process(
 
     limit = 2 * max(errors(one_process(case, device)[1]).values()) if case.dtype != torch.float32 else 2e-6
     assert limit < 0.2, f"{name}: one process in {case.dtype} is wrong by {limit / 2}"
-    assert not {n: error for n, error in errors(gradients).items() if not error < limit}, name
+    wrong = {n: error for n, error in errors(gradients).items() if not error < limit}
+    assert not wrong, f"{name}: {wrong}"
 
 
 def check_loss_choice(world: World) -> None:

@@ -1,0 +1,121 @@
+"""Seconds and host memory of starting from a released folder: `python -m benchmarks.bench_load_weights --folder DIR`.
+
+A folder of random weights in a size's shape is written first where there is none: bf16, in shards, as released. Then a
+model and its optimizer are built as train.py builds them, and filled. What is timed is that alone: from the files to
+masters and weights in their places. `--drop_cache` asks the kernel to forget what its page cache has of the files.
+"""
+
+import contextlib
+import json
+import os
+import threading
+import time
+from argparse import ArgumentParser
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from model import MODEL_SIZES, Transformer
+from training.checkpoint.weights import find_weights, name_in_file, read_weights
+from training.config import TrainConfig
+from training.memory.cost_model import PackedDocuments
+from training.optimizer import MasterAdamW
+from training.parallel.world import join_world
+from training.run import build_model, choose_model, configure_machine, resolve_memory_budget
+
+SHARD_BYTES = 4 * 2**30
+
+
+def write_folder(folder: Path, size: str) -> None:
+    """Random weights of that shape, a shard at a time."""
+    folder.mkdir(parents=True)
+    with torch.device("meta"):
+        parameters = dict(Transformer(MODEL_SIZES[size]).named_parameters())
+    places: dict[str, str] = {}
+    shard: dict[str, torch.Tensor] = {}
+    for name, parameter in parameters.items():
+        shard[name_in_file(name)] = torch.empty(parameter.shape, dtype=torch.bfloat16).normal_(0, 0.02)
+        if sum(weight.nbytes for weight in shard.values()) > SHARD_BYTES or name == list(parameters)[-1]:
+            file = f"model-{len(set(places.values())) + 1:05}.safetensors"
+            save_file(shard, folder / file, metadata={"format": "pt"})
+            places |= dict.fromkeys(shard, file)
+            shard = {}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / "config.json").write_text(json.dumps(MODEL_SIZES[size].to_hugging_face()))
+
+
+def forget(folder: Path) -> None:
+    """Have the kernel drop what its page cache holds of the folder."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@contextlib.contextmanager
+def watching_memory():
+    """A list of one number: bytes by which the process's resident memory was larger at most than at the start."""
+    peak, done = [0], threading.Event()
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def watch(start: int) -> None:
+        while not done.wait(0.01):
+            peak[0] = max(peak[0], resident() - start)
+
+    thread = threading.Thread(target=watch, args=(resident(),))
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="is written where it is not there")
+    parser.add_argument("--model_size", default="4B", choices=MODEL_SIZES, help="of a folder that is written")
+    parser.add_argument("--context_length", type=int, default=65_536)
+    parser.add_argument("--memory_budget", help="as train.py's; default there")
+    parser.add_argument("--host_budget")
+    parser.add_argument("--drop_cache", action="store_true")
+    flags = parser.parse_args()
+    if not flags.folder.exists():
+        write_folder(flags.folder, flags.model_size)
+    lengths = {"context_length": flags.context_length, "batch_size": 1}
+    budgets = {"memory_budget": flags.memory_budget, "host_budget": flags.host_budget}
+    config = TrainConfig(init_from=str(flags.folder), **lengths, **budgets)
+    with join_world("auto") as world:
+        config.memory_budget = resolve_memory_budget(config, world.device)
+        model_config = choose_model(config)
+        configure_machine(config, model_config, world)
+        model, plan = build_model(config, model_config, world, PackedDocuments.one_each(flags.context_length, 1))
+        state = plan.execution.gpu_state_bytes
+        optimizer = MasterAdamW(model.named_parameters(), accumulate=False, gpu_state_bytes=state)
+        for parameter in model.parameters():  # on a CPU, memory is there once it is written to
+            parameter.detach().zero_()
+        if flags.drop_cache:
+            forget(flags.folder)
+        torch.get_device_module(world.device).synchronize()
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        with watching_memory() as peak:
+            began = time.perf_counter()
+            masters = {name: tensors["master"] for name, tensors in optimizer.state_dict().items()}
+            read_weights(find_weights(flags.folder, shapes), masters)
+            optimizer.restore_parameters()
+            torch.get_device_module(world.device).synchronize()
+            seconds = time.perf_counter() - began
+        size = sum(file.stat().st_size for file in flags.folder.glob("*.safetensors"))
+        cache = "dropped from" if flags.drop_cache else "perhaps in"
+        print(
+            f"{size / 1e9:.2f} GB, {cache} the page cache: {seconds:.1f} s, {size / seconds / 1e9:.2f} GB/s; "
+            f"host memory {peak[0] / 2**20:.0f} MiB above what was there; state on {world.device.type}: "
+            f"{plan.execution.gpu_state_bytes:.3g} bytes; torch {torch.__version__}"
+        )
+
+
+if __name__ == "__main__":
+    main()

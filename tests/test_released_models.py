@@ -1,0 +1,230 @@
+"""Models as they are released, against transformers: logits, loss, every gradient, what is generated, and files."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import profile_memory
+import train
+from kernels.rope import YarnScaling
+from model import MODEL_SIZES, ModelConfig, Transformer
+from tests.test_train import arguments, only_resume, write_tokenizer
+from training.checkpoint import weights as weights_module
+from training.checkpoint.weights import load_model_weights
+from training.config import TrainConfig
+from training.memory.cost_model import PackedDocuments
+from training.memory.execution import Execution, Placement
+from training.memory.placement import apply_execution
+from training.parallel.world import World
+from training.run import Start, build, choose_model
+
+SIZES = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+# Of each form: model_type, query and key/value heads, what else its config.json says, the dtype of its files, and the
+# bytes of a shard.
+FORMS = {
+    "Qwen3": ("qwen3", 4, 2, {"head_dim": 16, "tie_word_embeddings": True}, "bfloat16", "1GB"),
+    "Qwen3, YaRN": ("qwen3", 4, 1, {"head_dim": 32, "rope_scaling": YARN, "rope_theta": 1e6}, "float32", "20KB"),
+    "Qwen2.5": ("qwen2", 6, 1, {"tie_word_embeddings": True, "rope_theta": 1e6}, "bfloat16", "1GB"),
+    "Qwen2.5, YaRN": ("qwen2", 3, 3, {"rope_scaling": {**YARN, "beta_fast": 16, "truncate": False}}, "float16", "9KB"),
+    "Llama 2": ("llama", 4, 4, {}, "float16", "30KB"),
+    "Llama 3": ("llama", 6, 2, {"rope_scaling": LLAMA3, "rope_theta": 5e5, "head_dim": 8}, "bfloat16", "1GB"),
+    "Llama, linear": ("llama", 4, 2, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "float32", "1GB"),
+    "SmolLM2": ("llama", 3, 1, {"tie_word_embeddings": True, "rope_theta": 1e5}, "bfloat16", "1GB"),
+    "Mistral": ("mistral", 4, 2, {"head_dim": 16, "sliding_window": None, "rope_theta": 1e6}, "bfloat16", "20KB"),
+}
+
+
+def release(name, folder):
+    """A random model of that form as transformers saves it; its norms and biases are random, too."""
+    import transformers
+
+    model_type, H, G, settings, dtype, shard = FORMS[name]
+    config = transformers.AutoConfig.for_model(
+        model_type, **SIZES, num_attention_heads=H, num_key_value_heads=G, max_position_embeddings=128, **settings
+    )
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(3)
+    theirs.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def load(folder):
+    config = ModelConfig.from_hugging_face(json.loads((folder / "config.json").read_text()))
+    model = Transformer(config)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    model.load_state_dict(dict(load_model_weights(folder, shapes)))
+    return model
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_equals_transformers(name, tmp_path):
+    """By all heads at once, and by one key/value head at a time from blocks that are computed again."""
+    theirs, ours = release(name, tmp_path), load(tmp_path)
+    assert sum(p.numel() for p in theirs.parameters()) == ours.config.num_parameters()
+    ids = torch.randint(131, (2, 90), generator=torch.Generator().manual_seed(1))
+    expected = theirs(ids, labels=ids)
+    expected.loss.backward()
+    gradients = {n.removeprefix("model."): p.grad for n, p in theirs.named_parameters()}
+    for execution in (None, Execution((Placement("gpu"), Placement("recompute")), heads_at_a_time=1)):
+        if execution is not None:
+            apply_execution(ours, execution)
+        ours.zero_grad()
+        output = ours(ids, ids, return_logits=True)
+        output.loss.backward()
+        torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)
+        for parameter, p in ours.named_parameters():
+            scale = float(gradients[parameter].abs().max())
+            torch.testing.assert_close(p.grad, gradients[parameter], rtol=0, atol=5e-5 * scale, msg=parameter)
+    greedy = theirs.generate(ids[:, :40], max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert torch.equal(ours.generate(ids[:, :40], 8), greedy)
+
+
+COMPANIONS = {"tokenizer_config.json": "{}", "chat_template.jinja": "{{ messages }}", "generation_config.json": "{}"}
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory):
+    """A released Qwen2, in several files of float16, whose tokenizer has a chat template."""
+    folder = tmp_path_factory.mktemp("qwen2")
+    release("Qwen2.5", folder)
+    settings = {**json.loads((folder / "config.json").read_text()), "vocab_size": 300, "eos_token_id": 7}
+    vocabulary = {name: torch.randn(300, 48) for name in ("model.embed_tokens.weight",)}
+    content = {**load_file(folder / "model.safetensors"), **vocabulary}
+    content = {name: weight.half() for name, weight in content.items()}
+    names = sorted(content)
+    for shard, own in (("1.safetensors", names[:5]), ("2.safetensors", names[5:])):
+        save_file({name: content[name] for name in own}, folder / shard)
+    places = {name: "1.safetensors" if name in names[:5] else "2.safetensors" for name in names}
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / "config.json").write_text(json.dumps(settings))
+    write_tokenizer(folder / "tokenizer.json")
+    for name, text in COMPANIONS.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_a_run_extends_saves_and_resumes(qwen2, corpus, tmp_path, capsys, caplog):
+    """Its checkpoints are folders that transformers opens, and what lay beside the weights lies beside them."""
+    from transformers import AutoModelForCausalLM
+
+    run = tmp_path / "run"
+    start = arguments(corpus, run, "--init_from", str(qwen2), "--rope_scaling", "yarn:4", steps=1)
+    start += ["--validation_sequences", "0", "--sample_tokens", "0"]
+    with caplog.at_level("INFO"):
+        assert train.main(start) == 0
+    assert "model: qwen2, 46,256 parameters; attention: full" in caplog.text
+    (qwen2 / "tokenizer.json").rename(tmp_path / "away")  # a checkpoint has a tokenizer of its own
+    assert train.main(only_resume(run, "--max_steps", "2")) == 0
+    (tmp_path / "away").rename(qwen2 / "tokenizer.json")
+    for step in (1, 2):
+        folder = run / f"step_{step:08d}"
+        content = json.loads((folder / "config.json").read_text())
+        assert content["rope_scaling"] == {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32,
+            "beta_slow": 1, "truncate": True,
+        }  # fmt: skip
+        assert (content["max_position_embeddings"], content["eos_token_id"]) == (512, 7)
+        assert content["torch_dtype"] == "float32"
+        for name in ("tokenizer.json", *COMPANIONS):
+            assert (folder / name).read_bytes() == (qwen2 / name).read_bytes()
+    theirs, ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), load(folder)
+    ids = torch.randint(300, (1, 200), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(ours(ids, return_logits=True).logits, theirs(ids).logits, rtol=0, atol=1e-4)
+    auto = [*start, "--max_steps", "3", "--resume", "auto"]
+    assert train.main([*auto, "--rope_scaling", "yarn:8"]) == 1
+    assert "was trained with ('yarn', 4.0)" in capsys.readouterr().err
+    assert train.main(auto) == 0
+
+
+def test_weights_come_and_go_bit_for_bit(qwen2, tmp_path, capsys):
+    """Into masters as they are in the files, and out again; extended on the way, a wider length is declared."""
+    config = TrainConfig(init_from=str(qwen2), save="none", device="cpu")
+    model_config = choose_model(config)
+    documents, world = PackedDocuments.one_each(512, 1), World(0, 1, torch.device("cpu"))
+    model, optimizer, _ = build(config, model_config, Start(), documents, world)
+    released = {**load_file(qwen2 / "1.safetensors"), **load_file(qwen2 / "2.safetensors")}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, released[f"model.{name}"].float())
+        assert torch.equal(optimizer.state_dict()[name]["master"], parameter)
+    assert weights_module.main(["export", str(qwen2), str(tmp_path / "out"), "--dtype", "fp16"]) == 0
+    assert "parameters of qwen2, torch.float16, 0.00 GB in model.safetensors; chat_template" in capsys.readouterr().out
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == released.keys()
+    assert all(torch.equal(exported[name], weight) for name, weight in released.items())
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == COMPANIONS["chat_template.jinja"]
+    extended = str(tmp_path / "extended")
+    assert weights_module.main(["export", str(qwen2), extended, "--rope_scaling", "yarn:4:64"]) == 0
+    expected = replace(model_config, rope_scaling=YarnScaling(4.0, 64), max_position_embeddings=256)
+    assert load(tmp_path / "extended").config == expected
+    assert load_file(f"{extended}/model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rope_scaling", "yarn"], "rope_scaling must look like yarn:4"),
+        (["--rope_scaling", "yarn:0.5"], "factor of rope_type yarn must be at least 1, got 0.5"),
+        (["--rope_scaling", "linear:4:64"], "rope_scaling must look like"),
+        (["--model_size", "0.6B"], "it has vocab_size 300, model_size 0.6B has 151936; drop model_size"),
+        (["--tensor_parallel_size", "2"], "tensor_parallel_size 2 must divide"),
+    ],
+)
+def test_flags_that_do_not_fit_the_folder(flags, message, qwen2, corpus, tmp_path, capsys):
+    assert train.main(arguments(corpus, tmp_path / "run", "--init_from", str(qwen2), *flags)) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_rope_scaling_needs_weights(corpus, tmp_path, capsys):
+    assert train.main(arguments(corpus, tmp_path / "run", "--rope_scaling", "yarn:4")) == 1
+    assert "rope_scaling has no effect without init_from" in capsys.readouterr().err
+
+
+def test_a_plan_is_of_the_folders_shape(qwen2, tmp_path, capsys):
+    flags = ["--init_from", str(qwen2), "--gpu", "24GB", "--context_length", "4096", "--json", str(tmp_path / "json")]
+    assert profile_memory.main(flags) == 0
+    shape = choose_model(TrainConfig(init_from=str(qwen2)))
+    assert f"model: {qwen2}, {shape.num_parameters():,} parameters" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "json").read_text())
+    assert summary["environment"]["model"]["model_type"] == "qwen2"
+    assert profile_memory.main([*flags, "--model_size", "4B"]) == 1
+    assert "model_size has no effect with init_from" in capsys.readouterr().err
+
+
+def test_exports_that_are_refused(qwen2, tmp_path, capsys):
+    def refused(*arguments):
+        assert weights_module.main(["export", *map(str, arguments)]) == 1
+        return capsys.readouterr().err
+
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert "is already there" in refused(qwen2, tmp_path / "full")
+    assert "has no config.json" in refused(tmp_path / "nowhere", tmp_path / "out")
+    source = tmp_path / "large"
+    source.mkdir()
+    config = replace(MODEL_SIZES["tiny"], num_hidden_layers=1)
+    names = {name: torch.full(p.shape, 1e6) for name, p in Transformer(config).named_parameters()}
+    save_file({f"model.{name}": weight for name, weight in names.items()}, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(config.to_hugging_face()))
+    assert "is not finite in torch.float16; choose another --dtype" in refused(
+        source, tmp_path / "out", "--dtype", "fp16"
+    )
+    nsa = replace(config, attention_type="nsa").to_hugging_face()
+    (source / "config.json").write_text(json.dumps(nsa))
+    assert "attends by nsa, which neither" in refused(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
