@@ -224,7 +224,7 @@ def load_state(checkpoint: Path) -> dict:
         choices = {field.name: field.metadata["choices"] for field in dataclasses.fields(TrainConfig)}
         wrong = [
             name for name, value in settings.items()
-            if name in kinds and not (has_type(value, kinds[name]) and value in (choices[name] or [value]))
+            if name in kinds and not (has_type(value, kinds[name]) and value in (None, *(choices[name] or [value])))
         ]  # fmt: skip
         wrong += [] if type(state["loader"].get("next_sequence")) is int else ["next_sequence"]
         wrong += [name for name in ("step", "max_steps", "cosine_steps") if not 0 < state[name] <= LARGE]
