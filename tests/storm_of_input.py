@@ -148,7 +148,13 @@ def profile_parser_actions() -> list:
     """The flags of profile_memory.py, but for those that stop it."""
     made = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profile_memory.ArgumentParser, "parse_args", lambda parser, argv: made.extend(parser._actions))
+        parse_args = profile_memory.ArgumentParser.parse_args
+
+        def take(parser, argv):
+            made.extend(parser._actions)
+            return parse_args(parser, argv)
+
+        patch.setattr(profile_memory.ArgumentParser, "parse_args", take)
         profile_memory.parse_flags([])
     return [action for action in made if action.dest != "help"]
 
