@@ -202,7 +202,7 @@ class Reading:
         counted = qkv_attention_footprint(
             self.tokens, shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim,
             element_size=self.element_size, backend=execution.attention_backend, context_length=self.tokens,
-            sparsity=sparsity, heads_at_a_time=execution.heads_at_a_time,
+            sparsity=sparsity, heads_at_a_time=execution.heads_at_a_time, has_norms=shape.has_head_norms,
         ).forward  # fmt: skip
         if sparsity is not None and execution.attention_backend == "cpu":
             # The reference writes scores, their mask and probabilities out, of the heads of a step.
