@@ -543,9 +543,11 @@ def train(given: dict, world: World) -> int:
         config, start, model_config = choose_start(given, world)
         if start.step >= config.max_steps:
             logger.info("%s is of the last of %d steps: nothing is left to do", start.checkpoint, config.max_steps)
-            if world.is_main and config.save != "none" and start.checkpoint:  # what a kill at the end has left undone
-                clear_leftovers(output_dir)
-                delete_old(start.checkpoint, config.keep_checkpoints or KEPT_CHECKPOINTS)
+            if world.is_main:  # what a kill at the end has left undone
+                draw_at_end(output_dir)
+                if config.save != "none" and start.checkpoint:
+                    clear_leftovers(output_dir)
+                    delete_old(start.checkpoint, config.keep_checkpoints or KEPT_CHECKPOINTS)
             return 0
         run = set_up(config, start, model_config, world, stack)
         while run.done < config.max_steps and not run.stopped:
