@@ -20,7 +20,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -51,11 +50,10 @@ from training.config import (
     has_type,
     parse_interval,
 )
+from training.data.corpus import load_corpus
 from training.data.loader import Batch, PackedLoader, check_same_data, validation_batches
-from training.data.packing import ConcatenatedPacking
-from training.data.sources import load_documents, split_documents
+from training.data.show import show_batch
 from training.data.tokenizer import load_tokenizer
-from training.data.tokens import TokenStore
 from training.errors import UserError, can_be_mended, message_of
 from training.memory.cost_model import PackedDocuments
 from training.memory.placement import set_sparsity
@@ -93,7 +91,7 @@ SAVED_BYTES_PER_SECOND = 5e8  # a slow disk's, before the first checkpoint has b
 HANG_SECONDS = 600.0  # without an end of a step, or ten times as long as the last one where that is more
 RETRY_SECONDS = 60  # from a checkpoint that failed to the next attempt
 # A resumed run takes these from its flags alone, all other settings from the run that it continues.
-NOT_INHERITED = ("resume", "init_from", "rope_scaling", "output_dir", "device")
+NOT_INHERITED = ("resume", "init_from", "rope_scaling", "output_dir", "device", "show_batch")
 BUDGETS = ("memory_budget", "host_budget")
 # A flag given with --resume drops the earlier run's settings that it would contradict.
 REPLACED = {name: BUDGETS for name in ("gradient_checkpointing", "compile")}
@@ -339,13 +337,12 @@ def open_tokenizer(config: TrainConfig, start: Start):
 
 def load_data(config: TrainConfig, tokenizer, vocab_size: int, world: World):
     """Returns (loader of training batches, store of the held-out documents)."""
-    documents = load_documents(config.data or None, tokenizer, vocab_size)
-    shares = split_documents(documents, config.validation_fraction, config.seed)
-    store, held_out = (TokenStore(share, tokenizer.eos_id) for share in shares)
-    if not (store.lengths > np.maximum(store.num_masked, 1)).any():
-        raise UserError("no document has a token to predict: all are prompts; give other --data")
-    packing = ConcatenatedPacking(store.lengths, config.context_length, config.seed)
-    loader = PackedLoader(store, packing, config.batch_size, world.data_rank, world.data_size)
+    store, held_out, packing = load_corpus(
+        config.data, tokenizer, vocab_size, validation_fraction=config.validation_fraction,
+        context_length=config.context_length, seed=config.seed, reasoning=config.chat_reasoning,
+        packing=config.packing, overlong=config.overlong, weights=config.data_weights,
+    )  # fmt: skip
+    loader = PackedLoader(store, packing, config.batch_size, world.data_rank, world.data_size, read_ahead=True)
     loader.check_enough_for_step(config.gradient_accumulation_steps)
     return loader, held_out
 
@@ -574,6 +571,10 @@ def set_up(
     check_same_on_all_ranks({**settings, **loader.state_dict()}, world)
     if start.checkpoint:
         loader.load_state_dict(start.loader)
+    if config.show_batch:
+        if world.is_main:
+            print(show_batch(loader, tokenizer, color=sys.stdout.isatty()))
+        return 0
     documents = PackedDocuments.average(
         *loader.document_lengths(), loader.longest_document,
         config.batch_size, world.data_size, config.gradient_accumulation_steps,

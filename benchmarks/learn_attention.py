@@ -39,9 +39,9 @@ from kernels.sparse_attention import NSA, Sparsity
 from kernels.sparse_attention.nsa import BLOCK_SIZE
 from model import IGNORE_INDEX, MODEL_SIZES, Documents, ModelConfig, Transformer, find_documents
 from training.data.loader import Batch
-from training.data.sources import load_documents, split_documents
+from training.data.sources import load_documents
 from training.data.tokenizer import ByteTokenizer
-from training.data.tokens import TokenStore
+from training.data.tokens import TokenStore, split
 from training.memory.execution import WHOLE, Execution
 from training.memory.placement import apply_execution
 from training.optimizer import MasterAdamW, warmup_cosine
@@ -189,8 +189,8 @@ def build(arguments: argparse.Namespace, world: World) -> tuple[Transformer, Mas
 def streams(paths: list[str] | None, seed: int) -> list[np.ndarray]:
     """The training and the held-out documents, each as one array of bytes; a zero ends a document."""
     tokenizer = ByteTokenizer()
-    shares = split_documents(load_documents(paths, tokenizer, tokenizer.vocab_size), 0.05, seed)
-    stores = [TokenStore(share, tokenizer.eos_id) for share in shares]
+    documents = load_documents(paths, tokenizer, tokenizer.vocab_size)
+    stores = split(TokenStore(documents, tokenizer.eos_id), 0.05, seed)
     return [np.concatenate([store.read(i, 0, n) for i, n in enumerate(store.lengths)]) for store in stores]
 
 

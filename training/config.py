@@ -10,6 +10,8 @@ from pathlib import Path
 
 from kernels.common import IMPLEMENTATIONS
 from model import MODEL_SIZES
+from training.data.chat import REASONING
+from training.data.packing import PACKINGS
 from training.errors import UserError, read_file
 
 DEFAULT_STEPS = 300
@@ -48,9 +50,21 @@ class TrainConfig:
     loss_impl: str = flag("auto", "auto: chunked above 10 GB of logits", ("auto", "chunked", "standard"))
     kernels: str = flag("auto", "auto: Triton on GPUs, PyTorch references on CPUs", IMPLEMENTATIONS)
     # data
-    data: list[str] = flag(list, "files or folders of .txt .md .py .jsonl; default: Python's standard library")
+    data: list[str] = flag(
+        list, "files or folders of .txt .md .py .jsonl, or prepared sets; default: Python's standard library"
+    )
+    data_weights: str | None = flag(None, "shares of the sequences by path of data, as 3,1; default: all as one corpus")
+    packing: str | None = flag(
+        None, "of documents into sequences; default: best_fit for data with samples, else concatenate", PACKINGS
+    )
+    overlong: str | None = flag(
+        None, "of best_fit: documents longer than context_length; default: refuse", ("refuse", "drop", "split")
+    )
+    chat_reasoning: str | None = flag(
+        None, "of chats before their last user message: as the template does (default), keep or drop", REASONING
+    )
     tokenizer: str | None = flag(
-        None, "a tokenizer.json, or bytes; default: init_from's tokenizer.json, without init_from bytes"
+        None, "a tokenizer.json or its folder, or bytes; default: init_from's tokenizer.json, without init_from bytes"
     )
     validation_fraction: float = flag(0.02, "share of the tokens held out, whole documents")
     # run
@@ -72,6 +86,7 @@ class TrainConfig:
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm")
     skip_nonfinite_steps: int = flag(0, "steps at most, whose loss or gradient is not finite, that are left out")
     seed: int = flag(0, "of the initial weights, the data's order and the sample")
+    show_batch: bool = flag(False, "print a batch, with what is trained on between [[ and ]], and exit")
     # what a run leaves
     output_dir: str = flag("runs/default", "checkpoints, metrics.jsonl and the resolved configuration")
     resume: str = flag(

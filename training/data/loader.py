@@ -1,6 +1,7 @@
 """Batches of packed sequences: an endless training order that can be resumed, and the held-out documents once."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from model import IGNORE_INDEX, Documents, find_documents
-from training.data.packing import ConcatenatedPacking, Piece, Stream, deal
-from training.data.tokens import TokenStore
+from training.data.packing import Packing, Piece, Stream, deal
+from training.data.tokens import Store
 from training.errors import UserError
 
 
@@ -47,22 +48,24 @@ class Batch:
         return Batch(F.pad(self.input_ids, (0, count)), targets, documents, self.num_valid_tokens)
 
 
-def make_batch(store: TokenStore, sequences: list[list[Piece]], context_length: int) -> Batch:
+def longest_first(pieces: list[Piece]) -> list[Piece]:
+    """The order of a sequence's pieces. Short documents that follow each other attend in one call: they come last."""
+    return sorted(pieces, key=lambda piece: piece[1] - piece[2])
+
+
+def make_batch(store: Store, sequences: list[list[Piece]], context_length: int) -> Batch:
     """One sequence a row, of its pieces, the longest first; behind the last piece, end-of-text ids without targets."""
     shape = len(sequences), context_length
     input_ids, targets = np.full(shape, store.eos_id, dtype=np.int64), np.full(shape, IGNORE_INDEX, dtype=np.int64)
     document_ids = np.zeros(shape, dtype=np.int32)
     for row, pieces in enumerate(sequences):
         position = 0
-        # Short documents that follow each other attend in one call: they come last.
-        longest_first = sorted(pieces, key=lambda piece: piece[1] - piece[2])
-        for segment, (document, start, stop) in enumerate(longest_first):
-            ids = store.read(document, start, stop)
+        for segment, (document, start, stop) in enumerate(longest_first(pieces)):
+            ids, is_masked = store.read_masked(document, start, stop)
             end = position + len(ids)
             input_ids[row, position:end] = ids
             # A piece's first token is never predicted, whatever precedes it, and neither is a prompt.
-            first = max(1, store.num_masked[document] - start)
-            targets[row, position + first - 1 : end - 1] = ids[first:]
+            targets[row, position : end - 1] = np.where(is_masked[1:], IGNORE_INDEX, ids[1:])
             document_ids[row, position:end] = segment
             position = end
         document_ids[row, position:] = len(pieces)
@@ -81,6 +84,7 @@ class PackedLoader:
         packing: of the store's lengths.
         batch_size: sequences of a micro-batch on this rank.
         rank, world_size: of the data-parallel group.
+        read_ahead: make the next step's batches in a thread while this one's are trained on; the batches are the same.
 
     Attributes:
         store, packing, batch_size, rank, world_size: as given.
@@ -90,13 +94,16 @@ class PackedLoader:
     """
 
     def __init__(
-        self, store: TokenStore, packing: ConcatenatedPacking, batch_size: int, rank: int = 0, world_size: int = 1
-    ):
+        self, store: Store, packing: Packing, batch_size: int, rank: int = 0, world_size: int = 1,
+        read_ahead: bool = False,
+    ):  # fmt: skip
         self.store, self.packing, self.batch_size = store, packing, batch_size
         self.rank, self.world_size = rank, world_size
         self.num_tokens, self.sequences_per_epoch = int(store.lengths.sum()), packing.sequences_per_epoch
         self.longest_document, self.document_lengths = packing.longest_document, packing.document_lengths
         self.next_sequence = 0
+        self._thread = ThreadPoolExecutor(1, "read ahead") if read_ahead else None
+        self._ahead: tuple[tuple[int, int], Future[list[Batch]]] | None = None  # (first sequence, micro-batches) of it
         self._identity = {**packing.identity, "eos_id": store.eos_id, "corpus_crc32": store.identity}
 
     @property
@@ -117,18 +124,31 @@ class PackedLoader:
 
     def next_step(self, micro_batches: int = 1) -> list[Batch]:
         """This rank's share of the next sequences: the micro-batches of a step, [batch_size, context_length] each."""
-        first = self.next_sequence
-        self.next_sequence += micro_batches * self.batch_size * self.world_size
-        indices = range(first, self.next_sequence)
-        sequences = [self.packing.pieces(*divmod(i, self.sequences_per_epoch)) for i in indices]
+        first, count = self.next_sequence, micro_batches * self.batch_size * self.world_size
+        self.next_sequence = first + count
+        asked, self._ahead = self._ahead, None
+        batches = (
+            asked[1].result() if asked and asked[0] == (first, micro_batches) else self._make(first, micro_batches)
+        )
+        if self._thread is not None:
+            self._ahead = (first + count, micro_batches), self._thread.submit(self._make, first + count, micro_batches)
+        return batches
+
+    def _make(self, first: int, micro_batches: int) -> list[Batch]:
+        indices = range(first, first + micro_batches * self.batch_size * self.world_size)
+        sequences = [self.pieces(index) for index in indices]
         pairs = np.array([sum((b - a) * (b - a + 1) // 2 for _, a, b in pieces) for pieces in sequences])
         own = deal(pairs, self.world_size)[:, self.rank].reshape(micro_batches, self.batch_size)
         length = self.packing.context_length
         return [make_batch(self.store, [sequences[i] for i in positions], length) for positions in own]
 
+    def pieces(self, index: int) -> list[Piece]:
+        """The pieces of the sequence `index` of the global order, over all epochs."""
+        return self.packing.pieces(*divmod(index, self.sequences_per_epoch))
+
     def sources(self, first: int, last: int) -> list[str]:
         """The files of the documents in sequences `first` to `last` - 1 of the global order, each once, in order."""
-        pieces = [p for i in range(first, last) for p in self.packing.pieces(*divmod(i, self.sequences_per_epoch))]
+        pieces = [piece for index in range(first, last) for piece in self.pieces(index)]
         return [*dict.fromkeys(self.store.source(document) for document, _, _ in pieces)]
 
     def state_dict(self) -> dict:
@@ -141,7 +161,7 @@ class PackedLoader:
         Raises:
             UserError: the state belongs to another corpus, tokenizer, seed or context_length.
         """
-        check_same_data(state, self._identity)
+        check_same_data({"packing": "concatenate", **state}, self._identity)  # earlier checkpoints knew no other
         self.next_sequence = state["next_sequence"]
 
 
@@ -151,12 +171,12 @@ def check_same_data(state: dict, ours: dict) -> None:
         if state.get(name) != value:
             raise UserError(
                 f"cannot resume: the checkpoint's data has {name} {state.get(name)}, this run {value}; "
-                "resume with the same --data, --tokenizer, --context_length and --seed"
+                "resume with the same --data and its settings, --tokenizer, --context_length and --seed"
             )
 
 
 def validation_batches(
-    store: TokenStore,
+    store: Store,
     context_length: int,
     batch_size: int,
     rank: int = 0,

@@ -3,11 +3,34 @@
 A piece (document, start, stop) is the tokens at positions start .. stop - 1 of a document.
 """
 
+import bisect
+from collections.abc import Sequence
+from typing import Protocol
+
 import numpy as np
 
 from training.errors import UserError
 
+PACKINGS = ("best_fit", "concatenate")
 Piece = tuple[int, int, int]
+
+
+class Packing(Protocol):
+    """Endless sequences of pieces, epoch by epoch. ConcatenatedPacking says what each attribute is."""
+
+    context_length: int
+    identity: dict
+    sequences_per_epoch: int
+    longest_document: int
+
+    def pieces(self, epoch: int, index: int) -> list[Piece]: ...
+
+    def document_lengths(self) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+def check_context_length(context_length: int) -> None:
+    if context_length < 2:
+        raise UserError(f"context_length must be at least 2 (a token and the one it predicts): {context_length}")
 
 
 def deal(costs: np.ndarray, num_ranks: int) -> np.ndarray:
@@ -57,8 +80,7 @@ class ConcatenatedPacking:
 
     The sequences are taken in random order, so that a batch is not one document; a document that is cut goes on in the
     next sequence as a new segment. The incomplete sequence at an epoch's end is dropped; the next epoch's order drops
-    other tokens. Another packing is another class with these attributes and the methods `pieces` and
-    `document_lengths`.
+    other tokens.
 
     Args:
         lengths: int64 [N], tokens of each document, its end included.
@@ -76,10 +98,9 @@ class ConcatenatedPacking:
     """
 
     def __init__(self, lengths: np.ndarray, context_length: int, seed: int):
-        if context_length < 2:
-            raise UserError(f"context_length must be at least 2 (a token and the one it predicts): {context_length}")
+        check_context_length(context_length)
         self.context_length, self.seed, self._lengths = context_length, seed, lengths
-        self.identity = {"context_length": context_length, "seed": seed}
+        self.identity = {"context_length": context_length, "seed": seed, "packing": "concatenate"}
         self.sequences_per_epoch = int(lengths.sum()) // context_length
         if self.sequences_per_epoch == 0:
             raise UserError(
@@ -87,7 +108,7 @@ class ConcatenatedPacking:
                 f"{context_length}; lower --context_length or give more --data"
             )
         self.longest_document = min(context_length, int(lengths.max()))
-        self._drawn: dict[int, tuple[Stream, np.ndarray]] = {}  # of the epoch that was asked for last
+        self._drawn: tuple[int, Stream, np.ndarray] | None = None  # of the epoch that was asked for last
 
     def pieces(self, epoch: int, index: int) -> list[Piece]:
         """The pieces of an epoch's sequence `index`, 0 .. sequences_per_epoch - 1, context_length tokens together."""
@@ -109,8 +130,187 @@ class ConcatenatedPacking:
 
     def _draw(self, epoch: int) -> tuple[Stream, np.ndarray]:
         """The epoch's stream of documents, and the place in it of each of the epoch's sequences."""
-        if epoch not in self._drawn:
+        drawn = self._drawn  # read once: another thread may ask for another epoch
+        if drawn is None or drawn[0] != epoch:
             random = np.random.default_rng([self.seed, epoch])
             stream = Stream(self._lengths, random.permutation(len(self._lengths)))
-            self._drawn = {epoch: (stream, random.permutation(self.sequences_per_epoch))}
-        return self._drawn[epoch]
+            drawn = self._drawn = epoch, stream, random.permutation(self.sequences_per_epoch)
+        return drawn[1], drawn[2]
+
+
+class BestFitPacking:
+    """Whole documents together in a sequence, placed by best-fit decreasing; what stays free is padding.
+
+    From the longest document to the shortest, each goes into the sequence with the least room that still holds it. How
+    many sequences that makes depends on the lengths alone; which documents of a length meet is drawn anew for each
+    epoch, and so is the order of the sequences.
+
+    Args:
+        lengths, context_length, seed: as of ConcatenatedPacking.
+        split: cut documents longer than context_length into pieces of it and a rest; otherwise they are left out.
+
+    Attributes: as of ConcatenatedPacking.
+
+    Raises:
+        UserError: a context_length below 2, or no document that fits.
+    """
+
+    def __init__(self, lengths: np.ndarray, context_length: int, seed: int, split: bool = False):
+        check_context_length(context_length)
+        self.context_length, self.seed = context_length, seed
+        name = "best_fit, split" if split else "best_fit"
+        self.identity = {"context_length": context_length, "seed": seed, "packing": name}
+        document = np.arange(len(lengths)) if split else (lengths <= context_length).nonzero()[0]
+        # Of a document of 10 tokens and a context_length of 4 the pieces start at 0, 4 and 8.
+        count = -(-lengths[document] // context_length)
+        document = np.repeat(document, count)
+        start = context_length * (np.arange(len(document)) - np.repeat(np.cumsum(count) - count, count))
+        sizes = np.minimum(lengths[document] - start, context_length)
+        by_size = np.argsort(-sizes, kind="stable")
+        self._document, self._start, self._sizes = document[by_size], start[by_size], sizes[by_size]
+        if not len(sizes):
+            raise UserError(f"no document fits into context_length {context_length}; raise it, or --overlong split")
+        sequence = best_fit(self._sizes, context_length)
+        self._places = np.argsort(sequence, kind="stable")  # places in the order of sizes, sequence after sequence
+        self._borders = np.concatenate([[0], np.cumsum(np.bincount(sequence))])
+        self.sequences_per_epoch = len(self._borders) - 1
+        self.longest_document = int(self._sizes[0])
+        self._drawn: tuple[int, np.ndarray, np.ndarray] | None = None
+
+    def pieces(self, epoch: int, index: int) -> list[Piece]:
+        """The pieces of an epoch's sequence `index`, at most context_length tokens together."""
+        order, sequences = self._draw(epoch)
+        places = self._places[self._borders[sequences[index]] : self._borders[sequences[index] + 1]]
+        chosen = order[places]
+        starts = self._start[chosen]
+        return list(zip(*(x.tolist() for x in (self._document[chosen], starts, starts + self._sizes[chosen]))))
+
+    def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """As of ConcatenatedPacking; the padding of a sequence counts as a document behind the others."""
+        _, sequences = self._draw(0)
+        taken = np.argsort(sequences)  # by sequence, when it is taken
+        sizes, of_piece = self._sizes[self._places], np.repeat(taken, np.diff(self._borders))
+        free = self.context_length - np.add.reduceat(sizes, self._borders[:-1])
+        is_padded = free > 0
+        return np.concatenate([sizes, free[is_padded]]), np.concatenate([of_piece, taken[is_padded]])
+
+    def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """For each place in the order of sizes the piece that has it, and for each index the epoch's sequence."""
+        drawn = self._drawn
+        if drawn is None or drawn[0] != epoch:
+            random = np.random.default_rng([self.seed, epoch])
+            order = np.lexsort((random.random(len(self._sizes)), -self._sizes))
+            drawn = self._drawn = epoch, order, random.permutation(self.sequences_per_epoch)
+        return drawn[1], drawn[2]
+
+
+def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """The bin of each item, where each item goes into the bin with the least room that holds it, else into a new one.
+
+    Bins with the same room are taken together: n items of size 3 fill a bin with room for 7 by twos, so that a million
+    items of a hundred sizes take a few thousand rounds.
+
+    Args:
+        sizes: int64 [N], descending, 1 .. capacity.
+
+    Returns:
+        int64 [N]. For sizes [5, 3, 3, 2, 1] and capacity 6 this is [0, 1, 1, 2, 0].
+    """
+    bins = np.empty(len(sizes), dtype=np.int64)
+    rooms: list[int] = []  # that some bin has, ascending
+    of_room: dict[int, list[np.ndarray]] = {}
+    opened, position = 0, 0
+
+    def put(room: int, which: np.ndarray) -> None:
+        if room and len(which):
+            if room not in of_room:
+                bisect.insort(rooms, room)
+            of_room.setdefault(room, []).append(which)
+
+    borders = np.concatenate([(np.diff(sizes) != 0).nonzero()[0] + 1, [len(sizes)]])
+    for stop in borders.tolist():
+        size = int(sizes[position])
+        while position < stop:
+            at = bisect.bisect_left(rooms, size)
+            if at < len(rooms):
+                room = rooms.pop(at)
+                which = np.concatenate(of_room.pop(room))
+            else:
+                room, fitting = capacity, capacity // size
+                which = np.arange(opened, opened - (position - stop) // fitting)
+                opened += len(which)
+            fitting = room // size
+            count = min(stop - position, fitting * len(which))
+            bins[position : position + count] = np.repeat(which, fitting)[:count]
+            position += count
+            full, rest = divmod(count, fitting)
+            put(room - fitting * size, which[:full])
+            put(room - rest * size, which[full : full + 1])
+            put(room, which[full + 1 :])
+    return bins
+
+
+MIX_PERIOD = 10_000
+
+
+class MixedPacking:
+    """Sequences of several packings in turn, in shares that weights give. A packing that ends begins its next epoch.
+
+    Args:
+        packings: of the same context_length.
+        first_documents: what is added to the numbers of each packing's documents.
+        weights: numbers above 0, of which only the ratios matter.
+
+    Attributes: as of ConcatenatedPacking. An epoch has as many sequences as an epoch of each packing together.
+
+    Raises:
+        UserError: a weight below a 10,000th of all.
+    """
+
+    def __init__(self, packings: Sequence[Packing], first_documents: np.ndarray, weights: list[float]):
+        self._packings, self._first_documents = packings, first_documents.tolist()
+        self.context_length = packings[0].context_length
+        self.identity = {**packings[0].identity, "packing": str([p.identity["packing"] for p in packings])}
+        self.identity["data_weights"] = ",".join(f"{weight:g}" for weight in weights)
+        self.sequences_per_epoch = sum(packing.sequences_per_epoch for packing in packings)
+        self.longest_document = max(packing.longest_document for packing in packings)
+        # How many of each MIX_PERIOD sequences are of a packing; the largest remainders are rounded up.
+        exact = MIX_PERIOD * np.array(weights) / sum(weights)
+        counts = exact.astype(int)
+        counts[np.argsort(counts - exact)[: MIX_PERIOD - counts.sum()]] += 1
+        if not counts.all():
+            raise UserError(f"data_weights: {weights[int(counts.argmin())]:g} is less than 1 / {MIX_PERIOD:,} of all")
+        # The k-th of n sequences of a packing belongs at (k + 1/2) / n of the period.
+        packing = np.repeat(np.arange(len(counts)), counts)
+        within = np.arange(MIX_PERIOD) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._turns = packing[np.argsort((within + 0.5) / counts[packing], kind="stable")]
+        is_turn = self._turns == np.arange(len(counts))[:, None]
+        self._before = np.cumsum(is_turn, axis=1) - is_turn  # [packings, MIX_PERIOD], of the turns of a period
+        self._counts = counts
+
+    def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For places in the order over all epochs: which packing has them, and the place in its own order."""
+        periods, within = np.divmod(indices, MIX_PERIOD)
+        packing = self._turns[within]
+        return packing, periods * self._counts[packing] + self._before[packing, within]
+
+    def pieces(self, epoch: int, index: int) -> list[Piece]:
+        """The pieces of an epoch's sequence `index`."""
+        which, place = (int(x) for x in self._locate(np.array(epoch * self.sequences_per_epoch + index)))
+        packing, first = self._packings[which], self._first_documents[which]
+        found = packing.pieces(*divmod(place, packing.sequences_per_epoch))
+        return [(document + first, start, stop) for document, start, stop in found]
+
+    def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """As of ConcatenatedPacking; of a packing that begins anew in the epoch, its first epoch's lengths again."""
+        which, _ = self._locate(np.arange(self.sequences_per_epoch))
+        all_lengths, all_sequences = [], []
+        for number, packing in enumerate(self._packings):
+            lengths, sequences = packing.document_lengths()
+            taken = (which == number).nonzero()[0]  # in the mixture's order, ascending also in the packing's
+            for start in range(0, len(taken), packing.sequences_per_epoch):
+                of_epoch = taken[start : start + packing.sequences_per_epoch]
+                is_taken = sequences < len(of_epoch)
+                all_lengths.append(lengths[is_taken])
+                all_sequences.append(of_epoch[sequences[is_taken]])
+        return np.concatenate(all_lengths), np.concatenate(all_sequences)

@@ -1,67 +1,55 @@
-"""Documents: read from files and folders, tokenized, and split into a training and a held-out share."""
+"""Documents: read from files and folders, and tokenized."""
 
+import functools
 import json
 import os
-import re
 import sysconfig
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from training.data.chat import UNSTORABLE, ChatTemplate
 from training.errors import UserError, read_file
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
-# JSON can spell in escapes what documents must not hold: NUL, and halves of surrogate pairs.
-UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 # Other people's packages, and folders of the standard library that are tables or test fixtures rather than programs.
 STANDARD_LIBRARY_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
 @dataclass(frozen=True)
 class Document:
-    tokens: np.ndarray  # [N] as the tokenizer made them (uint8 for bytes, else uint32), without the end-of-text id
-    num_masked: int = 0  # leading tokens that are no targets: the prompt of a fine-tuning sample
+    tokens: np.ndarray  # [N] as the tokenizer made them: uint8 for bytes, else uint32
+    masked: np.ndarray | None = None  # bool [N]: tokens that are no targets, as a prompt's; None: all are targets
     source: str = ""  # the file that it comes from, of a .jsonl file with the line's number
+    is_complete: bool = False  # its tokens end as a chat does; otherwise the end-of-text id is to follow them
 
 
-def load_documents(paths: list[str] | str | None, tokenizer, vocab_size: int) -> list[Document]:
+def load_documents(
+    paths: list[str] | str | None, tokenizer, vocab_size: int, reasoning: str = "template"
+) -> list[Document]:
     """Read and tokenize the corpus: a text file is one document, a .jsonl line is one document.
 
     Args:
-        paths: files, or folders searched recursively in sorted order, of .txt, .md, .py and .jsonl (each line
-            {"text": ...}, or {"prompt": ..., "completion": ...} whose prompt is no target). None: the sources of
-            Python's standard library on this machine. Empty text files inside a folder are passed over.
-        tokenizer: of load_tokenizer.
-        vocab_size: the model's; every id must be below it.
+        paths: files, or folders searched recursively in sorted order, of .txt, .md, .py and .jsonl. None: the sources
+            of Python's standard library on this machine. Empty text files inside a folder are passed over.
+        tokenizer, vocab_size, reasoning: of DocumentReader.
 
     Returns:
         The documents, never an empty list.
 
     Raises:
-        UserError: one line naming file, and offset or line number, for a path that is missing, empty, unreadable,
-            binary or of another type, a .jsonl line of another form, or an id >= vocab_size.
+        UserError: as find_files and DocumentReader do, and for a path that holds no text.
     """
+    reader = DocumentReader(tokenizer, vocab_size, reasoning)
     if paths is None:
-        return _standard_library(tokenizer, vocab_size)
+        return list(_standard_library(reader))
     documents = []
     for path in [Path(paths)] if isinstance(paths, str) else map(Path, paths):
-        if not path.exists():
-            raise UserError(f"data path {path} does not exist; give --data a file or a folder")
-        is_folder = path.is_dir()
-        files = _files_in(path) if is_folder else [path]
-        found = []
-        for file in files:
-            suffix = file.suffix.lower()
-            if suffix == ".jsonl":
-                found += _read_lines(file, tokenizer, vocab_size)
-            elif suffix in SUFFIXES:
-                text = _decode(read_file(file, "give --data a readable file"), str(file))
-                if text.strip():
-                    found.append(Document(_tokenize(text, tokenizer, vocab_size, str(file)), source=str(file)))
-            elif not is_folder:
-                raise UserError(f"data file {file} has suffix {suffix!r}; it must be one of {', '.join(SUFFIXES)}")
+        found = [document for file in find_files(path) for document in reader.read(file)]
         if not found:
+            is_folder = path.is_dir()
             what = f"folder {path} has no text in any {', '.join(SUFFIXES)} file" if is_folder else f"{path} is empty"
             raise UserError(f"data {what}; give --data a path that holds text")
         documents += found
@@ -70,20 +58,123 @@ def load_documents(paths: list[str] | str | None, tokenizer, vocab_size: int) ->
     return documents
 
 
-def _standard_library(tokenizer, vocab_size: int) -> list[Document]:
+def find_files(path: Path) -> list[Path]:
+    """The files of text that a path of --data stands for: a file itself, or those of a folder in sorted order.
+
+    Raises:
+        UserError: the path is missing, cannot be read, or is a file of another type.
+    """
+    if not path.exists():
+        raise UserError(f"data path {path} does not exist; give --data a file or a folder")
+    if path.is_dir():
+        return [file for file in _files_in(path) if file.suffix.lower() in SUFFIXES]
+    if path.suffix.lower() not in SUFFIXES:
+        raise UserError(f"data file {path} has suffix {path.suffix!r}; it must be one of {', '.join(SUFFIXES)}")
+    return [path]
+
+
+class DocumentReader:
+    """Turns files of text into tokenized documents.
+
+    A line of a .jsonl file is {"text": ...}; {"prompt": ..., "completion": ...}, whose prompt is no target; or
+    {"messages": [...], "tools": [...]}, a chat whose targets are the assistant's turns.
+
+    Args:
+        tokenizer: of load_tokenizer.
+        vocab_size: the model's; every id must be below it.
+        reasoning: of ChatTemplate.
+    """
+
+    def __init__(self, tokenizer, vocab_size: int, reasoning: str = "template"):
+        self._tokenizer, self._vocab_size, self._reasoning = tokenizer, vocab_size, reasoning
+        self.eos_id = tokenizer.eos_id
+
+    @functools.cached_property
+    def _chat(self) -> ChatTemplate:
+        """Opened where the first chat is met: other data need no template."""
+        return ChatTemplate(self._tokenizer, self._reasoning)
+
+    def read(self, file: Path) -> Iterator[Document]:
+        """The documents of a file, none of an empty one.
+
+        Raises:
+            UserError: one line naming file, and offset or line number, for a file that is unreadable or binary, a line
+                that cannot be learnt from, or an id >= vocab_size.
+        """
+        raw = read_file(file, "give --data a readable file")
+        is_lines = file.suffix.lower() == ".jsonl"
+        return self.read_lines(raw, file) if is_lines else self.read_text(_decode(raw, str(file)), file)
+
+    def read_text(self, text: str, file: Path) -> Iterator[Document]:
+        """The one document of a text file, none of a blank one."""
+        if text.strip():
+            yield Document(self._encode(text, str(file)), source=str(file))
+
+    def read_lines(self, raw: bytes, file: Path, first_number: int = 1) -> Iterator[Document]:
+        """The documents of some lines of a .jsonl file, of which the first has number `first_number`."""
+        raw = raw.removesuffix(b"\n")
+        # Only \n ends a line: str.splitlines would also cut at separators that JSON allows inside a string.
+        for number, line in enumerate(raw.split(b"\n") if raw else [], start=first_number):
+            where = f"{file}:{number}"
+            try:
+                record = json.loads(_decode(line, where))
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise UserError(f"{where}: not JSON ({str(error)[:100]}); each line must be one JSON object") from None
+            yield self._read_record(record if isinstance(record, dict) else {}, where)
+
+    def _read_record(self, record: dict, where: str) -> Document:
+        if "messages" in record:
+            return self._read_chat(record, where)
+        is_sample = "completion" in record
+        prompt, text = (record.get("prompt"), record["completion"]) if is_sample else ("", record.get("text"))
+        if not isinstance(text, str) or not isinstance(prompt, str):
+            raise UserError(f'{where}: needs a string "text", strings "prompt" and "completion", or a list "messages"')
+        if not text.strip():
+            raise UserError(f"{where}: empty text leaves nothing to learn from; remove the line")
+        if UNSTORABLE.search(prompt + text):
+            raise UserError(f"{where}: escaped NUL or lone surrogate in the text; remove it")
+        tokens = self._encode(text, where)
+        if not is_sample:
+            return Document(tokens, source=where)
+        before = self._encode(prompt, where)
+        tokens = np.concatenate([before, tokens])
+        return Document(tokens, np.arange(len(tokens)) < len(before), where)
+
+    def _read_chat(self, record: dict, where: str) -> Document:
+        tokens, masked = self._chat.encode(record, where)
+        self._check(tokens, where)
+        if masked[1:].all():
+            raise UserError(f"{where}: no trainable token: the assistant's turns are empty; remove the line")
+        return Document(tokens, masked, where, is_complete=True)
+
+    def _encode(self, text: str, where: str) -> np.ndarray:
+        tokens = self._tokenizer.encode(text)
+        self._check(tokens, where)
+        return tokens
+
+    def _check(self, tokens: np.ndarray, where: str) -> None:
+        largest = max(int(tokens.max(initial=0)), self._tokenizer.eos_id)
+        if largest >= self._vocab_size:
+            raise UserError(
+                f"{where}: token id {largest} is not below the model's vocab_size {self._vocab_size}; "
+                f"tokenizer {self._tokenizer.name} needs a model of vocab_size {self._tokenizer.vocab_size} or more"
+            )
+
+
+def _standard_library(reader: DocumentReader) -> Iterator[Document]:
     root = Path(sysconfig.get_path("stdlib"))
-    documents = []
+    found = False
     for file in sorted(root.rglob("*.py")):
         if STANDARD_LIBRARY_SKIPS.isdisjoint(file.relative_to(root).parts):
             try:
                 text = _decode(file.read_bytes(), str(file))
             except (OSError, ValueError):  # lib2to3 and others carry sources that are undecodable on purpose
                 continue
-            if text.strip():
-                documents.append(Document(_tokenize(text, tokenizer, vocab_size, str(file)), source=str(file)))
-    if not documents:
+            for document in reader.read_text(text, file):
+                found = True
+                yield document
+    if not found:
         raise UserError(f"no Python sources in {root} to serve as the default corpus; give --data a file or a folder")
-    return documents
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -105,73 +196,3 @@ def _decode(raw: bytes, where: str) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"{where} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}; "
                          "convert it, or leave it out of --data") from None  # fmt: skip
-
-
-def _tokenize(text: str, tokenizer, vocab_size: int, where: str) -> np.ndarray:
-    tokens = tokenizer.encode(text)
-    largest = max(int(tokens.max(initial=0)), tokenizer.eos_id)
-    if largest >= vocab_size:
-        raise UserError(
-            f"{where}: token id {largest} is not below the model's vocab_size {vocab_size}; "
-            f"tokenizer {tokenizer.name} needs a model of vocab_size {tokenizer.vocab_size} or more"
-        )
-    return tokens
-
-
-def _read_lines(file: Path, tokenizer, vocab_size: int) -> list[Document]:
-    documents = []
-    raw = read_file(file, "give --data a readable file").removesuffix(b"\n")
-    # Only \n ends a line: str.splitlines would also cut at separators that JSON allows inside a string.
-    for number, line in enumerate(raw.split(b"\n") if raw else [], start=1):
-        where = f"{file}:{number}"
-        try:
-            record = json.loads(_decode(line, where))
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise UserError(f"{where}: not JSON ({str(error)[:100]}); each line must be one JSON object") from None
-        record = record if isinstance(record, dict) else {}
-        is_sample = "completion" in record
-        prompt, text = (record.get("prompt"), record["completion"]) if is_sample else ("", record.get("text"))
-        if not isinstance(text, str) or not isinstance(prompt, str):
-            raise UserError(f'{where}: needs a string "text", or strings "prompt" and "completion"')
-        if not text.strip():
-            raise UserError(f"{where}: empty text leaves nothing to learn from; remove the line")
-        if UNSTORABLE.search(prompt + text):
-            raise UserError(f"{where}: escaped NUL or lone surrogate in the text; remove it")
-        masked = _tokenize(prompt, tokenizer, vocab_size, where)
-        tokens = _tokenize(text, tokenizer, vocab_size, where)
-        documents.append(Document(np.concatenate([masked, tokens]), len(masked), where))
-    return documents
-
-
-def split_documents(
-    documents: list[Document], validation_fraction: float, seed: int
-) -> tuple[list[Document], list[Document]]:
-    """Hold out whole documents, drawn by seed, of at most validation_fraction of all tokens, and at least one.
-
-    A corpus of one document is cut instead: its tail is held out.
-
-    Returns:
-        (training documents, validation documents), neither empty. The held-out ones are in random order, so that a
-        validation that stops early still sees a fair sample.
-
-    Raises:
-        UserError: a fraction outside (0, 1), or one document too short to cut.
-    """
-    if not 0 < validation_fraction < 1:
-        raise UserError(f"validation_fraction must be between 0 and 1, both excluded: got {validation_fraction}")
-    sizes = [len(document.tokens) for document in documents]
-    if len(documents) == 1:
-        whole = documents[0]
-        cut = sizes[0] - max(1, int(sizes[0] * validation_fraction))
-        if cut <= whole.num_masked:
-            raise UserError(f"the one document of {sizes[0]} tokens is too short to hold some out; give more --data")
-        return [replace(whole, tokens=whole.tokens[:cut])], [Document(whole.tokens[cut:], source=whole.source)]
-    allowed = validation_fraction * sum(sizes)
-    held_out = []
-    for i in np.random.default_rng(seed).permutation(len(documents)).tolist():
-        if sizes[i] <= allowed:
-            allowed -= sizes[i]
-            held_out.append(i)
-    held_out = held_out or [int(np.argmin(sizes))]
-    chosen = set(held_out)
-    return [d for i, d in enumerate(documents) if i not in chosen], [documents[i] for i in held_out]

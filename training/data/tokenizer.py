@@ -1,12 +1,18 @@
 """Tokenizers: UTF-8 bytes, which need no file, and Hugging Face's tokenizer.json."""
 
+import functools
 import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from training.errors import UserError, read_file
 
+PART = 2**19  # characters that the library is given at a time
+LINE_START = re.compile(r"(?<=\n)[!-~]")
 END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|im_end|>", "</s>", "<eos>", "<|end_of_text|>")
 
 
@@ -20,15 +26,16 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
-    def decode(self, ids) -> str:
+    def decode(self, ids, with_special: bool = False) -> str:
         # 0xFF never occurs in UTF-8, so an id past the bytes (a wider model's) also shows as a replacement character.
         return bytes(min(int(i), 0xFF) for i in ids).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
-    """A Hugging Face tokenizer.json. Special tokens written out in the text become their ids."""
+    """A Hugging Face tokenizer.json, or a folder with one. Special tokens written out in the text become their ids."""
 
     def __init__(self, path: Path):
+        path = path / "tokenizer.json" if path.is_dir() else path
         try:
             from tokenizers import Tokenizer
         except ImportError:
@@ -42,7 +49,7 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.name = str(path)
+        self.name, self.folder = str(path), path.parent
         self.identity = hashlib.sha256(content).hexdigest()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # not the number of ids, which may have holes
         self.eos_id = next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), None)
@@ -50,24 +57,60 @@ class FileTokenizer:
             raise UserError(f"tokenizer {path} has none of {', '.join(END_OF_TEXT_TOKENS)}: add one to end documents")
 
     def encode(self, text: str) -> np.ndarray:
+        return np.concatenate([self._encode(part) for part in self._cut(text)])
+
+    def encode_with_starts(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, the character at which each of them starts), uint32 and int64 [N]."""
+        with self._refusing(text):
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        starts = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 0]
+        return np.array(encoding.ids, dtype=np.uint32), starts
+
+    def is_added_token(self, text: str) -> bool:
+        """Whether `text` is one token of its own wherever it is written, as <|im_start|>."""
+        return any(token.content == text for token in self._tokenizer.get_added_tokens_decoder().values())
+
+    def _encode(self, text: str) -> np.ndarray:
+        with self._refusing(text):
+            # This call also leaves out where in the text each token is.
+            [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.uint32)
+
+    def _cut(self, text: str) -> list[str]:
+        """Parts of about PART characters, where those have the same tokens: the library takes 200 bytes a token."""
+        if len(text) <= PART or not self._lines_are_apart:
+            return [text]
+        # A part begins with a character that follows a newline and is neither a space nor above ASCII.
+        found = (LINE_START.search(text, position) for position in range(PART, len(text), PART))
+        cuts = sorted({match.start() for match in found if match})
+        return [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)])]
+
+    @functools.cached_property
+    def _lines_are_apart(self) -> bool:
+        """Whether no token spans a line's end and the next line's start, as with all tokenizers that split words."""
+        lines = ["a b;\n", "def f():\n    return 1\n\n\n", "a \n", "#b\n", "1\n"]
+        return self._encode("".join(lines)).tolist() == [i for line in lines for i in self._encode(line).tolist()]
+
+    @contextmanager
+    def _refusing(self, text: str) -> Iterator[None]:
         try:
-            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+            yield
         except Exception as error:  # as of an unknown word for which the file has no token
             raise UserError(f"tokenizer {self.name} cannot encode {text[:40]!r}: {error}") from None
 
-    def decode(self, ids) -> str:
-        return self._tokenizer.decode([int(i) for i in ids])
+    def decode(self, ids, with_special: bool = False) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not with_special)
 
 
 def load_tokenizer(path: str | None) -> ByteTokenizer | FileTokenizer:
     """The tokenizer of a run.
 
     Args:
-        path: a tokenizer.json; "bytes" or None for bytes.
+        path: a tokenizer.json, or the folder that has it; "bytes" or None for bytes.
 
     Returns:
         An object with name, identity ("bytes", or the file's SHA-256), vocab_size (added tokens included), eos_id,
-        encode(str) -> np.ndarray of ids (uint8 or uint32) and decode(ids) -> str.
+        encode(str) -> np.ndarray of ids (uint8 or uint32) and decode(ids, with_special=False) -> str.
 
     Raises:
         UserError: the tokenizers package is absent, the file is missing or invalid, or no end-of-text token is known.

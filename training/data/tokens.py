@@ -1,50 +1,174 @@
-"""The tokenized corpus: how long each document is, and any part of any document."""
+"""Stores of tokens: how long each document is, and any part of any document, whether in memory or on disk.
+
+prepared.py has the store of a prepared folder, which memory does not hold.
+"""
 
 import functools
 import zlib
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from training.data.sources import Document
+from training.errors import UserError
+
+
+class Store(Protocol):
+    """Documents by their number. Each ends with the end-of-text id, or as the template of its chat ends it."""
+
+    eos_id: int  # the tokenizer's end-of-text id, which also fills what sequences leave free
+    lengths: np.ndarray  # int64 [N], tokens of each document, its end included
+    are_samples: bool  # whether any document has tokens that are no targets, as of a prompt: it should not be cut
+
+    @property
+    def identity(self) -> int:
+        """32 bits that the documents, their order and their masks decide."""
+
+    def source(self, document: int) -> str:
+        """The file that a document comes from, of a .jsonl file with the line's number."""
+
+    def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, is_masked) at positions start .. stop - 1 of a document; 0 <= start <= stop <= its length.
+
+        Both are [stop - start], int64 and bool; a masked token is no target.
+        """
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """The ids of read_masked."""
 
 
 class TokenStore:
-    """Documents by their number, each with the end-of-text id as its last token. All tokens are in memory.
-
-    Args:
-        documents: of load_documents or split_documents.
-        eos_id: the tokenizer's end-of-text id.
-
-    Attributes:
-        eos_id: as given.
-        lengths: int64 [N], tokens of each document, its end included.
-        num_masked: int64 [N], leading tokens of each document that are no targets.
-    """
+    """Documents in memory; see Store."""
 
     def __init__(self, documents: list[Document], eos_id: int):
         self.eos_id, self._documents = eos_id, documents
-        self.lengths = np.array([len(document.tokens) + 1 for document in documents], dtype=np.int64)
-        self.num_masked = np.array([document.num_masked for document in documents], dtype=np.int64)
+        self.lengths = np.array([len(each.tokens) + (not each.is_complete) for each in documents], dtype=np.int64)
+        self.are_samples = any(document.masked is not None for document in documents)
 
     @functools.cached_property
     def identity(self) -> int:
         """CRC-32 of all lengths, masks and tokens. The first call reads the whole corpus."""
         crc = 0
-        for document in self._documents:
-            crc = zlib.crc32(f"{len(document.tokens)},{document.num_masked};".encode(), crc)
+        for length, document in zip(self.lengths, self._documents):
+            crc = zlib.crc32(f"{length};".encode(), crc)
             crc = zlib.crc32(np.ascontiguousarray(document.tokens).data, crc)
+            crc = crc if document.masked is None else zlib.crc32(document.masked.data, crc)
         return crc
 
     def source(self, document: int) -> str:
-        """The file that a document comes from, of a .jsonl file with the line's number."""
         return self._documents[document].source
 
-    def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """int64 [stop - start], the ids at positions start .. stop - 1 of a document; 0 <= start <= stop <= its length.
-
-        Of a document of tokens 5 6 7, read(document, 1, 4) is 6 7 and the end-of-text id.
-        """
-        ids = np.full(stop - start, self.eos_id, dtype=np.int64)
-        tokens = self._documents[document].tokens[start:stop]
+    def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        ids, is_masked = np.full(stop - start, self.eos_id, dtype=np.int64), np.zeros(stop - start, dtype=bool)
+        whole = self._documents[document]
+        tokens = whole.tokens[start:stop]
         ids[: len(tokens)] = tokens
-        return ids
+        if whole.masked is not None:
+            is_masked[: len(tokens)] = whole.masked[start:stop]
+        return ids, is_masked
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """Of a document of tokens 5 6 7, read(document, 1, 4) is 6 7 and the end-of-text id."""
+        return self.read_masked(document, start, stop)[0]
+
+
+class JoinedStore:
+    """The documents of several stores, one store after the other."""
+
+    def __init__(self, stores: Sequence[Store]):
+        self._stores, self.eos_id = stores, stores[0].eos_id
+        self.lengths = np.concatenate([store.lengths for store in stores])
+        self.are_samples = any(store.are_samples for store in stores)
+        self._ends = np.cumsum([len(store.lengths) for store in stores])
+
+    @functools.cached_property
+    def identity(self) -> int:
+        return zlib.crc32(repr([store.identity for store in self._stores]).encode())
+
+    def _find(self, document: int) -> tuple[Store, int]:
+        """The store that has a document, and the document's number there."""
+        index = int(np.searchsorted(self._ends, document, side="right"))
+        store = self._stores[index]
+        return store, document - int(self._ends[index]) + len(store.lengths)
+
+    def source(self, document: int) -> str:
+        store, number = self._find(document)
+        return store.source(number)
+
+    def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        store, number = self._find(document)
+        return store.read_masked(number, start, stop)
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        return self.read_masked(document, start, stop)[0]
+
+
+class Selection:
+    """Some documents of a store, numbered anew, or a part of each.
+
+    Args:
+        documents: int64 [N], their numbers in `store`.
+        starts, stops: int64 [N], the part of each that counts as the document; None: all of it.
+    """
+
+    def __init__(
+        self, store: Store, documents: np.ndarray, starts: np.ndarray | None = None, stops: np.ndarray | None = None
+    ):
+        self._store, self.eos_id, self.are_samples = store, store.eos_id, store.are_samples
+        self.documents = documents
+        self._starts = np.zeros(len(documents), dtype=np.int64) if starts is None else starts
+        self.lengths = (store.lengths[documents] if stops is None else stops) - self._starts
+
+    @functools.cached_property
+    def identity(self) -> int:
+        crc = self._store.identity
+        for array in (self.documents, self._starts, self.lengths):
+            crc = zlib.crc32(np.ascontiguousarray(array).data, crc)
+        return crc
+
+    def source(self, document: int) -> str:
+        return self._store.source(int(self.documents[document]))
+
+    def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        first = int(self._starts[document])
+        return self._store.read_masked(int(self.documents[document]), first + start, first + stop)
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        return self.read_masked(document, start, stop)[0]
+
+
+def split(store: Store, validation_fraction: float, seed: int) -> tuple[Selection, Selection]:
+    """Hold out whole documents, drawn by seed, of at most validation_fraction of all tokens, and at least one.
+
+    A corpus of one document is cut instead: its tail is held out.
+
+    Returns:
+        (training documents in their order, held-out documents), neither empty. The held-out ones are in random order,
+        so that a validation that stops early still sees a fair sample.
+
+    Raises:
+        UserError: a fraction outside (0, 1), or one document that cannot be cut.
+    """
+    if not 0 < validation_fraction < 1:
+        raise UserError(f"validation_fraction must be between 0 and 1, both excluded: got {validation_fraction}")
+    lengths = store.lengths
+    if len(lengths) == 1:
+        whole, zero = int(lengths[0]), np.zeros(1, dtype=np.int64)
+        cut = whole - max(2, int(whole * validation_fraction))  # the held-out part has a token and one that it predicts
+        if cut < 2 or store.are_samples:
+            what = "sample" if store.are_samples else f"document of {whole} tokens"
+            raise UserError(f"the data are one {what}, too short to hold some out; give more --data")
+        return Selection(store, zero, zero, zero + cut), Selection(store, zero, zero + cut, zero + whole)
+    allowed, shortest = validation_fraction * lengths.sum(), lengths.min()
+    held_out = []
+    for i in np.random.default_rng(seed).permutation(len(lengths)).tolist():
+        if lengths[i] <= allowed:
+            allowed -= lengths[i]
+            held_out.append(i)
+        if allowed < shortest:
+            break
+    chosen = np.array(held_out or [int(np.argmin(lengths))])
+    is_kept = np.ones(len(lengths), dtype=bool)
+    is_kept[chosen] = False
+    return Selection(store, is_kept.nonzero()[0]), Selection(store, chosen)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.training.data.test_packing import EOS, make_documents, make_loader
-from training.data.loader import validation_batches
+from training.data.loader import PackedLoader, validation_batches
+from training.data.packing import ConcatenatedPacking
 from training.data.sources import Document
 from training.data.tokens import TokenStore
 
@@ -37,6 +38,22 @@ def test_resume_is_exact_and_independent_of_the_number_of_ranks():
         assert sorted(torch.cat([take(rank, 1)[0] for rank in ranks]).tolist()) == sorted(of_step.tolist())
     assert ranks[0].state_dict() == ranks[1].state_dict() == one.state_dict()
     assert one.epoch == 22 / 14
+
+
+def test_batches_made_ahead_are_the_same_and_are_no_part_of_the_position():
+    store = TokenStore(make_documents([5, 17, 2, 9, 30, 11, 8]), EOS)
+
+    def make(read_ahead):
+        return PackedLoader(store, ConcatenatedPacking(store.lengths, 6, 3), 2, read_ahead=read_ahead)
+
+    plain, ahead, resumed = make(False), make(True), make(True)
+    for step in range(12):
+        batches = plain.next_step(1 + step // 6), ahead.next_step(1 + step // 6)  # the 7th step asks for more
+        assert [a.input_ids.tolist() for a in batches[0]] == [b.input_ids.tolist() for b in batches[1]]
+        assert plain.state_dict() == ahead.state_dict()
+    resumed.next_step()
+    resumed.load_state_dict(ahead.state_dict())
+    assert torch.equal(resumed.next_step()[0].input_ids, plain.next_step()[0].input_ids)
 
 
 @pytest.mark.parametrize("world_size, batch_size, micro_batches", [(2, 1, 4), (4, 1, 3), (3, 2, 1), (2, 1, 1)])
@@ -75,7 +92,7 @@ def test_ranks_share_a_steps_sequences_and_finish_together(world_size, batch_siz
 def test_state_of_another_corpus_is_refused(change, message):
     arguments = {"documents": make_documents([8, 9]), "context_length": 4, "batch_size": 1, "eos_id": EOS, "seed": 0}
     state = make_loader(**arguments).state_dict()
-    assert list(state) == ["next_sequence", "context_length", "seed", "eos_id", "corpus_crc32"]
+    assert list(state) == ["next_sequence", "context_length", "seed", "packing", "eos_id", "corpus_crc32"]
     with pytest.raises(ValueError, match=f"cannot resume: .*{message}"):
         make_loader(**{**arguments, **change}).load_state_dict(state)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.data.loader import PackedLoader
-from training.data.packing import ConcatenatedPacking, Stream, deal
+from training.data.packing import BestFitPacking, ConcatenatedPacking, MixedPacking, Stream, best_fit, deal
 from training.data.sources import Document
 from training.data.tokens import TokenStore
 
@@ -17,7 +17,8 @@ EOS = 0
 def make_documents(lengths, masked=0):
     """Documents whose tokens are all different and never EOS."""
     ids = np.arange(1, sum(lengths) + 1, dtype=np.uint32)
-    return [Document(tokens, masked) for tokens in np.split(ids, np.cumsum(lengths)[:-1])]
+    mask = [np.arange(length) < masked if masked else None for length in lengths]
+    return [Document(tokens, mask[i]) for i, tokens in enumerate(np.split(ids, np.cumsum(lengths)[:-1]))]
 
 
 def make_loader(documents, context_length, batch_size, seed=0, rank=0, world_size=1, eos_id=EOS):
@@ -97,3 +98,85 @@ def test_packing_loses_and_duplicates_no_token(lengths, context_length, batch_si
             assert positions.tolist() == [j - part.tolist().index(rank) for j, rank in enumerate(part)]
             following, crosses = np.append(ids[1:], -100), np.append(part[1:] != part[:-1], True)
             assert targets.tolist() == np.where(crosses, -100, following).tolist()
+
+
+def best_fit_one_by_one(sizes, capacity):
+    """The room of each bin, ascending, after each item went into the bin with the least room that holds it."""
+    rooms = []
+    for size in sizes:
+        fitting = [room for room in rooms if room >= size]
+        if fitting:
+            rooms.remove(min(fitting))
+        rooms.append((min(fitting) if fitting else capacity) - size)
+    return sorted(rooms)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(sizes=st.lists(st.integers(1, 12), min_size=1, max_size=40), capacity=st.integers(12, 20))
+def test_best_fit_is_that_of_items_taken_one_by_one(sizes, capacity):
+    sizes = np.array(sorted(sizes, reverse=True))
+    used = np.bincount(best_fit(sizes, capacity), weights=sizes)
+    assert sorted((capacity - used).tolist()) == best_fit_one_by_one(sizes.tolist(), capacity)
+    assert best_fit(np.array([5, 3, 3, 2, 1]), 6).tolist() == [0, 1, 1, 2, 0]
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20),
+    context_length=st.integers(2, 17),
+    split=st.booleans(),
+)
+def test_best_fit_packs_each_document_once_an_epoch(lengths, context_length, split):
+    lengths = np.array(lengths)
+    if not split and lengths.min() > context_length:
+        with pytest.raises(ValueError, match="no document fits into context_length"):
+            BestFitPacking(lengths, context_length, 0, split)
+        return
+    packing = BestFitPacking(lengths, context_length, 0, split)
+    for epoch in range(2):
+        sequences = [packing.pieces(epoch, index) for index in range(packing.sequences_per_epoch)]
+        assert all(0 < sum(b - a for _, a, b in pieces) <= context_length for pieces in sequences)
+        found = [(d, i) for pieces in sequences for d, a, b in pieces for i in range(a, b)]
+        held = [d for d, n in enumerate(lengths) if split or n <= context_length]
+        assert sorted(found) == [(d, i) for d in held for i in range(lengths[d])]
+        if not split:
+            assert all(a == 0 and b == lengths[d] for pieces in sequences for d, a, b in pieces)
+        sizes, of_sequence = packing.document_lengths()
+        for index, pieces in enumerate(sequences if epoch == 0 else []):
+            expected = [b - a for _, a, b in pieces]
+            expected += [context_length - sum(expected)] if sum(expected) < context_length else []
+            assert sorted(sizes[of_sequence == index].tolist()) == sorted(expected)
+    assert packing.longest_document == max(min(n, context_length) for n in lengths if split or n <= context_length)
+
+
+def test_best_fit_meets_others_in_each_epoch():
+    packing = BestFitPacking(np.full(40, 5), 10, seed=0)
+    epochs = [
+        {frozenset(d for d, _, _ in packing.pieces(epoch, i)) for i in range(packing.sequences_per_epoch)}
+        for epoch in (0, 1)
+    ]
+    assert packing.sequences_per_epoch == 20 and len(epochs[0] & epochs[1]) < 10
+
+
+def test_a_mixture_has_each_path_in_its_share_at_every_length():
+    lengths = [np.full(200, 10), np.full(7, 9), np.full(30, 4)]
+    packings = [ConcatenatedPacking(lengths[0], 10, 0), BestFitPacking(lengths[1], 10, 0)]
+    packings.append(BestFitPacking(lengths[2], 10, 0))
+    mixed = MixedPacking(packings, np.array([0, 200, 207]), [6, 3, 1])
+    assert mixed.sequences_per_epoch == 200 + 7 + 15
+    taken = [[], [], []]
+    for index in range(2000):
+        pieces = mixed.pieces(*divmod(index, mixed.sequences_per_epoch))
+        which = int(np.searchsorted([200, 207], pieces[0][0], side="right"))
+        taken[which].append([(d - [0, 200, 207][which], a, b) for d, a, b in pieces])
+        assert all(abs(len(taken[i]) - (index + 1) * share) < 1.5 for i, share in enumerate((0.6, 0.3, 0.1)))
+    for packing, sequences in zip(packings, taken):  # each goes through its own order, epoch after epoch
+        assert sequences == [packing.pieces(*divmod(i, packing.sequences_per_epoch)) for i in range(len(sequences))]
+    sizes, of_sequence = mixed.document_lengths()
+    assert set(of_sequence.tolist()) == set(range(mixed.sequences_per_epoch))
+    for index in range(7):
+        whole = sum(b - a for _, a, b in mixed.pieces(0, index))
+        assert sizes[of_sequence == index].sum() == 10 and sizes[of_sequence == index].max() <= whole
+    assert MixedPacking(packings[:2], np.array([0, 200]), [2e4, 1e4]).pieces(5, 100)
+    with pytest.raises(ValueError, match=r"data_weights: 1 is less than 1 / 10,000 of all"):
+        MixedPacking(packings[:2], np.array([0, 200]), [1, 1e6])

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.training.data.test_packing import EOS, make_documents, make_loader
-from training.data.sources import load_documents, split_documents
+from tests.training.data.test_packing import EOS, make_loader
+from training.data.sources import load_documents
 from training.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -42,7 +42,7 @@ def test_folder_is_read_in_order_and_text_files_only(tmp_path):
 
 def test_prompt_is_masked(tmp_path):
     (document,) = read_text(tmp_path, "a.jsonl", b'{"prompt": "ab", "completion": "cd"}')
-    assert document.num_masked == 2 and BYTES.decode(document.tokens) == "abcd"
+    assert document.masked.tolist() == [True, True, False, False] and BYTES.decode(document.tokens) == "abcd"
     [batch] = make_loader([document], 5, 1, eos_id=EOS).next_step()
     assert batch.targets.tolist() == [[-100, ord("c"), ord("d"), EOS, -100]]
     assert batch.num_valid_tokens == 3
@@ -68,7 +68,7 @@ def test_prompt_is_masked(tmp_path):
         ("l.jsonl", b'{"text": "a\\u0000"}', r"l\.jsonl:1: escaped NUL"),
         ("l.jsonl", b'{"text": "\\ud800"}', r"l\.jsonl:1: escaped NUL or lone surrogate"),
         ("l.jsonl", b'{"prompt": "a", "completion": ""}', r"l\.jsonl:1: empty text"),
-        ("l.jsonl", b'{"completion": "a"}', r'l\.jsonl:1: needs .*"prompt" and "completion"'),
+        ("l.jsonl", b'{"completion": "a"}', r'l\.jsonl:1: needs .*"prompt" and "completion", or a list "messages"'),
     ],
 )
 def test_bad_corpus(tmp_path, name, content, message):
@@ -88,27 +88,3 @@ def test_bad_paths_and_ids(tmp_path):
     with pytest.raises(ValueError, match=r"a\.txt: token id 122 is not below the model's vocab_size 100.*256 or more"):
         (tmp_path / "a.txt").write_text("az")
         load_documents(str(tmp_path / "a.txt"), BYTES, 100)
-
-
-def test_split_holds_out_whole_documents():
-    documents = make_documents([50, 3, 7, 40, 20, 9, 11, 60])
-    train, held_out = split_documents(documents, 0.15, seed=5)
-    again = split_documents(documents, 0.15, seed=5)
-    assert [id(d) for part in again for d in part] == [id(d) for d in train + held_out]
-    assert {id(d) for d in train + held_out} == {id(d) for d in documents} and len(train + held_out) == 8
-    assert 0 < sum(len(d.tokens) for d in held_out) <= 0.15 * 200
-    others = [split_documents(documents, 0.15, seed=s)[1] for s in range(6)]
-    assert len({tuple(sorted(int(d.tokens[0]) for d in other)) for other in others}) > 1
-    train, held_out = split_documents(documents, 0.001, seed=0)
-    assert [len(d.tokens) for d in held_out] == [3] and len(train) == 7
-
-
-def test_split_of_one_document():
-    (document,) = make_documents([10], masked=2)
-    (train,), (held_out,) = split_documents([document], 0.2, seed=0)
-    assert train.tokens.tolist() == list(range(1, 9)) and train.num_masked == 2
-    assert held_out.tokens.tolist() == [9, 10] and held_out.num_masked == 0
-    with pytest.raises(ValueError, match="one document of 1 tokens is too short"):
-        split_documents(make_documents([1]), 0.5, seed=0)
-    with pytest.raises(ValueError, match=r"between 0 and 1.*1\.5"):
-        split_documents([document], 1.5, seed=0)

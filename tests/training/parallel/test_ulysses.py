@@ -130,7 +130,7 @@ def build(case: Case, world: World) -> Transformer:
 def loss_and_gradients(case: Case, world: World, batch_size: int) -> tuple[float, dict[str, torch.Tensor]]:
     """Of the same sequences in any world; in several micro-batches where the ranks and `batch_size` are few."""
     model, random = build(case, world), np.random.default_rng(0)
-    documents = [Document(random.integers(1, 256, n).astype(np.uint8), num_masked=n // 3) for n in case.lengths * 4]
+    documents = [Document(random.integers(1, 256, n).astype(np.uint8), np.arange(n) < n // 3) for n in case.lengths * 4]
     loader = make_loader(documents, case.T, batch_size, rank=world.data_rank, world_size=world.data_size)
     batches = loader.next_step(SEQUENCES // batch_size // world.data_size)
     shares = [batch.slice(world.context_rank, world.context_size) for batch in batches]

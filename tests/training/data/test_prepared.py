@@ -1,0 +1,201 @@
+"""Prepared sets: the same tokens as read directly, work that goes on after a stop, and every refusal of bad folders."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.training.data.test_tokenizer import write_tokenizer
+from training.data import prepare as preparing
+from training.data.__main__ import main
+from training.data.corpus import load_corpus, open_stores
+from training.data.prepare import histogram, prepare
+from training.data.prepared import PreparedStore, hash_of_index
+from training.data.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    """Parts are made in this process: worker processes take seconds to start."""
+
+    class Pool:
+        def __init__(self, workers, context, initializer, arguments):
+            initializer(*arguments)
+
+        def submit(self, function, *arguments):
+            task = preparing.Future()
+            try:
+                task.set_result(function(*arguments))
+            except Exception as error:
+                task.set_exception(error)
+            return task
+
+        def shutdown(self, cancel_futures):
+            pass
+
+    monkeypatch.setattr(preparing, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(preparing, "PART_BYTES", 60)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A folder of text files, and of a .jsonl file with prompts; and a tokenizer's."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(4):
+        (folder / f"{i}.txt").write_text(f"the text of file {i}, " * (i + 1))
+    lines = [{"prompt": "p" * i, "completion": "he said" * i} if i % 3 else {"text": f"line {i}"} for i in range(1, 9)]
+    (folder / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "tokenizer").mkdir()
+    write_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
+    return folder
+
+
+def contents(store):
+    return [
+        (store.source(i), *(array.tolist() for array in store.read_masked(i, 0, n)))
+        for i, n in enumerate(store.lengths.tolist())
+    ]
+
+
+def test_a_prepared_set_has_what_is_read_directly(tmp_path, corpus, one_process, capsys):
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
+    index = prepare(corpus, tmp_path / "set", str(tmp_path / "tokenizer"))
+    assert len(index["parts"]) > 4 and index["are_samples"]
+    [direct], [prepared] = (open_stores([str(p)], tokenizer, 300) for p in (corpus, tmp_path / "set"))
+    assert contents(prepared) == contents(direct) and prepared.are_samples and isinstance(prepared, PreparedStore)
+    assert [prepared.source(i).rpartition("/")[2] for i in (3, 4, 11)] == ["3.txt", "lines.jsonl:1", "lines.jsonl:8"]
+    targets = sum(int((~prepared.read_masked(i, 0, int(n))[1][1:]).sum()) for i, n in enumerate(prepared.lengths))
+    assert index["targets"] == targets and index["tokens"] == prepared.lengths.sum()
+    ids, is_masked = prepared.read_masked(6, 1, 4)
+    assert [ids.tolist(), is_masked.tolist()] == [part[1:4] for part in contents(direct)[6][1:]]
+    train, held_out, packing = load_corpus(
+        [str(tmp_path / "set")], tokenizer, 300, validation_fraction=0.2, context_length=128, seed=0
+    )
+    assert packing.identity["packing"] == "best_fit" and len(train.lengths) + len(held_out.lengths) == 12
+    assert main(["verify", str(tmp_path / "set")]) == 0
+    assert main(["prepare", str(corpus), str(tmp_path / "set"), "--tokenizer", str(tmp_path / "tokenizer")]) == 0
+    assert "12 documents" in capsys.readouterr().out and (tmp_path / "set" / "lengths.png").stat().st_size > 1000
+
+
+def test_preparing_goes_on_where_it_stopped_and_names_bad_lines(tmp_path, corpus, one_process, monkeypatch):
+    make, made = preparing._make_part, []
+    monkeypatch.setattr(preparing, "_make_part", lambda *arguments: made.append(arguments) or make(*arguments))
+    good = (corpus / "lines.jsonl").read_text()
+    (corpus / "lines.jsonl").write_text(good + '\n{"text": 3}')
+    with pytest.raises(ValueError, match=r'lines\.jsonl:9: needs a string "text"'):
+        prepare(corpus, tmp_path / "set", "bytes")
+    assert not (tmp_path / "set" / "set.json").exists()
+    first = len(made)
+    (corpus / "lines.jsonl").write_text(good)
+    expected = prepare(corpus, tmp_path / "set", "bytes")
+    assert first < len(made) < 2 * first  # parts of the text files were there
+    names = {file.name.split(".")[0] for file in (tmp_path / "set").glob("part-*")}
+    assert names == {part["name"] for part in expected["parts"]}  # those of the bad file are gone
+    # A stop before set.json was written, and in the middle of a part.
+    (tmp_path / "set" / "set.json").unlink()
+    last = expected["parts"][-1]["name"]
+    (tmp_path / "set" / f"{last}.json").unlink()
+    (tmp_path / "set" / f"{last}.tokens").write_bytes(b"half")
+    made.clear()
+    assert prepare(corpus, tmp_path / "set", "bytes") == expected and len(made) == 1
+    assert prepare(corpus, tmp_path / "set", "bytes") == expected and len(made) == 1
+    (corpus / "1.txt").write_text("other text")
+    with pytest.raises(ValueError, match="has another set in it"):
+        prepare(corpus, tmp_path / "set", "bytes")
+
+
+def test_workers_make_the_same_set(tmp_path, corpus, one_process, monkeypatch, capfd):
+    """Two real processes; an error of theirs is a line."""
+    expected = prepare(corpus, tmp_path / "one", "bytes")
+    monkeypatch.undo()
+    monkeypatch.setattr(preparing, "PART_BYTES", 60)
+    assert prepare(corpus, tmp_path / "two", "bytes", workers=2) == expected
+    (corpus / "bad.jsonl").write_text('{"text": ""}')
+    assert main(["prepare", str(corpus), str(tmp_path / "three"), "--tokenizer", "bytes"]) == 1
+    assert capfd.readouterr().err.splitlines()[-1].startswith(f"error: {corpus}/bad.jsonl:1: empty text")
+
+
+def change_index(folder, change, keep_hash=False):
+    index = json.loads((folder / "set.json").read_text())
+    change(index)
+    if not keep_hash:
+        index["sha256"] = hash_of_index(index)
+    (folder / "set.json").write_text(json.dumps(index))
+
+
+def test_bad_sets(tmp_path, corpus, one_process):
+    """Each by its name. An index is also refused where somebody has made its hash anew."""
+    good, folder, bytes_ = tmp_path / "good", tmp_path / "bad", load_tokenizer("bytes")
+    prepare(corpus, good, "bytes")
+    part = json.loads((good / "set.json").read_text())["parts"][1]["name"]
+
+    def refusal(tokenizer=bytes_, vocab_size=256):
+        with pytest.raises(ValueError) as error:
+            store = PreparedStore(folder, tokenizer, vocab_size)
+            [store.read(i, 0, int(n)) for i, n in enumerate(store.lengths)]
+        assert "\n" not in str(error.value) and len(str(error.value)) < 600
+        return str(error.value)
+
+    def edit(name, value, where=lambda index: index):
+        def change():
+            change_index(folder, lambda index: where(index).update({name: value}))
+
+        return change
+
+    def one(index):
+        return index["parts"][1]
+
+    def write(suffix, content):
+        return lambda: (folder / (part + suffix)).write_bytes(content)
+
+    size = (good / f"{part}.documents").stat().st_size
+    tokens = (good / f"{part}.tokens").stat().st_size
+    beyond = np.array([[2**40, 0, 0]] * (size // 24)).astype("<i8").tobytes()
+    cases = [
+        (edit("name", "../good/" + part, one), "which is no part of its folder"),
+        (edit("name", "/etc/passwd", one), "names the part '/etc/passwd', which is no part"),
+        (edit("name", None, one), "which is no part"),
+        (edit("tokens", 10**30, one), "tokens of part-"),
+        (edit("documents", 10**12, one), f"is {size:,} bytes, set.json says 24,000,000,000,000"),
+        (edit("documents", True, one), "documents of part-"),
+        (edit("tokens", -1, one), "tokens of part-"),
+        (edit("parts", []), "has no parts"),
+        (edit("parts", {}), "parts is {}, no list"),
+        (edit("format", "other"), 'not of format "fathom tokens 1"'),
+        (lambda: change_index(folder, lambda i: one(i).update(tokens=3), keep_hash=True), "damaged or was edited"),
+        (lambda: (folder / "set.json").write_text("[" * 200_000), "set.json is not JSON"),
+        (lambda: (folder / "set.json").write_bytes(b"\0" * (2**26 + 1)), "67,108,865 bytes, more than"),
+        (write(".tokens", b"\0" * (tokens - 4)), f"tokens is {tokens - 4:,} bytes, set.json says {tokens:,}"),
+        (lambda: (folder / f"{part}.tokens").unlink(), "is missing, set.json says"),
+        (write(".documents", beyond), "the last document, at 1,099,511,627,776, does not end"),
+        (write(".documents", b"\0" * size), "document 0 does not end behind its start"),
+        (write(".tokens", np.full(tokens // 4, 256, "<u4").tobytes()), "2.txt has token id 256, not below the model's"),
+    ]
+    for damage, message in cases:
+        shutil.copytree(good, folder)
+        damage()
+        assert message in refusal(), message
+        shutil.rmtree(folder)
+    shutil.copytree(good, folder)
+    foreign = load_tokenizer(str(tmp_path / "tokenizer"))
+    assert f"was prepared with tokenizer bytes (bytes), this run has {foreign.name}" in refusal(foreign)
+    assert "token id 121 is not below the model's vocab_size 100" in refusal(vocab_size=100)
+    content = bytearray((folder / f"{part}.tokens").read_bytes())
+    content[0] ^= 1
+    write(".tokens", content)()
+    assert main(["verify", str(folder)]) == 1 and main(["verify", str(good)]) == 0
+
+
+def test_histogram():
+    assert histogram(np.array([3, 4, 7, 100])).splitlines() == [
+        "4 documents, 114 tokens: median 5, 95% below 86, longest 100",
+        "     tokens in a document    documents  of all tokens",
+        "                   2 to 3            1           2.6% #",
+        "                   4 to 7            2           9.6% #####",
+        "                  8 to 15            0           0.0%",
+        "                 16 to 31            0           0.0%",
+        "                 32 to 63            0           0.0%",
+        "                64 to 127            1          87.7% ############################################",
+    ]

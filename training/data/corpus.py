@@ -1,0 +1,101 @@
+"""The data of a run: what --data names, in memory or prepared on disk, its held-out share, and its packing."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+
+from training.data.packing import BestFitPacking, ConcatenatedPacking, MixedPacking, Packing
+from training.data.prepared import PreparedStore, is_prepared
+from training.data.sources import load_documents
+from training.data.tokens import JoinedStore, Selection, Store, TokenStore, split
+from training.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+def open_stores(paths: list[str], tokenizer, vocab_size: int, reasoning: str = "template") -> list[Store]:
+    """A store for each path; for no paths that of the default corpus. Prepared sets stay on disk."""
+    stores: list[Store] = []
+    for path in paths or (None,):
+        if path is not None and is_prepared(Path(path)):
+            stores.append(PreparedStore(Path(path), tokenizer, vocab_size))
+        else:
+            documents = load_documents(path, tokenizer, vocab_size, reasoning)
+            stores.append(TokenStore(documents, tokenizer.eos_id))
+    return stores
+
+
+def parse_weights(text: str, count: int) -> list[float]:
+    """Numbers above 0 from a text as "3,1", one for each of `count` paths. Raises UserError."""
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError:
+        weights = []
+    if len(weights) != count or not all(0 < weight < float("inf") for weight in weights):
+        raise UserError(
+            f"data_weights must be {count} numbers above 0, one for each path of --data, as 3,1: got {text[:50]!r}"
+        )
+    return weights
+
+
+def pack(
+    train: Selection, stores: list[Store], context_length: int, seed: int,
+    kind: str | None = None, overlong: str | None = None, weights: list[float] | None = None,
+) -> Packing:  # fmt: skip
+    """The packing of the training documents, of each path by itself where `weights` mix the paths.
+
+    Args:
+        train: of the stores' documents, joined.
+        kind: "best_fit", "concatenate", or None: best_fit for data with samples, which must not be cut.
+        overlong: of BestFitPacking; None: "refuse".
+    """
+    borders = np.cumsum([0] + [len(store.lengths) for store in stores])
+    firsts = np.searchsorted(train.documents, borders) if weights else np.array([0, len(train.documents)])
+    groups = [stores[i : i + 1] for i in range(len(stores))] if weights else [stores]
+    packings: list[Packing] = []
+    for group, first, stop in zip(groups, firsts.tolist(), firsts[1:].tolist()):
+        lengths, are_samples = train.lengths[first:stop], any(store.are_samples for store in group)
+        if not len(lengths):
+            raise UserError("a path of --data has no document left beside those held out; give more, or leave it out")
+        if kind == "best_fit" or (kind is None and are_samples):
+            packings.append(_best_fit(train, lengths, first, context_length, seed, overlong or "refuse"))
+        else:
+            packings.append(ConcatenatedPacking(lengths, context_length, seed))
+    if overlong is not None and not any(isinstance(packing, BestFitPacking) for packing in packings):
+        raise UserError("overlong has no effect where documents are concatenated; drop it, or --packing best_fit")
+    return MixedPacking(packings, firsts[:-1], weights) if weights else packings[0]
+
+
+def _best_fit(
+    train: Selection, lengths: np.ndarray, first: int, context_length: int, seed: int, overlong: str
+) -> BestFitPacking:
+    """Of the documents `first`, `first` + 1, ... of `train`. Says what becomes of those that no sequence holds."""
+    too_long = (lengths > context_length).nonzero()[0]
+    if len(too_long):
+        document = int(too_long[0])
+        what = (
+            f"{len(too_long):,} of {len(lengths):,} documents, {lengths[too_long].sum() / lengths.sum():.1%} of the "
+            f"tokens, are longer than context_length {context_length:,}"
+        )
+        if overlong == "refuse":
+            raise UserError(
+                f"{what}, the first {train.source(first + document)} with {lengths[document]:,}; raise "
+                "--context_length, or choose --overlong drop or split"
+            )
+        logger.warning("data: %s: %s", what, {"drop": "left out", "split": "split"}[overlong])
+    return BestFitPacking(lengths, context_length, seed, overlong == "split")
+
+
+def load_corpus(
+    paths: list[str], tokenizer, vocab_size: int, *, validation_fraction: float, context_length: int, seed: int,
+    reasoning: str | None = None, packing: str | None = None, overlong: str | None = None, weights: str | None = None,
+) -> tuple[Selection, Selection, Packing]:  # fmt: skip
+    """(training documents, held-out documents, packing of the training documents) of a run's settings."""
+    shares = None if weights is None else parse_weights(weights, len(paths))
+    stores = open_stores(paths, tokenizer, vocab_size, reasoning or "template")
+    if reasoning and not any(store.are_samples for store in stores if isinstance(store, TokenStore)):
+        raise UserError("chat_reasoning has no effect without chats; drop it (prepare has a flag of its own)")
+    store = stores[0] if len(stores) == 1 else JoinedStore(stores)
+    train, held_out = split(store, validation_fraction, seed)
+    return train, held_out, pack(train, stores, context_length, seed, packing, overlong, shares)

@@ -1,0 +1,265 @@
+"""Tokenizing a corpus in parallel into a prepared set; prepared.py says what such a folder has in it.
+
+The corpus is cut into parts of about 16 MB, each made by one process and named by a hash of what goes into it: files,
+their sizes and times, tokenizer and settings. A part that is there already is not made again, so that a run which was
+stopped goes on, and one after a correction of some files makes their parts alone.
+"""
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from training.checkpoint.files import only_run_in
+from training.data.prepared import (
+    DOCUMENT,
+    FORMAT,
+    INDEX,
+    MASKED,
+    TOKEN,
+    PreparedStore,
+    canonical,
+    hash_of_index,
+    is_prepared,
+)
+from training.data.sources import Document, DocumentReader, find_files
+from training.data.tokenizer import load_tokenizer
+from training.errors import UserError
+
+PART_BYTES = 2**24  # of text
+OURS = re.compile(r"part-[0-9a-f]{16}\.(tokens|documents|json)(\.new)?")
+
+# Of a file: (path, its bytes, its time of change in ns, first byte, byte behind the last, number of the first line).
+Piece = tuple[str, int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the tokens besides the files."""
+
+    tokenizer: str
+    reasoning: str
+    identity: str  # of the tokenizer's content and of its chat template
+
+
+def prepare(source: Path, out: Path, tokenizer: str, reasoning: str = "template", workers: int = 1) -> dict:
+    """Make a prepared set of `source`, a file or a folder, in the folder `out`; returns its index.
+
+    Raises:
+        UserError: text that cannot be learnt from, with its file and line; another set in `out`; a worker that died.
+    """
+    opened = load_tokenizer(tokenizer)
+    settings = Settings(tokenizer, reasoning, opened.identity + _hash_of_templates(opened))
+    with only_run_in(out):
+        parts = {_name_of(pieces, settings): pieces for pieces in _plan(find_files(source))}
+        if is_prepared(out):
+            store = PreparedStore(out, opened, opened.vocab_size)
+            if set(store.parts) != set(parts):
+                raise UserError(f"{out} has another set in it, of other files or settings; choose another folder")
+            return json.loads((out / INDEX).read_bytes())
+        done = {name: found for name in parts if (found := _read_part(out / name)) is not None}
+        done |= _make_parts({name: parts[name] for name in parts if name not in done}, parts, out, settings, workers)
+        for file in out.iterdir():
+            if OURS.fullmatch(file.name) and file.name.split(".")[0] not in parts:
+                file.unlink()  # of files that have changed since
+        kept = [{"name": name, **done[name]} for name in parts if done[name]["documents"]]
+        if not kept:
+            raise UserError(f"{source} has no text; give a path that holds some")
+        index = {
+            "format": FORMAT, "tokenizer": opened.identity, "tokenizer_name": opened.name, "eos_id": opened.eos_id,
+            "are_samples": any(part["are_samples"] for part in kept), "reasoning": reasoning, "source": str(source),
+            "documents": sum(part["documents"] for part in kept), "tokens": sum(part["tokens"] for part in kept),
+            "targets": sum(part["targets"] for part in kept),
+            "parts": kept,
+        }  # fmt: skip
+        index["sha256"] = hash_of_index(index)
+        _write(out / INDEX, json.dumps(index, indent=1).encode())
+        return index
+
+
+def _hash_of_templates(tokenizer) -> str:
+    """Of the files beside a tokenizer that may hold a chat template."""
+    found = hashlib.sha256()
+    for name in ("chat_template.jinja", "tokenizer_config.json") if hasattr(tokenizer, "folder") else ():
+        with contextlib.suppress(OSError):
+            found.update((tokenizer.folder / name).read_bytes())
+    return found.hexdigest()
+
+
+def _name_of(pieces: list[Piece], settings: Settings) -> str:
+    content = {"format": FORMAT, "pieces": pieces, **asdict(settings)}
+    return f"part-{hashlib.sha256(canonical(content)).hexdigest()[:16]}"
+
+
+def _plan(files: list[Path]) -> Iterator[list[Piece]]:
+    """The parts: some whole text files, or some lines of one .jsonl file."""
+    whole: list[Piece] = []
+    for file in files:
+        status = file.stat()
+        if file.suffix.lower() == ".jsonl":
+            for start, stop, line in _cut_lines(file, status.st_size):
+                yield [(str(file), status.st_size, status.st_mtime_ns, start, stop, line)]
+            continue
+        whole.append((str(file), status.st_size, status.st_mtime_ns, 0, status.st_size, 0))
+        if sum(piece[1] for piece in whole) >= PART_BYTES or len(whole) == 10_000:
+            yield whole
+            whole = []
+    if whole:
+        yield whole
+
+
+def _cut_lines(file: Path, size: int) -> Iterator[tuple[int, int, int]]:
+    """(first byte, byte behind the last, number of the first line) of parts of whole lines."""
+    start, line = 0, 1
+    with file.open("rb") as stream:
+        while start < size:
+            block = stream.read(PART_BYTES) + stream.readline()
+            yield start, start + len(block), line
+            start, line = start + len(block), line + block.count(b"\n")
+
+
+def _read_part(path: Path) -> dict | None:
+    """The summary of a part that is complete."""
+    try:
+        found = json.loads(path.with_suffix(".json").read_bytes())["summary"]
+        sizes = [path.with_suffix(kind).stat().st_size for kind in (".tokens", ".documents")]
+        return found if sizes == [4 * found["tokens"], 24 * found["documents"]] else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _make_parts(missing: dict, parts: dict, out: Path, settings: Settings, workers: int) -> dict[str, dict]:
+    """Make the missing parts in parallel, with a progress bar; returns their summaries."""
+    made: dict[str, dict] = {}
+    if not missing:
+        return made
+    bytes_of = {name: sum(piece[4] - piece[3] for piece in pieces) for name, pieces in parts.items()}
+    total, before = sum(bytes_of.values()), sum(bytes_of[name] for name in parts if name not in missing)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core is parallel enough
+    context = multiprocessing.get_context("forkserver")  # forks of a process that has imported this file and no more
+    context.set_forkserver_preload([__name__])
+    pool = ProcessPoolExecutor(min(workers, len(missing)), context, _open_reader, (settings,))
+    try:
+        with tqdm(total=total, initial=before, unit="B", unit_scale=True) as progress:
+            tasks: dict[Future[dict], str] = {}
+            tasks |= {pool.submit(_make_part, out / name, pieces): name for name, pieces in missing.items()}
+            for task in as_completed(tasks):
+                made[tasks[task]] = task.result()
+                progress.set_postfix(tokens=f"{sum(part['tokens'] for part in made.values()):,}")
+                progress.update(bytes_of[tasks[task]])
+    except BrokenProcessPool:
+        raise UserError(
+            "a worker was killed, as when memory runs out: the same command with fewer --workers goes on"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return made
+
+
+_reader: DocumentReader | None = None  # a worker's
+
+
+def _open_reader(settings: Settings) -> None:
+    global _reader
+    tokenizer = load_tokenizer(settings.tokenizer)
+    _reader = DocumentReader(tokenizer, tokenizer.vocab_size, settings.reasoning)
+
+
+def _read_piece(piece: Piece, reader: DocumentReader) -> Iterator[Document]:
+    path, _, _, start, stop, line = piece
+    if not line:
+        yield from reader.read(Path(path))
+        return
+    with open(path, "rb") as stream:
+        stream.seek(start)
+        yield from reader.read_lines(stream.read(stop - start), Path(path), line)
+
+
+def _make_part(path: Path, pieces: list[Piece]) -> dict:
+    """Write a part's three files, the .json last; returns its summary."""
+    assert _reader is not None
+    eos_id = np.array([_reader.eos_id], dtype=TOKEN)
+    rows, targets, largest, end, are_samples = [], 0, 0, 0, False
+    digest = hashlib.sha256()
+    try:
+        with path.with_suffix(".tokens.new").open("wb") as stream:
+            for number, piece in enumerate(pieces):
+                for document in _read_piece(piece, _reader):
+                    tokens = document.tokens.astype(TOKEN)
+                    largest = max(largest, int(tokens.max()))
+                    if document.masked is not None:
+                        are_samples = True
+                        tokens |= np.where(document.masked, MASKED, 0).astype(TOKEN)
+                    tokens = tokens if document.is_complete else np.concatenate([tokens, eos_id])
+                    stream.write(tokens.data)
+                    digest.update(tokens.data)
+                    end, targets = end + len(tokens), targets + int((tokens[1:] < MASKED).sum())
+                    line = int(document.source.rpartition(":")[2]) if piece[5] else 0
+                    rows.append((end, number, line))
+            stream.flush()
+            os.fsync(stream.fileno())
+        path.with_suffix(".tokens.new").rename(path.with_suffix(".tokens"))
+        table = np.array(rows, dtype=DOCUMENT).reshape(-1, 3).tobytes()
+        _write(path.with_suffix(".documents"), table)
+        summary = {
+            "documents": len(rows), "tokens": end, "targets": targets, "largest_id": largest,
+            "are_samples": are_samples,
+            "sha256": {".tokens": digest.hexdigest(), ".documents": hashlib.sha256(table).hexdigest()},
+        }  # fmt: skip
+        _write(path.with_suffix(".json"), json.dumps({"pieces": pieces, "summary": summary}).encode())
+    except OSError as error:
+        raise UserError(f"cannot make {path}: {error.strerror}; the same command goes on from here") from None
+    return summary
+
+
+def _write(file: Path, content: bytes) -> None:
+    """A file that is either complete, on the disk, or not there."""
+    new = file.with_name(file.name + ".new")
+    with new.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    new.rename(file)
+
+
+def histogram(lengths: np.ndarray) -> str:
+    """The lengths of documents as a table: by powers of two, a bar for the share of the tokens."""
+    exponents = np.log2(lengths).astype(int)
+    quantiles = np.quantile(lengths, [0.5, 0.95]).astype(int)
+    lines = [
+        f"{len(lengths):,} documents, {lengths.sum():,} tokens: median {quantiles[0]:,}, 95% below {quantiles[1]:,}, "
+        f"longest {lengths.max():,}",
+        f"{'tokens in a document':>25} {'documents':>12} {'of all tokens':>14}",
+    ]
+    for exponent in range(exponents.min(), exponents.max() + 1):
+        inside = lengths[exponents == exponent]
+        share = inside.sum() / lengths.sum()
+        span = f"{2**exponent:,} to {2 ** (exponent + 1) - 1:,}"
+        lines.append(f"{span:>25} {len(inside):>12,} {share:>14.1%} {'#' * round(50 * share)}".rstrip())
+    return "\n".join(lines)
+
+
+def draw_histogram(lengths: np.ndarray, file: Path) -> bool:
+    """The same as a picture; False where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    bins = 2.0 ** np.arange(0, np.log2(lengths.max()) + 1.25, 0.25)
+    axes.hist(lengths, bins.tolist(), weights=lengths / lengths.sum())
+    axes.set(xscale="log", xlabel="tokens in a document", ylabel="share of all tokens")
+    axes.set_title(f"{len(lengths):,} documents, {lengths.sum():,} tokens")
+    figure.savefig(file)
+    return True
