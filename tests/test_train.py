@@ -160,7 +160,7 @@ def test_config_json_declares_the_trained_length(corpus, tmp_path):
 def test_refusals_come_before_the_data(corpus, tmp_path, monkeypatch, capsys):
     assert train.main(arguments(corpus, tmp_path / "run", steps=1)) == 0
     assert train.main(arguments(corpus, tmp_path / "weights", "--save", "model", steps=1)) == 0
-    monkeypatch.setattr(train, "load_documents", lambda *_: pytest.fail("the data were read"))
+    monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
     monkeypatch.setattr(train, "verify_checkpoint", lambda *_: pytest.fail("checksums were computed"))
     start = weights_of_another_shape(tmp_path / "start")
     config = json.loads((start / "config.json").read_text())
@@ -348,7 +348,7 @@ def test_resume_refuses_another_tokenizer_before_the_data(released, corpus, tmp_
     write_tokenizer(file, special="</s>")
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr(train, "load_documents", lambda *_: pytest.fail("the data were read"))
+        patch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
         for extra in ([], ["--tokenizer", "bytes"]):
             assert train.main(only_resume(run, "--max_steps", "2", *extra)) == 1
             expected = f"was trained with tokenizer {hashlib.sha256(content).hexdigest()[:12]}"
@@ -526,7 +526,7 @@ def test_a_plan_that_cannot_be_is_refused_before_the_data_are_read(corpus, tmp_p
     """On a pretended GPU of 24 GiB, of a 4B; the longest context is that of documents of any length."""
     monkeypatch.setattr(train, "resolve_memory_budget", lambda config, device: "24GB")
     monkeypatch.setattr("training.run.gpu_budget", lambda text, device: 24 * GIB)
-    monkeypatch.setattr(train, "load_documents", lambda *_: pytest.fail("the data were read"))
+    monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
     flags = [
         "--model_size",
         "4B",

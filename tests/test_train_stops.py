@@ -177,7 +177,7 @@ def test_checkpoints_by_the_clock(corpus, tmp_path):
 def test_room_on_the_disk_is_looked_at_first(corpus, tmp_path, monkeypatch, capsys, caplog):
     run, free = tmp_path / "run", 2**30
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
-    monkeypatch.setattr(train, "load_documents", lambda *_: pytest.fail("the data were read"))
+    monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
     command = arguments(corpus, run, "--model_size", "0.6B", "--checkpoint_interval", "2")
     assert train.main(command) == 1
     assert f"GB are needed for checkpoints, {run} has 1.00 GB; free some space" in capsys.readouterr().err

@@ -32,6 +32,8 @@ def parse_weights(text: str, count: int) -> list[float]:
         weights = [float(part) for part in text.split(",")]
     except ValueError:
         weights = []
+    if count < 2:
+        raise UserError(f"data_weights mix several paths of --data: got {count}; drop it, or give more paths")
     if len(weights) != count or not all(0 < weight < float("inf") for weight in weights):
         raise UserError(
             f"data_weights must be {count} numbers above 0, one for each path of --data, as 3,1: got {text[:50]!r}"
@@ -84,7 +86,9 @@ def _best_fit(
                 "--context_length, or choose --overlong drop or split"
             )
         logger.warning("data: %s: %s", what, {"drop": "left out", "split": "split"}[overlong])
-    return BestFitPacking(lengths, context_length, seed, overlong == "split")
+    packing = BestFitPacking(lengths, context_length, seed, overlong == "split")
+    logger.info("data: best_fit fills %.1f%% of %s sequences", 100 * packing.filled, f"{packing.sequences_per_epoch:,}")
+    return packing
 
 
 def load_corpus(

@@ -149,7 +149,7 @@ class BestFitPacking:
         lengths, context_length, seed: as of ConcatenatedPacking.
         split: cut documents longer than context_length into pieces of it and a rest; otherwise they are left out.
 
-    Attributes: as of ConcatenatedPacking.
+    Attributes: as of ConcatenatedPacking, and filled: the share of the sequences' tokens that is no padding.
 
     Raises:
         UserError: a context_length below 2, or no document that fits.
@@ -175,6 +175,7 @@ class BestFitPacking:
         self._borders = np.concatenate([[0], np.cumsum(np.bincount(sequence))])
         self.sequences_per_epoch = len(self._borders) - 1
         self.longest_document = int(self._sizes[0])
+        self.filled = int(self._sizes.sum()) / (self.sequences_per_epoch * context_length)
         self._drawn: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def pieces(self, epoch: int, index: int) -> list[Piece]:

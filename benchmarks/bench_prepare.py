@@ -1,0 +1,146 @@
+"""A corpus prepared and a run's data opened: `python -m benchmarks.bench_prepare --tokenizer DIR --gb 1`.
+
+The corpus is Python sources of this machine, the standard library's and installed packages', over and over, in .jsonl
+files of a folder that is deleted at the end. Reported are
+
+- the rate of preparing it with all workers, and of one process's processor time (workers share memory's bandwidth and
+  the machine with others; processor time counts neither),
+- seconds and resident memory of opening the set as train.py does and of reading steps from it, for this set and for one
+  of `--started_gb` of text, whose parts are hard links to this set's: it takes no disk, but every part is opened.
+"""
+
+import argparse
+import json
+import os
+import resource
+import site
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.common import commit
+from training.data import prepare as preparing
+from training.data.prepare import Settings, prepare
+from training.data.prepared import INDEX, hash_of_index
+from training.data.tokenizer import load_tokenizer
+from training.errors import UserError
+
+GB = 10**9
+OPEN = """
+import json, resource, sys, time
+from training.data.corpus import load_corpus
+from training.data.loader import PackedLoader
+from training.data.tokenizer import load_tokenizer
+def resident():  # anonymous memory, and pages of files that are mapped now
+    status = open("/proc/self/status").read()
+    return {name: int(status.split(name + ":")[1].split()[0]) >> 10 for name in ("RssAnon", "RssFile")}
+folder, file, kind = sys.argv[1:]
+tokenizer = load_tokenizer(file)
+before, start = resident(), time.perf_counter()
+store, _, packing = load_corpus(
+    [folder], tokenizer, tokenizer.vocab_size, validation_fraction=0.02, context_length=131072, seed=0, packing=kind,
+    overlong="split" if kind == "best_fit" else None,
+)
+loader = PackedLoader(store, packing, 1)
+identity = loader.state_dict()
+opened, seconds = resident(), time.perf_counter() - start
+start = time.perf_counter()
+for _ in range(100):
+    loader.next_step()
+print(json.dumps({
+    "packing": kind, "documents": len(store.lengths), "million_tokens": round(loader.num_tokens / 1e6),
+    "open_seconds": round(seconds, 2), "mib_before": before, "mib_opened": opened, "mib_after_100_steps": resident(),
+    "milliseconds_a_sequence": round(10 * (time.perf_counter() - start), 1),
+}))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokenizer", required=True, help="a tokenizer.json or its folder")
+    parser.add_argument("--gb", type=float, default=1.0, help="10^9 bytes of text")
+    parser.add_argument("--started_gb", type=float, default=10.0)
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--folder", help="where the corpus and its set are written; default: the system's for such files"
+    )
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        report(arguments, Path(folder))
+
+
+def report(arguments: argparse.Namespace, folder: Path) -> None:
+    source, made, large = folder / "corpus", folder / "set", folder / "large"
+    size = write_corpus(source, int(arguments.gb * GB))
+    start = time.perf_counter()
+    index = prepare(source, made, arguments.tokenizer, workers=arguments.workers)
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    core_bytes, core_tokens = rate_of_a_core(source, folder, arguments.tokenizer)
+    result = {
+        "commit": commit(), "gb": size / GB, "workers": arguments.workers, "seconds": round(seconds, 1),
+        "mb_per_second": round(size / 1e6 / seconds, 2), "tokens_per_second": round(index["tokens"] / seconds),
+        "mb_per_core_second": round(core_bytes / 1e6, 2), "tokens_per_core_second": round(core_tokens),
+        "mib_of_the_parent": peak,
+    }  # fmt: skip
+    print(json.dumps(result), flush=True)
+    copy_parts(made, large, round(arguments.started_gb * GB / size))
+    for each in (made, large):
+        for kind in ("concatenate", "best_fit"):
+            command = [sys.executable, "-c", OPEN, str(each), arguments.tokenizer, kind]
+            print(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip(), flush=True)
+
+
+def write_corpus(folder: Path, size: int) -> int:
+    """.jsonl files of 250 MB at most, {"text": a source file} a line; returns the bytes written."""
+    folder.mkdir()
+    roots = [Path(sysconfig.get_path("stdlib")), *map(Path, site.getsitepackages())]
+    lines = []
+    for file in sorted({file for root in roots for file in root.rglob("*.py")}):
+        try:
+            text = file.read_text()
+        except (OSError, ValueError):
+            continue
+        if text.strip() and "\0" not in text:
+            lines.append(json.dumps({"text": text}, ensure_ascii=False).encode("utf-8", "ignore") + b"\n")
+    if not lines:
+        raise UserError("this machine has no Python sources")
+    written = 0
+    for number in range(size // (250 * 10**6) + 1):
+        with (folder / f"{number:04}.jsonl").open("wb") as stream:
+            while stream.tell() < 250 * 10**6 and written < size:
+                written += stream.write(lines[(written * 7919) % len(lines)])
+    return written
+
+
+def rate_of_a_core(source: Path, folder: Path, tokenizer: str) -> tuple[float, float]:
+    """(bytes, tokens) a second of processor time, of one process that makes three parts."""
+    identity = load_tokenizer(tokenizer).identity
+    preparing._open_reader(Settings(tokenizer, "template", identity))
+    parts = [pieces for _, pieces in zip(range(3), preparing._plan(sorted(source.iterdir())))]
+    start = time.process_time()
+    tokens = sum(preparing._make_part(folder / f"one-{i}", pieces)["tokens"] for i, pieces in enumerate(parts))
+    seconds = time.process_time() - start
+    return sum(piece[4] - piece[3] for pieces in parts for piece in pieces) / seconds, tokens / seconds
+
+
+def copy_parts(made: Path, large: Path, times: int) -> None:
+    """A set with each part of `made` `times` times."""
+    large.mkdir()
+    index = json.loads((made / INDEX).read_text())
+    parts = []
+    for number in range(times):
+        for part in index["parts"]:
+            name = f"part-{number:04x}{part['name'][-12:]}"
+            for suffix in (".tokens", ".documents", ".json"):
+                os.link(made / (part["name"] + suffix), large / (name + suffix))
+            parts.append({**part, "name": name})
+    index["parts"] = parts
+    (large / INDEX).write_text(json.dumps({**index, "sha256": hash_of_index(index)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Chats: masks by hand for three families of templates, against transformers where a template marks its turns."""
+
+import json
+import logging
+
+import pytest
+
+from tests.training.data.test_tokenizer import write_tokenizer
+from training.data import chat
+from training.data.chat import ChatTemplate
+from training.data.sources import load_documents
+from training.data.tokenizer import load_tokenizer
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+# As Qwen3's: reasoning before the last user message is dropped, the last answer always has a thought, tools are listed
+# and their results are the user's.
+QWEN3 = """
+{%- if tools %}{{ '<|im_start|>system\n' }}{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}{{ '<|im_end|>\n' }}
+{%- endif %}
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if loop.index0 > ns.last and (loop.last or m.reasoning_content) %}
+            {{- '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}
+        {%- endif %}
+        {{- m.content }}
+        {%- for call in m.tool_calls or [] %}{{ '<tool_call>' + (call | tojson) + '</tool_call>' }}{%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif m.role == 'tool' %}
+        {{- '<|im_start|>user\n<tool_response>' + m.content + '</tool_response><|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}
+"""
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+)
+DEEPSEEK = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<User>' + m.content }}{% else %}"
+    "{{ '<Assistant>' + m.content.split('</think>')[-1] + '</s>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<Assistant><think>\n' }}{% endif %}"
+)
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<s>", "</s>"]
+
+
+def messages(*contents, **last):
+    """The user's and the assistant's by turns."""
+    made = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return [*made[:-1], {**made[-1], **last}]
+
+
+TALK = messages("Hi", "Hello. ", " How?", "So.\n")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from tokenizers import AddedToken, Tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = Tokenizer.from_file(write_tokenizer(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}, "eos_token": "<|im_end|>"}')
+    return folder
+
+
+@pytest.fixture
+def shown(folder):
+    """A function: a chat's text, its trained parts in brackets."""
+
+    def show(template, record, reasoning="template"):
+        record = {"messages": record} if isinstance(record, list) else record
+        (folder / "chat_template.jinja").write_text(template)
+        tokenizer = load_tokenizer(str(folder))
+        ids, masked = ChatTemplate(tokenizer, reasoning).encode(record, "a.jsonl:7")
+        text, before = "", True
+        for i, is_masked in zip([*ids.tolist(), None], [*masked, True]):
+            text += "" if is_masked == before else "[]"[int(is_masked)]
+            text += "" if i is None else tokenizer.decode([i], with_special=True)
+            before = is_masked
+        return text
+
+    return show
+
+
+def test_turns_of_three_families(shown):
+    assert shown(CHATML, TALK) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello. <|im_end|>]\n"
+        "<|im_start|>user\n How?<|im_end|>\n<|im_start|>assistant\n[So.\n<|im_end|>]\n"
+    )
+    assert shown(LLAMA3, [{"role": "system", "content": "S"}, *TALK]) == (
+        "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n[Hello.<|eot_id|>]"
+        "<|start_header_id|>user<|end_header_id|>\n\nHow?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n[So.<|eot_id|>]"
+    )
+    assert shown(QWEN3, TALK) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello. <|im_end|>]\n"
+        "<|im_start|>user\n How?<|im_end|>\n<|im_start|>assistant\n[<think>\n\n</think>\n\nSo.\n<|im_end|>]\n"
+    )
+    # What the template begins answers with is given to the model, where it stands in the whole.
+    assert shown(DEEPSEEK, messages("Hi", "a", "b", "c")) == "<User>Hi<Assistant>[a</s>]<User>b<Assistant>[c</s>]"
+    given = DEEPSEEK.replace(".split('</think>')[-1]", "")
+    assert shown(given, messages("Hi", "<think>\nx</think>a", "b", "c")) == (
+        "<User>Hi<Assistant><think>\n[x</think>a</s>]<User>b<Assistant>[c</s>]"
+    )
+    no_prompt = CHATML[: CHATML.index("{% if add")]
+    assert shown(no_prompt, TALK).count("[") == 2  # what stands between question and answer, twice the same
+
+
+def test_tools_and_reasoning(shown):
+    call = {"name": "add", "arguments": {"a": "\u00e9<1>"}}
+    record = {
+        "messages": [
+            {"role": "user", "content": "1+1?"},
+            {"role": "assistant", "reasoning_content": "use it", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "2"},
+            {"role": "assistant", "reasoning_content": "two", "content": [{"type": "text", "text": "It is 2"}]},
+            {"role": "user", "content": "Thanks"},
+            {"role": "assistant", "reasoning_content": "polite", "content": "Bye"},
+        ],
+        "tools": [{"name": "add"}],
+    }
+    parts = (
+        '<|im_start|>system\n{"name": "add"}<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n[',
+        '<tool_call>{"name": "add", "arguments": {"a": "\u00e9<1>"}}</tool_call><|im_end|>]\n'
+        "<|im_start|>user\n<tool_response>2</tool_response><|im_end|>\n<|im_start|>assistant\n[",
+        "It is 2<|im_end|>]\n<|im_start|>user\nThanks<|im_end|>\n<|im_start|>assistant\n[",
+        "<think>\npolite\n</think>\n\nBye<|im_end|>]\n",
+    )
+    # A token that is part of a character decodes to a replacement character.
+    plain = "".join(parts).replace("\u00e9", "\ufffd\ufffd")
+    assert shown(QWEN3, record) == shown(QWEN3, record, "drop") == plain
+    kept = shown(QWEN3, record, "keep")
+    assert kept == "".join(
+        [parts[0], "<think>\nuse it\n</think>\n\n", parts[1], "<think>\ntwo\n</think>\n\n", parts[2], parts[3]]
+    ).replace("\u00e9", "\ufffd\ufffd")
+    talk = messages("a", "<think>why</think>\n\nb", "c", "<think>so</think>d")
+    assert shown(CHATML, talk).count("<think>") == shown(CHATML, talk, "keep").count("<think>") == 2
+    assert "[b<|im_end|>]" in shown(CHATML, talk, "drop") and "[<think>so</think>d<" in shown(CHATML, talk, "drop")
+
+
+def test_marked_templates_have_the_mask_of_transformers(shown, folder):
+    transformers = pytest.importorskip("transformers")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="<|im_end|>"
+    )
+    theirs._tokenizer.no_truncation()
+    theirs._tokenizer.no_padding()
+    talks = [TALK, messages("a", "b"), messages("x\n", "\u00e9\u4e2d \U0001f600 he", "a", " z", "q", "r")]
+    for talk in talks:
+        expected = theirs.apply_chat_template(
+            talk, chat_template=MARKED, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+        )
+        for template in (MARKED, CHATML):  # the second shows its turns without marks
+            (folder / "chat_template.jinja").write_text(template)
+            ids, masked = ChatTemplate(load_tokenizer(str(folder))).encode({"messages": talk}, "")
+            assert ids.tolist() == expected["input_ids"]
+            assert (~masked).astype(int).tolist() == expected["assistant_masks"]
+        for template in (CHATML, LLAMA3, QWEN3, DEEPSEEK):
+            (folder / "chat_template.jinja").write_text(template)
+            ids, _ = ChatTemplate(load_tokenizer(str(folder))).encode({"messages": talk}, "")
+            assert ids.tolist() == theirs.apply_chat_template(talk, chat_template=template, return_dict=False)
+
+
+def test_bad_messages(folder, tmp_path):
+    (folder / "chat_template.jinja").write_text(CHATML)
+    good, tokenizer = json.dumps({"messages": TALK}), load_tokenizer(str(folder))
+    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    tool, calls = {"role": "tool", "content": "c"}, {**assistant, "tool_calls": [{}]}
+    cases = [
+        ([], '"messages" is an empty list'),
+        ("x", '"messages" is no list'),
+        ([3], r"message 1 \(None\) follows nothing"),
+        ([user], "the last of 1 messages is of user; it must be the assistant's"),
+        (
+            [assistant, user],
+            r"message 1 \(assistant\) follows nothing, where there should be system or developer or us",
+        ),
+        ([user, user, assistant], r"message 2 \(user\) follows user, where there should be assistant"),
+        ([user, assistant, assistant], r"message 3 \(assistant\) follows assistant, where there should be user"),
+        ([user, assistant, tool], r"message 3 \(tool\) follows assistant"),
+        ([user, calls, assistant], r"message 3 \(assistant\) follows an assistant that calls tools, .* tool"),
+        ([user, {"role": "model", "content": "b"}], r"message 2 \(model\) follows user"),
+        ([user, {**assistant, "content": " "}], r"message 2 \(assistant\) is empty; remove the line"),
+        ([{**user, "content": None}, assistant], r"message 1 \(user\) is empty"),
+        ([{**user, "content": [{"type": "image"}]}, assistant], r"message 1 \(user\) has a content that is no text"),
+        ([user, {**assistant, "content": 3}], "content that is no text"),
+        ([user, {**assistant, "tool_calls": "f"}], '"tool_calls" must be a list'),
+        ([{**user, "content": "x<|im_end|>"}, assistant], r"a message has '<\|im_end\|>' in it, which begins or ends"),
+        ([{**user, "content": "<|im_start|>assistant\nx"}, assistant], r"a message has '<\|im_start\|>"),
+        ([user, {**assistant, "name": "\ud800"}], "escaped NUL or lone surrogate in the messages"),
+    ]
+    for value, message in cases:
+        (tmp_path / "a.jsonl").write_text(f"{good}\n{json.dumps({'messages': value})}\n")
+        with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{message}") as error:
+            load_documents(str(tmp_path / "a.jsonl"), tokenizer, 300)
+        assert "\n" not in str(error.value)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALK, "tools": "x"}))
+    with pytest.raises(ValueError, match=r'a\.jsonl:1: "tools" must be a list of objects'):
+        load_documents(str(tmp_path / "a.jsonl"), tokenizer, 300)
+    (folder / "chat_template.jinja").write_text(MARKED.replace("{{ m.content + '<|im_end|>' }}{% endg", "{% endg"))
+    (tmp_path / "a.jsonl").write_text(good)
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: no trainable token"):
+        load_documents(str(tmp_path / "a.jsonl"), tokenizer, 300)
+    with pytest.raises(ValueError, match=r'"messages" need a chat template: .*, not bytes'):
+        load_documents(str(tmp_path / "a.jsonl"), load_tokenizer("bytes"), 300)
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
+        ("{{ messages.__init__.__globals__ }}", "unsafe"),
+        ("{% include '/etc/passwd' %}", "fails: no loader"),
+        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than 0.2 s"),
+        ("{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "than 64 MiB"),
+        ("{{ 'a' * 10 ** 12 }}", "a number too large"),
+        ("{{ 'a' * 1000000000000 }}", "more than 64 MiB"),
+        ("{{ 'a'.ljust(1000000000000) }}", "more than 64 MiB"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ raise_exception('no system\nhere') }}", "fails: no system"),
+        ("{{ nothing.at.all }}", "'nothing' is undefined"),
+        ("{% if %}", r"cannot be read: Expected an expression"),
+        ("(" * 100_000, "does not write each message once"),
+        ("{{ " + "(" * 100_000, "cannot be read"),
+        ("x", "does not write each message once"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not show where the assistant's turns begin"),
+        ("x" * (2**20 + 1), "has 1048577 characters, more than 1048576"),
+    ],
+)
+def test_hostile_templates(shown, monkeypatch, template, message):
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(chat, "RENDER_BYTES", 2**26)
+    with pytest.raises(ValueError, match=message) as error:
+        shown(template, TALK)
+    assert "chat_template.jinja" in str(error.value) and len(str(error.value)) < 500 and "\n" not in str(error.value)
+
+
+def test_templates_whose_turns_run_on_or_vanish(shown):
+    """What two short chats show is held against each chat."""
+    unended = CHATML.replace("'<|im_end|>\n' }}", "('' if m.content == 'Hello. ' else '<|im_end|>\n') }}")
+    with pytest.raises(ValueError, match=r"a\.jsonl:7: turn 1 of the assistant does not end with '<\|im_end\|>'"):
+        shown(unended, TALK)
+    skipped = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.content != 'Hello. ' %}")
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl:7: the template shows 1 turns of the assistant, the messages are 2"
+    ):
+        shown(skipped, TALK)
+
+
+def test_where_the_template_is(folder, tmp_path):
+    for file, content, message in [
+        (None, None, "has none: add chat_template.jinja"),
+        ("tokenizer_config.json", "[", "is not JSON"),
+        ("tokenizer_config.json", "[]", "is no JSON object"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "has none"),
+        ("chat_template.jinja", b"\xff", "is not UTF-8"),
+    ]:
+        (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+        if file:
+            (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(ValueError, match=message):
+            ChatTemplate(load_tokenizer(str(tmp_path)))
+    (tmp_path / "chat_template.jinja").unlink()
+    for value in (CHATML, [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+        ids, _ = ChatTemplate(load_tokenizer(str(tmp_path / "tokenizer.json"))).encode({"messages": TALK}, "")
+        assert len(ids) > 10

@@ -1,0 +1,104 @@
+"""What a run's data settings come to: which packing, what is refused, what --show_batch prints."""
+
+import json
+import logging
+
+import pytest
+
+import train
+from training.data.corpus import load_corpus
+from training.data.loader import PackedLoader
+from training.data.packing import BestFitPacking, ConcatenatedPacking, MixedPacking
+from training.data.show import show_batch
+from training.data.tokenizer import ByteTokenizer
+
+BYTES = ByteTokenizer()
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """A file of 40 texts of 4 to 43 bytes, and one of 12 samples; a sample is nine bytes of a prompt and three more."""
+    text, samples = tmp_path / "text.jsonl", tmp_path / "samples.jsonl"
+    text.write_text("\n".join(json.dumps({"text": "t" * n}) for n in range(4, 44)))
+    lines = [{"prompt": f"question{i}", "completion": f"{i}!."} for i in range(10)]
+    samples.write_text("\n".join(map(json.dumps, [*lines, *lines[:2]])))
+    return [str(text), str(samples)]
+
+
+def load(paths, context_length=48, **settings):
+    return load_corpus(paths, BYTES, 256, validation_fraction=0.1, context_length=context_length, seed=0, **settings)
+
+
+def test_samples_stay_whole_and_texts_are_cut(paths, caplog):
+    caplog.set_level(logging.INFO)
+    assert isinstance(load(paths[:1])[2], ConcatenatedPacking)
+    train_store, held_out, packing = load(paths[1:])
+    assert isinstance(packing, BestFitPacking) and len(train_store.lengths) == 11 and len(held_out.lengths) == 1
+    assert "data: best_fit fills 74.5% of 4 sequences" in caplog.text  # 3 of 13 tokens in 48, but for the last
+    assert isinstance(load(paths)[2], BestFitPacking)
+    assert isinstance(load(paths[1:], packing="concatenate")[2], ConcatenatedPacking)
+    train_store, _, mixed = load(paths, weights="1,3")
+    assert isinstance(mixed, MixedPacking) and "['concatenate', 'best_fit']" in mixed.identity["packing"]
+    firsts = [train_store.source(mixed.pieces(0, index)[0][0]) for index in range(8)]
+    assert sum(first.startswith(paths[1]) for first in firsts) == 6
+
+
+def test_documents_that_are_too_long(paths, caplog):
+    with pytest.raises(ValueError, match=r"\d+ of \d+ documents, .*% of the tokens, .*text\.jsonl:\d+ with \d+; raise"):
+        load(paths[:1], 20, packing="best_fit")
+    for overlong, word in (("drop", "left out"), ("split", "split")):
+        caplog.clear()
+        store, _, packing = load(paths[:1], 20, packing="best_fit", overlong=overlong)
+        assert f"are longer than context_length 20: {word}" in caplog.text
+        pieces = [p for index in range(packing.sequences_per_epoch) for p in packing.pieces(0, index)]
+        total = sum(b - a for _, a, b in pieces)
+        assert total == sum(n for n in store.lengths if overlong == "split" or n <= 20)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"overlong": "drop", "packing": "concatenate"}, "overlong has no effect where documents are concatenated"),
+        ({"weights": "1"}, r"must be 2 numbers above 0, one for each path of --data, as 3,1: got '1'"),
+        ({"weights": "1,x"}, "must be 2 numbers"),
+        ({"weights": "1,nan"}, "must be 2 numbers"),
+        ({"weights": "1,0"}, "must be 2 numbers"),
+        ({"weights": "1,1e9"}, "less than 1 / 10,000 of all"),
+        ({"context_length": 12, "weights": "1,1"}, r"12 of 12 documents|11 of 11 documents"),
+    ],
+)
+def test_settings_that_do_not_go_together(paths, settings, message):
+    with pytest.raises(ValueError, match=message):
+        load(paths, **settings)
+    with pytest.raises(ValueError, match="data_weights mix several paths of --data: got 1"):
+        load(paths[:1], weights="1")
+    with pytest.raises(ValueError, match="chat_reasoning has no effect without chats"):
+        load(paths[:1], reasoning="keep")
+
+
+def test_a_batch_is_shown_with_its_targets(paths):
+    store, _, packing = load(paths[1:], 28)
+    loader = PackedLoader(store, packing, 1)
+    shown = show_batch(loader, BYTES).splitlines()
+    [(one, _, _), (two, _, _)] = loader.pieces(0)
+    assert shown[0] == "sequence 0: 2 documents, 8 of 28 tokens are trained on, 2 are padding"
+    assert shown[1] == f"--- {store.source(one)}, tokens 0 to 12, 4 of them trained on"
+    number = int(store.source(one).rpartition(":")[2]) - 1
+    assert shown[2] == f"question{number % 10}[[{number % 10}!.\0]]" and store.source(two) in shown[3]
+    assert "\033[32m[[" in show_batch(loader, BYTES, color=True) and loader.next_sequence == 0
+
+
+def test_flags_of_a_run(paths, tmp_path, capsys):
+    """--show_batch prints and ends before a model is built; a resumed run has the packing that it had."""
+    flags = ["--data", *paths, "--context_length", "64", "--batch_size", "1", "--device", "cpu", "--sample_tokens", "0"]
+    flags += ["--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--data_weights", "1,1"]
+    assert train.main([*flags, "--show_batch"]) == 0
+    assert "tokens are trained on" in capsys.readouterr().out
+    assert train.main(flags) == 0
+    resume = ["--output_dir", str(tmp_path / "run"), "--device", "cpu", "--resume", "--max_steps", "2"]
+    capsys.readouterr()
+    assert train.main([*resume, "--data_weights", "1,2"]) == 1
+    assert "cannot resume: the checkpoint's data has data_weights 1,1, this run 1,2" in capsys.readouterr().err
+    assert train.main([*resume, "--packing", "best_fit"]) == 1
+    assert "data has packing ['concatenate', 'best_fit'], this run" in capsys.readouterr().err
+    assert train.main(resume) == 0
