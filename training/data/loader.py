@@ -137,7 +137,10 @@ class PackedLoader:
     def _make(self, first: int, micro_batches: int) -> list[Batch]:
         indices = range(first, first + micro_batches * self.batch_size * self.world_size)
         sequences = [self.pieces(index) for index in indices]
-        pairs = np.array([sum((b - a) * (b - a + 1) // 2 for _, a, b in pieces) for pieces in sequences])
+        # Of tokens that attend to each other; padding is a document of its own.
+        lengths = [[stop - start for _, start, stop in pieces] for pieces in sequences]
+        lengths = [[*each, self.packing.context_length - sum(each)] for each in lengths]
+        pairs = np.array([sum(n * (n + 1) // 2 for n in each) for each in lengths])
         own = deal(pairs, self.world_size)[:, self.rank].reshape(micro_batches, self.batch_size)
         length = self.packing.context_length
         return [make_batch(self.store, [sequences[i] for i in positions], length) for positions in own]

@@ -8,7 +8,7 @@ import torch
 
 from tests.training.data.test_packing import EOS, make_documents, make_loader
 from training.data.loader import PackedLoader, validation_batches
-from training.data.packing import ConcatenatedPacking
+from training.data.packing import BestFitPacking, ConcatenatedPacking
 from training.data.sources import Document
 from training.data.tokens import TokenStore
 
@@ -56,13 +56,16 @@ def test_batches_made_ahead_are_the_same_and_are_no_part_of_the_position():
     assert torch.equal(resumed.next_step()[0].input_ids, plain.next_step()[0].input_ids)
 
 
+@pytest.mark.parametrize("packing", [ConcatenatedPacking, BestFitPacking])
 @pytest.mark.parametrize("world_size, batch_size, micro_batches", [(2, 1, 4), (4, 1, 3), (3, 2, 1), (2, 1, 1)])
-def test_ranks_share_a_steps_sequences_and_finish_together(world_size, batch_size, micro_batches):
+def test_ranks_share_a_steps_sequences_and_finish_together(world_size, batch_size, micro_batches, packing):
     """In no step later than if they took turns; a micro-batch lasts as long as the rank with most pairs computes."""
     lengths = np.random.default_rng(0).lognormal(3, 1.5, 300).astype(int) + 1
     documents, step = make_documents(lengths.tolist()), world_size * batch_size * micro_batches
-    one = make_loader(documents, 128, 1)
-    ranks = [make_loader(documents, 128, batch_size, 0, rank, world_size) for rank in range(world_size)]
+    one = make_loader(documents, 128, 1, packing=packing)
+    ranks = [
+        make_loader(documents, 128, batch_size, 0, rank, world_size, packing=packing) for rank in range(world_size)
+    ]
 
     def pairs(batch):
         return sum(n * (n + 1) // 2 for n in batch.documents.lengths)

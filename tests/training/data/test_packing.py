@@ -21,9 +21,11 @@ def make_documents(lengths, masked=0):
     return [Document(tokens, mask[i]) for i, tokens in enumerate(np.split(ids, np.cumsum(lengths)[:-1]))]
 
 
-def make_loader(documents, context_length, batch_size, seed=0, rank=0, world_size=1, eos_id=EOS):
+def make_loader(
+    documents, context_length, batch_size, seed=0, rank=0, world_size=1, eos_id=EOS, packing=ConcatenatedPacking
+):
     store = TokenStore(documents, eos_id)
-    return PackedLoader(store, ConcatenatedPacking(store.lengths, context_length, seed), batch_size, rank, world_size)
+    return PackedLoader(store, packing(store.lengths, context_length, seed), batch_size, rank, world_size)
 
 
 def test_a_stream_is_cut_into_pieces():

@@ -1,11 +1,13 @@
 """Prepared sets: the same tokens as read directly, work that goes on after a stop, and every refusal of bad folders."""
 
+import contextlib
 import json
 import shutil
 
 import numpy as np
 import pytest
 
+from tests.test_bad_input import mutations
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.data import prepare as preparing
 from training.data.__main__ import main
@@ -13,6 +15,7 @@ from training.data.corpus import load_corpus, open_stores
 from training.data.prepare import histogram, prepare
 from training.data.prepared import PreparedStore, hash_of_index
 from training.data.tokenizer import load_tokenizer
+from training.errors import UserError
 
 
 @pytest.fixture
@@ -179,6 +182,16 @@ def test_bad_sets(tmp_path, corpus, one_process):
         assert message in refusal(), message
         shutil.rmtree(folder)
     shutil.copytree(good, folder)
+    index = json.loads((good / "set.json").read_text())
+    [part_0, *others] = index["parts"]
+    damaged = [*mutations(index), *({**index, "parts": [each, *others]} for each in mutations(part_0))]
+    for content in damaged:  # a value of another type is refused, or is one that opening and reading do not need
+        with contextlib.suppress(UserError):
+            content["sha256"] = hash_of_index(content)
+            (folder / "set.json").write_text(json.dumps(content))
+            store = PreparedStore(folder, bytes_, 256)
+            assert store.lengths.sum() <= index["tokens"] and [store.source(i) for i in range(len(store.lengths))]
+    shutil.copy(good / "set.json", folder)
     foreign = load_tokenizer(str(tmp_path / "tokenizer"))
     assert f"was prepared with tokenizer bytes (bytes), this run has {foreign.name}" in refusal(foreign)
     assert "is not below the model's vocab_size 100; tokenizer bytes needs" in refusal(vocab_size=100)
