@@ -12,7 +12,6 @@ files of a folder that is deleted at the end. Reported are
 import argparse
 import json
 import os
-import resource
 import site
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.common import commit
 from training.data import prepare as preparing
-from training.data.prepare import Settings, prepare
+from training.data.prepare import Settings
 from training.data.prepared import INDEX, hash_of_index
 from training.data.tokenizer import load_tokenizer
 from training.errors import UserError
@@ -75,16 +74,14 @@ def main() -> None:
 def report(arguments: argparse.Namespace, folder: Path) -> None:
     source, made, large = folder / "corpus", folder / "set", folder / "large"
     size = write_corpus(source, int(arguments.gb * GB))
-    start = time.perf_counter()
-    index = prepare(source, made, arguments.tokenizer, workers=arguments.workers)
-    seconds = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    seconds, peak = run_prepare(source, made, arguments)
+    index = json.loads((made / INDEX).read_text())
     core_bytes, core_tokens = rate_of_a_core(source, folder, arguments.tokenizer)
     result = {
         "commit": commit(), "gb": size / GB, "workers": arguments.workers, "seconds": round(seconds, 1),
         "mb_per_second": round(size / 1e6 / seconds, 2), "tokens_per_second": round(index["tokens"] / seconds),
         "mb_per_core_second": round(core_bytes / 1e6, 2), "tokens_per_core_second": round(core_tokens),
-        "mib_of_the_parent": peak,
+        "peak_mib": peak,
     }  # fmt: skip
     print(json.dumps(result), flush=True)
     copy_parts(made, large, round(arguments.started_gb * GB / size))
@@ -92,6 +89,33 @@ def report(arguments: argparse.Namespace, folder: Path) -> None:
         for kind in ("concatenate", "best_fit"):
             command = [sys.executable, "-c", OPEN, str(each), arguments.tokenizer, kind]
             print(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip(), flush=True)
+
+
+def run_prepare(source: Path, made: Path, arguments: argparse.Namespace) -> tuple[float, int]:
+    """Seconds of the command, and the most MiB that its processes had together, looked at every second."""
+    command = [sys.executable, "-m", "training.data", "prepare", str(source), str(made)]
+    command += ["--tokenizer", arguments.tokenizer, "--workers", str(arguments.workers)]
+    start, peak = time.perf_counter(), 0
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            time.sleep(1)
+            peak = max(peak, sum(map(anonymous_mib, processes_of(process.pid))))
+    if process.returncode:
+        sys.exit(process.returncode)
+    return time.perf_counter() - start, peak
+
+
+def processes_of(group: int) -> list[int]:
+    found = subprocess.run(["ps", "-eo", "pid=,pgid="], capture_output=True, text=True, check=True).stdout.split()
+    return [int(pid) for pid, of in zip(found[::2], found[1::2]) if int(of) == group]
+
+
+def anonymous_mib(pid: int) -> int:
+    """Of a process, 0 where it has ended. Forks count what they share with their parent."""
+    try:
+        return int(Path(f"/proc/{pid}/status").read_text().split("RssAnon:")[1].split()[0]) >> 10
+    except (OSError, IndexError):
+        return 0
 
 
 def write_corpus(folder: Path, size: int) -> int:

@@ -1,6 +1,7 @@
 """`python -m training.data prepare IN OUT --tokenizer DIR`: tokenize a corpus once, for any number of runs."""
 
 import argparse
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -52,4 +53,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    # Workers are forked from a server that has imported what they need, once: that takes seconds.
+    multiprocessing.set_forkserver_preload(["training.data.prepare"])
     sys.exit(main(sys.argv[1:]))

@@ -132,7 +132,8 @@ class ChatTemplate:
     def _suffix_of_prompt(self, messages: list[dict]) -> str:
         """What the template writes behind messages for the assistant to go on from; "" where that does not show."""
         before, prompt = self._render(messages, None), self._render(messages, None, add_generation_prompt=True)
-        return prompt.removeprefix(before) if prompt.startswith(before) else ""
+        # A space at its end is part of the answer's first token.
+        return prompt.removeprefix(before).rstrip(" ") if prompt.startswith(before) else ""
 
     def _learn_turns(self, whole: str) -> None:
         """Find, in the rendering of two questions and answers, what stands before and behind each answer."""
@@ -144,16 +145,21 @@ class ChatTemplate:
         _, first, between, last, tail = parts
         prompt = self._prompt
         lengths = (n for n in range(len(prompt), 0, -1) if prompt[:n] in first and prompt[:n] in last)
-        self._header = prompt[: next(lengths, 0)] or (first if first == last else "")
-        end = _shared_start(between, tail).rstrip()
-        self._end, opener = end, between[len(end) :].strip()
-        if not self._header.strip() or not end.strip():
+        self._header = prompt[: next(lengths, 0)]
+        if not self._header and first == last:  # there is no prompt for an answer, but what stands before both answers
+            self._header = self._prompt = first.rstrip(" ")
+        end, added = _shared_start(between, tail).rstrip(), self._tokenizer.added_tokens
+        ends = [end.find(token) + len(token) for token in added if token in end]
+        self._end = end[: min(ends, default=len(end))]  # up to its first special token: "<|end|>" of "<|end|>\n<|"
+        opener = between[len(self._end) :].strip()
+        if not self._header.strip() or not self._end.strip():
             raise UserError(
                 f"chat template {self._file} does not show where the assistant's turns begin and end; "
                 "mark them by {% generation %} and {% endgeneration %}"
             )
         shared = _shared_start(self._header.strip(), opener)
-        self._openers = [text for text in (shared if self._tokenizer.is_added_token(shared) else opener,) if text]
+        opener = shared if shared in added else opener
+        self._openers = [opener] if opener else []
 
     def _check_words(self, value, where: str) -> None:
         """Refuse strings of a chat that would read as the borders of turns."""

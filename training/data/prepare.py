@@ -146,8 +146,7 @@ def _make_parts(missing: dict, parts: dict, out: Path, settings: Settings, worke
     bytes_of = {name: sum(piece[4] - piece[3] for piece in pieces) for name, pieces in parts.items()}
     total, before = sum(bytes_of.values()), sum(bytes_of[name] for name in parts if name not in missing)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core is parallel enough
-    context = multiprocessing.get_context("forkserver")  # forks of a process that has imported this file and no more
-    context.set_forkserver_preload([__name__])
+    context = multiprocessing.get_context("forkserver")
     pool = ProcessPoolExecutor(min(workers, len(missing)), context, _open_reader, (settings,))
     try:
         with tqdm(total=total, initial=before, unit="B", unit_scale=True) as progress:

@@ -66,9 +66,10 @@ class FileTokenizer:
         starts = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 0]
         return np.array(encoding.ids, dtype=np.uint32), starts
 
-    def is_added_token(self, text: str) -> bool:
-        """Whether `text` is one token of its own wherever it is written, as <|im_start|>."""
-        return any(token.content == text for token in self._tokenizer.get_added_tokens_decoder().values())
+    @functools.cached_property
+    def added_tokens(self) -> frozenset[str]:
+        """Those that are one token wherever they are written, as <|im_start|>."""
+        return frozenset(token.content for token in self._tokenizer.get_added_tokens_decoder().values())
 
     def _encode(self, text: str) -> np.ndarray:
         with self._refusing(text):

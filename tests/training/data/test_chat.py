@@ -54,7 +54,16 @@ DEEPSEEK = (
     "{{ '<Assistant>' + m.content.split('</think>')[-1] + '</s>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<Assistant><think>\n' }}{% endif %}"
 )
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<s>", "</s>"]
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + '</s>' }}{% endif %}{% endfor %}"
+)
+PHI3 = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{{ '<|assistant|>\n' if add_generation_prompt else '<|endoftext|>' }}"
+)
+SPECIAL = ["<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"]
+SPECIAL += ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<s>", "</s>"]
 
 
 def messages(*contents, **last):
@@ -119,8 +128,13 @@ def test_turns_of_three_families(shown):
     assert shown(given, messages("Hi", "<think>\nx</think>a", "b", "c")) == (
         "<User>Hi<Assistant><think>\n[x</think>a</s>]<User>b<Assistant>[c</s>]"
     )
+    assert shown(MISTRAL, TALK) == "<s>[INST] Hi [/INST][ Hello. </s>][INST]  How? [/INST][ So.\n</s>]"
+    assert shown(PHI3, TALK) == (
+        "<|user|>\nHi<|end|>\n<|assistant|>\n[Hello. <|end|>]\n"
+        "<|user|>\n How?<|end|>\n<|assistant|>\n[So.\n<|end|>]\n<|endoftext|>"
+    )
     no_prompt = CHATML[: CHATML.index("{% if add")]
-    assert shown(no_prompt, TALK).count("[") == 2  # what stands between question and answer, twice the same
+    assert shown(no_prompt, TALK) == shown(CHATML, TALK)  # what stands between question and answer, twice the same
 
 
 def test_tools_and_reasoning(shown):

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
+import tests.ranks  # noqa: F401  worker processes are forked from the server that it sets up
 from tests.test_bad_input import mutations
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.data import prepare as preparing
