@@ -80,11 +80,13 @@ class ChatTemplate:
         messages, tools = _check_messages(record, where), record.get("tools")
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise UserError(f'{where}: "tools" must be a list of objects')
-        self._check_words([messages, tools], where)
         try:
+            self._check_words([messages, tools])
             text, turns = self._whole(messages, tools)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
+        except RecursionError:
+            raise UserError(f"{where}: objects within objects, too deep; remove the line") from None
         ids, starts = self._tokenizer.encode_with_starts(text)
         masked = np.ones(len(ids), dtype=bool)
         for start, stop in turns:
@@ -117,10 +119,10 @@ class ChatTemplate:
         position = text.find(self._header)
         while position >= 0:
             start = position + len(self._header)
-            stop = text.find(self._end, start) + len(self._end)
-            position = text.find(self._header, start)
+            end = text.find(self._end, start)
+            stop, position = end + len(self._end), text.find(self._header, start)
             crosses = stop > position >= 0 or any(opener in text[start:stop] for opener in self._openers)
-            if stop < start or crosses:
+            if end < 0 or crosses:
                 raise UserError(
                     f"turn {len(turns) + 1} of the assistant does not end with {self._end!r} in the template"
                 )
@@ -161,17 +163,17 @@ class ChatTemplate:
         opener = shared if shared in added else opener
         self._openers = [opener] if opener else []
 
-    def _check_words(self, value, where: str) -> None:
+    def _check_words(self, value) -> None:
         """Refuse strings of a chat that would read as the borders of turns."""
         if isinstance(value, dict | list):
             for part in [*value, *value.values()] if isinstance(value, dict) else value:
-                self._check_words(part, where)
+                self._check_words(part)
         if isinstance(value, str):
             words = (OPEN, CLOSE) if self._is_marked else (self._header.strip(), self._end.strip(), *self._openers)
             if UNSTORABLE.search(value):
-                raise UserError(f"{where}: escaped NUL or lone surrogate in the messages; remove it")
+                raise UserError("escaped NUL or lone surrogate in the messages; remove it")
             if found := [word for word in words if word in value]:
-                raise UserError(f"{where}: a message has {found[0]!r} in it, which begins or ends turns; remove it")
+                raise UserError(f"a message has {found[0]!r} in it, which begins or ends turns; remove it")
 
     def _render(self, messages: list[dict], tools: list | None, add_generation_prompt: bool = False) -> str:
         given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}

@@ -164,7 +164,7 @@ class PackedLoader:
         Raises:
             UserError: the state belongs to another corpus, tokenizer, seed or context_length.
         """
-        check_same_data({"packing": "concatenate", **state}, self._identity)  # earlier checkpoints knew no other
+        check_same_data(state, self._identity)
         self.next_sequence = state["next_sequence"]
 
 

@@ -64,7 +64,8 @@ def prepare(source: Path, out: Path, tokenizer: str, reasoning: str = "template"
         parts = {_name_of(pieces, settings): pieces for pieces in _plan(find_files(source))}
         if is_prepared(out):
             store = PreparedStore(out, opened, opened.vocab_size)
-            if set(store.parts) != set(parts):
+            summaries = {name: _read_part(out / name) for name in parts}
+            if set(store.parts) != {name for name, found in summaries.items() if found is None or found["documents"]}:
                 raise UserError(f"{out} has another set in it, of other files or settings; choose another folder")
             return json.loads((out / INDEX).read_bytes())
         done = {name: found for name in parts if (found := _read_part(out / name)) is not None}
@@ -195,7 +196,7 @@ def _make_part(path: Path, pieces: list[Piece]) -> dict:
             for number, piece in enumerate(pieces):
                 for document in _read_piece(piece, _reader):
                     tokens = document.tokens.astype(TOKEN)
-                    largest = max(largest, int(tokens.max()))
+                    largest = max(largest, int(tokens.max(initial=0)))
                     if document.masked is not None:
                         are_samples = True
                         tokens |= np.where(document.masked, MASKED, 0).astype(TOKEN)

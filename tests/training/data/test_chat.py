@@ -229,6 +229,9 @@ def test_bad_messages(folder, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALK, "tools": "x"}))
     with pytest.raises(ValueError, match=r'a\.jsonl:1: "tools" must be a list of objects'):
         load_documents(str(tmp_path / "a.jsonl"), tokenizer, 300)
+    (tmp_path / "a.jsonl").write_text(good[:-1] + ', "tools": [{"a": ' + "[" * 960 + "]" * 960 + "}]}")
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: (objects within objects|not JSON)"):
+        load_documents(str(tmp_path / "a.jsonl"), tokenizer, 300)
     (folder / "chat_template.jinja").write_text(MARKED.replace("{{ m.content + '<|im_end|>' }}{% endg", "{% endg"))
     (tmp_path / "a.jsonl").write_text(good)
     with pytest.raises(ValueError, match=r"a\.jsonl:1: no trainable token"):

@@ -1,5 +1,6 @@
 """Tokenizers of bytes and of files, and every refusal."""
 
+import json
 import sys
 
 import numpy as np
@@ -49,6 +50,25 @@ def test_tokenizer_file_keeps_large_ids_and_all_tokens(tmp_path):
     documents = load_documents(str(tmp_path / "a.txt"), tokenizer, tokenizer.vocab_size)
     [batch] = make_loader(documents, 3, 1, eos_id=tokenizer.eos_id).next_step()
     assert batch.input_ids.tolist() == [[70256, 70256, 70257]]
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_long_text_has_the_same_tokens_in_parts(tmp_path, monkeypatch, is_cut):
+    """Where a tokenizer writes something before each text it is given, a text stays whole."""
+    file = tmp_path / "tokenizer.json"
+    write_tokenizer(file)
+    if not is_cut:
+        content = json.loads(file.read_text())
+        content["pre_tokenizer"]["add_prefix_space"] = True
+        file.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(tmp_path))
+    text = "he said:\n\n  x\n\u00e9\nhe\n" * 40 + "no newline" * 30
+    whole = tokenizer.encode(text)
+    monkeypatch.setattr("training.data.tokenizer.PART", 50)
+    parts = tokenizer._cut(text)
+    assert "".join(parts) == text and (len(parts) > 10) == is_cut and tokenizer.encode(text).tolist() == whole.tolist()
+    ids, starts = tokenizer.encode_with_starts(text)
+    assert ids.tolist() == whole.tolist() and starts[:4].tolist() == ([0, 2, 3, 4] if is_cut else [0, 0, 2, 3])
 
 
 def test_identity_is_of_the_content(tmp_path):
