@@ -54,6 +54,7 @@ from training.data.corpus import load_corpus
 from training.data.loader import Batch, PackedLoader, check_same_data, validation_batches
 from training.data.show import show_batch
 from training.data.tokenizer import load_tokenizer
+from training.data.tokens import Store
 from training.errors import UserError, can_be_mended, message_of
 from training.memory.cost_model import PackedDocuments
 from training.memory.placement import set_sparsity
@@ -471,7 +472,7 @@ class Run:
     model_config: ModelConfig
     tokenizer: typing.Any
     loader: PackedLoader
-    held_out: TokenStore
+    held_out: Store
     model: Transformer
     optimizer: MasterAdamW
     plan: Plan
@@ -546,6 +547,9 @@ def train(given: dict, world: World) -> int:
                     clear_leftovers(output_dir)
                     delete_old(start.checkpoint, config.keep_checkpoints or KEPT_CHECKPOINTS)
             return 0
+        if config.show_batch:
+            show_next_batch(config, start, model_config, world)
+            return 0
         run = set_up(config, start, model_config, world, stack)
         while run.done < config.max_steps and not run.stopped:
             values = take_step(run)
@@ -554,6 +558,16 @@ def train(given: dict, world: World) -> int:
             validate_if_due(run, values)
             save_if_due(run, values)
         return end(run)
+
+
+def show_next_batch(config: TrainConfig, start: Start, model_config: ModelConfig, world: World) -> None:
+    """Print what the next step begins with, of a resumed run at its position in the data."""
+    tokenizer = open_tokenizer(config, start)
+    loader, _ = load_data(config, tokenizer, model_config.vocab_size, world)
+    if start.checkpoint:
+        loader.load_state_dict(start.loader)
+    if world.is_main:
+        print(show_batch(loader, tokenizer, color=sys.stdout.isatty()))
 
 
 def set_up(
@@ -571,10 +585,6 @@ def set_up(
     check_same_on_all_ranks({**settings, **loader.state_dict()}, world)
     if start.checkpoint:
         loader.load_state_dict(start.loader)
-    if config.show_batch:
-        if world.is_main:
-            print(show_batch(loader, tokenizer, color=sys.stdout.isatty()))
-        return 0
     documents = PackedDocuments.average(
         *loader.document_lengths(), loader.longest_document,
         config.batch_size, world.data_size, config.gradient_accumulation_steps,
@@ -605,7 +615,7 @@ def set_up(
 
 
 def describe(
-    config: TrainConfig, model_config: ModelConfig, plan: Plan, loader: PackedLoader, held_out: TokenStore, world: World
+    config: TrainConfig, model_config: ModelConfig, plan: Plan, loader: PackedLoader, held_out: Store, world: World
 ) -> None:
     """Log a run's settings, model and data."""
     logger.info("config: %s", json.dumps(dataclasses.asdict(config)))

@@ -8,7 +8,7 @@ import numpy as np
 from training.data.packing import BestFitPacking, ConcatenatedPacking, MixedPacking, Packing
 from training.data.prepared import PreparedStore, is_prepared
 from training.data.sources import load_documents
-from training.data.tokens import JoinedStore, Selection, Store, TokenStore, split
+from training.data.tokens import Selection, Store, TokenStore, join, split
 from training.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -100,6 +100,5 @@ def load_corpus(
     stores = open_stores(paths, tokenizer, vocab_size, reasoning or "template")
     if reasoning and not any(store.are_samples for store in stores if isinstance(store, TokenStore)):
         raise UserError("chat_reasoning has no effect without chats; drop it (prepare has a flag of its own)")
-    store = stores[0] if len(stores) == 1 else JoinedStore(stores)
-    train, held_out = split(store, validation_fraction, seed)
+    train, held_out = split(join(stores), validation_fraction, seed)
     return train, held_out, pack(train, stores, context_length, seed, packing, overlong, shares)

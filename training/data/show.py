@@ -3,7 +3,7 @@
 from itertools import groupby
 
 from model import IGNORE_INDEX
-from training.data.loader import PackedLoader, make_batch
+from training.data.loader import PackedLoader, longest_first, make_batch
 
 SHOWN = 400  # characters of a stretch of trained, or of masked, text
 GREEN, END = "\033[32m", "\033[0m"
@@ -25,7 +25,7 @@ def show_batch(loader: PackedLoader, tokenizer, color: bool = False) -> str:
             f"{length - used:,} are padding"
         )
         position = 0
-        for document, start, stop in pieces:
+        for document, start, stop in longest_first(pieces):
             places = range(position, position + stop - start)
             count = sum(is_target[i] for i in places)
             source = loader.store.source(document)

@@ -104,6 +104,11 @@ class JoinedStore:
         return self.read_masked(document, start, stop)[0]
 
 
+def join(stores: Sequence[Store]) -> Store:
+    """One store for all."""
+    return stores[0] if len(stores) == 1 else JoinedStore(stores)
+
+
 class Selection:
     """Some documents of a store, numbered anew, or a part of each.
 

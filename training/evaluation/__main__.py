@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from model import Transformer
 from training.checkpoint.weights import read_json
-from training.data.sources import load_documents, split_documents
+from training.data.corpus import open_stores
+from training.data.tokens import join, split
 from training.errors import UserError, message_of
 from training.evaluation.pictures import draw_losses, draw_needles, draw_tasks
 from training.evaluation.positions import (
@@ -139,13 +140,13 @@ def make_questions(flags: Namespace, opened: Opened) -> Questions:
 
 
 def load_texts(flags: Namespace, opened: Opened) -> list[np.ndarray]:
-    """Tokens of the documents: --data's, else those that the checkpoint's run held out."""
-    settings, tokenizer = opened.settings, opened.tokenizer
-    paths = flags.data or settings.get("data") or None
-    documents = load_documents(paths, tokenizer, opened.shape.vocab_size)
+    """Tokens of the documents, without their ends: --data's, else those that the checkpoint's run held out."""
+    settings = opened.settings
+    paths, reasoning = flags.data or settings.get("data") or [], settings.get("chat_reasoning") or "template"
+    store = join(open_stores(paths, opened.tokenizer, opened.shape.vocab_size, reasoning))
     if flags.data is None and settings:
-        documents = split_documents(documents, settings["validation_fraction"], settings["seed"])[1]
-    return [document.tokens for document in documents]
+        store = split(store, settings["validation_fraction"], settings["seed"])[1]
+    return [store.read(i, 0, length - 1) for i, length in enumerate(store.lengths.tolist())]
 
 
 def evaluator_losses(flags: Namespace, opened: Opened, questions: Questions, world: World) -> Losses:

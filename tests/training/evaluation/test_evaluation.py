@@ -10,8 +10,9 @@ from model import Transformer
 from tests.checkpoints import save_checkpoint
 from tests.training.evaluation.test_tasks import oracle
 from tests.training.test_inference import TINY
-from training.data.sources import load_documents, split_documents
+from training.data.corpus import open_stores
 from training.data.tokenizer import ByteTokenizer
+from training.data.tokens import split
 from training.evaluation import __main__ as command
 from training.evaluation.__main__ import main
 from training.parallel.fsdp import copy_weights, initial_weights
@@ -49,8 +50,9 @@ def test_losses_and_tasks_of_a_checkpoint(folders, tmp_path, capsys):
     flags = "--samples", "2", "--tasks", "needle", "frequent_words", "--lengths", "150", "300", "450"
     code, found = run(folders["full"], tmp_path / "first", *flags)
     assert code == 0
-    held_out = split_documents(load_documents([folders["data"]], ByteTokenizer(), 256), 0.3, 1)[1]
-    expected = sum(len(document.tokens) - math.ceil(len(document.tokens) / 256) for document in held_out)
+    [store] = open_stores([folders["data"]], ByteTokenizer(), 256)
+    held_out = split(store, 0.3, 1)[1].lengths - 1
+    expected = sum(length - math.ceil(length / 256) for length in held_out.tolist())
     rows = found["loss_by_position"]
     assert [row["first"] for row in rows] == [0, 16, 32, 64, 128] and sum(row["tokens"] for row in rows) == expected
     assert all(abs(row["loss"] - math.log(256)) < 0.3 for row in rows)
