@@ -32,6 +32,7 @@ def outcome(tmp_path, monkeypatch, capsys):
         raise Accepted
 
     monkeypatch.setattr(train, "build", build)
+    monkeypatch.setattr(train, "show_next_batch", build)
     monkeypatch.chdir(tmp_path)
 
     def run(*argv):
