@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from training.data.chat import ChatTemplate
 from training.errors import UserError, message_of, read_file
 from training.inference import Opened, Parser, add_model_flags, load, open_folder, write
 from training.parallel.world import join_world
@@ -24,6 +25,8 @@ def parse_flags(argv: list[str]) -> Namespace:
     add = parser.add_argument
     add("prompt", nargs="?", help="default: what --file or standard input holds")
     add("--file", type=Path, nargs="+", default=[], help="text files, each of which is a prompt")
+    add("--chat", action="store_true", help="each prompt is a user's message, in the folder's chat template")
+    add("--system", help="with --chat: the system's message before it")
     add("--max_new_tokens", type=int, default=256, help="default: 256")
     add("--temperature", type=float, default=0.0, help="0, the default: the likeliest token each time")
     add("--top_p", type=float, help="sample from the likeliest tokens of this share of the probability; default: 1")
@@ -44,6 +47,8 @@ def check_flags(flags: Namespace) -> None:
     for name in ("top_p", "seed"):
         if getattr(flags, name) is not None and flags.temperature == 0:
             raise UserError(f"{name} has no effect with temperature 0, which is greedy; give --temperature, or drop it")
+    if flags.system is not None and not flags.chat:
+        raise UserError("system has no effect without --chat; drop it, or give --chat")
     if flags.prompt is not None and flags.file:
         raise UserError("both a prompt and --file are given; drop one")
 
@@ -67,6 +72,13 @@ def _decode(raw: bytes, where: str) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{where} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}") from None
+
+
+def frame(texts: list[str], system: str | None, tokenizer) -> list[str]:
+    """Each text as a user's message in the chat template of the tokenizer's folder, for the assistant to answer."""
+    template = ChatTemplate(tokenizer)
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [template.prompt([*before, {"role": "user", "content": text}]) for text in texts]
 
 
 def decoded(tokens: Iterable[int], tokenizer) -> Iterator[str]:
@@ -106,6 +118,8 @@ def main(argv: list[str]) -> int:
         texts = read_prompts(flags)
         with join_world(flags.device) as world:
             opened = open_folder(flags.checkpoint, flags, world.device)
+            if flags.chat:
+                texts = frame(texts, flags.system, opened.tokenizer)
             prompts = [opened.tokenizer.encode(text).tolist() for text in texts]
             for text, ids in zip(texts, prompts):
                 if not ids:

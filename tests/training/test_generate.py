@@ -3,6 +3,7 @@
 import io
 import logging
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 
 from model import Transformer, choose_tokens
 from tests.checkpoints import save_checkpoint
+from tests.training.data.test_tokenizer import write_tokenizer
 from tests.training.test_inference import TINY
-from training.data.tokenizer import ByteTokenizer
+from training import generate
+from training.data.tokenizer import ByteTokenizer, load_tokenizer
 from training.generate import decoded, main
 from training.parallel.fsdp import copy_weights, initial_weights
 
@@ -83,3 +86,24 @@ def test_top_p_keeps_the_likeliest_tokens():
         assert chosen.shape == (2000, 1) and {*chosen.flatten().tolist()} == kept
     shares = torch.bincount(choose_tokens(logits, 1.0, 0.7, generator).flatten(), minlength=4) / 2000
     assert shares[1] == pytest.approx(0.5 / 0.8, abs=0.05)
+
+
+def test_a_chat_is_framed_by_the_folders_template(tmp_path, monkeypatch, capsys):
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}"
+    template += "{% if add_generation_prompt %}[assistant] {% endif %}"
+    torch.manual_seed(0)
+    shape = replace(TINY, vocab_size=258)
+    folder = save_checkpoint(
+        tmp_path, 1, weights=Transformer(shape).state_dict(), model_config=shape.to_hugging_face(),
+        optimizer_state=None, trainer_state={"settings": {}},
+    )  # fmt: skip
+    write_tokenizer(folder / "tokenizer.json", special="<|im_end|>")
+    (folder / "chat_template.jinja").write_text(template)
+    asked = []
+    monkeypatch.setattr(generate, "write", lambda model, ids, *_, **__: asked.append(ids) or iter(()))
+    assert generate.main([str(folder), "--device", "cpu", "--chat", "--system", "Be brief.", "Who?"]) == 0
+    [ids] = asked
+    text = load_tokenizer(str(folder)).decode(ids, with_special=True)
+    assert text == "[system] Be brief.<|im_end|>[user] Who?<|im_end|>[assistant] "
+    assert generate.main([str(folder), "--device", "cpu", "--system", "Be brief.", "Who?"]) == 1
+    assert "system has no effect without --chat" in capsys.readouterr().err

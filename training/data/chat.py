@@ -93,6 +93,10 @@ class ChatTemplate:
             masked[np.searchsorted(starts, start) : np.searchsorted(starts, stop)] = False
         return ids, masked
 
+    def prompt(self, messages: list[dict], tools: list | None = None) -> str:
+        """Messages as text, and behind them what the template writes for the assistant to go on from."""
+        return self._render(messages, tools, add_generation_prompt=True)
+
     def _whole(self, messages: list[dict], tools: list | None) -> tuple[str, list[Turn]]:
         """A chat's text, and the assistant's turns in it."""
         asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
