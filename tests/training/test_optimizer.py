@@ -19,6 +19,7 @@ from training.optimizer import LEAVING_BYTES, MasterAdamW, optimizer_bytes, warm
 from training.parallel.fsdp import shard_model
 from training.parallel.world import World
 
+ANY_WEIGHTS = {"weight": torch.zeros(1)}  # of a checkpoint whose optimizer state is looked at
 SHAPES = {"matrix": (8, 16), "norm.weight": (16,), "other": (5, 7)}
 PLACEMENTS = {"device": math.inf, "host": 0, "partly": 8 * 16 * 12}  # gpu_state_bytes; partly: the matrix stays
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -227,7 +228,7 @@ def test_checkpoint_restores_the_optimizer_exactly_in_another_placement(dtype, s
         backward(parameters, seed)
         optimizer.step(1e-2)
     path = save_checkpoint(
-        tmp_path, 3, weights={}, model_config={}, trainer_state={}, optimizer_state=optimizer.state_dict()
+        tmp_path, 3, weights=ANY_WEIGHTS, model_config={}, trainer_state={}, optimizer_state=optimizer.state_dict()
     )
     other = MasterAdamW(restored.items(), gpu_state_bytes=PLACEMENTS[loaded])
     load_optimizer_state(path, other.state_dict())
@@ -243,7 +244,7 @@ def test_checkpoint_restores_the_optimizer_exactly_in_another_placement(dtype, s
 def test_checkpoint_holds_each_tensor_not_the_whole_arena(tmp_path, device):
     parameters = make_parameters(torch.bfloat16, device, {str(i): (64, 64) for i in range(16)})
     state = MasterAdamW(parameters.items(), gpu_state_bytes=0).state_dict()
-    path = save_checkpoint(tmp_path, 1, weights={}, model_config={}, trainer_state={}, optimizer_state=state)
+    path = save_checkpoint(tmp_path, 1, weights=ANY_WEIGHTS, model_config={}, trainer_state={}, optimizer_state=state)
     size = (path / OPTIMIZER).stat().st_size
     assert size < 1.5 * 16 * 64 * 64 * 12
 
@@ -358,7 +359,12 @@ def check_sharded(world, folder):
             for key, tensor in tensors.items():
                 torch.testing.assert_close(expected[name][key], tensor.detach(), rtol=1e-4, atol=1e-6)
     path = save_checkpoint(
-        folder / "run", 1, weights={}, model_config={}, trainer_state={}, optimizer_state=optimizer.state_dict()
+        folder / "run",
+        1,
+        weights=ANY_WEIGHTS,
+        model_config={},
+        trainer_state={},
+        optimizer_state=optimizer.state_dict(),
     )
     model, other, _ = train_sharded(0, world, 3, steps=1)
     load_optimizer_state(path, other.state_dict())
@@ -496,7 +502,7 @@ def test_sharded_state_stays_on_the_host(tmp_path):
         state = optimizer.state_dict()
         assert state["weight"]["exp_avg"].to_local().device.type == "cpu"
         path = save_checkpoint(
-            tmp_path / "run", 1, weights={}, model_config={}, trainer_state={}, optimizer_state=state
+            tmp_path / "run", 1, weights=ANY_WEIGHTS, model_config={}, trainer_state={}, optimizer_state=state
         )
         other_weight, other = make(3.0)
         load_optimizer_state(path, other.state_dict())
