@@ -1,0 +1,70 @@
+"""A released folder, computed by this decoder and by transformers in float32: logits, loss and greedy tokens.
+
+`python -m benchmarks.compare_released SmolLM2-135M/ --tokens 1024`, on a CPU, on this repository's model.py as text.
+
+transformers forms its rotary angles in float32, this decoder in float64: the last two rows tell what that is worth, by
+this decoder's tables given to transformers, and by each one's distance from this decoder in float64.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import model as model_file
+from benchmarks.common import print_table
+from model import ModelConfig, Transformer
+from training.checkpoint.weights import load_model_weights
+
+PROMPTS = "def fibonacci(n):\n", "The three laws of thermodynamics are", "import argparse\nparser = "
+NEW_TOKENS = 64
+
+
+@torch.no_grad()
+def compare(folder: Path, num_tokens: int) -> list[list[str]]:
+    """Rows of (what is compared, the largest difference)."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    ours = Transformer(ModelConfig.from_hugging_face(json.loads((folder / "config.json").read_text())))
+    ours.load_state_dict(dict(load_model_weights(folder, {name: p.shape for name, p in ours.named_parameters()})))
+    ids = torch.tensor([tokenizer(Path(model_file.__file__).read_text())["input_ids"][:num_tokens]])
+    their_result, our_result = theirs(ids, labels=ids), ours(ids, ids, return_logits=True)
+    rows = [
+        ["tokens, largest logit", f"{ids.shape[1]:,}, {our_result.logits.abs().max():.1f}"],
+        ["loss, transformers'", f"{their_result.loss:.6f}"],
+        ["loss, difference", f"{abs(their_result.loss - our_result.loss):.1e}"],
+        ["logits, difference", difference(their_result.logits, our_result.logits)],
+    ]
+    for prompt in PROMPTS:
+        start = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        written = theirs.generate(start, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+        same = torch.equal(written, ours.generate(start, NEW_TOKENS))
+        rows.append([f"{NEW_TOKENS} greedy tokens after {prompt!r}", "the same" if same else "others"])
+    cos, sin = (
+        torch.cat([table[: ids.shape[1]]] * 2, -1)[None] for table in ours.rotary.tables(ids.shape[1], ids.device)
+    )
+    theirs.base_model.rotary_emb.forward = lambda x, position_ids: (cos, sin)
+    rows.append(["logits, difference with the same cos and sin", difference(theirs(ids).logits, our_result.logits)])
+    exact = ours.double()(ids, return_logits=True).logits
+    from_exact = [difference(result.logits, exact) for result in (their_result, our_result)]
+    rows.append(["logits, transformers' and ours from float64", " and ".join(from_exact)])
+    return rows
+
+
+def difference(first: Tensor, second: Tensor) -> str:
+    return f"{(first - second).abs().max():.1e}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokens", type=int, default=1024)
+    arguments = parser.parse_args()
+    print_table(str(arguments.folder), ["", "found"], compare(arguments.folder, arguments.tokens))
+
+
+if __name__ == "__main__":
+    main()
