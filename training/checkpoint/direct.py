@@ -19,26 +19,26 @@ import numpy as np
 ALIGNMENT = 4096
 BUFFER_BYTES = 2**23  # 8 MiB for each thread: as much is in flight at a time
 LEAST_BYTES = 2**18  # shorter ranges go through the cache, which gathers them
+_buffers = threading.local()  # a thread's, for all of its files
 
 
 class DirectFile:
-    """A file that exists, for threads to write and read at places of their own.
+    """A file that exists, for threads to read at places of their own, or to write.
 
     Without O_DIRECT, as on some network file systems, all goes through the page cache.
 
     Args:
         direct: whether to try O_DIRECT.
-        writes: whether to write too.
+        writes: whether to write, and not to read. NFS writes whole pages of a file that may be read, too, those with
+            bytes that another machine writes; of a file that is only written, it writes these bytes alone.
     """
 
     def __init__(self, path: Path, *, direct: bool = True, writes: bool = False):
-        mode = os.O_RDWR if writes else os.O_RDONLY
+        mode = os.O_WRONLY if writes else os.O_RDONLY
         self._cached = os.open(path, mode)
         self._direct: int | None = None
         with contextlib.suppress(OSError):
             self._direct = os.open(path, mode | os.O_DIRECT) if direct else None
-        self._size = os.fstat(self._cached).st_size
-        self._buffers = threading.local()
 
     def write(self, content: memoryview, start: int) -> None:
         """Put the bytes at `start`."""
@@ -47,7 +47,7 @@ class DirectFile:
             _write(self._cached, content, start)
             return
         _write(self._cached, content[: first - start], start)
-        buffer = self._buffer()
+        buffer = _buffer()
         for place in range(first, last, BUFFER_BYTES):
             piece = content[place - start : min(place + BUFFER_BYTES, last) - start]
             np.copyto(np.frombuffer(buffer, np.uint8, len(piece)), np.frombuffer(piece, np.uint8))  # without the GIL
@@ -62,7 +62,7 @@ class DirectFile:
     def read(self, start: int, length: int) -> Iterator[memoryview]:
         """The bytes from `start` on in pieces, each valid until the next; fewer where the file ends."""
         is_direct = self._direct is not None and length >= LEAST_BYTES
-        end, buffer = start + length, self._buffer()
+        end, buffer = start + length, _buffer()
         place = _round_down(start) if is_direct else start
         while place < end:
             size = min(_round_up(end - place), BUFFER_BYTES)
@@ -75,21 +75,22 @@ class DirectFile:
                     raise
                 is_direct = False
                 continue
-            yield buffer[max(start - place, 0) : min(count, end - place)]
-            if place + count >= self._size:
+            if not count:
                 return
-            place += count
+            yield buffer[max(start - place, 0) : min(count, end - place)]
+            place += count  # no multiple of ALIGNMENT where the file ends: the next read goes through the cache
 
     def close(self) -> None:
         for descriptor in (self._cached, self._direct):
             if descriptor is not None:
                 os.close(descriptor)
 
-    def _buffer(self) -> memoryview:
-        """This thread's, which starts at a page."""
-        if not hasattr(self._buffers, "of_thread"):
-            self._buffers.of_thread = memoryview(mmap.mmap(-1, BUFFER_BYTES))
-        return self._buffers.of_thread
+
+def _buffer() -> memoryview:
+    """This thread's, which starts at a page."""
+    if not hasattr(_buffers, "of_thread"):
+        _buffers.of_thread = memoryview(mmap.mmap(-1, BUFFER_BYTES))
+    return _buffers.of_thread
 
 
 def _round_down(number: int) -> int:
