@@ -298,7 +298,7 @@ class RotaryCache:
             positions = torch.arange(length, dtype=torch.float64, device=device)
             angles = torch.outer(positions, rope_frequencies(self.head_dim, self.theta, self.scaling, device))
             factor = 1.0 if self.scaling is None else self.scaling.table_factor
-            self._tables = (factor * angles.cos()).float(), (factor * angles.sin()).float()
+            self._tables = angles.cos().mul_(factor).float(), angles.sin_().mul_(factor).float()
         return self._tables
 
 

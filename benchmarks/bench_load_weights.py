@@ -27,15 +27,16 @@ from training.run import build_model, choose_model, configure_machine, resolve_m
 SHARD_BYTES = 4 * 2**30
 
 
-def write_folder(folder: Path, size: str) -> None:
-    """Random weights of that shape, a shard at a time."""
+def write_folder(folder: Path, size: str, device: torch.device) -> None:
+    """Random weights of that shape, a shard at a time, drawn on the device."""
     folder.mkdir(parents=True)
     with torch.device("meta"):
         parameters = dict(Transformer(MODEL_SIZES[size]).named_parameters())
     places: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
-        shard[name_in_file(name)] = torch.empty(parameter.shape, dtype=torch.bfloat16).normal_(0, 0.02)
+        weight = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02)
+        shard[name_in_file(name)] = weight.cpu()
         if sum(weight.nbytes for weight in shard.values()) > SHARD_BYTES or name == list(parameters)[-1]:
             file = f"model-{len(set(places.values())) + 1:05}.safetensors"
             save_file(shard, folder / file, metadata={"format": "pt"})
@@ -83,12 +84,13 @@ def main() -> None:
     parser.add_argument("--host_budget")
     parser.add_argument("--drop_cache", action="store_true")
     flags = parser.parse_args()
-    if not flags.folder.exists():
-        write_folder(flags.folder, flags.model_size)
     lengths = {"context_length": flags.context_length, "batch_size": 1}
     budgets = {"memory_budget": flags.memory_budget, "host_budget": flags.host_budget}
     config = TrainConfig(init_from=str(flags.folder), **lengths, **budgets)
     with join_world("auto") as world:
+        if world.is_main and not flags.folder.exists():
+            write_folder(flags.folder, flags.model_size, world.device)
+        world.sum(0.0)  # all ranks find it written
         config.memory_budget = resolve_memory_budget(config, world.device)
         model_config = choose_model(config)
         configure_machine(config, model_config, world)
@@ -110,6 +112,8 @@ def main() -> None:
             seconds = time.perf_counter() - began
         size = sum(file.stat().st_size for file in flags.folder.glob("*.safetensors"))
         cache = "dropped from" if flags.drop_cache else "perhaps in"
+        if not world.is_main:
+            return
         print(
             f"{size / 1e9:.2f} GB, {cache} the page cache: {seconds:.1f} s, {size / seconds / 1e9:.2f} GB/s; "
             f"host memory {peak[0] / 2**20:.0f} MiB above what was there; state on {world.device.type}: "

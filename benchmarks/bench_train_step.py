@@ -34,7 +34,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -45,7 +45,7 @@ import torch.nn.functional as F
 from benchmarks.common import print_json, print_table
 from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer, find_documents
 from training.checkpoint.blocks import SAVING_BYTES
-from training.checkpoint.files import size_on_disk
+from training.checkpoint.files import SPARE_BYTES, size_on_disk
 from training.checkpoint.saver import Saver
 from training.config import PEAK_LEARNING_RATE, TrainConfig
 from training.data.loader import Batch, PackedLoader
@@ -88,6 +88,11 @@ def main() -> None:
         parser.error("--steps must be at least 2, and the peer takes one document a step")
     if arguments.save_to is not None and (not arguments.save_to.is_dir() or "peer" in arguments.settings):
         parser.error("--save_to must be a folder that exists, and the peer saves nothing")
+    if arguments.save_to is not None:
+        # Bytes a parameter: a bf16 weight, a float32 master and two float32 moments.
+        needed = 2 * (2 + 12) * MODEL_SIZES[arguments.model_size].num_parameters() + 2 * SPARE_BYTES
+        if (free := shutil.disk_usage(arguments.save_to).free) < needed:
+            parser.error(f"--save_to needs {needed / GIB:.0f} GiB for two checkpoints, its disk has {free / GIB:.0f}")
     if arguments.mean_length is not None and (arguments.mean_length < 2 or not arguments.packed):
         parser.error("--mean_length must be at least 2, and needs --packed")
     results = {}
@@ -260,20 +265,22 @@ def time_saving(
     saver, peaks = Saver(folder, keep=1), {}
     try:
         for saving, every in seconds.items():
-            Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
+            with suppress(OSError):  # where the kernel allows it, the peak of resident memory starts anew
+                Path("/proc/self/clear_refs").write_text("5")
             for number, batches in enumerate(steps, 1):
                 synchronize(world)
                 began = time.perf_counter()
                 if saving:
+                    wait_for_save(saver)
+                    waited.append(time.perf_counter() - began)
                     saver.begin(
                         number, weights=optimizer.parameters, model_config=plan.step.config.to_hugging_face(),
                         optimizer_state=optimizer.state_dict(), trainer_state={},
                     )  # fmt: skip
-                    waited.append(time.perf_counter() - began)
                 step(batches, saver.before_update)
                 synchronize(world)
                 every.append(time.perf_counter() - began)
-            saver.finish()
+            wait_for_save(saver)
             peaks[saving] = resident_bytes("VmHWM")
         size = size_on_disk([folder])
     finally:
@@ -295,6 +302,13 @@ def time_saving(
         "host_peak_gib_beside": peaks[True] / GIB,
         "predicted_more_gib": SAVING_BYTES / GIB,
     }
+
+
+def wait_for_save(saver: Saver) -> None:
+    """Wait for the end of the save that is going on. One that failed ends the benchmark: its seconds say nothing."""
+    saver.wait()
+    if saver.error is not None:
+        raise saver.error
 
 
 def arena_bytes(plan: Plan) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from unittest import mock
 
 import pytest
 
@@ -23,3 +24,14 @@ def test_times_every_step_but_the_first(flags, monkeypatch, capsys, tmp_path):
         assert saving["checkpoint_gb"] > 0.01 and not list(tmp_path.iterdir())
         assert len(saving["seconds_of_each_without"]) == len(saving["seconds_of_each_beside"]) == 2
         assert 0 < saving["seconds_until_read"] < saving["seconds_of_a_save"]
+
+
+def test_refuses_a_disk_without_room_and_seconds_of_failed_saves(monkeypatch, capsys, tmp_path):
+    saver = mock.Mock(error=OSError("disk full"))
+    with pytest.raises(OSError, match="disk full"):
+        bench_train_step.wait_for_save(saver)
+    monkeypatch.setattr(bench_train_step.shutil, "disk_usage", lambda folder: mock.Mock(free=60 * 2**30))
+    monkeypatch.setattr(sys, "argv", ["bench_train_step", "--settings", "auto", "--save_to", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        bench_train_step.main()
+    assert "--save_to needs 105 GiB for two checkpoints, its disk has 60" in capsys.readouterr().err
