@@ -232,13 +232,19 @@ def test_four_ranks_equal_one_process():
 
 def check_two_gpus(world: World) -> None:
     check_exchange(world)
-    names = "dense, packed", "one document of odd length", "sparse, one head", "nsa"
+    names = "dense, packed", "one document of odd length", "dense, packed, two heads", "sparse, one head", "nsa"
     check_on_gpus(world, {name: CASES[name] for name in names})
+
+
+def in_bfloat16(case: Case) -> Case:
+    """As the GPU's kernels take it. Heads without norms choose other blocks in bfloat16 than in float32: gradients of
+    random weights differ by 0.2, so that nothing could be said of them."""
+    return case._replace(dtype=torch.bfloat16, K=64, model_type="qwen3" if case.sparsity else case.model_type)
 
 
 def check_on_gpus(world: World, cases: dict[str, Case]) -> None:
     for name, case in cases.items():
-        on_gpu = case._replace(dtype=torch.bfloat16, K=64)
+        on_gpu = in_bfloat16(case)
         loss, gradients = loss_and_gradients(on_gpu, world, batch_size=2)
         if world.is_main:
             assert_equals_one_process(name, on_gpu, loss, gradients, "cuda")
