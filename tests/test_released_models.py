@@ -94,6 +94,40 @@ def test_equals_transformers(name, tmp_path):
     assert torch.equal(ours.generate(ids[:, :40], 8), greedy)
 
 
+def loss_and_gradients(state, config, device, dtype, execution):
+    model = Transformer(config).to(device, dtype)
+    model.load_state_dict(state)
+    if execution is not None:
+        apply_execution(model, execution, 2**26)
+    ids = torch.randint(131, (1, 2000), generator=torch.Generator().manual_seed(1)).to(device)
+    loss = model(ids, ids, document_ids=(torch.arange(2000)[None] >= 700).long()).loss
+    loss.backward()
+    return float(loss.detach()), {name: p.grad.cpu().float() for name, p in model.named_parameters()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("model_type", "H", "G"), [("qwen2", 14, 2), ("llama", 3, 1)])
+def test_a_gpu_equals_a_cpu(model_type, H, G):
+    """In bfloat16, with packed documents: errors against float32 on a CPU are those of bfloat16 there."""
+    options = {"head_dim": 64, "model_type": model_type, "rope_scaling": YarnScaling(4.0, 512)}
+    config = ModelConfig(131, 256, 384, 2, H, G, **options)
+    state = {
+        name: (0.1 * torch.randn(p.shape) if name.endswith("bias") else p.detach()).bfloat16()
+        for name, p in Transformer(config).named_parameters()
+    }
+    loss, exact = loss_and_gradients(state, config, "cpu", torch.float32, None)
+
+    def errors(found):
+        return {name: float((found[name] - g).norm() / g.norm()) for name, g in exact.items()}
+
+    allowed = errors(loss_and_gradients(state, config, "cpu", torch.bfloat16, None)[1])
+    for execution in (None, Execution((Placement("gpu", "host"), Placement("recompute")), heads_at_a_time=1)):
+        found_loss, found = loss_and_gradients(state, config, "cuda", torch.bfloat16, execution)
+        assert found_loss == pytest.approx(loss, rel=2e-3)
+        wrong = {n: (e, allowed[n]) for n, e in errors(found).items() if not e <= 3 * allowed[n] + 0.01}
+        assert not wrong, (execution, wrong)
+
+
 COMPANIONS = {"tokenizer_config.json": "{}", "chat_template.jinja": "{{ messages }}", "generation_config.json": "{}"}
 
 
