@@ -64,6 +64,8 @@ def signalled_at(look, monkeypatch):
         looks.append(1)
         if len(looks) == look:
             os.kill(os.getpid(), signal.SIGUSR1)
+            while not self.received:  # a thread takes note
+                time.sleep(0.001)
         look_between(self)
 
     monkeypatch.setattr(train, "LONG_STEP_SECONDS", 0.0)

@@ -3,9 +3,10 @@
 import math
 import os
 import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -28,27 +29,41 @@ def stop_signals() -> Iterator[list[int]]:
 
     A signal that was ignored stays so, as SIGHUP under nohup. A second SIGINT ends the process at once, unless it comes
     with the first: torchrun passes on a Ctrl-C that its workers have got themselves.
+
+    A thread takes note of them. Python runs a signal's handler in the main thread alone, once that is back from a
+    library call; a GPU's backward, whose hooks run in a thread of autograd's, keeps it there for minutes.
     """
     received: list[int] = []
-    interrupted = math.inf  # when the first SIGINT came
-
-    def note(number, _):
-        nonlocal interrupted
-        if number == signal.SIGINT:
-            if time.monotonic() > interrupted + SECONDS_TOGETHER:
-                os._exit(128 + number)
-            interrupted = min(interrupted, time.monotonic())
-        received.append(number)
-
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     noted = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    listener = threading.Thread(target=_listen, args=(reading, noted, received), name="stop signals", daemon=True)
+    listener.start()
+    wakeup = signal.set_wakeup_fd(writing)  # gets the number of each signal at once, as a byte
     try:
         for number in noted:
-            signal.signal(number, note)
+            signal.signal(number, lambda *_: None)
         yield received
     finally:
         for number in noted:
             signal.signal(number, before[number])
+        signal.set_wakeup_fd(wakeup)
+        os.close(writing)
+        listener.join()
+        os.close(reading)
+
+
+def _listen(reading: int, noted: Container[int], received: list[int]) -> None:
+    interrupted = math.inf  # when the first SIGINT came
+    while byte := os.read(reading, 1):  # nothing is read once the other end is closed
+        [number] = byte
+        if number == signal.SIGINT:
+            if time.monotonic() > interrupted + SECONDS_TOGETHER:
+                os._exit(128 + number)
+            interrupted = min(interrupted, time.monotonic())
+        if number in noted:
+            received.append(number)
 
 
 class LooksBetweenBlocks:

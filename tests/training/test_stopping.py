@@ -1,13 +1,15 @@
 """Looks between blocks: where a forward and a backward end, and how far ahead of the GPU the host may be."""
 
+import os
 import signal
+import threading
 import time
 
 import pytest
 import torch
 from torch import nn
 
-from training.stopping import LOOKS_BEHIND, LooksBetweenBlocks, Stopped
+from training.stopping import LOOKS_BEHIND, LooksBetweenBlocks, Stopped, stop_signals
 
 BLOCKS = 8
 
@@ -57,6 +59,28 @@ def test_a_signal_ends_forward_and_backward(device):
         y = run(blocks, x).sum()
         received.append(signal.SIGTERM)
         y.backward()
+
+
+def test_a_signal_is_noted_while_the_main_thread_is_in_a_library():
+    """As in a GPU's backward: Python's own handlers wait until the library returns."""
+    x, noted = torch.ones(800, 800), []
+
+    def signalled():
+        time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while not received:
+            time.sleep(0.001)
+        noted.append(time.monotonic())
+
+    before = signal.getsignal(signal.SIGUSR1)
+    with stop_signals() as received:
+        thread = threading.Thread(target=signalled)
+        thread.start()
+        torch.linalg.matrix_power(x, 2**16)  # one call of about a quarter of a second
+        returned = time.monotonic()
+        thread.join()
+    assert noted[0] < returned and received == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGUSR1) == before
 
 
 @pytest.mark.gpu
