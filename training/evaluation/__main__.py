@@ -22,8 +22,8 @@ from tqdm import tqdm
 from model import Transformer
 from training.checkpoint.weights import read_json
 from training.data.corpus import open_stores
-from training.data.tokens import join, split
-from training.errors import UserError, message_of
+from training.data.tokens import Store, join, split
+from training.errors import UserError, can_be_mended, check_can_write, message_of
 from training.evaluation.pictures import draw_losses, draw_needles, draw_tasks
 from training.evaluation.positions import (
     Bucket,
@@ -50,7 +50,7 @@ def parse_flags(argv: list[str]) -> Namespace:
     parser = Parser(prog="python -m training.evaluation", description=__doc__.splitlines()[0], allow_abbrev=False)
     add_model_flags(parser)
     add = parser.add_argument
-    add("--context_length", type=int, help="tokens read at most; default: as trained, at most 32768")
+    add("--context_length", type=int, help="tokens read at most; default: as trained, of weights from elsewhere up to 32768")
     add("--output_dir", type=Path, help="evaluation.json and pictures go there; else nothing is written")
     add("--beside", type=Path, nargs="+", default=[], help="evaluation.json of earlier ones, to be shown beside")
     loss = parser.add_argument_group("loss")
@@ -116,7 +116,7 @@ def make_questions(flags: Namespace, opened: Opened) -> Questions:
     """Raises UserError for data that cannot be read, and where no text or task is as long as asked."""
     declared = min(opened.shape.max_position_embeddings, LARGEST_DEFAULT_CONTEXT)
     context_length = flags.context_length or opened.settings.get("context_length", declared)
-    pieces = longest_pieces(load_texts(flags, opened), context_length, flags.sequences) if flags.sequences else []
+    pieces = longest_pieces(open_texts(flags, opened), context_length, flags.sequences) if flags.sequences else []
     if flags.sequences and not pieces:
         raise UserError("the data have no document of two tokens or more; give other --data")
     short = flags.short_context or max(2, min(SHORT_CONTEXT, context_length // 4))
@@ -139,14 +139,14 @@ def make_questions(flags: Namespace, opened: Opened) -> Questions:
     return Questions(pieces, short, margin, ceiling, samples)
 
 
-def load_texts(flags: Namespace, opened: Opened) -> list[np.ndarray]:
-    """Tokens of the documents, without their ends: --data's, else those that the checkpoint's run held out."""
+def open_texts(flags: Namespace, opened: Opened) -> Store:
+    """The documents of --data, else those that the checkpoint's run held out."""
     settings = opened.settings
     paths, reasoning = flags.data or settings.get("data") or [], settings.get("chat_reasoning") or "template"
     store = join(open_stores(paths, opened.tokenizer, opened.shape.vocab_size, reasoning))
     if flags.data is None and settings:
         store = split(store, settings["validation_fraction"], settings["seed"])[1]
-    return [store.read(i, 0, length - 1) for i, length in enumerate(store.lengths.tolist())]
+    return store
 
 
 def evaluator_losses(flags: Namespace, opened: Opened, questions: Questions, world: World) -> Losses:
@@ -264,14 +264,19 @@ def main(argv: list[str]) -> int:
         earlier = read_earlier(flags.beside)
         if flags.output_dir:
             flags.output_dir.mkdir(parents=True, exist_ok=True)
+            check_can_write(flags.output_dir / "evaluation.json", "--output_dir")
         with join_world(flags.device) as world:
             opened = open_folder(flags.checkpoint, flags, world.device)
             questions = make_questions(flags, opened)
             found = evaluate(flags, opened, questions, world)
         report(flags, questions, found, earlier)
-    except (UserError, torch.OutOfMemoryError, OSError) as error:
+    except Exception as error:
+        if not can_be_mended(error):
+            raise
         print(message_of(error), file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -14,6 +14,7 @@ a token sees 3/4 K to K tokens. LongPPL is exp(mean loss of key tokens given the
 on the key tokens of one evaluator: key tokens of a model's own are such as it predicts well, whatever the model.
 """
 
+import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,19 +24,25 @@ import torch
 import torch.nn.functional as F
 
 from model import IGNORE_INDEX, Transformer
+from training.data.tokens import Store
 from training.inference import token_losses
 
 FIRST_BUCKET = 16  # positions: the first bucket is 0 to 15, the next ones 16 to 31, 32 to 63, ...
 
 
-def longest_pieces(documents: Sequence[np.ndarray], context_length: int, count: int) -> list[np.ndarray]:
+def longest_pieces(store: Store, context_length: int, count: int) -> list[np.ndarray]:
     """The longest `count` pieces of documents that are cut every `context_length` tokens, longest first.
 
-    Each is read as a document of its own. Pieces of less than two tokens predict nothing and are left out.
+    Each is read as a document of its own, without the document's end. Of pieces of one length those at the starts of
+    documents come first, so that a book does not take the place of all others. Pieces of a token predict nothing.
     """
-    starts = [(i, start) for i, ids in enumerate(documents) for start in range(0, len(ids), context_length)]
-    pieces = [documents[i][start : start + context_length] for i, start in starts]
-    return sorted((piece for piece in pieces if len(piece) > 1), key=len, reverse=True)[:count]
+    places = (
+        (document, start, min(start + context_length, length - 1))
+        for document, length in enumerate(store.lengths.tolist())
+        for start in range(0, length - 2, context_length)
+    )
+    longest = heapq.nsmallest(count, places, key=lambda place: (place[1] - place[2], place[1]))
+    return [store.read(*place) for place in longest]
 
 
 @torch.no_grad()

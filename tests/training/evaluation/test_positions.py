@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -88,6 +89,10 @@ def test_key_tokens_by_hand():
 
 
 def test_the_longest_pieces():
-    documents = [np.arange(n) for n in (5, 12, 1, 7)]
-    assert [len(piece) for piece in longest_pieces(documents, 5, 10)] == [5, 5, 5, 5, 2, 2]
-    assert [len(piece) for piece in longest_pieces(documents, 100, 2)] == [12, 7]
+    """Documents of 5, 12, 1 and 7 tokens and their ends; of equal pieces the starts of documents come first."""
+    store = SimpleNamespace(
+        lengths=np.array([6, 13, 2, 8]), read=lambda document, *part: 100 * document + np.arange(*part)
+    )
+    pieces = longest_pieces(store, 5, 10)
+    assert [(piece[0], len(piece)) for piece in pieces] == [(0, 5), (100, 5), (300, 5), (105, 5), (305, 2), (110, 2)]
+    assert [len(piece) for piece in longest_pieces(store, 100, 2)] == [12, 7]
