@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from training.data.chat import ChatTemplate
-from training.errors import UserError, message_of, read_file
+from training.errors import UserError, can_be_mended, message_of, read_file
 from training.inference import Opened, Parser, add_model_flags, load, open_folder, write
 from training.parallel.world import join_world
 
@@ -125,7 +125,9 @@ def main(argv: list[str]) -> int:
                 if not ids:
                     raise UserError(f"the tokenizer makes no token of {text[:40]!r}; give another prompt")
             generate(flags, opened, prompts, world)
-    except (UserError, torch.OutOfMemoryError, OSError) as error:
+    except Exception as error:
+        if not can_be_mended(error):
+            raise
         print(message_of(error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -187,7 +187,7 @@ class Reading:
             tile_size=execution.mlp_tile_size,
         ).forward  # fmt: skip
         logits = min(LOSS_BYTES, (size + 8) * shape.vocab_size * self.tokens)
-        tables = 4 * shape.head_dim * self.tokens  # cos and sin, float32
+        tables = 4 * shape.head_dim * max(self.tokens, self.cached)  # cos and sin, float32
         keys = 4 * size * shape.num_key_value_heads * shape.head_dim * self.tokens if self.cached else 0
         # A block's input, and attention's input and working memory, or the sum, its norm and the MLP.
         block = x + max(x + max(attention, x + keys), 3 * x + mlp)
@@ -296,6 +296,7 @@ def load(
         model = Transformer(opened.shape)
     model = model.to(dtype).to_empty(device=device).requires_grad_(False)
     copy_weights(model, weights)
+    model.rotary.tables(max(tokens, cached), device)  # once: writing past a prompt would make them anew, twice as long
     set_sparsity(model, opened.sparsity)
     for block in model.layers:
         block.self_attn.backend = backend
