@@ -29,6 +29,7 @@ import torch
 
 from kernels.attention import BACKENDS
 from model import MODEL_SIZES, ModelConfig
+from training.checkpoint.weights import shape_of_weights
 from training.config import ATTENTION_TYPES
 from training.errors import UserError, can_be_mended, check_can_write, message_of
 from training.memory.cost_model import gib
@@ -47,15 +48,8 @@ from training.memory.reports import Machine, report_comparison, report_max_conte
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, join_world
-from training.run import (
-    build_bench,
-    settled_execution,
-    shape_of_weights,
-    shape_with,
-    sparsity_of,
-    step_on_meta,
-    without_plan,
-)
+from training.run import build_bench, settled_execution, shape_with, step_on_meta, without_plan
+from training.sparsity import sparsity_of
 
 CONTEXT_LENGTH = 131_072
 

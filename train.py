@@ -38,7 +38,7 @@ from training.checkpoint.files import (
     verify_checkpoint,
 )
 from training.checkpoint.saver import Saver
-from training.checkpoint.weights import NO_COMPANIONS, Companions, find_weights, read_companions
+from training.checkpoint.weights import NO_COMPANIONS, Companions, find_weights, parameter_shapes, read_companions
 from training.config import (
     CHECKPOINT_INTERVAL,
     DEFAULT_STEPS,
@@ -76,10 +76,9 @@ from training.run import (
     explain_out_of_memory,
     resolve_memory_budget,
     run_model,
-    sparsity_at,
     train_step,
 )
-from training.sparsity import spell_by_layer
+from training.sparsity import sparsity_at, spell_by_layer
 from training.stopping import LooksBetweenBlocks, Stopped, stop_signals
 from training.watchdog import Watchdog
 
@@ -355,13 +354,6 @@ def check_same_on_all_ranks(ours: dict, world: World) -> None:
             raise UserError(f"{name} is {ours[name]} on rank {world.rank} and {value} on rank 0; start all ranks alike")
 
 
-def check_weights(weights: str | Path, model_config: ModelConfig) -> None:
-    """Refuse weights whose names or shapes, as the files' headers say, are not the model's."""
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Transformer(model_config).named_parameters()}
-    find_weights(weights, shapes, may_lack=NSA_GATES)
-
-
 @torch.no_grad()
 def validate(
     model: Transformer, batches: typing.Iterable[Batch], world: World, stopping: typing.Callable[[], bool]
@@ -448,7 +440,7 @@ def choose_start(given: dict, world: World) -> tuple[TrainConfig, Start, ModelCo
         check_sharing(world.context_size, model_config, config.attention_type != "full", world.tensor_size)
         config = dataclasses.replace(config, tokenizer=choose_tokenizer(config, start.checkpoint))
         if start.checkpoint or config.init_from:
-            check_weights(start.checkpoint or config.init_from, model_config)
+            find_weights(start.checkpoint or config.init_from, parameter_shapes(model_config), may_lack=NSA_GATES)
         open_tokenizer(config, start)
         try:
             if start.checkpoint:

@@ -140,7 +140,7 @@ def given_settings(config_type: type, argv: list[str], description: str) -> dict
     Raises:
         UserError: unknown flag or key (the nearest name is offered), a value of the wrong type, an unreadable file.
     """
-    parser = _Parser(description=description, allow_abbrev=False)
+    parser = Parser(description=description, allow_abbrev=False)
     parser.add_argument("--config", help="TOML file with the same names as the flags")
     types = typing.get_type_hints(config_type)
     for f in fields(config_type):
@@ -170,7 +170,9 @@ def given_settings(config_type: type, argv: list[str], description: str) -> dict
     return (_read_toml(arguments.config, config_type) if arguments.config else {}) | flags
 
 
-class _Parser(ArgumentParser):
+class Parser(ArgumentParser):
+    """An ArgumentParser whose errors are the project's."""
+
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(message)
 

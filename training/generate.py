@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
+from training.config import Parser
 from training.data.chat import ChatTemplate
 from training.errors import UserError, can_be_mended, message_of, read_file
-from training.inference import Opened, Parser, add_model_flags, load, open_folder, write
+from training.inference import Opened, add_model_flags, load, open_folder, write
 from training.parallel.world import join_world
 
 

@@ -10,7 +10,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +19,13 @@ from kernels.attention import choose_backend
 from kernels.gated_mlp import gated_mlp_footprint
 from kernels.qkv_attention import qkv_attention_footprint
 from kernels.sparse_attention import NSA, Sparsity
-from kernels.sparse_attention.nsa import FORCED_BLOCKS
 from kernels.sparse_attention.sparse_attention import HEAD_DIMS
 from model import IGNORE_INDEX, ModelConfig, Transformer
 from training.checkpoint.files import load_trainer_state
-from training.checkpoint.weights import load_model_weights, read_json
+from training.checkpoint.weights import load_model_weights, parameter_shapes, read_json, shape_of_weights
 from training.config import ATTENTION_TYPES
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
-from training.errors import UserError, refused_as_user_error
+from training.errors import UserError
 from training.memory.cost_model import LIBRARY_BYTES, gib
 from training.memory.execution import Execution
 from training.memory.machine import available_host_bytes, cap_gpu_memory, gpu_budget, parse_bytes
@@ -35,17 +33,10 @@ from training.memory.placement import set_sparsity
 from training.memory.planner import LEAST_HEADROOM, MLP_TILE_SIZE
 from training.parallel.fsdp import copy_weights
 from training.parallel.world import World
-from training.sparsity import numbers_by_layer
+from training.sparsity import sparsity_of
 
 logger = logging.getLogger(__name__)
 LOSS_BYTES = 2**29  # of logits, in the activations' dtype and twice in float32, that exist at a time
-
-
-class Parser(ArgumentParser):
-    """An ArgumentParser whose errors are the project's."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
 
 
 def add_model_flags(parser: ArgumentParser) -> None:
@@ -80,52 +71,34 @@ class Opened:
 
 def open_folder(folder: Path, flags: Namespace, device: torch.device) -> Opened:
     """Read what is small: config.json, the run's settings, the tokenizer. Raises UserError for what does not fit."""
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} has no config.json; give a checkpoint's step_ folder or one in Hugging Face's form")
-    try:
-        shape = ModelConfig.from_hugging_face(read_json(folder / "config.json"))
-    except (ValueError, TypeError, AttributeError) as error:  # the latter two where a value is of another type
-        raise UserError(f"cannot take {folder}: {error}") from None
+    shape = shape_of_weights(folder)
     settings = load_trainer_state(folder).get("settings", {}) if (folder / "trainer.json").is_file() else {}
-    sparsity = sparsity_of(flags, shape, settings, device)
-    tokenizer = _open_tokenizer(flags, folder, shape.vocab_size)
+    sparsity = attention_of(flags, shape, settings, device)
+    tokenizer = open_tokenizer(flags.tokenizer, folder, shape.vocab_size)
     return Opened(folder, shape, settings, sparsity, tokenizer, _stop_ids(folder, tokenizer))
 
 
-def sparsity_of(
+def attention_of(
     flags: Namespace, shape: ModelConfig, settings: dict, device: torch.device
 ) -> tuple[Sparsity | NSA, ...]:
     """What flags, and else the settings that the model was trained with, say of attention; () is to everything."""
-    trained = settings.get("attention_type", "nsa" if shape.attention_type == "nsa" else "full")
+    has_gates = shape.attention_type == "nsa"
+    trained = settings.get("attention_type", shape.attention_type)
     kind = flags.attention_type or trained
-    if (kind == "nsa") != (shape.attention_type == "nsa"):
-        has = "has gates of nsa" if shape.attention_type == "nsa" else "has no gates of nsa"
+    if (kind == "nsa") != has_gates:
+        has = "has gates of nsa" if has_gates else "has no gates of nsa"
         raise UserError(f"attention_type {kind} is not this model's: it {has}; drop the flag")
-    names = {"full": (), "sparse": ("selected_blocks", "dense_below"), "nsa": ("selected_blocks",)}[kind]
-    for name in ("selected_blocks", "dense_below"):
-        if name not in names and getattr(flags, name) is not None:
-            raise UserError(f"{name} has no effect with attention_type {kind}; drop it")
-    if kind == "full":
-        return ()
-    if device.type == "cuda" and shape.head_dim not in HEAD_DIMS:
+    if kind != "full" and device.type == "cuda" and shape.head_dim not in HEAD_DIMS:
         raise UserError(f"attention_type {kind} has GPU kernels for head_dim {HEAD_DIMS}, not {shape.head_dim}")
-    of_run = settings if kind == trained else {}
-    default = NSA() if kind == "nsa" else Sparsity()
-    blocks = flags.selected_blocks or of_run.get("selected_blocks") or default.selected_blocks
-    numbers = numbers_by_layer("selected_blocks", str(blocks), shape.num_hidden_layers)
-    if isinstance(default, NSA):
-        if min(numbers) <= FORCED_BLOCKS:
-            raise UserError(f"selected_blocks must be above the {FORCED_BLOCKS} that nsa forces, got {blocks}")
-        return tuple(NSA(number) for number in numbers)
-    dense_below = flags.dense_below if flags.dense_below is not None else of_run.get("dense_below")
-    dense_below = default.dense_below if dense_below is None else dense_below
-    if dense_below < 1:
-        raise UserError(f"dense_below must be at least 1, got {dense_below}")
-    return tuple(Sparsity(number, dense_below=dense_below) for number in numbers)
+    found = Namespace(attention_type=kind, context_length=None)
+    for name in ("selected_blocks", "dense_below"):
+        given = getattr(flags, name)
+        setattr(found, name, settings.get(name) if given is None and kind == trained else given)
+    return sparsity_of(found, shape.num_hidden_layers)
 
 
-def _open_tokenizer(flags: Namespace, folder: Path, vocab_size: int) -> ByteTokenizer | FileTokenizer:
-    name = flags.tokenizer
+def open_tokenizer(name: str | None, folder: Path, vocab_size: int) -> ByteTokenizer | FileTokenizer:
+    """The tokenizer of that name; None: that of the model's folder, or bytes. Raises UserError where ids do not fit."""
     if name is None and (folder / "tokenizer.json").is_file():
         name = str(folder / "tokenizer.json")
     if name is None and vocab_size != 256:
@@ -270,9 +243,7 @@ def memory_budget(text: str | None, device: torch.device) -> int:
 # Loading
 
 
-def load(
-    opened: Opened, tokens: int, cached: int, world: World, budget_text: str | None, attention_backend: str = "auto"
-) -> Transformer:
+def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: str | None) -> Transformer:
     """The model on its device, bf16 on a GPU and float32 on a CPU, within the budget; nothing is read if it is not.
 
     Args:
@@ -283,8 +254,7 @@ def load(
     if world.size > 1:
         raise UserError("this runs in one process: start it with python, not torchrun")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with refused_as_user_error():
-        backend = choose_backend(attention_backend, device)
+    backend = choose_backend("auto", device)
     execution = Execution(mlp_tile_size=MLP_TILE_SIZE, attention_backend=backend, sparsity=opened.sparsity)
     budget = memory_budget(budget_text, device)
     reading = plan_reading(Reading(opened.shape, tokens, cached, dtype.itemsize, execution), budget)
@@ -303,11 +273,6 @@ def load(
         block.self_attn.heads_at_a_time = reading.execution.heads_at_a_time
         block.mlp.tile_size = reading.execution.mlp_tile_size
     return model
-
-
-def parameter_shapes(shape: ModelConfig) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in Transformer(shape).named_parameters()}
 
 
 # Reading and writing

@@ -17,11 +17,10 @@ import torch
 from kernels.attention import choose_backend
 from kernels.common import set_default_implementation
 from kernels.sparse_attention import NSA, Sparsity
-from kernels.sparse_attention.nsa import FORCED_BLOCKS
 from kernels.sparse_attention.sparse_attention import HEAD_DIMS
 from model import MODEL_SIZES, NSA_GATES, ModelConfig, Transformer
 from training.checkpoint.files import load_optimizer_state, restore_rng
-from training.checkpoint.weights import find_weights, read_json, read_weights
+from training.checkpoint.weights import find_weights, read_weights, shape_of_weights
 from training.config import TrainConfig
 from training.data.loader import Batch
 from training.errors import UserError, refused_as_user_error
@@ -37,7 +36,7 @@ from training.parallel.fsdp import copy_weights, initial_weights, shard_model
 from training.parallel.tensor import share_matrices
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World
-from training.sparsity import annealed, numbers_by_layer, spell_by_layer
+from training.sparsity import sparsity_at
 from training.stopping import Stopped
 
 logger = logging.getLogger(__name__)
@@ -130,35 +129,6 @@ def _extended(shape: ModelConfig, rope_scaling: str, resumed: Path | None) -> Mo
     return shape
 
 
-def shape_of_weights(folder: str | Path) -> ModelConfig:
-    """What the config.json of a checkpoint or of a Hugging Face folder says.
-
-    Raises:
-        UserError: there is none, or it says what this decoder does not compute.
-    """
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise UserError(f"init_from {folder} has no config.json; give a folder in Hugging Face's form")
-    with refused_as_user_error(f"cannot take {path}: "):
-        return _declared_shape(read_json(path), MODEL_SIZES["4B"])
-
-
-def _declared_shape(content: dict, like: ModelConfig) -> ModelConfig:
-    """What a config.json says. Raises ValueError for what this decoder does not compute, and for a wrong type."""
-    try:
-        declared = ModelConfig.from_hugging_face(content)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"a value is of the wrong type ({error})") from None
-    for name, value in dataclasses.asdict(like).items():
-        if name == "rope_scaling":
-            continue  # which checks its own values
-        found = getattr(declared, name)
-        kinds = (int, float) if isinstance(value, float) else (type(value),)
-        if type(found) not in kinds or (type(found) in (int, float) and not 0 < found < 2**31):
-            raise ValueError(f"{name} is {str(found)[:80]!r}; it must be as {value!r} is")
-    return declared
-
-
 # The plan
 
 
@@ -173,71 +143,6 @@ def settled_execution(
     with refused_as_user_error():
         backend = choose_backend(attention_backend, device)
     return Execution(loss_impl=loss_impl, attention_backend=backend, sparsity=sparsity)
-
-
-def sparsity_of(flags, layers: int) -> tuple[Sparsity | NSA, ...]:
-    """What the flags --attention_type, --selected_blocks and --dense_below say, of a run or of profile_memory.py.
-
-    Args:
-        layers: of the model.
-
-    Returns:
-        One a layer; () where attention is to everything.
-
-    Raises:
-        UserError: a value out of range, a flag without effect, a model whose heads the kernels do not take.
-    """
-    kind, given = flags.attention_type, {name: getattr(flags, name) for name in ("selected_blocks", "dense_below")}
-    given = {name: value for name, value in given.items() if value is not None}
-    takes = {"full": (), "sparse": ("selected_blocks", "dense_below"), "nsa": ("selected_blocks",)}[kind]
-    for name in given:
-        if name not in takes:
-            raise UserError(f"{name} has no effect with attention_type {kind}; drop it, or use sparse")
-    if kind == "full":
-        return ()
-    default: Sparsity | NSA = NSA() if kind == "nsa" else Sparsity()
-    blocks = str(given.get("selected_blocks", default.selected_blocks))
-    if isinstance(default, NSA):
-        numbers = numbers_by_layer("selected_blocks", blocks, layers)
-        if min(numbers) <= FORCED_BLOCKS:
-            raise UserError(
-                f"selected_blocks must be at least {FORCED_BLOCKS + 1}, got {blocks}: nsa forces {FORCED_BLOCKS}"
-            )
-        return tuple(NSA(number) for number in numbers)
-    dense_below = given.get("dense_below", default.dense_below)
-    if dense_below < 1:
-        raise UserError(f"dense_below must be at least 1, got {dense_below}")
-    if flags.context_length is not None and flags.context_length < dense_below:
-        raise UserError(
-            f"attention_type sparse has no effect at context_length {flags.context_length}: documents shorter than "
-            f"dense_below {dense_below} attend to everything; raise the one, lower the other, or use full"
-        )
-    numbers = numbers_by_layer("selected_blocks", blocks, layers)
-    return tuple(Sparsity(selected_blocks=number, dense_below=dense_below) for number in numbers)
-
-
-def sparsity_at(config: TrainConfig, layers: int, step: int) -> tuple[Sparsity | NSA, ...]:
-    """A run's `sparsity_of` in one of its steps, counted from 1; no step has more chosen blocks than the first.
-
-    Raises:
-        UserError: as `sparsity_of`; annealing without start or end, without effect, or to more blocks.
-    """
-    final, start, steps = sparsity_of(config, layers), config.selected_blocks_start, config.selected_blocks_steps
-    if start is None and steps is None:
-        return final
-    if start is None or steps is None or not final:
-        name, needed = ("selected_blocks_start", "selected_blocks_steps")[:: 1 if steps is None else -1]
-        needed = needed if final else "attention_type sparse or nsa"
-        raise UserError(f"{name} has no effect without {needed}; drop the one, or give the other")
-    if steps < 1:
-        raise UserError(f"selected_blocks_steps must be at least 1, got {steps}")
-    pairs = [*zip(numbers_by_layer("selected_blocks_start", str(start), len(final)), final)]
-    if not any(number > one.selected_blocks for number, one in pairs) or any(
-        n < one.selected_blocks for n, one in pairs
-    ):
-        numbers = spell_by_layer([one.selected_blocks for one in final])
-        raise UserError(f"selected_blocks_start {start} must be above selected_blocks {numbers}, in no layer below it")
-    return tuple(one._replace(selected_blocks=annealed(n, one.selected_blocks, step, steps)) for n, one in pairs)
 
 
 def step_of(config: TrainConfig, model: Transformer, world: World, documents: PackedDocuments | None) -> Step:

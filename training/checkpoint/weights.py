@@ -9,21 +9,19 @@ A folder holds config.json, and either model.safetensors or several such files w
 import json
 import os
 import sys
-from argparse import ArgumentParser
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model import ModelConfig, Transformer
+from model import MODEL_SIZES, ModelConfig, Transformer
 from training.checkpoint.blocks import Block, Entry, bytes_of, header_of, local_blocks, read_entries, read_header
-from training.config import IO_THREADS
+from training.config import IO_THREADS, Parser
 from training.errors import UserError, message_of, read_file, refused_as_user_error
 from training.extension import extend
 
@@ -145,6 +143,43 @@ def read_json(file: Path) -> dict:
     return content
 
 
+def shape_of_weights(folder: str | Path) -> ModelConfig:
+    """What the config.json of a checkpoint or of a Hugging Face folder says.
+
+    Raises:
+        UserError: there is none, or it says what this decoder does not compute.
+    """
+    path = Path(folder) / "config.json"
+    if found := sorted(Path(folder).glob("step_[0-9]*[0-9]")):
+        raise UserError(f"{folder} is the output_dir of a run; give a checkpoint in it, as {found[-1]}")
+    if not path.is_file():
+        raise UserError(f"{folder} has no config.json; give a checkpoint's step_ folder or one in Hugging Face's form")
+    with refused_as_user_error(f"cannot take {path}: "):
+        return _declared_shape(read_json(path), MODEL_SIZES["4B"])
+
+
+def _declared_shape(content: dict, like: ModelConfig) -> ModelConfig:
+    """What a config.json says. Raises ValueError for what this decoder does not compute, and for a wrong type."""
+    try:
+        declared = ModelConfig.from_hugging_face(content)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"a value is of the wrong type ({error})") from None
+    for name, value in asdict(like).items():
+        if name == "rope_scaling":
+            continue  # which checks its own values
+        found = getattr(declared, name)
+        kinds = (int, float) if isinstance(value, float) else (type(value),)
+        if type(found) not in kinds or (type(found) in (int, float) and not 0 < found < 2**31):
+            raise ValueError(f"{name} is {str(found)[:80]!r}; it must be as {value!r} is")
+    return declared
+
+
+def parameter_shapes(shape: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of a whole model, by our names."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Transformer(shape).named_parameters()}
+
+
 def read_companions(tokenizer: Path) -> Companions:
     """Those of the weights whose tokenizer that file is."""
     files = {"tokenizer.json": read_file(tokenizer, "give --tokenizer the path of a tokenizer.json")}
@@ -209,10 +244,7 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
     """Write config.json, model.safetensors and what goes along with them; returns what was written, for people."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is already there; give a folder that is not, or an empty one")
-    if not (source / "config.json").is_file():
-        raise UserError(f"{source} has no config.json; give a checkpoint's step_ folder or a Hugging Face folder")
-    with refused_as_user_error(f"cannot take {source / 'config.json'}: "):
-        config = ModelConfig.from_hugging_face(read_json(source / "config.json"))
+    config = shape_of_weights(source)
     if config.attention_type == "nsa":
         raise UserError(f"{source} attends by nsa, which neither transformers nor vLLM computes; give other weights")
     if rope_scaling is not None:
@@ -245,14 +277,9 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
     )
 
 
-class _Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
-
 def main(argv: list[str]) -> int:
     try:
-        parser = _Parser(prog="python -m training.checkpoint.weights", allow_abbrev=False)
+        parser = Parser(prog="python -m training.checkpoint.weights", allow_abbrev=False)
         command = parser.add_subparsers(required=True).add_parser("export", help="a folder in Hugging Face's form")
         command.add_argument("source", type=Path, help="a step_ folder of a run, or a folder in Hugging Face's form")
         command.add_argument("target", type=Path, help="the folder to make")

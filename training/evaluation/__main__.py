@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from model import Transformer
 from training.checkpoint.weights import read_json
+from training.config import Parser
 from training.data.corpus import open_stores
 from training.data.tokens import Store, join, split
 from training.errors import UserError, can_be_mended, check_can_write, message_of
@@ -37,7 +38,7 @@ from training.evaluation.positions import (
     read_all,
 )
 from training.evaluation.tasks import TASKS, Result, Samples, judge
-from training.inference import Opened, Parser, add_model_flags, load, open_folder, write
+from training.inference import Opened, add_model_flags, load, open_folder, write
 from training.parallel.world import World, join_world
 
 LARGEST_DEFAULT_CONTEXT = 32_768
@@ -50,7 +51,7 @@ def parse_flags(argv: list[str]) -> Namespace:
     parser = Parser(prog="python -m training.evaluation", description=__doc__.splitlines()[0], allow_abbrev=False)
     add_model_flags(parser)
     add = parser.add_argument
-    add("--context_length", type=int, help="tokens read at most; default: as trained, of weights from elsewhere up to 32768")
+    add("--context_length", type=int, help="tokens read at most; default: as trained, of other weights up to 32768")
     add("--output_dir", type=Path, help="evaluation.json and pictures go there; else nothing is written")
     add("--beside", type=Path, nargs="+", default=[], help="evaluation.json of earlier ones, to be shown beside")
     loss = parser.add_argument_group("loss")

@@ -30,15 +30,15 @@ from kernels.qkv_attention import project_heads
 from kernels.sparse_attention import Sparsity, select_blocks
 from kernels.sparse_attention.layout import Layout, first_local_block, make_layout
 from kernels.sparse_attention.sparse_attention import HEAD_DIMS
-from model import IGNORE_INDEX, ModelConfig, Transformer
+from model import IGNORE_INDEX, Transformer
 from training.checkpoint.files import load_trainer_state
-from training.checkpoint.weights import load_model_weights, read_json
+from training.checkpoint.weights import load_model_weights, parameter_shapes, shape_of_weights
+from training.config import Parser
 from training.data.loader import Batch, validation_batches
 from training.data.sources import load_documents
-from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
-from training.errors import UserError, refused_as_user_error
-from training.inference import Parser, token_losses
+from training.errors import UserError
+from training.inference import open_tokenizer, token_losses
 from training.memory.placement import set_sparsity
 from training.parallel.fsdp import copy_weights
 from training.parallel.world import join_world
@@ -284,12 +284,7 @@ def parse_flags(argv: list[str]) -> Namespace:
 
 def load_model(checkpoint: Path, device: torch.device) -> Transformer:
     """A checkpoint's model, bf16 on a GPU and float32 on a CPU."""
-    if not (checkpoint / "config.json").is_file():
-        raise UserError(
-            f"{checkpoint} has no config.json; give a checkpoint's step_ folder or one in Hugging Face's form"
-        )
-    with refused_as_user_error(f"cannot take {checkpoint}: "):
-        config = ModelConfig.from_hugging_face(read_json(checkpoint / "config.json"))
+    config = shape_of_weights(checkpoint)
     if config.attention_type == "nsa":
         raise UserError(f"{checkpoint} attends by nsa, whose gates no other attention has; give another checkpoint")
     if device.type == "cuda" and config.head_dim not in HEAD_DIMS:
@@ -297,7 +292,7 @@ def load_model(checkpoint: Path, device: torch.device) -> Transformer:
     with torch.device("meta"):
         model = Transformer(config)
     model = model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).to_empty(device=device)
-    copy_weights(model, load_model_weights(checkpoint, {n: p.shape for n, p in model.named_parameters()}))
+    copy_weights(model, load_model_weights(checkpoint, parameter_shapes(config)))
     return model
 
 
@@ -315,12 +310,7 @@ def sparsity_by_layer(flags: Namespace, checkpoint: Path, layers: int) -> list[S
 
 
 def load_batches(flags: Namespace, checkpoint: Path, vocab_size: int) -> list[Batch]:
-    tokenizer = flags.tokenizer
-    if tokenizer is None and (checkpoint / "tokenizer.json").is_file():
-        tokenizer = str(checkpoint / "tokenizer.json")
-    if tokenizer is None and vocab_size != 256:
-        raise UserError(f"{checkpoint} has no tokenizer.json: give --tokenizer FILE, or --tokenizer bytes")
-    loaded = load_tokenizer(tokenizer)
+    loaded = open_tokenizer(flags.tokenizer, checkpoint, vocab_size)
     assert loaded.eos_id is not None, "load_tokenizer refuses a file without one"
     store = TokenStore(load_documents(flags.data, loaded, vocab_size), loaded.eos_id)
     return list(validation_batches(store, flags.context_length, 1, limit=flags.sequences))
