@@ -6,6 +6,7 @@ keys and values of prompt and answer, and working memory are counted before the 
 """
 
 import logging
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
@@ -138,4 +139,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends as `head` does
     sys.exit(main(sys.argv[1:]))

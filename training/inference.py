@@ -139,6 +139,10 @@ class Reading:
     execution: Execution
 
     @property
+    def new_tokens(self) -> int:
+        return max(0, self.cached - self.tokens)
+
+    @property
     def weight_bytes(self) -> int:
         return self.element_size * self.shape.num_parameters()
 
@@ -202,6 +206,7 @@ def plan_reading(reading: Reading, budget: float) -> Reading:
     found = _fitting(reading, budget)
     if found:
         return found
+    new = f" and {reading.new_tokens:,} new ones" if reading.new_tokens else ""
     longest, refused = 0, reading.tokens
     while refused - longest > max(1, longest // 100):
         tokens = (longest + refused) // 2
@@ -210,13 +215,13 @@ def plan_reading(reading: Reading, budget: float) -> Reading:
     reads = f"at most {longest:,} tokens would fit" if longest else "not even one token would fit"
     least = replace(reading, execution=replace(reading.execution, heads_at_a_time=1))
     raise UserError(
-        f"{reading.tokens:,} tokens take {gib(least.bytes)} ({least.describe()}), {gib(budget)} are there; {reads}: "
-        "give a shorter text, fewer new tokens, or a larger --memory_budget"
+        f"{reading.tokens:,} tokens{new} take {gib(least.bytes)} ({least.describe()}), {gib(budget)} are there; "
+        f"{reads}{new and ' besides the new ones'}: give a shorter text, fewer new tokens, or a larger --memory_budget"
     )
 
 
 def _of_tokens(reading: Reading, tokens: int) -> Reading:
-    return replace(reading, tokens=tokens, cached=tokens if reading.cached else 0)
+    return replace(reading, tokens=tokens, cached=min(reading.cached, tokens + reading.new_tokens))
 
 
 def _fitting(reading: Reading, budget: float) -> Reading | None:

@@ -110,6 +110,8 @@ def test_fewer_heads_at_a_time_where_memory_is_short_and_a_refusal_with_the_long
         plan_reading(reading, 0.7 * least.bytes)
     longest = int(str(refused.value).split("at most ")[1].split()[0].replace(",", ""))
     assert plan_reading(reading_of(SHAPE, longest, longest), 0.7 * least.bytes)
+    with pytest.raises(UserError, match=r"9 tokens and 900,000 new ones take .* one token would fit besides"):
+        plan_reading(reading_of(SHAPE, 9, 900_009), least.bytes)  # 10 GiB of keys and values
     with pytest.raises(UserError, match="not even one token would fit"):
         plan_reading(reading, 1000)
     assert reading_of(MODEL_SIZES["4B"], 1, 131_072).cache_bytes == 18 * GIB

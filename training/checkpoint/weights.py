@@ -150,8 +150,10 @@ def shape_of_weights(folder: str | Path) -> ModelConfig:
         UserError: there is none, or it says what this decoder does not compute.
     """
     path = Path(folder) / "config.json"
-    if found := sorted(Path(folder).glob("step_[0-9]*[0-9]")):
-        raise UserError(f"{folder} is the output_dir of a run; give a checkpoint in it, as {found[-1]}")
+    found = sorted(Path(folder).glob("step_[0-9]*[0-9]"))
+    if found or path.with_name("metrics.jsonl").is_file():
+        which = f"give a checkpoint in it, as {found[-1]}" if found else "it has no checkpoint yet"
+        raise UserError(f"{folder} is the output_dir of a run; {which}")
     if not path.is_file():
         raise UserError(f"{folder} has no config.json; give a checkpoint's step_ folder or one in Hugging Face's form")
     with refused_as_user_error(f"cannot take {path}: "):

@@ -8,6 +8,7 @@ some tokens at a time, attention works on some heads at a time, and keys and val
 import gc
 import json
 import logging
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -129,7 +130,7 @@ def make_questions(flags: Namespace, opened: Opened) -> Questions:
     lengths = flags.lengths or [max(2, context_length // 4), max(2, context_length // 2), context_length]
     samples = [
         Samples(name, length, opened.tokenizer, flags.seed or 0, flags.samples)
-        for name in (flags.tasks or TASKS) if flags.samples
+        for name in dict.fromkeys(flags.tasks or TASKS) if flags.samples
         for length in sorted({*lengths})
     ]  # fmt: skip
     if samples and not any(of_task.size for of_task in samples):
@@ -242,7 +243,10 @@ def draw(folder: Path, content: dict, earlier: Sequence[tuple[str, dict]]) -> No
 
 
 def report(flags: Namespace, questions: Questions, found: Evaluation, earlier: Sequence[tuple[str, dict]]) -> None:
-    """Print the tables, write JSON and pictures."""
+    """Write JSON, print the tables, draw the pictures."""
+    text = json.dumps({"settings": vars(flags), "torch": torch.__version__, **asdict(found)}, indent=1, default=str)
+    if flags.output_dir:
+        (flags.output_dir / "evaluation.json").write_text(text + "\n")
     columns = [(name, {row["first"]: row["loss"] for row in one["loss_by_position"]}) for name, one in earlier]
     tables = [format_positions(found.loss_by_position, columns)] if found.loss_by_position else []
     if found.key_tokens:
@@ -251,9 +255,6 @@ def report(flags: Namespace, questions: Questions, found: Evaluation, earlier: S
         tables.append(format_tasks(found.tasks))
     print("\n\n".join(tables))
     if flags.output_dir:
-        settings = {"settings": vars(flags), "torch": torch.__version__}
-        text = json.dumps({**settings, **asdict(found)}, indent=1, default=str)
-        (flags.output_dir / "evaluation.json").write_text(text + "\n")
         draw(flags.output_dir, json.loads(text), earlier)
 
 
@@ -282,4 +283,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends as `head` does
     sys.exit(main(sys.argv[1:]))
