@@ -385,6 +385,8 @@ def qkv_attention_footprint(
     outs, gated, gates = (3 * q, q, 3 * num_heads * element_size) if has_gates else (q, 0, 0)
     qkv = q + 2 * k
     projecting = 2 * q + 3 * k + (q + k) * has_norms  # q, k and v, normalised, and rotated
+    if longest is not None:  # of packed documents a call's output, too, before it is put beside the others
+        projecting = max(projecting, 3 * q + 2 * k)
     if N > 1:  # q, k and v as q is sent; all heads at once also as v is sent, when the first two have arrived
         projecting = max(projecting, 3 * q + 2 * k, (2 * q + 5 * k) * (heads_at_a_time is None))
     if heads_at_a_time is None:
