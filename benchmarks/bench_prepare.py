@@ -22,9 +22,7 @@ from pathlib import Path
 
 from benchmarks.common import commit
 from training.data import prepare as preparing
-from training.data.prepare import Settings
 from training.data.prepared import INDEX, hash_of_index
-from training.data.tokenizer import load_tokenizer
 from training.errors import UserError
 
 GB = 10**9
@@ -142,8 +140,7 @@ def write_corpus(folder: Path, size: int) -> int:
 
 def rate_of_a_core(source: Path, folder: Path, tokenizer: str) -> tuple[float, float]:
     """(bytes, tokens) a second of processor time, of one process that makes three parts."""
-    identity = load_tokenizer(tokenizer).identity
-    preparing._open_reader(Settings(tokenizer, "template", identity))
+    preparing._open_reader(tokenizer, "template")
     parts = [pieces for _, pieces in zip(range(3), preparing._plan(sorted(source.iterdir())))]
     start = time.process_time()
     tokens = sum(preparing._make_part(folder / f"one-{i}", pieces)["tokens"] for i, pieces in enumerate(parts))

@@ -55,7 +55,7 @@ def only_run_in(output_dir: Path) -> Iterator[None]:
         output_dir.mkdir(parents=True, exist_ok=True)
         file = (output_dir / ".lock").open("a+")
     except OSError as error:
-        raise UserError(f"output_dir {output_dir} cannot be written to: {error}; choose another") from None
+        raise UserError(f"folder {output_dir} cannot be written to: {error}; choose another") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,7 +63,7 @@ def only_run_in(output_dir: Path) -> Iterator[None]:
             file.seek(0)
             raise UserError(
                 f"another run, process {file.read().strip()}, writes into {output_dir}: wait for its end, or choose "
-                "another --output_dir"
+                "another folder"
             ) from None
         except OSError as error:
             logger.warning("%s has no locks (%s): take care that no other run writes there", output_dir, error)

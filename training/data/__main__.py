@@ -10,7 +10,7 @@ from training.data.chat import REASONING
 from training.data.prepare import draw_histogram, histogram, prepare
 from training.data.prepared import PreparedStore, verify
 from training.data.tokenizer import load_tokenizer
-from training.errors import UserError, message_of
+from training.errors import UserError, can_be_mended, message_of
 
 
 def main(argv: list[str]) -> int:
@@ -44,7 +44,9 @@ def main(argv: list[str]) -> int:
         if draw_histogram(lengths, arguments.out / "lengths.png"):
             print(f"drawn: {arguments.out / 'lengths.png'}")
         return 0
-    except (UserError, OSError) as error:
+    except Exception as error:
+        if not can_be_mended(error):
+            raise
         print(message_of(error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,8 +1,8 @@
 """Tokenizing a corpus in parallel into a prepared set; prepared.py says what such a folder has in it.
 
 The corpus is cut into parts of about 16 MB, each made by one process and named by a hash of what goes into it: files,
-their sizes and times, tokenizer and settings. A part that is there already is not made again, so that a run which was
-stopped goes on, and one after a correction of some files makes their parts alone.
+their sizes and times, the content of tokenizer and chat template, and settings. A part that is there already is not
+made again, so that a run which was stopped goes on, and one after a correction of some files makes their parts alone.
 """
 
 import contextlib
@@ -11,10 +11,11 @@ import json
 import multiprocessing
 import os
 import re
+import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,6 @@ from training.data.prepared import (
     PreparedStore,
     canonical,
     hash_of_index,
-    is_prepared,
 )
 from training.data.sources import Document, DocumentReader, find_files
 from training.data.tokenizer import load_tokenizer
@@ -43,33 +43,24 @@ OURS = re.compile(r"part-[0-9a-f]{16}\.(tokens|documents|json)(\.new)?")
 Piece = tuple[str, int, int, int, int, int]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What decides the tokens besides the files."""
-
-    tokenizer: str
-    reasoning: str
-    identity: str  # of the tokenizer's content and of its chat template
-
-
 def prepare(source: Path, out: Path, tokenizer: str, reasoning: str = "template", workers: int = 1) -> dict:
     """Make a prepared set of `source`, a file or a folder, in the folder `out`; returns its index.
 
     Raises:
         UserError: text that cannot be learnt from, with its file and line; another set in `out`; a worker that died.
     """
-    opened = load_tokenizer(tokenizer)
-    settings = Settings(tokenizer, reasoning, opened.identity + _hash_of_templates(opened))
+    opened, files = load_tokenizer(tokenizer), find_files(source)
+    identity = opened.identity + _hash_of_templates(opened)
     with only_run_in(out):
-        parts = {_name_of(pieces, settings): pieces for pieces in _plan(find_files(source))}
-        if is_prepared(out):
+        parts = {_name_of(pieces, identity, reasoning): pieces for pieces in _plan(files)}
+        if (out / INDEX).exists():
             store = PreparedStore(out, opened, opened.vocab_size)
             summaries = {name: _read_part(out / name) for name in parts}
             if set(store.parts) != {name for name, found in summaries.items() if found is None or found["documents"]}:
                 raise UserError(f"{out} has another set in it, of other files or settings; choose another folder")
             return json.loads((out / INDEX).read_bytes())
         done = {name: found for name in parts if (found := _read_part(out / name)) is not None}
-        done |= _make_parts({name: parts[name] for name in parts if name not in done}, parts, out, settings, workers)
+        done |= _make_parts(parts, done, out, (tokenizer, reasoning), workers)
         for file in out.iterdir():
             if OURS.fullmatch(file.name) and file.name.split(".")[0] not in parts:
                 file.unlink()  # of files that have changed since
@@ -97,8 +88,8 @@ def _hash_of_templates(tokenizer) -> str:
     return found.hexdigest()
 
 
-def _name_of(pieces: list[Piece], settings: Settings) -> str:
-    content = {"format": FORMAT, "pieces": pieces, **asdict(settings)}
+def _name_of(pieces: list[Piece], identity: str, reasoning: str) -> str:
+    content = {"format": FORMAT, "pieces": pieces, "identity": identity, "reasoning": reasoning}
     return f"part-{hashlib.sha256(canonical(content)).hexdigest()[:16]}"
 
 
@@ -139,20 +130,23 @@ def _read_part(path: Path) -> dict | None:
         return None
 
 
-def _make_parts(missing: dict, parts: dict, out: Path, settings: Settings, workers: int) -> dict[str, dict]:
-    """Make the missing parts in parallel, with a progress bar; returns their summaries."""
+def _make_parts(
+    parts: dict[str, list[Piece]], done: dict[str, dict], out: Path, settings: tuple[str, str], workers: int
+) -> dict[str, dict]:
+    """Make the parts that are not done in parallel, with a progress bar; returns their summaries."""
     made: dict[str, dict] = {}
+    missing = [name for name in parts if name not in done]
     if not missing:
         return made
     bytes_of = {name: sum(piece[4] - piece[3] for piece in pieces) for name, pieces in parts.items()}
-    total, before = sum(bytes_of.values()), sum(bytes_of[name] for name in parts if name not in missing)
+    total, before = sum(bytes_of.values()), sum(bytes_of[name] for name in done)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core is parallel enough
     context = multiprocessing.get_context("forkserver")
-    pool = ProcessPoolExecutor(min(workers, len(missing)), context, _open_reader, (settings,))
+    pool = ProcessPoolExecutor(min(workers, len(missing)), context, _open_reader, settings)
     try:
         with tqdm(total=total, initial=before, unit="B", unit_scale=True) as progress:
             tasks: dict[Future[dict], str] = {}
-            tasks |= {pool.submit(_make_part, out / name, pieces): name for name, pieces in missing.items()}
+            tasks |= {pool.submit(_make_part, out / name, parts[name]): name for name in missing}
             for task in as_completed(tasks):
                 made[tasks[task]] = task.result()
                 progress.set_postfix(tokens=f"{sum(part['tokens'] for part in made.values()):,}")
@@ -169,14 +163,29 @@ def _make_parts(missing: dict, parts: dict, out: Path, settings: Settings, worke
 _reader: DocumentReader | None = None  # a worker's
 
 
-def _open_reader(settings: Settings) -> None:
+def _open_reader(path: str, reasoning: str) -> None:
+    """Called once in each worker."""
     global _reader
-    tokenizer = load_tokenizer(settings.tokenizer)
-    _reader = DocumentReader(tokenizer, tokenizer.vocab_size, settings.reasoning)
+    if multiprocessing.parent_process() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a worker at once; an exception would begin the next part
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    tokenizer = load_tokenizer(path)
+    _reader = DocumentReader(tokenizer, tokenizer.vocab_size, reasoning)
+
+
+def _end_with_parent() -> None:
+    """Without this a worker whose parent was killed would wait for work forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _read_piece(piece: Piece, reader: DocumentReader) -> Iterator[Document]:
-    path, _, _, start, stop, line = piece
+    path, size, time, start, stop, line = piece
+    status = os.stat(path)
+    if (status.st_size, status.st_mtime_ns) != (size, time):
+        raise UserError(f"{path} has changed since the command began: start it again, it goes on from here")
     if not line:
         yield from reader.read(Path(path))
         return

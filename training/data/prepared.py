@@ -13,10 +13,12 @@ all of it little-endian. In memory a set takes 16 bytes a document, whatever its
 import hashlib
 import json
 import re
+import zlib
 from pathlib import Path
 
 import numpy as np
 
+from training.data.tokens import Store
 from training.errors import UserError, read_file
 
 FORMAT = "fathom tokens 1"
@@ -25,10 +27,10 @@ TOKEN, DOCUMENT = np.dtype("<u4"), np.dtype("<i8")
 MASKED = 1 << 31  # the bit of a token that is no target
 MOST_INDEX_BYTES = 2**26  # an index has 200 bytes for 16 MB of text
 PART_NAME = re.compile(r"part-[0-9a-f]{16}")
-AGAIN = "prepare it again"
+AGAIN = "delete the set, and prepare it again"
 
 
-def canonical(value: dict) -> bytes:
+def canonical(value: dict | list) -> bytes:
     """JSON of which a hash is taken: the same bytes for the same value."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
@@ -38,7 +40,12 @@ def hash_of_index(index: dict) -> str:
 
 
 def is_prepared(path: Path) -> bool:
-    return (path / INDEX).exists()
+    """Raises UserError where preparing has begun and not ended."""
+    if (path / INDEX).exists():
+        return True
+    if any(path.glob("part-*.tokens*")):
+        raise UserError(f"{path} is prepared in part: the command that began it goes on from there")
+    return False
 
 
 def read_index(folder: Path) -> dict:
@@ -67,6 +74,8 @@ def read_index(folder: Path) -> dict:
         for key in ("documents", "tokens", "largest_id"):
             if type(part.get(key)) is not int or not 0 <= part[key] < 2**48:
                 raise UserError(f"{file}: {key} of {name} is {str(part.get(key))[:50]}; {AGAIN}")
+        if not isinstance(part.get("sha256"), dict):
+            raise UserError(f"{file}: sha256 of {name} is {str(part.get('sha256'))[:50]}; {AGAIN}")
     if index["sha256"] != hash_of_index(index):
         raise UserError(f"{file} does not have the hash that it says: it is damaged or was edited; {AGAIN}")
     if not index["parts"]:
@@ -74,8 +83,8 @@ def read_index(folder: Path) -> dict:
     return index
 
 
-class PreparedStore:
-    """The documents of a prepared set, read from disk when they are asked for; see tokens.Store.
+class PreparedStore(Store):
+    """The documents of a prepared set, read from disk when they are asked for.
 
     Args:
         folder: the set's.
@@ -95,8 +104,8 @@ class PreparedStore:
                 f"this run has {tokenizer.name} ({tokenizer.identity[:12]}): give that --tokenizer, or {AGAIN}"
             )
         self.folder, self.eos_id, self.are_samples = folder, tokenizer.eos_id, index["are_samples"]
-        self.identity = int(index["sha256"][:8], 16)
         self._vocab_size, self.parts = vocab_size, [part["name"] for part in index["parts"]]
+        self._hashes = [part["sha256"] for part in index["parts"]]
         largest = max(self.eos_id, *(part["largest_id"] for part in index["parts"]))
         if largest >= vocab_size:
             raise UserError(
@@ -128,6 +137,11 @@ class PreparedStore:
             )
         return borders
 
+    @property
+    def identity(self) -> int:
+        """CRC-32 of the parts' hashes: equal for sets of the same corpus, wherever and whenever they were made."""
+        return zlib.crc32(canonical(self._hashes))
+
     def _find(self, document: int) -> tuple[str, int]:
         """The part that has a document, and the document's number there."""
         index = int(np.searchsorted(self._first, document, side="right")) - 1
@@ -157,9 +171,6 @@ class PreparedStore:
             )
         return ids, np.asarray(is_masked)
 
-    def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        return self.read_masked(document, start, stop)[0]
-
 
 def verify(folder: Path) -> None:
     """Compare every byte of a set with its hashes. Raises UserError that names the damaged file."""
@@ -171,5 +182,5 @@ def verify(folder: Path) -> None:
                     found = hashlib.file_digest(stream, "sha256").hexdigest()
             except OSError as error:
                 raise UserError(f"cannot read {file}: {error.strerror}; {AGAIN}") from None
-            if found != part.get("sha256", {}).get(kind):
+            if found != part["sha256"].get(kind):
                 raise UserError(f"{file} does not have the hash of {INDEX}: it is damaged; {AGAIN}")

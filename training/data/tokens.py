@@ -31,14 +31,16 @@ class Store(Protocol):
     def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids, is_masked) at positions start .. stop - 1 of a document; 0 <= start <= stop <= its length.
 
-        Both are [stop - start], int64 and bool; a masked token is no target.
+        Both are [stop - start], int64 and bool; a masked token is no target. Of a document of tokens 5 6 7, positions
+        1 .. 3 are 6, 7 and the end-of-text id.
         """
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """The ids of read_masked."""
+        return self.read_masked(document, start, stop)[0]
 
 
-class TokenStore:
+class TokenStore(Store):
     """Documents in memory; see Store."""
 
     def __init__(self, documents: list[Document], eos_id: int):
@@ -68,12 +70,8 @@ class TokenStore:
             is_masked[: len(tokens)] = whole.masked[start:stop]
         return ids, is_masked
 
-    def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Of a document of tokens 5 6 7, read(document, 1, 4) is 6 7 and the end-of-text id."""
-        return self.read_masked(document, start, stop)[0]
 
-
-class JoinedStore:
+class JoinedStore(Store):
     """The documents of several stores, one store after the other."""
 
     def __init__(self, stores: Sequence[Store]):
@@ -100,16 +98,13 @@ class JoinedStore:
         store, number = self._find(document)
         return store.read_masked(number, start, stop)
 
-    def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        return self.read_masked(document, start, stop)[0]
-
 
 def join(stores: Sequence[Store]) -> Store:
     """One store for all."""
     return stores[0] if len(stores) == 1 else JoinedStore(stores)
 
 
-class Selection:
+class Selection(Store):
     """Some documents of a store, numbered anew, or a part of each.
 
     Args:
@@ -138,9 +133,6 @@ class Selection:
     def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         first = int(self._starts[document])
         return self._store.read_masked(int(self.documents[document]), first + start, first + stop)
-
-    def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        return self.read_masked(document, start, stop)[0]
 
 
 def split(store: Store, validation_fraction: float, seed: int) -> tuple[Selection, Selection]:

@@ -80,7 +80,12 @@ def test_a_prepared_set_has_what_is_read_directly(tmp_path, corpus, one_process,
     )
     assert packing.identity["packing"] == "best_fit" and len(train.lengths) + len(held_out.lengths) == 12
     assert main(["verify", str(tmp_path / "set")]) == 0
-    assert main(["prepare", str(corpus), str(tmp_path / "set"), "--tokenizer", str(tmp_path / "tokenizer")]) == 0
+    shutil.copytree(corpus, tmp_path / "copy")
+    copied = prepare(tmp_path / "copy", tmp_path / "again", str(tmp_path / "tokenizer"))
+    assert copied["sha256"] != index["sha256"]
+    assert open_stores([str(tmp_path / "again")], tokenizer, 300)[0].identity == prepared.identity
+    file = tmp_path / "tokenizer" / "tokenizer.json"  # the same, spelled otherwise
+    assert main(["prepare", str(corpus), str(tmp_path / "set"), "--tokenizer", str(file)]) == 0
     assert "12 documents" in capsys.readouterr().out and (tmp_path / "set" / "lengths.png").stat().st_size > 1000
 
 
@@ -91,7 +96,11 @@ def test_preparing_goes_on_where_it_stopped_and_names_bad_lines(tmp_path, corpus
     (corpus / "lines.jsonl").write_text(good + '\n{"text": 3}')
     with pytest.raises(ValueError, match=r'lines\.jsonl:9: needs a string "text"'):
         prepare(corpus, tmp_path / "set", "bytes")
-    assert not (tmp_path / "set" / "set.json").exists()
+    with pytest.raises(ValueError, match="set is prepared in part: the command that began it goes on"):
+        open_stores([str(tmp_path / "set")], load_tokenizer("bytes"), 256)
+    with pytest.raises(ValueError, match="does not exist"):
+        prepare(corpus / "missing", tmp_path / "none", "bytes")
+    assert not (tmp_path / "none").exists()
     first = len(made)
     (corpus / "lines.jsonl").write_text(good)
     expected = prepare(corpus, tmp_path / "set", "bytes")
@@ -113,14 +122,16 @@ def test_preparing_goes_on_where_it_stopped_and_names_bad_lines(tmp_path, corpus
 
 
 def test_workers_make_the_same_set(tmp_path, corpus, one_process, monkeypatch, capfd):
-    """Two real processes; an error of theirs is a line."""
+    """Two real processes; an error of theirs is a line, and what they made before it is kept."""
     expected = prepare(corpus, tmp_path / "one", "bytes")
     monkeypatch.undo()
     monkeypatch.setattr(preparing, "PART_BYTES", 60)
-    assert prepare(corpus, tmp_path / "two", "bytes", workers=2) == expected
-    (corpus / "bad.jsonl").write_text('{"text": ""}')
-    assert main(["prepare", str(corpus), str(tmp_path / "three"), "--tokenizer", "bytes"]) == 1
-    assert capfd.readouterr().err.splitlines()[-1].startswith(f"error: {corpus}/bad.jsonl:1: empty text")
+    (corpus / "zz.jsonl").write_text('{"text": ""}')
+    assert main(["prepare", str(corpus), str(tmp_path / "two"), "--tokenizer", "bytes", "--workers", "2"]) == 1
+    assert capfd.readouterr().err.splitlines()[-1].startswith(f"error: {corpus}/zz.jsonl:1: empty text")
+    (corpus / "zz.jsonl").unlink()
+    monkeypatch.setattr(preparing, "_make_parts", lambda parts, done, *_: {} if set(parts) == set(done) else None)
+    assert prepare(corpus, tmp_path / "two", "bytes") == expected
 
 
 def change_index(folder, change, keep_hash=False):
@@ -167,6 +178,7 @@ def test_bad_sets(tmp_path, corpus, one_process):
         (edit("documents", 10**12, one), f"is {size:,} bytes, set.json says 24,000,000,000,000"),
         (edit("documents", True, one), "documents of part-"),
         (edit("tokens", -1, one), "tokens of part-"),
+        (edit("sha256", [], one), "sha256 of part-"),
         (edit("parts", []), "has no parts"),
         (edit("parts", {}), "parts is {}, no list"),
         (edit("format", "other"), 'not of format "fathom tokens 1"'),
