@@ -527,7 +527,7 @@ def train(given: dict, world: World) -> int:
     """
     output_dir = Path(TrainConfig(**given).output_dir)
     with contextlib.ExitStack() as stack:
-        if world.is_main:
+        if world.is_main and not given.get("show_batch"):  # which writes nothing
             stack.enter_context(only_run_in(output_dir))
         # What can be refused in seconds comes before the data, which may take minutes to tokenise.
         config, start, model_config = choose_start(given, world)

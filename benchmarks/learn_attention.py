@@ -38,10 +38,10 @@ from kernels.attention import choose_backend
 from kernels.sparse_attention import NSA, Sparsity
 from kernels.sparse_attention.nsa import BLOCK_SIZE
 from model import IGNORE_INDEX, MODEL_SIZES, Documents, ModelConfig, Transformer, find_documents
+from training.data.corpus import open_stores
 from training.data.loader import Batch
-from training.data.sources import load_documents
 from training.data.tokenizer import ByteTokenizer
-from training.data.tokens import TokenStore, split
+from training.data.tokens import join, split
 from training.memory.execution import WHOLE, Execution
 from training.memory.placement import apply_execution
 from training.optimizer import MasterAdamW, warmup_cosine
@@ -189,8 +189,7 @@ def build(arguments: argparse.Namespace, world: World) -> tuple[Transformer, Mas
 def streams(paths: list[str] | None, seed: int) -> list[np.ndarray]:
     """The training and the held-out documents, each as one array of bytes; a zero ends a document."""
     tokenizer = ByteTokenizer()
-    documents = load_documents(paths, tokenizer, tokenizer.vocab_size)
-    stores = split(TokenStore(documents, tokenizer.eos_id), 0.05, seed)
+    stores = split(join(open_stores(paths, tokenizer, tokenizer.vocab_size)), 0.05, seed)
     return [np.concatenate([store.read(i, 0, n) for i, n in enumerate(store.lengths)]) for store in stores]
 
 

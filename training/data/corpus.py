@@ -14,8 +14,8 @@ from training.errors import UserError
 logger = logging.getLogger(__name__)
 
 
-def open_stores(paths: list[str], tokenizer, vocab_size: int, reasoning: str = "template") -> list[Store]:
-    """A store for each path; for no paths that of the default corpus. Prepared sets stay on disk."""
+def open_stores(paths: list[str] | None, tokenizer, vocab_size: int, reasoning: str = "template") -> list[Store]:
+    """A store for each path; without paths that of the default corpus. Prepared sets stay on disk."""
     stores: list[Store] = []
     for path in paths or (None,):
         if path is not None and is_prepared(Path(path)):

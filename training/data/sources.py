@@ -26,13 +26,11 @@ class Document:
     is_complete: bool = False  # its tokens end as a chat does; otherwise the end-of-text id is to follow them
 
 
-def load_documents(
-    paths: list[str] | str | None, tokenizer, vocab_size: int, reasoning: str = "template"
-) -> list[Document]:
-    """Read and tokenize the corpus: a text file is one document, a .jsonl line is one document.
+def load_documents(path: str | None, tokenizer, vocab_size: int, reasoning: str = "template") -> list[Document]:
+    """Read and tokenize a corpus: a text file is one document, a .jsonl line is one document.
 
     Args:
-        paths: files, or folders searched recursively in sorted order, of .txt, .md, .py and .jsonl. None: the sources
+        path: a file, or a folder searched recursively in sorted order, of .txt, .md, .py and .jsonl. None: the sources
             of Python's standard library on this machine. Empty text files inside a folder are passed over.
         tokenizer, vocab_size, reasoning: of DocumentReader.
 
@@ -43,18 +41,13 @@ def load_documents(
         UserError: as find_files and DocumentReader do, and for a path that holds no text.
     """
     reader = DocumentReader(tokenizer, vocab_size, reasoning)
-    if paths is None:
+    if path is None:
         return list(_standard_library(reader))
-    documents = []
-    for path in [Path(paths)] if isinstance(paths, str) else map(Path, paths):
-        found = [document for file in find_files(path) for document in reader.read(file)]
-        if not found:
-            is_folder = path.is_dir()
-            what = f"folder {path} has no text in any {', '.join(SUFFIXES)} file" if is_folder else f"{path} is empty"
-            raise UserError(f"data {what}; give --data a path that holds text")
-        documents += found
+    documents = [document for file in find_files(Path(path)) for document in reader.read(file)]
     if not documents:
-        raise UserError("data is an empty list of paths; give at least one, or none at all for the default corpus")
+        is_folder = Path(path).is_dir()
+        what = f"folder {path} has no text in any {', '.join(SUFFIXES)} file" if is_folder else f"{path} is empty"
+        raise UserError(f"data {what}; give --data a path that holds text")
     return documents
 
 

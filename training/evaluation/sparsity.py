@@ -34,9 +34,9 @@ from model import IGNORE_INDEX, Transformer
 from training.checkpoint.files import load_trainer_state
 from training.checkpoint.weights import load_model_weights, parameter_shapes, shape_of_weights
 from training.config import Parser
+from training.data.corpus import open_stores
 from training.data.loader import Batch, validation_batches
-from training.data.sources import load_documents
-from training.data.tokens import TokenStore
+from training.data.tokens import join
 from training.errors import UserError
 from training.inference import open_tokenizer, token_losses
 from training.memory.placement import set_sparsity
@@ -270,7 +270,7 @@ def parse_flags(argv: list[str]) -> Namespace:
     )
     add = parser.add_argument
     add("checkpoint", help="a step_ folder of a run, or a folder in Hugging Face's form")
-    add("--data", nargs="+", help="files or folders of .txt .md .py .jsonl; default: Python's standard library")
+    add("--data", nargs="+", help="as of train.py; default: Python's standard library")
     add("--context_length", type=int, default=32_768, help="tokens of a sequence; default: 32768")
     add("--sequences", type=int, default=4, help="sequences of the data; default: 4")
     add("--selected_blocks", help="by layer as 64x4,32; default: what the checkpoint was trained with, else 32")
@@ -312,7 +312,7 @@ def sparsity_by_layer(flags: Namespace, checkpoint: Path, layers: int) -> list[S
 def load_batches(flags: Namespace, checkpoint: Path, vocab_size: int) -> list[Batch]:
     loaded = open_tokenizer(flags.tokenizer, checkpoint, vocab_size)
     assert loaded.eos_id is not None, "load_tokenizer refuses a file without one"
-    store = TokenStore(load_documents(flags.data, loaded, vocab_size), loaded.eos_id)
+    store = join(open_stores(flags.data, loaded, vocab_size))
     return list(validation_batches(store, flags.context_length, 1, limit=flags.sequences))
 
 

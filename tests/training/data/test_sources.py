@@ -36,8 +36,8 @@ def test_folder_is_read_in_order_and_text_files_only(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "x.jsonl").write_text('{"text": "one\\u2028line"}\r\n{"text": "two", "id": 3}\n')
-    texts = [BYTES.decode(d.tokens) for d in load_documents([str(tmp_path), str(tmp_path / "a.txt")], BYTES, 256)]
-    assert texts == ["a", "c", "z", "one\u2028line", "two", "a"]
+    texts = [BYTES.decode(d.tokens) for d in load_documents(str(tmp_path), BYTES, 256)]
+    assert texts == ["a", "c", "z", "one\u2028line", "two"]
 
 
 def test_prompt_is_masked(tmp_path):
@@ -79,12 +79,10 @@ def test_bad_corpus(tmp_path, name, content, message):
 
 def test_bad_paths_and_ids(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere does not exist; give --data"):
-        load_documents([str(tmp_path / "nowhere")], BYTES, 256)
+        load_documents(str(tmp_path / "nowhere"), BYTES, 256)
     (tmp_path / "image.png").write_bytes(b"\0")
     with pytest.raises(ValueError, match=r"folder .* has no text in any \.txt, \.md, \.py, \.jsonl file"):
-        load_documents([str(tmp_path)], BYTES, 256)
-    with pytest.raises(ValueError, match="empty list of paths"):
-        load_documents([], BYTES, 256)
+        load_documents(str(tmp_path), BYTES, 256)
     with pytest.raises(ValueError, match=r"a\.txt: token id 122 is not below the model's vocab_size 100.*256 or more"):
         (tmp_path / "a.txt").write_text("az")
         load_documents(str(tmp_path / "a.txt"), BYTES, 100)
