@@ -1,4 +1,4 @@
-"""Bad flags and files, 1,700 generated ones: each is refused in one line, or accepted; no hang, no traceback."""
+"""Bad flags and files, 1,400 generated ones: each is refused in one line, or accepted; no hang, no traceback."""
 
 import copy
 import json
@@ -52,42 +52,36 @@ def outcome(tmp_path, monkeypatch, capsys):
     return run
 
 
+def is_choice(field):
+    return field.metadata["choices"] is not None or field.type is bool
+
+
 def command(corpus, *extra):
     return ["--data", corpus, "--output_dir", "run", *SMALL, *extra]
 
 
 def test_flags(outcome, corpus):
-    """Every flag with every value, 900 in all; a boolean's value is a word too many."""
-    refused = 0
+    """Every flag with every value; a boolean's value is a word too many. Of choices two values are enough."""
+    count = refused = 0
     for field in fields(TrainConfig):
-        for value in VALUES:
+        for value in VALUES[:2] if is_choice(field) else VALUES:
             if not (field.name == "data" and value in ("../..", "/dev/null")):  # a folder of the machine's
-                refused += outcome(*command(corpus), f"--{field.name}={value}") is not None
-    assert refused > 0.85 * len(fields(TrainConfig)) * len(VALUES)
+                count, refused = count + 1, refused + (outcome(*command(corpus), f"--{field.name}={value}") is not None)
+    assert refused > 0.85 * count
 
 
 def test_toml(outcome, corpus, tmp_path):
     file = tmp_path / "run.toml"
     for field in fields(TrainConfig):
-        for value in (
-            "[]",
-            '[""]',
-            '""',
-            '"\\u0000"',
-            "{}",
-            "true",
-            "-1",
-            "nan",
-            "1979-05-27",
-            "9" * 5000,
-            '"x"',
-            "[[1]]",
-        ):
+        values = ['[""]', "true", '"x"', "[]", "{}", "-1", "nan", "1979-05-27", "[[1]]", '""', '"\\u0000"', "9" * 5000]
+        for value in values[:3] if is_choice(field) else values:
             file.write_text(f"{field.name} = {value}\n")
             outcome("--config", str(file), *command(corpus))
-    for content in (b"\xff", b"a = " + b"[" * DEEP, b"[" * DEEP, b"", b"\0", b"data = []"):
+    for content in (b"\xff", b"a = " + b"[" * DEEP, b"[" * DEEP, b"", b"\0"):
         file.write_bytes(content)
-        assert (outcome("--config", str(file), "--output_dir", "run") is None) == (content == b""), content[:9]
+        assert (outcome("--config", str(file), *command(corpus)) is None) == (content == b""), content[:9]
+    file.write_text("data = []")
+    assert outcome("--config", str(file), "--output_dir", "run") is not None
 
 
 def mutations(content):
