@@ -32,7 +32,7 @@ from training.data.prepared import (
     canonical,
     hash_of_index,
 )
-from training.data.sources import Document, DocumentReader, find_files
+from training.data.sources import SUFFIXES, Document, DocumentReader, find_files
 from training.data.tokenizer import load_tokenizer
 from training.errors import UserError
 
@@ -47,10 +47,13 @@ def prepare(source: Path, out: Path, tokenizer: str, reasoning: str = "template"
     """Make a prepared set of `source`, a file or a folder, in the folder `out`; returns its index.
 
     Raises:
-        UserError: text that cannot be learnt from, with its file and line; another set in `out`; a worker that died.
+        UserError: text that cannot be learnt from, with its file and line; another set, or text, in `out`; a worker
+            that died.
     """
     opened, files = load_tokenizer(tokenizer), find_files(source)
     identity = opened.identity + _hash_of_templates(opened)
+    if out.is_dir() and any(file.suffix.lower() in SUFFIXES for file in out.iterdir()):
+        raise UserError(f"{out} has text in it, which its set would hide from --data; choose another folder")
     with only_run_in(out):
         parts = {_name_of(pieces, identity, reasoning): pieces for pieces in _plan(files)}
         if (out / INDEX).exists():

@@ -71,8 +71,8 @@ def read_index(folder: Path) -> dict:
         name = part.get("name") if isinstance(part, dict) else None
         if not isinstance(name, str) or not PART_NAME.fullmatch(name):
             raise UserError(f"{file} names the part {str(name)[:50]!r}, which is no part of its folder; {AGAIN}")
-        for key in ("documents", "tokens", "largest_id"):
-            if type(part.get(key)) is not int or not 0 <= part[key] < 2**48:
+        for key, least in (("documents", 1), ("tokens", 1), ("largest_id", 0)):
+            if type(part.get(key)) is not int or not least <= part[key] < 2**48:
                 raise UserError(f"{file}: {key} of {name} is {str(part.get(key))[:50]}; {AGAIN}")
         if not isinstance(part.get("sha256"), dict):
             raise UserError(f"{file}: sha256 of {name} is {str(part.get('sha256'))[:50]}; {AGAIN}")
@@ -124,8 +124,6 @@ class PreparedStore(Store):
             if not file.is_file() or file.stat().st_size != size:
                 actual = f"{file.stat().st_size:,} bytes" if file.is_file() else "missing"
                 raise UserError(f"{file} is {actual}, {INDEX} says {size:,}; {AGAIN}")
-        if not part["documents"]:
-            return np.zeros(1, dtype=np.int64)
         table = np.memmap(self.folder / (part["name"] + ".documents"), DOCUMENT, "r").reshape(-1, 3)
         borders = np.concatenate([[0], table[:, 0]])
         wrong = (np.diff(borders) <= 0).nonzero()[0]

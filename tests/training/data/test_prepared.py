@@ -101,6 +101,10 @@ def test_preparing_goes_on_where_it_stopped_and_names_bad_lines(tmp_path, corpus
     with pytest.raises(ValueError, match="does not exist"):
         prepare(corpus / "missing", tmp_path / "none", "bytes")
     assert not (tmp_path / "none").exists()
+    with pytest.raises(ValueError, match="corpus has text in it, which its set would hide"):
+        prepare(corpus / "0.txt", corpus, "bytes")
+    with pytest.raises(ValueError, match=r"0\.txt has changed since the command began: start it again"):
+        list(preparing._read_piece((str(corpus / "0.txt"), 1, 1, 0, 1, 0), None))
     first = len(made)
     (corpus / "lines.jsonl").write_text(good)
     expected = prepare(corpus, tmp_path / "set", "bytes")
@@ -177,6 +181,7 @@ def test_bad_sets(tmp_path, corpus, one_process):
         (edit("tokens", 10**30, one), "tokens of part-"),
         (edit("documents", 10**12, one), f"is {size:,} bytes, set.json says 24,000,000,000,000"),
         (edit("documents", True, one), "documents of part-"),
+        (edit("documents", 0, one), "documents of part-"),
         (edit("tokens", -1, one), "tokens of part-"),
         (edit("sha256", [], one), "sha256 of part-"),
         (edit("parts", []), "has no parts"),
