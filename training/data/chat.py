@@ -61,7 +61,9 @@ class ChatTemplate:
         self._header, self._end = "", ""
         self._openers: list[str] = []  # what else stands at the start of turns
         question, answer = {"role": "user", "content": "QqQ"}, {"role": "assistant", "content": "AaA"}
-        self._prompt = self._suffix_of_prompt([question])
+        before, prompt = self._render([question], None), self.prompt([question])
+        # What stands before an answer; a space at its end is part of the answer's first token.
+        self._prompt = prompt.removeprefix(before).rstrip(" ") if prompt.startswith(before) else ""
         whole = self._render([question, answer, {**question, "content": "RrR"}, {**answer, "content": "BbB"}], None)
         self._is_marked = OPEN in whole
         if not self._is_marked:
@@ -93,9 +95,9 @@ class ChatTemplate:
             masked[np.searchsorted(starts, start) : np.searchsorted(starts, stop)] = False
         return ids, masked
 
-    def prompt(self, messages: list[dict], tools: list | None = None) -> str:
+    def prompt(self, messages: list[dict]) -> str:
         """Messages as text, and behind them what the template writes for the assistant to go on from."""
-        return self._render(messages, tools, add_generation_prompt=True)
+        return self._render(messages, None, add_generation_prompt=True)
 
     def _whole(self, messages: list[dict], tools: list | None) -> tuple[str, list[Turn]]:
         """A chat's text, and the assistant's turns in it."""
@@ -134,12 +136,6 @@ class ChatTemplate:
         if len(turns) != count:
             raise UserError(f"the template shows {len(turns)} turns of the assistant, the messages are {count}")
         return text, turns
-
-    def _suffix_of_prompt(self, messages: list[dict]) -> str:
-        """What the template writes behind messages for the assistant to go on from; "" where that does not show."""
-        before, prompt = self._render(messages, None), self._render(messages, None, add_generation_prompt=True)
-        # A space at its end is part of the answer's first token.
-        return prompt.removeprefix(before).rstrip(" ") if prompt.startswith(before) else ""
 
     def _learn_turns(self, whole: str) -> None:
         """Find, in the rendering of two questions and answers, what stands before and behind each answer."""
