@@ -62,7 +62,7 @@ def read_index(folder: Path) -> dict:
     except (ValueError, RecursionError) as error:
         raise error if isinstance(error, UserError) else UserError(f"{file} is not JSON; {AGAIN}") from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise UserError(f'{file} is not of format "{FORMAT}"; {AGAIN}')
+        raise UserError(f'{file} is not of format "{FORMAT}": it is no set, or one to be made anew with this version')
     types = {"tokenizer": str, "tokenizer_name": str, "eos_id": int, "are_samples": bool, "parts": list, "sha256": str}
     for key, kind in types.items():
         if type(index.get(key)) is not kind:

@@ -93,7 +93,7 @@ def test_flags_of_a_run(paths, tmp_path, capsys):
     flags = ["--data", *paths, "--context_length", "64", "--batch_size", "1", "--device", "cpu", "--sample_tokens", "0"]
     flags += ["--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--data_weights", "1,1"]
     assert train.main([*flags, "--show_batch"]) == 0
-    assert "tokens are trained on" in capsys.readouterr().out
+    assert "tokens are trained on" in capsys.readouterr().out and not (tmp_path / "run").exists()
     assert train.main(flags) == 0
     resume = ["--output_dir", str(tmp_path / "run"), "--device", "cpu", "--resume", "--max_steps", "2"]
     capsys.readouterr()
