@@ -170,7 +170,8 @@ def _open_reader(path: str, reasoning: str) -> None:
     """Called once in each worker."""
     global _reader
     if multiprocessing.parent_process() is not None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a worker at once; an exception would begin the next part
+        # So that ^C ends a worker; KeyboardInterrupt would end the part at hand only, and the next would begin.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         threading.Thread(target=_end_with_parent, daemon=True).start()
     tokenizer = load_tokenizer(path)
     _reader = DocumentReader(tokenizer, tokenizer.vocab_size, reasoning)
