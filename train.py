@@ -1,22 +1,19 @@
 """Train a decoder: `python train.py`, or `torchrun --nproc_per_node=N train.py` on N GPUs.
 
-This file reads from top to bottom: what is refused; where a run starts, and what a resumed run inherits; tokenizer and
-data; validation; the run; what is shown. training/run.py builds the model and makes a step, training/config.py has the
-settings.
+This file reads from top to bottom: tokenizer and data; validation; the disk; the run; what is shown.
+training/config.py has the settings and what of them is refused, training/resume.py finds where a run starts,
+training/run.py builds the model and makes a step.
 """
 
 import contextlib
 import dataclasses
 import json
 import logging
-import math
-import os
 import signal
 import sys
 import time
 import typing
 from collections import deque
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 
@@ -25,13 +22,11 @@ from tqdm import tqdm
 
 from model import NSA_GATES, ModelConfig, Transformer
 from training.checkpoint.files import (
-    OPTIMIZER,
     SPARE_BYTES,
     check_room,
     checkpoints,
     clear_leftovers,
     delete_old,
-    latest_checkpoint,
     load_trainer_state,
     only_run_in,
     size_on_disk,
@@ -41,17 +36,14 @@ from training.checkpoint.saver import Saver
 from training.checkpoint.weights import NO_COMPANIONS, Companions, find_weights, parameter_shapes, read_companions
 from training.config import (
     CHECKPOINT_INTERVAL,
-    DEFAULT_STEPS,
     KEPT_CHECKPOINTS,
-    PEAK_LEARNING_RATE,
-    TINY_PEAK_LEARNING_RATE,
     TrainConfig,
+    check_config,
     given_settings,
-    has_type,
     parse_interval,
 )
 from training.data.corpus import load_corpus
-from training.data.loader import Batch, PackedLoader, check_same_data, validation_batches
+from training.data.loader import Batch, PackedLoader, validation_batches
 from training.data.show import show_batch
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import Store
@@ -60,11 +52,12 @@ from training.memory.cost_model import PackedDocuments
 from training.memory.placement import set_sparsity
 from training.memory.planner import Plan
 from training.metrics import MetricsFile, is_spike, peak_flops, peak_memory_gib
-from training.optimizer import MasterAdamW, warmup_cosine
+from training.optimizer import MasterAdamW
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, join_world
 from training.plots import draw_at_end
+from training.resume import find_start, learning_rate_of, parallel_sizes_of, tokens_per_step
 from training.run import (
     NoTarget,
     NotFinite,
@@ -79,216 +72,16 @@ from training.run import (
     train_step,
 )
 from training.sparsity import sparsity_at, spell_by_layer
-from training.stopping import LooksBetweenBlocks, Stopped, stop_signals
+from training.stopping import LooksBetweenBlocks, Stopped, promise_shutdown, stop_signals
 from training.watchdog import Watchdog
 
 logger = logging.getLogger("train")
 PROMPT_TOKENS = 64
-SHUTDOWN_SECONDS = 30  # from torchrun's SIGTERM to its SIGKILL, unless it is told otherwise
 LONG_STEP_SECONDS = 5.0  # in longer steps the ranks agree between blocks whether to stop,
 LOOK_SECONDS = 0.5  # about so often where blocks are shorter: the host waits for the GPU there
 SAVED_BYTES_PER_SECOND = 5e8  # a slow disk's, before the first checkpoint has been measured
 HANG_SECONDS = 600.0  # without an end of a step, or ten times as long as the last one where that is more
 RETRY_SECONDS = 60  # from a checkpoint that failed to the next attempt
-# A resumed run takes these from its flags alone, all other settings from the run that it continues.
-NOT_INHERITED = ("resume", "init_from", "rope_scaling", "output_dir", "device", "show_batch")
-BUDGETS = ("memory_budget", "host_budget")
-# A flag given with --resume drops the earlier run's settings that it would contradict.
-REPLACED = {name: BUDGETS for name in ("gradient_checkpointing", "compile")}
-REPLACED |= {name: ("gradient_checkpointing", "compile") for name in BUDGETS}
-
-
-# Of the numbers among the flags the least and the largest value. Past the largest a step is nonsense, or overflows.
-LARGE = 2**31 - 1
-SMALLEST = 1e-12  # stands for "above 0"
-RANGES = {
-    "context_length": (2, 2**27), "batch_size": (1, 2**20), "gradient_accumulation_steps": (1, 2**20),
-    "max_steps": (1, LARGE), "warmup_steps": (0, LARGE), "seed": (0, LARGE), "dense_below": (1, LARGE),
-    "selected_blocks_steps": (1, LARGE), "keep_checkpoints": (1, LARGE), "validation_interval": (0, LARGE),
-    "validation_sequences": (0, LARGE), "sample_tokens": (0, 2**27), "skip_nonfinite_steps": (0, LARGE),
-    "context_parallel_size": (1, 2**20), "tensor_parallel_size": (1, 2**20), "learning_rate": (SMALLEST, 1.0),
-    "final_learning_rate_ratio": (0.0, 1.0), "weight_decay": (0.0, 10.0), "max_grad_norm": (SMALLEST, 1e9),
-    "validation_fraction": (SMALLEST, 1 - SMALLEST),
-}  # fmt: skip
-
-
-def check_config(config: TrainConfig) -> None:
-    """Refuse values out of range, and flags that would have no effect.
-
-    Raises:
-        UserError: with the value, the limit and what to do.
-    """
-    for name, (least, most) in RANGES.items():
-        value = getattr(config, name)
-        if value is not None and not least <= value <= most:
-            raise UserError(f"{name} must be between {least} and {most}, got {value}")
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and (not text or "\0" in text):
-                raise UserError(f"{field.name} is an empty string or has a NUL; give a value, or drop it")
-    if config.checkpoint_interval is not None:
-        parse_interval(config.checkpoint_interval)
-    if config.tensorboard and find_spec("tensorboard") is None:
-        raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard")
-    refusals = {
-        "init_from has no effect with resume; drop one, or give --resume auto": (
-            config.init_from is not None and config.resume == "yes"
-        ),
-        "rope_scaling has no effect without init_from, whose weights it extends; drop it, or give those": (
-            config.rope_scaling is not None and config.init_from is None
-        ),
-        "checkpoint_interval and keep_checkpoints have no effect with save none; drop them": config.save == "none"
-        and (config.checkpoint_interval or config.keep_checkpoints) is not None,
-        "gradient_checkpointing has no effect with memory_budget, whose plan decides; drop one": config.memory_budget
-        is not None
-        and config.gradient_checkpointing,
-        "compile has no effect on the blocks that memory_budget places; drop one": config.memory_budget is not None
-        and config.compile,
-        "selected_blocks_start with compile would compile blocks anew eight times, past PyTorch's limit; drop one": (
-            config.selected_blocks_start is not None and config.compile
-        ),
-        "host_budget has no effect with gradient_checkpointing or compile; drop one": config.host_budget is not None
-        and (config.gradient_checkpointing or config.compile),
-    }
-    for message, refused in refusals.items():
-        if refused:
-            raise UserError(message)
-
-
-def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> tuple[TrainConfig, Start]:
-    """The settings of a fresh run, or those of the newest checkpoint in output_dir changed by the given ones.
-
-    Nothing larger than the checkpoint's trainer.json is read yet. Without --max_steps a run that was stopped keeps the
-    number it had, and a finished one gets DEFAULT_STEPS more at its last learning rate; with --resume auto none.
-
-    Args:
-        passed_over: checkpoints that are not to be taken, and why; gets those that can be seen to be damaged.
-    """
-    config = TrainConfig(**given)
-    found = checkpoints(Path(config.output_dir))
-    if config.resume == "no" and found:
-        raise UserError(f"{found[-1]} is already there: --resume goes on from it, another --output_dir starts afresh")
-    last = latest_checkpoint(Path(config.output_dir), passed_over)
-    if last is None and found:
-        raise UserError(f"no checkpoint in {config.output_dir} can be used; of the newest: {passed_over[found[-1]]}")
-    if last is None and config.resume == "yes":
-        raise UserError(
-            f"--resume: no checkpoint in {config.output_dir}; make it --resume auto to start a run all the same"
-        )
-    if last is None:
-        config = with_defaults(config)
-        if config.init_from is None:
-            config = dataclasses.replace(config, model_size=config.model_size or "tiny")
-        return config, Start(cosine_steps=config.max_steps)
-    if not (last / OPTIMIZER).is_file():
-        raise UserError(f"{last} was saved without optimizer state; use --init_from {last} and another --output_dir")
-    state = load_state(last)
-    step, steps_before, cosine_before = state["step"], state["max_steps"], state["cosine_steps"]
-    saved = {**known_settings(state["settings"]), "max_steps": steps_before}
-    before = with_defaults(TrainConfig(**saved))
-    config = with_defaults(inherit_settings(saved, given, world.device))
-    if "max_steps" not in given and steps_before <= step and config.resume == "yes":
-        config = dataclasses.replace(config, max_steps=step + DEFAULT_STEPS)
-    if config.max_steps <= step and config.resume == "yes":
-        raise UserError(f"{last} is at step {step}, max_steps is {config.max_steps}; raise max_steps to go on")
-    check_config(config)
-    check_same_data(state["loader"], {"context_length": config.context_length, "seed": config.seed})
-    log_changes(before, config, state, world)
-    cosine_steps = given.get("max_steps", cosine_before)
-    rates = learning_rate_of(step, before, cosine_before), learning_rate_of(step + 1, config, cosine_steps)
-    if step >= cosine_steps:
-        logger.info("learning rate: held at %.3g, where its cosine ended; --max_steps stretches it", rates[1])
-    elif rates[1] != learning_rate_of(step + 1, before, cosine_before):
-        logger.info("learning rate: %.3g in step %d -> %.3g in step %d", rates[0], step, rates[1], step + 1)
-    return config, Start(
-        last, step, state["tokens"], cosine_steps, state["tokenizer"], state["validation_loss"], state["loader"]
-    )
-
-
-# What a checkpoint's trainer.json holds, as Run.save puts it there.
-STATE = {
-    "step": int, "tokens": int, "max_steps": int, "cosine_steps": int, "tokens_per_step": int, "ranks": int,
-    "settings": dict, "tokenizer": str, "validation_loss": float | None, "loader": dict,
-}  # fmt: skip
-
-
-def load_state(checkpoint: Path) -> dict:
-    """The trainer_state of a checkpoint. Raises UserError where somebody has edited it to what no run has saved."""
-    state = load_trainer_state(checkpoint)
-    wrong = [name for name, kind in STATE.items() if name not in state or not has_type(state[name], kind)]
-    if not wrong:
-        kinds, settings = typing.get_type_hints(TrainConfig), state["settings"]
-        choices = {field.name: field.metadata["choices"] for field in dataclasses.fields(TrainConfig)}
-        wrong = [
-            name for name, value in settings.items()
-            if name in kinds and not (has_type(value, kinds[name]) and value in (None, *(choices[name] or [value])))
-        ]  # fmt: skip
-        wrong += [] if type(state["loader"].get("next_sequence")) is int else ["next_sequence"]
-        wrong += [name for name in ("step", "max_steps", "cosine_steps") if not 0 < state[name] <= LARGE]
-    if wrong:
-        raise UserError(
-            f"{checkpoint}/trainer.json is damaged: {wrong[0]} is missing or has a wrong value; move that checkpoint "
-            "elsewhere, or start from its weights with --init_from and another --output_dir"
-        )
-    return state
-
-
-def parallel_sizes_of(given: dict) -> dict[str, int]:
-    """Those that are given, else those of the run to resume: the ranks' mesh is made before all other settings."""
-    config = TrainConfig(**given)
-    last = latest_checkpoint(Path(config.output_dir), {}) if config.resume != "no" else None
-    saved = {} if last is None else load_state(last)["settings"]
-    names = "context_parallel_size", "tensor_parallel_size"
-    return {name: {**saved, **given}.get(name, getattr(config, name)) for name in names}
-
-
-def with_defaults(config: TrainConfig) -> TrainConfig:
-    """The settings, with max_steps and learning_rate filled in where they were not given."""
-    is_tiny = config.model_size == "tiny" or (config.model_size is None and config.init_from is None)
-    default_rate = TINY_PEAK_LEARNING_RATE if is_tiny else PEAK_LEARNING_RATE
-    return dataclasses.replace(
-        config, max_steps=config.max_steps or DEFAULT_STEPS, learning_rate=config.learning_rate or default_rate
-    )
-
-
-def known_settings(saved: dict) -> dict:
-    """Of the settings that a checkpoint's run had, those that this version knows."""
-    known = {f.name for f in dataclasses.fields(TrainConfig)}
-    if unknown := sorted(saved.keys() - known):
-        logger.info("settings of another version, ignored: %s", ", ".join(unknown))
-    return {name: value for name, value in saved.items() if name in known}
-
-
-def inherit_settings(saved: dict, given: dict, device: torch.device) -> TrainConfig:
-    """The settings of a resumed run: its own, changed by the given ones and rid of what those contradict."""
-    dropped = {*NOT_INHERITED, *(BUDGETS if device.type == "cpu" else ())}
-    dropped.update(*(REPLACED.get(name, ()) for name, value in given.items() if value))
-    return TrainConfig(**{**{name: value for name, value in saved.items() if name not in dropped}, **given})
-
-
-def log_changes(before: TrainConfig, config: TrainConfig, state: dict, world: World) -> None:
-    """A line for each setting of a resumed run that is not what it was."""
-    for name, value in dataclasses.asdict(config).items():
-        if name not in NOT_INHERITED and value != getattr(before, name):
-            logger.info("%s: %s -> %s", name, getattr(before, name), value)
-    tokens, ranks = state["tokens_per_step"], state["ranks"]
-    if tokens != tokens_per_step(config, world):
-        because = f" ({ranks} -> {world.data_size} ranks)" if ranks != world.data_size else ""
-        logger.info("tokens a step: %s -> %s%s", f"{tokens:,}", f"{tokens_per_step(config, world):,}", because)
-
-
-def tokens_per_step(config: TrainConfig, world: World) -> int:
-    """Tokens of one optimizer step, over all data-parallel ranks and micro-batches."""
-    return config.context_length * config.batch_size * config.gradient_accumulation_steps * world.data_size
-
-
-def learning_rate_of(step: int, config: TrainConfig, cosine_steps: int) -> float:
-    """The learning rate of a step. Steps count from 1; those after `cosine_steps` have the cosine's last rate."""
-    return warmup_cosine(
-        step - 1, learning_rate=config.learning_rate, warmup_steps=config.warmup_steps, max_steps=cosine_steps,
-        final_ratio=config.final_learning_rate_ratio,
-    )  # fmt: skip
 
 
 def choose_tokenizer(config: TrainConfig, checkpoint: Path | None) -> str:
@@ -368,32 +161,6 @@ def validate(
         count += batch.num_valid_tokens
     total, count = world.sum(total, count)
     return total / max(count, 1)
-
-
-def promise_shutdown(look_seconds: float, save_seconds: float) -> None:
-    """Say how long a run goes on after a signal that stops it; warn where torchrun would kill it before.
-
-    A worker reads torchrun's patience from its environment; torchrun's flag --shutdown-timeout is not shown to workers.
-
-    Args:
-        look_seconds: until the step is taken or dropped.
-        save_seconds: of a checkpoint; one that has begun is ended before the last one.
-    """
-    needed = math.ceil(look_seconds + 2 * save_seconds)
-    logger.info("SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and exit within %d s at most", needed)
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    from torch.distributed.launcher.api import LaunchConfig
-
-    can_be_set, timeout = hasattr(LaunchConfig, "shutdown_timeout"), SHUTDOWN_SECONDS
-    for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT") if can_be_set else ():
-        timeout = int(os.environ.get(name, timeout))
-    if needed > timeout - 5:
-        logger.warning(
-            "torchrun kills after %d s%s", timeout,
-            f": start it with --shutdown-timeout {needed + 60}, unless you did" if can_be_set
-            else f", and that of torch {torch.__version__} has no --shutdown-timeout: a newer torch has",
-        )  # fmt: skip
 
 
 def checkpoint_bytes(config: TrainConfig, model_config: ModelConfig, device: torch.device) -> int:

@@ -18,6 +18,7 @@ import train
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
 from tests.training.data.test_tokenizer import write_tokenizer
+from training import resume
 from training.checkpoint.files import write_file
 from training.config import TrainConfig, given_settings
 from training.optimizer import MasterAdamW, warmup_cosine
@@ -98,7 +99,7 @@ def test_chosen_blocks_are_annealed_and_resumed(corpus, tmp_path):
 
 
 def test_resume_of_a_finished_run_goes_on(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "DEFAULT_STEPS", 2)
+    monkeypatch.setattr(resume, "DEFAULT_STEPS", 2)
     command = [a for a in arguments(corpus, tmp_path / "run") if a not in ("--max_steps", "4")]
     assert train.main(command) == 0
     assert train.main([*command, "--resume"]) == 0
@@ -238,7 +239,7 @@ def test_a_given_flag_replaces_the_saved_ones_that_it_contradicts():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
 
     def inherit(saved, given, device=cuda):
-        config = train.inherit_settings(saved, given, device)
+        config = resume.inherit_settings(saved, given, device)
         train.check_config(config)
         default = TrainConfig()
         return {f.name: value for f in fields(config) if (value := getattr(config, f.name)) != getattr(default, f.name)}
@@ -257,7 +258,7 @@ def rates(output_dir):
 
 def test_steps_past_the_end_hold_the_last_learning_rate(corpus, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(train, "DEFAULT_STEPS", 3)
+    monkeypatch.setattr(resume, "DEFAULT_STEPS", 3)
     run = tmp_path / "run"
     assert train.main(arguments(corpus, run, steps=5)) == 0
     assert train.main(only_resume(run, "--checkpoint_interval", "2")) == 0
@@ -594,7 +595,7 @@ def test_checkpoints_that_do_not_fit_are_refused(corpus, tmp_path, capsys):
     assert "of another size" in capsys.readouterr().err
     file = run / "step_00000001" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    for resume in ("yes", "auto"):  # never from the start where there is something to lose
-        assert train.main(arguments(corpus, run, "--resume", resume, steps=2)) == 1
+    for how in ("yes", "auto"):  # never from the start where there is something to lose
+        assert train.main(arguments(corpus, run, "--resume", how, steps=2)) == 1
         error = capsys.readouterr().err
         assert "can be used; of the newest: checkpoint" in error and "model.safetensors is truncated" in error

@@ -6,6 +6,7 @@ import tomllib
 import typing
 from argparse import ArgumentParser, BooleanOptionalAction
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 
 from kernels.common import IMPLEMENTATIONS
@@ -129,6 +130,63 @@ def parse_interval(text: str) -> tuple[int, float]:
     if match is None:
         raise UserError(f"checkpoint_interval must be a number of steps, or of minutes as 30min: got {text!r}")
     return int(match[1] or 0), 60 * float(match[2] or 0)
+
+
+# Of the numbers among the flags the least and the largest value. Past the largest a step is nonsense, or overflows.
+LARGE = 2**31 - 1
+SMALLEST = 1e-12  # stands for "above 0"
+RANGES = {
+    "context_length": (2, 2**27), "batch_size": (1, 2**20), "gradient_accumulation_steps": (1, 2**20),
+    "max_steps": (1, LARGE), "warmup_steps": (0, LARGE), "seed": (0, LARGE), "dense_below": (1, LARGE),
+    "selected_blocks_steps": (1, LARGE), "keep_checkpoints": (1, LARGE), "validation_interval": (0, LARGE),
+    "validation_sequences": (0, LARGE), "sample_tokens": (0, 2**27), "skip_nonfinite_steps": (0, LARGE),
+    "context_parallel_size": (1, 2**20), "tensor_parallel_size": (1, 2**20), "learning_rate": (SMALLEST, 1.0),
+    "final_learning_rate_ratio": (0.0, 1.0), "weight_decay": (0.0, 10.0), "max_grad_norm": (SMALLEST, 1e9),
+    "validation_fraction": (SMALLEST, 1 - SMALLEST),
+}  # fmt: skip
+
+
+def check_config(config: TrainConfig) -> None:
+    """Refuse values out of range, and flags that would have no effect.
+
+    Raises:
+        UserError: with the value, the limit and what to do.
+    """
+    for name, (least, most) in RANGES.items():
+        value = getattr(config, name)
+        if value is not None and not least <= value <= most:
+            raise UserError(f"{name} must be between {least} and {most}, got {value}")
+    for name, value in vars(config).items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and (not text or "\0" in text):
+                raise UserError(f"{name} is an empty string or has a NUL; give a value, or drop it")
+    if config.checkpoint_interval is not None:
+        parse_interval(config.checkpoint_interval)
+    if config.tensorboard and find_spec("tensorboard") is None:
+        raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard")
+    refusals = {
+        "init_from has no effect with resume; drop one, or give --resume auto": (
+            config.init_from is not None and config.resume == "yes"
+        ),
+        "rope_scaling has no effect without init_from, whose weights it extends; drop it, or give those": (
+            config.rope_scaling is not None and config.init_from is None
+        ),
+        "checkpoint_interval and keep_checkpoints have no effect with save none; drop them": config.save == "none"
+        and (config.checkpoint_interval or config.keep_checkpoints) is not None,
+        "gradient_checkpointing has no effect with memory_budget, whose plan decides; drop one": config.memory_budget
+        is not None
+        and config.gradient_checkpointing,
+        "compile has no effect on the blocks that memory_budget places; drop one": config.memory_budget is not None
+        and config.compile,
+        "selected_blocks_start with compile would compile blocks anew eight times, past PyTorch's limit; drop one": (
+            config.selected_blocks_start is not None and config.compile
+        ),
+        "host_budget has no effect with gradient_checkpointing or compile; drop one": config.host_budget is not None
+        and (config.gradient_checkpointing or config.compile),
+    }
+    for message, refused in refusals.items():
+        if refused:
+            raise UserError(message)
 
 
 def given_settings(config_type: type, argv: list[str], description: str) -> dict:

@@ -1,5 +1,6 @@
 """Signals that end a run early with nothing lost: noted here, obeyed between steps, and between blocks of long ones."""
 
+import logging
 import math
 import os
 import signal
@@ -13,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+logger = logging.getLogger(__name__)
 # A scheduler's or torchrun's end, Ctrl-C, a closed terminal, and the notice that Slurm sends ahead of a preemption.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SECONDS_TOGETHER = 1.0
+SHUTDOWN_SECONDS = 30  # from torchrun's SIGTERM to its SIGKILL, unless it is told otherwise
 LOOKS_BEHIND = 2
 
 
@@ -149,3 +152,29 @@ class LooksBetweenBlocks:
     def _note_time(self) -> None:
         now = time.monotonic()
         self.last, self.longest = now, max(self.longest, now - self.last)
+
+
+def promise_shutdown(look_seconds: float, save_seconds: float) -> None:
+    """Say how long a run goes on after a signal that stops it; warn where torchrun would kill it before.
+
+    A worker reads torchrun's patience from its environment; torchrun's flag --shutdown-timeout is not shown to workers.
+
+    Args:
+        look_seconds: until the step is taken or dropped.
+        save_seconds: of a checkpoint; one that has begun is ended before the last one.
+    """
+    needed = math.ceil(look_seconds + 2 * save_seconds)
+    logger.info("SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and exit within %d s at most", needed)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    from torch.distributed.launcher.api import LaunchConfig
+
+    can_be_set, timeout = hasattr(LaunchConfig, "shutdown_timeout"), SHUTDOWN_SECONDS
+    for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT") if can_be_set else ():
+        timeout = int(os.environ.get(name, timeout))
+    if needed > timeout - 5:
+        logger.warning(
+            "torchrun kills after %d s%s", timeout,
+            f": start it with --shutdown-timeout {needed + 60}, unless you did" if can_be_set
+            else f", and that of torch {torch.__version__} has no --shutdown-timeout: a newer torch has",
+        )  # fmt: skip
