@@ -98,3 +98,19 @@ def test_the_host_is_few_blocks_ahead_of_the_gpu():
         run(blocks, x)
         waited = time.monotonic() - began
     assert queued < 0.2 * whole < (BLOCKS - LOOKS_BEHIND - 1) / BLOCKS * whole < waited
+
+
+@pytest.mark.gpu
+def test_a_signal_ends_a_gpus_backward():
+    """Autograd's own thread runs it, while the main thread waits in the library."""
+    blocks, _, _, _, y = blocks_on("cuda")
+    with stop_signals() as received:
+        looks = LooksBetweenBlocks(blocks, received)
+        with looks.looking(1):
+            for block in blocks:
+                y = block(y)
+                y.register_hook(lambda _: torch.cuda._sleep(400_000_000))  # cycles: about 0.2 s of 1.6
+            torch.cuda.synchronize()
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            with pytest.raises(Stopped):
+                y.sum().backward()
