@@ -209,7 +209,8 @@ def check_fits(config: TrainConfig, model_config: ModelConfig, world: World) -> 
         return
     if message := without_plan(config, model_config.split(world.tensor_size)):
         raise UserError(f"{message}; give --gradient_checkpointing, without --memory_budget")
-    short = PackedDocuments(longest=1, count=math.inf, pairs=0)
+    tokens = config.batch_size * config.context_length
+    short = PackedDocuments(longest=1, count=tokens, pairs=tokens)
     step = step_of(config, model_on_meta(model_config, world), world, short)
     budgets = memory_budgets(config, world)
     if not has_plan(step, *budgets):
