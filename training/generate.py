@@ -122,7 +122,9 @@ def main(argv: list[str]) -> int:
             opened = open_folder(flags.checkpoint, flags, world.device)
             if flags.chat:
                 texts = frame(texts, flags.system, opened.tokenizer)
-            prompts = [opened.tokenizer.encode(text).tolist() for text in texts]
+            # A chat's template writes what begins a text.
+            encode = opened.tokenizer.encode if flags.chat else opened.tokenizer.encode_from_start
+            prompts = [encode(text).tolist() for text in texts]
             for text, ids in zip(texts, prompts):
                 if not ids:
                     raise UserError(f"the tokenizer makes no token of {text[:40]!r}; give another prompt")

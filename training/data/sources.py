@@ -101,7 +101,7 @@ class DocumentReader:
     def read_text(self, text: str, file: Path) -> Iterator[Document]:
         """The one document of a text file, none of a blank one."""
         if text.strip():
-            yield Document(self._encode(text, str(file)), source=str(file))
+            yield Document(self._encode_from_start(text, str(file)), source=str(file))
 
     def read_lines(self, raw: bytes, file: Path, first_number: int = 1) -> Iterator[Document]:
         """The documents of some lines of a .jsonl file, of which the first has number `first_number`."""
@@ -126,32 +126,30 @@ class DocumentReader:
             raise UserError(f"{where}: empty text leaves nothing to learn from; remove the line")
         if UNSTORABLE.search(prompt + text):
             raise UserError(f"{where}: escaped NUL or lone surrogate in the text; remove it")
-        tokens = self._encode(text, where)
         if not is_sample:
-            return Document(tokens, source=where)
-        before = self._encode(prompt, where)
-        tokens = np.concatenate([before, tokens])
+            return Document(self._encode_from_start(text, where), source=where)
+        before = self._encode_from_start(prompt, where)
+        tokens = np.concatenate([before, self._checked(self._tokenizer.encode(text), where)])
         return Document(tokens, np.arange(len(tokens)) < len(before), where)
 
     def _read_chat(self, record: dict, where: str) -> Document:
         tokens, masked = self._chat.encode(record, where)
-        self._check(tokens, where)
+        self._checked(tokens, where)
         if masked[1:].all():
             raise UserError(f"{where}: no trainable token: the assistant's turns are empty; remove the line")
         return Document(tokens, masked, where, is_complete=True)
 
-    def _encode(self, text: str, where: str) -> np.ndarray:
-        tokens = self._tokenizer.encode(text)
-        self._check(tokens, where)
-        return tokens
+    def _encode_from_start(self, text: str, where: str) -> np.ndarray:
+        return self._checked(self._tokenizer.encode_from_start(text), where)
 
-    def _check(self, tokens: np.ndarray, where: str) -> None:
+    def _checked(self, tokens: np.ndarray, where: str) -> np.ndarray:
         largest = max(int(tokens.max(initial=0)), self._tokenizer.eos_id)
         if largest >= self._vocab_size:
             raise UserError(
                 f"{where}: token id {largest} is not below the model's vocab_size {self._vocab_size}; "
                 f"tokenizer {self._tokenizer.name} needs a model of vocab_size {self._tokenizer.vocab_size} or more"
             )
+        return tokens
 
 
 def _standard_library(reader: DocumentReader) -> Iterator[Document]:

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+
+    encode_from_start = encode
 
     def decode(self, ids, with_special: bool = False) -> str:
         # 0xFF never occurs in UTF-8, so an id past the bytes (a wider model's) also shows as a replacement character.
@@ -58,6 +61,11 @@ class FileTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         return np.concatenate([self._encode(part) for part in self._cut(text)])
+
+    def encode_from_start(self, text: str) -> np.ndarray:
+        """Ids of a text and, before them, what the file puts before each text, as Llama's <|begin_of_text|>."""
+        ids = itertools.takewhile(lambda i: i != self.eos_id, self._tokenizer.encode("", add_special_tokens=True).ids)
+        return np.concatenate([np.array([*ids], dtype=np.uint32), self.encode(text)])
 
     def encode_with_starts(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """(ids, the character at which each of them starts), uint32 and int64 [N]."""
@@ -111,7 +119,8 @@ def load_tokenizer(path: str | None) -> ByteTokenizer | FileTokenizer:
 
     Returns:
         An object with name, identity ("bytes", or the file's SHA-256), vocab_size (added tokens included), eos_id,
-        encode(str) -> np.ndarray of ids (uint8 or uint32) and decode(ids, with_special=False) -> str.
+        encode(str) -> np.ndarray of ids (uint8 or uint32), encode_from_start(str), which begins with what the file puts
+        before a text, and decode(ids, with_special=False) -> str.
 
     Raises:
         UserError: the tokenizers package is absent, the file is missing or invalid, or no end-of-text token is known.

@@ -193,7 +193,7 @@ class Tokenized(NamedTuple):
 def tokenize(sample: Sample, tokenizer) -> Tokenized:
     """A model may write a quarter more tokens than the answer has, and four."""
     answer = len(tokenizer.encode(sample.answer))
-    return Tokenized(tokenizer.encode(sample.prompt), answer + answer // 4 + 4, sample)
+    return Tokenized(tokenizer.encode_from_start(sample.prompt), answer + answer // 4 + 4, sample)
 
 
 class Samples:

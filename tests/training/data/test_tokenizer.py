@@ -71,6 +71,32 @@ def test_a_long_text_has_the_same_tokens_in_parts(tmp_path, monkeypatch, is_cut)
     assert ids.tolist() == whole.tolist() and starts[:4].tolist() == ([0, 2, 3, 4] if is_cut else [0, 0, 2, 3])
 
 
+def test_a_text_begins_as_the_file_says(tmp_path):
+    """As Llama's do. A completion goes on from its prompt, and what ends a text is added elsewhere."""
+    from tokenizers import Tokenizer, processors
+
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    plain = load_tokenizer(path)
+    assert plain.encode_from_start("he").tolist() == plain.encode("he").tolist()
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.add_special_tokens(["<s>"])
+    begin, end = (tokenizer.token_to_id(token) for token in ("<s>", "<|endoftext|>"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A <|endoftext|>", special_tokens=[("<s>", begin), ("<|endoftext|>", end)]
+    )
+    tokenizer.save(path)
+    loaded = load_tokenizer(path)
+    he = loaded.encode("he").tolist()
+    assert loaded.encode_from_start("he").tolist() == [begin, *he]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "a.txt").write_text("he")
+    (folder / "b.jsonl").write_text('{"prompt": "", "completion": "he"}\n{"text": "he"}\n')
+    documents = load_documents(folder, loaded, 1000)
+    assert [document.tokens.tolist() for document in documents] == 3 * [[begin, *he]]
+    assert documents[1].masked.tolist() == [True] + len(he) * [False]
+
+
 def test_identity_is_of_the_content(tmp_path):
     paths = [
         write_tokenizer(tmp_path / name, special) for name, special in (("a", "</s>"), ("b", "</s>"), ("c", "<eos>"))
