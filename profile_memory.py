@@ -31,7 +31,7 @@ from kernels.attention import BACKENDS
 from model import MODEL_SIZES, ModelConfig
 from training.checkpoint.weights import shape_of_weights
 from training.config import ATTENTION_TYPES
-from training.errors import UserError, can_be_mended, check_can_write, message_of
+from training.errors import UserError, check_can_write, command
 from training.memory.cost_model import gib
 from training.memory.execution import Execution
 from training.memory.machine import (
@@ -227,31 +227,25 @@ def report(flags: Namespace, machine: Machine, world: World) -> dict:
     )  # fmt: skip
 
 
-def main(argv: list[str]) -> int:
-    try:
-        flags = parse_flags(argv)
-        with join_world("cpu" if flags.gpu else flags.device) as world:
-            if world.size > 1:
-                raise UserError("profile_memory.py profiles one GPU: start it with python, not torchrun")
-            check_flags(flags, can_measure(flags, world))
-            # In a comparison memory_budget is the budget of the planned way only.
-            machine = choose_machine(flags, None if flags.compare else flags.memory_budget, world)
-            print(f"machine: {machine.description}; attention kernel {machine.given.attention_backend}")
-            if flags.nproc > 1:
-                print(f"{flags.nproc} GPUs, predicted only: memory is of one GPU, host memory of its process")
-            print(f"model: {flags.init_from or flags.model_size}, {machine.model.num_parameters():,} parameters")
-            results = report(flags, machine, world)
-        if flags.json:
-            settings = {name: value for name, value in vars(flags).items() if not isinstance(value, Path)}
-            environment = {**dataclasses.asdict(machine), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-            results = {"settings": settings, "environment": environment, **results}
-            flags.json.write_text(json.dumps(finite(results), allow_nan=False) + "\n")
-    except Exception as error:
-        if not can_be_mended(error):
-            raise
-        print(message_of(error), file=sys.stderr)
-        return 1
-    return 0
+@command
+def main(argv: list[str]) -> None:
+    flags = parse_flags(argv)
+    with join_world("cpu" if flags.gpu else flags.device) as world:
+        if world.size > 1:
+            raise UserError("profile_memory.py profiles one GPU: start it with python, not torchrun")
+        check_flags(flags, can_measure(flags, world))
+        # In a comparison memory_budget is the budget of the planned way only.
+        machine = choose_machine(flags, None if flags.compare else flags.memory_budget, world)
+        print(f"machine: {machine.description}; attention kernel {machine.given.attention_backend}")
+        if flags.nproc > 1:
+            print(f"{flags.nproc} GPUs, predicted only: memory is of one GPU, host memory of its process")
+        print(f"model: {flags.init_from or flags.model_size}, {machine.model.num_parameters():,} parameters")
+        results = report(flags, machine, world)
+    if flags.json:
+        settings = {name: value for name, value in vars(flags).items() if not isinstance(value, Path)}
+        environment = {**dataclasses.asdict(machine), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+        results = {"settings": settings, "environment": environment, **results}
+        flags.json.write_text(json.dumps(finite(results), allow_nan=False) + "\n")
 
 
 def finite(value):

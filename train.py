@@ -47,7 +47,7 @@ from training.data.loader import Batch, PackedLoader, validation_batches
 from training.data.show import show_batch
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import Store
-from training.errors import UserError, can_be_mended, message_of
+from training.errors import UserError, command
 from training.memory.cost_model import PackedDocuments
 from training.memory.placement import set_sparsity
 from training.memory.planner import Plan
@@ -543,24 +543,17 @@ def log_sample(model: Transformer, tokenizer, prompt, config: TrainConfig, world
     logger.info("sample, after a held-out prompt:\n%s<<<the prompt ends here>>>%s", before, after)
 
 
+@command
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 of a finished run, 1 after an error, 128 + the number of a signal that stopped it."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    try:
-        given = given_settings(TrainConfig, argv, description=__doc__.splitlines()[0])
-        config = TrainConfig(**given)
-        check_config(config)
-        with join_world(config.device, **parallel_sizes_of(given)) as world:
-            if not world.is_main:
-                logging.disable(logging.WARNING)
-            return train(given, world)
-    except Exception as error:
-        if not can_be_mended(error):
-            raise
-        print(message_of(error), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:  # before the first step: from then on SIGINT saves
-        return 128 + signal.SIGINT
+    given = given_settings(TrainConfig, argv, description=__doc__.splitlines()[0])
+    config = TrainConfig(**given)
+    check_config(config)
+    with join_world(config.device, **parallel_sizes_of(given)) as world:
+        if not world.is_main:
+            logging.disable(logging.WARNING)
+        return train(given, world)
 
 
 if __name__ == "__main__":

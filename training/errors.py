@@ -1,8 +1,11 @@
 """The one error class for what the person who started the program can mend."""
 
+import functools
 import os
+import signal
+import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,6 +46,27 @@ def message_of(error: BaseException) -> str:
 def can_be_mended(error: BaseException) -> bool:
     """Whether `message_of` shows a line: bad input, a file that the system refuses, memory that ran out."""
     return isinstance(error, (UserError, OSError, torch.OutOfMemoryError)) or is_out_of_host_memory(error)
+
+
+def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
+    """A script's main(argv), returning the exit status: 1, with a line on stderr, after an error that can be mended.
+
+    130 after Ctrl-C, else main's own, None being 0. Everything else keeps its traceback.
+    """
+
+    @functools.wraps(main)
+    def run(argv: list[str]) -> int:
+        try:
+            return main(argv) or 0
+        except Exception as error:
+            if not can_be_mended(error):
+                raise
+            print(message_of(error), file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+
+    return run
 
 
 def is_out_of_host_memory(error: BaseException) -> bool:

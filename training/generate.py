@@ -16,7 +16,7 @@ import torch
 
 from training.config import Parser
 from training.data.chat import ChatTemplate
-from training.errors import UserError, can_be_mended, message_of, read_file
+from training.errors import UserError, command, read_file
 from training.inference import Opened, add_model_flags, load, open_folder, write
 from training.parallel.world import join_world
 
@@ -112,32 +112,23 @@ def generate(flags: Namespace, opened: Opened, prompts: list[list[int]], world) 
         print()
 
 
-def main(argv: list[str]) -> int:
+@command
+def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    try:
-        flags = parse_flags(argv)
-        check_flags(flags)
-        texts = read_prompts(flags)
-        with join_world(flags.device) as world:
-            opened = open_folder(flags.checkpoint, flags, world.device)
-            if flags.chat:
-                texts = frame(texts, flags.system, opened.tokenizer)
-            # A chat's template writes what begins a text.
-            encode = opened.tokenizer.encode if flags.chat else opened.tokenizer.encode_from_start
-            prompts = [encode(text).tolist() for text in texts]
-            for text, ids in zip(texts, prompts):
-                if not ids:
-                    raise UserError(f"the tokenizer makes no token of {text[:40]!r}; give another prompt")
-            generate(flags, opened, prompts, world)
-    except Exception as error:
-        if not can_be_mended(error):
-            raise
-        print(message_of(error), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print()
-        return 130
-    return 0
+    flags = parse_flags(argv)
+    check_flags(flags)
+    texts = read_prompts(flags)
+    with join_world(flags.device) as world:
+        opened = open_folder(flags.checkpoint, flags, world.device)
+        if flags.chat:
+            texts = frame(texts, flags.system, opened.tokenizer)
+        # A chat's template writes what begins a text.
+        encode = opened.tokenizer.encode if flags.chat else opened.tokenizer.encode_from_start
+        prompts = [encode(text).tolist() for text in texts]
+        for text, ids in zip(texts, prompts):
+            if not ids:
+                raise UserError(f"the tokenizer makes no token of {text[:40]!r}; give another prompt")
+        generate(flags, opened, prompts, world)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from training.errors import UserError, message_of, read_file
+from training.errors import UserError, command, read_file
 
 logger = logging.getLogger(__name__)
 FEWEST_STEPS = 20  # a run of fewer steps has no picture at its end
@@ -79,18 +79,14 @@ def draw_at_end(run: Path) -> None:
         logger.warning("the curves of %s cannot be drawn: %s", run, error)
 
 
-def main(argv: list[str]) -> int:
-    try:
-        if len(argv) != 1 or argv[0].startswith("-"):
-            raise UserError("give one folder, the output_dir of a run: python -m training.plots runs/default")
-        if find_spec("matplotlib") is None:
-            raise UserError("pictures need matplotlib: pip install matplotlib")
-        run = Path(argv[0])
-        print(draw_run(run, read_metrics(run)))
-    except (UserError, OSError) as error:
-        print(message_of(error), file=sys.stderr)
-        return 1
-    return 0
+@command
+def main(argv: list[str]) -> None:
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise UserError("give one folder, the output_dir of a run: python -m training.plots runs/default")
+    if find_spec("matplotlib") is None:
+        raise UserError("pictures need matplotlib: pip install matplotlib")
+    run = Path(argv[0])
+    print(draw_run(run, read_metrics(run)))
 
 
 if __name__ == "__main__":

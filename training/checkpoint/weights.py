@@ -22,7 +22,7 @@ from torch import Tensor
 from model import MODEL_SIZES, ModelConfig, Transformer
 from training.checkpoint.blocks import Block, Entry, bytes_of, header_of, local_blocks, read_entries, read_header
 from training.config import IO_THREADS, Parser
-from training.errors import UserError, message_of, read_file, refused_as_user_error
+from training.errors import UserError, command, read_file, refused_as_user_error
 from training.extension import extend
 
 # What lies beside weights and goes along with them into checkpoints: a tokenizer, its chat template, defaults.
@@ -279,20 +279,16 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
     )
 
 
-def main(argv: list[str]) -> int:
-    try:
-        parser = Parser(prog="python -m training.checkpoint.weights", allow_abbrev=False)
-        command = parser.add_subparsers(required=True).add_parser("export", help="a folder in Hugging Face's form")
-        command.add_argument("source", type=Path, help="a step_ folder of a run, or a folder in Hugging Face's form")
-        command.add_argument("target", type=Path, help="the folder to make")
-        command.add_argument("--dtype", default="bf16", choices=EXPORT_DTYPES, help="default: bf16")
-        command.add_argument("--rope_scaling", help="extend the context: yarn:4, yarn:4:32768 or linear:4")
-        flags = parser.parse_args(argv)
-        print(export(flags.source, flags.target, EXPORT_DTYPES[flags.dtype], flags.rope_scaling))
-    except (UserError, OSError) as error:
-        print(message_of(error), file=sys.stderr)
-        return 1
-    return 0
+@command
+def main(argv: list[str]) -> None:
+    parser = Parser(prog="python -m training.checkpoint.weights", allow_abbrev=False)
+    exporting = parser.add_subparsers(required=True).add_parser("export", help="a folder in Hugging Face's form")
+    exporting.add_argument("source", type=Path, help="a step_ folder of a run, or a folder in Hugging Face's form")
+    exporting.add_argument("target", type=Path, help="the folder to make")
+    exporting.add_argument("--dtype", default="bf16", choices=EXPORT_DTYPES, help="default: bf16")
+    exporting.add_argument("--rope_scaling", help="extend the context: yarn:4, yarn:4:32768 or linear:4")
+    flags = parser.parse_args(argv)
+    print(export(flags.source, flags.target, EXPORT_DTYPES[flags.dtype], flags.rope_scaling))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from training.data.chat import REASONING
 from training.data.prepare import draw_histogram, histogram, prepare
 from training.data.prepared import PreparedStore, verify
 from training.data.tokenizer import load_tokenizer
-from training.errors import UserError, can_be_mended, message_of
+from training.errors import UserError, command
 
 
+@command
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0, 1 after an error, 130 where it was interrupted."""
     parser = argparse.ArgumentParser(prog="python -m training.data", description=__doc__)
@@ -30,28 +31,23 @@ def main(argv: list[str]) -> int:
     check = commands.add_parser("verify", help="compare every byte of a set with its hashes")
     check.add_argument("out", metavar="SET", type=Path)
     arguments = parser.parse_args(argv)
-    try:
-        if arguments.command == "verify":
-            verify(arguments.out)
-            print(f"{arguments.out}: every byte is as it was written")
-            return 0
-        if arguments.workers < 1:
-            raise UserError(f"workers must be at least 1, got {arguments.workers}")
-        prepare(arguments.source, arguments.out, arguments.tokenizer, arguments.chat_reasoning, arguments.workers)
-        tokenizer = load_tokenizer(arguments.tokenizer)
-        lengths = PreparedStore(arguments.out, tokenizer, tokenizer.vocab_size).lengths
-        print(histogram(lengths))
-        if draw_histogram(lengths, arguments.out / "lengths.png"):
-            print(f"drawn: {arguments.out / 'lengths.png'}")
+    if arguments.command == "verify":
+        verify(arguments.out)
+        print(f"{arguments.out}: every byte is as it was written")
         return 0
-    except Exception as error:
-        if not can_be_mended(error):
-            raise
-        print(message_of(error), file=sys.stderr)
-        return 1
+    if arguments.workers < 1:
+        raise UserError(f"workers must be at least 1, got {arguments.workers}")
+    try:
+        prepare(arguments.source, arguments.out, arguments.tokenizer, arguments.chat_reasoning, arguments.workers)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 130
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    lengths = PreparedStore(arguments.out, tokenizer, tokenizer.vocab_size).lengths
+    print(histogram(lengths))
+    if draw_histogram(lengths, arguments.out / "lengths.png"):
+        print(f"drawn: {arguments.out / 'lengths.png'}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from training.checkpoint.weights import read_json
 from training.config import Parser
 from training.data.corpus import open_stores
 from training.data.tokens import Store, join, split
-from training.errors import UserError, can_be_mended, check_can_write, message_of
+from training.errors import UserError, check_can_write, command
 from training.evaluation.pictures import draw_losses, draw_needles, draw_tasks
 from training.evaluation.positions import (
     Bucket,
@@ -258,28 +258,20 @@ def report(flags: Namespace, questions: Questions, found: Evaluation, earlier: S
         draw(flags.output_dir, json.loads(text), earlier)
 
 
-def main(argv: list[str]) -> int:
+@command
+def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    try:
-        flags = parse_flags(argv)
-        check_flags(flags)
-        earlier = read_earlier(flags.beside)
-        if flags.output_dir:
-            flags.output_dir.mkdir(parents=True, exist_ok=True)
-            check_can_write(flags.output_dir / "evaluation.json", "--output_dir")
-        with join_world(flags.device) as world:
-            opened = open_folder(flags.checkpoint, flags, world.device)
-            questions = make_questions(flags, opened)
-            found = evaluate(flags, opened, questions, world)
-        report(flags, questions, found, earlier)
-    except Exception as error:
-        if not can_be_mended(error):
-            raise
-        print(message_of(error), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    flags = parse_flags(argv)
+    check_flags(flags)
+    earlier = read_earlier(flags.beside)
+    if flags.output_dir:
+        flags.output_dir.mkdir(parents=True, exist_ok=True)
+        check_can_write(flags.output_dir / "evaluation.json", "--output_dir")
+    with join_world(flags.device) as world:
+        opened = open_folder(flags.checkpoint, flags, world.device)
+        questions = make_questions(flags, opened)
+        found = evaluate(flags, opened, questions, world)
+    report(flags, questions, found, earlier)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from training.config import Parser
 from training.data.corpus import open_stores
 from training.data.loader import Batch, validation_batches
 from training.data.tokens import join
-from training.errors import UserError
+from training.errors import UserError, command
 from training.inference import open_tokenizer, token_losses
 from training.memory.placement import set_sparsity
 from training.parallel.fsdp import copy_weights
@@ -324,27 +324,23 @@ def check_flags(flags: Namespace) -> None:
         raise UserError(f"--json {flags.json}: give a file in a folder that is there")
 
 
-def main(argv: list[str]) -> int:
-    try:
-        flags = parse_flags(argv)
-        check_flags(flags)
-        checkpoint = Path(flags.checkpoint)
-        with join_world(flags.device) as world:
-            if world.size > 1:
-                raise UserError("the probe runs in one process: start it with python, not torchrun")
-            model = load_model(checkpoint, world.device)
-            sparsity = sparsity_by_layer(flags, checkpoint, model.config.num_hidden_layers)
-            batches = load_batches(flags, checkpoint, model.config.vocab_size)
-            check_lengths(batches, sparsity)
-            results = evaluate(model, batches, sparsity, flags.queries)
-        print(format_results(results))
-        if flags.json:
-            settings = {name: value for name, value in vars(flags).items() if name != "json"}
-            flags.json.write_text(json.dumps({"settings": settings, "torch": torch.__version__, **results}) + "\n")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+@command
+def main(argv: list[str]) -> None:
+    flags = parse_flags(argv)
+    check_flags(flags)
+    checkpoint = Path(flags.checkpoint)
+    with join_world(flags.device) as world:
+        if world.size > 1:
+            raise UserError("the probe runs in one process: start it with python, not torchrun")
+        model = load_model(checkpoint, world.device)
+        sparsity = sparsity_by_layer(flags, checkpoint, model.config.num_hidden_layers)
+        batches = load_batches(flags, checkpoint, model.config.vocab_size)
+        check_lengths(batches, sparsity)
+        results = evaluate(model, batches, sparsity, flags.queries)
+    print(format_results(results))
+    if flags.json:
+        settings = {name: value for name, value in vars(flags).items() if name != "json"}
+        flags.json.write_text(json.dumps({"settings": settings, "torch": torch.__version__, **results}) + "\n")
 
 
 def check_lengths(batches: list[Batch], sparsity: Sequence[Sparsity | None]) -> None:
