@@ -96,7 +96,14 @@ def test_a_signal_between_blocks_drops_the_step(corpus, tmp_path, monkeypatch):
 
 
 def test_a_signal_in_validation_drops_the_validation(corpus, tmp_path, monkeypatch):
-    run = tmp_path / "run"
+    run, stopping = tmp_path / "run", train.Run.stopping
+
+    def once_noted(self):
+        while not self.received:  # a thread takes note
+            time.sleep(0.001)
+        return stopping(self)
+
+    monkeypatch.setattr(train.Run, "stopping", once_noted)
     monkeypatch.setattr(train, "validation_batches", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM) or iter([1]))
     assert train.main(arguments(corpus, run, "--validation_interval", "2")) == 128 + signal.SIGTERM
     assert [line["step"] for line in metrics(run)] == [1, 2] and "validation_loss" not in metrics(run)[1]
