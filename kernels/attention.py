@@ -7,8 +7,8 @@ values are never repeated in memory. Kept for backward, for each token: q, k, v 
 float32 log-sum-exp, H elements. `kernels.document_calls` says which documents attend together in one call.
 
 From run to run cuDNN's dq may differ in its last bits, and PyTorch offers no other. Under
-`torch.use_deterministic_algorithms(True)` "auto" is FlashAttention-2, whose backward is then the same bit by bit and
-takes up to five times the float32 sums of dq; so is flash-attn-4's. Set
+`torch.use_deterministic_algorithms(True)` "auto" is FlashAttention-2, whose backward then runs in its deterministic
+mode, as flash-attn-4's does: with more float32 sums of dq, which no plan counts. Set
 `torch.utils.deterministic.fill_uninitialized_memory` to False there, else PyTorch fills every new tensor.
 
 Method: Dao et al., FlashAttention, arXiv 2205.14135; grouped-query attention: Ainslie et al., arXiv 2305.13245.

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Tokens of the longest document that attends together with others where cuDNN attends to long ones: cuDNN's kernel is
-# faster, but each of its calls costs 0.3 ms. `python -m benchmarks.bench_packed_attention` prints the sweep of both.
+# Tokens of the longest document that attends together with others where cuDNN attends to long ones, whose kernel is
+# faster but costs more a call. An estimate: `python -m benchmarks.bench_packed_attention` prints the sweep to set it.
 LONGEST_TOGETHER = 2048
 TOGETHER_TOKENS = 32_768  # of one call at most, each document counted with SPACING more: calls need memory
 SPACING = 128  # tokens between documents in the float32 sums of FlashAttention's backward
