@@ -1,13 +1,16 @@
 """A released model's context, extended: what the model makes of it before and after training, in one command.
 
-`python -m benchmarks.extend_context SmolLM2-135M/ OUT --context_length 32768 --rope_scaling yarn:4 --max_steps 200`
+`python -m benchmarks.extend_context SmolLM2-135M/ OUT --context_length 32768 --rope_scaling yarn:4 --max_steps 100`
 
 1. Python's packages, a document each (benchmarks.package_corpus), are the text; one in ten is held out.
 2. The model is judged as it was released, then with --rope_scaling alone, at the extended context.
 3. train.py trains it on whole packages at that context.
-4. It is judged again, and with `sparse` attention to each number of blocks of --selected_blocks.
+4. It is judged again.
+5. With `--selected_blocks 16 32` it is judged with `sparse` attention to each number of blocks: what of attention's
+   mass they capture, the same weights, and after --adaptation_steps of training with that attention.
 
-Each part is one of this repository's commands and is printed. OUT gets the evaluations' JSON and pictures and the run.
+Each part is one of this repository's commands and is printed. OUT gets the evaluations' JSON and pictures and the runs.
+A part whose result is in OUT is not done again, so that a later command may add the fifth.
 """
 
 import argparse
@@ -20,12 +23,15 @@ from pathlib import Path
 from benchmarks.common import print_table
 
 
-def run(*words: object) -> None:
-    """One command, its output above ours; an error ends all."""
+def run(result: Path, *words: object) -> None:
+    """One command, its output above ours, unless its result is there; an error ends all."""
+    if result.exists():
+        return
     command = [sys.executable, *map(str, words)]
     start = time.monotonic()
     print("\n$ python " + " ".join(command[1:]), flush=True)
-    subprocess.run(command, check=True)
+    if subprocess.run(command).returncode:
+        sys.exit("the command above failed: nothing after it was run")
     print(f"({time.monotonic() - start:.0f} s)", flush=True)
 
 
@@ -35,40 +41,51 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="of everything that is made")
     parser.add_argument("--context_length", type=int, default=32_768)
     parser.add_argument("--rope_scaling", default="yarn:4")
-    parser.add_argument("--max_steps", type=int, default=200)
-    parser.add_argument("--sequences_per_step", type=int, default=8)
-    parser.add_argument("--learning_rate", type=float, default=1e-4)
+    parser.add_argument("--max_steps", type=int, default=100)
+    parser.add_argument("--sequences_per_step", type=int, default=4)
+    parser.add_argument("--learning_rate", type=float, default=3e-4)
     parser.add_argument("--sequences", type=int, default=16, help="held-out texts that are read for their loss")
     parser.add_argument("--samples", type=int, default=20, help="of each task and length")
-    parser.add_argument("--selected_blocks", type=int, nargs="*", default=[16, 32, 64])
+    parser.add_argument("--selected_blocks", type=int, nargs="*", default=[], help="numbers of blocks to try")
+    parser.add_argument("--adaptation_steps", type=int, default=30)
     arguments = parser.parse_args()
     length, out = arguments.context_length, arguments.folder
-    trained = out / "run" / f"step_{arguments.max_steps:08d}"
     train, held_out = out / "corpus" / "train.jsonl", out / "corpus" / "held_out.jsonl"
+    names = []
 
     def judge(model: Path, name: str, *flags: object) -> None:
-        run("-m", "training.evaluation", model, "--data", held_out, "--context_length", length, "--lengths",
-            length // 2, length, "--tasks", "needle", "multi_key_needle", "--sequences", arguments.sequences,
-            "--samples", arguments.samples, "--output_dir", out / name, *flags)  # fmt: skip
+        names.append(name)
+        run(out / name / "evaluation.json", "-m", "training.evaluation", model, "--data", held_out,
+            "--context_length", length, "--lengths", length // 4, length // 2, length, "--tasks", "needle",
+            "multi_key_needle", "--sequences", arguments.sequences, "--samples", arguments.samples,
+            "--output_dir", out / name, *flags)  # fmt: skip
 
-    run("-m", "benchmarks.package_corpus", out / "corpus")
+    def learn(model: Path, name: str, steps: int, *flags: object) -> Path:
+        trained = out / name / f"step_{steps:08d}"
+        run(trained, "train.py", "--init_from", model, "--data", train, "--context_length", length, "--batch_size", 1,
+            "--gradient_accumulation_steps", arguments.sequences_per_step, "--max_steps", steps, "--warmup_steps",
+            steps // 10, "--learning_rate", arguments.learning_rate, "--validation_sequences", 0,
+            "--sample_tokens", 0, "--save", "model", "--output_dir", out / name, *flags)  # fmt: skip
+        return trained
+
+    run(held_out, "-m", "benchmarks.package_corpus", out / "corpus")
     judge(arguments.model, "released")
-    run("-m", "training.checkpoint.weights", "export", arguments.model, out / "scaled", "--rope_scaling",
-        arguments.rope_scaling)  # fmt: skip
+    run(out / "scaled", "-m", "training.checkpoint.weights", "export", arguments.model, out / "scaled",
+        "--rope_scaling", arguments.rope_scaling)  # fmt: skip
     judge(out / "scaled", "before_training")
-    run("train.py", "--init_from", arguments.model, "--rope_scaling", arguments.rope_scaling, "--data", train,
-        "--context_length", length, "--batch_size", 1, "--gradient_accumulation_steps", arguments.sequences_per_step,
-        "--max_steps", arguments.max_steps, "--warmup_steps", arguments.max_steps // 10, "--learning_rate",
-        arguments.learning_rate, "--validation_sequences", 0, "--sample_tokens", 0, "--save", "model", "--output_dir",
-        out / "run")  # fmt: skip
+    trained = learn(arguments.model, "run", arguments.max_steps, "--rope_scaling", arguments.rope_scaling)
     judge(trained, "after_training")
     for blocks in arguments.selected_blocks:
-        judge(trained, f"sparse_{blocks}", "--attention_type", "sparse", "--selected_blocks", blocks)
+        sparse = "--attention_type", "sparse", "--selected_blocks", blocks
+        captured = out / f"captured_{blocks}.json"
+        run(captured, "-m", "training.evaluation.sparsity", trained, "--data", held_out, "--context_length", length,
+            "--selected_blocks", blocks, "--json", captured)  # fmt: skip
+        judge(trained, f"sparse_{blocks}", *sparse)
+        adapted = learn(trained, f"run_sparse_{blocks}", arguments.adaptation_steps, *sparse)
+        judge(adapted, f"sparse_{blocks}_adapted", *sparse)
 
-    found = {path.parent.name: json.loads(path.read_text()) for path in sorted(out.glob("*/evaluation.json"))}
-    first = next(iter(found.values()))
-    names = [name for name in ("released", "before_training", "after_training") if name in found]
-    names += [f"sparse_{blocks}" for blocks in arguments.selected_blocks]
+    found = {name: json.loads((out / name / "evaluation.json").read_text()) for name in names}
+    first = found["released"]
     print_table(
         "loss, nats a token, by the number of tokens before it",
         ["positions", *names],
