@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -31,6 +30,7 @@ from training.evaluation.positions import (
     Bucket,
     KeyTokens,
     Losses,
+    Piece,
     by_position,
     format_key_tokens,
     format_positions,
@@ -97,7 +97,7 @@ def check_flags(flags: Namespace) -> None:
 class Questions:
     """All that a model is asked, made before its weights are read; margin and ceiling are LongPPL's."""
 
-    pieces: list[np.ndarray]
+    pieces: list[Piece]
     short_context: int
     margin: float
     ceiling: float
@@ -106,7 +106,7 @@ class Questions:
     @property
     def longest(self) -> int:
         """Tokens of the longest text that is read for its loss."""
-        return max(map(len, self.pieces), default=0)
+        return max((len(piece.ids) for piece in self.pieces), default=0)
 
     @property
     def longest_cached(self) -> int:
@@ -120,12 +120,14 @@ def make_questions(flags: Namespace, opened: Opened) -> Questions:
     context_length = flags.context_length or opened.settings.get("context_length", declared)
     pieces = longest_pieces(open_texts(flags, opened), context_length, flags.sequences) if flags.sequences else []
     if flags.sequences and not pieces:
-        raise UserError("the data have no document of two tokens or more; give other --data")
-    short = flags.short_context or max(2, min(SHORT_CONTEXT, context_length // 4))
-    if flags.short_context is not None and not any(len(piece) > short for piece in pieces):
         raise UserError(
-            f"no text is longer than short_context {short}, the longest has {len(pieces[0])} tokens; lower it, or give "
-            "longer --data and a larger --context_length"
+            "no document of the data has a token to be predicted, and prompts do not count; give other --data"
+        )
+    short = flags.short_context or max(2, min(SHORT_CONTEXT, context_length // 4))
+    if flags.short_context is not None and not any(len(piece.ids) > short for piece in pieces):
+        raise UserError(
+            f"no text is longer than short_context {short}, the longest has {len(pieces[0].ids)} tokens; lower it, or "
+            "give longer --data and a larger --context_length"
         )
     lengths = flags.lengths or [max(2, context_length // 4), max(2, context_length // 2), context_length]
     samples = [
@@ -182,9 +184,9 @@ def evaluate(flags: Namespace, opened: Opened, questions: Questions, world: Worl
     if questions.pieces:
         with tqdm(total=len(questions.pieces), desc="loss", unit="text") as bar:
             ours = read_all(model, questions.pieces, None if theirs else questions.short_context, bar.update)
-        theirs, buckets = theirs or ours, by_position(ours.long)
+        theirs, buckets = theirs or ours, by_position(questions.pieces, ours.long)
         limits = questions.short_context, questions.margin, questions.ceiling
-        found = key_token_losses(ours.long, theirs.long, theirs.short, *limits)
+        found = key_token_losses(questions.pieces, ours.long, theirs.long, theirs.short, *limits)
     return Evaluation(buckets, found, judge_all(model, opened, questions))
 
 

@@ -12,12 +12,15 @@ falls with p; one whose context was extended badly has a loss that rises where t
 the ceiling 2 nats and K 4,096, and `short` comes from windows of K tokens, of each of which the last quarter is taken:
 a token sees 3/4 K to K tokens. LongPPL is exp(mean loss of key tokens given the long context). Two models are compared
 on the key tokens of one evaluator: key tokens of a model's own are such as it predicts well, whatever the model.
+
+Only tokens that training would train on count: of a prompt and its completion, or of a chat, the others are context.
 """
 
-import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,19 +33,41 @@ from training.inference import token_losses
 FIRST_BUCKET = 16  # positions: the first bucket is 0 to 15, the next ones 16 to 31, 32 to 63, ...
 
 
-def longest_pieces(store: Store, context_length: int, count: int) -> list[np.ndarray]:
+class Piece(NamedTuple):
+    """A stretch of a document.
+
+    Args:
+        ids: int64 [T].
+        is_masked: bool [T], tokens that are no targets.
+    """
+
+    ids: np.ndarray
+    is_masked: np.ndarray
+
+    @property
+    def is_target(self) -> np.ndarray:
+        """bool [T - 1]: which of the tokens at positions 1 to T - 1 count; nothing predicts the one at position 0."""
+        return ~self.is_masked[1:]
+
+
+def longest_pieces(store: Store, context_length: int, count: int) -> list[Piece]:
     """The longest `count` pieces of documents that are cut every `context_length` tokens, longest first.
 
     Each is read as a document of its own, without the document's end. Of pieces of one length those at the starts of
-    documents come first, so that a book does not take the place of all others. Pieces of a token predict nothing.
+    documents come first, so that a book does not take the place of all others. Pieces without a target are left out.
     """
-    places = (
-        (document, start, min(start + context_length, length - 1))
-        for document, length in enumerate(store.lengths.tolist())
-        for start in range(0, length - 2, context_length)
+    places = np.fromiter(
+        (
+            (document, start, min(start + context_length, length - 1))
+            for document, length in enumerate(store.lengths.tolist())
+            for start in range(0, length - 2, context_length)
+        ),
+        dtype=np.dtype((np.int64, 3)),
     )
-    longest = heapq.nsmallest(count, places, key=lambda place: (place[1] - place[2], place[1]))
-    return [store.read(*place) for place in longest]
+    _, start, stop = places.T
+    longest_first = np.lexsort((start, start - stop))
+    pieces = (Piece(*store.read_masked(*places[i].tolist())) for i in longest_first)
+    return list(islice((piece for piece in pieces if piece.is_target.any()), count))
 
 
 @torch.no_grad()
@@ -88,10 +113,10 @@ class Bucket:
     loss: float
 
 
-def by_position(losses: Sequence[np.ndarray]) -> list[Bucket]:
-    """Of documents' `losses_of`, [T - 1] each; buckets are powers of two."""
-    positions = np.concatenate([np.arange(1, len(of_document) + 1) for of_document in losses])
-    values = np.concatenate(losses).astype(np.float64)
+def by_position(pieces: Sequence[Piece], losses: Sequence[np.ndarray]) -> list[Bucket]:
+    """Of the pieces' targets, from their `losses_of`, [T - 1] each; buckets are powers of two."""
+    positions = np.concatenate([1 + piece.is_target.nonzero()[0] for piece in pieces])
+    values = np.concatenate([x[piece.is_target] for piece, x in zip(pieces, losses)]).astype(np.float64)
     first = np.where(positions < FIRST_BUCKET, 0, 2 ** np.log2(positions).astype(np.int64))
     buckets = []
     for start in np.unique(first).tolist():
@@ -104,13 +129,13 @@ def by_position(losses: Sequence[np.ndarray]) -> list[Bucket]:
 class KeyTokens:
     """What is said of the tokens that need the context: how many, and their mean losses given the two contexts."""
 
-    tokens: int  # of those past `short_context`, key tokens or not
+    tokens: int  # targets past `short_context`, key tokens or not
     key_tokens: int
     short_context: int
     long: float | None  # nats; None where there is no key token
     short: float | None  # of the evaluator
     long_ppl: float | None
-    long_of_all: float  # over all tokens past `short_context`
+    long_of_all: float  # over all targets past `short_context`
     short_of_all: float  # of the evaluator
 
 
@@ -120,19 +145,19 @@ def is_key(long: np.ndarray, short: np.ndarray, margin: float, ceiling: float) -
 
 
 def key_token_losses(
-    long: Sequence[np.ndarray], evaluator_long: Sequence[np.ndarray], evaluator_short: Sequence[np.ndarray],
-    short_context: int, margin: float, ceiling: float,
+    pieces: Sequence[Piece], long: Sequence[np.ndarray], evaluator_long: Sequence[np.ndarray],
+    evaluator_short: Sequence[np.ndarray], short_context: int, margin: float, ceiling: float,
 ) -> KeyTokens | None:  # fmt: skip
-    """The losses `long` of the judged model on the evaluator's key tokens; None: no document is longer than the window.
+    """The losses `long` of the judged model on the evaluator's key tokens; None: no piece has a target past the window.
 
     Args:
-        long, evaluator_long: `losses_of` each document.
-        evaluator_short: `short_losses_of` each document.
+        long, evaluator_long: `losses_of` each piece.
+        evaluator_short: `short_losses_of` each piece.
     """
-    pairs = [of_document[short_context - 1 :] for of_document in long]
-    own, theirs, short = map(
-        np.concatenate, (pairs, [x[short_context - 1 :] for x in evaluator_long], list(evaluator_short))
-    )
+    past = slice(short_context - 1, None)
+    is_target = np.concatenate([piece.is_target[past] for piece in pieces])
+    own, theirs = (np.concatenate([x[past] for x in losses])[is_target] for losses in (long, evaluator_long))
+    short = np.concatenate(evaluator_short)[is_target]
     if not len(own):
         return None
     key = is_key(theirs, short, margin, ceiling)
@@ -156,14 +181,14 @@ class Losses:
 
 
 def read_all(
-    model: Transformer, pieces: Sequence[np.ndarray], short_context: int | None, tick: Callable[[], None] = lambda: None
+    model: Transformer, pieces: Sequence[Piece], short_context: int | None, tick: Callable[[], None] = lambda: None
 ) -> Losses:
     """The losses of a model on all pieces; `tick` is called after each. None: no short context is read."""
     losses = Losses([], [])
     for piece in pieces:
-        losses.long.append(losses_of(model, piece[None])[0])
+        losses.long.append(losses_of(model, piece.ids[None])[0])
         if short_context is not None:
-            losses.short.append(short_losses_of(model, piece, short_context))
+            losses.short.append(short_losses_of(model, piece.ids, short_context))
         tick()
     return losses
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,10 @@ import torch.nn.functional as F
 
 from model import MODEL_SIZES, Transformer
 from training import inference
+from training.data.sources import Document
+from training.data.tokens import TokenStore
 from training.evaluation.positions import (
+    Piece,
     by_position,
     format_key_tokens,
     format_positions,
@@ -27,6 +29,11 @@ from training.evaluation.positions import (
 def model():
     torch.manual_seed(0)
     return Transformer(replace(MODEL_SIZES["tiny"], num_hidden_layers=1, initializer_range=0.2))
+
+
+def pieces_for(losses):
+    """Of which all tokens are targets, one more than losses."""
+    return [Piece(np.zeros(len(x) + 1, np.int64), np.zeros(len(x) + 1, bool)) for x in losses]
 
 
 def by_full_logits(model, ids):
@@ -65,7 +72,7 @@ def test_short_losses_are_those_of_a_forward_of_each_window(model):
 
 def test_buckets_are_powers_of_two():
     losses = [np.arange(1, 200, dtype=np.float32), np.arange(1, 70, dtype=np.float32)]  # the loss is the position
-    buckets = by_position(losses)
+    buckets = by_position(pieces_for(losses), losses)
     borders = [(0, 15, 30), (16, 31, 32), (32, 63, 64), (64, 127, 64 + 6), (128, 255, 72)]
     assert [(b.first, b.last, b.tokens) for b in buckets] == borders
     middle = (sum(range(64, 128)) + sum(range(64, 70))) / 70
@@ -79,20 +86,34 @@ def test_key_tokens_by_hand():
     long = [np.array([9, 9, 9, 1.0, 0.5, 0.5, 3.0], np.float32), np.array([7.0], np.float32)]
     short = [np.array([1.0, 2.0, 4.0, 9.0], np.float32), np.zeros(0, np.float32)]
     judged = [np.array([9, 9, 9, 4.0, 4.0, 2.0, 4.0], np.float32), long[1]]
-    found = key_token_losses(judged, long, short, 4, 2.0, 2.0)
+    pieces = pieces_for(long)
+    found = key_token_losses(pieces, judged, long, short, 4, 2.0, 2.0)
     assert (found.tokens, found.key_tokens, found.long, found.short) == (4, 1, 2.0, 4.0)
     assert found.long_ppl == pytest.approx(math.e**2) and (found.long_of_all, found.short_of_all) == (3.5, 4.0)
     assert "1 of 4 tokens past 4" in format_key_tokens(found, 2.0, 2.0)
-    none = key_token_losses(judged, long, short, 4, 5.0, 2.0)
+    none = key_token_losses(pieces, judged, long, short, 4, 5.0, 2.0)
     assert none.key_tokens == 0 and none.long is none.long_ppl is None
-    assert key_token_losses([long[1]], [long[1]], [short[1]], 4, 2.0, 2.0) is None
+    assert key_token_losses(pieces[1:], [long[1]], [long[1]], [short[1]], 4, 2.0, 2.0) is None
 
 
 def test_the_longest_pieces():
     """Documents of 5, 12, 1 and 7 tokens and their ends; of equal pieces the starts of documents come first."""
-    store = SimpleNamespace(
-        lengths=np.array([6, 13, 2, 8]), read=lambda document, *part: 100 * document + np.arange(*part)
-    )
-    pieces = longest_pieces(store, 5, 10)
-    assert [(piece[0], len(piece)) for piece in pieces] == [(0, 5), (100, 5), (300, 5), (105, 5), (305, 2), (110, 2)]
-    assert [len(piece) for piece in longest_pieces(store, 100, 2)] == [12, 7]
+    documents = [Document(100 * i + np.arange(tokens)) for i, tokens in enumerate((5, 12, 1, 7))]
+    store = TokenStore(documents, eos_id=0)
+    places = [(piece.ids[0], len(piece.ids)) for piece in longest_pieces(store, 5, 10)]
+    assert places == [(0, 5), (100, 5), (300, 5), (105, 5), (305, 2), (110, 2)]
+    assert [len(piece.ids) for piece in longest_pieces(store, 100, 2)] == [12, 7]
+    assert longest_pieces(TokenStore(documents[2:3], eos_id=0), 5, 10) == []
+
+
+def test_prompts_do_not_count():
+    """A prompt of 60 tokens and a completion of 20. Cut every 40 tokens, the first piece has no target."""
+    ids = np.arange(80)
+    store = TokenStore([Document(ids, ids < 60)], eos_id=0)
+    assert [piece.ids[0] for piece in longest_pieces(store, 40, 10)] == [40]
+    pieces = longest_pieces(store, 100, 10)
+    losses = [np.arange(1, 80, dtype=np.float32)]  # the loss is the position
+    buckets = [(bucket.first, bucket.tokens, bucket.loss) for bucket in by_position(pieces, losses)]
+    assert buckets == [(32, 4, 61.5), (64, 16, 71.5)]
+    found = key_token_losses(pieces, losses, losses, [losses[0][49:] + 3], 50, 2.0, 70.0)
+    assert (found.tokens, found.long_of_all, found.key_tokens, found.long) == (20, 69.5, 10, 64.5)
