@@ -12,7 +12,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -164,56 +164,59 @@ def evaluator_losses(flags: Namespace, opened: Opened, questions: Questions, wor
         return read_all(model, questions.pieces, questions.short_context, bar.update)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Evaluation:
-    """The answers; JSON has the same names."""
+    """The answers so far; JSON has the same names."""
 
-    loss_by_position: list[Bucket]
-    key_tokens: KeyTokens | None
-    tasks: list[Result]
+    loss_by_position: list[Bucket] = field(default_factory=list)
+    key_tokens: KeyTokens | None = None
+    tasks: list[Result] = field(default_factory=list)
 
 
-def evaluate(flags: Namespace, opened: Opened, questions: Questions, world: World) -> Evaluation:
+def evaluate(flags: Namespace, opened: Opened, questions: Questions, world: World, found: Evaluation) -> None:
+    """Add the answers to `found` one after the other, so that an error in the tasks leaves the losses there."""
     theirs = evaluator_losses(flags, opened, questions, world) if flags.evaluator else None
     gc.collect()  # the evaluator's weights are gone before the model's are read
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     longest = max(questions.longest, questions.longest_cached)
     model = load(opened, longest, questions.longest_cached, world, flags.memory_budget)
-    buckets, found = [], None
     if questions.pieces:
         with tqdm(total=len(questions.pieces), desc="loss", unit="text") as bar:
             ours = read_all(model, questions.pieces, None if theirs else questions.short_context, bar.update)
-        theirs, buckets = theirs or ours, by_position(questions.pieces, ours.long)
+        theirs = theirs or ours
+        found.loss_by_position = by_position(questions.pieces, ours.long)
         limits = questions.short_context, questions.margin, questions.ceiling
-        found = key_token_losses(questions.pieces, ours.long, theirs.long, theirs.short, *limits)
-    return Evaluation(buckets, found, judge_all(model, opened, questions))
+        found.key_tokens = key_token_losses(questions.pieces, ours.long, theirs.long, theirs.short, *limits)
+    judge_all(model, opened, questions, found.tasks)
 
 
-def judge_all(model: Transformer, opened: Opened, questions: Questions) -> list[Result]:
+def judge_all(model: Transformer, opened: Opened, questions: Questions, results: list[Result]) -> None:
+    """Add the results to `results`, each when all its samples are judged."""
     asked = sum(samples.count for samples in questions.samples if samples.size)
-    results = []
     with tqdm(total=asked, desc="tasks", unit="sample", disable=not asked) as bar:
         for samples in questions.samples:
             bar.set_postfix_str(f"{samples.name} {samples.length:,}")
             answer = lambda ids, count: [*write(model, ids, count, opened.stop_ids)]  # noqa: E731
             results.append(judge(answer, samples, bar.update))
-    return results
 
 
 def format_tasks(results: Sequence[Result]) -> str:
     """Scores by task and length, of needles also by depth."""
     lengths = sorted({result.length for result in results})
+    names = [*dict.fromkeys(result.task for result in results)]
     lines = ["share of the asked words found, by tokens of the prompt"]
     lines.append(f"{'':<28}" + "".join(f"{length:>9,}" for length in lengths))
-    for name in dict.fromkeys(result.task for result in results):
-        of_task = {result.length: result for result in results if result.task == name}
-        lines.append(_row(name, [of_task[length].score for length in lengths]))
-        for depth in sorted({depth for result in of_task.values() for depth in result.by_depth or ()}):
-            scores = [(of_task[length].by_depth or {}).get(depth) for length in lengths]
-            lines.append(_row(f"  at depth {depth:.0%}", scores))
+    for name in names:
+        scores = {result.length: result.score for result in results if result.task == name}
+        by_depth = {result.length: result.by_depth or {} for result in results if result.task == name}
+        lines.append(_row(name, [scores.get(length) for length in lengths]))
+        for depth in sorted({depth for of_length in by_depth.values() for depth in of_length}):
+            lines.append(_row(f"  at depth {depth:.0%}", [by_depth.get(length, {}).get(depth) for length in lengths]))
     if any(result.score is None for result in results):
         lines.append("-: too short for the task with this tokenizer")
+    if len(results) < len(names) * len(lengths):
+        lines.append("-: of the last task: not finished")
     return "\n".join(lines)
 
 
@@ -246,7 +249,9 @@ def draw(folder: Path, content: dict, earlier: Sequence[tuple[str, dict]]) -> No
 
 def report(flags: Namespace, questions: Questions, found: Evaluation, earlier: Sequence[tuple[str, dict]]) -> None:
     """Write JSON, print the tables, draw the pictures."""
-    text = json.dumps({"settings": vars(flags), "torch": torch.__version__, **asdict(found)}, indent=1, default=str)
+    content = {"settings": vars(flags), "torch": torch.__version__, **asdict(found)}
+    content["is_complete"] = len(found.tasks) == len(questions.samples)
+    text = json.dumps(content, indent=1, default=str)
     if flags.output_dir:
         (flags.output_dir / "evaluation.json").write_text(text + "\n")
     columns = [(name, {row["first"]: row["loss"] for row in one["loss_by_position"]}) for name, one in earlier]
@@ -272,8 +277,12 @@ def main(argv: list[str]) -> None:
     with join_world(flags.device) as world:
         opened = open_folder(flags.checkpoint, flags, world.device)
         questions = make_questions(flags, opened)
-        found = evaluate(flags, opened, questions, world)
-    report(flags, questions, found, earlier)
+        found = Evaluation()
+        try:
+            evaluate(flags, opened, questions, world, found)
+        finally:  # also of an evaluation that ends early, as when memory runs out in the tasks
+            if found.loss_by_position or found.tasks:
+                report(flags, questions, found, earlier)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from model import Transformer
 from tests.checkpoints import save_checkpoint
@@ -62,6 +63,7 @@ def test_losses_and_tasks_of_a_checkpoint(folders, tmp_path, capsys):
         ("needle", 150): None, ("needle", 300): 0, ("needle", 450): 0,
         ("frequent_words", 150): None, ("frequent_words", 300): None, ("frequent_words", 450): 0,
     }  # fmt: skip
+    assert found["is_complete"]
     names = sorted(file.name for file in (tmp_path / "first").iterdir())
     assert names == ["evaluation.json", "loss_by_position.png", "needles.png", "tasks.png"]
     out = capsys.readouterr().out
@@ -78,6 +80,28 @@ def test_a_model_that_answers_scores_one(folders, tmp_path, monkeypatch, capsys)
     assert code == 0 and found["loss_by_position"] == [] and len(found["tasks"]) == 5
     assert all(row["score"] == 1 and row["samples"] == 6 for row in found["tasks"])
     assert capsys.readouterr().out.count("     1.00") == 5 + 2 * 5
+
+
+def test_what_was_finished_before_memory_ran_out_is_written(folders, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def answer(*arguments):
+        asked.append(arguments)
+        if len(asked) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.\nMore of it.")
+        return oracle(*arguments[1:3])
+
+    monkeypatch.setattr(command, "write", lambda model, ids, count, stop_ids: answer(model, ids, count))
+    flags = "--samples", "1", "--tasks", "needle", "variable_tracking", "--lengths", "1000", "1200"
+    assert run(folders["full"], tmp_path, "--sequences", "2", *flags) == (1, None)
+    found = json.loads((tmp_path / "evaluation.json").read_text())
+    scores = [(row["task"], row["length"], row["score"]) for row in found["tasks"]]
+    assert scores == [("needle", 1000, 1), ("needle", 1200, 1), ("variable_tracking", 1000, 1)]
+    assert found["loss_by_position"] and found["key_tokens"] and not found["is_complete"]
+    out, error = capsys.readouterr()
+    assert "128 to 255" in out and "-: of the last task: not finished" in out
+    assert ["variable_tracking", "1.00", "-"] in map(str.split, out.splitlines())
+    assert error.splitlines()[-1] == "error: CUDA out of memory. Tried to allocate 9.00 GiB."
 
 
 @pytest.mark.parametrize(
@@ -100,7 +124,7 @@ def test_a_model_that_answers_scores_one(folders, tmp_path, monkeypatch, capsys)
 def test_bad_input_is_one_line(flags, message, folders, tmp_path, capsys):
     assert run(folders["full"], tmp_path, *flags) == (1, None)
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(error) == 1 and message in error[0]
+    assert len(error) == 1 and message in error[0] and not (tmp_path / "evaluation.json").exists()
 
 
 def test_without_matplotlib_a_line_says_so(folders, tmp_path, monkeypatch, capsys):
