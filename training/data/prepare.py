@@ -7,6 +7,7 @@ made again, so that a run which was stopped goes on, and one after a correction 
 
 import contextlib
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -38,6 +39,7 @@ from training.errors import UserError
 
 PART_BYTES = 2**24  # of text
 OURS = re.compile(r"part-[0-9a-f]{16}\.(tokens|documents|json)(\.new)?")
+GOES_ON = "mend that, as by making room, and the same command goes on from here"
 
 # Of a file: (path, its bytes, its time of change in ns, first byte, byte behind the last, number of the first line).
 Piece = tuple[str, int, int, int, int, int]
@@ -231,18 +233,21 @@ def _make_part(path: Path, pieces: list[Piece]) -> dict:
         }  # fmt: skip
         _write(path.with_suffix(".json"), json.dumps({"pieces": pieces, "summary": summary}).encode())
     except OSError as error:
-        raise UserError(f"cannot make {path}: {error.strerror}; the same command goes on from here") from None
+        raise UserError(f"cannot make {path}: {error.strerror}; {GOES_ON}") from None
     return summary
 
 
 def _write(file: Path, content: bytes) -> None:
-    """A file that is either complete, on the disk, or not there."""
+    """A file that is either complete, on the disk, or not there. Raises UserError, as of a full disk."""
     new = file.with_name(file.name + ".new")
-    with new.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    new.rename(file)
+    try:
+        with new.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        new.rename(file)
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}; {GOES_ON}") from None
 
 
 def histogram(lengths: np.ndarray) -> str:
@@ -274,5 +279,7 @@ def draw_histogram(lengths: np.ndarray, file: Path) -> bool:
     axes.hist(lengths, bins.tolist(), weights=lengths / lengths.sum())
     axes.set(xscale="log", xlabel="tokens in a document", ylabel="share of all tokens")
     axes.set_title(f"{len(lengths):,} documents, {lengths.sum():,} tokens")
-    figure.savefig(file)
+    picture = io.BytesIO()
+    figure.savefig(picture)
+    _write(file, picture.getvalue())
     return True

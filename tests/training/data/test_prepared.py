@@ -125,6 +125,26 @@ def test_preparing_goes_on_where_it_stopped_and_names_bad_lines(tmp_path, corpus
         prepare(corpus, tmp_path / "set", "bytes")
 
 
+def test_a_full_disk_is_a_line(tmp_path, corpus, one_process, capsys):
+    """At set.json, a file of a part and the picture; what is written goes through a link to /dev/full."""
+    folder, source = tmp_path / "set", corpus / "0.txt"
+    command = ["prepare", str(source), str(folder), "--tokenizer", "bytes"]
+    expected = prepare(source, folder, "bytes")
+    part = expected["parts"][0]["name"]
+    for name in (f"{part}.json", "set.json", "lengths.png"):
+        for file in (folder / name, folder / "set.json"):
+            file.unlink(missing_ok=True)
+        new = folder / f"{name}.new"
+        new.symlink_to("/dev/full")
+        assert main(command) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"error: cannot write {folder / name}: No space left on device; mend that")
+        assert not (folder / name).exists()
+        new.unlink()
+        new.write_bytes(b"half")
+        assert main(command) == 0 and prepare(source, folder, "bytes") == expected and not new.exists()
+
+
 def test_workers_make_the_same_set(tmp_path, corpus, one_process, monkeypatch, capfd):
     """Two real processes; an error of theirs is a line, and what they made before it is kept."""
     expected = prepare(corpus, tmp_path / "one", "bytes")
