@@ -67,9 +67,9 @@ def only_run_in(output_dir: Path) -> Iterator[None]:
             ) from None
         except OSError as error:
             logger.warning("%s has no locks (%s): take care that no other run writes there", output_dir, error)
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+        with contextlib.suppress(OSError):  # on a full disk the lock has no number, and holds
+            file.truncate(0)
+            os.write(file.fileno(), f"{os.getpid()}\n".encode())
         yield
 
 

@@ -268,6 +268,12 @@ def test_two_runs_in_one_folder_refuse_each_other(tmp_path):
         pass
 
 
+def test_a_run_has_its_lock_on_a_full_disk(tmp_path):
+    (tmp_path / ".lock").symlink_to("/dev/full")
+    with only_run_in(tmp_path):
+        pass
+
+
 def shard(model, mesh, placements):
     for module, name in ((model.embed_tokens, "weight"), (model.norm, "weight")):
         setattr(module, name, nn.Parameter(distribute_tensor(getattr(module, name).detach(), mesh, placements)))
