@@ -57,7 +57,7 @@ def prepare(source: Path, out: Path, tokenizer: str, reasoning: str = "template"
     if out.is_dir() and any(file.suffix.lower() in SUFFIXES for file in out.iterdir()):
         raise UserError(f"{out} has text in it, which its set would hide from --data; choose another folder")
     with only_run_in(out):
-        parts = {_name_of(pieces, identity, reasoning): pieces for pieces in _plan(files)}
+        parts = _find_parts(files, identity, reasoning)
         if (out / INDEX).exists():
             store = PreparedStore(out, opened, opened.vocab_size)
             summaries = {name: _read_part(out / name) for name in parts}
@@ -96,6 +96,21 @@ def _hash_of_templates(tokenizer) -> str:
 def _name_of(pieces: list[Piece], identity: str, reasoning: str) -> str:
     content = {"format": FORMAT, "pieces": pieces, "identity": identity, "reasoning": reasoning}
     return f"part-{hashlib.sha256(canonical(content)).hexdigest()[:16]}"
+
+
+def _bytes_of(pieces: list[Piece]) -> int:
+    return sum(piece[4] - piece[3] for piece in pieces)
+
+
+def _find_parts(files: list[Path], identity: str, reasoning: str) -> dict[str, list[Piece]]:
+    """The parts by their names, with a progress bar: .jsonl files are read for the ends of their lines."""
+    parts = {}
+    total = sum(file.stat().st_size for file in files)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="finding lines", leave=False) as progress:
+        for pieces in _plan(files):
+            parts[_name_of(pieces, identity, reasoning)] = pieces
+            progress.update(_bytes_of(pieces))
+    return parts
 
 
 def _plan(files: list[Path]) -> Iterator[list[Piece]]:
@@ -143,19 +158,18 @@ def _make_parts(
     missing = [name for name in parts if name not in done]
     if not missing:
         return made
-    bytes_of = {name: sum(piece[4] - piece[3] for piece in pieces) for name, pieces in parts.items()}
-    total, before = sum(bytes_of.values()), sum(bytes_of[name] for name in done)
+    total, before = sum(map(_bytes_of, parts.values())), sum(_bytes_of(parts[name]) for name in done)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core is parallel enough
     context = multiprocessing.get_context("forkserver")
     pool = ProcessPoolExecutor(min(workers, len(missing)), context, _open_reader, settings)
     try:
-        with tqdm(total=total, initial=before, unit="B", unit_scale=True) as progress:
+        with tqdm(total=total, initial=before, unit="B", unit_scale=True, desc="tokenizing") as progress:
             tasks: dict[Future[dict], str] = {}
             tasks |= {pool.submit(_make_part, out / name, parts[name]): name for name in missing}
             for task in as_completed(tasks):
                 made[tasks[task]] = task.result()
                 progress.set_postfix(tokens=f"{sum(part['tokens'] for part in made.values()):,}")
-                progress.update(bytes_of[tasks[task]])
+                progress.update(_bytes_of(parts[tasks[task]]))
     except BrokenProcessPool:
         raise UserError(
             "a worker was killed, as when memory runs out: the same command with fewer --workers goes on"

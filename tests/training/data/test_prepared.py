@@ -86,7 +86,10 @@ def test_a_prepared_set_has_what_is_read_directly(tmp_path, corpus, one_process,
     assert open_stores([str(tmp_path / "again")], tokenizer, 300)[0].identity == prepared.identity
     file = tmp_path / "tokenizer" / "tokenizer.json"  # the same, spelled otherwise
     assert main(["prepare", str(corpus), str(tmp_path / "set"), "--tokenizer", str(file)]) == 0
-    assert "12 documents" in capsys.readouterr().out and (tmp_path / "set" / "lengths.png").stat().st_size > 1000
+    out, error = capsys.readouterr()
+    size = sum(file.stat().st_size for file in corpus.iterdir())
+    assert f"0.00/{size} " in error.partition("finding lines:")[2].partition("tokenizing:")[0]
+    assert "12 documents" in out and (tmp_path / "set" / "lengths.png").stat().st_size > 1000
 
 
 def test_preparing_goes_on_where_it_stopped_and_names_bad_lines(tmp_path, corpus, one_process, monkeypatch):
