@@ -31,6 +31,8 @@ def run(result: Path, *words: object) -> None:
     start = time.monotonic()
     print("\n$ python " + " ".join(command[1:]), flush=True)
     if subprocess.run(command).returncode:
+        if result.is_file():  # of an evaluation that ended early
+            result.unlink()
         sys.exit("the command above failed: nothing after it was run")
     print(f"({time.monotonic() - start:.0f} s)", flush=True)
 
