@@ -280,6 +280,8 @@ def time_saving(
                 step(batches, saver.before_update)
                 synchronize(world)
                 every.append(time.perf_counter() - began)
+                if world.is_main:
+                    print(f"{'a save beside it' if saving else 'nothing saved'}: {every[-1]:.2f} s", file=sys.stderr)
             wait_for_save(saver)
             peaks[saving] = resident_bytes("VmHWM")
         size = size_on_disk([folder])
