@@ -67,7 +67,8 @@ class Kernel(NamedTuple):
         backward_together: dout, q, k, v, out, log-sum-exp, begins, longest -> dq, dk, dv.
         workspace_rows: memory that backward allocates for itself, as a multiple of q's: float32 dq, dk, dv of each
             query head. Measured.
-        rows_together: the same of backward_together, besides the float32 dq of SPACING tokens a document.
+        rows_together: the same of backward_together, besides the float32 dq of SPACING tokens a document: float32 dq,
+            and dk and dv of each query head in bf16.
         longest_together: tokens of the longest document that does not attend alone.
         length_step: tokens; see `rounded_length`, for documents that attend alone.
     """
@@ -187,7 +188,7 @@ def _flash_attn_4_lengths(begins: Tensor | None = None, longest: int = 0) -> dic
     return {"cu_seqlens_q": begins, "cu_seqlens_k": begins, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
-_FLASH = Kernel(_flash_forward, _flash_backward, _flash_forward_together, _flash_backward_together, 6, 6)
+_FLASH = Kernel(_flash_forward, _flash_backward, _flash_forward_together, _flash_backward_together, 6, 4)
 KERNELS = {
     "cudnn": _FLASH._replace(
         forward=_cudnn_forward,

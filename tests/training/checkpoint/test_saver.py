@@ -3,6 +3,7 @@
 import logging
 import math
 import shutil
+import sys
 import time
 
 import pytest
@@ -112,6 +113,13 @@ def test_nothing_is_written_that_is_not_finite(tmp_path):
             ):
                 save(tmp_path, 2, weights=weights)
     assert steps_in(tmp_path) == ["step_00000001"]
+
+
+def test_threads_of_a_save_get_pythons_lock_soon(tmp_path, monkeypatch):
+    usual, seen = sys.getswitchinterval(), []
+    monkeypatch.setattr(saver, "flush", lambda path: (seen.append(sys.getswitchinterval()), files.flush(path)))
+    save(tmp_path, 1)
+    assert seen == pytest.approx([saver.SWITCH_SECONDS] * len(seen)) and seen and sys.getswitchinterval() == usual
 
 
 def free_bytes(monkeypatch, free):
