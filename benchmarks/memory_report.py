@@ -103,15 +103,16 @@ def packed_documents() -> list[list[str]]:
     for run in step_runs(packed=True):
         for setting, result in run["results"].items():
             timed = result["seconds_of_each_step"][-result.get("timed_steps", run["steps"] - 1) :]
-            rows[run["ranks"], run["context_length"], setting] = [  # the last run's
-                str(run["ranks"]), f"{run['context_length']:,}", cap(setting),
+            mean = run.get("mean_length")
+            rows[run["ranks"], run["context_length"], mean or math.inf, setting] = [  # the last run's
+                str(run["ranks"]), f"{run['context_length']:,}", f"mean {mean:,}" if mean else "files", cap(setting),
                 ", ".join(f"{seconds:.1f}" for seconds in timed),
                 differing(result["predicted_seconds"], result["seconds"]), f"{result['seconds']:.2f}",
                 differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
                 f"{result['mfu']:.1%}", date(run),
             ]  # fmt: skip
-    header = ["GPUs", "context", "cap", "timed steps, s", "mean s a step, predicted", "measured", "peak GiB, predicted",
-              "measured", "MFU", "date, commit"]  # fmt: skip
+    header = ["GPUs", "context", "documents", "cap", "timed steps, s", "mean s a step, predicted", "measured",
+              "peak GiB, predicted", "measured", "MFU", "date, commit"]  # fmt: skip
     return [header, *(rows[key] for key in sorted(rows))]
 
 
