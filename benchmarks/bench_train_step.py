@@ -35,6 +35,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -67,6 +68,7 @@ LONGEST_REPEATED, WARM_UP_TOKENS = 131_072, 16_384
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_size", default="4B", choices=MODEL_SIZES)
+    parser.add_argument("--num_layers", type=int, help="of the model's; default: all")
     parser.add_argument("--context_length", type=int, default=131_072)
     parser.add_argument("--settings", nargs="+", default=["auto", "checkpointing", "peer"])
     parser.add_argument("--host_budget", help="of settings with a memory budget")
@@ -93,6 +95,8 @@ def main() -> None:
         needed = 2 * (2 + 12) * MODEL_SIZES[arguments.model_size].num_parameters() + 2 * SPARE_BYTES
         if (free := shutil.disk_usage(arguments.save_to).free) < needed:
             parser.error(f"--save_to needs {needed / GIB:.0f} GiB for two checkpoints, its disk has {free / GIB:.0f}")
+    if arguments.num_layers is not None and arguments.num_layers < 1:
+        parser.error("--num_layers must be at least 1")
     if arguments.mean_length is not None and (arguments.mean_length < 2 or not arguments.packed):
         parser.error("--mean_length must be at least 2, and needs --packed")
     results = {}
@@ -107,7 +111,8 @@ def main() -> None:
             return
         columns = [name for name in next(iter(results.values())) if name not in ("plan", "saving")]
         print_table(
-            f"one step, {arguments.model_size}, {arguments.context_length} tokens, {world.size} GPUs, "
+            f"one step, {arguments.model_size}, {shape_of(arguments).num_hidden_layers} layers, "
+            f"{arguments.context_length} tokens, {world.size} GPUs, "
             f"{world.context_size} of which share a sequence, {world.tensor_size} a matrix",
             ["", *columns],
             [[name, *(values[column] for column in columns)] for name, values in results.items()],
@@ -117,6 +122,12 @@ def main() -> None:
                 print_table(f"{setting}: a checkpoint beside each step", ["", "value"], [*values["saving"].items()])
         settings = {"ranks": world.size, **vars(arguments), "save_to": str(arguments.save_to or "")}
         print_json("train_step", world.device, **settings, results=results)
+
+
+def shape_of(arguments: argparse.Namespace) -> ModelConfig:
+    """The model's, of as many layers as are asked for."""
+    shape = MODEL_SIZES[arguments.model_size]
+    return replace(shape, num_hidden_layers=arguments.num_layers or shape.num_hidden_layers)
 
 
 def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list[list[Batch]]]:
@@ -170,7 +181,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
     Seconds are NaN where memory runs out.
     """
     on_gpu, plan, saving = world.device.type == "cuda", None, {}
-    config = MODEL_SIZES[arguments.model_size]
+    config = shape_of(arguments)
     communication: list[dict] = []
     losses, every, timed = [], [], steps[len(steps) // 2 :] if arguments.packed else steps[-1:]
     try:
@@ -243,7 +254,7 @@ def our_step(
         host_budget=None if placement == "checkpointing" else arguments.host_budget,
     )
     settings.memory_budget = resolve_memory_budget(settings, world.device)  # refuses one on a CPU
-    model_config = choose_model(settings)
+    model_config = replace(choose_model(settings), num_hidden_layers=shape_of(arguments).num_hidden_layers)
     configure_machine(settings, model_config, world)
     documents = max(map(documents_of, steps), key=lambda documents: documents.longest)
     with mock.patch.object(Plan, "arena_bytes", property(arena_bytes)):

@@ -1,0 +1,82 @@
+"""Attention to everything, one document, forward and backward: `python -m benchmarks.bench_attention`.
+
+`--tokens 1048576 --heads 4,1,128` is what one of eight GPUs that share a sequence of a million tokens does in each
+layer of the 4B. A row for each kernel that is installed; first they are compared with float32 on a short document.
+"""
+
+import functools
+import statistics
+
+import torch
+
+from benchmarks.common import extra_gib, parse_flags, print_json, print_results, require_close, time_once
+from kernels.attention import BACKWARD_FLOPS, attention, attention_flops, attention_reference, choose_backend
+
+
+def main() -> None:
+    arguments = parse_flags(
+        __doc__,
+        cpu_tokens=512,
+        heads={"default": "32,8,128", "help": "query heads, key/value heads, head_dim"},
+        backends={"nargs": "+", "default": [], "help": "of kernels.attention; default: those that are installed"},
+        repeats={"type": int, "default": 5},
+    )
+    device, shape = arguments.device, [int(part) for part in arguments.heads.split(",")]
+    results = {}
+    for backend in arguments.backends or installed(device):
+        check(backend, shape, device)
+        results[backend] = bench(backend, arguments.tokens, shape, arguments.repeats, device)
+    print_results(f"attention, {arguments.tokens} tokens, heads {arguments.heads}", results)
+    settings = {"tokens": arguments.tokens, "heads": arguments.heads}
+    print_json("attention", device, **settings, results=results)
+
+
+def installed(device: torch.device) -> list[str]:
+    found = ["cudnn", "flash"] if device.type == "cuda" else ["cpu"]
+    try:
+        return [*found, choose_backend("flash-attn-4", device)]
+    except ValueError as error:
+        print(error)
+        return found
+
+
+def make(tokens: int, shape: list[int], device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Random q, k and v, and the gradient of the output."""
+    torch.manual_seed(0)
+    H, G, K = shape
+    q, k, v, dout = (torch.randn(1, tokens, n, K, device=device, dtype=torch.bfloat16) for n in (H, G, G, H))
+    return [x.requires_grad_() for x in (q, k, v)], dout
+
+
+def check(backend: str, shape: list[int], device: torch.device) -> None:
+    """Exit where the kernel differs from attention in float32."""
+    inputs, dout = make(777, shape, device)
+    found = {}
+    for name in (backend, "exact"):
+        leaves = [x.detach().to(torch.float32 if name == "exact" else x.dtype).requires_grad_() for x in inputs]
+        out = attention_reference(*leaves) if name == "exact" else attention(*leaves, backend=name)
+        found[name] = [out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
+    require_close(f"attention by {backend}", found[backend], found["exact"], 2e-2)
+
+
+def bench(backend: str, tokens: int, shape: list[int], repeats: int, device: torch.device) -> dict[str, float]:
+    inputs, dout = make(tokens, shape, device)
+    forward = functools.partial(attention, *inputs, backend=backend)
+    out = forward()
+    backward = functools.partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
+    backward()
+    forward_ms, backward_ms = (
+        statistics.median(time_once(run, device) for _ in range(repeats)) for run in (forward, backward)
+    )
+    flops = attention_flops(shape[0], shape[2], tokens * (tokens + 1) / 2)
+    return {
+        "forward_ms": forward_ms,
+        "forward_tflops": flops / forward_ms / 1e9,
+        "backward_ms": backward_ms,
+        "backward_tflops": BACKWARD_FLOPS * flops / backward_ms / 1e9,
+        "backward_extra_gib": extra_gib(backward, device),
+    }
+
+
+if __name__ == "__main__":
+    main()
