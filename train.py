@@ -79,6 +79,7 @@ logger = logging.getLogger("train")
 PROMPT_TOKENS = 64
 LONG_STEP_SECONDS = 5.0  # in longer steps the ranks agree between blocks whether to stop,
 LOOK_SECONDS = 0.5  # about so often where blocks are shorter: the host waits for the GPU there
+LONG_FIRST_STEP_SECONDS = 60.0  # of which compiling kernels is a small part
 SAVED_BYTES_PER_SECOND = 5e8  # a slow disk's, before the first checkpoint has been measured
 HANG_SECONDS = 600.0  # without an end of a step, or ten times as long as the last one where that is more
 RETRY_SECONDS = 60  # from a checkpoint that failed to the next attempt
@@ -250,6 +251,7 @@ class Run:
     saved_at: float  # when that was begun
     step_seconds: float  # of the last step; of the first what the plan predicts, 0 without one
     look_seconds: float = 0.0  # from a signal to the end of such a step, at most
+    has_promised: bool = False  # said within how many seconds a signal saves and ends the run
     skipped: int = 0  # steps whose loss or gradient was not finite
     stopped: bool = False
     recent_losses: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=100))
@@ -484,7 +486,8 @@ def save_if_due(run: Run, values: dict) -> None:
     run.stopped = signals > 0
     if run.metrics is not None:
         run.metrics.write(**values)
-        if run.done == run.start.step + 2:  # the first step of a run compiles kernels
+        if not run.has_promised and (run.done > run.start.step + 1 or seconds > LONG_FIRST_STEP_SECONDS):
+            run.has_promised = True
             size = checkpoint_bytes(config, run.model_config, world.device)
             save_seconds = run.saver.seconds or size / SAVED_BYTES_PER_SECOND
             promise_shutdown(run.look_seconds, save_seconds if config.save != "none" else 0.0)
