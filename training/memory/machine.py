@@ -121,7 +121,6 @@ class Rates:
     choice_flops: float = 270e12  # of choosing blocks: their scores, and the highest of these
     # Bytes each way between GPUs of one host in an exchange of heads, the copies that order them included.
     gpu_link_bytes: float = 170e9
-    # Estimates, which no run on a GPU has confirmed.
     together_forward_flops: float = 570e12 * 0.58
     together_backward_flops: float = 535e12 * 0.58
 
