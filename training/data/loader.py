@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from model import IGNORE_INDEX, Documents, find_documents
-from training.data.packing import Packing, Piece, Stream, deal
+from training.data.packing import Packing, Piece, Stream, deal, padding_lengths
 from training.data.tokens import Store
 from training.errors import UserError
 
@@ -22,7 +22,7 @@ class Batch:
     # int64 [B, T], already shifted: position t is trained to predict targets[b, t]. -100 where nothing is predicted: a
     # token of a prompt or of padding, the next document's first token, and what lies behind the last position.
     targets: torch.Tensor
-    documents: Documents  # which tokens see each other; padding is a document of its own
+    documents: Documents  # which tokens see each other; padding is documents as of `padding_lengths`
     num_valid_tokens: int  # number of targets that are not -100
 
     def slice(self, rank: int, size: int) -> "Batch":
@@ -68,7 +68,8 @@ def make_batch(store: Store, sequences: list[list[Piece]], context_length: int) 
             targets[row, position : end - 1] = np.where(is_masked[1:], IGNORE_INDEX, ids[1:])
             document_ids[row, position:end] = segment
             position = end
-        document_ids[row, position:] = len(pieces)
+        padding = padding_lengths(context_length - position)
+        document_ids[row, position:] = len(pieces) + np.repeat(np.arange(len(padding)), padding)
     input_ids, targets, document_ids = map(torch.from_numpy, (input_ids, targets, document_ids))
     return Batch(input_ids, targets, find_documents(document_ids), int((targets != IGNORE_INDEX).sum()))
 
@@ -137,9 +138,9 @@ class PackedLoader:
     def _make(self, first: int, micro_batches: int) -> list[Batch]:
         indices = range(first, first + micro_batches * self.batch_size * self.world_size)
         sequences = [self.pieces(index) for index in indices]
-        # Of tokens that attend to each other; padding is a document of its own.
+        # Of tokens that attend to each other.
         lengths = [[stop - start for _, start, stop in pieces] for pieces in sequences]
-        lengths = [[*each, self.packing.context_length - sum(each)] for each in lengths]
+        lengths = [[*each, *padding_lengths(self.packing.context_length - sum(each))] for each in lengths]
         pairs = np.array([sum(n * (n + 1) // 2 for n in each) for each in lengths])
         own = deal(pairs, self.world_size)[:, self.rank].reshape(micro_batches, self.batch_size)
         length = self.packing.context_length

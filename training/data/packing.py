@@ -4,6 +4,7 @@ A piece (document, start, stop) is the tokens at positions start .. stop - 1 of 
 """
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,6 +13,7 @@ import numpy as np
 from training.errors import UserError
 
 PACKINGS = ("best_fit", "concatenate")
+PADDING_TOKENS = 1024  # of a document of padding at most: long ones would cost attention as others do
 Piece = tuple[int, int, int]
 
 
@@ -31,6 +33,11 @@ class Packing(Protocol):
 def check_context_length(context_length: int) -> None:
     if context_length < 2:
         raise UserError(f"context_length must be at least 2 (a token and the one it predicts): {context_length}")
+
+
+def padding_lengths(count: int) -> list[int]:
+    """Of `count` tokens of padding, which are documents of PADDING_TOKENS, the last perhaps shorter."""
+    return [min(PADDING_TOKENS, count - start) for start in range(0, count, PADDING_TOKENS)]
 
 
 def deal(costs: np.ndarray, num_ranks: int) -> np.ndarray:
@@ -187,13 +194,15 @@ class BestFitPacking:
         return list(zip(*(x.tolist() for x in (self._document[chosen], starts, starts + self._sizes[chosen]))))
 
     def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """As of ConcatenatedPacking; the padding of a sequence counts as a document behind the others."""
+        """As of ConcatenatedPacking; a sequence's documents of padding are behind all others."""
         _, sequences = self._draw(0)
         taken = np.argsort(sequences)  # by sequence, when it is taken
         sizes, of_piece = self._sizes[self._places], np.repeat(taken, np.diff(self._borders))
         free = self.context_length - np.add.reduceat(sizes, self._borders[:-1])
-        is_padded = free > 0
-        return np.concatenate([sizes, free[is_padded]]), np.concatenate([of_piece, taken[is_padded]])
+        padding = [padding_lengths(count) for count in free.tolist()]
+        counts = [len(each) for each in padding]
+        sizes = np.concatenate([sizes, np.fromiter(itertools.chain(*padding), sizes.dtype)])
+        return sizes, np.concatenate([of_piece, np.repeat(taken, counts)])
 
     def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """For each place in the order of sizes the piece that has it, and for each index the epoch's sequence."""

@@ -149,6 +149,16 @@ def test_lengths_of_packed_documents_are_those_of_the_batches():
         assert sorted(batch.documents.lengths) == sorted(lengths[sequences == index].tolist())
 
 
+def test_padding_is_short_documents(monkeypatch):
+    """Of 4 tokens at most, where a document has 8, its end included; a sequence of padding alone likewise."""
+    monkeypatch.setattr("training.data.packing.PADDING_TOKENS", 4)
+    loader = make_loader(make_documents([7, 7, 7]), 15, 1, packing=BestFitPacking)
+    assert loader.next_step()[0].documents.lengths == [8, 4, 3]
+    assert loader.document_lengths()[0].tolist() == [8, 8, 8] + 3 * [4, 3]
+    [batch] = validation_batches(TokenStore(make_documents([7]), EOS), 8, 1, rank=1, world_size=2)
+    assert batch.num_valid_tokens == 0 and batch.documents.lengths == [4, 4]
+
+
 @pytest.mark.parametrize("size", [1, 2, 6])
 def test_slices_of_a_shared_sequence_make_up_the_whole(size):
     for documents in ([3, 30, 1, 11], [60]):  # packed, and one document a sequence
