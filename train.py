@@ -249,7 +249,7 @@ class Run:
     validation_loss: float | None
     saved: int  # the step of the last checkpoint
     saved_at: float  # when that was begun
-    step_seconds: float  # of the last step; of the first what the plan predicts, 0 without one
+    step_seconds: float  # of the last step; of the first what is predicted, 0 on a CPU
     look_seconds: float = 0.0  # from a signal to the end of such a step, at most
     has_promised: bool = False  # said within how many seconds a signal saves and ends the run
     skipped: int = 0  # steps whose loss or gradient was not finite
@@ -372,7 +372,7 @@ def set_up(
         metrics, progress, watchdog, received, LooksBetweenBlocks(model.layers, received), done=start.step,
         tokens=start.tokens, position=loader.state_dict(), validation_loss=start.validation_loss,
         saved=start.step, saved_at=time.monotonic(),
-        step_seconds=world.min(plan.seconds)[0] if config.memory_budget is not None else 0.0,
+        step_seconds=world.min(plan.seconds)[0] if world.device.type == "cuda" else 0.0,
     )  # fmt: skip
 
 
