@@ -9,6 +9,7 @@ that it has on average over an epoch, padding left out.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
@@ -34,8 +35,9 @@ TRAIN = "import sys, benchmarks.bench_chat_training as bench; sys.exit(bench.tra
 
 def packed(way: str):
     """A context in which chats are packed as train.py packs them, or alone, each in a sequence."""
-    alone = mock.patch("training.data.packing.best_fit", lambda sizes, capacity: np.arange(len(sizes)))
-    return alone if way == "alone" else mock.patch.dict({})
+    if way == "packed":
+        return contextlib.nullcontext()
+    return mock.patch("training.data.packing.best_fit", lambda sizes, capacity: np.arange(len(sizes)))
 
 
 def train(way: str, argv: list[str]) -> int:
@@ -83,6 +85,8 @@ def main() -> None:
     parser.add_argument("--characters", type=int, nargs=2, default=CHARACTERS, help="of a chat, least and most")
     parser.add_argument("--steps", type=int, default=6)
     arguments = parser.parse_args()
+    if arguments.steps < 3 or arguments.folder.exists():
+        parser.error("--steps must be at least 3, of which two are not timed, and the folder must be a new one")
     arguments.folder.mkdir(parents=True)
     chats = arguments.folder / "chats.jsonl"
     write_chats(chats, arguments.chats, arguments.characters)
