@@ -30,7 +30,13 @@ from training.run import choose_model
 
 WAYS = ("packed", "alone")
 CHARACTERS = 4_000, 180_000  # of a chat, about 3.4 a token
-TRAIN = "import sys, benchmarks.bench_chat_training as bench; sys.exit(bench.train(sys.argv[1], sys.argv[2:]))"
+# A process of its own for each run: it keeps what it allocated.
+TRAIN = """
+import runpy, sys
+from benchmarks.bench_chat_training import packed
+with packed(sys.argv.pop(1)):
+    runpy.run_path("train.py", run_name="__main__")
+"""
 
 
 def packed(way: str):
@@ -38,14 +44,6 @@ def packed(way: str):
     if way == "packed":
         return contextlib.nullcontext()
     return mock.patch("training.data.packing.best_fit", lambda sizes, capacity: np.arange(len(sizes)))
-
-
-def train(way: str, argv: list[str]) -> int:
-    """train.py's main, in a process of its own: it keeps what it allocated."""
-    import train
-
-    with packed(way):
-        return train.main(argv)
 
 
 def write_chats(path: Path, count: int, characters: tuple[int, int]) -> None:
