@@ -10,7 +10,7 @@
 5. With `--selected_blocks 16 32` it is judged with `sparse` attention to each number of blocks: what of attention's
    mass they capture, the same weights, and after --adaptation_steps of training with that attention, beside as many
    more steps with attention to everything.
-6. Loss by position and tasks are printed and drawn, all beside one another.
+6. Loss by position and tasks are printed, and drawn where matplotlib is installed, all beside one another.
 
 Each part is one of this repository's commands and is printed. OUT gets the evaluations' JSON and pictures and the runs.
 A part whose result is in OUT is not done again, so that a later command may add the fifth.
@@ -21,6 +21,7 @@ import json
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.common import print_table
@@ -102,8 +103,6 @@ def main() -> None:
 
     found = {name: json.loads((out / name / "evaluation.json").read_text()) for name in names}
     first = found["released"]
-    draw_losses(out / "loss_by_position.png", [(name, one["loss_by_position"]) for name, one in found.items()])
-    draw_tasks(out / "tasks.png", [(name, one["tasks"]) for name, one in found.items()])
     print_table(
         "loss, nats a token, by the number of tokens before it",
         ["positions", *names],
@@ -120,6 +119,9 @@ def main() -> None:
             for i, row in enumerate(first["tasks"])
         ],
     )
+    if find_spec("matplotlib") is not None:
+        draw_losses(out / "loss_by_position.png", [(name, one["loss_by_position"]) for name, one in found.items()])
+        draw_tasks(out / "tasks.png", [(name, one["tasks"]) for name, one in found.items()])
 
 
 if __name__ == "__main__":

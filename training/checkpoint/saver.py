@@ -50,7 +50,7 @@ from training.errors import UserError
 
 logger = logging.getLogger(__name__)
 # After so long a thread that runs Python gives its lock to one that waits for it. A save's threads ask for the lock ten
-# times a block: with Python's 5 ms they would wait for training's thread as long as for the disk.
+# times a block: beside a thread that runs Python all the time, Python's own 5 ms halve their rate.
 SWITCH_SECONDS = 0.0005
 ATTEMPTS, SECONDS_BETWEEN = 20, 30.0  # of a save at the end of a run that the disk refuses: 10 minutes in all
 

@@ -201,7 +201,7 @@ class BestFitPacking:
         free = self.context_length - np.add.reduceat(sizes, self._borders[:-1])
         padding = [padding_lengths(count) for count in free.tolist()]
         counts = [len(each) for each in padding]
-        sizes = np.concatenate([sizes, np.fromiter(itertools.chain(*padding), sizes.dtype)])
+        sizes = np.concatenate([sizes, np.fromiter(itertools.chain.from_iterable(padding), sizes.dtype)])
         return sizes, np.concatenate([of_piece, np.repeat(taken, counts)])
 
     def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
