@@ -306,7 +306,7 @@ def train(given: dict, world: World) -> int:
                 draw_at_end(output_dir)
                 if config.save != "none" and start.checkpoint:
                     clear_leftovers(output_dir)
-                    delete_old(start.checkpoint, config.keep_checkpoints or KEPT_CHECKPOINTS)
+                    delete_old(start.checkpoint, config.keep_checkpoints or KEPT_CHECKPOINTS, start.checkpoint)
             return 0
         if config.show_batch:
             show_next_batch(config, start, model_config, world)

@@ -7,10 +7,10 @@ output_dir/step_00000100/
     rng_0.json, rng_1.json, ...      random generators, one file a rank
     manifest.json                    of every file above its size and checksums (CRC-32), written last
 
-`saver.Saver` writes a checkpoint beside its place under a dotted name, flushes it to disk, verifies and renames it: a
-killed save leaves nothing that looks like one. Nothing in a checkpoint is a pickle, so reading it runs no code. In a
-process group verify_checkpoint and load_optimizer_state are collective: all ranks call them, on a file system that all
-share, and what fails on one is raised on all.
+`saver.Saver` writes a checkpoint beside its place under a dotted name, flushes it to disk, reads it back and renames
+it: a killed save leaves nothing that looks like one. Nothing in a checkpoint is a pickle, so reading it runs no code.
+In a process group verify_checkpoint and load_optimizer_state are collective: all ranks call them, on a file system that
+all share, and what fails on one is raised on all.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ import os
 import random
 import re
 import shutil
+import threading
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -138,18 +139,25 @@ def corrupted(path: Path, name: str) -> UserError:
     return UserError(f"checkpoint {path}: {name} is corrupted (its CRC-32 differs); use another checkpoint")
 
 
-def verify_checkpoint(path: Path, group: dist.ProcessGroup | None = None, *, direct: bool = False) -> None:
+def verify_checkpoint(
+    path: Path, group: dist.ProcessGroup | None = None, *, direct: bool = False, stop: threading.Event | None = None
+) -> float:
     """Compare every byte with the manifest; the tensors are shared out over the ranks of `group`, by default all.
 
     Args:
         direct: whether to read what the disk has, and not what the page cache has; a checkpoint that is to be loaded
             is better read through the cache.
+        stop: once it is set, tensors that are not yet read are left out. They are read in random order.
+
+    Returns:
+        The share of the tensors' blocks that were compared: 1.0, unless `stop` was set.
 
     Raises:
         UserError: one line naming the file that is missing, truncated or corrupted.
     """
     rank, world_size = rank_and_world_size()
-    with failing_together(group):
+    with failing_together(group), contextlib.ExitStack() as opened:
+        parts = []
         for name, blocks in check_files(path).items():
             header = read_header(path / name)
             entries = read_entries(header, path / name)
@@ -159,14 +167,22 @@ def verify_checkpoint(path: Path, group: dist.ProcessGroup | None = None, *, dir
             missing -= sum(math.prod(shape) * entries[tensor].dtype.itemsize for tensor, _, shape, _ in blocks)
             if missing:
                 raise UserError(f"checkpoint {path}: {missing} bytes of {name} were written by nobody")
+            file = opened.enter_context(contextlib.closing(DirectFile(path / name, direct=direct)))
+            parts += [(name, file, entries[block[0]], block) for block in blocks[rank::world_size]]
+        if stop is not None:
+            random.Random().shuffle(parts)  # training's own generator stays as it is
 
-            def check(block, name=name, entries=entries):
-                tensor, offset, shape, crc = block
-                if Block(tensor, tuple(offset), tuple(shape)).crc32(file, entries[tensor]) != crc:
-                    raise corrupted(path, name)
+        def check(part) -> bool:
+            if stop is not None and stop.is_set():
+                return False
+            name, file, entry, (tensor, offset, shape, crc) = part
+            if Block(tensor, tuple(offset), tuple(shape)).crc32(file, entry) != crc:
+                raise corrupted(path, name)
+            return True
 
-            with contextlib.closing(DirectFile(path / name, direct=direct)) as file:
-                in_threads(check, blocks[rank::world_size])
+        compared = in_threads(check, parts)
+    counts = all_gather((sum(compared), len(compared)), group)
+    return sum(n for n, _ in counts) / max(1, sum(n for _, n in counts))
 
 
 def load_optimizer_state(path: Path, state: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -275,22 +291,22 @@ def put_in_place(temporary: Path, final: Path) -> None:
         _delete(replaced)
 
 
-def delete_old(newest: Path, keep: int) -> None:
-    """Of the checkpoints up to `newest`, leave the last `keep` and the one of the lowest validation loss."""
+def delete_old(newest: Path, keep: int, verified: Path | None) -> None:
+    """Of the checkpoints up to `newest`, leave the last `keep`, the one of lowest validation loss, and `verified`."""
     own = _up_to(newest)
     best = _best(own)
     for path in own[:-keep]:
-        if path != best:
+        if path not in (best, verified):
             _delete_checkpoint(path)
 
 
-def make_room(output_dir: Path, needed: int, last: Path | None) -> None:
-    """Where fewer than `needed` bytes are free, delete checkpoints before `last`, the best of them at the end.
+def make_room(output_dir: Path, needed: int, last: Path | None, verified: Path | None) -> None:
+    """Where fewer than `needed` bytes are free, delete checkpoints before `last`, the best at the end, not `verified`.
 
     Raises:
         OSError: that was not enough.
     """
-    older = [path for path in _up_to(last) if path != last] if last else []
+    older = [path for path in _up_to(last) if path not in (last, verified)] if last else []
     best = _best(older)
     for path in sorted(older, key=lambda path: path == best):
         if shutil.disk_usage(output_dir).free < needed:

@@ -6,11 +6,16 @@ State in host memory is written from there. State on a GPU goes through a small 
 its own. Each rank writes its own part of each tensor into the files that all ranks share (`blocks`), with checksums
 taken from the same memory; nothing is gathered. The thread's collectives are of a process group of its own, on gloo:
 they meet no collective of training.
+
+What was written is read back from the disk. Where the next save begins before that is done, and the disk has room for
+it beside the last checkpoint that was read back whole, the rest is not read and that one stays: a disk that writes for
+most of a step has no time to give all of it back. Without that room the next save waits.
 """
 
 import json
 import logging
 import queue
+import shutil
 import sys
 import threading
 import time
@@ -64,6 +69,11 @@ class _Save:
     headers: dict[str, tuple[bytes, int]]  # by file of tensors: (header, size of the whole file)
     blocks: list[tuple[str, Entry, Block, Tensor]]  # (file, whole tensor, where the part belongs, the part)
 
+    @property
+    def size(self) -> int:
+        """Bytes on the disk, of all ranks."""
+        return sum(size for _, size in self.headers.values()) + SPARE_BYTES
+
 
 class Saver:
     """Writes a run's checkpoints: `begin` after an update, `before_update` ahead of the next one, `finish` at the end.
@@ -73,11 +83,13 @@ class Saver:
     Args:
         output_dir: where checkpoints are.
         keep: how many of the last ones to keep, at least 1; the one of the lowest validation loss is kept besides.
-        last: the checkpoint that the run goes on from, if any: where the disk is full, it stays.
+        last: the checkpoint that the run goes on from, if any, every byte of it compared: where the disk is full, it
+            stays.
         companions: small files, as of a tokenizer, and settings that every checkpoint has besides.
 
     Attributes:
         last: the newest checkpoint that was completed here, or the one that was given.
+        verified: the newest of them that was read back whole, or the one that was given.
         error: why the last save failed; None where it did not, or is still going on.
         seconds: that the last save took.
         seconds_read: of them until all of this rank's state was read, and the update could go on.
@@ -89,11 +101,12 @@ class Saver:
         assert keep >= 1, f"keep must be at least 1: got {keep}"
         self.output_dir, self.keep = Path(output_dir), keep
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self.last, self.companions = last, companions
+        self.last, self.verified, self.companions = last, last, companions
         self.error: Exception | None = None
         self.seconds = self.seconds_read = 0.0
         self._thread: threading.Thread | None = None
         self._read = threading.Event()
+        self._next_waits = threading.Event()
         self._is_current = False  # whether the state is still that of the last `begin`
         self._stream: torch.cuda.Stream | None = None  # until a part is on a GPU
         self._staging: queue.SimpleQueue[Tensor] = queue.SimpleQueue()  # pinned buffers, one for each thread
@@ -108,7 +121,7 @@ class Saver:
         optimizer_state: dict[str, dict[str, Tensor]] | None,
         trainer_state: dict,
     ) -> None:
-        """Start to write output_dir/step_<step>, once the save before has ended.
+        """Start to write output_dir/step_<step>, once the save before has ended, which is asked to be quick.
 
         Args:
             step: optimizer steps taken.
@@ -119,6 +132,7 @@ class Saver:
                 is the same on every rank.
             trainer_state: what JSON can hold; its "validation_loss", if there is one, says which checkpoint is best.
         """
+        self._next_waits.set()
         self.wait()
         rank, _ = rank_and_world_size()
         small = {f"rng_{rank}.json": _json(rng_state())}
@@ -179,6 +193,7 @@ class Saver:
     def _start(self) -> None:
         self.error = None
         self._read.clear()
+        self._next_waits.clear()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         self._thread = threading.Thread(target=self._run, args=(self._save,), daemon=True)
@@ -198,7 +213,6 @@ class Saver:
         try:
             self.last = self._write(save)
             self.seconds = time.monotonic() - began
-            logger.info("checkpoint: %s", self.last)
         except Exception as error:
             self.error = error
             if rank_and_world_size()[0] == 0:
@@ -217,8 +231,7 @@ class Saver:
                 if rank == 0:
                     self.output_dir.mkdir(parents=True, exist_ok=True)
                     clear_leftovers(self.output_dir)
-                    size = sum(size for _, size in save.headers.values()) + SPARE_BYTES
-                    make_room(self.output_dir, size, self.last)
+                    make_room(self.output_dir, save.size, self.last, self.verified)
                     temporary.mkdir()
                     for file, (header, size) in save.headers.items():
                         sizes[file] = write_file(temporary / file, header, size)
@@ -226,25 +239,31 @@ class Saver:
                 for file, content in save.small.items():
                     sizes[file] = write_file(temporary / file, content)
                 blocks = self._write_blocks(temporary, save)
-            shares = all_gather((sizes, blocks), self.group)
+                # Whether the next save may begin before this one is read back.
+                may_stop = self.verified is not None and shutil.disk_usage(self.output_dir).free >= save.size
+            shares = all_gather((sizes, blocks, may_stop), self.group)
             with failing_together(self.group):
                 if rank == 0:
                     manifest: dict = {"format_version": FORMAT_VERSION, "files": {}, "blocks": {}}
-                    for their_sizes, their_blocks in shares:
+                    for their_sizes, their_blocks, _ in shares:
                         manifest["files"] |= their_sizes
                         for file, more in their_blocks.items():
                             manifest["blocks"].setdefault(file, []).extend(more)
                     manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
                     write_file(temporary / "manifest.json", json.dumps(manifest).encode())
-            verify_checkpoint(temporary, self.group, direct=True)
+            stop = self._next_waits if all(may_stop for *_, may_stop in shares) else None
+            share = verify_checkpoint(temporary, self.group, direct=True, stop=stop)
+            self.verified = final if share == 1.0 else self.verified
             with failing_together(self.group):
                 if rank == 0:
                     put_in_place(temporary, final)
-                    delete_old(final, self.keep)
+                    delete_old(final, self.keep, self.verified)
         except BaseException:
             if rank == 0:
                 clear_leftovers(self.output_dir)
             raise
+        told = "" if share == 1.0 else f", {share:.0%} of it read back when the next began"
+        logger.info("checkpoint: %s%s", final, told)
         return final
 
     def _write_blocks(self, folder: Path, save: _Save) -> dict[str, list]:

@@ -145,6 +145,32 @@ def test_room_is_made_of_old_checkpoints_but_the_last_one(tmp_path, monkeypatch,
     verify_checkpoint(tmp_path / "step_00000005")
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_save_that_comes_soon_leaves_what_was_read_back_whole(tmp_path, monkeypatch, caplog, has_room):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
+    model, writer, crc32 = Model(), Saver(tmp_path, keep=1), Block.crc32
+    state = {
+        "weights": weights_of(model), "model_config": CONFIG, "optimizer_state": optimizer_state_of(model),
+        "trainer_state": {},
+    }  # fmt: skip
+    monkeypatch.setattr(Block, "crc32", lambda *args: (time.sleep(0.02), crc32(*args))[1])
+    # Room for one more: always, or only as long as none is being written.
+    free_bytes(monkeypatch, lambda path: 2**30 if has_room or not any(path.glob(".step_*.tmp")) else 0)
+    left = []
+    for step in range(1, 5):
+        writer.begin(step, **state)
+        left.append(([path.name for path in files.checkpoints(tmp_path)], writer.verified and writer.verified.name))
+    writer.finish()
+    first, second, third = (f"step_{step:08d}" for step in range(1, 4))
+    stopped = [([first, second], first), ([first, third], first)]
+    assert left == [([], None), ([first], first), *(stopped if has_room else [([second], second), ([third], third)])]
+    assert steps_in(tmp_path) == ["step_00000004"] and writer.verified == writer.last
+    told = [message for message in caplog.messages if "read back when the next began" in message]
+    assert len(told) == 2 * has_room and not any(" 100%" in message for message in told)
+    verify_checkpoint(writer.last)
+
+
 @pytest.mark.parametrize(
     "module, victim", [(saver, "write_file"), (saver, "flush"), (saver, "verify_checkpoint"), (saver, "put_in_place")]
 )
