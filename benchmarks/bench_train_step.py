@@ -17,8 +17,9 @@ torchrun each rank has sequences of its own, or shares them with others by `--co
 `--tensor_parallel_size`; the first rank's results are printed.
 
 With `--save_to DIR` as many steps follow again with nothing else, and as many beside each of which a full checkpoint is
-written to a folder in DIR, which is deleted at the end: what train.py does with --checkpoint_interval 1. DIR's disk has
-two checkpoints at a time. A step's time then counts what it waits for the checkpoint before it.
+written to a folder in DIR, which is deleted at the end: what train.py does with --checkpoint_interval 1. DIR's disk
+must hold two checkpoints. A step's time then counts what it waits for the checkpoint before it: the second step for the
+whole of the first one, which is read back; later ones for what is left to write, if the disk holds three.
 
 With `--communication` one more step runs under PyTorch's profiler: seconds in which NCCL's kernels ran on each rank,
 and those of them in which no other kernel did. A rank that waits for a slower one waits in such a kernel.
@@ -282,18 +283,19 @@ def time_saving(
                 synchronize(world)
                 began = time.perf_counter()
                 if saving:
-                    wait_for_save(saver)
-                    waited.append(time.perf_counter() - began)
                     saver.begin(
                         number, weights=optimizer.parameters, model_config=plan.step.config.to_hugging_face(),
                         optimizer_state=optimizer.state_dict(), trainer_state={},
                     )  # fmt: skip
+                    waited.append(time.perf_counter() - began)
+                    check_saved(saver, number - 1)
                 step(batches, saver.before_update)
                 synchronize(world)
                 every.append(time.perf_counter() - began)
                 if world.is_main:
                     print(f"{'a save beside it' if saving else 'nothing saved'}: {every[-1]:.2f} s", file=sys.stderr)
-            wait_for_save(saver)
+            saver.wait()
+            check_saved(saver, len(steps) * saving)
             peaks[saving] = resident_bytes("VmHWM")
         size = size_on_disk([folder])
     finally:
@@ -307,7 +309,7 @@ def time_saving(
         "seconds_of_each_without": [round(value, 2) for value in seconds[False]],
         "seconds_of_each_beside": [round(value, 2) for value in seconds[True]],
         "seconds_waited_for_the_save_before": [round(value, 2) for value in waited],
-        "checkpoint_gb": size / 1e9,
+        "checkpoint_gb": size / 1e9,  # of the last one alone, which was read back whole
         "seconds_until_read": saver.seconds_read,
         "written_gb_per_second": size / 1e9 / saver.seconds_read,
         "seconds_of_a_save": saver.seconds,  # flushed and verified
@@ -317,11 +319,10 @@ def time_saving(
     }
 
 
-def wait_for_save(saver: Saver) -> None:
-    """Wait for the end of the save that is going on. One that failed ends the benchmark: its seconds say nothing."""
-    saver.wait()
-    if saver.error is not None:
-        raise saver.error
+def check_saved(saver: Saver, step: int) -> None:
+    """End the benchmark where the save of that step, if any, failed: its seconds say nothing."""
+    if step and saver.last != saver.output_dir / f"step_{step:08d}":
+        raise RuntimeError(f"the checkpoint of step {step} failed, as a line above says")
 
 
 def arena_bytes(plan: Plan) -> int:
