@@ -72,13 +72,11 @@ from training.run import (
     train_step,
 )
 from training.sparsity import sparsity_at, spell_by_layer
-from training.stopping import LooksBetweenBlocks, Stopped, promise_shutdown, stop_signals
+from training.stopping import LONG_STEP_SECONDS, LooksBetweenBlocks, Stopped, promise_shutdown, stop_signals
 from training.watchdog import Watchdog
 
 logger = logging.getLogger("train")
 PROMPT_TOKENS = 64
-LONG_STEP_SECONDS = 5.0  # in longer steps the ranks agree between blocks whether to stop,
-LOOK_SECONDS = 0.5  # about so often where blocks are shorter: the host waits for the GPU there
 LONG_FIRST_STEP_SECONDS = 60.0  # of which compiling kernels is a small part
 SAVED_BYTES_PER_SECOND = 5e8  # a slow disk's, before the first checkpoint has been measured
 HANG_SECONDS = 600.0  # without an end of a step, or ten times as long as the last one where that is more
@@ -284,8 +282,7 @@ class Run:
     def looking(self) -> contextlib.AbstractContextManager[None]:
         """In here a long step or validation ends between two blocks, by Stopped, once the run has been asked to end."""
         blocks = 2 * self.model_config.num_hidden_layers * self.config.gradient_accumulation_steps
-        every = max(1, int(LOOK_SECONDS * blocks / self.step_seconds)) if self.step_seconds > LONG_STEP_SECONDS else 0
-        return self.looks.looking(every)
+        return self.looks.looking(self.looks.every_in(self.step_seconds, blocks))
 
 
 def train(given: dict, world: World) -> int:

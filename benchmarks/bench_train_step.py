@@ -2,11 +2,11 @@
 
 `python -m benchmarks.bench_train_step --settings auto 24GB checkpointing peer --host_budget 84GB`
 
-Our step is train.py's, with float32 masters and moments. A setting says how our step is run: "auto" or a size is a
---memory_budget (a hard cap), "checkpointing" is --gradient_checkpointing; "+flash-attn-4" behind either names another
-attention kernel, "+sparse" and "+nsa" are --attention_type. The peer is transformers' Qwen3 with Liger's kernels and
-loss, gradient checkpointing and fused AdamW on bf16 weights (no float32 masters). All train on the same text as one
-document: the Python standard library, bytes.
+Our step is train.py's, with float32 masters and moments and its looks between blocks for a signal to stop. A setting
+says how our step is run: "auto" or a size is a --memory_budget (a hard cap), "checkpointing" is
+--gradient_checkpointing; "+flash-attn-4" behind either names another attention kernel, "+sparse" and "+nsa" are
+--attention_type. The peer is transformers' Qwen3 with Liger's kernels and loss, gradient checkpointing and fused AdamW
+on bf16 weights (no float32 masters). All train on the same text as one document: the Python standard library, bytes.
 
 Of each setting's `--steps` the first compiles kernels and makes workspaces and optimizer state; above 131,072 tokens it
 is of 16,384. The last step is timed, its update included: the GPU has finished whenever the clock is read. With
@@ -62,6 +62,7 @@ from training.metrics import peak_flops
 from training.optimizer import MasterAdamW
 from training.parallel.world import World, join_world
 from training.run import Start, build, choose_model, configure_machine, resolve_memory_budget, train_step
+from training.stopping import LooksBetweenBlocks
 
 LONGEST_REPEATED, WARM_UP_TOKENS = 131_072, 16_384
 
@@ -260,10 +261,14 @@ def our_step(
     documents = max(map(documents_of, steps), key=lambda documents: documents.longest)
     with mock.patch.object(Plan, "arena_bytes", property(arena_bytes)):
         model, optimizer, plan = build(settings, model_config, Start(), documents, world)
+    looks = LooksBetweenBlocks(model.layers, received=[])
+    blocks = 2 * model_config.num_hidden_layers * settings.gradient_accumulation_steps
+    every = looks.every_in(world.min(plan.seconds)[0], blocks)
 
     def step(batches: list[Batch], before_update: Callable[[], None] = lambda: None) -> float:
         rate, norm = PEAK_LEARNING_RATE, settings.max_grad_norm
-        return train_step(model, optimizer, batches, world, rate, norm, before_update)[0]
+        with looks.looking(every):
+            return train_step(model, optimizer, batches, world, rate, norm, before_update)[0]
 
     return step, plan, optimizer
 

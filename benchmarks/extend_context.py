@@ -120,8 +120,16 @@ def main() -> None:
         ],
     )
     if find_spec("matplotlib") is not None:
-        draw_losses(out / "loss_by_position.png", [(name, one["loss_by_position"]) for name, one in found.items()])
-        draw_tasks(out / "tasks.png", [(name, one["tasks"]) for name, one in found.items()])
+        draw(out, "", {name: found[name] for name in names[:3]})
+        if arguments.selected_blocks:  # what sparse attention differs in comes after many tokens
+            draw(out, "sparse_", {name: found[name] for name in names[2:]}, least=length // 16)
+
+
+def draw(out: Path, prefix: str, found: dict[str, dict], least: int = 0) -> None:
+    """Pictures of these evaluations, of the losses from position `least` on."""
+    losses = [(name, [r for r in one["loss_by_position"] if r["first"] >= least]) for name, one in found.items()]
+    draw_losses(out / f"{prefix}loss_by_position.png", losses)
+    draw_tasks(out / f"{prefix}tasks.png", [(name, one["tasks"]) for name, one in found.items()])
 
 
 if __name__ == "__main__":

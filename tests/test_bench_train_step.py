@@ -27,9 +27,10 @@ def test_times_every_step_but_the_first(flags, monkeypatch, capsys, tmp_path):
 
 
 def test_refuses_a_disk_without_room_and_seconds_of_failed_saves(monkeypatch, capsys, tmp_path):
-    saver = mock.Mock(error=OSError("disk full"))
-    with pytest.raises(OSError, match="disk full"):
-        bench_train_step.wait_for_save(saver)
+    saver = mock.Mock(last=tmp_path / "step_00000001", output_dir=tmp_path)
+    bench_train_step.check_saved(saver, 1)
+    with pytest.raises(RuntimeError, match="the checkpoint of step 2 failed"):
+        bench_train_step.check_saved(saver, 2)
     monkeypatch.setattr(bench_train_step.shutil, "disk_usage", lambda folder: mock.Mock(free=60 * 2**30))
     monkeypatch.setattr(sys, "argv", ["bench_train_step", "--settings", "auto", "--save_to", str(tmp_path)])
     with pytest.raises(SystemExit):

@@ -21,6 +21,7 @@ import training.run as train_module
 from model import MODEL_SIZES
 from tests.ranks import run_ranks
 from tests.test_train import ROOT, arguments, losses, metrics, only_resume, weights
+from training import stopping
 from training.checkpoint import files
 from training.checkpoint.blocks import Block
 from training.config import TrainConfig, given_settings
@@ -69,7 +70,8 @@ def signalled_at(look, monkeypatch):
         look_between(self)
 
     monkeypatch.setattr(train, "LONG_STEP_SECONDS", 0.0)
-    monkeypatch.setattr(train, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(stopping, "LONG_STEP_SECONDS", 0.0)
+    monkeypatch.setattr(stopping, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(LooksBetweenBlocks, "_look", signalled)
     return looks
 

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SECONDS_TOGETHER = 1.0
 SHUTDOWN_SECONDS = 30  # from torchrun's SIGTERM to its SIGKILL, unless it is told otherwise
+LONG_STEP_SECONDS = 5.0  # in longer steps the ranks agree between blocks whether to stop,
+LOOK_SECONDS = 0.5  # about so often where blocks are shorter: the host waits for the GPU there
 LOOKS_BEHIND = 2
 
 
@@ -110,6 +112,11 @@ class LooksBetweenBlocks:
             self._finish()
         finally:
             self.every = 0
+
+    @staticmethod
+    def every_in(step_seconds: float, num_blocks: int) -> int:
+        """What `looking` takes for a step that lasts so long; num_blocks counts forwards and backwards of blocks."""
+        return max(1, int(LOOK_SECONDS * num_blocks / step_seconds)) if step_seconds > LONG_STEP_SECONDS else 0
 
     def longest_seconds(self) -> float:
         """From a signal to the end of the step that is dropped, at most, as far as the last `looking` has shown."""
