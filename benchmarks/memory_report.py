@@ -60,9 +60,12 @@ def results(pattern: str) -> list[dict]:
 
 
 def step_runs(packed: bool = False, shared: bool = False) -> list[dict]:
-    """What benchmarks.bench_train_step measured of the 4B; `shared`: where GPUs share a sequence or matrices."""
+    """What benchmarks.bench_train_step measured of the 4B; `shared`: where GPUs share a sequence or matrices.
+
+    Runs with --save_to are told of in the report's text: they compare a step with one beside a save.
+    """
     runs = [run for run in results("train_step_*.jsonl") if run["model_size"] == "4B" and run["packed"] == packed]
-    runs = [run for run in runs if not run.get("num_layers")]
+    runs = [run for run in runs if not run.get("num_layers") and not run.get("save_to")]
     sizes = ("context_parallel_size", "tensor_parallel_size")
     return [run for run in runs if any(run.get(size, 1) > 1 for size in sizes) == shared]
 
