@@ -121,7 +121,7 @@ class Saver:
         optimizer_state: dict[str, dict[str, Tensor]] | None,
         trainer_state: dict,
     ) -> None:
-        """Start to write output_dir/step_<step>, once the save before has ended, which is asked to be quick.
+        """Start to write output_dir/step_<step>, once the save before has ended; it may stop to read back.
 
         Args:
             step: optimizer steps taken.
@@ -253,15 +253,16 @@ class Saver:
                     write_file(temporary / "manifest.json", json.dumps(manifest).encode())
             stop = self._next_waits if all(may_stop for *_, may_stop in shares) else None
             share = verify_checkpoint(temporary, self.group, direct=True, stop=stop)
-            self.verified = final if share == 1.0 else self.verified
+            verified = final if share == 1.0 else self.verified
             with failing_together(self.group):
                 if rank == 0:
                     put_in_place(temporary, final)
-                    delete_old(final, self.keep, self.verified)
+                    delete_old(final, self.keep, verified)
         except BaseException:
             if rank == 0:
                 clear_leftovers(self.output_dir)
             raise
+        self.verified = verified
         told = "" if share == 1.0 else f", {share:.0%} of it read back when the next began"
         logger.info("checkpoint: %s%s", final, told)
         return final
