@@ -86,18 +86,23 @@ def test_a_signal_is_noted_while_the_main_thread_is_in_a_library():
 @pytest.mark.gpu
 def test_the_host_is_few_blocks_ahead_of_the_gpu():
     blocks, _, _, looks, x = blocks_on("cuda")
-    run(blocks, x)
-    torch.cuda.synchronize()
-    began = time.monotonic()
-    run(blocks, x)
-    queued = time.monotonic() - began
-    torch.cuda.synchronize()
-    whole = time.monotonic() - began
-    began = time.monotonic()
-    with torch.no_grad(), looks.looking(1):
+    done = []  # an event behind each block
+    for block in blocks:
+        block.register_forward_hook(lambda *_: done.append(torch.cuda.current_stream().record_event()))
+
+    @torch.no_grad()
+    def blocks_ahead():
+        """How many blocks the GPU has still to do when the host has queued all of them."""
+        done.clear()
         run(blocks, x)
-        waited = time.monotonic() - began
-    assert queued < 0.2 * whole < (BLOCKS - LOOKS_BEHIND - 1) / BLOCKS * whole < waited
+        return sum(not event.query() for event in done)
+
+    blocks_ahead()  # loads the kernels
+    torch.cuda.synchronize()
+    assert blocks_ahead() == BLOCKS
+    torch.cuda.synchronize()
+    with looks.looking(1):
+        assert blocks_ahead() <= LOOKS_BEHIND + 1
 
 
 @pytest.mark.gpu
