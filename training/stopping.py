@@ -78,6 +78,8 @@ class LooksBetweenBlocks:
     rank begins one at each look and reads the one that it began LOOKS_BEHIND looks before. All ranks pass the looks in
     one order, and none waits for what another does later: no collective of training can wait for a look in turn. The
     host waits for the GPU likewise; it would else have queued the whole step by the time that the first block is done.
+    Nor does it fill the GPU's launch queue, in which other threads' calls would wait as well: a checkpoint of state on
+    a GPU takes half as long again then (MEMORY_REPORT.md, "Checkpoints beside training").
 
     Args:
         blocks: of the model, called as block(x_BTD, ...).

@@ -9,11 +9,13 @@ they meet no collective of training.
 
 What was written is read back from the disk. Where the next save begins before that is done, and the disk has room for
 it beside the last checkpoint that was read back whole, the rest is not read and that one stays: a disk that writes for
-most of a step has no time to give all of it back. Without that room the next save waits.
+most of a step has no time to give all of it back. Without that room the next save waits, and so it does where the last
+whole reading was more than READ_BACK_SECONDS ago.
 """
 
 import json
 import logging
+import math
 import queue
 import shutil
 import sys
@@ -57,6 +59,7 @@ logger = logging.getLogger(__name__)
 # After so long a thread that runs Python gives its lock to one that waits for it. A save's threads ask for the lock ten
 # times a block: beside a thread that runs Python all the time, Python's own 5 ms halve their rate.
 SWITCH_SECONDS = 0.0005
+READ_BACK_SECONDS = 1800.0  # so long after a checkpoint was read back whole, a save waits until another one is
 ATTEMPTS, SECONDS_BETWEEN = 20, 30.0  # of a save at the end of a run that the disk refuses: 10 minutes in all
 
 
@@ -102,6 +105,7 @@ class Saver:
         self.output_dir, self.keep = Path(output_dir), keep
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.last, self.verified, self.companions = last, last, companions
+        self._read_back_due = -math.inf if last is None else time.monotonic() + READ_BACK_SECONDS
         self.error: Exception | None = None
         self.seconds = self.seconds_read = 0.0
         self._thread: threading.Thread | None = None
@@ -240,7 +244,8 @@ class Saver:
                     sizes[file] = write_file(temporary / file, content)
                 blocks = self._write_blocks(temporary, save)
                 # Whether the next save may begin before this one is read back.
-                may_stop = self.verified is not None and shutil.disk_usage(self.output_dir).free >= save.size
+                has_room = shutil.disk_usage(self.output_dir).free >= save.size
+                may_stop = has_room and time.monotonic() < self._read_back_due
             shares = all_gather((sizes, blocks, may_stop), self.group)
             with failing_together(self.group):
                 if rank == 0:
@@ -263,7 +268,9 @@ class Saver:
                 clear_leftovers(self.output_dir)
             raise
         self.verified = verified
-        told = "" if share == 1.0 else f", {share:.0%} of it read back when the next began"
+        if verified == final:
+            self._read_back_due = time.monotonic() + READ_BACK_SECONDS
+        told = "" if verified == final else f", {share:.0%} of it read back when the next began"
         logger.info("checkpoint: %s%s", final, told)
         return final
 

@@ -145,8 +145,11 @@ def test_room_is_made_of_old_checkpoints_but_the_last_one(tmp_path, monkeypatch,
     verify_checkpoint(tmp_path / "step_00000005")
 
 
-@pytest.mark.parametrize("has_room", [True, False])
-def test_a_save_that_comes_soon_leaves_what_was_read_back_whole(tmp_path, monkeypatch, caplog, has_room):
+@pytest.mark.parametrize("has_room, read_back_seconds", [(True, 1800), (False, 1800), (True, 0)])
+def test_a_save_that_comes_soon_leaves_what_was_read_back_whole(
+    tmp_path, monkeypatch, caplog, has_room, read_back_seconds
+):
+    monkeypatch.setattr(saver, "READ_BACK_SECONDS", read_back_seconds)
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
     model, writer, crc32 = Model(), Saver(tmp_path, keep=1), Block.crc32
@@ -163,11 +166,12 @@ def test_a_save_that_comes_soon_leaves_what_was_read_back_whole(tmp_path, monkey
         left.append(([path.name for path in files.checkpoints(tmp_path)], writer.verified and writer.verified.name))
     writer.finish()
     first, second, third = (f"step_{step:08d}" for step in range(1, 4))
+    stops = has_room and read_back_seconds > 0
     stopped = [([first, second], first), ([first, third], first)]
-    assert left == [([], None), ([first], first), *(stopped if has_room else [([second], second), ([third], third)])]
+    assert left == [([], None), ([first], first), *(stopped if stops else [([second], second), ([third], third)])]
     assert steps_in(tmp_path) == ["step_00000004"] and writer.verified == writer.last
     told = [message for message in caplog.messages if "read back when the next began" in message]
-    assert len(told) == 2 * has_room and not any(" 100%" in message for message in told)
+    assert len(told) == 2 * stops and not any(" 100%" in message for message in told)
     verify_checkpoint(writer.last)
 
 
