@@ -6,6 +6,7 @@
 import functools
 import gc
 import os
+import signal
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -43,6 +44,8 @@ def patch_language_once_a_launch():
 
 
 def pytest_configure(config):
+    # A shell script has what it starts in the background ignore SIGINT, and so would the runs that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if not torch.cuda.is_available():
         patch_language_once_a_launch()
     if "PYTEST_XDIST_WORKER" in os.environ:
