@@ -136,6 +136,12 @@ def load_data(config: TrainConfig, tokenizer, vocab_size: int, world: World):
     )  # fmt: skip
     loader = PackedLoader(store, packing, config.batch_size, world.data_rank, world.data_size, read_ahead=True)
     loader.check_enough_for_step(config.gradient_accumulation_steps)
+    judged = validation_batches(held_out, config.context_length, 1, limit=config.validation_sequences)
+    if config.validation_sequences and not any(batch.num_valid_tokens for batch in judged):
+        raise UserError(
+            f"the first {config.validation_sequences} held-out sequences have no token to be predicted; raise "
+            "--validation_sequences, or give 0"
+        )
     return loader, held_out
 
 
@@ -159,7 +165,7 @@ def validate(
         total += float(run_model(model, batch, world, 1.0))
         count += batch.num_valid_tokens
     total, count = world.sum(total, count)
-    return total / max(count, 1)
+    return total / count
 
 
 def checkpoint_bytes(config: TrainConfig, model_config: ModelConfig, device: torch.device) -> int:

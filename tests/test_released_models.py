@@ -15,6 +15,7 @@ from tests.test_train import arguments, only_resume, write_tokenizer
 from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import load_model_weights
 from training.config import TrainConfig
+from training.extension import extend
 from training.memory.cost_model import PackedDocuments
 from training.memory.execution import Execution, Placement
 from training.memory.placement import apply_execution
@@ -209,12 +210,20 @@ def test_weights_come_and_go_bit_for_bit(qwen2, tmp_path, capsys):
     assert load_file(f"{extended}/model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
 
 
+def test_a_second_factor_is_of_the_original_length(tmp_path):
+    config = replace(MODEL_SIZES["tiny"], max_position_embeddings=512)
+    for kind in ("linear", "yarn"):
+        twice = extend(extend(config, f"{kind}:2"), f"{kind}:4")
+        assert twice == extend(config, f"{kind}:4") and twice.max_position_embeddings == 2048
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--rope_scaling", "yarn"], "rope_scaling must look like yarn:4"),
         (["--rope_scaling", "yarn:0.5"], "factor of rope_type yarn must be at least 1, got 0.5"),
         (["--rope_scaling", "linear:4:64"], "rope_scaling must look like"),
+        (["--rope_scaling", "yarn:4:999999999"], "yarn:4:999999999: 3999999996 tokens are more than"),
         (["--model_size", "0.6B"], "it has vocab_size 300, model_size 0.6B has 151936; drop model_size"),
         (["--tensor_parallel_size", "2"], "tensor_parallel_size 2 must divide"),
     ],
@@ -258,7 +267,19 @@ def test_exports_that_are_refused(qwen2, tmp_path, capsys):
     assert "is not finite in torch.float16; choose another --dtype" in refused(
         source, tmp_path / "out", "--dtype", "fp16"
     )
+    (source / "config.json").write_text(json.dumps({**config.to_hugging_face(), "num_hidden_layers": 10**7}))
+    assert "num_hidden_layers is 10000000; at most 4096" in refused(source, tmp_path / "out")
     nsa = replace(config, attention_type="nsa").to_hugging_face()
     (source / "config.json").write_text(json.dumps(nsa))
     assert "attends by nsa, which neither" in refused(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.tmp").exists()
+
+
+def test_an_export_into_the_folder_that_one_is_in_has_nothing_of_a_killed_one(qwen2, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    for folder in (out, tmp_path / ".out.tmp"):
+        folder.mkdir()
+    (tmp_path / ".out.tmp" / "left_by_a_kill").touch()
+    monkeypatch.chdir(out)
+    assert weights_module.main(["export", str(qwen2), "."]) == 0
+    assert (out / "model.safetensors").is_file() and not (out / "left_by_a_kill").exists()

@@ -511,6 +511,17 @@ def test_bad_input_is_one_line_before_any_model(extra, message, corpus, tmp_path
     assert [file.name for file in (tmp_path / "run").glob("*")] in ([], [".lock"])
 
 
+def test_a_validation_without_a_token_to_predict_is_refused(tmp_path, capsys):
+    line = json.dumps({"prompt": "long " * 100, "completion": "yes"}) + "\n"
+    (tmp_path / "a.jsonl").write_text(line * 20)
+    flags = arguments(
+        str(tmp_path / "a.jsonl"), tmp_path / "run", "--validation_fraction", "0.1", "--overlong", "split"
+    )
+    assert train.main([*flags, "--validation_sequences", "2"]) == 1
+    assert "the first 2 held-out sequences have no token to be predicted; raise" in capsys.readouterr().err
+    assert train.main([*flags, "--validation_sequences", "20"]) == 0
+
+
 def test_a_steps_seconds_hold_its_update(corpus, tmp_path, monkeypatch):
     """The device has finished the update before the clock is read."""
     events, synchronize, step = [], torch.cpu.synchronize, MasterAdamW.step

@@ -35,7 +35,7 @@ def message_of(error: BaseException) -> str:
             f"({asked[0][:300]}); lower --host_budget or --batch_size, or end what else runs here"
         )
     if isinstance(error, UserError):
-        return f"error: {error}"
+        return f"error: {' '.join(str(error).splitlines())}"
     if isinstance(error, OSError) and error.filename is not None:
         return f"error: {error.strerror}: {str(error.filename)[:SHOWN_OF_A_PATH]}"
     if isinstance(error, torch.OutOfMemoryError):

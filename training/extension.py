@@ -27,9 +27,13 @@ def extend(config: ModelConfig, text: str) -> ModelConfig:
             f"{match[1]}; drop it, or give other weights"
         )
     length = config.max_position_embeddings
-    if isinstance(already, YarnScaling):  # a larger factor, of the same original length
+    if isinstance(already, YarnScaling):  # another factor, of the same original length
         length = already.original_max_position_embeddings
+    elif isinstance(already, LinearScaling):
+        length = round(length / already.factor)
     length = int(match[3] or length)
     with refused_as_user_error("rope_scaling: "):
         scaling: RopeScaling = LinearScaling(factor) if match[1] == "linear" else YarnScaling(factor, length)
+    if factor * length >= 2**31:
+        raise UserError(f"rope_scaling {text}: {factor * length:.0f} tokens are more than config.json takes; give less")
     return replace(config, rope_scaling=scaling, max_position_embeddings=int(factor * length))

@@ -10,6 +10,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -76,9 +77,8 @@ def _decode(raw: bytes, where: str) -> str:
         raise UserError(f"{where} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}") from None
 
 
-def frame(texts: list[str], system: str | None, tokenizer) -> list[str]:
-    """Each text as a user's message in the chat template of the tokenizer's folder, for the assistant to answer."""
-    template = ChatTemplate(tokenizer)
+def frame(texts: list[str], system: str | None, template: ChatTemplate) -> list[str]:
+    """Each text as a user's message in the chat template, for the assistant to answer."""
     before = [] if system is None else [{"role": "system", "content": system}]
     return [template.prompt([*before, {"role": "user", "content": text}]) for text in texts]
 
@@ -121,7 +121,9 @@ def main(argv: list[str]) -> None:
     with join_world(flags.device) as world:
         opened = open_folder(flags.checkpoint, flags, world.device)
         if flags.chat:
-            texts = frame(texts, flags.system, opened.tokenizer)
+            template = ChatTemplate(opened.tokenizer)
+            texts = frame(texts, flags.system, template)
+            opened = replace(opened, stop_ids=opened.stop_ids | template.end_ids)
         # A chat's template writes what begins a text.
         encode = opened.tokenizer.encode if flags.chat else opened.tokenizer.encode_from_start
         prompts = [encode(text).tolist() for text in texts]

@@ -58,7 +58,9 @@ class Opened:
     Args:
         settings: of the run that saved the folder; empty for weights from elsewhere.
         sparsity: one a layer; () where attention is to everything.
-        stop_ids: that end what the model writes: the tokenizer's end of text, and those of generation_config.json.
+        stop_ids: that end what the model writes: the tokenizer's end of text, and the eos_token_id of config.json and
+            generation_config.json.
+        corpus_crc32: of the documents that its run was trained on; None where no run made it.
     """
 
     folder: Path
@@ -67,15 +69,17 @@ class Opened:
     sparsity: tuple[Sparsity | NSA, ...]
     tokenizer: ByteTokenizer | FileTokenizer
     stop_ids: frozenset[int]
+    corpus_crc32: int | None
 
 
 def open_folder(folder: Path, flags: Namespace, device: torch.device) -> Opened:
     """Read what is small: config.json, the run's settings, the tokenizer. Raises UserError for what does not fit."""
     shape = shape_of_weights(folder)
-    settings = load_trainer_state(folder).get("settings", {}) if (folder / "trainer.json").is_file() else {}
+    state = load_trainer_state(folder) if (folder / "trainer.json").is_file() else {}
+    settings, corpus = state.get("settings", {}), state.get("loader", {}).get("corpus_crc32")
     sparsity = attention_of(flags, shape, settings, device)
     tokenizer = open_tokenizer(flags.tokenizer, folder, shape.vocab_size)
-    return Opened(folder, shape, settings, sparsity, tokenizer, _stop_ids(folder, tokenizer))
+    return Opened(folder, shape, settings, sparsity, tokenizer, _stop_ids(folder, tokenizer), corpus)
 
 
 def attention_of(
@@ -113,10 +117,11 @@ def open_tokenizer(name: str | None, folder: Path, vocab_size: int) -> ByteToken
 
 
 def _stop_ids(folder: Path, tokenizer: ByteTokenizer | FileTokenizer) -> frozenset[int]:
-    file = folder / "generation_config.json"
-    given = read_json(file).get("eos_token_id") if file.is_file() else None
-    ids = given if isinstance(given, list) else [given]
-    return frozenset(i for i in [*ids, tokenizer.eos_id] if isinstance(i, int))
+    ids = [tokenizer.eos_id]
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        given = read_json(file).get("eos_token_id") if file.is_file() else None
+        ids += given if isinstance(given, list) else [given]
+    return frozenset(i for i in ids if isinstance(i, int))
 
 
 # Memory

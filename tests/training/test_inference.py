@@ -170,8 +170,9 @@ def test_a_loaded_model_writes_the_same_by_groups_of_heads(folder):
     assert [*write(model, ids, 20, frozenset([stop]))] == written[: written.index(stop)]
 
 
-def test_what_ends_an_answer_is_also_in_generation_config(folder, tmp_path):
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    for content, expected in ((b'{"eos_token_id": [7, 9]}', {0, 7, 9}), (b'{"eos_token_id": 5}', {0, 5}), (b"{}", {0})):
+def test_what_ends_an_answer_is_also_in_the_folders_configs(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    write_file(tmp_path / "config.json", json.dumps({**config, "eos_token_id": 3}).encode())
+    for content, more in ((b'{"eos_token_id": [7, 9]}', {7, 9}), (b'{"eos_token_id": 5}', {5}), (b"{}", set())):
         write_file(tmp_path / "generation_config.json", content)
-        assert open_folder(tmp_path, AS_TRAINED, CPU).stop_ids == expected
+        assert open_folder(tmp_path, AS_TRAINED, CPU).stop_ids == {0, 3, *more}

@@ -8,6 +8,7 @@ A folder holds config.json, and either model.safetensors or several such files w
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,7 @@ class Companions:
 
 
 NO_COMPANIONS = Companions()
+MOST_LAYERS = 4096  # modules are made before weights are looked for
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,8 @@ def _declared_shape(content: dict, like: ModelConfig) -> ModelConfig:
         kinds = (int, float) if isinstance(value, float) else (type(value),)
         if type(found) not in kinds or (type(found) in (int, float) and not 0 < found < 2**31):
             raise ValueError(f"{name} is {str(found)[:80]!r}; it must be as {value!r} is")
+    if declared.num_hidden_layers > MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers is {declared.num_hidden_layers}; at most {MOST_LAYERS} are built")
     return declared
 
 
@@ -244,6 +248,7 @@ def _read_weight(place: Place) -> Tensor:
 
 def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | None = None) -> str:
     """Write config.json, model.safetensors and what goes along with them; returns what was written, for people."""
+    target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is already there; give a folder that is not, or an empty one")
     config = shape_of_weights(source)
@@ -259,20 +264,24 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
     content = {**config.to_hugging_face(), **companions.settings, "torch_dtype": str(dtype).removeprefix("torch.")}
     files = {**companions.files, "config.json": (json.dumps(content, indent=2) + "\n").encode()}
     temporary = target.with_name(f".{target.name}.tmp")  # a killed export leaves nothing that looks like one
-    temporary.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     header = header_of(
         {name_in_file(n): p for n, p in parameters.items()}, {name_in_file(n): dtype for n in parameters}
     )
-    with (temporary / "model.safetensors").open("wb") as file:
-        file.write(header)
-        for name, weight in weights:
-            if not weight.to(dtype).isfinite().all():
-                raise UserError(f"{name_in_file(name)} is not finite in {dtype}; choose another --dtype")
-            file.write(bytes_of(weight.to(dtype)))
-        size = file.tell()
-    for name, companion in files.items():
-        (temporary / name).write_bytes(companion)
-    os.replace(temporary, target)
+    try:
+        with (temporary / "model.safetensors").open("wb") as file:
+            file.write(header)
+            for name, weight in weights:
+                if not weight.to(dtype).isfinite().all():
+                    raise UserError(f"{name_in_file(name)} is not finite in {dtype}; choose another --dtype")
+                file.write(bytes_of(weight.to(dtype)))
+            size = file.tell()
+        for name, companion in files.items():
+            (temporary / name).write_bytes(companion)
+        os.replace(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return (
         f"{target}: {config.num_parameters():,} parameters of {config.model_type}, {dtype}, {size / 1e9:.2f} GB in "
         f"model.safetensors; {', '.join(sorted(files))}"

@@ -3,6 +3,7 @@
 import argparse
 import multiprocessing
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends as `head` does
     # Workers are forked from a server that has imported what they need, once: that takes seconds.
     multiprocessing.set_forkserver_preload(["training.data.prepare"])
     sys.exit(main(sys.argv[1:]))

@@ -48,6 +48,7 @@ class ChatTemplate:
 
     Raises:
         UserError: no template, no jinja2, or a template that fails or does not show where turns begin and end.
+        Of `encode` also tools, calls or reasoning that the template leaves out: nobody would learn them.
     """
 
     def __init__(self, tokenizer, reasoning: str = "template"):
@@ -69,6 +70,12 @@ class ChatTemplate:
         if not self._is_marked:
             self._learn_turns(whole)
 
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The token that ends a turn; none where it takes several, or where the template marks turns."""
+        ids = self._tokenizer.encode(self._end).tolist()
+        return frozenset(ids if len(ids) == 1 else [])
+
     def encode(self, record: dict, where: str) -> tuple[np.ndarray, np.ndarray]:
         """(ids, is_masked) of a chat, uint32 and bool [N]; a token that begins before its turn does is masked.
 
@@ -85,6 +92,7 @@ class ChatTemplate:
         try:
             self._check_words([messages, tools])
             text, turns = self._whole(messages, tools)
+            self._check_shown(messages, tools or [], text, turns)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
         except RecursionError:
@@ -115,6 +123,25 @@ class ChatTemplate:
         begins = len(self._prompt) - len(self._header)
         given = self._prompt[len(self._header) :]
         return text, [(a + begins * (not self._is_marked and text.startswith(given, a)), b) for a, b in turns]
+
+    def _check_shown(self, messages: list[dict], tools: list[dict], text: str, turns: list[Turn]) -> None:
+        """Refuse tools by their names, and calls and reasoning in their turns, that the template leaves out."""
+        answers = [(i, message) for i, message in enumerate(messages, start=1) if message["role"] == "assistant"]
+        # A template that marks turns may take several messages as one.
+        shown = [text[a:b] for a, b in turns] if len(turns) == len(answers) else [text] * len(answers)
+        asked = max(i for i, message in enumerate(messages, start=1) if message["role"] == "user")
+        missing = [("tools", "the chat", name) for name in _names(tools) if name not in text]
+        for (i, message), part in zip(answers, shown):
+            where, thought, calls = f"message {i}", message.get("reasoning_content"), message.get("tool_calls") or []
+            missing += [("tool_calls", where, name) for name in _names(calls) if name not in part]
+            is_wanted = self._reasoning == "keep" or i > asked
+            if is_wanted and isinstance(thought, str) and thought.strip() not in part:
+                missing.append(("reasoning", where, thought.strip()))
+        for what, where, value in missing[:1]:
+            raise UserError(
+                f"chat template {self._file} does not write the {what} of {where} ({value[:40]!r}); remove them, or "
+                "give a --tokenizer whose template does"
+            )
 
     def _render_turns(self, messages: list[dict], tools: list | None) -> tuple[str, list[Turn]]:
         text = self._render(messages, tools)
@@ -227,7 +254,7 @@ def _compile(source: str, file: Path):
     """The template in a sandbox: nothing that leads out of it, no other files, no change of what it is given."""
     try:
         import jinja2
-        from jinja2 import ext, nodes, sandbox
+        from jinja2 import ext, filters, nodes, sandbox
     except ImportError:
         raise UserError(f"chat template {file} needs the jinja2 package: pip install jinja2") from None
 
@@ -245,7 +272,7 @@ def _compile(source: str, file: Path):
             return OPEN + caller() + CLOSE
 
     class Sandbox(sandbox.ImmutableSandboxedEnvironment):
-        """Also without powers and products of huge integers, which no limit on time interrupts."""
+        """Also without powers, products and roundings of huge integers, which no limit on time interrupts."""
 
         intercepted_binops = frozenset(("*", "**"))
 
@@ -254,6 +281,11 @@ def _compile(source: str, file: Path):
             if operator == "**" or (both and left.bit_length() + right.bit_length() > 256):
                 raise OverflowError("a number too large")
             return super().call_binop(context, operator, left, right)
+
+    def round_to(value, precision=0, method="common"):
+        if abs(precision) > 100:  # 10**precision
+            raise OverflowError("a number too large")
+        return filters.do_round(value, precision, method)
 
     def raise_exception(message):
         raise jinja2.TemplateError(message)
@@ -265,6 +297,7 @@ def _compile(source: str, file: Path):
 
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
     environment.filters["tojson"] = to_json  # Jinja's own escapes for HTML
+    environment.filters["round"] = round_to
     environment.globals["raise_exception"] = raise_exception
     try:
         with _limits():
@@ -316,14 +349,16 @@ def _check_messages(record: dict, where: str) -> list[dict]:
     before = "nothing"
     for number, message in enumerate(messages, start=1):
         role = message.get("role") if isinstance(message, dict) else None
-        what = f"{where}: message {number} ({role})"
+        what = f"{where}: message {number} ({str(role)[:40]})"
         allowed = ROLES_AFTER[before]
         if role not in allowed:
             raise UserError(f"{what} follows {before}, where there should be {' or '.join(allowed)}")
         message = {**message, "content": _join_parts(message.get("content"), what)}
         calls = message.get("tool_calls")
-        has_reasoning = any(message.get(name) for name in REASONING_FIELDS)
-        if not message["content"].strip() and not (role == "assistant" and (calls or has_reasoning)):
+        thoughts = [message[name] for name in REASONING_FIELDS if message.get(name)]
+        if thoughts:
+            message["reasoning_content"] = thoughts[0]  # the name that templates read
+        if not message["content"].strip() and not (role == "assistant" and (calls or thoughts)):
             raise UserError(f"{what} is empty; remove the line")
         if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
             raise UserError(f'{what}: "tool_calls" must be a list of objects')
@@ -355,6 +390,13 @@ def _join_parts(content, what: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     raise UserError(f'{what} has a content that is no text: a string, or parts {{"type": "text", "text": ...}}')
+
+
+def _names(tools: list[dict]) -> list[str]:
+    """Of functions, each itself or under "function"."""
+    functions = [tool.get("function", tool) for tool in tools]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    return [name for name in names if isinstance(name, str)]
 
 
 def _without_reasoning(message: dict) -> dict:

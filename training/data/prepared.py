@@ -126,7 +126,7 @@ class PreparedStore(Store):
                 raise UserError(f"{file} is {actual}, {INDEX} says {size:,}; {AGAIN}")
         table = np.memmap(self.folder / (part["name"] + ".documents"), DOCUMENT, "r").reshape(-1, 3)
         borders = np.concatenate([[0], table[:, 0]])
-        wrong = (np.diff(borders) <= 0).nonzero()[0]
+        wrong = ((borders[1:] <= borders[:-1]) | (borders[1:] > part["tokens"])).nonzero()[0]
         if len(wrong) or borders[-1] != part["tokens"]:
             which = f"document {wrong[0]}" if len(wrong) else f"the last document, at {borders[-1]:,},"
             raise UserError(

@@ -61,6 +61,8 @@ def find_files(path: Path) -> list[Path]:
         raise UserError(f"data path {path} does not exist; give --data a file or a folder")
     if path.is_dir():
         return [file for file in _files_in(path) if file.suffix.lower() in SUFFIXES]
+    if not path.is_file():  # a pipe would be waited for
+        raise UserError(f"cannot read {path}: it is no regular file; give --data a file or a folder")
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"data file {path} has suffix {path.suffix!r}; it must be one of {', '.join(SUFFIXES)}")
     return [path]
@@ -109,9 +111,10 @@ class DocumentReader:
         # Only \n ends a line: str.splitlines would also cut at separators that JSON allows inside a string.
         for number, line in enumerate(raw.split(b"\n") if raw else [], start=first_number):
             where = f"{file}:{number}"
+            text = _decode(line, where)
             try:
-                record = json.loads(_decode(line, where))
-            except (json.JSONDecodeError, RecursionError) as error:
+                record = json.loads(text)
+            except (ValueError, RecursionError) as error:  # as of an integer of 5,000 digits
                 raise UserError(f"{where}: not JSON ({str(error)[:100]}); each line must be one JSON object") from None
             yield self._read_record(record if isinstance(record, dict) else {}, where)
 
@@ -169,12 +172,16 @@ def _standard_library(reader: DocumentReader) -> Iterator[Document]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """All regular files, also of subfolders, in order. Raises UserError where a subfolder cannot be read."""
+    """All regular files, of subfolders too, in order. Raises UserError for a subfolder that is unreadable or a link."""
 
     def refuse(error: OSError):
         raise UserError(f"cannot read {error.filename}: {error.strerror}; make it readable, or give other --data")
 
-    files = (Path(root, name) for root, _, names in os.walk(folder, onerror=refuse) for name in names)
+    files: list[Path] = []
+    for root, folders, names in os.walk(folder, onerror=refuse):
+        if links := [Path(root, name) for name in folders if Path(root, name).is_symlink()]:
+            raise UserError(f"{links[0]} is a link to a folder, which is not followed; give its target to --data too")
+        files += [Path(root, name) for name in names]
     return sorted(file for file in files if file.is_file())
 
 

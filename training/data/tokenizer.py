@@ -14,7 +14,10 @@ from training.errors import UserError, read_file
 
 PART = 2**19  # characters that the library is given at a time
 LINE_START = re.compile(r"(?<=\n)[!-~]")
-END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|im_end|>", "</s>", "<eos>", "<|end_of_text|>")
+# Of a tokenizer that has several, the first one ends documents.
+END_OF_TEXT_TOKENS = (
+    "<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<eos>", "<|im_end|>",
+)  # fmt: skip
 
 
 class ByteTokenizer:

@@ -8,6 +8,7 @@ some tokens at a time, attention works on some heads at a time, and keys and val
 import gc
 import json
 import logging
+import math
 import signal
 import sys
 from argparse import Namespace
@@ -79,6 +80,9 @@ def check_flags(flags: Namespace) -> None:
         given = getattr(flags, name)
         if given is not None and given < value:
             raise UserError(f"{name} must be at least {value}, got {given}")
+    for given in flags.lengths or []:
+        if given < 2:
+            raise UserError(f"lengths must be at least 2, got {given}")
     for name in ("margin", "ceiling"):
         given = getattr(flags, name)
         if given is not None and not 0 <= given < 1e6:
@@ -148,9 +152,12 @@ def open_texts(flags: Namespace, opened: Opened) -> Store:
     settings = opened.settings
     paths, reasoning = flags.data or settings.get("data") or [], settings.get("chat_reasoning") or "template"
     store = join(open_stores(paths, opened.tokenizer, opened.shape.vocab_size, reasoning))
-    if flags.data is None and settings:
-        store = split(store, settings["validation_fraction"], settings["seed"])[1]
-    return store
+    if flags.data is not None or not settings:
+        return store
+    trained_on, held_out = split(store, settings["validation_fraction"], settings["seed"])
+    if trained_on.identity != opened.corpus_crc32:
+        raise UserError(f"the data of {opened.folder}'s run have changed: which it held out is not known; give --data")
+    return held_out
 
 
 def evaluator_losses(flags: Namespace, opened: Opened, questions: Questions, world: World) -> Losses:
@@ -228,8 +235,13 @@ def read_earlier(files: Sequence[Path]) -> list[tuple[str, dict]]:
     """(name, content) of other evaluations; a file's name is its folder's."""
     earlier = [(file.resolve().parent.name, read_json(file)) for file in files]
     for file, (_, content) in zip(files, earlier):
-        if not isinstance(content.get("loss_by_position"), list) or not isinstance(content.get("tasks"), list):
-            raise UserError(f"--beside {file} is no evaluation.json of this command")
+        try:
+            for row in content["loss_by_position"]:
+                math.fsum((row["first"], row["last"], row["loss"]))  # numbers
+            for row in content["tasks"]:
+                math.fsum((row["length"], row["score"] or 0)), row["task"].lower()
+        except (KeyError, TypeError, AttributeError):
+            raise UserError(f"--beside {file} is no evaluation.json of this command") from None
     return earlier
 
 

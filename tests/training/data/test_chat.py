@@ -165,9 +165,37 @@ def test_tools_and_reasoning(shown):
     assert kept == "".join(
         [parts[0], "<think>\nuse it\n</think>\n\n", parts[1], "<think>\ntwo\n</think>\n\n", parts[2], parts[3]]
     ).replace("\u00e9", "\ufffd\ufffd")
+    for name in ("reasoning", "thinking"):  # other names of the same
+        renamed = [{name if k == "reasoning_content" else k: v for k, v in m.items()} for m in record["messages"]]
+        assert shown(QWEN3, {**record, "messages": renamed}, "keep") == kept
     talk = messages("a", "<think>why</think>\n\nb", "c", "<think>so</think>d")
     assert shown(CHATML, talk).count("<think>") == shown(CHATML, talk, "keep").count("<think>") == 2
     assert "[b<|im_end|>]" in shown(CHATML, talk, "drop") and "[<think>so</think>d<" in shown(CHATML, talk, "drop")
+
+
+def test_the_token_that_ends_a_turn(folder):
+    tokenizer = load_tokenizer(str(folder))
+    for template, end in ((CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (MARKED, "")):
+        (folder / "chat_template.jinja").write_text(template)
+        assert ChatTemplate(tokenizer).end_ids == {*tokenizer.encode(end).tolist()}
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_what_the_template_leaves_out_is_refused(shown, template):
+    """An answer that is only a call would else be learnt as an empty one."""
+    call, thought = {"function": {"name": "add", "arguments": {}}}, {"reasoning_content": "so"}
+    question, answer = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+    called = [question, {**answer, "content": "", "tool_calls": [call]}, {"role": "tool", "content": "2"}, answer]
+    for record, reasoning, message in (
+        ({"messages": [question, answer], "tools": [call]}, "template", r"the tools of the chat \('add'\)"),
+        (called, "template", r"the tool_calls of message 2 \('add'\)"),
+        ([question, {**answer, **thought}], "template", r"the reasoning of message 2 \('so'\)"),
+        ([question, {**answer, **thought}, question, answer], "keep", "the reasoning of message 2"),
+    ):
+        with pytest.raises(ValueError, match=f"a.jsonl:7: .*chat_template.jinja does not write {message}.*"):
+            shown(template, record, reasoning)
+    earlier = [question, {**answer, **thought}, question, answer]
+    assert shown(template, earlier, "drop") == shown(template, earlier) == shown(template, [question, answer] * 2)
 
 
 def test_marked_templates_have_the_mask_of_transformers(shown, folder):
@@ -252,6 +280,7 @@ def test_bad_messages(folder, tmp_path):
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than 0.2 s"),
         ("{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "than 64 MiB"),
         ("{{ 'a' * 10 ** 12 }}", "a number too large"),
+        ("{{ 2 | round(400000000, 'floor') }}", "a number too large"),
         ("{{ 'a' * 1000000000000 }}", "more than 64 MiB"),
         ("{{ 'a'.ljust(1000000000000) }}", "more than 64 MiB"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),

@@ -59,6 +59,7 @@ def test_prompt_is_masked(tmp_path):
         ("b.csv", b"abc", r"b\.csv has suffix '\.csv'; it must be one of \.txt, \.md, \.py, \.jsonl"),
         ("l.jsonl", b'{"text": "a"}\n{"text": \n', r"l\.jsonl:2: not JSON \(Expecting value: .*\)"),
         ("l.jsonl", b'{"text": "a"}\n\n{"text": "b"}\n', r"l\.jsonl:2: not JSON"),
+        ("l.jsonl", b'{"text": "a", "n": ' + b"1" * 5000 + b"}", r"l\.jsonl:1: not JSON"),
         ("l.jsonl", b'{"text": "a"}\n["text"]\n', r'l\.jsonl:2: needs a string "text"'),
         ("l.jsonl", b'{"text": "a"}\n"text"\n', r'l\.jsonl:2: needs a string "text"'),
         ("l.jsonl", b'{"txt": "a"}', r'l\.jsonl:1: needs a string "text"'),
@@ -82,6 +83,9 @@ def test_bad_paths_and_ids(tmp_path):
         load_documents(str(tmp_path / "nowhere"), BYTES, 256)
     (tmp_path / "image.png").write_bytes(b"\0")
     with pytest.raises(ValueError, match=r"folder .* has no text in any \.txt, \.md, \.py, \.jsonl file"):
+        load_documents(str(tmp_path), BYTES, 256)
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    with pytest.raises(ValueError, match=r"link is a link to a folder, which is not followed"):
         load_documents(str(tmp_path), BYTES, 256)
     with pytest.raises(ValueError, match=r"a\.txt: token id 122 is not below the model's vocab_size 100.*256 or more"):
         (tmp_path / "a.txt").write_text("az")

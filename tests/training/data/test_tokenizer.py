@@ -106,13 +106,15 @@ def test_identity_is_of_the_content(tmp_path):
     assert load_tokenizer(None).identity == load_tokenizer("bytes").identity == "bytes"
 
 
-@pytest.mark.parametrize("special", ["<|im_end|>", "</s>", "<eos>", "<|end_of_text|>"])
+@pytest.mark.parametrize(
+    "special", ["<|im_end|>", "</s>", "<eos>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"]
+)
 def test_tokenizer_end_of_text(tmp_path, special):
     assert load_tokenizer(write_tokenizer(tmp_path / "t.json", special)).eos_id == 257
 
 
 def test_tokenizer_errors(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"t\.json has none of <\|endoftext\|>, .*<\|end_of_text\|>"):
+    with pytest.raises(ValueError, match=r"t\.json has none of <\|endoftext\|>, .*<\|im_end\|>"):
         load_tokenizer(write_tokenizer(tmp_path / "t.json", special=None))
     with pytest.raises(ValueError, match=r"cannot read .*missing\.json: No such file.*; give --tokenizer"):
         load_tokenizer(str(tmp_path / "missing.json"))

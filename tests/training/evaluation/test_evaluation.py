@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,9 +34,13 @@ def folders(tmp_path_factory):
         model = Transformer(shape)
         copy_weights(model, initial_weights(model, seed=0))
         settings = {"data": [str(data)], "validation_fraction": 0.3, "seed": 1, "context_length": 256}
+        [store] = open_stores(settings["data"], ByteTokenizer(), 256)
+        trained_on, _ = split(store, 0.3, seed=1)
         found[kind] = str(save_checkpoint(
             root / kind, 1, weights=model.state_dict(), model_config=shape.to_hugging_face(), optimizer_state=None,
-            trainer_state={"settings": {**settings, "attention_type": kind}},
+            trainer_state={
+                "settings": {**settings, "attention_type": kind}, "loader": {"corpus_crc32": trained_on.identity}
+            },
         ))  # fmt: skip
         assert json.loads((root / kind / "step_00000001" / "config.json").read_text())["model_type"] == heads
     return found
@@ -112,6 +117,7 @@ def test_what_was_finished_before_memory_ran_out_is_written(folders, tmp_path, m
         (["--sequences", "0", "--margin", "1"], "margin has no effect with sequences 0"),
         (["--short_context", "300"], "no text is longer than short_context 300, the longest has 256 tokens"),
         (["--lengths", "20"], "no task fits 20 tokens"),
+        (["--lengths", "0", "300"], "lengths must be at least 2, got 0"),
         (["--margin", "-1"], "margin must be 0 or more nats"),
         (["--tasks", "haystack"], "invalid choice: 'haystack'"),
         (["--beside", "no/such.json"], "no/such.json is missing or damaged"),
@@ -125,6 +131,27 @@ def test_bad_input_is_one_line(flags, message, folders, tmp_path, capsys):
     assert run(folders["full"], tmp_path, *flags) == (1, None)
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(error) == 1 and message in error[0] and not (tmp_path / "evaluation.json").exists()
+
+
+def test_what_a_run_held_out_is_not_guessed_from_other_data(folders, tmp_path, capsys):
+    more = Path(folders["data"], "more.txt")
+    more.write_text("more text\n" * 50)
+    try:
+        assert run(folders["full"], tmp_path, "--samples", "0") == (1, None)
+    finally:
+        more.unlink()
+    assert "step_00000001's run have changed: which it held out is not known; give --data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "rows", ['{"loss_by_position": [1], "tasks": []}', '{"loss_by_position": [{"first": 1, "last": 2}], "tasks": []}',
+             '{"loss_by_position": [{"first": 1, "last": 2, "loss": "1"}], "tasks": []}',
+             '{"loss_by_position": [], "tasks": [{"task": "needle", "length": 8}]}', "{}"]
+)  # fmt: skip
+def test_a_file_beside_that_is_no_evaluation(rows, folders, tmp_path, capsys):
+    (tmp_path / "other.json").write_text(rows)
+    assert run(folders["full"], tmp_path, "--beside", str(tmp_path / "other.json")) == (1, None)
+    assert "other.json is no evaluation.json of this command" in capsys.readouterr().err
 
 
 def test_without_matplotlib_a_line_says_so(folders, tmp_path, monkeypatch, capsys):
