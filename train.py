@@ -43,7 +43,7 @@ from training.config import (
     parse_interval,
 )
 from training.data.corpus import load_corpus
-from training.data.loader import Batch, PackedLoader, validation_batches
+from training.data.loader import Batch, PackedLoader, check_can_validate, validation_batches
 from training.data.show import show_batch
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import Store
@@ -136,12 +136,8 @@ def load_data(config: TrainConfig, tokenizer, vocab_size: int, world: World):
     )  # fmt: skip
     loader = PackedLoader(store, packing, config.batch_size, world.data_rank, world.data_size, read_ahead=True)
     loader.check_enough_for_step(config.gradient_accumulation_steps)
-    judged = validation_batches(held_out, config.context_length, 1, limit=config.validation_sequences)
-    if config.validation_sequences and not any(batch.num_valid_tokens for batch in judged):
-        raise UserError(
-            f"the first {config.validation_sequences} held-out sequences have no token to be predicted; raise "
-            "--validation_sequences, or give 0"
-        )
+    if config.validation_sequences:
+        check_can_validate(held_out, config.context_length, config.validation_sequences)
     return loader, held_out
 
 

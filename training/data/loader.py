@@ -212,3 +212,12 @@ def validation_batches(
         # A sequence past the last has no pieces: it is padding only.
         sequences = [stream.cut(i * stride, i * stride + context_length) if i < num_sequences else [] for i in indices]
         yield make_batch(store, sequences, context_length)
+
+
+def check_can_validate(store: Store, context_length: int, limit: int) -> None:
+    """Raise UserError where none of the `validation_batches` has a token to predict, as where all are prompts."""
+    if not any(batch.num_valid_tokens for batch in validation_batches(store, context_length, 1, limit=limit)):
+        raise UserError(
+            f"the first {limit} held-out sequences have no token to be predicted; raise --validation_sequences, or "
+            "give 0"
+        )
