@@ -23,6 +23,7 @@ from tqdm import tqdm
 from model import NSA_GATES, ModelConfig, Transformer
 from training.checkpoint.files import (
     SPARE_BYTES,
+    check_is_shared,
     check_room,
     checkpoints,
     clear_leftovers,
@@ -201,7 +202,8 @@ def choose_start(given: dict, world: World) -> tuple[TrainConfig, Start, ModelCo
     """
     passed_over: dict[Path, str] = {}
     while True:
-        config, start = find_start(given, world, passed_over)
+        config, start, changes = find_start(given, world, passed_over)
+        check_same_on_all_ranks({"the checkpoint to go on from": str(start.checkpoint)}, world)
         model_config = choose_model(config, start.checkpoint)
         sparsity_at(config, model_config.num_hidden_layers, step=1)
         check_matrix_sharing(world.tensor_size, model_config)
@@ -218,6 +220,8 @@ def choose_start(given: dict, world: World) -> tuple[TrainConfig, Start, ModelCo
             continue
         for path, why in passed_over.items():
             logger.warning("passed over %s: %s", path, why)
+        for line in changes:
+            logger.info("%s", line)
         return config, start, model_config
 
 
@@ -291,12 +295,15 @@ def train(given: dict, world: World) -> int:
     """A run, from the checks to the final checkpoint and a sample; returns the process's exit status.
 
     Args:
-        given: the settings that flags and --config give, by the names of TrainConfig's fields.
+        given: the settings that flags and --config give, by the names of TrainConfig's fields, and the world's parallel
+            sizes, which a checkpoint's settings do not change any more.
     """
     output_dir = Path(TrainConfig(**given).output_dir)
     with contextlib.ExitStack() as stack:
         if world.is_main and not given.get("show_batch"):  # which writes nothing
             stack.enter_context(only_run_in(output_dir))
+        if not given.get("show_batch"):
+            check_is_shared(output_dir)
         # What can be refused in seconds comes before the data, which may take minutes to tokenise.
         config, start, model_config = choose_start(given, world)
         if start.step >= config.max_steps:
@@ -540,7 +547,8 @@ def log_sample(model: Transformer, tokenizer, prompt, config: TrainConfig, world
     """Log what the model writes after `prompt`, held-out ids (int64). All ranks of a sharded model must call this."""
     generator = torch.Generator(world.device).manual_seed(config.seed)
     ids = torch.from_numpy(prompt).to(world.device)[None]
-    ids = model.generate(ids, config.sample_tokens, temperature=0.8, generator=generator)[0].tolist()
+    with torch.compiler.set_stance("force_eager"):  # each layer and length would be compiled anew
+        ids = model.generate(ids, config.sample_tokens, temperature=0.8, generator=generator)[0].tolist()
     before, after = tokenizer.decode(ids[: len(prompt)]), tokenizer.decode(ids[len(prompt) :])
     logger.info("sample, after a held-out prompt:\n%s<<<the prompt ends here>>>%s", before, after)
 
@@ -552,10 +560,11 @@ def main(argv: list[str]) -> int:
     given = given_settings(TrainConfig, argv, description=__doc__.splitlines()[0])
     config = TrainConfig(**given)
     check_config(config)
-    with join_world(config.device, **parallel_sizes_of(given)) as world:
+    sizes = parallel_sizes_of(given)
+    with join_world(config.device, **sizes) as world:
         if not world.is_main:
             logging.disable(logging.WARNING)
-        return train(given, world)
+        return train({**given, **sizes}, world)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -215,6 +216,13 @@ def test_a_save_that_fails_does_not_end_the_run(corpus, tmp_path, monkeypatch, c
     assert sorted(path.name for path in run.glob("*step_*"))[-1] == "step_00000008"
 
 
+def test_ranks_go_on_from_one_checkpoint(corpus, tmp_path):
+    given, world = {"data": [corpus], "output_dir": str(tmp_path)}, mock.Mock(rank=1)
+    world.broadcast = lambda ours: dict.fromkeys(ours, "step_00000004")
+    with pytest.raises(UserError, match="to go on from is None on rank 1 and step_00000004 on rank 0; start all"):
+        train.choose_start(given, world)
+
+
 def run_in_rank(world, corpus, run, *flags):
     return train.train(given_settings(TrainConfig, arguments(corpus, run, *flags), ""), world)
 
@@ -226,6 +234,8 @@ def stop_one_rank_and_start_unlike_ranks(world, corpus, folder):
         looks = signalled_at(8 + 6 if world.rank == 1 else 0, patch)
         assert run_in_rank(world, corpus, folder / "parts", *flags) == 128 + signal.SIGUSR1
     assert len(looks) == 8 + 6 + LOOKS_BEHIND
+    with pytest.raises(UserError, match="own of rank 1 is not the folder that rank 0 writes to"):
+        run_in_rank(world, corpus, folder / f"{world.rank}" / "own")
     assert run_in_rank(world, corpus, folder / "parts", *flags, "--resume", "auto") == 0
     try:
         run_in_rank(world, corpus, folder / "unlike", "--seed", str(world.rank))

@@ -1,9 +1,11 @@
 """The one error class for what the person who started the program can mend."""
 
 import functools
+import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from pathlib import Path
 import torch
 
 SHOWN_OF_A_PATH = 200  # characters
+GRACE_SECONDS = 2.0  # from a rank's death to its peers' end; torchrun, which looks every 0.1 s, sees who died first
 
 
 class UserError(ValueError):
@@ -48,6 +51,22 @@ def can_be_mended(error: BaseException) -> bool:
     return isinstance(error, (UserError, OSError, torch.OutOfMemoryError)) or is_out_of_host_memory(error)
 
 
+def show_error(error: BaseException, is_main: bool, before: str = "") -> None:
+    """Print what ends this process, and have torchrun repeat it in its summary.
+
+    Where every rank fails alike the main rank alone speaks, and what fails in a collective fails most often because a
+    peer died, whose own error is to be read: such errors are shown only where, after twice GRACE_SECONDS, nobody has
+    ended the rank.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not is_main or any("torch/distributed/" in frame.filename for frame in frames):
+        time.sleep(2 * GRACE_SECONDS)
+    print(before + message_of(error), file=sys.stderr)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        told = {"py_callstack": message_of(error), "timestamp": int(time.time())}
+        Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": told}}))
+
+
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
     """A script's main(argv), returning the exit status: 1, with a line on stderr, after an error that can be mended.
 
@@ -61,7 +80,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
         except Exception as error:
             if not can_be_mended(error):
                 raise
-            print(message_of(error), file=sys.stderr)
+            show_error(error, is_main=int(os.environ.get("RANK", 0)) == 0)
             return 1
         except KeyboardInterrupt:
             return 128 + signal.SIGINT

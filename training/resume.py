@@ -32,8 +32,10 @@ REPLACED = {name: BUDGETS for name in ("gradient_checkpointing", "compile")}
 REPLACED |= {name: ("gradient_checkpointing", "compile") for name in BUDGETS}
 
 
-def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> tuple[TrainConfig, Start]:
+def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> tuple[TrainConfig, Start, list[str]]:
     """The settings of a fresh run, or those of the newest checkpoint in output_dir changed by the given ones.
+
+    Also a line for each change, to be logged once the checkpoint is known to be undamaged.
 
     Nothing larger than the checkpoint's trainer.json is read yet. Without --max_steps a run that was stopped keeps the
     number it had, and a finished one gets DEFAULT_STEPS more at its last learning rate; with --resume auto none.
@@ -57,7 +59,7 @@ def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> tuple
         if config.init_from is None:
             config = dataclasses.replace(config, model_size=config.model_size or "tiny")
         assert config.max_steps is not None, "with_defaults fills it in"
-        return config, Start(cosine_steps=config.max_steps)
+        return config, Start(cosine_steps=config.max_steps), []
     if not (last / OPTIMIZER).is_file():
         raise UserError(f"{last} was saved without optimizer state; use --init_from {last} and another --output_dir")
     state = load_state(last)
@@ -71,16 +73,17 @@ def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> tuple
         raise UserError(f"{last} is at step {step}, max_steps is {config.max_steps}; raise max_steps to go on")
     check_config(config)
     check_same_data(state["loader"], {"context_length": config.context_length, "seed": config.seed})
-    log_changes(before, config, state, world)
+    changes = spell_changes(before, config, state, world)
     cosine_steps = given.get("max_steps", cosine_before)
     rates = learning_rate_of(step, before, cosine_before), learning_rate_of(step + 1, config, cosine_steps)
     if step >= cosine_steps:
-        logger.info("learning rate: held at %.3g, where its cosine ended; --max_steps stretches it", rates[1])
+        changes.append(f"learning rate: held at {rates[1]:.3g}, where its cosine ended; --max_steps stretches it")
     elif rates[1] != learning_rate_of(step + 1, before, cosine_before):
-        logger.info("learning rate: %.3g in step %d -> %.3g in step %d", rates[0], step, rates[1], step + 1)
-    return config, Start(
+        changes.append(f"learning rate: {rates[0]:.3g} in step {step} -> {rates[1]:.3g} in step {step + 1}")
+    start = Start(
         last, step, state["tokens"], cosine_steps, state["tokenizer"], state["validation_loss"], state["loader"]
     )
+    return config, start, changes
 
 
 # What a checkpoint's trainer.json holds, as Run.save puts it there.
@@ -144,15 +147,18 @@ def inherit_settings(saved: dict, given: dict, device: torch.device) -> TrainCon
     return TrainConfig(**{**{name: value for name, value in saved.items() if name not in dropped}, **given})
 
 
-def log_changes(before: TrainConfig, config: TrainConfig, state: dict, world: World) -> None:
+def spell_changes(before: TrainConfig, config: TrainConfig, state: dict, world: World) -> list[str]:
     """A line for each setting of a resumed run that is not what it was."""
-    for name, value in dataclasses.asdict(config).items():
-        if name not in NOT_INHERITED and value != getattr(before, name):
-            logger.info("%s: %s -> %s", name, getattr(before, name), value)
+    lines = [
+        f"{name}: {getattr(before, name)} -> {value}"
+        for name, value in dataclasses.asdict(config).items()
+        if name not in NOT_INHERITED and value != getattr(before, name)
+    ]
     tokens, ranks = state["tokens_per_step"], state["ranks"]
     if tokens != tokens_per_step(config, world):
         because = f" ({ranks} -> {world.data_size} ranks)" if ranks != world.data_size else ""
-        logger.info("tokens a step: %s -> %s%s", f"{tokens:,}", f"{tokens_per_step(config, world):,}", because)
+        lines.append(f"tokens a step: {tokens:,} -> {tokens_per_step(config, world):,}{because}")
+    return lines
 
 
 def tokens_per_step(config: TrainConfig, world: World) -> int:

@@ -23,6 +23,7 @@ import os
 import random
 import re
 import shutil
+import tempfile
 import threading
 import zlib
 from collections.abc import Iterator
@@ -72,6 +73,27 @@ def only_run_in(output_dir: Path) -> Iterator[None]:
             file.truncate(0)
             os.write(file.fileno(), f"{os.getpid()}\n".encode())
         yield
+
+
+def check_is_shared(output_dir: Path) -> None:
+    """Refuse a folder that is not one for all ranks, as where each machine has a disk of its own. All ranks call this.
+
+    Raises:
+        UserError: a rank does not see what the main rank makes there.
+    """
+    rank, world_size = rank_and_world_size()
+    if world_size == 1:
+        return
+    made = Path(tempfile.mkdtemp(".tmp", ".step_", output_dir)) if rank == 0 else None  # a leftover, if it stays
+    [name, *_] = all_gather(made and made.name)
+    sees = all_gather((output_dir / name).is_dir())
+    if made:
+        made.rmdir()
+    if not all(sees):
+        raise UserError(
+            f"output_dir {output_dir} of rank {sees.index(False)} is not the folder that rank 0 writes to; give one "
+            "that all machines see, by its absolute path"
+        )
 
 
 def step_of(path: Path) -> int | None:

@@ -2,12 +2,9 @@
 
 import functools
 import gc
-import json
 import os
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from training.errors import UserError, message_of
+from training.errors import GRACE_SECONDS, UserError, show_error
 from training.torch_internals import flatten_mesh
 
 STOPPED_SECONDS = 5.0  # from a process's SIGSTOP to the warning
-GRACE_SECONDS = 2.0  # from a rank's death to its peers' end; torchrun, which looks every 0.1 s, sees who died first
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,8 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
 
     Raises:
         UserError: CUDA asked for where there is none, fewer GPUs than processes on this machine, or a number of
-            processes, in all or on this one of several machines, that the two sizes do not divide.
+            processes, in all or on this one of several machines, that the two sizes do not divide; on several machines
+            sizes that differ.
     """
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before CUDA starts: less fragmentation
     defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
@@ -153,14 +150,20 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
         return
     gpu = place.type == "cuda"
     dist.init_process_group("nccl" if gpu else "gloo", device_id=place if gpu else None)
-    mesh = make_mesh(place.type, size, context_parallel_size, tensor_parallel_size)
-    pids = [0] * size
+    pids, sizes = [0] * size, [(0, 0)] * size
     dist.all_gather_object(pids, os.getpid())
+    dist.all_gather_object(sizes, (context_parallel_size, tensor_parallel_size))
     neighbours = pids[rank - local_rank :][:local_size]  # of this machine
     machines = Machines() if size > local_size else None
     threading.Thread(target=end_with, args=(neighbours, os.getppid(), left, machines), daemon=True).start()
     try:
-        yield World(rank, size, place, mesh)
+        for other, (context, tensor) in enumerate(sizes):
+            if (context, tensor) != sizes[0]:
+                raise UserError(
+                    f"context_parallel_size {context} and tensor_parallel_size {tensor} of rank {other} are "
+                    f"{sizes[0][0]} and {sizes[0][1]} on rank 0; start all ranks alike"
+                )
+        yield World(rank, size, place, make_mesh(place.type, size, context_parallel_size, tensor_parallel_size))
     except Exception as error:
         end_by(error, rank == 0, machines)
     dist.barrier()  # no rank ends while another is still at work
@@ -232,19 +235,11 @@ def warn_of_stopped(pids: list[int]) -> None:
 
 
 def end_by(error: Exception, is_main: bool, machines: Machines | None = None) -> NoReturn:
-    """Show the error that ended this rank, have torchrun repeat it in its summary, and end the process.
+    """Show the error that ended this rank, and end the process, where `end_with` does not do so before.
 
-    The exit skips destructors and the process group's end, which may wait for the other ranks. Where every rank fails
-    alike the main rank alone speaks, and what fails in a collective fails most often because a peer died, whose own
-    error is to be read: such errors are shown only where, after twice GRACE_SECONDS, `end_with` has not ended the rank.
+    The exit skips destructors and the process group's end, which may wait for the other ranks.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    if not is_main or any("torch/distributed/" in frame.filename for frame in frames):
-        time.sleep(2 * GRACE_SECONDS)
-    print(f"\n{message_of(error)}", file=sys.stderr)  # the progress bar's line may be open
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        told = {"py_callstack": message_of(error), "timestamp": int(time.time())}
-        Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": told}}))
+    show_error(error, is_main, before="\n")  # the progress bar's line may be open
     sys.stdout.flush()
     if machines:
         machines.tell()

@@ -1,6 +1,7 @@
 """Sequences shared by ranks against one process: the exchange, loss and every gradient, and runs that resume."""
 
 import functools
+import json
 import math
 from contextlib import nullcontext
 from pathlib import Path
@@ -211,6 +212,21 @@ def train_shared(world: World, folder: Path) -> None:
             ["--max_steps", "5", "--context_parallel_size", "1", "--batch_size", "1"],
         ):
             assert train.main(only_resume(folder / "shared", *flags)) == 0
+        # Where the newest checkpoint is damaged, the mesh, which it gave, stays when an older one gives the settings.
+        newest = folder / "shared" / "step_00000005"
+        if world.is_main:
+            damage(newest / "model.safetensors")
+        world.sum(0.0)  # no rank looks at the files before
+        again = only_resume(folder / "shared", "--resume", "auto", "--max_steps", "5", "--batch_size", "1")
+        assert train.main(again) == 0
+        settings = json.loads((newest / "trainer.json").read_text())["trainer_state"]["settings"]
+        assert settings["context_parallel_size"] == 1
+
+
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 4
+    file.write_bytes(content)
 
 
 def worlds_of(world: World) -> dict[int, World]:

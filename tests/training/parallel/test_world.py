@@ -73,6 +73,24 @@ def test_a_rank_that_dies_ends_all_within_seconds(death, rank, message, device):
     assert ranks.count("Traceback") == (death == "RuntimeError") and "closed by peer" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (["tests.training.parallel.dying_rank", "unlike sizes", "cpu"],
+         "error: context_parallel_size 2 and tensor_parallel_size 1 of rank 1 are 1 and 1 on rank 0; start all ranks"),
+        (["training.plots"], "error: the following arguments are required: run"),
+    ],
+)  # fmt: skip
+def test_what_ranks_refuse_before_they_have_met_is_shown_once_and_by_torchrun(module, message):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", *module]
+    result = subprocess.run(
+        command, cwd=Path(__file__).parents[3], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True, timeout=60,
+    )  # fmt: skip
+    ranks, torchruns = result.stderr.split("closing signal SIGTERM", 1)
+    assert ranks.count(message) == 1 and message in torchruns.split("Root Cause (first observed failure)")[1]
+
+
 def test_the_ranks_of_two_machines_end_together():
     """Ranks 0 and 1 are of one machine, 2 and 3 of the other."""
     with socket.create_server(("127.0.0.1", 0)) as free:
