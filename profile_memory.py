@@ -174,7 +174,8 @@ def choose_machine(flags: Namespace, memory_budget: str | None, world: World) ->
     if world.device.type == "cuda":
         given = settled_execution(loss_impl, flags.attention_backend, world.device, sparsity)
         gpu_bytes = gpu_budget(memory_budget or "auto", world.device)
-        rates = measure_rates(model, given.attention_backend, world.device, lengths(flags)[0], given.sparsity)
+        part = model.split(flags.tensor_parallel_size)
+        rates = measure_rates(part, given.attention_backend, world.device, lengths(flags)[0], given.sparsity)
         torch.cuda.empty_cache()
         name = torch.cuda.get_device_name(world.device)
         host_bytes = parse_bytes(flags.host_budget) if flags.host_budget else available_host_bytes() / flags.nproc

@@ -111,6 +111,7 @@ def switch(device: torch.device, vocab_size: int = VOCAB_SIZE, switch_bytes: flo
 
 
 def losses_and_gradients(loss: Callable, hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """loss [], and the gradients of hidden [tokens, hidden_size] and head [vocab_size, hidden_size]."""
     hidden, head = (x.detach().clone().requires_grad_() for x in (hidden, head))
     value = loss(hidden, head, targets)
     value.backward()

@@ -130,6 +130,7 @@ def _check_denominator(is_valid, value, name):
 
 
 def details(loss: torch.Tensor, losses: torch.Tensor, log_sum_exp: torch.Tensor, shape: torch.Size) -> Details:
+    """loss [], and losses and log_sum_exp [rows] in the labels' shape, float32."""
     return Details(loss, losses.detach().view(shape), log_sum_exp.detach().view(shape))
 
 

@@ -295,10 +295,10 @@ def _check(input, linear_weight, linear_bias, target, num_valid_tokens, chunk_si
 
 
 def linear_cross_entropy_footprint(
-    num_tokens: int, hidden_size: int, vocab_size: int, *, element_size: int = 2, chunk_size: int = CHUNK_SIZE
+    num_tokens: int, hidden_size: int, vocab_size: int, *, element_size: int = 2
 ) -> Footprint:
     """What `linear_cross_entropy` takes; it makes its gradients, the head's in float32, in forward."""
     flops, d_input = 2 * num_tokens * hidden_size * vocab_size, element_size * num_tokens * hidden_size
     d_head = 4 * hidden_size * vocab_size
-    logits = element_size * vocab_size * min(chunk_size, num_tokens)
+    logits = element_size * vocab_size * min(CHUNK_SIZE, num_tokens)
     return Footprint(d_input + d_head, d_input + d_head + logits, 0, matrix_flops=3 * flops)

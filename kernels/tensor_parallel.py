@@ -9,7 +9,7 @@ is then a part of a sum:
 An all-reduce behind the last product makes the sum in forward (`leave`). Backward has another before the first product,
 for the gradient of x, to which each rank's heads add theirs (`enter`). Of the embedding and of the head each rank has
 the rows of an N-th of the vocabulary. Nothing is kept for backward: a block that is rebuilt there sums what its heads
-make again, but not what its MLP makes.
+make again, and what its MLP makes only where no operation is skipped in backward (`apply_execution`).
 
 Method: Shoeybi et al., Megatron-LM, arXiv 1909.08053.
 """

@@ -119,7 +119,7 @@ def main(argv: list[str]) -> None:
     check_flags(flags)
     texts = read_prompts(flags)
     with join_world(flags.device) as world:
-        opened = open_folder(flags.checkpoint, flags, world.device)
+        opened = open_folder(flags.checkpoint, flags, world)
         if flags.chat:
             template = ChatTemplate(opened.tokenizer)
             texts = frame(texts, flags.system, template)

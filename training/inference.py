@@ -72,12 +72,14 @@ class Opened:
     corpus_crc32: int | None
 
 
-def open_folder(folder: Path, flags: Namespace, device: torch.device) -> Opened:
+def open_folder(folder: Path, flags: Namespace, world: World) -> Opened:
     """Read what is small: config.json, the run's settings, the tokenizer. Raises UserError for what does not fit."""
+    if world.size > 1:
+        raise UserError("this runs in one process: start it with python, not torchrun")
     shape = shape_of_weights(folder)
     state = load_trainer_state(folder) if (folder / "trainer.json").is_file() else {}
     settings, corpus = state.get("settings", {}), state.get("loader", {}).get("corpus_crc32")
-    sparsity = attention_of(flags, shape, settings, device)
+    sparsity = attention_of(flags, shape, settings, world.device)
     tokenizer = open_tokenizer(flags.tokenizer, folder, shape.vocab_size)
     return Opened(folder, shape, settings, sparsity, tokenizer, _stop_ids(folder, tokenizer), corpus)
 
@@ -261,8 +263,6 @@ def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: st
         cached: of the longest text that is read and written with a key/value cache; 0: none is.
     """
     device = world.device
-    if world.size > 1:
-        raise UserError("this runs in one process: start it with python, not torchrun")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     backend = choose_backend("auto", device)
     execution = Execution(mlp_tile_size=MLP_TILE_SIZE, attention_backend=backend, sparsity=opened.sparsity)

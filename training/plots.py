@@ -9,6 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from training.config import Parser
 from training.errors import UserError, command, read_file
 
 logger = logging.getLogger(__name__)
@@ -81,11 +82,11 @@ def draw_at_end(run: Path) -> None:
 
 @command
 def main(argv: list[str]) -> None:
-    if len(argv) != 1 or argv[0].startswith("-"):
-        raise UserError("give one folder, the output_dir of a run: python -m training.plots runs/default")
+    parser = Parser(prog="python -m training.plots", description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="output_dir of a run, as runs/default")
+    run = parser.parse_args(argv).run
     if find_spec("matplotlib") is None:
         raise UserError("pictures need matplotlib: pip install matplotlib")
-    run = Path(argv[0])
     print(draw_run(run, read_metrics(run)))
 
 

@@ -280,9 +280,8 @@ def _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, config,
 
 
 def band_dkv_extra(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, layout: Layout, heads: range,
-    config: TileConfig = DKV_CONFIG,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, layout: Layout, heads: range
+) -> tuple[Tensor, Tensor]:
     """dk and dv of first blocks from queries past their window, by chunk: [2, heads * chunks, block_size, K] float32.
 
     Also where each (head, block)'s chunks begin, [heads * blocks + 1] int32.
@@ -292,7 +291,7 @@ def band_dkv_extra(
         2, len(heads) * num_extra, layout.block_size, q.shape[-1], dtype=torch.float32, device=q.device
     )
     if num_extra:
-        _launch_dkv(dout, q, k, v, lse, delta, partial, None, None, layout, heads, config, extra=True)
+        _launch_dkv(dout, q, k, v, lse, delta, partial, None, None, layout, heads, DKV_CONFIG, extra=True)
     head = torch.arange(len(heads), dtype=torch.int32, device=q.device)[:, None]
     first_item = torch.cat([(head * num_extra + layout.first_extra[:-1]).view(-1), (head[-1] + 1) * num_extra])
     return partial, first_item

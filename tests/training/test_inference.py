@@ -135,12 +135,12 @@ def folder(tmp_path_factory):
 
 
 def test_attention_is_as_trained_unless_flags_say_otherwise(folder, tmp_path):
-    opened = open_folder(folder, AS_TRAINED, CPU)
+    opened = open_folder(folder, AS_TRAINED, WORLD)
     assert opened.sparsity == (Sparsity(2, dense_below=40),) * 2 and opened.stop_ids == {0}
     flags = Namespace(**{**vars(AS_TRAINED), "attention_type": "full"})
-    assert open_folder(folder, flags, CPU).sparsity == ()
+    assert open_folder(folder, flags, WORLD).sparsity == ()
     flags = Namespace(**{**vars(AS_TRAINED), "attention_type": "sparse", "selected_blocks": "3,1", "dense_below": 7})
-    assert [one.selected_blocks for one in open_folder(folder, flags, CPU).sparsity] == [3, 1]
+    assert [one.selected_blocks for one in open_folder(folder, flags, WORLD).sparsity] == [3, 1]
     for changed, message in (
         ({"attention_type": "nsa"}, "it has no gates of nsa"),
         ({"attention_type": "full", "selected_blocks": "3"}, "selected_blocks has no effect with attention_type full"),
@@ -148,18 +148,18 @@ def test_attention_is_as_trained_unless_flags_say_otherwise(folder, tmp_path):
         ({"selected_blocks": "1,2,3"}, "names 3 layers, the model has 2"),
     ):
         with pytest.raises(UserError, match=message):
-            open_folder(folder, Namespace(**{**vars(AS_TRAINED), **changed}), CPU)
+            open_folder(folder, Namespace(**{**vars(AS_TRAINED), **changed}), WORLD)
     with pytest.raises(UserError, match=f"is the output_dir of a run; give a checkpoint in it, as {folder}"):
-        open_folder(folder.parent, AS_TRAINED, CPU)
+        open_folder(folder.parent, AS_TRAINED, WORLD)
     content = json.loads((folder / "config.json").read_text())
     for name, value in (("hidden_size", "many"), ("model_type", "gpt2")):
         (tmp_path / "config.json").write_text(json.dumps({**content, name: value}))
         with pytest.raises(UserError, match="cannot take"):
-            open_folder(tmp_path, AS_TRAINED, CPU)
+            open_folder(tmp_path, AS_TRAINED, WORLD)
 
 
 def test_a_loaded_model_writes_the_same_by_groups_of_heads(folder):
-    opened = open_folder(folder, AS_TRAINED, CPU)
+    opened = open_folder(folder, AS_TRAINED, WORLD)
     model, ids = load(opened, 100, 120, WORLD, None), [int(i) for i in torch.arange(100) * 7 % 256]
     assert model.layers[0].self_attn.sparsity == opened.sparsity[0] and not model.norm.weight.requires_grad
     written = [*write(model, ids, 20)]
@@ -175,4 +175,4 @@ def test_what_ends_an_answer_is_also_in_the_folders_configs(folder, tmp_path):
     write_file(tmp_path / "config.json", json.dumps({**config, "eos_token_id": 3}).encode())
     for content, more in ((b'{"eos_token_id": [7, 9]}', {7, 9}), (b'{"eos_token_id": 5}', {5}), (b"{}", set())):
         write_file(tmp_path / "generation_config.json", content)
-        assert open_folder(tmp_path, AS_TRAINED, CPU).stop_ids == {0, 3, *more}
+        assert open_folder(tmp_path, AS_TRAINED, WORLD).stop_ids == {0, 3, *more}

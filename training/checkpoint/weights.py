@@ -104,14 +104,12 @@ def find_weights(
     return {name: places[name] for name in expected}
 
 
-def load_model_weights(
-    path: str | Path, expected: dict[str, tuple[int, ...]], *, may_lack: str | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
     """(our name, whole CPU tensor in the file's dtype) of each weight, read one at a time; arguments as `find_weights`.
 
     What is refused is refused in this call.
     """
-    return ((name, _read_weight(place)) for name, place in find_weights(path, expected, may_lack=may_lack).items())
+    return ((name, _read_weight(place)) for name, place in find_weights(path, expected).items())
 
 
 @torch.no_grad()

@@ -163,7 +163,7 @@ def open_texts(flags: Namespace, opened: Opened) -> Store:
 def evaluator_losses(flags: Namespace, opened: Opened, questions: Questions, world: World) -> Losses:
     """Of another model than the judged one, which has the memory before it; it attends as it was trained."""
     as_trained = Namespace(attention_type=None, selected_blocks=None, dense_below=None, tokenizer=flags.tokenizer)
-    other = open_folder(flags.evaluator, as_trained, world.device)
+    other = open_folder(flags.evaluator, as_trained, world)
     if other.tokenizer.identity != opened.tokenizer.identity:
         raise UserError(f"evaluator {flags.evaluator} has another tokenizer: its tokens are not this model's")
     model = load(other, questions.longest, 0, world, flags.memory_budget)
@@ -287,7 +287,7 @@ def main(argv: list[str]) -> None:
         flags.output_dir.mkdir(parents=True, exist_ok=True)
         check_can_write(flags.output_dir / "evaluation.json", "--output_dir")
     with join_world(flags.device) as world:
-        opened = open_folder(flags.checkpoint, flags, world.device)
+        opened = open_folder(flags.checkpoint, flags, world)
         questions = make_questions(flags, opened)
         found = Evaluation()
         try:
