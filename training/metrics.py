@@ -5,10 +5,12 @@ import logging
 import os
 import statistics
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 import torch
 
+from training.errors import read_file
 from training.memory.machine import find_gpu
 from training.parallel.world import World
 
@@ -41,15 +43,21 @@ class MetricsFile:
 
     Args:
         path: appended to. Lines past `from_step` (of a run that went on after its last checkpoint) are dropped, and so
-            are lines that were cut short, by a kill or a full disk.
+            are lines that were cut short, by a kill or a full disk. Where a run starts afresh, an earlier one's file is
+            kept beside it, as metrics.1.jsonl.
         tensorboard: whether TensorBoard's event files are written as well, into the folder tensorboard beside it.
     """
 
     def __init__(self, path: Path, from_step: int, tensorboard: bool = False):
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        given = read_file(path, "move it elsewhere") if path.exists() else b""
+        lines = given.decode(errors="replace").splitlines()
         steps = [_step(line) for line in lines]
         if damaged := steps.count(None):
             logger.warning("%s: %d of %d lines are damaged and were dropped", path, damaged, len(lines))
+        if lines and from_step == 0:
+            earlier = next(p for n in count(1) if not (p := path.with_name(f"{path.stem}.{n}.jsonl")).exists())
+            path.rename(earlier)
+            logger.info("%s of an earlier run is kept as %s", path, earlier.name)
         # Written beside its place and renamed, so that a kill here loses no line of before.
         temporary = path.with_name(f".{path.name}.tmp")
         with temporary.open("w") as file:
@@ -96,5 +104,5 @@ def _step(line: str) -> int | None:
     """The step of a line; None of a damaged one."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

@@ -56,7 +56,7 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
         mfu = speed.twinx()
         mfu.plot(*_points(rows, "mfu"), "C1", linewidth=0.8)
         mfu.set(ylabel="model FLOP utilisation", ylim=(0, 1))
-    memory.plot(*_points([{**row, "peak": max(row.get("peak_memory_gib", [None]))} for row in rows], "peak"))
+    memory.plot(*_points([{**row, "peak": max(row.get("peak_memory_gib") or [None])} for row in rows], "peak"))
     memory.set(ylabel="peak GPU memory, GiB, of the fullest rank", xlabel="step", ylim=(0, None))
     path = run / "metrics.png"
     figure.savefig(path)

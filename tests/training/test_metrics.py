@@ -18,13 +18,21 @@ def steps_in(path):
 def test_lines_past_the_checkpoint_and_damaged_ones_are_dropped(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3)]
-    path.write_bytes("\n".join([lines[0], "\0\0", "7", lines[1], "{}", lines[2], lines[0][:-5]]).encode() + b"\xff")
+    damaged = ["\0\0", "7", '{"step": 1e999}', "[" * 200_000, "{}"]
+    path.write_bytes("\n".join([*lines[:2], *damaged, lines[2], lines[0][:-5]]).encode() + b"\xff")
     metrics = MetricsFile(path, from_step=2)
     assert steps_in(path) == [1, 2]  # on disk before the first step ends
-    assert caplog.messages == [f"{path}: 4 of 7 lines are damaged and were dropped"]
+    assert caplog.messages == [f"{path}: 6 of 9 lines are damaged and were dropped"]
     metrics.write(step=3)
     assert steps_in(path) == [1, 2, 3]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_an_earlier_runs_lines_are_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for run in (1, 2, 3):
+        MetricsFile(path, from_step=0).write(step=run)
+    assert [steps_in(path.with_name(f"metrics{n}.jsonl")) for n in ("", ".1", ".2")] == [[3], [1], [2]]
 
 
 def test_a_rewrite_that_fails_leaves_the_file(tmp_path, monkeypatch):

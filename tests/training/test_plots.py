@@ -16,7 +16,7 @@ def write_run(folder, steps):
          "peak_memory_gib": [1.0, 2.0]} for i in range(1, steps + 1)
     ]  # fmt: skip
     rows[-1] |= {"is_spike": True, "validation_loss": 2.5}
-    rows[0]["loss"] = None
+    rows[0] |= {"loss": None, "peak_memory_gib": []}
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9')
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from training.errors import GRACE_SECONDS, UserError, show_error
+from training.errors import GRACE_SECONDS, UserError, refused_as_user_error, show_error
 from training.torch_internals import flatten_mesh
 
 STOPPED_SECONDS = 5.0  # from a process's SIGSTOP to the warning
@@ -115,7 +115,9 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
     """
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before CUDA starts: less fragmentation
     defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    rank, size, local_rank, local_size = (int(os.environ.get(name, default)) for name, default in defaults.items())
+    found = {name: os.environ.get(name, default) for name, default in defaults.items()}
+    with refused_as_user_error("torchrun's RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE in the environment: "):
+        rank, size, local_rank, local_size = map(int, found.values())
     if device not in ("auto", "cuda", "cpu"):
         raise UserError(f'device must be "auto", "cuda" or "cpu", got {device!r}')
     if size % (context_parallel_size * tensor_parallel_size):
@@ -148,6 +150,10 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
         yield World(rank, size, place)
         left.set()
         return
+    if "MASTER_ADDR" not in os.environ:
+        raise UserError(
+            f"WORLD_SIZE is {size} in the environment, without a MASTER_ADDR; start by torchrun, or unset it"
+        )
     gpu = place.type == "cuda"
     dist.init_process_group("nccl" if gpu else "gloo", device_id=place if gpu else None)
     pids, sizes = [0] * size, [(0, 0)] * size

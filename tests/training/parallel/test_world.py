@@ -50,6 +50,17 @@ def test_sequences_are_not_shared_between_machines(monkeypatch):
         pass
 
 
+def test_an_environment_that_torchrun_did_not_set_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value, message in (
+        ("MASTER_ADDR", None, "without a MASTER_ADDR; start by"),
+        ("RANK", "x", "torchrun's RANK"),
+    ):
+        monkeypatch.delenv("MASTER_ADDR", raising=False) if value is None else monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=message), join_world("cpu"):
+            pass
+
+
 TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 
