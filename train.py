@@ -17,12 +17,14 @@ from collections import deque
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from model import NSA_GATES, ModelConfig, Transformer
 from training.checkpoint.files import (
     SPARE_BYTES,
+    check_is_for_a_run,
     check_is_shared,
     check_room,
     checkpoints,
@@ -30,7 +32,9 @@ from training.checkpoint.files import (
     delete_old,
     load_trainer_state,
     only_run_in,
+    replace_file,
     size_on_disk,
+    step_of,
     verify_checkpoint,
 )
 from training.checkpoint.saver import Saver
@@ -48,7 +52,7 @@ from training.data.loader import Batch, PackedLoader, check_can_validate, valida
 from training.data.show import show_batch
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import Store
-from training.errors import UserError, command
+from training.errors import UserError, command, outliving_its_output
 from training.memory.cost_model import PackedDocuments
 from training.memory.placement import set_sparsity
 from training.memory.planner import Plan
@@ -179,7 +183,9 @@ def check_disk(config: TrainConfig, start: Start, size: int) -> None:
     """
     output_dir = Path(config.output_dir)
     clear_leftovers(output_dir)
-    found = checkpoints(output_dir)
+    found = [
+        path for path in checkpoints(output_dir) if (step_of(path) or 0) <= start.step
+    ]  # later ones are left alone
     steps, seconds = parse_interval(config.checkpoint_interval or CHECKPOINT_INTERVAL)
     saves = config.max_steps - start.step if seconds else 1 + (config.max_steps - start.step - 1) // (steps or 10**9)
     kept = (config.keep_checkpoints or KEPT_CHECKPOINTS) + (config.validation_sequences > 0) + 1
@@ -189,9 +195,8 @@ def check_disk(config: TrainConfig, start: Start, size: int) -> None:
             return
         except OSError as error:
             if is_enough:
-                raise UserError(
-                    f"{error.strerror}; free some space, choose another --output_dir, or --save model"
-                ) from None
+                or_else = "choose another --output_dir" + ", or --save model" * (config.save == "full")
+                raise UserError(f"{error.strerror}; free some space, {or_else}") from None
             logger.warning("%s: old checkpoints will be deleted before new ones are complete", error.strerror)
 
 
@@ -258,6 +263,7 @@ class Run:
     has_promised: bool = False  # said within how many seconds a signal saves and ends the run
     skipped: int = 0  # steps whose loss or gradient was not finite
     stopped: bool = False
+    is_unvalidated: bool = False  # a signal has ended the last validation
     recent_losses: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=100))
 
     def save(self) -> None:
@@ -272,13 +278,17 @@ class Run:
                 "tokens": self.tokens, "max_steps": self.config.max_steps, "cosine_steps": self.start.cosine_steps,
                 "tokens_per_step": tokens_per_step(self.config, self.world), "ranks": self.world.data_size,
                 "settings": self.settings, "tokenizer": self.tokenizer.identity,
-                "validation_loss": self.validation_loss, "loader": self.position,
+                "validation_loss": self.validation_loss, "loader": self.position, "skipped": self.skipped,
             },
         )  # fmt: skip
 
     def stopping(self) -> bool:
         """Whether any rank has been asked to stop; the same on every rank, and a collective of them."""
         self.watch()
+        return self.is_asked_to_stop()
+
+    def is_asked_to_stop(self) -> bool:
+        """As `stopping`, where nobody watches how long it takes."""
         return self.world.sum(float(bool(self.received)))[0] > 0
 
     def watch(self) -> None:
@@ -300,9 +310,10 @@ def train(given: dict, world: World) -> int:
     """
     output_dir = Path(TrainConfig(**given).output_dir)
     with contextlib.ExitStack() as stack:
-        if world.is_main and not given.get("show_batch"):  # which writes nothing
-            stack.enter_context(only_run_in(output_dir))
-        if not given.get("show_batch"):
+        if not given.get("show_batch"):  # which writes nothing
+            if world.is_main:
+                check_is_for_a_run(output_dir)
+                stack.enter_context(only_run_in(output_dir))
             check_is_shared(output_dir)
         # What can be refused in seconds comes before the data, which may take minutes to tokenise.
         config, start, model_config = choose_start(given, world)
@@ -360,7 +371,7 @@ def set_up(
     metrics = None
     if world.is_main:
         try:
-            (output_dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+            replace_file(output_dir / "config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
             metrics = MetricsFile(output_dir / "metrics.jsonl", start.step, config.tensorboard)
         except OSError as error:
             raise UserError(f"output_dir {output_dir} cannot be written to: {error}; choose another") from None
@@ -377,7 +388,7 @@ def set_up(
         config, settings, start, world, model_config, tokenizer, loader, held_out, model, optimizer, plan, saver,
         metrics, progress, watchdog, received, LooksBetweenBlocks(model.layers, received), done=start.step,
         tokens=start.tokens, position=loader.state_dict(), validation_loss=start.validation_loss,
-        saved=start.step, saved_at=time.monotonic(),
+        saved=start.step, saved_at=time.monotonic(), skipped=start.skipped,
         step_seconds=world.min(plan.seconds)[0] if world.device.type == "cuda" else 0.0,
     )  # fmt: skip
 
@@ -458,7 +469,8 @@ def leave_out(run: Run, step: int, error: NotFinite) -> None:
     run.saver.wait()
     raise UserError(
         f"step {step}: {error}, stopped before the update; the last good checkpoint: {run.saver.last or 'none'}. "
-        "Go on from it with a lower --learning_rate, or leave such steps out with --skip_nonfinite_steps; "
+        f"{'Go on from it' if run.saver.last else 'Start again'} with a lower --learning_rate, or leave such steps out "
+        "with --skip_nonfinite_steps; "
         f"documents of the step: {sources}"
     ) from None
 
@@ -473,8 +485,12 @@ def validate_if_due(run: Run, values: dict) -> None:
         run.held_out, config.context_length, config.batch_size, world.data_rank, world.data_size,
         limit=config.validation_sequences,
     )  # fmt: skip
-    with contextlib.suppress(Stopped), run.looking():
-        values["validation_loss"] = run.validation_loss = validate(run.model, batches, world, run.stopping)
+    try:
+        with run.looking():
+            values["validation_loss"] = run.validation_loss = validate(run.model, batches, world, run.stopping)
+    except Stopped:
+        run.is_unvalidated = True
+        logger.warning("the validation of step %d is left out", run.done)
 
 
 def save_if_due(run: Run, values: dict) -> None:
@@ -511,11 +527,11 @@ def end(run: Run) -> int:
         run.save()
     if config.sample_tokens and not run.stopped:
         length = min(PROMPT_TOKENS, int(run.held_out.lengths[0]) - 1)  # without the document's end
-        log_sample(run.model, run.tokenizer, run.held_out.read(0, 0, length), config, run.world)
+        log_sample(run, run.held_out.read(0, 0, length))
     run.saver.finish()
     if run.world.is_main and not run.stopped:
         draw_at_end(Path(config.output_dir))
-    if run.stopped and run.done < config.max_steps:
+    if run.stopped and (run.done < config.max_steps or run.is_unvalidated):
         [number] = run.world.min(-max(run.received, default=0))  # of the ranks that have been asked
         logger.info("%s: stopped after step %d of %d", signal.Signals(int(-number)).name, run.done, config.max_steps)
         return 128 - int(number)
@@ -543,17 +559,21 @@ def show(progress: tqdm, values: dict, unit: str) -> None:
         progress.write(f"step {values['step']}: validation loss {values['validation_loss']:.4f} nats per {unit}")
 
 
-def log_sample(model: Transformer, tokenizer, prompt, config: TrainConfig, world: World) -> None:
-    """Log what the model writes after `prompt`, held-out ids (int64). All ranks of a sharded model must call this."""
-    generator = torch.Generator(world.device).manual_seed(config.seed)
-    ids = torch.from_numpy(prompt).to(world.device)[None]
+def log_sample(run: Run, prompt: np.ndarray) -> None:
+    """Log what the model writes after `prompt`, held-out ids [tokens], until a signal comes. All ranks call this."""
+    generator = torch.Generator(run.world.device).manual_seed(run.config.seed)
+    ids_BT, written = torch.from_numpy(prompt).to(run.world.device)[None], []
     with torch.compiler.set_stance("force_eager"):  # each layer and length would be compiled anew
-        ids = model.generate(ids, config.sample_tokens, temperature=0.8, generator=generator)[0].tolist()
-    before, after = tokenizer.decode(ids[: len(prompt)]), tokenizer.decode(ids[len(prompt) :])
+        for next_B1 in run.model.next_tokens(ids_BT, run.config.sample_tokens, temperature=0.8, generator=generator):
+            written.append(int(next_B1))
+            if run.is_asked_to_stop():
+                break
+    before, after = run.tokenizer.decode(prompt.tolist()), run.tokenizer.decode(written)
     logger.info("sample, after a held-out prompt:\n%s<<<the prompt ends here>>>%s", before, after)
 
 
 @command
+@outliving_its_output()
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 of a finished run, 1 after an error, 128 + the number of a signal that stopped it."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)

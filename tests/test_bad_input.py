@@ -80,6 +80,10 @@ def test_toml(outcome, corpus, tmp_path):
     for content in (b"\xff", b"a = " + b"[" * DEEP, b"[" * DEEP, b"", b"\0"):
         file.write_bytes(content)
         assert (outcome("--config", str(file), *command(corpus)) is None) == (content == b""), content[:9]
+    file.write_bytes(b"\xef\xbb\xbfseed = 3")  # as Windows' editors write it
+    assert outcome("--config", str(file), *command(corpus)) is None
+    file.write_text(f"learning_rate = {'9' * 400}")
+    assert "must be float" in outcome("--config", str(file), *command(corpus))
     file.write_text("data = []")
     assert outcome("--config", str(file), "--output_dir", "run") is not None
 

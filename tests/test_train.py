@@ -179,6 +179,46 @@ def test_refusals_come_before_the_data(corpus, tmp_path, monkeypatch, capsys):
         assert message in capsys.readouterr().err
 
 
+def test_a_folder_that_is_not_for_a_run_is_refused(corpus, tmp_path, capsys):
+    """Its config.json would be replaced by the run's."""
+    run = tmp_path / "run"
+    assert train.main(arguments(corpus, run, steps=1)) == 0
+    (run / "step_00000001" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "config.json").write_text('{"theme": "dark"}')
+    for folder in (run / "step_00000001", tmp_path, tmp_path / "app"):
+        before = {file: file.read_bytes() for file in folder.glob("*.json")}
+        for flags in ([], ["--resume", "auto"], ["--save", "none"]):
+            assert train.main(arguments(corpus, folder, *flags)) == 1
+            assert (
+                f"output_dir {folder} holds weights, or a config.json that is not of a run" in capsys.readouterr().err
+            )
+        assert before == {file: file.read_bytes() for file in folder.glob("*.json")}
+    (run / "config.json").write_text('{"cut')  # by a kill
+    (run / "step_00000001").rename(tmp_path / "elsewhere")
+    assert train.main(arguments(corpus, run, steps=1)) == 0
+
+
+def test_what_a_run_writes_is_not_its_data(corpus, tmp_path, capsys):
+    assert train.main(arguments(str(tmp_path), tmp_path / "run")) == 1
+    assert f"output_dir {tmp_path}/run lies in data {tmp_path}, which would be read" in capsys.readouterr().err
+
+
+def test_inherited_settings_that_a_flag_contradicts_are_dropped(corpus, tmp_path, caplog, capsys):
+    caplog.set_level(logging.INFO)
+    run = tmp_path / "run"
+    command = arguments(corpus, run, *SPARSE, "--selected_blocks", "4", "--checkpoint_interval", "3", steps=2)
+    assert train.main(command) == 0
+    assert train.main(only_resume(run, "--attention_type", "full", "--max_steps", "3", "--save", "model")) == 0
+    assert {"selected_blocks: 4 -> None", "attention_type: sparse -> full"} <= {*caplog.messages}
+    kept = sorted(path.name for path in run.glob("step_*"))
+    assert kept == ["step_00000002", "step_00000003"]  # the first is the last one to resume from
+    (run / "step_00000003").rename(tmp_path / "weights")
+    assert train.main(only_resume(run, "--save", "none", "--max_steps", "4")) == 0
+    assert train.main(arguments(corpus, tmp_path / "auto", "--resume", "auto", "--save", "model")) == 1
+    assert "a run that goes on with resume auto needs checkpoints of save full" in capsys.readouterr().err
+
+
 CHANGED = ["--batch_size", "3", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-3"]
 CHANGED += ["--weight_decay", "0.3", "--max_grad_norm", "0.5", "--final_learning_rate_ratio", "0.2"]
 

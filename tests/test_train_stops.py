@@ -27,6 +27,7 @@ from training.checkpoint import files
 from training.checkpoint.blocks import Block
 from training.config import TrainConfig, given_settings
 from training.errors import UserError
+from training.run import Start
 from training.stopping import LOOKS_BEHIND, LooksBetweenBlocks
 
 
@@ -98,8 +99,8 @@ def test_a_signal_between_blocks_drops_the_step(corpus, tmp_path, monkeypatch):
     assert train.main(arguments(corpus, parts, *flags, "--resume", "auto")) == 0  # finished: nothing is left to do
 
 
-def test_a_signal_in_validation_drops_the_validation(corpus, tmp_path, monkeypatch):
-    run, stopping = tmp_path / "run", train.Run.stopping
+def test_a_signal_in_validation_drops_the_validation(corpus, tmp_path, monkeypatch, caplog):
+    stopping = train.Run.stopping
 
     def once_noted(self):
         while not self.received:  # a thread takes note
@@ -108,9 +109,40 @@ def test_a_signal_in_validation_drops_the_validation(corpus, tmp_path, monkeypat
 
     monkeypatch.setattr(train.Run, "stopping", once_noted)
     monkeypatch.setattr(train, "validation_batches", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM) or iter([1]))
-    assert train.main(arguments(corpus, run, "--validation_interval", "2")) == 128 + signal.SIGTERM
-    assert [line["step"] for line in metrics(run)] == [1, 2] and "validation_loss" not in metrics(run)[1]
-    assert [path.name for path in run.glob("*step_*")] == ["step_00000002"]
+    for interval, step in (("2", 2), ("0", 4)):
+        run = tmp_path / interval
+        assert train.main(arguments(corpus, run, "--validation_interval", interval)) == 128 + signal.SIGTERM
+        assert len(metrics(run)) == step and "validation_loss" not in metrics(run)[-1]
+        assert [path.name for path in run.glob("*step_*")] == [f"step_0000000{step}"]
+        assert caplog.messages[-1] == f"the validation of step {step} is left out"
+
+
+def test_a_signal_ends_the_sample(corpus, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(train.Run, "is_asked_to_stop", lambda self: True)
+    flags = "--sample_tokens", "99", "--validation_sequences", "0"
+    assert train.main(arguments(corpus, tmp_path / "run", *flags)) == 0
+    [sample] = [message for message in caplog.messages if message.startswith("sample")]
+    assert len(sample.split("<<<the prompt ends here>>>")[1]) == 1
+
+
+class Unread:
+    """A pipe whose reader is gone."""
+
+    def write(self, text=""):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    flush = write
+
+
+def test_a_run_outlives_who_reads_its_output(corpus, tmp_path, monkeypatch):
+    for number, streams in enumerate([(Unread(), Unread()), (None, None)]):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", streams[0])
+            patch.setattr(sys, "stderr", streams[1])
+            assert train.main(arguments(corpus, tmp_path / f"{number}")) == 0
+            assert train.main(["--batch_size", "0"]) == 1
+        assert [path.name for path in (tmp_path / f"{number}").glob("*step_*")] == ["step_00000004"]
 
 
 def not_finite_in(steps, monkeypatch):
@@ -158,6 +190,9 @@ def test_steps_that_are_not_finite_are_left_out_when_told(corpus, tmp_path, monk
     assert [line["loss"] is None for line in metrics(run)] == [False, True, False]
     assert [path.name for path in run.glob("*step_*")] == ["step_00000003"]
     assert f"step 2: loss nan, gradient norm nan, left out; documents: {corpus}" in caplog.text
+    monkeypatch.undo()
+    not_finite_in({1}, monkeypatch)
+    assert train.main([*command, "--resume", "auto"]) == 1  # the run has left out as many as it may
 
 
 def test_resume_auto_starts_goes_on_and_passes_damage_over(corpus, tmp_path, caplog):
@@ -194,6 +229,12 @@ def test_room_on_the_disk_is_looked_at_first(corpus, tmp_path, monkeypatch, caps
     assert train.main(command) == 1
     assert f"GB are needed for checkpoints, {run} has 1.00 GB; free some space" in capsys.readouterr().err
     monkeypatch.undo()
+    (run / "step_00000009").mkdir()  # of a later step: nobody deletes it to make room
+    (run / "step_00000009" / "model.safetensors").write_bytes(bytes(2000))
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1500))
+    with pytest.raises(UserError, match=r"free some space, choose another --output_dir$"):
+        train.check_disk(TrainConfig(output_dir=str(run), max_steps=8, save="model"), Start(step=4), 1000)
+    shutil.rmtree(run)
     free = 2 * train.checkpoint_bytes(TrainConfig(), MODEL_SIZES["tiny"], torch.device("cpu"))
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
     assert train.main(arguments(corpus, run, "--checkpoint_interval", "1")) == 0

@@ -164,9 +164,18 @@ def check_config(config: TrainConfig) -> None:
         parse_interval(config.checkpoint_interval)
     if config.tensorboard and find_spec("tensorboard") is None:
         raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard")
+    for path in config.data or []:
+        if not config.show_batch and Path(config.output_dir).resolve().is_relative_to(Path(path).resolve()):
+            raise UserError(
+                f"output_dir {config.output_dir} lies in data {path}, which would be read with what the run writes; "
+                "give another output_dir"
+            )
     refusals = {
         "init_from has no effect with resume; drop one, or give --resume auto": (
             config.init_from is not None and config.resume == "yes"
+        ),
+        "a run that goes on with resume auto needs checkpoints of save full; drop one": (
+            config.resume == "auto" and config.save == "model"
         ),
         "rope_scaling has no effect without init_from, whose weights it extends; drop it, or give those": (
             config.rope_scaling is not None and config.init_from is None
@@ -256,7 +265,7 @@ def _nearest(name: str, known: list[str]) -> str:
 def _read_toml(path: str, config_type: type) -> dict:
     types = typing.get_type_hints(config_type)
     try:
-        values = tomllib.loads(read_file(Path(path), "give --config a TOML file").decode())
+        values = tomllib.loads(read_file(Path(path), "give --config a TOML file").decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
@@ -266,7 +275,7 @@ def _read_toml(path: str, config_type: type) -> dict:
         if name not in types:
             raise UserError(f"unknown key {name!r} in {path}{_nearest(name, list(types))}")
         kind = _element_type(types[name])
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) <= LARGE:
             value = values[name] = float(value)
         if kind is str and type(value) is int:
             value = values[name] = str(value)  # as on the command line

@@ -1,14 +1,16 @@
 """The one error class for what the person who started the program can mend."""
 
 import functools
+import io
 import json
 import os
 import signal
 import sys
 import time
 import traceback
+import typing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import torch
@@ -61,7 +63,8 @@ def show_error(error: BaseException, is_main: bool, before: str = "") -> None:
     frames = traceback.extract_tb(error.__traceback__)
     if not is_main or any("torch/distributed/" in frame.filename for frame in frames):
         time.sleep(2 * GRACE_SECONDS)
-    print(before + message_of(error), file=sys.stderr)
+    with suppress(OSError, ValueError):  # nobody reads it any more
+        print(before + message_of(error), file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         told = {"py_callstack": message_of(error), "timestamp": int(time.time())}
         Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": told}}))
@@ -80,12 +83,40 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
         except Exception as error:
             if not can_be_mended(error):
                 raise
-            show_error(error, is_main=int(os.environ.get("RANK", 0)) == 0)
+            show_error(error, is_main=os.environ.get("RANK", "0") == "0")
             return 1
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
 
     return run
+
+
+class _Lasting:
+    """A stream of text. What it cannot write is lost, and nothing else: None is one that was closed at the start."""
+
+    def __init__(self, stream: typing.TextIO | None):
+        self._stream = stream or open(os.devnull, "w")  # noqa: SIM115
+        if isinstance(self._stream, io.TextIOWrapper):
+            self._stream.reconfigure(errors="backslashreplace")
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def outliving_its_output() -> Iterator[None]:
+    """In here a terminal that is closed, a pipe without a reader or a full disk below a log is no error."""
+    with redirect_stdout(_Lasting(sys.stdout)), redirect_stderr(_Lasting(sys.stderr)):  # type: ignore[type-var]
+        yield
 
 
 def is_out_of_host_memory(error: BaseException) -> bool:

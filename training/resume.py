@@ -81,21 +81,22 @@ def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> tuple
     elif rates[1] != learning_rate_of(step + 1, before, cosine_before):
         changes.append(f"learning rate: {rates[0]:.3g} in step {step} -> {rates[1]:.3g} in step {step + 1}")
     start = Start(
-        last, step, state["tokens"], cosine_steps, state["tokenizer"], state["validation_loss"], state["loader"]
-    )
+        last, step, state["tokens"], cosine_steps, state["tokenizer"], state["validation_loss"], state["loader"],
+        state["skipped"],
+    )  # fmt: skip
     return config, start, changes
 
 
 # What a checkpoint's trainer.json holds, as Run.save puts it there.
 STATE = {
     "step": int, "tokens": int, "max_steps": int, "cosine_steps": int, "tokens_per_step": int, "ranks": int,
-    "settings": dict, "tokenizer": str, "validation_loss": float | None, "loader": dict,
+    "settings": dict, "tokenizer": str, "validation_loss": float | None, "loader": dict, "skipped": int,
 }  # fmt: skip
 
 
 def load_state(checkpoint: Path) -> dict:
     """The trainer_state of a checkpoint. Raises UserError where somebody has edited it to what no run has saved."""
-    state = load_trainer_state(checkpoint)
+    state = {"skipped": 0, **load_trainer_state(checkpoint)}  # checkpoints of before 2026-11-23 do not count them
     wrong = [name for name, kind in STATE.items() if name not in state or not has_type(state[name], kind)]
     if not wrong:
         kinds, settings = typing.get_type_hints(TrainConfig), state["settings"]
@@ -144,6 +145,10 @@ def inherit_settings(saved: dict, given: dict, device: torch.device) -> TrainCon
     """The settings of a resumed run: its own, changed by the given ones and rid of what those contradict."""
     dropped = {*NOT_INHERITED, *(BUDGETS if device.type == "cpu" else ())}
     dropped.update(*(REPLACED.get(name, ()) for name, value in given.items() if value))
+    if given.get("save") == "none":
+        dropped |= {"checkpoint_interval", "keep_checkpoints"}
+    if given.get("attention_type", saved.get("attention_type")) != saved.get("attention_type"):
+        dropped |= {"selected_blocks", "selected_blocks_start", "selected_blocks_steps", "dense_below"}
     return TrainConfig(**{**{name: value for name, value in saved.items() if name not in dropped}, **given})
 
 

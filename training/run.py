@@ -278,6 +278,7 @@ class Start:
     tokenizer: str | None = None  # the tokenizer's identity
     validation_loss: float | None = None  # the last that was measured
     loader: dict = dataclasses.field(default_factory=dict)  # the loader's state: its position in the data
+    skipped: int = 0  # steps before that were not finite and were left out
 
 
 def model_on_meta(model_config: ModelConfig, world: World) -> Transformer:

@@ -75,6 +75,19 @@ def only_run_in(output_dir: Path) -> Iterator[None]:
         yield
 
 
+def check_is_for_a_run(output_dir: Path) -> None:
+    """Refuse a folder of weights, of a checkpoint, or of another program, whose config.json a run would replace."""
+    content = {"output_dir": ""}
+    with contextlib.suppress(UserError):  # there is none, or a kill cut it short
+        content = read_json(output_dir / "config.json")
+    holds_weights = any(output_dir.glob("*.safetensors")) or step_of(output_dir.absolute()) is not None
+    if holds_weights or "output_dir" not in content:
+        raise UserError(
+            f"output_dir {output_dir} holds weights, or a config.json that is not of a run; give another folder, as "
+            "runs/default"
+        )
+
+
 def check_is_shared(output_dir: Path) -> None:
     """Refuse a folder that is not one for all ranks, as where each machine has a disk of its own. All ranks call this.
 
@@ -98,7 +111,7 @@ def check_is_shared(output_dir: Path) -> None:
 
 def step_of(path: Path) -> int | None:
     """The step of a checkpoint's folder by its name; None of other names, as of step_00000020_best."""
-    match = re.fullmatch(r"step_(\d{8,})", path.name)
+    match = re.fullmatch(r"step_([0-9]{8,})", path.name)
     return int(match[1]) if match else None
 
 
@@ -314,11 +327,15 @@ def put_in_place(temporary: Path, final: Path) -> None:
 
 
 def delete_old(newest: Path, keep: int, verified: Path | None) -> None:
-    """Of the checkpoints up to `newest`, leave the last `keep`, the one of lowest validation loss, and `verified`."""
+    """Of the checkpoints up to `newest`, leave the last `keep`, the one of lowest validation loss, and `verified`.
+
+    Also the newest one with an optimizer's state, as where a run was resumed with --save model.
+    """
     own = _up_to(newest)
     best = _best(own)
+    resumable = next((path for path in reversed(own) if (path / OPTIMIZER).is_file()), None)
     for path in own[:-keep]:
-        if path not in (best, verified):
+        if path not in (best, verified, resumable):
             _delete_checkpoint(path)
 
 
@@ -373,7 +390,7 @@ def _hide(checkpoint: Path) -> Path:
 
 def _delete(folder: Path) -> None:
     try:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
     except OSError as error:
         logger.warning("%s is a leftover and cannot be deleted: %s", folder, error)
 
@@ -386,6 +403,13 @@ def write_file(file: Path, content: bytes, size: int | None = None) -> list[int]
         opened.flush()
         os.fsync(opened.fileno())
     return [file.stat().st_size, zlib.crc32(content)]
+
+
+def replace_file(file: Path, content: str) -> None:
+    """Write a small file beside its place and rename it: a kill leaves the one before whole."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    write_file(temporary, content.encode())
+    temporary.replace(file)
 
 
 def flush(path: Path) -> None:

@@ -182,10 +182,10 @@ class Saver:
             UserError: the disk refused it, or weights are not finite. Exception: what else failed.
         """
         self.wait()
-        for _ in range(ATTEMPTS - 1):
+        for left in range(ATTEMPTS - 1, 0, -1):
             if not isinstance(self.error, OSError) or not self._is_current:
                 break
-            logger.warning("the checkpoint is tried again in %.0f s", SECONDS_BETWEEN)
+            logger.warning("the checkpoint is tried again in %.0f s, at most %d times", SECONDS_BETWEEN, left)
             time.sleep(SECONDS_BETWEEN)
             self._start()
             self.wait()
