@@ -56,7 +56,7 @@ from training.errors import UserError, command, outliving_its_output
 from training.memory.cost_model import PackedDocuments
 from training.memory.placement import set_sparsity
 from training.memory.planner import Plan
-from training.metrics import MetricsFile, is_spike, peak_flops, peak_memory_gib
+from training.metrics import MetricsFile, is_spike, peak_flops, peak_memory_gib, set_aside
 from training.optimizer import MasterAdamW
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
@@ -372,6 +372,8 @@ def set_up(
     if world.is_main:
         try:
             replace_file(output_dir / "config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+            if config.resume == "no":
+                set_aside(output_dir / "metrics.jsonl")
             metrics = MetricsFile(output_dir / "metrics.jsonl", start.step, config.tensorboard)
         except OSError as error:
             raise UserError(f"output_dir {output_dir} cannot be written to: {error}; choose another") from None

@@ -38,13 +38,20 @@ def is_spike(loss: float, recent: Sequence[float]) -> bool:
     return len(recent) >= 20 and loss > statistics.mean(recent) + 6 * statistics.pstdev(recent)
 
 
+def set_aside(path: Path) -> None:
+    """Rename what an earlier run left of a metrics.jsonl to metrics.1.jsonl, or to the first number that is free."""
+    if path.exists() and path.stat().st_size:
+        earlier = next(p for n in count(1) if not (p := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists())
+        path.rename(earlier)
+        logger.info("%s of an earlier run is kept as %s", path, earlier.name)
+
+
 class MetricsFile:
     """metrics.jsonl of a run; written by one rank only, a line at a time, flushed.
 
     Args:
         path: appended to. Lines past `from_step` (of a run that went on after its last checkpoint) are dropped, and so
-            are lines that were cut short, by a kill or a full disk. Where a run starts afresh, an earlier one's file is
-            kept beside it, as metrics.1.jsonl.
+            are lines that were cut short, by a kill or a full disk.
         tensorboard: whether TensorBoard's event files are written as well, into the folder tensorboard beside it.
     """
 
@@ -54,10 +61,6 @@ class MetricsFile:
         steps = [_step(line) for line in lines]
         if damaged := steps.count(None):
             logger.warning("%s: %d of %d lines are damaged and were dropped", path, damaged, len(lines))
-        if lines and from_step == 0:
-            earlier = next(p for n in count(1) if not (p := path.with_name(f"{path.stem}.{n}.jsonl")).exists())
-            path.rename(earlier)
-            logger.info("%s of an earlier run is kept as %s", path, earlier.name)
         # Written beside its place and renamed, so that a kill here loses no line of before.
         temporary = path.with_name(f".{path.name}.tmp")
         with temporary.open("w") as file:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from training.metrics import MetricsFile, is_spike
+from training.metrics import MetricsFile, is_spike, set_aside
 
 
 def steps_in(path):
@@ -31,6 +31,7 @@ def test_lines_past_the_checkpoint_and_damaged_ones_are_dropped(tmp_path, caplog
 def test_an_earlier_runs_lines_are_kept(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for run in (1, 2, 3):
+        set_aside(path)
         MetricsFile(path, from_step=0).write(step=run)
     assert [steps_in(path.with_name(f"metrics{n}.jsonl")) for n in ("", ".1", ".2")] == [[3], [1], [2]]
 
