@@ -30,11 +30,11 @@ from training.checkpoint.files import (
     checkpoints,
     clear_leftovers,
     delete_old,
-    load_trainer_state,
     only_run_in,
     replace_file,
     size_on_disk,
     step_of,
+    tokenizer_of,
     verify_checkpoint,
 )
 from training.checkpoint.saver import Saver
@@ -98,15 +98,7 @@ def choose_tokenizer(config: TrainConfig, checkpoint: Path | None) -> str:
         return str(own if own.is_file() else config.tokenizer)
     if config.tokenizer is not None or config.init_from is None:
         return config.tokenizer or "bytes"
-    file, ours = (Path(config.init_from) / name for name in ("tokenizer.json", "trainer.json"))
-    if file.is_file():
-        return str(file)
-    if ours.is_file() and load_trainer_state(config.init_from).get("tokenizer") == "bytes":
-        return "bytes"
-    raise UserError(
-        f"init_from {config.init_from} has no tokenizer.json: give --tokenizer FILE, the one that its weights were "
-        "trained with, or --tokenizer bytes"
-    )
+    return tokenizer_of(Path(config.init_from))
 
 
 def companions_of(config: TrainConfig, start: Start) -> Companions:

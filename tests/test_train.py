@@ -21,6 +21,7 @@ from tests.training.data.test_tokenizer import write_tokenizer
 from training import resume
 from training.checkpoint.files import write_file
 from training.config import TrainConfig, given_settings
+from training.inference import open_tokenizer
 from training.optimizer import MasterAdamW, warmup_cosine
 from training.parallel.fsdp import copy_weights, initial_weights
 from training.run import resolve_memory_budget
@@ -375,6 +376,7 @@ def test_checkpoints_trained_on_bytes_need_no_tokenizer(released, corpus, tmp_pa
     start = tmp_path / "first" / "step_00000001"
     second = arguments(corpus, tmp_path / "second", "--init_from", str(start), "--save", "none", steps=1)
     assert train.main(second) == 0
+    assert open_tokenizer(None, start, 300).name == "bytes"  # to generate and to evaluate
     edit_trainer_json(start, lambda state: state.update(tokenizer="another"))
     capsys.readouterr()
     assert train.main([*second, "--output_dir", str(tmp_path / "third")]) == 1

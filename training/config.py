@@ -65,7 +65,7 @@ class TrainConfig:
         None, "of chats before their last user message: as the template does (default), keep or drop", REASONING
     )
     tokenizer: str | None = flag(
-        None, "a tokenizer.json or its folder, or bytes; default: init_from's tokenizer.json, without init_from bytes"
+        None, "a tokenizer.json or its folder, or bytes; default: init_from's, without init_from bytes"
     )
     validation_fraction: float = flag(0.02, "share of the tokens held out, whole documents")
     # run

@@ -21,7 +21,7 @@ from kernels.qkv_attention import qkv_attention_footprint
 from kernels.sparse_attention import NSA, Sparsity
 from kernels.sparse_attention.sparse_attention import HEAD_DIMS
 from model import IGNORE_INDEX, ModelConfig, Transformer
-from training.checkpoint.files import load_trainer_state
+from training.checkpoint.files import load_trainer_state, tokenizer_of
 from training.checkpoint.weights import load_model_weights, parameter_shapes, read_json, shape_of_weights
 from training.config import ATTENTION_TYPES
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
@@ -46,7 +46,7 @@ def add_model_flags(parser: ArgumentParser) -> None:
     add("--attention_type", choices=ATTENTION_TYPES, help="default: as the checkpoint was trained, else full or nsa")
     add("--selected_blocks", help="by layer as 64x4,32; default: as the checkpoint was trained, else 32, nsa: 16")
     add("--dense_below", type=int, help="of sparse: shorter texts attend to everything; default: as trained, else 8192")
-    add("--tokenizer", help="a tokenizer.json, or bytes; default: the folder's tokenizer.json, else bytes")
+    add("--tokenizer", help="a tokenizer.json, or bytes; default: the one that the weights were trained with")
     add("--memory_budget", help="of GPU memory, of host memory on a CPU: 24GB; default: what is free")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
 
@@ -104,12 +104,12 @@ def attention_of(
 
 
 def open_tokenizer(name: str | None, folder: Path, vocab_size: int) -> ByteTokenizer | FileTokenizer:
-    """The tokenizer of that name; None: that of the model's folder, or bytes. Raises UserError where ids do not fit."""
-    if name is None and (folder / "tokenizer.json").is_file():
-        name = str(folder / "tokenizer.json")
-    if name is None and vocab_size != 256:
-        raise UserError(f"{folder} has no tokenizer.json: give --tokenizer FILE, or --tokenizer bytes")
-    tokenizer = load_tokenizer(name)
+    """The tokenizer of that name; None: the one that the folder's weights were trained with.
+
+    Raises:
+        UserError: nothing says which that was, or it has ids that the model does not have.
+    """
+    tokenizer = load_tokenizer(name or tokenizer_of(folder))
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"tokenizer {tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, the model of {folder} has a "

@@ -271,6 +271,24 @@ def load_trainer_state(path: str | Path) -> dict:
     return {"step": trainer.get("step"), **trainer["trainer_state"]}
 
 
+def tokenizer_of(folder: Path) -> str:
+    """What a folder's weights were trained with: its tokenizer.json's path, or "bytes" where its run or 256 ids say so.
+
+    Raises:
+        UserError: nothing says it.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return str(folder / "tokenizer.json")
+    if (folder / "trainer.json").is_file() and load_trainer_state(folder).get("tokenizer") == "bytes":
+        return "bytes"
+    if read_json(folder / "config.json").get("vocab_size") == 256:
+        return "bytes"
+    raise UserError(
+        f"{folder} has no tokenizer.json: give --tokenizer FILE, the one that its weights were trained with, or "
+        "--tokenizer bytes"
+    )
+
+
 def restore_rng(path: Path) -> bool:
     """Set this rank's random generators (Python, NumPy, torch's CPU and current CUDA device) as they were at saving.
 

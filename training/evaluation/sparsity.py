@@ -276,7 +276,7 @@ def parse_flags(argv: list[str]) -> Namespace:
     add("--selected_blocks", help="by layer as 64x4,32; default: what the checkpoint was trained with, else 32")
     add("--layers", type=int, nargs="+", help="only these choose blocks, the others attend to everything; default: all")
     add("--queries", type=int, default=1024, help="of each layer and sequence, evenly spread; default: 1024")
-    add("--tokenizer", help="a tokenizer.json, or bytes; default: the checkpoint's tokenizer.json, else bytes")
+    add("--tokenizer", help="a tokenizer.json, or bytes; default: the one that the weights were trained with")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
     add("--json", type=Path, help="write everything there")
     return parser.parse_args(argv)
