@@ -33,7 +33,6 @@ from training.checkpoint.files import (
     only_run_in,
     replace_file,
     size_on_disk,
-    step_of,
     tokenizer_of,
     verify_checkpoint,
 )
@@ -175,9 +174,7 @@ def check_disk(config: TrainConfig, start: Start, size: int) -> None:
     """
     output_dir = Path(config.output_dir)
     clear_leftovers(output_dir)
-    found = [
-        path for path in checkpoints(output_dir) if (step_of(path) or 0) <= start.step
-    ]  # later ones are left alone
+    found = checkpoints(output_dir, start.step)
     steps, seconds = parse_interval(config.checkpoint_interval or CHECKPOINT_INTERVAL)
     saves = config.max_steps - start.step if seconds else 1 + (config.max_steps - start.step - 1) // (steps or 10**9)
     kept = (config.keep_checkpoints or KEPT_CHECKPOINTS) + (config.validation_sequences > 0) + 1
@@ -277,10 +274,6 @@ class Run:
     def stopping(self) -> bool:
         """Whether any rank has been asked to stop; the same on every rank, and a collective of them."""
         self.watch()
-        return self.is_asked_to_stop()
-
-    def is_asked_to_stop(self) -> bool:
-        """As `stopping`, where nobody watches how long it takes."""
         return self.world.sum(float(bool(self.received)))[0] > 0
 
     def watch(self) -> None:
@@ -516,12 +509,12 @@ def end(run: Run) -> int:
     """The last checkpoint and a sample; returns the process's exit status."""
     config = run.config
     run.progress.close()
-    run.watchdog.cancel()
     if run.stopped:
         run.save()
     if config.sample_tokens and not run.stopped:
         length = min(PROMPT_TOKENS, int(run.held_out.lengths[0]) - 1)  # without the document's end
         log_sample(run, run.held_out.read(0, 0, length))
+    run.watchdog.cancel()
     run.saver.finish()
     if run.world.is_main and not run.stopped:
         draw_at_end(Path(config.output_dir))
@@ -560,7 +553,7 @@ def log_sample(run: Run, prompt: np.ndarray) -> None:
     with torch.compiler.set_stance("force_eager"):  # each layer and length would be compiled anew
         for next_B1 in run.model.next_tokens(ids_BT, run.config.sample_tokens, temperature=0.8, generator=generator):
             written.append(int(next_B1))
-            if run.is_asked_to_stop():
+            if run.stopping():
                 break
     before, after = run.tokenizer.decode(prompt.tolist()), run.tokenizer.decode(written)
     logger.info("sample, after a held-out prompt:\n%s<<<the prompt ends here>>>%s", before, after)

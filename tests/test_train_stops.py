@@ -119,7 +119,7 @@ def test_a_signal_in_validation_drops_the_validation(corpus, tmp_path, monkeypat
 
 def test_a_signal_ends_the_sample(corpus, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(train.Run, "is_asked_to_stop", lambda self: True)
+    monkeypatch.setattr(train.Run, "stopping", lambda self: self.done == 4)
     flags = "--sample_tokens", "99", "--validation_sequences", "0"
     assert train.main(arguments(corpus, tmp_path / "run", *flags)) == 0
     [sample] = [message for message in caplog.messages if message.startswith("sample")]

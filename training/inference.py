@@ -109,7 +109,7 @@ def open_tokenizer(name: str | None, folder: Path, vocab_size: int) -> ByteToken
     Raises:
         UserError: nothing says which that was, or it has ids that the model does not have.
     """
-    tokenizer = load_tokenizer(name or tokenizer_of(folder))
+    tokenizer = load_tokenizer(tokenizer_of(folder) if name is None else name)
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"tokenizer {tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, the model of {folder} has a "

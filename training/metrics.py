@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import statistics
 from collections.abc import Sequence
 from itertools import count
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from training.checkpoint.files import replace_file
 from training.errors import read_file
 from training.memory.machine import find_gpu
 from training.parallel.world import World
@@ -61,14 +61,8 @@ class MetricsFile:
         steps = [_step(line) for line in lines]
         if damaged := steps.count(None):
             logger.warning("%s: %d of %d lines are damaged and were dropped", path, damaged, len(lines))
-        # Written beside its place and renamed, so that a kill here loses no line of before.
-        temporary = path.with_name(f".{path.name}.tmp")
-        with temporary.open("w") as file:
-            kept = (line for line, step in zip(lines, steps) if step is not None and step <= from_step)
-            file.writelines(f"{line}\n" for line in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        kept = (line for line, step in zip(lines, steps) if step is not None and step <= from_step)
+        replace_file(path, "".join(f"{line}\n" for line in kept))
         self._file = path.open("a")
         self._events = TensorBoardFiles(path.with_name("tensorboard"), from_step) if tensorboard else None
 

@@ -115,10 +115,14 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def checkpoints(output_dir: Path) -> list[Path]:
-    """The folders that are named as checkpoints, by step."""
+def checkpoints(output_dir: Path, up_to: float = math.inf) -> list[Path]:
+    """The folders that are named as checkpoints, by step, up to that one.
+
+    Those of later steps, which somebody left or a run has not reached yet, are no business of the run.
+    """
     found = output_dir.iterdir() if output_dir.is_dir() else ()
-    return sorted((path for path in found if step_of(path) is not None), key=lambda path: step_of(path) or 0)
+    steps = {path: step for path in found if (step := step_of(path)) is not None and step <= up_to}
+    return sorted(steps, key=steps.__getitem__)
 
 
 def latest_checkpoint(output_dir: Path, passed_over: dict[Path, str]) -> Path | None:
@@ -349,7 +353,7 @@ def delete_old(newest: Path, keep: int, verified: Path | None) -> None:
 
     Also the newest one with an optimizer's state, as where a run was resumed with --save model.
     """
-    own = _up_to(newest)
+    own = checkpoints(newest.parent, step_of(newest) or 0)
     best = _best(own)
     resumable = next((path for path in reversed(own) if (path / OPTIMIZER).is_file()), None)
     for path in own[:-keep]:
@@ -363,18 +367,14 @@ def make_room(output_dir: Path, needed: int, last: Path | None, verified: Path |
     Raises:
         OSError: that was not enough.
     """
-    older = [path for path in _up_to(last) if path not in (last, verified)] if last else []
+    own = checkpoints(output_dir, step_of(last) or 0) if last else []
+    older = [path for path in own if path not in (last, verified)]
     best = _best(older)
     for path in sorted(older, key=lambda path: path == best):
         if shutil.disk_usage(output_dir).free < needed:
             logger.warning("%s has no room for another checkpoint: %s is deleted before its time", output_dir, path)
             _delete_checkpoint(path)
     check_room(output_dir, needed)
-
-
-def _up_to(newest: Path) -> list[Path]:
-    """Checkpoints of no later step, by step: later ones are no business of a run that has not reached them."""
-    return [path for path in checkpoints(newest.parent) if (step_of(path) or 0) <= (step_of(newest) or 0)]
 
 
 def _best(paths: list[Path]) -> Path | None:

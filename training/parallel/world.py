@@ -115,9 +115,8 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
     """
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before CUDA starts: less fragmentation
     defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    found = {name: os.environ.get(name, default) for name, default in defaults.items()}
     with refused_as_user_error("torchrun's RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE in the environment: "):
-        rank, size, local_rank, local_size = map(int, found.values())
+        rank, size, local_rank, local_size = (int(os.environ.get(name, value)) for name, value in defaults.items())
     if device not in ("auto", "cuda", "cpu"):
         raise UserError(f'device must be "auto", "cuda" or "cpu", got {device!r}')
     if size % (context_parallel_size * tensor_parallel_size):
@@ -156,19 +155,16 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
         )
     gpu = place.type == "cuda"
     dist.init_process_group("nccl" if gpu else "gloo", device_id=place if gpu else None)
-    pids, sizes = [0] * size, [(0, 0)] * size
-    dist.all_gather_object(pids, os.getpid())
-    dist.all_gather_object(sizes, (context_parallel_size, tensor_parallel_size))
-    neighbours = pids[rank - local_rank :][:local_size]  # of this machine
+    ranks = [(0, 0, 0)] * size
+    dist.all_gather_object(ranks, (os.getpid(), context_parallel_size, tensor_parallel_size))
+    pids, *sizes = zip(*ranks)
+    neighbours = list(pids[rank - local_rank :][:local_size])  # of this machine
     machines = Machines() if size > local_size else None
     threading.Thread(target=end_with, args=(neighbours, os.getppid(), left, machines), daemon=True).start()
     try:
-        for other, (context, tensor) in enumerate(sizes):
-            if (context, tensor) != sizes[0]:
-                raise UserError(
-                    f"context_parallel_size {context} and tensor_parallel_size {tensor} of rank {other} are "
-                    f"{sizes[0][0]} and {sizes[0][1]} on rank 0; start all ranks alike"
-                )
+        for name, of_ranks in zip(("context_parallel_size", "tensor_parallel_size"), sizes):
+            if len({*of_ranks}) > 1:
+                raise UserError(f"ranks differ in {name}: {sorted({*of_ranks})}; start all ranks alike")
         yield World(rank, size, place, make_mesh(place.type, size, context_parallel_size, tensor_parallel_size))
     except Exception as error:
         end_by(error, rank == 0, machines)

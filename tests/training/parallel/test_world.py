@@ -88,7 +88,7 @@ def test_a_rank_that_dies_ends_all_within_seconds(death, rank, message, device):
     ("module", "message"),
     [
         (["tests.training.parallel.dying_rank", "unlike sizes", "cpu"],
-         "error: context_parallel_size 2 and tensor_parallel_size 1 of rank 1 are 1 and 1 on rank 0; start all ranks"),
+         "error: ranks differ in context_parallel_size: [1, 2]; start all ranks alike"),
         (["training.plots"], "error: the following arguments are required: run"),
     ],
 )  # fmt: skip
