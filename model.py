@@ -16,7 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.attention import attention_flops
+from kernels.attention.full import attention_flops
+from kernels.attention.nsa import nsa
+from kernels.attention.nsa.nsa import NSA
+from kernels.attention.sparse.decode import PooledKeys, attend_to_cache
+from kernels.attention.sparse.sparse_attention import Sparsity
 from kernels.cross_entropy import cross_entropy
 from kernels.gated_mlp import gated_mlp
 from kernels.head_exchange import HeadExchange
@@ -24,7 +28,6 @@ from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.qkv_attention import QKVParameters, project_heads, qkv_attention
 from kernels.rms_norm import rms_norm
 from kernels.rope import ROPE_TYPES, RopeScaling, rope_frequencies
-from kernels.sparse_attention import NSA, PooledKeys, Sparsity, attend_to_cache, nsa
 from kernels.tensor_parallel import TensorRanks, local
 from kernels.torch_internals import assert_async
 
@@ -345,7 +348,7 @@ class Context:
     cos: Tensor  # [T, K/2] or [B, T, K/2] float32
     sin: Tensor
     longest: int  # tokens of the longest document, the cached ones included
-    segments: Tensor | None = None  # the packed documents, see kernels.attention
+    segments: Tensor | None = None  # the packed documents, see kernels.attention.full
     caches: list[KeyValueCache] | None = None
 
 
@@ -378,7 +381,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(K, config.rms_norm_eps) if config.has_head_norms else None
         self.eps = config.rms_norm_eps
         self.g_proj = nn.Linear(D, config.num_gates) if config.num_gates else None
-        self.backend = "auto"  # of kernels.attention.BACKENDS; it and the next four are set from outside
+        self.backend = "auto"  # of kernels.attention.full.BACKENDS; it and the next four are set from outside
         self.heads_at_a_time: int | None = None  # key/value heads; None: all
         self.exchange: HeadExchange | None = None  # where ranks share sequences; the forward is then given `documents`
         self.sparsity: Sparsity | NSA | None = NSA() if config.num_gates else None

@@ -27,28 +27,22 @@ from typing import NoReturn
 
 import torch
 
-from kernels.attention import BACKENDS
+from kernels.attention.full import BACKENDS
 from model import MODEL_SIZES, ModelConfig
 from training.checkpoint.weights import shape_of_weights
-from training.config import ATTENTION_TYPES
-from training.errors import UserError, check_can_write, command
+from training.host.errors import UserError
+from training.host.files import check_can_write
+from training.host.memory import available_host_bytes, parse_bytes
+from training.host.processes import command
 from training.memory.cost_model import gib
 from training.memory.execution import Execution
-from training.memory.machine import (
-    DRIVER_BYTES,
-    available_host_bytes,
-    cap_gpu_memory,
-    gpu_budget,
-    measure_rates,
-    parse_bytes,
-    parse_gpu,
-    scale_rates,
-)
+from training.memory.machine import DRIVER_BYTES, cap_gpu_memory, gpu_budget, measure_rates, parse_gpu, scale_rates
 from training.memory.reports import Machine, report_comparison, report_max_context, report_step
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, join_world
-from training.run import build_bench, settled_execution, shape_with, step_on_meta, without_plan
+from training.run.build import build_bench, settled_execution, shape_with, step_on_meta, without_plan
+from training.run.settings import ATTENTION_TYPES
 from training.sparsity import sparsity_of
 
 CONTEXT_LENGTH = 131_072

@@ -1,8 +1,8 @@
 """Train a decoder: `python train.py`, or `torchrun --nproc_per_node=N train.py` on N GPUs.
 
 This file reads from top to bottom: tokenizer and data; validation; the disk; the run; what is shown.
-training/config.py has the settings and what of them is refused, training/resume.py finds where a run starts,
-training/run.py builds the model and makes a step.
+training/run/settings.py has the settings and what of them is refused, training/run/resume.py finds where a run starts,
+training/run/build.py builds the model and makes a step.
 """
 
 import contextlib
@@ -38,31 +38,22 @@ from training.checkpoint.files import (
 )
 from training.checkpoint.saver import Saver
 from training.checkpoint.weights import NO_COMPANIONS, Companions, find_weights, parameter_shapes, read_companions
-from training.config import (
-    CHECKPOINT_INTERVAL,
-    KEPT_CHECKPOINTS,
-    TrainConfig,
-    check_config,
-    given_settings,
-    parse_interval,
-)
 from training.data.corpus import load_corpus
 from training.data.loader import Batch, PackedLoader, check_can_validate, validation_batches
 from training.data.show import show_batch
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import Store
-from training.errors import UserError, command, outliving_its_output
+from training.host.errors import UserError
+from training.host.processes import Watchdog, command, outliving_its_output
 from training.memory.cost_model import PackedDocuments
 from training.memory.placement import set_sparsity
 from training.memory.planner import Plan
-from training.metrics import MetricsFile, is_spike, peak_flops, peak_memory_gib, set_aside
 from training.optimizer import MasterAdamW
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, join_world
 from training.plots import draw_at_end
-from training.resume import find_start, learning_rate_of, parallel_sizes_of, tokens_per_step
-from training.run import (
+from training.run.build import (
     NoTarget,
     NotFinite,
     Start,
@@ -75,9 +66,18 @@ from training.run import (
     run_model,
     train_step,
 )
+from training.run.metrics import MetricsFile, is_spike, peak_flops, peak_memory_gib, set_aside
+from training.run.resume import find_start, learning_rate_of, parallel_sizes_of, tokens_per_step
+from training.run.settings import (
+    CHECKPOINT_INTERVAL,
+    KEPT_CHECKPOINTS,
+    TrainConfig,
+    check_config,
+    given_settings,
+    parse_interval,
+)
+from training.run.stopping import LONG_STEP_SECONDS, LooksBetweenBlocks, Stopped, promise_shutdown, stop_signals
 from training.sparsity import sparsity_at, spell_by_layer
-from training.stopping import LONG_STEP_SECONDS, LooksBetweenBlocks, Stopped, promise_shutdown, stop_signals
-from training.watchdog import Watchdog
 
 logger = logging.getLogger("train")
 PROMPT_TOKENS = 64

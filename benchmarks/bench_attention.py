@@ -10,7 +10,7 @@ import statistics
 import torch
 
 from benchmarks.common import extra_gib, parse_flags, print_json, print_results, require_close, time_once
-from kernels.attention import BACKWARD_FLOPS, attention, attention_flops, attention_reference, choose_backend
+from kernels.attention.full import BACKWARD_FLOPS, attention, attention_flops, attention_reference, choose_backend
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
         __doc__,
         cpu_tokens=512,
         heads={"default": "32,8,128", "help": "query heads, key/value heads, head_dim"},
-        backends={"nargs": "+", "default": [], "help": "of kernels.attention; default: those that are installed"},
+        backends={"nargs": "+", "default": [], "help": "of kernels.attention.full; default: those that are installed"},
         repeats={"type": int, "default": 5},
     )
     device, shape = arguments.device, [int(part) for part in arguments.heads.split(",")]

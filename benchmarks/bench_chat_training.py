@@ -21,12 +21,12 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.common import print_table
-from training.config import TrainConfig
 from training.data.corpus import load_corpus
 from training.data.loader import PackedLoader
 from training.data.sources import find_files
 from training.data.tokenizer import load_tokenizer
-from training.run import choose_model
+from training.run.build import choose_model
+from training.run.settings import TrainConfig
 
 WAYS = ("packed", "alone")
 CHARACTERS = 4_000, 180_000  # of a chat, about 3.4 a token

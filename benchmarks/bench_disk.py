@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from benchmarks.common import print_json, print_table
-from training.checkpoint.direct import BUFFER_BYTES, DirectFile
 from training.checkpoint.saver import Saver
+from training.host.direct import BUFFER_BYTES, DirectFile
 
 
 def main() -> None:

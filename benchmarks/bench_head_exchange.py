@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 
 from benchmarks.common import extra_gib, parse_flags, print_json, print_results, relative_error, time_interleaved
+from kernels.attention.sparse.sparse_attention import Sparsity
 from kernels.head_exchange import HeadExchange
-from kernels.sparse_attention import Sparsity
 from model import MODEL_SIZES, Attention, Context, RotaryCache
 from training.parallel.world import World, join_world
 

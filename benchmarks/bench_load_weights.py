@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 
 from model import MODEL_SIZES, Transformer
 from training.checkpoint.weights import find_weights, name_in_file, read_weights
-from training.config import TrainConfig
 from training.memory.cost_model import PackedDocuments
 from training.optimizer import MasterAdamW
 from training.parallel.world import join_world
-from training.run import build_model, choose_model, configure_machine, resolve_memory_budget
+from training.run.build import build_model, choose_model, configure_machine, resolve_memory_budget
+from training.run.settings import TrainConfig
 
 SHARD_BYTES = 4 * 2**30
 

@@ -10,7 +10,7 @@ rounded up to 1,024 tokens, likewise in its second run. "FlashAttention-2" and "
 the rate that one document of a quarter of the tokens reaches. All rows of a step have the same lengths and take turns;
 medians.
 
-The sweep is what `kernels.document_calls.LONGEST_TOGETHER` is set by: documents of one length, alone and together.
+The sweep is what `kernels.attention.documents.LONGEST_TOGETHER` is set by: documents of one length, alone and together.
 """
 
 import functools
@@ -24,8 +24,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import parse_flags, print_json, print_table, require_close, time_once
-from kernels.attention import BACKWARD_FLOPS, KERNELS, attention, attention_flops, attention_reference, choose_backend
-from kernels.document_calls import LONGEST_TOGETHER, document_calls, rounded_length
+from kernels.attention.documents import LONGEST_TOGETHER, document_calls, rounded_length
+from kernels.attention.full import (
+    BACKWARD_FLOPS,
+    KERNELS,
+    attention,
+    attention_flops,
+    attention_reference,
+    choose_backend,
+)
 from model import MODEL_SIZES
 
 Inputs = Sequence[Tensor]  # q, k, v and the output's gradient, [1, T, heads, K]

@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.common import commit
 from training.data import prepare as preparing
 from training.data.prepared import INDEX, hash_of_index
-from training.errors import UserError
+from training.host.errors import UserError
 
 GB = 10**9
 OPEN = """

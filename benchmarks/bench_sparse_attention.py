@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import environment, extra_gib, print_json, print_table, relative_error, time_interleaved
-from kernels.attention import BACKWARD_FLOPS, attention_flops, choose_backend
-from kernels.sparse_attention import NSA, band, combine, compression, gates, gather, inverse_index, nsa, selection
-from kernels.sparse_attention.common import TileConfig
-from kernels.sparse_attention.compression import make_windows
-from kernels.sparse_attention.layout import EMPTY, first_local_block, make_layout
-from kernels.sparse_attention.nsa import nsa_attention, nsa_attention_reference
-from kernels.sparse_attention.sparse_attention import (
+from kernels.attention.full import BACKWARD_FLOPS, attention_flops, choose_backend
+from kernels.attention.nsa import compression, gates, nsa
+from kernels.attention.nsa.compression import make_windows
+from kernels.attention.nsa.nsa import NSA, nsa_attention, nsa_attention_reference
+from kernels.attention.sparse import band, combine, gather, inverse_index, selection
+from kernels.attention.sparse.common import TileConfig
+from kernels.attention.sparse.layout import EMPTY, first_local_block, make_layout
+from kernels.attention.sparse.sparse_attention import (
     SCORES_BYTES,
     WORKSPACE_BYTES,
     sparse_attention,

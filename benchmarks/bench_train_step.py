@@ -49,20 +49,20 @@ from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer, find_docu
 from training.checkpoint.blocks import SAVING_BYTES
 from training.checkpoint.files import SPARE_BYTES, size_on_disk
 from training.checkpoint.saver import Saver
-from training.config import PEAK_LEARNING_RATE, TrainConfig
 from training.data.loader import Batch, PackedLoader
 from training.data.packing import ConcatenatedPacking
 from training.data.sources import Document, load_documents
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
+from training.host.memory import GIB
 from training.memory.cost_model import PackedDocuments
-from training.memory.machine import GIB
 from training.memory.planner import Plan
-from training.metrics import peak_flops
 from training.optimizer import MasterAdamW
 from training.parallel.world import World, join_world
-from training.run import Start, build, choose_model, configure_machine, resolve_memory_budget, train_step
-from training.stopping import LooksBetweenBlocks
+from training.run.build import Start, build, choose_model, configure_machine, resolve_memory_budget, train_step
+from training.run.metrics import peak_flops
+from training.run.settings import PEAK_LEARNING_RATE, TrainConfig
+from training.run.stopping import LooksBetweenBlocks
 
 LONGEST_REPEATED, WARM_UP_TOKENS = 131_072, 16_384
 

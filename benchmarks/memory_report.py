@@ -13,16 +13,18 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from kernels.sparse_attention import NSA, Sparsity
+from kernels.attention.nsa.nsa import NSA
+from kernels.attention.sparse.sparse_attention import Sparsity
 from model import MODEL_SIZES
-from training.errors import UserError
+from training.host.errors import UserError
+from training.host.memory import GIB, parse_bytes
 from training.memory.cost_model import Stage, Step
 from training.memory.execution import Execution
-from training.memory.machine import DRIVER_BYTES, GIB, GPUS, parse_bytes, scale_rates
+from training.memory.machine import DRIVER_BYTES, GPUS, scale_rates
 from training.memory.planner import find_max_context, make_plan
 from training.memory.profiler import CATEGORIES, MeasuredStage, draw_stages
 from training.memory.reports import COMPARED_BUDGET, COMPARED_CONTEXTS, compared_executions
-from training.run import step_on_meta
+from training.run.build import step_on_meta
 
 ROOT = Path(__file__).parents[1]
 REPORT, RESULTS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results"

@@ -14,10 +14,10 @@ from types import FunctionType, MethodType
 import torch.nn.functional as F
 from torch import nn
 
-from kernels.gated_mlp import geglu, swiglu
-from kernels.linear_cross_entropy import linear_cross_entropy
-from kernels.rms_norm import rms_norm
-from kernels.rope import rope
+from .gated_mlp import geglu, swiglu
+from .linear_cross_entropy import linear_cross_entropy
+from .rms_norm import rms_norm
+from .rope import rope
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from kernels.common import Footprint, use_triton
-from kernels.torch_internals import assert_async, resolve_process_group
+from .common import Footprint, use_triton
+from .torch_internals import assert_async, resolve_process_group
 
 VECTOR = 8  # neighbouring columns that one thread holds: 16 bytes of bf16
 LOG2_E = tl.constexpr(1.4426950408889634)

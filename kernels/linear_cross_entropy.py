@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from kernels.common import Footprint, use_triton
-from kernels.cross_entropy import (
+from .common import Footprint, use_triton
+from .cross_entropy import (
     Details,
     RowOptions,
     check_options,
@@ -31,7 +31,7 @@ from kernels.cross_entropy import (
     shard_of,
     sharded_row_step,
 )
-from kernels.torch_internals import assert_async, backward_keeps_graph
+from .torch_internals import assert_async, backward_keeps_graph
 
 CHUNK_SIZE = 4096  # tokens whose logits exist at a time
 

@@ -29,14 +29,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention import attention, backward_workspace, choose_backend
-from kernels.common import Footprint, operation, use_triton
-from kernels.head_exchange import HeadExchange
-from kernels.rms_norm import rms_norm
-from kernels.rope import rope
-from kernels.sparse_attention import NSA, Sparsity, nsa, nsa_attention, sparse_attention
-from kernels.sparse_attention.sparse_attention import WORKSPACE_BYTES
-from kernels.torch_internals import resolve_process_group
+from .attention.full import attention, backward_workspace, choose_backend
+from .attention.nsa import nsa
+from .attention.nsa.nsa import NSA, nsa_attention
+from .attention.sparse.sparse_attention import WORKSPACE_BYTES, Sparsity, sparse_attention
+from .common import Footprint, operation, use_triton
+from .head_exchange import HeadExchange
+from .rms_norm import rms_norm
+from .rope import rope
+from .torch_internals import resolve_process_group
 
 
 class QKVParameters(NamedTuple):
@@ -287,7 +288,7 @@ def qkv_attention(
         o_weight: [D, H K].
         cos, sin: float32, as `rope` takes them.
         segments, backend: as `attention` takes them.
-        sparsity: attention to chosen blocks alone, or NSA, see `kernels.sparse_attention`; None: to everything.
+        sparsity: attention to chosen blocks alone, or NSA, see `kernels.attention.sparse`; None: to everything.
         gates: of NSA, the logits [B, T, H, 3] of its branches' gates.
         heads_at_a_time: key/value heads that one step works on, a divisor of G, or of G / N where N ranks share each
             sequence; None: all, and backward projects nothing again.
@@ -354,9 +355,9 @@ def qkv_attention_footprint(
     num_ranks: int = 1,
     has_norms: bool = True,
 ) -> Footprint:
-    """What `qkv_attention` takes; `context_length` and `longest` as `kernels.attention.backward_workspace` takes them.
+    """What `qkv_attention` takes; `context_length` and `longest` as `backward_workspace` takes them.
 
-    Attention's own floating-point operations are those of `kernels.attention.attention_flops`.
+    Attention's own floating-point operations are those of `kernels.attention.full.attention_flops`.
 
     Args:
         num_tokens: of this rank.

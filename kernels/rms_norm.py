@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common import use_triton
+from .common import use_triton
 
 LARGEST_ROW = 8192  # elements: a row lives in one program's registers
 FORWARD_BLOCK, BACKWARD_BLOCK = 2048, 4096  # elements that a program works on at once: many short rows, or one

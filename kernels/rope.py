@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.common import use_triton
+from .common import use_triton
 
 LARGEST_TILE = 16384  # elements: heads x head_dim / 2 of one token, each padded to a power of two, in registers
 

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kernels.common import operation
-from kernels.torch_internals import resolve_process_group
+from .common import operation
+from .torch_internals import resolve_process_group
 
 
 def local(weight: Tensor) -> Tensor:

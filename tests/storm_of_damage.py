@@ -15,7 +15,7 @@ import pytest
 import train
 from tests.test_train import SMALL
 from training.checkpoint.files import verify_checkpoint
-from training.errors import UserError
+from training.host.errors import UserError
 from training.parallel.world import join_world
 
 ROOT = Path(__file__).parents[1]

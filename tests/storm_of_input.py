@@ -27,7 +27,7 @@ import train
 from model import MODEL_SIZES, Transformer
 from tests.test_train import ROOT, SMALL
 from tests.training.data.test_tokenizer import write_tokenizer
-from training.config import TrainConfig
+from training.run.settings import TrainConfig
 
 SECONDS = 60  # after which a command hangs
 WORDS = ["", " ", "nan", "inf", "-inf", "-0", "0", "-1", "1e400", "1e-400", "0x10", "1_000", "١٢", "é\n", "\udcff"]

@@ -12,7 +12,7 @@ import train
 from model import MODEL_SIZES
 from tests.test_train import SMALL
 from tests.training.data.test_tokenizer import write_tokenizer
-from training.config import TrainConfig
+from training.run.settings import TrainConfig
 
 VALUES = ["", "nan", "inf", "-inf", "-1", "0", "1e400", "1e-400", "0x10", "9" * 400, "9" * 5000, "a" * 5000]
 VALUES += ["/dev/null", "[]", "true", "None", "1,2", "../..", "é\n", "-"]

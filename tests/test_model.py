@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
+from kernels.attention.nsa.nsa import NSA
+from kernels.attention.sparse.sparse_attention import Sparsity
 from kernels.rope import LinearScaling, Llama3Scaling, YarnScaling, rope_frequencies
-from kernels.sparse_attention import NSA, Sparsity
 from model import MODEL_SIZES, KeyValueCache, ModelConfig, ModelOutput, RotaryCache, Transformer, find_documents
 from training.data.loader import Batch
 from training.memory.execution import WHOLE, Execution

@@ -24,7 +24,7 @@ from training.memory.machine import GPUS, H200, Rates, scale_rates
 from training.memory.planner import find_max_context, make_plan
 from training.memory.profiler import GIB
 from training.parallel.world import World
-from training.run import step_on_meta
+from training.run.build import step_on_meta
 
 
 def run_main(tmp_path, *flags):
@@ -262,7 +262,7 @@ def pretended_gpu(monkeypatch, dry_run):  # noqa: F811
     """Everything a GPU is asked for."""
     world = World(0, 1, torch.device("cuda", 0))
     monkeypatch.setattr(profile_memory, "join_world", lambda device: contextlib.nullcontext(world))
-    monkeypatch.setattr("training.run.choose_backend", lambda requested, device: "cudnn")
+    monkeypatch.setattr("training.run.build.choose_backend", lambda requested, device: "cudnn")
     monkeypatch.setattr(profile_memory, "measure_rates", lambda *_: Rates())
     monkeypatch.setattr(profile_memory, "available_host_bytes", lambda: 100 * GIB)
     monkeypatch.setattr(profile_memory, "build_bench", DryBench)

@@ -14,13 +14,13 @@ from model import MODEL_SIZES, ModelConfig, Transformer
 from tests.test_train import arguments, only_resume, write_tokenizer
 from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import load_model_weights
-from training.config import TrainConfig
 from training.extension import extend
 from training.memory.cost_model import PackedDocuments
 from training.memory.execution import Execution, Placement
 from training.memory.placement import apply_execution
 from training.parallel.world import World
-from training.run import Start, build, choose_model
+from training.run.build import Start, build, choose_model
+from training.run.settings import TrainConfig
 
 SIZES = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2}
 LLAMA3 = {

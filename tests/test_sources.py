@@ -21,4 +21,4 @@ def test_private_parts_of_torch_have_their_files():
         for line in path.read_text().splitlines()
         if path.name != "torch_internals.py" and private.search(line)
     }
-    assert found == {}, "import it from kernels/torch_internals.py or training/torch_internals.py"
+    assert found == {}, "import it from kernels/torch_internals.py or training/host/torch_internals.py"

@@ -18,13 +18,13 @@ import train
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
 from tests.training.data.test_tokenizer import write_tokenizer
-from training import resume
 from training.checkpoint.files import write_file
-from training.config import TrainConfig, given_settings
 from training.inference import open_tokenizer
 from training.optimizer import MasterAdamW, warmup_cosine
 from training.parallel.fsdp import copy_weights, initial_weights
-from training.run import resolve_memory_budget
+from training.run import resume
+from training.run.build import resolve_memory_budget
+from training.run.settings import TrainConfig, given_settings
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -546,7 +546,7 @@ BAD_FLAGS = [
 
 @pytest.mark.parametrize(("extra", "message"), BAD_FLAGS, ids=[" ".join(e) for e, _ in BAD_FLAGS])
 def test_bad_input_is_one_line_before_any_model(extra, message, corpus, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("training.run.build_model", lambda *_: pytest.fail("a model was built"))
+    monkeypatch.setattr("training.run.build.build_model", lambda *_: pytest.fail("a model was built"))
     status = train.main([*arguments(corpus, tmp_path / "run"), *extra])
     error = capsys.readouterr().err.strip()
     assert status == 1 and error.startswith("error: ") and "\n" not in error and message in error
@@ -579,7 +579,7 @@ def test_a_steps_seconds_hold_its_update(corpus, tmp_path, monkeypatch):
 def test_a_plan_that_cannot_be_is_refused_before_the_data_are_read(corpus, tmp_path, monkeypatch, capsys):
     """On a pretended GPU of 24 GiB, of a 4B; the longest context is that of documents of any length."""
     monkeypatch.setattr(train, "resolve_memory_budget", lambda config, device: "24GB")
-    monkeypatch.setattr("training.run.gpu_budget", lambda text, device: 24 * GIB)
+    monkeypatch.setattr("training.run.build.gpu_budget", lambda text, device: 24 * GIB)
     monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
     flags = [
         "--model_size",

@@ -18,17 +18,17 @@ import torch
 from torch.multiprocessing import ProcessExitedException
 
 import train
-import training.run as train_module
+import training.run.build as train_module
 from model import MODEL_SIZES
 from tests.ranks import run_ranks
 from tests.test_train import ROOT, arguments, losses, metrics, only_resume, weights
-from training import stopping
 from training.checkpoint import files
 from training.checkpoint.blocks import Block
-from training.config import TrainConfig, given_settings
-from training.errors import UserError
-from training.run import Start
-from training.stopping import LOOKS_BEHIND, LooksBetweenBlocks
+from training.host.errors import UserError
+from training.run import stopping
+from training.run.build import Start
+from training.run.settings import TrainConfig, given_settings
+from training.run.stopping import LOOKS_BEHIND, LooksBetweenBlocks
 
 
 def start_training(*argv, ranks=1):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from kernels.rope import LinearScaling, RopeScaling, YarnScaling
 from model import ModelConfig
-from training.errors import UserError, refused_as_user_error
+from training.host.errors import UserError, refused_as_user_error
 
 
 def extend(config: ModelConfig, text: str) -> ModelConfig:

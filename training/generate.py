@@ -15,11 +15,13 @@ from pathlib import Path
 
 import torch
 
-from training.config import Parser
 from training.data.chat import ChatTemplate
-from training.errors import UserError, command, read_file
+from training.host.errors import UserError
+from training.host.files import read_file
+from training.host.processes import command
 from training.inference import Opened, add_model_flags, load, open_folder, write
 from training.parallel.world import join_world
+from training.run.settings import Parser
 
 
 def parse_flags(argv: list[str]) -> Namespace:

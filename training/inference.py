@@ -15,24 +15,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention import choose_backend
+from kernels.attention.full import choose_backend
+from kernels.attention.nsa.nsa import NSA
+from kernels.attention.sparse.sparse_attention import HEAD_DIMS, Sparsity
 from kernels.gated_mlp import gated_mlp_footprint
 from kernels.qkv_attention import qkv_attention_footprint
-from kernels.sparse_attention import NSA, Sparsity
-from kernels.sparse_attention.sparse_attention import HEAD_DIMS
 from model import IGNORE_INDEX, ModelConfig, Transformer
 from training.checkpoint.files import load_trainer_state, tokenizer_of
 from training.checkpoint.weights import load_model_weights, parameter_shapes, read_json, shape_of_weights
-from training.config import ATTENTION_TYPES
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
-from training.errors import UserError
+from training.host.errors import UserError
+from training.host.memory import available_host_bytes, parse_bytes
 from training.memory.cost_model import LIBRARY_BYTES, gib
 from training.memory.execution import Execution
-from training.memory.machine import available_host_bytes, cap_gpu_memory, gpu_budget, parse_bytes
+from training.memory.machine import cap_gpu_memory, gpu_budget
 from training.memory.placement import set_sparsity
 from training.memory.planner import LEAST_HEADROOM, MLP_TILE_SIZE
 from training.parallel.fsdp import copy_weights
 from training.parallel.world import World
+from training.run.settings import ATTENTION_TYPES
 from training.sparsity import sparsity_of
 
 logger = logging.getLogger(__name__)

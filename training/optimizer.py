@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from training.memory.host_copies import SLOT_ALIGNMENT, PinnedArena
+from training.host.memory import SLOT_ALIGNMENT, PinnedArena
+from training.host.torch_internals import dtensor_like, fused_adamw_
 from training.parallel.fsdp import local_part
-from training.torch_internals import dtensor_like, fused_adamw_
 
 PIECE_ELEMENTS = 2**23  # 32 MiB of float32: copies of that size run at the link's full rate
 NUM_SLOTS = 3  # one piece arrives, one is updated, one leaves

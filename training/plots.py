@@ -9,8 +9,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from training.config import Parser
-from training.errors import UserError, command, read_file
+from training.host.errors import UserError
+from training.host.files import read_file
+from training.host.processes import command
+from training.run.settings import Parser
 
 logger = logging.getLogger(__name__)
 FEWEST_STEPS = 20  # a run of fewer steps has no picture at its end

@@ -4,10 +4,10 @@ import itertools
 import re
 from collections.abc import Sequence
 
-from kernels.sparse_attention import NSA, Sparsity
-from kernels.sparse_attention.nsa import FORCED_BLOCKS
-from training.config import TrainConfig
-from training.errors import UserError
+from kernels.attention.nsa.nsa import FORCED_BLOCKS, NSA
+from kernels.attention.sparse.sparse_attention import Sparsity
+from training.host.errors import UserError
+from training.run.settings import TrainConfig
 
 ANNEALING_STAGES = 8  # numbers that annealing takes, both ends included: kernels are compiled anew for each
 ANNEALING_MULTIPLE = 4  # of blocks

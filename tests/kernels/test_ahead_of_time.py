@@ -8,15 +8,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {path.stem: path.read_text() for path in sorted((ROOT / "kernels").glob("*.py"))}
-SPARSE = {path.stem: path.read_text() for path in sorted((ROOT / "kernels/sparse_attention").glob("*.py"))}
+SPARSE = {path.stem: path.read_text() for path in sorted((ROOT / "kernels/attention").rglob("*.py"))}
 MOST_SPILLED = 768  # bytes a thread; of gather backward on sm_80 Triton 3.7 spills 648, on sm_90 48
 MOST_SHARED = {"sm_80": 99 * 1024, "sm_90": 227 * 1024}  # sm_86 and sm_89, which run sm_80's code, have 99 KiB
 PROGRAM = """
 import sys
-import kernels
-assert callable(kernels.apply_to) and "transformers" not in sys.modules, "importing kernels imported transformers"
+from kernels import apply_to
+assert callable(apply_to.apply_to) and "transformers" not in sys.modules, "importing kernels imported transformers"
 from tests.kernels import ahead_of_time
-from tests.kernels.sparse_attention import ahead_of_time as sparse
+from tests.kernels.attention import ahead_of_time as sparse
 
 ahead_of_time.main(sys.argv[1], "80", "90")
 sparse.main("80", "90")

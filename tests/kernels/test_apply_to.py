@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kernels import apply_to
+from kernels.apply_to import apply_to
 
 MODULE = importlib.import_module("kernels.apply_to")  # `kernels.apply_to` is the function
 VOCAB = 71

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kernels.attention import backward_workspace
+from kernels.attention.full import backward_workspace
+from kernels.attention.nsa.nsa import NSA, nsa_workspace
+from kernels.attention.sparse.sparse_attention import Sparsity
 from kernels.common import set_default_implementation
 from kernels.cross_entropy import cross_entropy, cross_entropy_footprint
 from kernels.gated_mlp import gated_mlp, gated_mlp_footprint
 from kernels.head_exchange import HeadExchange
 from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_footprint
 from kernels.qkv_attention import QKVParameters, _qkv_attention, qkv_attention, qkv_attention_footprint
-from kernels.sparse_attention import NSA, Sparsity
-from kernels.sparse_attention.nsa import nsa_workspace
 from tests.storage_counter import StorageCounter
 from training.memory.profiler import CudaCounter
 

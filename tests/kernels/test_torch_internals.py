@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from kernels import torch_internals
-from kernels.attention import attention_reference
+from kernels.attention.full import attention_reference
 
 SIGNATURES = {
     "cudnn_attention": "query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal",

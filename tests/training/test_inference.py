@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kernels.attention.nsa.nsa import NSA
+from kernels.attention.sparse.sparse_attention import Sparsity
 from kernels.common import set_default_implementation
-from kernels.sparse_attention import NSA, Sparsity
 from model import MODEL_SIZES, KeyValueCache, Transformer
 from tests.checkpoints import save_checkpoint
 from tests.storage_counter import StorageCounter
 from training.checkpoint.files import write_file
-from training.errors import UserError
+from training.host.errors import UserError
+from training.host.memory import GIB
 from training.inference import Reading, load, memory_budget, open_folder, plan_reading, token_losses, write
 from training.memory import cost_model
 from training.memory.execution import Execution
-from training.memory.machine import GIB
 from training.memory.planner import MLP_TILE_SIZE
 from training.memory.profiler import CudaCounter
 from training.parallel.fsdp import copy_weights, initial_weights

@@ -2,7 +2,7 @@
 
 import pytest
 
-from training.errors import UserError
+from training.host.errors import UserError
 from training.sparsity import ANNEALING_STAGES, annealed, numbers_by_layer, spell_by_layer
 
 

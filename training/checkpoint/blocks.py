@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from training.checkpoint.direct import BUFFER_BYTES, DirectFile
-from training.config import IO_THREADS
-from training.errors import UserError
-from training.torch_internals import compute_local_shape_and_global_offset
+from training.host.direct import BUFFER_BYTES, DirectFile
+from training.host.errors import UserError
+from training.host.torch_internals import compute_local_shape_and_global_offset
+from training.run.settings import IO_THREADS
 
 BLOCK_BYTES = 2**25  # 32 MiB: a thread copies, adds up and writes that much at a time
 # Host memory that saving takes: in each thread a pinned buffer for what comes from a GPU, that part in bf16, and the

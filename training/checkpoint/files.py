@@ -35,10 +35,10 @@ import torch
 import torch.distributed as dist
 
 from training.checkpoint.blocks import Block, bytes_of, local_blocks, read_entries, read_header
-from training.checkpoint.direct import DirectFile
 from training.checkpoint.weights import read_json
-from training.config import IO_THREADS
-from training.errors import UserError
+from training.host.direct import DirectFile
+from training.host.errors import UserError
+from training.run.settings import IO_THREADS
 
 logger = logging.getLogger(__name__)
 FORMAT_VERSION = 2

@@ -31,7 +31,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training.checkpoint.blocks import Block, Entry, bytes_of, header_of, is_written_here, local_blocks, read_entries
-from training.checkpoint.direct import DirectFile
 from training.checkpoint.files import (
     FORMAT_VERSION,
     OPTIMIZER,
@@ -52,8 +51,9 @@ from training.checkpoint.files import (
     write_file,
 )
 from training.checkpoint.weights import NO_COMPANIONS, Companions, name_in_file
-from training.config import IO_THREADS
-from training.errors import UserError
+from training.host.direct import DirectFile
+from training.host.errors import UserError
+from training.run.settings import IO_THREADS
 
 logger = logging.getLogger(__name__)
 # After so long a thread that runs Python gives its lock to one that waits for it. A save's threads ask for the lock ten

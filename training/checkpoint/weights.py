@@ -22,9 +22,11 @@ from torch import Tensor
 
 from model import MODEL_SIZES, ModelConfig, Transformer
 from training.checkpoint.blocks import Block, Entry, bytes_of, header_of, local_blocks, read_entries, read_header
-from training.config import IO_THREADS, Parser
-from training.errors import UserError, command, read_file, refused_as_user_error
 from training.extension import extend
+from training.host.errors import UserError, refused_as_user_error
+from training.host.files import read_file
+from training.host.processes import command
+from training.run.settings import IO_THREADS, Parser
 
 # What lies beside weights and goes along with them into checkpoints: a tokenizer, its chat template, defaults.
 COMPANIONS = (

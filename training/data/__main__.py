@@ -11,7 +11,8 @@ from training.data.chat import REASONING
 from training.data.prepare import draw_histogram, histogram, prepare
 from training.data.prepared import PreparedStore, verify
 from training.data.tokenizer import load_tokenizer
-from training.errors import UserError, command
+from training.host.errors import UserError
+from training.host.processes import command
 
 
 @command

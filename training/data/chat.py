@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from training.data.tokenizer import FileTokenizer
-from training.errors import UserError, read_file
+from training.host.errors import UserError
+from training.host.files import read_file
 
 REASONING = ("template", "keep", "drop")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")

@@ -9,7 +9,7 @@ from training.data.packing import BestFitPacking, ConcatenatedPacking, MixedPack
 from training.data.prepared import PreparedStore, is_prepared
 from training.data.sources import load_documents
 from training.data.tokens import Selection, Store, TokenStore, join, split
-from training.errors import UserError
+from training.host.errors import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from model import IGNORE_INDEX, Documents, find_documents
 from training.data.packing import Packing, Piece, Stream, deal, padding_lengths
 from training.data.tokens import Store
-from training.errors import UserError
+from training.host.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from training.errors import UserError
+from training.host.errors import UserError
 
 PACKINGS = ("best_fit", "concatenate")
 PADDING_TOKENS = 1024  # of a document of padding at most: long ones would cost attention as others do

@@ -35,7 +35,7 @@ from training.data.prepared import (
 )
 from training.data.sources import SUFFIXES, Document, DocumentReader, find_files
 from training.data.tokenizer import load_tokenizer
-from training.errors import UserError
+from training.host.errors import UserError
 
 PART_BYTES = 2**24  # of text
 OURS = re.compile(r"part-[0-9a-f]{16}\.(tokens|documents|json)(\.new)?")

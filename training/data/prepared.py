@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from training.data.tokens import Store
-from training.errors import UserError, read_file
+from training.host.errors import UserError
+from training.host.files import read_file
 
 FORMAT = "fathom tokens 1"
 INDEX = "set.json"

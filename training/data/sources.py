@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from training.data.chat import UNSTORABLE, ChatTemplate
-from training.errors import UserError, read_file
+from training.host.errors import UserError
+from training.host.files import read_file
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 # Other people's packages, and folders of the standard library that are tables or test fixtures rather than programs.

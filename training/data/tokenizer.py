@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from training.errors import UserError, read_file
+from training.host.errors import UserError
+from training.host.files import read_file
 
 PART = 2**19  # characters that the library is given at a time
 LINE_START = re.compile(r"(?<=\n)[!-~]")

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from training.data.sources import Document
-from training.errors import UserError
+from training.host.errors import UserError
 
 
 class Store(Protocol):

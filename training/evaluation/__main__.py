@@ -22,10 +22,8 @@ from tqdm import tqdm
 
 from model import Transformer
 from training.checkpoint.weights import read_json
-from training.config import Parser
 from training.data.corpus import open_stores
 from training.data.tokens import Store, join, split
-from training.errors import UserError, check_can_write, command
 from training.evaluation.pictures import draw_losses, draw_needles, draw_tasks
 from training.evaluation.positions import (
     Bucket,
@@ -40,8 +38,12 @@ from training.evaluation.positions import (
     read_all,
 )
 from training.evaluation.tasks import TASKS, Result, Samples, judge
+from training.host.errors import UserError
+from training.host.files import check_can_write
+from training.host.processes import command
 from training.inference import Opened, add_model_flags, load, open_folder, write
 from training.parallel.world import World, join_world
+from training.run.settings import Parser
 
 LARGEST_DEFAULT_CONTEXT = 32_768
 SHORT_CONTEXT, MARGIN, CEILING = 4096, 2.0, 2.0  # of LongPPL

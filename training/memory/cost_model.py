@@ -17,20 +17,20 @@ import numpy as np
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kernels.attention import BACKWARD_FLOPS, attention_flops, longest_together, together_pairs
+from kernels.attention.documents import LONGEST_TOGETHER
+from kernels.attention.full import BACKWARD_FLOPS, attention_flops, longest_together, together_pairs
+from kernels.attention.nsa.nsa import BLOCK_SIZE, NSA
+from kernels.attention.sparse.layout import LONGEST_DOCUMENT
+from kernels.attention.sparse.sparse_attention import Sparsity
 from kernels.common import Footprint
 from kernels.cross_entropy import cross_entropy_footprint
-from kernels.document_calls import LONGEST_TOGETHER
 from kernels.gated_mlp import gated_mlp_footprint
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.qkv_attention import qkv_attention_footprint
-from kernels.sparse_attention import NSA, Sparsity
-from kernels.sparse_attention.layout import LONGEST_DOCUMENT
-from kernels.sparse_attention.nsa import BLOCK_SIZE
 from training.data.packing import deal
+from training.host.memory import GIB, SLOT_ALIGNMENT
 from training.memory.execution import Execution, Placement, needed_for_backward
-from training.memory.host_copies import SLOT_ALIGNMENT
-from training.memory.machine import GIB, Rates
+from training.memory.machine import Rates
 from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
 
 # A search for a plan asks for the same few footprints many thousand times.

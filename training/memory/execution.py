@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kernels.sparse_attention import NSA, Sparsity
+from kernels.attention.nsa.nsa import NSA
+from kernels.attention.sparse.sparse_attention import Sparsity
 
 PLACES = ("gpu", "host", "recompute")
 LOSSES = ("auto", "chunked", "standard")
@@ -61,7 +62,7 @@ class Execution:
         gpu_state_bytes: bytes of the optimizer's masters and moments that stay on the GPU, see
             training.optimizer.MasterAdamW.
         loss_impl: "auto" switches by the size of the logits; "chunked" or "standard" force one.
-        attention_backend: kernel that attends, see kernels.attention.BACKENDS.
+        attention_backend: kernel that attends, see kernels.attention.full.BACKENDS.
         sparsity: of attention to chosen blocks, or of NSA, which have kernels of their own, one a block. In all blocks
             it differs at most in `selected_blocks`. (): attention to everything.
 

@@ -6,18 +6,16 @@ H200's scaled by NVIDIA's data sheets. The data sheets' peak also serves to comp
 
 import functools
 import math
-import os
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kernels.attention import (
+from kernels.attention.documents import LONGEST_TOGETHER
+from kernels.attention.full import (
     BACKWARD_FLOPS,
     attention,
     attention_flops,
@@ -25,29 +23,16 @@ from kernels.attention import (
     longest_together,
     together_pairs,
 )
-from kernels.document_calls import LONGEST_TOGETHER
-from kernels.sparse_attention import NSA, Sparsity, nsa_attention, select_blocks, sparse_attention
-from training.errors import UserError
-from training.memory.host_copies import PinnedArena
+from kernels.attention.nsa.nsa import NSA, nsa_attention
+from kernels.attention.sparse.sparse_attention import Sparsity, select_blocks, sparse_attention
+from training.host.errors import UserError
+from training.host.memory import GIB, MIB, PinnedArena, parse_bytes
 
-MIB, GIB = 2**20, 2**30
 DRIVER_BYTES = GIB  # GPU memory that CUDA and NCCL take for themselves
 _PCIE_4, _PCIE_5 = 32e9, 64e9  # bytes/s each way of a link of sixteen lanes
 
 
 # Memory
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes in "24GB" or "24GiB" (both 2**30 bytes a GB, as GPUs are sold), "512MB" or a plain number of bytes.
-
-    Raises:
-        UserError: anything else.
-    """
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise UserError(f'a memory size looks like "24GB", got {text[:80]!r}')
-    return int(float(match[1]) * 2 ** (10 * " KMGT".index(match[2].upper() or " ")))
 
 
 def gpu_budget(text: str, device: torch.device) -> int:
@@ -64,36 +49,6 @@ def gpu_budget(text: str, device: torch.device) -> int:
             "lower it, or end what else runs there"
         )
     return budget
-
-
-def available_host_bytes() -> int:
-    """80% of what this machine and this process's control groups have left, shared by torchrun's processes here."""
-    available = 1024 * int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0])
-    return int(0.8 * min(available, *_bytes_left_in_groups())) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def _bytes_left_in_groups() -> Iterator[float]:
-    """Bytes left under each memory limit on this process: its control group's and its parents' (container, Slurm job).
-
-    cgroup v2 lists one path with an empty controller, v1 one path for the controller "memory". In a container the path
-    may be the host's and not exist here; the limit is then that of the nearest folder above which does.
-    """
-    yield math.inf
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, limit, usage, cache = "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            root, limit, usage = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cache = "total_inactive_file"
-        else:
-            continue
-        group = Path(root, path.lstrip("/"))
-        for folder in (group, *group.parents[: len(group.parts) - len(Path(root).parts)]):
-            with suppress(OSError, ValueError):  # no such folder or file, or no limit, which v2 writes as "max"
-                size = int((folder / limit).read_text())
-                cached = re.findall(rf"^{cache} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)[0]
-                yield size - (int((folder / usage).read_text()) - int(cached))
 
 
 def cap_gpu_memory(num_bytes: int, device: torch.device) -> None:
@@ -113,7 +68,7 @@ class Rates:
     attention_forward_flops: float = 570e12
     attention_backward_flops: float = 535e12
     # Long packed documents attend alone: calls a second, besides their floating-point operations. Short ones attend
-    # together, see `kernels.attention.together_pairs`.
+    # together, see `kernels.attention.full.together_pairs`.
     forward_documents: float = 12_000
     backward_documents: float = 5_000
     memory_bytes: float = 4.2e12  # bytes read plus bytes written
@@ -135,7 +90,7 @@ def measure_rates(
 
     Args:
         config: the model's shape, as model.ModelConfig names it.
-        attention_backend: as `kernels.attention.choose_backend` takes it.
+        attention_backend: as `kernels.attention.full.choose_backend` takes it.
         context_length: tokens.
         sparsity: one a layer. Attention's rates are then those of chosen blocks, or of NSA, as most layers have it.
     """
@@ -294,7 +249,7 @@ class GPU:
         memory_bytes: what nvidia-smi shows, which is less than the round number in the name.
         flops: dense bf16 peak of the tensor cores, float32 accumulation, FLOP/s.
         memory_bandwidth, link_bandwidth: bytes/s of its memory, and each way of its link to the host.
-        attention_backend: what kernels.attention chooses there.
+        attention_backend: what kernels.attention.full chooses there.
         nvlink_bandwidth: bytes/s each way of all its links to other GPUs. 0: none, or a bridge of two GPUs, which a
             host of more does not profit from; GPUs then exchange over their links to the host.
     """

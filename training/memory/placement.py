@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from kernels.attention.nsa.nsa import NSA
+from kernels.attention.sparse.sparse_attention import Sparsity
 from kernels.common import KEEPABLE, SKIPPABLE
-from kernels.sparse_attention import NSA, Sparsity
+from training.host.memory import HostCopies, PinnedArena
+from training.host.torch_internals import TorchDispatchMode
 from training.memory.execution import Execution, Placement, needed_for_backward
-from training.memory.host_copies import HostCopies, PinnedArena
-from training.torch_internals import TorchDispatchMode
 
 
 def apply_execution(model: nn.Module, execution: Execution, arena_bytes: int = 0) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from training.checkpoint.blocks import SAVING_BYTES
-from training.errors import UserError
+from training.host.errors import UserError
 from training.memory.cost_model import Stage, Step, gib
 from training.memory.execution import Execution, Placement
 from training.memory.machine import H200, Rates

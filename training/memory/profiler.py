@@ -21,12 +21,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from training.host.memory import GIB
+from training.host.torch_internals import dump_memory_snapshot, record_memory_history
 from training.memory.cost_model import Stage, Step
 from training.memory.execution import Execution
-from training.memory.machine import GIB
 from training.memory.placement import apply_execution
 from training.optimizer import MasterAdamW
-from training.torch_internals import dump_memory_snapshot, record_memory_history
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "layer inputs", "attention", "MLP", "loss", "workspace")
 # A step of up to 32,768 tokens of context runs twice, and the second run is measured. A longer step runs once, to save

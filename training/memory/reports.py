@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 
 from model import ModelConfig
-from training.errors import UserError
+from training.host.errors import UserError
+from training.host.memory import GIB, parse_bytes
 from training.memory.cost_model import Step, gib
 from training.memory.execution import WHOLE, Execution, Placement
-from training.memory.machine import GIB, Rates, cap_gpu_memory, parse_bytes
+from training.memory.machine import Rates, cap_gpu_memory
 from training.memory.planner import LEAST_HEADROOM, Plan, describe_budgets, find_max_context, has_plan, make_plan
 from training.memory.profiler import (
     CATEGORIES,

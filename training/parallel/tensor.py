@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from kernels.tensor_parallel import TensorRanks
 from model import ModelConfig
-from training.errors import UserError
+from training.host.errors import UserError
 from training.parallel.world import World
 
 # By the end of a module's name. Of all other matrices, and of biases, each rank has a part of the rows.

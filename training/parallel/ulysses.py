@@ -4,7 +4,7 @@ from torch import nn
 
 from kernels.head_exchange import HeadExchange
 from model import ModelConfig
-from training.errors import UserError
+from training.host.errors import UserError
 from training.parallel.world import World
 
 

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from training.errors import GRACE_SECONDS, UserError, refused_as_user_error, show_error
-from training.torch_internals import flatten_mesh
+from training.host.errors import UserError, refused_as_user_error
+from training.host.processes import GRACE_SECONDS, show_error
+from training.host.torch_internals import flatten_mesh
 
 STOPPED_SECONDS = 5.0  # from a process's SIGSTOP to the warning
 

@@ -29,7 +29,7 @@ from training.checkpoint.files import (
     verify_checkpoint,
 )
 from training.checkpoint.weights import load_model_weights
-from training.errors import UserError
+from training.host.errors import UserError
 from training.parallel.fsdp import copy_weights
 from training.parallel.world import make_mesh
 

@@ -21,7 +21,7 @@ from training.checkpoint import blocks, files, saver
 from training.checkpoint.blocks import Block
 from training.checkpoint.files import verify_checkpoint
 from training.checkpoint.saver import Saver
-from training.errors import UserError
+from training.host.errors import UserError
 from training.optimizer import MasterAdamW
 from training.parallel.fsdp import shard_model
 from training.parallel.world import World

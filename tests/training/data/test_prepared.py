@@ -16,7 +16,7 @@ from training.data.corpus import load_corpus, open_stores
 from training.data.prepare import histogram, prepare
 from training.data.prepared import PreparedStore, hash_of_index
 from training.data.tokenizer import load_tokenizer
-from training.errors import UserError
+from training.host.errors import UserError
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from model import MODEL_SIZES, Transformer
-from training.config import TrainConfig
 from training.memory.cost_model import PackedDocuments, Step
 from training.memory.execution import Execution, Placement
 from training.memory.machine import H200
 from training.memory.planner import Plan, _fits, find_max_context
 from training.parallel.world import World, make_mesh
-from training.run import model_on_meta, step_on_meta
-from training.run import step_of as step_of_run
+from training.run.build import model_on_meta, step_on_meta
+from training.run.build import step_of as step_of_run
+from training.run.settings import TrainConfig
 
 GIB = 2**30
 

@@ -5,17 +5,8 @@ import pytest
 import torch
 
 from model import MODEL_SIZES
-from training.memory.machine import (
-    GPUS,
-    H200,
-    available_host_bytes,
-    find_gpu,
-    gpu_budget,
-    measure_rates,
-    parse_bytes,
-    parse_gpu,
-    scale_rates,
-)
+from training.host.memory import available_host_bytes, parse_bytes
+from training.memory.machine import GPUS, H200, find_gpu, gpu_budget, measure_rates, parse_gpu, scale_rates
 
 CPU = torch.device("cpu")
 GIB = 2**30

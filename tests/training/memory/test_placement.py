@@ -13,13 +13,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kernels.attention import KERNELS
-from kernels.sparse_attention import NSA, Sparsity
+from kernels.attention.full import KERNELS
+from kernels.attention.nsa.nsa import NSA
+from kernels.attention.sparse.sparse_attention import Sparsity
 from model import MODEL_SIZES, Attention, Transformer
 from tests.ranks import run_ranks
+from training.host.memory import PinnedArena
 from training.memory.cost_model import PackedDocuments, Step
 from training.memory.execution import PLACES, WHOLE, Execution, Placement
-from training.memory.host_copies import PinnedArena
 from training.memory.placement import apply_execution, apply_placement
 from training.memory.planner import make_plan
 from training.optimizer import MasterAdamW
@@ -348,7 +349,7 @@ def test_nsa_under_placements(name, heads_at_a_time, native_alone):
 @pytest.mark.parametrize("heads_at_a_time", [None, 1])
 def test_blocks_are_chosen_once(sparsity, module, function, heads_at_a_time, monkeypatch):
     """In forward, whether or not attention's results are kept for backward; by NSA in each of three documents."""
-    module, chosen = importlib.import_module(f"kernels.sparse_attention.{module}"), []
+    module, chosen = importlib.import_module(f"kernels.attention.sparse.{module}"), []
     select = getattr(module, function)
     monkeypatch.setattr(module, function, lambda *a, **k: chosen.append(1) or select(*a, **k))
     for name in ("gpu recompute", "host gpu", "chain")[: 3 if sparsity is SPARSE else 1]:

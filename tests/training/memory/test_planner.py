@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.sparse_attention import NSA, Sparsity
+from kernels.attention.nsa.nsa import NSA
+from kernels.attention.sparse.sparse_attention import Sparsity
 from model import MODEL_SIZES
 from tests.training.memory.test_cost_model import step_of
 from training.memory.execution import WHOLE, Execution
 from training.memory.machine import H200
 from training.memory.planner import HEADROOM, LEAST_HEADROOM, find_max_context, make_plan
-from training.run import step_on_meta
+from training.run.build import step_on_meta
 
 GIB = 2**30
 HOST = 110 * GIB

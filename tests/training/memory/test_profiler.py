@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kernels.attention import backward_workspace
+from kernels.attention.full import backward_workspace
+from kernels.attention.nsa.nsa import NSA, nsa_workspace
+from kernels.attention.sparse.sparse_attention import Sparsity
 from kernels.common import set_default_implementation
 from kernels.gated_mlp import gated_mlp_footprint
 from kernels.head_exchange import HeadExchange
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
-from kernels.sparse_attention import NSA, Sparsity
-from kernels.sparse_attention.nsa import nsa_workspace
 from kernels.tensor_parallel import TensorRanks
 from model import MODEL_SIZES, Documents, Transformer
 from tests.storage_counter import StorageCounter

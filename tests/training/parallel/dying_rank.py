@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 
-from training.errors import UserError
+from training.host.errors import UserError
 from training.parallel.world import World, join_world
 
 

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 import train
-from kernels.sparse_attention import NSA, Sparsity
+from kernels.attention.nsa.nsa import NSA
+from kernels.attention.sparse.sparse_attention import Sparsity
 from model import MODEL_SIZES
 from tests.ranks import run_ranks
 from tests.test_train import arguments, metrics, only_resume, weights
@@ -29,7 +30,7 @@ from tests.training.parallel.test_ulysses import (
     loss_and_gradients,
 )
 from training.checkpoint.weights import find_weights, read_weights
-from training.errors import UserError
+from training.host.errors import UserError
 from training.memory.execution import WHOLE, Placement
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.world import World, make_mesh

@@ -13,21 +13,22 @@ import pytest
 import torch
 
 import train
+from kernels.attention.nsa.nsa import NSA
+from kernels.attention.sparse.sparse_attention import Sparsity
 from kernels.head_exchange import HeadExchange
-from kernels.sparse_attention import NSA, Sparsity
 from model import MODEL_SIZES, Attention, Context, ModelConfig, Transformer
 from tests.ranks import run_ranks
 from tests.test_train import arguments, losses, metrics, only_resume
 from tests.training.data.test_packing import make_loader
 from training.data.sources import Document
-from training.errors import UserError
+from training.host.errors import UserError
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.placement import apply_execution
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
 from training.parallel.tensor import share_matrices
 from training.parallel.ulysses import check_sharing, share_sequences
 from training.parallel.world import World, make_mesh
-from training.run import run_model
+from training.run.build import run_model
 
 ROOT = Path(__file__).parents[3]
 SEQUENCES = 4  # of a step, over all ranks

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
 from tests.training.data.test_packing import make_documents, make_loader
-from training.errors import UserError
+from training.host.errors import UserError
 from training.optimizer import MasterAdamW
 from training.parallel import world
 from training.parallel.fsdp import initial_weights, shard_model
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World, join_world, make_mesh
-from training.run import train_step
+from training.run.build import train_step
 
 DOCUMENTS = make_documents([40, 90, 15, 60, 50])
 

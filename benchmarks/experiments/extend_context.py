@@ -1,0 +1,137 @@
+r"""A released model's context, extended: what the model makes of it before and after training, in one command.
+
+    python -m benchmarks.experiments.extend_context SmolLM2-135M/ OUT --context_length 32768 --rope_scaling yarn:4 \
+        --max_steps 80
+
+1. Python's packages, a document each (benchmarks.package_corpus), are the text; one in ten is held out. The others are
+   tokenized once.
+2. The model is judged as it was released, then with --rope_scaling alone, at the extended context.
+3. train.py trains it on whole packages at that context.
+4. It is judged again.
+5. With `--selected_blocks 16 32` it is judged with `sparse` attention to each number of blocks: what of attention's
+   mass they capture, the same weights, and after --adaptation_steps of training with that attention, beside as many
+   more steps with attention to everything.
+6. Loss by position and tasks are printed, and drawn where matplotlib is installed, all beside one another.
+
+Each part is one of this repository's commands and is printed. OUT gets the evaluations' JSON and pictures and the runs.
+A part whose result is in OUT is not done again, so that a later command may add the fifth.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks.common import print_table
+from training.evaluation.pictures import draw_losses, draw_tasks
+
+
+def run(result: Path, *words: object) -> None:
+    """One command, its output above ours, unless its result is there; an error ends all."""
+    if result.exists():
+        return
+    command = [sys.executable, *map(str, words)]
+    start = time.monotonic()
+    print("\n$ python " + " ".join(command[1:]), flush=True)
+    if subprocess.run(command).returncode:
+        if result.is_file():  # of an evaluation that ended early
+            result.unlink()
+        sys.exit("the command above failed: nothing after it was run")
+    print(f"({time.monotonic() - start:.0f} s)", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="folder of released weights")
+    parser.add_argument("folder", type=Path, help="of everything that is made")
+    parser.add_argument("--context_length", type=int, default=32_768)
+    parser.add_argument("--rope_scaling", default="yarn:4")
+    parser.add_argument("--max_steps", type=int, default=80)
+    parser.add_argument("--sequences_per_step", type=int, default=4)
+    parser.add_argument("--learning_rate", type=float, default=3e-4)
+    parser.add_argument("--sequences", type=int, default=12, help="held-out texts that are read for their loss")
+    parser.add_argument("--samples", type=int, default=12, help="of each task and length")
+    parser.add_argument("--selected_blocks", type=int, nargs="*", default=[], help="numbers of blocks to try")
+    parser.add_argument("--adaptation_steps", type=int, default=40)
+    parser.add_argument("--adaptation_learning_rate", type=float, default=5e-5)
+    arguments = parser.parse_args()
+    length, out = arguments.context_length, arguments.folder
+    tokens, held_out = out / "tokens", out / "corpus" / "held_out.jsonl"
+    names = []
+
+    def judge(model: Path, name: str, *flags: object) -> None:
+        names.append(name)
+        run(out / name / "evaluation.json", "-m", "training.evaluation", model, "--data", held_out,
+            "--context_length", length, "--lengths", length // 4, length // 2, length, "--tasks", "needle",
+            "multi_key_needle", "--sequences", arguments.sequences, "--samples", arguments.samples,
+            "--output_dir", out / name, *flags)  # fmt: skip
+
+    def learn(model: Path, name: str, steps: int, rate: float, *flags: object) -> Path:
+        trained = out / name / f"step_{steps:08d}"
+        run(trained, "train.py", "--init_from", model, "--data", tokens, "--context_length", length, "--batch_size", 1,
+            "--gradient_accumulation_steps", arguments.sequences_per_step, "--max_steps", steps, "--warmup_steps",
+            steps // 10, "--learning_rate", rate, "--validation_sequences", 0, "--sample_tokens", 0, "--save", "model",
+            "--output_dir", out / name, *flags)  # fmt: skip
+        return trained
+
+    def adapt(name: str, *flags: object) -> None:
+        steps, rate = arguments.adaptation_steps, arguments.adaptation_learning_rate
+        judge(learn(trained, f"run_{name}", steps, rate, *flags), name, *flags)
+
+    run(held_out, "-m", "benchmarks.package_corpus", out / "corpus")
+    run(tokens / "set.json", "-m", "training.data", "prepare", out / "corpus" / "train.jsonl", tokens, "--tokenizer",
+        arguments.model)  # fmt: skip
+    judge(arguments.model, "released")
+    run(out / "scaled", "-m", "training.checkpoint.weights", "export", arguments.model, out / "scaled",
+        "--rope_scaling", arguments.rope_scaling)  # fmt: skip
+    judge(out / "scaled", "before_training")
+    trained = learn(
+        arguments.model, "run", arguments.max_steps, arguments.learning_rate, "--rope_scaling", arguments.rope_scaling
+    )
+    judge(trained, "after_training")
+    if arguments.selected_blocks:
+        adapt("trained_on")
+    for blocks in arguments.selected_blocks:
+        sparse = "--attention_type", "sparse", "--selected_blocks", blocks
+        captured = out / f"captured_{blocks}.json"
+        run(captured, "-m", "benchmarks.experiments.sparsity", trained, "--data", held_out, "--context_length", length,
+            "--selected_blocks", blocks, "--json", captured)  # fmt: skip
+        judge(trained, f"sparse_{blocks}", *sparse)
+        adapt(f"sparse_{blocks}_adapted", *sparse)
+
+    found = {name: json.loads((out / name / "evaluation.json").read_text()) for name in names}
+    first = found["released"]
+    print_table(
+        "loss, nats a token, by the number of tokens before it",
+        ["positions", *names],
+        [
+            [f"{row['first']:,} to {row['last']:,}", *(found[name]["loss_by_position"][i]["loss"] for name in names)]
+            for i, row in enumerate(first["loss_by_position"])
+        ],
+    )
+    print_table(
+        "share of the asked words found",
+        ["task, tokens", *names],
+        [
+            [f"{row['task']}, {row['length']:,}", *(found[name]["tasks"][i]["score"] for name in names)]
+            for i, row in enumerate(first["tasks"])
+        ],
+    )
+    if find_spec("matplotlib") is not None:
+        draw(out, "", {name: found[name] for name in names[:3]})
+        if arguments.selected_blocks:  # what sparse attention differs in comes after many tokens
+            draw(out, "sparse_", {name: found[name] for name in names[2:]}, least=length // 16)
+
+
+def draw(out: Path, prefix: str, found: dict[str, dict], least: int = 0) -> None:
+    """Pictures of these evaluations, of the losses from position `least` on."""
+    losses = [(name, [r for r in one["loss_by_position"] if r["first"] >= least]) for name, one in found.items()]
+    draw_losses(out / f"{prefix}loss_by_position.png", losses)
+    draw_tasks(out / f"{prefix}tasks.png", [(name, one["tasks"]) for name, one in found.items()])
+
+
+if __name__ == "__main__":
+    main()

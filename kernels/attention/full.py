@@ -1,0 +1,442 @@
+"""Causal attention of query heads that share key/value heads, within the documents of a packed sequence.
+
+    out[t] = sum_s softmax_s(q[t] . k[s] / sqrt(K)) v[s],  s <= t and s in t's document
+
+This file chooses which library's kernel computes attention. Query head h reads key/value head h // (H / G); keys and
+values are never repeated in memory. Kept for backward, for each token: q, k, v and out, (2H + 2G) K elements, and the
+float32 log-sum-exp, H elements. `kernels.attention.documents` says which documents attend together in one call.
+
+From run to run cuDNN's dq may differ in its last bits, and PyTorch offers no other. Under
+`torch.use_deterministic_algorithms(True)` "auto" is FlashAttention-2, whose backward then runs in its deterministic
+mode, as flash-attn-4's does: with more float32 sums of dq, which no plan counts. Set
+`torch.utils.deterministic.fill_uninitialized_memory` to False there, else PyTorch fills every new tensor.
+
+Method: Dao et al., FlashAttention, arXiv 2205.14135; grouped-query attention: Ainslie et al., arXiv 2305.13245.
+"""
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import torch_internals
+from ..common import operation
+from .documents import (
+    LONGEST_TOGETHER,
+    SPACING,
+    document_calls,
+    most_tokens_together,
+    rounded_length,
+)
+
+_CUDNN_SHORTEST = 64  # tokens; shorter rows run in FlashAttention-2, as cuDNN refuses a row of one token
+# Tokens; a document of more, rounded up, is copied one key/value head at a time to pad it at the end of the batch.
+_LONGEST_COPIED = 32_768
+_NEVER_ATTENDS = 1e30  # a log-sum-exp under which every probability is exactly 0
+BACKWARD_FLOPS = 2.5  # floating-point operations of backward over those of forward: five matrix products against two
+
+
+def attention_reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments: Tensor | None = None) -> Tensor:
+    """Attention with the T x T matrix written out, in the inputs' dtype. Arguments as `attention`."""
+    B, T, H, K = q_BTHK.shape
+    G = k_BTGK.shape[2]
+    document_BT = torch.zeros(B, T, dtype=torch.long)
+    for i, (row, start, stop) in enumerate(segments.tolist() if segments is not None else []):
+        document_BT[row, start:stop] = i
+    document_BT = document_BT.to(q_BTHK.device)
+    visible_BTT = (document_BT[:, :, None] == document_BT[:, None, :]).tril()
+    q_BTGRK = q_BTHK.unflatten(2, (G, H // G))
+    scores = torch.einsum("btgrk,bsgk->bgrts", q_BTGRK, k_BTGK) / math.sqrt(K)
+    probabilities = scores.masked_fill(~visible_BTT[:, None, None], float("-inf")).softmax(-1)
+    return torch.einsum("bgrts,bsgk->btgrk", probabilities, v_BTGK).flatten(2, 3)
+
+
+class Kernel(NamedTuple):
+    """A library's causal attention.
+
+    Args:
+        forward: over rows of one document each, q [B, T, H, K], k and v [B, T, G, K] -> out [B, T, H, K], log-sum-exp
+            [B, H, T] float32.
+        backward: dout, q, k, v, out, log-sum-exp -> dq, dk, dv, in the layouts of q, k and v.
+        forward_together: over documents that follow each other, q [N, H, K], k and v [N, G, K], where each document
+            begins, int32 [documents + 1] on their device, tokens of the longest -> out, log-sum-exp [H, N] float32.
+        backward_together: dout, q, k, v, out, log-sum-exp, begins, longest -> dq, dk, dv.
+        workspace_rows: memory that backward allocates for itself, as a multiple of q's: float32 dq, dk, dv of each
+            query head. Measured.
+        rows_together: the same of backward_together, besides the float32 dq of SPACING tokens a document: float32 dq,
+            and dk and dv of each query head in bf16.
+        longest_together: tokens of the longest document that does not attend alone.
+        length_step: tokens; see `rounded_length`, for documents that attend alone.
+    """
+
+    forward: Callable
+    backward: Callable
+    forward_together: Callable
+    backward_together: Callable
+    workspace_rows: int
+    rows_together: int
+    longest_together: float = math.inf
+    length_step: int = 1
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    """[B, T, H, K] <-> [B, H, T, K]"""
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    if q.shape[1] < _CUDNN_SHORTEST:
+        return _flash_forward(q, k, v)
+    out, lse = torch_internals.cudnn_attention(*_heads_first(q, k, v), None, True, 0.0, True)[:2]
+    return out.transpose(1, 2), lse.squeeze(-1)
+
+
+def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+    T = q.shape[1]
+    if T < _CUDNN_SHORTEST:
+        return _flash_backward(dout, q, k, v, out, lse)
+    seed = _unused_seed(q)
+    return _heads_first(*torch_internals.cudnn_attention_backward(
+        *_heads_first(dout, q, k, v, out), lse.unsqueeze(-1), seed, seed, None, None, None, T, T, 0.0, True
+    ))  # fmt: skip
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = torch_internals.flash_attention(*_heads_first(q, k, v), 0.0, True)[:2]
+    return out.transpose(1, 2), lse
+
+
+def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+    T, seed = q.shape[1], _unused_seed(q)
+    return _heads_first(*torch_internals.flash_attention_backward(
+        *_heads_first(dout, q, k, v, out), lse, None, None, T, T, 0.0, True, seed, seed
+    ))  # fmt: skip
+
+
+def _flash_forward_together(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, longest: int) -> Sequence[Tensor]:
+    lengths = begins, begins, longest, longest
+    return torch_internals.varlen_flash_attention(q, k, v, *lengths, 0.0, True, False)[:2]
+
+
+def _flash_backward_together(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, begins: Tensor, longest: int
+) -> Sequence[Tensor]:
+    lengths, seed = (begins, begins, longest, longest), _unused_seed(q)
+    backward = torch_internals.varlen_flash_attention_backward
+    return backward(dout, q, k, v, out, lse, *lengths, 0.0, True, seed, seed)
+
+
+def _unused_seed(q: Tensor) -> Tensor:
+    """The random seed that backward kernels take for dropout, which is off: no kernel reads it."""
+    return torch.empty((), dtype=torch.int64, device=q.device)
+
+
+def _is_deterministic() -> bool:
+    """Whether backward must give the same bits from run to run."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = torch_internals.cpu_attention(*_heads_first(q, k, v), 0.0, True)
+    return out.transpose(1, 2), lse
+
+
+def _cpu_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+    heads_first = _heads_first(dout, q, k, v, out)
+    return _heads_first(*torch_internals.cpu_attention_backward(*heads_first, lse, 0.0, True))
+
+
+def _cpu_forward_together(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """One document after the other."""
+    documents = zip(*(x.split(begins.diff().tolist()) for x in (q, k, v)))
+    outs, lses = zip(*(_cpu_forward(*(x[None] for x in document)) for document in documents))
+    return torch.cat(outs, 1)[0], torch.cat(lses, 2)[0]
+
+
+def _cpu_backward_together(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, begins: Tensor, longest: int
+) -> list[Tensor]:
+    lengths = begins.diff().tolist()
+    documents = zip(*(x.split(lengths) for x in (dout, q, k, v, out)), lse.split(lengths, 1))
+    gradients = zip(*(_cpu_backward(*(x[None] for x in document)) for document in documents))
+    return [torch.cat(parts, 1)[0] for parts in gradients]
+
+
+def _flash_attn_4_forward(q: Tensor, k: Tensor, v: Tensor, *together) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    return _flash_attn_fwd(q, k, v, causal=True, return_lse=True, **_flash_attn_4_lengths(*together))[:2]
+
+
+def _flash_attn_4_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *together
+) -> Sequence[Tensor]:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    options = {"causal": True, "deterministic": _is_deterministic(), **_flash_attn_4_lengths(*together)}
+    return _flash_attn_bwd(q, k, v, out, dout, lse, **options)[:3]
+
+
+def _flash_attn_4_lengths(begins: Tensor | None = None, longest: int = 0) -> dict:
+    """What flash-attn-4 is told of documents that attend together."""
+    if begins is None:
+        return {}
+    return {"cu_seqlens_q": begins, "cu_seqlens_k": begins, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+
+_FLASH = Kernel(_flash_forward, _flash_backward, _flash_forward_together, _flash_backward_together, 6, 4)
+KERNELS = {
+    "cudnn": _FLASH._replace(
+        forward=_cudnn_forward,
+        backward=_cudnn_backward,
+        workspace_rows=4,
+        longest_together=LONGEST_TOGETHER,
+        length_step=256,
+    ),
+    "flash": _FLASH,
+    "flash-attn-4": Kernel(*2 * (_flash_attn_4_forward, _flash_attn_4_backward), 3, 3),
+    "cpu": Kernel(_cpu_forward, _cpu_backward, _cpu_forward_together, _cpu_backward_together, 4, 4),
+}
+BACKENDS = ("auto", *KERNELS)
+
+
+@torch.compiler.assume_constant_result  # the function asks the driver; a compiled graph cannot
+def choose_backend(requested: str, device: torch.device) -> str:
+    """The kernel that `attention` will run on `device`: never a slower one than was asked for.
+
+    "auto" is cuDNN's kernel on Hopper and newer, FlashAttention-2 on older GPUs and where PyTorch is told to use
+    deterministic algorithms, PyTorch's CPU kernel on a CPU.
+
+    Raises:
+        ValueError: unknown name, or a kernel that this device or installation does not have.
+    """
+    if requested not in BACKENDS:
+        raise ValueError(f"attention backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
+    if device.type != "cuda":
+        if requested not in ("auto", "cpu"):
+            raise ValueError(f'attention backend {requested!r} needs a CUDA device, got {device}; use "auto"')
+        return "cpu"
+    if requested == "cpu":
+        raise ValueError(f'attention backend "cpu" does not run on {device}; use "auto"')
+    capability, has_cudnn = torch.cuda.get_device_capability(device), torch.backends.cudnn.is_available()
+    if capability < (8, 0):
+        raise ValueError(
+            "attention's GPU kernels need compute capability 8.0 (Ampere) or newer, "
+            f"{device} has {capability[0]}.{capability[1]}; use a newer GPU, or the CPU"
+        )
+    if requested == "auto":
+        return "cudnn" if capability >= (9, 0) and has_cudnn and not _is_deterministic() else "flash"
+    if requested == "cudnn" and not has_cudnn:
+        raise ValueError('cuDNN attention needs cuDNN, which this installation of PyTorch lacks; use "auto"')
+    if requested == "flash-attn-4":
+        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+            raise ValueError('flash-attn-4 is not installed: pip install "flash-attn-4>=4.0.0b36", or use "auto"')
+        if capability < (9, 0):
+            raise ValueError(f"flash-attn-4 needs compute capability 9.0, this GPU has {capability}; use flash")
+    return requested
+
+
+def _window(x: Tensor, start: int, length: int) -> Tensor:
+    """`length` of x's [tokens, heads, K] from `start` on, [1, length, heads, K]; past x's end, zeros.
+
+    A window may run into the next documents, which causality hides from its own; the extra rows are thrown away.
+    """
+    window = x[start : start + length]
+    return (window if len(window) == length else F.pad(window, (0, 0, 0, 0, 0, length - len(window))))[None]
+
+
+def _alone(
+    start: int, stop: int, q: Tensor, k: Tensor, kernel: Kernel, position_tokens: int
+) -> tuple[int, list[tuple[slice, slice]]]:
+    """How one document attends: positions of its window, and ranges of query and of key/value heads, one a call."""
+    padded = rounded_length(stop - start, max(1, kernel.length_step // position_tokens))
+    is_copied = start + padded > len(q) and padded * position_tokens > _LONGEST_COPIED
+    count = k.shape[1] if is_copied else 1
+    H, G = q.shape[1] // count, k.shape[1] // count
+    return padded, [(slice(i * H, (i + 1) * H), slice(i * G, (i + 1) * G)) for i in range(count)]
+
+
+def _put(parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    for part, place in zip(parts, places):
+        place.copy_(part)
+
+
+@operation("fathom::attention_forward", keepable="results")
+def _attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, backend: str, position_tokens: int = 1
+) -> tuple[Tensor, Tensor]:
+    (B, T, H, _), kernel = q.shape, KERNELS[backend]
+    if segments is None:
+        out, lse = kernel.forward(q, k, v)
+        return out.contiguous(), lse.contiguous()
+    calls = document_calls(q, segments, kernel.longest_together, position_tokens)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    out, lse = q.new_empty(q.shape), q.new_empty(H, B * T, dtype=torch.float32)
+    for start, stop, _, begins, longest in calls:
+        if begins is not None:
+            arguments = q[start:stop], k[start:stop], v[start:stop], begins, longest
+            if len(calls) == 1:  # nothing to be put together
+                out, lse = kernel.forward_together(*arguments)
+            else:
+                _put(kernel.forward_together(*arguments), (out[start:stop], lse[:, start:stop]))
+            continue
+        padded, ranges = _alone(start, stop, q, k, kernel, position_tokens)
+        for heads, groups in ranges:
+            windows = (_window(x, start, padded) for x in (q[:, heads], k[:, groups], v[:, groups]))
+            out_n, lse_n = kernel.forward(*windows)
+            _put(
+                (out_n[0, : stop - start], lse_n[0, :, : stop - start]),
+                (out[start:stop, heads], lse[heads, start:stop]),
+            )
+            del out_n, lse_n  # before the next ones are made
+    return out.contiguous().unflatten(0, (B, T)), lse.unflatten(1, (B, T)).transpose(0, 1).contiguous()
+
+
+@_attention_forward.register_fake
+def _(q, k, v, segments, backend, position_tokens=1):
+    B, T, H, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(B, H, T, dtype=torch.float32)
+
+
+@torch.library.custom_op("fathom::attention_backward", mutates_args=())
+def _attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor | None, backend: str,
+    position_tokens: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    (B, T), kernel = q.shape[:2], KERNELS[backend]
+    dout = dout.contiguous()
+    if segments is None:
+        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse)
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    calls = document_calls(q, segments, kernel.longest_together, position_tokens)
+    dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
+    lse = lse.transpose(0, 1).flatten(1)
+    gradients: Sequence[Tensor] = [x.new_empty(x.shape) for x in (q, k, v)]
+    for start, stop, _, begins, longest in calls:
+        if begins is not None:
+            own = [x[start:stop] for x in (dout, q, k, v, out)]
+            arguments = *own, lse[:, start:stop].contiguous(), begins, longest
+            if len(calls) == 1:
+                gradients = kernel.backward_together(*arguments)
+            else:
+                _put(kernel.backward_together(*arguments), [x[start:stop] for x in gradients])
+            continue
+        padded, ranges = _alone(start, stop, q, k, kernel, position_tokens)
+        for heads, groups in ranges:
+            # The rows past the document have no gradient and, by their log-sum-exp, no probabilities.
+            dout_n = _window(dout[start:stop, heads], 0, padded)
+            lse_n = F.pad(lse[heads, start:stop], (0, padded - (stop - start)), value=_NEVER_ATTENDS).contiguous()[None]
+            windows = [_window(x, start, padded) for x in (q[:, heads], k[:, groups], v[:, groups], out[:, heads])]
+            parts = [x[0, : stop - start] for x in kernel.backward(dout_n, *windows, lse_n)]
+            _put(parts, [x[start:stop, own] for x, own in zip(gradients, (heads, groups, groups))])
+            del dout_n, lse_n, windows, parts  # before the next ones are made
+    dq, dk, dv = (x.contiguous().unflatten(0, (B, T)) for x in gradients)
+    return dq, dk, dv
+
+
+@_attention_backward.register_fake
+def _(dout, q, k, v, out, lse, segments, backend, position_tokens=1):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    *qkv, segments, ctx.backend, ctx.position_tokens = inputs
+    ctx.save_for_backward(*qkv, *output, segments)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, dout, _dlse):
+    q, k, v, out, lse, segments = ctx.saved_tensors
+    options = segments, ctx.backend, ctx.position_tokens
+    return *_attention_backward(dout, q, k, v, out, lse, *options), None, None, None
+
+
+_attention_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def attention(
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments: Tensor | None = None, *, backend: str = "auto"
+) -> Tensor:
+    """Causal grouped-query attention, each document of a packed sequence on its own.
+
+    Args:
+        q_BTHK: queries [B, T, H, K]; bfloat16 or float16 on CUDA, any floating dtype on a CPU.
+        k_BTGK, v_BTGK: keys and values [B, T, G, K], G a divisor of H.
+        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token) that
+            cover every token once; None: each batch row is one document.
+        backend: one of `BACKENDS`, see `choose_backend`.
+
+    Returns:
+        [B, T, H, K] in q's dtype.
+
+    Raises:
+        ValueError: heads that do not divide, shapes or a dtype that no kernel takes, an unavailable backend.
+    """
+    (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
+    if k_BTGK.shape != (B, T, G, K) or v_BTGK.shape != k_BTGK.shape or H % G:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q_BTHK, k_BTGK, v_BTGK))
+        raise ValueError(f"attention needs q [B, T, H, K] and k, v [B, T, G, K] with H a multiple of G, got {shapes}")
+    if q_BTHK.is_cuda and q_BTHK.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"attention on CUDA needs bfloat16 or float16, got {q_BTHK.dtype}; cast q, k and v")
+    if q_BTHK.is_cuda and (K > 256 or K % 8):
+        raise ValueError(f"attention on CUDA needs a head_dim that is a multiple of 8 up to 256, got {K}")
+    if segments is not None and segments.is_cuda:
+        raise ValueError("segments must lie on the CPU: they decide what is launched")
+    return _attention_forward(q_BTHK, k_BTGK, v_BTGK, segments, choose_backend(backend, q_BTHK.device))[0]
+
+
+def longest_together(backend: str) -> float:
+    """Tokens of the longest packed document that attends together with others."""
+    return KERNELS["cudnn" if backend == "auto" else backend].longest_together
+
+
+def together_pairs(pairs: float, tokens: float) -> float:
+    """Pairs of query and key that documents which attend together cost as much as, whose own are `pairs`.
+
+    Their memory traffic and what their last tiles lack cost as much as 360 more keys for each token: FlashAttention-2
+    takes 8.6 ms for the forward and backward of 131,072 tokens in documents of 128, and 498 ms in such of up to 65,536
+    (32 query and 8 key/value heads of 128, one H200).
+    """
+    return pairs + 360 * tokens
+
+
+def attention_flops(num_heads: int, head_dim: int, num_pairs: float) -> float:
+    """Floating-point operations of forward over `num_pairs` pairs of a query and a key that the query sees."""
+    return 4 * num_heads * head_dim * num_pairs
+
+
+def backward_workspace(
+    backend: str, num_tokens: int, q_bytes: int, k_bytes: int, context_length: int, longest: int | None,
+    position_tokens: int = 1, num_key_value_heads: int = 1,
+) -> int:  # fmt: skip
+    """Bytes that backward takes beside its arguments and results.
+
+    Rows of one document each run at once. Of packed rows one call runs after the other, with results of its own. A
+    document that attends alone has a copy of its dout, too, and at the end of the batch of q, k, v and out.
+
+    Args:
+        num_tokens: of all rows, which have `context_length` each.
+        q_bytes, k_bytes: of one token's queries and keys.
+        longest: tokens of the longest packed document; None: each row is one document.
+        position_tokens: where positions stand for several tokens, how many; all numbers above are then of positions.
+        num_key_value_heads: that attend at a time.
+    """
+    kernel = KERNELS["cudnn" if backend == "auto" else backend]
+    row = kernel.workspace_rows * q_bytes
+    at_once = row * num_tokens if longest is None or longest >= context_length else 0
+    if longest is None:
+        return at_once
+    longest_together = min(longest, kernel.longest_together / position_tokens)
+    counted = max(most_tokens_together(num_tokens, position_tokens), int(longest_together) + SPACING)
+    tokens = min(num_tokens, counted)
+    together = tokens * ((kernel.rows_together + 1) * q_bytes + 2 * k_bytes) + (counted - tokens) * 2 * q_bytes
+    alone = 0
+    if longest > longest_together:
+        padded = rounded_length(longest, max(1, kernel.length_step // position_tokens))
+        copies = 4 if padded * position_tokens <= _LONGEST_COPIED or num_key_value_heads == 1 else 2
+        alone = (row + copies * (q_bytes + k_bytes)) * padded
+    return max(at_once, together, alone)

@@ -1,0 +1,308 @@
+"""The band: every token attends to its document's first block and to its window, causally, flash-attention style.
+
+The window of a token in block b is the blocks max(0, b - window_blocks + 1) to b, up to the token itself: between
+window - block_size + 1 and window tokens, so that no block is in part in the window. In backward, with the lse of the
+whole softmax (band and gathered blocks) and delta = sum(dout * out),
+
+    p = exp(scale q . k - lse),  ds = p (dout . v - delta) scale,  dq = ds k,  dk = ds^T q,  dv = p^T dout
+
+dq and delta come from a kernel with queries outside, dk and dv from one with keys outside. All later tokens of a
+document attend to its first block: those beyond the block's own window are taken in chunks of `window` tokens, whose
+float32 partial sums combine.py adds up.
+
+With `exact` the band is the last `window` tokens, the token itself included, without the first block (NSA's window):
+one block more, of which a mask takes what is too far back. For a window of 512 token 700 sees 189 to 700.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import (
+    LN_2,
+    LOG2_E,
+    TileConfig,
+    group_constants,
+    matmul,
+    query_rows,
+    softmax_step,
+    tile_options,
+)
+from .layout import Layout
+
+FORWARD_CONFIG = TileConfig(rows=128, num_warps=4, num_stages=2)
+DQ_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=2)
+DKV_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=2)
+
+
+@triton.jit
+def _load_tile(
+    block_start_ptr, block_stop_ptr, first_block_ptr,
+    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The program's first token; where its block ends and its document begins; its block's index; blocks to visit.
+
+    The index of the first block to visit, and that of the window's first block: those between are not visited. For a
+    window from block 5 on the blocks are 0, 5, 6, ...: visits start at 4, which stands for block 0.
+    """
+    tiles: tl.constexpr = BLOCK // BLOCK_T
+    block = tl.program_id(0) // tiles
+    first_block = tl.load(first_block_ptr + block)
+    own = block - first_block
+    block_start = tl.load(block_start_ptr + block).to(tl.int64)
+    left = tl.maximum(own - WINDOW if EXACT else own - WINDOW + 1, 0)
+    return (
+        block_start + (tl.program_id(0) % tiles) * BLOCK_T,
+        tl.load(block_stop_ptr + block).to(tl.int64),
+        tl.load(block_start_ptr + first_block).to(tl.int64),
+        own,
+        left if EXACT else tl.maximum(left - 1, 0),
+        left,
+    )
+
+
+@triton.jit
+def _band_forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, block_start_ptr, block_stop_ptr, first_block_ptr, scale,
+    G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    start, stop, document_start, own, visit, left = _load_tile(
+        block_start_ptr, block_stop_ptr, first_block_ptr, BLOCK, BLOCK_T, WINDOW, EXACT
+    )
+    if start >= stop:
+        return
+    head = tl.program_id(1)
+    token, r, mask = query_rows(start, GROUP, GROUP_PAD, BLOCK_T)  # [ROWS]
+    mask &= token < stop
+    columns = tl.arange(0, K)
+    rows = (token * G + head) * GROUP + r
+    offsets = rows[:, None] * K + columns[None, :]
+    q = tl.load(q_ptr + offsets, mask=mask[:, None], other=0.0)  # [ROWS, K]
+    scale *= LOG2_E
+    # Finite, below every score: of an exact window's first block a row may see nothing.
+    maximum = tl.full([BLOCK_T * GROUP_PAD], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_T * GROUP_PAD], tl.float32)
+    out = tl.zeros([BLOCK_T * GROUP_PAD, K], tl.float32)
+    for i in range(visit, own):
+        key = document_start + tl.where(i < left, 0, i) * BLOCK + tl.arange(0, BLOCK)
+        kv_offsets = (key[:, None] * G + head) * K + columns[None, :]
+        scores = matmul(q, tl.trans(tl.load(k_ptr + kv_offsets))) * scale  # [ROWS, BLOCK]
+        if EXACT:
+            scores = tl.where(key[None, :] > token[:, None] - WINDOW * BLOCK, scores, float("-inf"))
+        out, maximum, total = softmax_step(scores, tl.load(v_ptr + kv_offsets), out, maximum, total)
+    key = document_start + own * BLOCK + tl.arange(0, BLOCK)
+    kv_offsets = (key[:, None] * G + head) * K + columns[None, :]
+    kv_mask = key[:, None] < stop
+    scores = matmul(q, tl.trans(tl.load(k_ptr + kv_offsets, mask=kv_mask, other=0.0))) * scale
+    visible = (key[None, :] <= token[:, None]) & (key[None, :] < stop)
+    scores = tl.where(visible, scores, float("-inf"))
+    v = tl.load(v_ptr + kv_offsets, mask=kv_mask, other=0.0)
+    out, maximum, total = softmax_step(scores, v, out, maximum, total)
+    tl.store(out_ptr + offsets, (out / total[:, None]).to(q.dtype), mask=mask[:, None])
+    tl.store(lse_ptr + rows, (maximum + tl.log2(total)) * LN_2, mask=mask)
+
+
+@triton.jit
+def _band_dq_kernel(
+    dout_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr,
+    block_start_ptr, block_stop_ptr, first_block_ptr, scale,
+    G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    start, stop, document_start, own, visit, left = _load_tile(
+        block_start_ptr, block_stop_ptr, first_block_ptr, BLOCK, BLOCK_T, WINDOW, EXACT
+    )
+    if start >= stop:
+        return
+    head = tl.program_id(1)
+    token, r, mask = query_rows(start, GROUP, GROUP_PAD, BLOCK_T)  # [ROWS]
+    mask &= token < stop
+    columns = tl.arange(0, K)
+    rows = (token * G + head) * GROUP + r
+    offsets = rows[:, None] * K + columns[None, :]
+    q = tl.load(q_ptr + offsets, mask=mask[:, None], other=0.0)  # [ROWS, K]
+    dout = tl.load(dout_ptr + offsets, mask=mask[:, None], other=0.0)
+    out = tl.load(out_ptr + offsets, mask=mask[:, None], other=0.0)
+    lse = tl.load(lse_ptr + rows, mask=mask, other=float("inf")) * LOG2_E
+    delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)  # [ROWS]
+    tl.store(delta_ptr + rows, delta, mask=mask)
+    dq = tl.zeros([BLOCK_T * GROUP_PAD, K], tl.float32)
+    for i in range(visit, own + 1):
+        key = document_start + tl.where(i < left, 0, i) * BLOCK + tl.arange(0, BLOCK)
+        kv_offsets = (key[:, None] * G + head) * K + columns[None, :]
+        k = tl.load(k_ptr + kv_offsets, mask=key[:, None] < stop, other=0.0)
+        v = tl.load(v_ptr + kv_offsets, mask=key[:, None] < stop, other=0.0)
+        p = tl.exp2(matmul(q, tl.trans(k)) * (scale * LOG2_E) - lse[:, None])  # [ROWS, BLOCK]
+        p = tl.where(key[None, :] <= token[:, None], p, 0.0)
+        if EXACT:
+            p = tl.where(key[None, :] > token[:, None] - WINDOW * BLOCK, p, 0.0)
+        ds = p * (matmul(dout, tl.trans(v)) - delta[:, None])
+        dq += matmul(ds.to(q.dtype), k)
+    dq *= scale
+    if ADD:
+        dq += tl.load(dq_ptr + offsets, mask=mask[:, None], other=0.0).to(tl.float32)
+    tl.store(dq_ptr + offsets, dq.to(q.dtype), mask=mask[:, None])
+
+
+@triton.jit(do_not_specialize=["first_head"])
+def _band_dkv_kernel(
+    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, total_ptr, dk_ptr, dv_ptr,
+    item_block_ptr, item_start_ptr, block_start_ptr, block_stop_ptr, document_stop_ptr,
+    first_head, head_elements, scale,
+    G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, EXTRA: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a block from `WINDOW` blocks of queries: its window, or with EXTRA a later chunk (item tables).
+
+    An extra chunk's sums go to total_ptr [2, heads * chunks, BLOCK, K]; otherwise total_ptr [2, heads, all tokens, K]
+    holds what the gathered queries and the extra chunks gave, and the sum with it goes to dk and dv [tokens, G, K].
+    With EXACT there is no total.
+    """
+    item, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if EXTRA:
+        block = tl.load(item_block_ptr + item)
+        query_start = tl.load(item_start_ptr + item)
+    else:
+        block = item
+        query_start = tl.load(block_start_ptr + block)
+    query_stop = query_start + (WINDOW + 1 if EXACT else WINDOW) * BLOCK
+    query_stop = tl.minimum(query_stop, tl.load(document_stop_ptr + block))
+    key_stop = tl.load(block_stop_ptr + block).to(tl.int64)
+    columns = tl.arange(0, K)
+    key = tl.load(block_start_ptr + block).to(tl.int64) + tl.arange(0, BLOCK)
+    key_mask = key[:, None] < key_stop
+    kv_offsets = (key[:, None] * G + first_head + head) * K + columns[None, :]  # [BLOCK, K]
+    k = tl.load(k_ptr + kv_offsets, mask=key_mask, other=0.0)
+    v = tl.load(v_ptr + kv_offsets, mask=key_mask, other=0.0)
+    dk = tl.zeros([BLOCK, K], tl.float32)
+    dv = tl.zeros([BLOCK, K], tl.float32)
+    for i in range(query_start, query_stop, BLOCK_T):
+        token, r, mask = query_rows(i, GROUP, GROUP_PAD, BLOCK_T)  # [ROWS]
+        mask &= token < query_stop
+        rows = (token.to(tl.int64) * G + first_head + head) * GROUP + r
+        offsets = rows[:, None] * K + columns[None, :]
+        q = tl.load(q_ptr + offsets, mask=mask[:, None], other=0.0)  # [ROWS, K]
+        dout = tl.load(dout_ptr + offsets, mask=mask[:, None], other=0.0)
+        lse = tl.load(lse_ptr + rows, mask=mask, other=float("inf"))  # Rows of padding have probability 0.
+        delta = tl.load(delta_ptr + rows, mask=mask, other=0.0)
+        p = tl.exp2(matmul(k, tl.trans(q)) * (scale * LOG2_E) - (lse * LOG2_E)[None, :])  # [BLOCK, ROWS]
+        p = tl.where(key[:, None] <= token[None, :], p, 0.0)
+        if EXACT:
+            p = tl.where(key[:, None] > token[None, :] - WINDOW * BLOCK, p, 0.0)
+        dv += matmul(p.to(dout.dtype), dout)
+        ds = p * (matmul(v, tl.trans(dout)) - delta[None, :]) * scale
+        dk += matmul(ds.to(q.dtype), q)
+    if EXTRA:
+        chunk = head * tl.num_programs(0) + item
+        offsets = tl.arange(0, BLOCK)[:, None] * K + columns[None, :]
+        tl.store(total_ptr + chunk * BLOCK * K + offsets, dk)
+        tl.store(total_ptr + (tl.num_programs(1) * tl.num_programs(0) + chunk) * BLOCK * K + offsets, dv)
+    else:
+        if not EXACT:
+            offsets = key[:, None] * K + columns[None, :]
+            dk += tl.load(total_ptr + head * head_elements + offsets, mask=key_mask, other=0.0)
+            dv += tl.load(total_ptr + (tl.num_programs(1) + head) * head_elements + offsets, mask=key_mask, other=0.0)
+        tl.store(dk_ptr + kv_offsets, dk.to(k.dtype), mask=key_mask)
+        tl.store(dv_ptr + kv_offsets, dv.to(v.dtype), mask=key_mask)
+
+
+def band_reference(q: Tensor, k: Tensor, v: Tensor, layout: Layout, exact: bool = False) -> tuple[Tensor, Tensor]:
+    """As `band_forward`, with all scores written out, in the inputs' dtype."""
+    group, window = q.shape[1] // k.shape[1], layout.window_blocks * layout.block_size
+    token = torch.arange(len(q), device=q.device)
+    block = layout.token_block.long()
+    first = layout.first_block[block]
+    is_visible = (first[:, None] == first) & (token[:, None] >= token)
+    if exact:
+        is_visible &= token[:, None] - token < window
+    else:
+        is_visible &= (block == first) | (block[:, None] - block < layout.window_blocks)
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("thk,shk->hts", q, k) / math.sqrt(q.shape[-1])
+    scores = scores.masked_fill(~is_visible, float("-inf"))
+    return torch.einsum("hts,shk->thk", scores.softmax(-1), v), scores.logsumexp(-1).T
+
+
+def _constants(q, k, layout, config):
+    constants = group_constants(q, k.shape[1])
+    tile = tile_options(config, q, constants["GROUP_PAD"], layout.block_size)
+    return constants | tile | {"BLOCK": layout.block_size, "WINDOW": layout.window_blocks}
+
+
+def _grid(q, k, layout, constants):
+    return layout.num_blocks * (layout.block_size // constants["BLOCK_T"]), k.shape[1]
+
+
+def band_forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, config: TileConfig = FORWARD_CONFIG, *, exact: bool = False
+) -> tuple[Tensor, Tensor]:
+    """q [tokens, H, K], k and v [tokens, G, K] -> out [tokens, H, K], lse [tokens, H] float32.
+
+    exact: the last `window` tokens alone, see the top of this file.
+    """
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    constants = _constants(q, k, layout, config)
+    _band_forward_kernel[_grid(q, k, layout, constants)](
+        q, k, v, out, lse, layout.block_start, layout.block_stop, layout.first_block, 1 / math.sqrt(q.shape[-1]),
+        **constants, EXACT=exact,
+    )  # fmt: skip
+    return out, lse
+
+
+def band_dq(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Layout,
+    config: TileConfig = DQ_CONFIG, *, exact: bool = False, add_to: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The band's part of dq, in q's dtype, and delta = sum(dout * out) [tokens, H] float32.
+
+    add_to: a dq to which the part is added, in place; None: there is none yet.
+    """
+    dq, delta = torch.empty_like(q) if add_to is None else add_to, torch.empty_like(lse)
+    constants = _constants(q, k, layout, config)
+    _band_dq_kernel[_grid(q, k, layout, constants)](
+        dout, q, k, v, out, lse, delta, dq, layout.block_start, layout.block_stop, layout.first_block,
+        1 / math.sqrt(q.shape[-1]), **constants, EXACT=exact, ADD=add_to is not None,
+    )  # fmt: skip
+    return dq, delta
+
+
+def _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, config, extra=False, exact=False):
+    _band_dkv_kernel[(len(layout.extra_block) if extra else layout.num_blocks, len(heads))](
+        dout, q, k, v, lse, delta, total, dk, dv, layout.extra_block, layout.extra_start, layout.block_start,
+        layout.block_stop, layout.document_stop, heads.start, layout.num_tokens * q.shape[-1],
+        1 / math.sqrt(q.shape[-1]), **_constants(q, k, layout, config), EXTRA=extra, EXACT=exact,
+    )  # fmt: skip
+
+
+def band_dkv_extra(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, layout: Layout, heads: range
+) -> tuple[Tensor, Tensor]:
+    """dk and dv of first blocks from queries past their window, by chunk: [2, heads * chunks, block_size, K] float32.
+
+    Also where each (head, block)'s chunks begin, [heads * blocks + 1] int32.
+    """
+    num_extra = len(layout.extra_block)
+    partial = torch.empty(
+        2, len(heads) * num_extra, layout.block_size, q.shape[-1], dtype=torch.float32, device=q.device
+    )
+    if num_extra:
+        _launch_dkv(dout, q, k, v, lse, delta, partial, None, None, layout, heads, DKV_CONFIG, extra=True)
+    head = torch.arange(len(heads), dtype=torch.int32, device=q.device)[:, None]
+    first_item = torch.cat([(head * num_extra + layout.first_extra[:-1]).view(-1), (head[-1] + 1) * num_extra])
+    return partial, first_item
+
+
+def band_dkv(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, total: Tensor | None, dk: Tensor,
+    dv: Tensor, layout: Layout, heads: range, config: TileConfig = DKV_CONFIG,
+) -> None:  # fmt: skip
+    """Fill dk and dv [tokens, G, K] of `heads`: total [2, heads, tokens, K] float32 and the windows' part.
+
+    Without a total the windows are exact, see the top of this file.
+    """
+    _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, config, exact=total is None)

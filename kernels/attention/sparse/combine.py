@@ -1,0 +1,128 @@
+"""Sums in a fixed order: a token's slots into its output or dq, a block's items into its dk and dv.
+
+With lse[s] and out[s] of a token's band and slots, each a softmax of its own keys,
+
+    lse = log sum_s exp(lse[s]),  out = sum_s exp(lse[s] - lse) out[s]
+
+Each slot is read once, s ascending. Nothing is kept for backward, in which dq is the plain sum of its slots.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import LN_2, LOG2_E, query_rows
+from .layout import EMPTY, Layout
+
+ROWS, NUM_WARPS = 16, 4  # rows of a tile, of which a row is a query head
+PARTIAL_ELEMENTS = 2048  # of a block's dk or dv that one program adds up
+
+
+def combine_reference(out: Tensor, lse: Tensor, slots: Tensor, slot_lse: Tensor, chosen: Tensor):
+    """out [tokens, group, K] and lse [tokens, group] of the band; slots [tokens, selected, group, K], slot_lse
+    [tokens, selected, group]; chosen [tokens, selected] says which slots count. One key/value head."""
+    slot_lse = slot_lse.masked_fill(~chosen[:, :, None], float("-inf"))
+    slots = slots.masked_fill(~chosen[:, :, None, None], 0)
+    lse_of_parts = slot_lse.new_empty(lse.shape[0], 1 + slots.shape[1], lse.shape[1])
+    lse_of_parts[:, 0], lse_of_parts[:, 1:] = lse, slot_lse
+    weights = lse_of_parts.softmax(1)[..., None]
+    return weights[:, 0] * out + (weights[:, 1:] * slots).sum(1), lse_of_parts.logsumexp(1)
+
+
+@triton.jit(do_not_specialize=["first_token", "num_tokens", "first_head"])
+def _combine_kernel(
+    out_ptr, lse_ptr, slots_ptr, slot_lse_ptr, blocks_ptr, first_token, num_tokens, first_head,
+    S: tl.constexpr, BLOCK_S: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    K: tl.constexpr, BLOCK_T: tl.constexpr, EMPTY: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Add slots to `out` in place: weighted by their log-sum-exps (out, lse), or plainly (dq)."""
+    head = tl.program_id(1).to(tl.int64)
+    t, r, mask = query_rows(tl.program_id(0) * BLOCK_T, GROUP, GROUP_PAD, BLOCK_T)  # [ROWS]
+    mask &= t < num_tokens
+    token_head = (first_token + t).to(tl.int64) * G + first_head + head
+    rows = token_head * GROUP + r
+    list_rows = head * num_tokens + t
+    columns = tl.arange(0, K)
+    out_offsets = rows[:, None] * K + columns[None, :]
+    out = tl.load(out_ptr + out_offsets, mask=mask[:, None], other=0.0)  # [ROWS, K]
+    dtype = out.dtype
+    out = out.to(tl.float32)
+    if WEIGHTED:
+        s = tl.arange(0, BLOCK_S)[None, :]
+        block = tl.load(blocks_ptr + token_head[:, None] * S + s, mask=mask[:, None] & (s < S), other=EMPTY)
+        slot_lse = tl.load(
+            slot_lse_ptr + (list_rows[:, None] * S + s) * GROUP + r[:, None], mask=block != EMPTY, other=float("-inf")
+        )  # [ROWS, BLOCK_S]
+        band_lse = tl.load(lse_ptr + rows, mask=mask, other=0.0)
+        maximum = tl.maximum(tl.max(slot_lse, 1), band_lse)
+        band_part = tl.exp2((band_lse - maximum) * LOG2_E)
+        total = band_part + tl.sum(tl.exp2((slot_lse - maximum[:, None]) * LOG2_E), 1)
+        lse = maximum + tl.log2(total) * LN_2
+        tl.store(lse_ptr + rows, lse, mask=mask)
+        out *= (band_part / total)[:, None]
+    for s in tl.range(0, S, loop_unroll_factor=8):
+        chosen = mask & (tl.load(blocks_ptr + token_head * S + s, mask=mask, other=EMPTY) != EMPTY)
+        slot_rows = (list_rows * S + s) * GROUP + r
+        slot = tl.load(slots_ptr + slot_rows[:, None] * K + columns[None, :], mask=chosen[:, None], other=0.0)
+        if WEIGHTED:
+            weight = tl.exp2((tl.load(slot_lse_ptr + slot_rows, mask=chosen, other=float("-inf")) - lse) * LOG2_E)
+            out += weight[:, None] * slot.to(tl.float32)
+        else:
+            out += slot.to(tl.float32)
+    tl.store(out_ptr + out_offsets, out.to(dtype), mask=mask[:, None])
+
+
+@triton.jit(do_not_specialize=["num_items"])
+def _add_partials_kernel(
+    total_ptr, partial_ptr, first_item_ptr, block_start_ptr, num_blocks, num_items, head_elements,
+    BLOCK: tl.constexpr, K: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    row, which = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    start, stop = tl.load(first_item_ptr + row), tl.load(first_item_ptr + row + 1)
+    if start == stop:
+        return
+    num_heads = tl.num_programs(0) // num_blocks
+    here = tl.program_id(1) * PART + tl.arange(0, PART)  # of the BLOCK * K elements of a block
+    block_start = tl.load(block_start_ptr + row % num_blocks).to(tl.int64)
+    target = total_ptr + (which * num_heads + row // num_blocks) * head_elements + block_start * K + here
+    total = tl.load(target)
+    for item in range(start, stop):
+        total += tl.load(partial_ptr + (which * num_items + item) * (BLOCK * K) + here)
+    tl.store(target, total)
+
+
+def _launch(out, lse, slots, slot_lse, blocks, heads, tokens, weighted):
+    (_, H, K), (_, G, S) = out.shape, blocks.shape
+    group_pad = triton.next_power_of_2(H // G)
+    block_t = max(1, ROWS // group_pad)
+    _combine_kernel[(triton.cdiv(len(tokens), block_t), len(heads))](
+        out, lse, slots, slot_lse, blocks, tokens.start, len(tokens), heads.start,
+        S=S, BLOCK_S=triton.next_power_of_2(S), G=G, GROUP=H // G, GROUP_PAD=group_pad, K=K, BLOCK_T=block_t,
+        EMPTY=EMPTY, WEIGHTED=weighted, num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def combine(
+    out: Tensor, lse: Tensor, slots: Tensor, slot_lse: Tensor, blocks: Tensor, heads: range, tokens: range
+) -> None:
+    """Turn the band's out [all tokens, H, K] and lse [all tokens, H] into those of band and slots, in place."""
+    _launch(out, lse, slots, slot_lse, blocks, heads, tokens, weighted=True)
+
+
+def add_slots(dq: Tensor, slots: Tensor, blocks: Tensor, heads: range, tokens: range) -> None:
+    """dq [all tokens, H, K] of the band += the sum of its slots, in place."""
+    _launch(dq, None, slots, None, blocks, heads, tokens, weighted=False)
+
+
+def add_partials(total: Tensor, partial: Tensor, first_item: Tensor, layout: Layout) -> None:
+    """total [2, heads, all tokens, K] += partial [2, items, block_size, K]: row r has items from first_item[r] on.
+
+    A row is head * num_blocks + block. Only blocks of full length have items.
+    """
+    _, num_heads, num_tokens, K = total.shape
+    block_elements = layout.block_size * K
+    part = min(PARTIAL_ELEMENTS, block_elements)
+    _add_partials_kernel[(num_heads * layout.num_blocks, block_elements // part, 2)](
+        total, partial, first_item, layout.block_start, layout.num_blocks, partial.shape[1], num_tokens * K,
+        BLOCK=layout.block_size, K=K, PART=part,
+    )  # fmt: skip

@@ -1,0 +1,93 @@
+"""One new token against cached keys and values: it chooses blocks and attends to first block, window and those alone.
+
+The choice is that of `select_blocks` for the last token of the cached sequence. A full block's mean keys never change,
+so `PooledKeys` keeps them beside the cache: a token reads three mean keys of each block of 64 to choose, and the
+keys and values of its visible blocks to attend. Plain PyTorch: one query is too little work for kernels.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .selection import (
+    PART_KEYS,
+    candidate_scores,
+    ranges,
+    top_blocks_reference,
+)
+from .sparse_attention import Sparsity, sparse_attention
+
+BLOCKS_AT_A_TIME = 1024  # that are pooled from a long prompt
+
+
+class PooledKeys:
+    """Mean keys of a cache's full blocks, [B, parts + 1, blocks, G, K] in the keys' dtype; see `selection.pool`."""
+
+    def __init__(self):
+        self._pooled: Tensor | None = None
+
+    def of(self, k_BTGK: Tensor, block_size: int) -> Tensor:
+        """Those of all cached keys, of which blocks that were not full at the last call are pooled now."""
+        parts = [] if self._pooled is None else [self._pooled]
+        done, full = sum(part.shape[2] for part in parts), k_BTGK.shape[1] // block_size
+        for blocks in ranges(full - done, BLOCKS_AT_A_TIME):
+            start, stop = (done + block for block in (blocks.start, blocks.stop))
+            parts.append(_pool(k_BTGK[:, start * block_size : stop * block_size], block_size))
+        if len(parts) > 1 or self._pooled is None:
+            self._pooled = torch.cat(parts, dim=2) if parts else _pool(k_BTGK[:, :0], block_size)
+        return self._pooled
+
+
+def _pool(k_BTGK: Tensor, block_size: int) -> Tensor:
+    """Blocks of `block_size` tokens -> [B, parts + 1, blocks, G, K], the last of the whole block."""
+    keys = k_BTGK.unflatten(1, (k_BTGK.shape[1] // block_size, block_size)).float()  # [B, blocks, block_size, G, K]
+    means = [part.mean(2) for part in keys.split(PART_KEYS, dim=2)]
+    return torch.stack([*means, keys.mean(2)], dim=1).to(k_BTGK.dtype)
+
+
+def choose_for_last_token(q_BHK: Tensor, pooled: Tensor, num_tokens: int, sparsity: Sparsity) -> Tensor:
+    """The last token's list, [B, G, blocks] int64, ascending; all rows and heads have the same number of blocks.
+
+    Args:
+        q_BHK: the last token's queries, after RoPE.
+        pooled: `PooledKeys.of` all `num_tokens` keys.
+    """
+    selected, block_size, window, _ = sparsity
+    B, G, own = len(q_BHK), pooled.shape[3], (num_tokens - 1) // block_size
+    left = own - window // block_size + 1  # the window's first block
+    count = min(selected, max(0, left - 1))
+    if count == 0:
+        return torch.zeros(B, G, 0, dtype=torch.int64, device=q_BHK.device)
+    queries, keys = q_BHK.unflatten(1, (G, -1)).float(), pooled[:, :, :own].permute(0, 3, 1, 2, 4).float()
+    scores = torch.cat([candidate_scores(queries[row : row + 1], keys[row]) for row in range(B)])  # [B, G, own]
+    scores[..., 0] = scores[..., left:] = -1
+    return top_blocks_reference(scores, count).long()
+
+
+def attend_to_cache(
+    q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, pooled_keys: PooledKeys, sparsity: Sparsity
+) -> Tensor:
+    """Sparse attention of a whole prompt, or of one new token to the S cached ones, itself the last of them.
+
+    Args:
+        q_BTHK: queries of the S tokens of the prompt, or of the one new token; T is S or 1.
+        k_BSGK, v_BSGK: all keys and values of the sequence so far.
+        pooled_keys: of the same cache; a new token brings them up to date.
+
+    Returns:
+        [B, T, H, K].
+    """
+    (B, S, G, K), (selected, block_size, window, _) = k_BSGK.shape, sparsity
+    if q_BTHK.shape[1] == S:
+        return sparse_attention(
+            q_BTHK, k_BSGK, v_BSGK, selected_blocks=selected, block_size=block_size, window=window
+        )  # fmt: skip
+    q_BHK, device = q_BTHK.squeeze(1), q_BTHK.device
+    blocks = choose_for_last_token(q_BHK, pooled_keys.of(k_BSGK, block_size), S, sparsity)
+    left = max(1, (S - 1) // block_size - window // block_size + 1)  # the first block that is in the window alone
+    band = (0, min(S, block_size)), (left * block_size, max(S, left * block_size))
+    chosen = (blocks[..., None] * block_size + torch.arange(block_size, device=device)).flatten(2)  # [B, G, tokens]
+    visible = torch.cat([*(torch.arange(*part, device=device).expand(B, G, -1) for part in band), chosen], dim=-1)
+    index = visible.transpose(1, 2)[..., None].expand(-1, -1, -1, K)  # [B, tokens, G, K]
+    keys, values = (cached.gather(1, index).transpose(1, 2) for cached in (k_BSGK, v_BSGK))
+    return F.scaled_dot_product_attention(q_BHK[:, :, None], keys, values, enable_gqa=True).transpose(1, 2)

@@ -1,0 +1,203 @@
+"""Attention to gathered blocks, key/value block outside: each block attends with all queries that chose it.
+
+For query t of a head and block s of its list, with keys and values of that block alone,
+
+    lse[t, s] = log sum_j exp(scale q[t] . k[j]),  out[t, s] = sum_j exp(scale q[t] . k[j] - lse[t, s]) v[j]
+
+go to the slot (t, s); combine.py makes one softmax of a token's slots and its band. A chosen block lies wholly before
+its query, hence no mask. Backward, with the lse of the whole softmax and delta = sum(dout * out), on the same grid:
+
+    p = exp(scale q . k - lse[t]),  ds = p (dout . v - delta[t]) scale
+    dv[j] += p dout,  dk[j] += ds q,  dq of slot (t, s) = sum_j ds k[j]
+
+A program takes an item of the inverse index: up to `chunk` queries of one block, whose keys and values it loads once.
+dk and dv stay in registers and are written once, as float32 partial sums of the item, which combine.py adds up.
+
+Kept for backward: nothing beyond what sparse_attention.py keeps.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import LN_2, LOG2_E, TileConfig, group_constants, matmul, query_rows, tile_options
+from .inverse_index import InverseIndex
+from .layout import EMPTY, Layout
+
+FORWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=3, tiles=32)
+BACKWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=3, tiles=64)
+
+
+def gather_forward_reference(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Layout, heads: range, tokens: range
+) -> tuple[Tensor, Tensor]:
+    """Slots [heads, tokens, selected, group, K] and their lse [heads, tokens, selected, group]; NaN where unused."""
+    group, K, S = q.shape[1] // k.shape[1], q.shape[2], blocks.shape[-1]
+    slots = q.new_full((len(heads), len(tokens), S, group, K), float("nan"))
+    lse = q.new_full(slots.shape[:-1], float("nan"))
+    for i, head in enumerate(heads):
+        for t, token in enumerate(tokens):
+            first_block = layout.first_block[layout.token_block[token]]
+            for s, block in enumerate(blocks[token, head].tolist()):
+                if block != EMPTY:
+                    start = int(layout.block_start[first_block + block])
+                    keys = slice(start, start + layout.block_size)
+                    scores = q[token, head * group : (head + 1) * group] @ k[keys, head].T / math.sqrt(K)
+                    lse[i, t, s] = scores.logsumexp(-1)
+                    slots[i, t, s] = scores.softmax(-1) @ v[keys, head]
+    return slots, lse
+
+
+@triton.jit
+def _load_item(
+    first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr, num_blocks, num_rows,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Head (of this call) and keys of the program's item, and where its entries lie; start = stop for surplus items."""
+    item = tl.program_id(0)
+    row = tl.load(item_row_ptr + item)
+    surplus = row == num_rows
+    row = tl.where(surplus, 0, row)
+    start = tl.load(first_entry_ptr + row) + (item - tl.load(first_item_ptr + row)) * CHUNK
+    stop = tl.minimum(start + CHUNK, tl.load(first_entry_ptr + row + 1))
+    keys = tl.load(block_start_ptr + row % num_blocks).to(tl.int64) + tl.arange(0, BLOCK)
+    return row // num_blocks, keys, start, tl.where(surplus, start, stop)
+
+
+@triton.jit
+def _load_rows(
+    entries_ptr, i, stop, first_token, before_head, kv_head,
+    S: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Rows of q [tokens, G, GROUP] and of the slots for the entries from i on, and which of them count; all [ROWS].
+
+    An entry is a place in the lists [heads, tokens, S]: those of `before_head` tokens lie before this head's, and those
+    of `first_token` tokens before the slots.
+    """
+    position, r, mask = query_rows(i, GROUP, GROUP_PAD, BLOCK_T)
+    mask &= position < stop
+    entry = tl.load(entries_ptr + position, mask=position < stop, other=0)
+    token = (entry // S - before_head).to(tl.int64)
+    return (token * G + kv_head) * GROUP + r, (entry - first_token * S).to(tl.int64) * GROUP + r, mask
+
+
+@triton.jit(do_not_specialize=["first_token", "num_tokens", "first_head"])
+def _gather_forward_kernel(
+    q_ptr, k_ptr, v_ptr, slots_ptr, slot_lse_ptr,
+    entries_ptr, first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr,
+    first_token, num_tokens, first_head, num_blocks, num_rows, scale,
+    S: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    head, keys, start, stop = _load_item(
+        first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr, num_blocks, num_rows, CHUNK, BLOCK
+    )
+    if start >= stop:
+        return
+    columns = tl.arange(0, K)
+    kv_head = first_head + head
+    kv_offsets = (keys[:, None] * G + kv_head) * K + columns[None, :]  # [BLOCK, K]
+    k = tl.load(k_ptr + kv_offsets)
+    v = tl.load(v_ptr + kv_offsets)
+    for i in range(start, stop, BLOCK_T):
+        q_rows, slot_rows, mask = _load_rows(
+            entries_ptr, i, stop, first_token, head * num_tokens, kv_head, S, G, GROUP, GROUP_PAD, BLOCK_T
+        )
+        q = tl.load(q_ptr + q_rows[:, None] * K + columns[None, :], mask=mask[:, None], other=0.0)  # [ROWS, K]
+        scores = matmul(q, tl.trans(k)) * (scale * LOG2_E)  # [ROWS, BLOCK]
+        maximum = tl.max(scores, 1)
+        p = tl.exp2(scores - maximum[:, None])
+        total = tl.sum(p, 1)
+        out = matmul(p.to(v.dtype), v) * (1 / total)[:, None]  # [ROWS, K]
+        tl.store(slots_ptr + slot_rows[:, None] * K + columns[None, :], out.to(q.dtype), mask=mask[:, None])
+        tl.store(slot_lse_ptr + slot_rows, (maximum + tl.log2(total)) * LN_2, mask=mask)
+
+
+@triton.jit(do_not_specialize=["first_token", "num_tokens", "first_head"])
+def _gather_backward_kernel(
+    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, slots_ptr, partial_ptr,
+    entries_ptr, first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr,
+    first_token, num_tokens, first_head, num_blocks, num_rows, scale,
+    S: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    head, keys, start, stop = _load_item(
+        first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr, num_blocks, num_rows, CHUNK, BLOCK
+    )
+    if start >= stop:
+        return
+    columns = tl.arange(0, K)
+    kv_head = first_head + head
+    kv_offsets = (keys[:, None] * G + kv_head) * K + columns[None, :]  # [BLOCK, K]
+    k = tl.load(k_ptr + kv_offsets)
+    v = tl.load(v_ptr + kv_offsets)
+    dk = tl.zeros([BLOCK, K], tl.float32)
+    dv = tl.zeros([BLOCK, K], tl.float32)
+    for i in range(start, stop, BLOCK_T):
+        q_rows, slot_rows, mask = _load_rows(
+            entries_ptr, i, stop, first_token, head * num_tokens, kv_head, S, G, GROUP, GROUP_PAD, BLOCK_T
+        )
+        q_offsets = q_rows[:, None] * K + columns[None, :]
+        q = tl.load(q_ptr + q_offsets, mask=mask[:, None], other=0.0)  # [ROWS, K]
+        dout = tl.load(dout_ptr + q_offsets, mask=mask[:, None], other=0.0)
+        lse = tl.load(lse_ptr + q_rows, mask=mask, other=float("inf"))  # Rows of padding have probability 0.
+        delta = tl.load(delta_ptr + q_rows, mask=mask, other=0.0)
+        p = tl.exp2(matmul(k, tl.trans(q)) * (scale * LOG2_E) - (lse * LOG2_E)[None, :])  # [BLOCK, ROWS]
+        dv += matmul(p.to(dout.dtype), dout)
+        dp = matmul(v, tl.trans(dout))  # [BLOCK, ROWS]
+        ds = (p * (dp - delta[None, :]) * scale).to(q.dtype)
+        dk += matmul(ds, q)
+        # ds goes to shared memory as it is, and the result is transposed on its way out.
+        dq = tl.trans(matmul(tl.trans(k), ds))  # [ROWS, K]
+        tl.store(slots_ptr + slot_rows[:, None] * K + columns[None, :], dq.to(q.dtype), mask=mask[:, None])
+    item = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)[:, None] * K + columns[None, :]
+    tl.store(partial_ptr + item * BLOCK * K + offsets, dk)
+    tl.store(partial_ptr + (tl.num_programs(0) + item) * BLOCK * K + offsets, dv)
+
+
+def item_tokens(config: TileConfig, q: Tensor, k: Tensor, block_size: int) -> int:
+    """Tokens an item at most, the `chunk` of the inverse index."""
+    group_pad = group_constants(q, k.shape[1])["GROUP_PAD"]
+    return config.tiles * tile_options(config, q, group_pad, block_size)["BLOCK_T"]
+
+
+def _launch(kernel, config, tensors, q, k, index, layout, heads, tokens, selected):
+    constants = group_constants(q, k.shape[1])
+    tile = tile_options(config, q, constants["GROUP_PAD"], layout.block_size)
+    kernel[(len(index.item_row),)](
+        *tensors, index.entries, index.first_entry, index.first_item, index.item_row, layout.block_start,
+        tokens.start, layout.num_tokens, heads.start, layout.num_blocks, len(heads) * layout.num_blocks,
+        1 / math.sqrt(q.shape[-1]), S=selected, BLOCK=layout.block_size, CHUNK=index.chunk, **constants, **tile,
+    )  # fmt: skip
+
+
+def gather_forward(
+    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, slot_lse: Tensor, index: InverseIndex, layout: Layout,
+    heads: range, tokens: range, config: TileConfig = FORWARD_CONFIG,
+) -> None:  # fmt: skip
+    """Fill `slots` [heads, tokens, selected, group, K] and `slot_lse` [heads, tokens, selected, group]."""
+    _launch(
+        _gather_forward_kernel, config, (q, k, v, slots, slot_lse), q, k, index, layout, heads, tokens, slots.shape[2]
+    )
+
+
+def gather_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, slots: Tensor, index: InverseIndex,
+    layout: Layout, heads: range, tokens: range, config: TileConfig = BACKWARD_CONFIG,
+) -> Tensor:  # fmt: skip
+    """Fill `slots` with dq's parts; returns dk and dv of each item, [2, items, block_size, K] float32.
+
+    lse and delta are [tokens, H] float32. Surplus items are left unwritten.
+    """
+    partial = torch.empty(
+        2, len(index.item_row), layout.block_size, q.shape[-1], dtype=torch.float32, device=q.device
+    )  # fmt: skip
+    _launch(
+        _gather_backward_kernel, config, (dout, q, k, v, lse, delta, slots, partial), q, k, index, layout, heads,
+        tokens, slots.shape[2],
+    )  # fmt: skip
+    return partial

@@ -1,0 +1,78 @@
+"""From lists of blocks by token to lists of tokens by block: a stable sort.
+
+An entry is a place in the lists of blocks [heads, tokens, selected], counted through. The gather kernels want, for each
+range of tokens, head and block, the entries that name it, in the order of tokens. For the lists [[0], [1], [0, 1]] of a
+head, with 2 entries each, those of block 0 are 0 and 4, those of block 1 are 2 and 5.
+
+A row is a (head, block) pair: head * num_blocks + block. Its entries are worked on in items of up to `chunk` of them,
+so that a block which all tokens chose is many items. Item i of a range belongs to the row r with first_item[r] <= i <
+first_item[r + 1]. There are at most rows + entries / chunk items: the grid is that large, and the surplus is idle.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .layout import EMPTY, Layout
+
+SORT_BYTES = 37  # an entry, while it is sorted: keys and places as they arrive and leave, and the sort's own copies
+
+
+class InverseIndex(NamedTuple):
+    """Of one range of tokens; all ranges share `entries`."""
+
+    entries: Tensor  # [heads * tokens * selected] int32: entries, ordered by range, row and token
+    first_entry: Tensor  # [rows + 1] int32: where a row's entries begin
+    first_item: Tensor  # [rows + 1] int32: where a row's items begin
+    item_row: Tensor  # [items] int32: an item's row; `rows` for surplus items
+    chunk: int  # entries an item
+
+
+def inverse_index_reference(
+    blocks: Tensor, layout: Layout, heads: range, token_ranges: list[range]
+) -> list[list[list[int]]]:
+    """Entries by range and row, in plain Python; blocks [tokens of all documents, G, selected]."""
+    N, _, S = blocks.shape
+    rows: list[list[list[int]]] = [[[] for _ in range(len(heads) * layout.num_blocks)] for _ in token_ranges]
+    for of_range, tokens in zip(rows, token_ranges):
+        for i, head in enumerate(heads):
+            for token in tokens:
+                first_block = int(layout.first_block[layout.token_block[token]])
+                for s, block in enumerate(blocks[token, head].tolist()):
+                    if block != EMPTY:
+                        of_range[i * layout.num_blocks + first_block + block].append((i * N + token) * S + s)
+    return rows
+
+
+def build_inverse_index(
+    blocks: Tensor, layout: Layout, heads: range, token_ranges: list[range], chunk: int
+) -> list[InverseIndex]:
+    """The indices of key/value `heads` and each range; blocks [tokens of all documents, G, selected] int16.
+
+    `token_ranges` are all tokens, in order, in ranges of one length of which the last may be shorter; or none.
+    """
+    if not token_ranges:
+        return []
+    num_ranges, rows, device = len(token_ranges), len(heads) * layout.num_blocks, blocks.device
+    N, _, S = blocks.shape
+    range_tokens = len(token_ranges[0])
+    lists = blocks[:, heads.start : heads.stop].transpose(0, 1)  # [heads, tokens, selected]
+    # Rows counted through all ranges, and the number of them for an entry that names no block.
+    first_row = torch.arange(N, device=device) // range_tokens * rows + layout.first_block[layout.token_block]
+    first_row = first_row + torch.arange(len(heads), device=device)[:, None] * layout.num_blocks  # [heads, tokens]
+    dtype = torch.int16 if num_ranges * rows < 2**15 else torch.int32  # two bytes sort in half the passes of four
+    no_row = torch.full((), num_ranges * rows, dtype=dtype, device=device)
+    row = torch.where(lists == EMPTY, no_row, first_row[:, :, None].to(dtype) + lists)
+    row, entries = row.flatten().sort(stable=True)
+    limits = torch.arange(num_ranges * rows + 1, dtype=dtype, device=device)
+    first_entry = torch.searchsorted(row, limits, out_int32=True).unfold(0, rows + 1, rows).contiguous()
+
+    row_items = (first_entry.diff() + (chunk - 1)) // chunk
+    first_item = F.pad(row_items.cumsum(1, dtype=torch.int32), (1, 0))
+    most_items = rows + len(heads) * range_tokens * S // chunk
+    items = torch.arange(most_items, dtype=torch.int32, device=device).expand(num_ranges, -1).contiguous()
+    item_row = torch.searchsorted(first_item[:, 1:].contiguous(), items, right=True, out_int32=True)
+    entries = entries.int()
+    return [InverseIndex(entries, *tables, chunk) for tables in zip(first_entry, first_item, item_row)]

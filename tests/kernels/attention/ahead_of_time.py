@@ -1,0 +1,112 @@
+"""Compile this folder's kernels for GPUs that are not here: `python -m tests.kernels.attention.ahead_of_time`.
+
+As tests/kernels/ahead_of_time.py, a line a kernel: registers, spills, shared memory.
+"""
+
+import sys
+
+from tests.kernels.ahead_of_time import KernelToCompile, compile_kernel
+
+HEADS = {"G": 8, "GROUP": 4, "GROUP_PAD": 4, "K": 128}
+TILE = {"BLOCK": 64, "BLOCK_T": 16}
+_INTS = (
+    "first_token num_tokens first_head num_heads num_blocks num_rows num_items width num_queries "
+    "first_query_block head_elements num_windows"
+)
+TYPES = {
+    **dict.fromkeys(_INTS.split(), "i32"),
+    "scale": "fp32",
+    **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "dout_ptr", "slots_ptr", "pooled_ptr"), "*bf16"),
+    **dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr", "x_ptr", "source_ptr", "target_ptr", "logits_ptr"), "*bf16"),
+    **dict.fromkeys(("compressed_ptr", "selected_ptr", "window_ptr", "d_out_ptr", "d_logits_ptr"), "*bf16"),
+    **dict.fromkeys(
+        (
+            "lse_ptr",
+            "delta_ptr",
+            "slot_lse_ptr",
+            "partial_ptr",
+            "total_ptr",
+            "scores_ptr",
+            "maxima_ptr",
+            "d_pooled_ptr",
+        ),
+        "*fp32",
+    ),
+    **dict.fromkeys(("blocks_ptr", "chunks_ptr", "chosen_ptr"), "*i16"),
+}
+GATHER = HEADS | TILE | {"S": 32, "CHUNK": 512}
+BAND = HEADS | TILE | {"WINDOW": 8, "EXACT": False}
+SCORES = HEADS | {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "CHUNK": 16, "LARGEST_EXPONENT": 80.0}
+TOP = {"S": 32, "G": 8, "BLOCK": 64, "BLOCK_T": 1, "WINDOW": 8, "COLUMNS": 512, "CHUNK": 16}
+LISTS = {"S": 32, "BLOCK_S": 32, "EMPTY": 32767}
+WINDOWS = {"G": 8, "K": 128, "KEYS": 32}
+ROWS = {"H": 32, "K": 128, "UNITS": 1, "WIDTH": 512, "WIDTH_PAD": 512, "BLOCK": 8}
+KERNELS_TO_COMPILE = {
+    "gather": [
+        ("_gather_forward_kernel", GATHER, {"num_stages": 3}),
+        ("_gather_backward_kernel", GATHER | {"CHUNK": 1024}, {"num_stages": 3}),
+    ],
+    "combine": [
+        ("_combine_kernel", HEADS | LISTS | {"BLOCK_T": 4, "WEIGHTED": True}, {}),
+        (
+            "_combine_kernel",
+            HEADS | LISTS | {"BLOCK_T": 4, "WEIGHTED": False, "lse_ptr": None, "slot_lse_ptr": None},
+            {},
+        ),
+        ("_add_partials_kernel", {"BLOCK": 64, "K": 128, "PART": 2048}, {}),
+    ],
+    "band": [
+        ("_band_forward_kernel", BAND | {"BLOCK_T": 32}, {"num_warps": 8, "num_stages": 2}),
+        ("_band_dq_kernel", BAND | {"ADD": True}, {"num_stages": 2}),
+        ("_band_dkv_kernel", BAND | {"EXTRA": False}, {"num_stages": 2}),
+        ("_band_dkv_kernel", BAND | {"EXTRA": True, "dk_ptr": None, "dv_ptr": None}, {"num_stages": 2}),
+        ("_band_forward_kernel", BAND | {"BLOCK_T": 32, "EXACT": True}, {"num_warps": 8, "num_stages": 2}),
+        ("_band_dq_kernel", BAND | {"EXACT": True, "ADD": False}, {"num_stages": 2}),
+        ("_band_dkv_kernel", BAND | {"EXACT": True, "EXTRA": False, "total_ptr": None}, {"num_stages": 2}),
+    ],
+    "compression": [
+        ("_pool_windows_kernel", WINDOWS | {"BLOCK_W": 16}, {}),
+        ("_unpool_kernel", WINDOWS | {"BLOCK_T": 32}, {}),
+        ("_rows_kernel", ROWS | {"TO_TILES": True, "ADD": False}, {}),
+        ("_rows_kernel", ROWS | {"TO_TILES": False, "ADD": True}, {}),
+    ],
+    "gates": [
+        ("_gated_sum_kernel", {"K": 128, "BLOCK": 32}, {}),
+        ("_gate_backward_kernel", {"BRANCH": 1, "K": 128, "BLOCK": 32}, {}),
+    ],
+    "selection": [
+        ("_pool_kernel", {"G": 8, "K": 128, "BLOCK": 64, "PART": 32}, {}),
+        (
+            "_scores_kernel",
+            SCORES | {"WINDOW": 8, "PARTS": 2, "NSA": False, "lse_ptr": None, "first_window_ptr": None},
+            {"num_stages": 2},
+        ),
+        ("_scores_kernel", SCORES | {"WINDOW": 2, "PARTS": 5, "NSA": True}, {"num_stages": 3}),
+        ("_top_kernel", TOP | {"OF_CHUNKS": True}, {"num_warps": 1}),
+        ("_top_kernel", TOP | {"OF_CHUNKS": False}, {"num_warps": 1}),
+    ],
+}
+
+
+def main(*capabilities: str) -> None:
+    for file, kernels in KERNELS_TO_COMPILE.items():
+        for name, constants, options in kernels:
+            types = {n: t for n, t in TYPES.items() if n not in constants}
+            kernel = KernelToCompile(name, _Signature(types), constants, **options)
+            for capability in map(int, capabilities or ("80", "90")):
+                c = compile_kernel(f"sparse_attention.{file}", kernel, capability)
+                print(
+                    f"{file}.{name} sm_{capability}: {c.registers} registers, {c.spill_bytes} bytes spilled, "
+                    f"{c.shared_bytes} bytes shared"
+                )
+
+
+class _Signature(dict):
+    """Types by name; every other pointer is a table of int32."""
+
+    def get(self, name, default=None):
+        return super().get(name, "*i32" if name.endswith("_ptr") else default)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

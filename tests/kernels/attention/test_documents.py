@@ -1,0 +1,77 @@
+"""Which documents attend alone and which together, decided from their lengths."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from kernels.attention.documents import SPACING, divide, document_calls, rounded_length
+from kernels.qkv_attention import qkv_attention_footprint
+
+
+def documents_of(*lengths):
+    ends = [*itertools.accumulate(lengths)]
+    return [*zip([0, *ends], ends)]
+
+
+def test_short_neighbours_attend_together():
+    calls = divide(documents_of(3, 2, 9, 4, 3), longest_together=4, most_tokens=10**6)
+    assert [call[:3] for call in calls] == [(0, 5, (3, 5)), (5, 14, ()), (14, 21, (4, 7))]
+    together = divide(documents_of(3, 2, 9, 4, 3), longest_together=float("inf"), most_tokens=10**6)
+    assert [call[:3] for call in together] == [(0, 21, (3, 5, 14, 18, 21))]
+    assert [len(call.ends) for call in divide(documents_of(3, 2, 9), 0, 10**6)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_calls_cover_every_token_and_have_an_end(seed):
+    generator = random.Random(seed)
+    lengths = [generator.choice([1, 5, 200, 900, 3000]) for _ in range(generator.randint(1, 40))]
+    limit = generator.choice([1, 1000, 5000])
+    calls = divide(documents_of(*lengths), 1000, limit)
+    assert [call.start for call in calls[1:]] == [call.stop for call in calls[:-1]]
+    assert calls[0].start == 0 and calls[-1].stop == sum(lengths)
+    found = []
+    for call in calls:
+        of_call = [b - a for a, b in itertools.pairwise((0, *call.ends))] or [call.stop - call.start]
+        found += of_call
+        assert call.ends == () or call.ends[-1] == call.stop - call.start
+        assert (call.ends == ()) == (max(of_call) > 1000)
+        assert len(call.ends) < 2 or sum(of_call) + SPACING * len(of_call) <= limit
+    assert found == lengths
+
+
+def test_offsets_of_all_calls_and_rows():
+    """A row's last document and the next row's first attend together."""
+    q = torch.empty(2, 10, 4, 8, dtype=torch.bfloat16)
+    segments = torch.tensor([[0, 0, 8], [0, 8, 10], [1, 3, 10], [1, 0, 3]])
+    calls = document_calls(q, segments, 5)
+    assert [call[:3] for call in calls] == [(0, 8, ()), (8, 13, (2, 5)), (13, 20, ())]
+    assert calls[1].offsets.tolist() == [0, 2, 5] and calls[1].offsets.dtype == torch.int32
+    assert calls[1].longest == 256 and calls[0].offsets is calls[2].offsets is None
+    assert document_calls(q, segments.clone(), 5) is calls  # those of the other layers
+    one = document_calls(q, segments, float("inf"))
+    assert [call.offsets.tolist() for call in one] == [[0, 8, 10, 13, 20]]
+
+
+def test_few_rounded_lengths():
+    assert [rounded_length(n, 256) for n in (2049, 2304, 5000, 40_000, 65_536, 131_073)] == [
+        2304, 2304, 5120, 40_960, 65_536, 139_264,
+    ]  # fmt: skip
+    assert rounded_length(37, 1) == 37
+    lengths = range(2049, 131_073)
+    rounded = [rounded_length(n, 256) for n in lengths]
+    assert all(n <= up <= n * 17 / 16 or up - n < 256 for n, up in zip(lengths, rounded))
+    assert len(set(rounded)) == 8 + 5 * 16
+
+
+def test_a_document_that_attends_alone_is_counted_in_forward():
+    """Of nearly all tokens: q, k, v, the output of all, and its own before it is put there; heads without norms."""
+    T, H, G, K = 131_072, 32, 8, 128
+    for heads, steps in ((None, 1), (1, G)):
+        footprint = qkv_attention_footprint(
+            T, 2560, H, G, K, context_length=T, longest=T - 300, backend="cudnn", heads_at_a_time=heads,
+            has_norms=False,
+        )  # fmt: skip
+        output = 0 if heads is None else 2 * H * K * T  # of all heads
+        assert footprint.forward >= (3 * H + 2 * G) * 2 * K * (T - 300) // steps + output

@@ -1,0 +1,265 @@
+"""Native sparse attention: each branch and the whole against references that have every score written out."""
+
+import functools
+import importlib
+
+import pytest
+import torch
+
+from kernels.attention.nsa import compression, gates, nsa
+from kernels.attention.nsa.compression import (
+    add_unpooled,
+    compressed_backward,
+    compressed_forward,
+    make_windows,
+    pool_windows,
+    pool_windows_reference,
+)
+from kernels.attention.nsa.gates import gate_backward, gated_sum, gated_sum_reference
+from kernels.attention.nsa.nsa import (
+    BLOCK_SIZE,
+    LOCAL_TOKENS,
+    compressed_reference,
+    nsa_attention,
+    nsa_attention_reference,
+)
+from kernels.attention.sparse import band, combine, common, gather, selection
+from kernels.attention.sparse.layout import make_layout
+from tests.kernels.attention.inputs import NoLaunch, Peak, make_qkv, random_lists, segments_of
+from tests.kernels.compare import compare_with_float64, outputs_and_gradients, random
+
+bf16, fp32 = torch.bfloat16, torch.float32
+# Of both the package's attribute is the function.
+attention, sparse = (
+    importlib.import_module(f"kernels.attention.{name}") for name in ("full", "sparse.sparse_attention")
+)
+LENGTHS = [1, 31, 32, 47, 48, 63, 64, 65]  # tokens of documents; those of 32 and more have a window
+
+
+@pytest.fixture(autouse=True)
+def tiles_of_whole_blocks(monkeypatch):
+    """In the interpreter, in float32; on a GPU they would not fit."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(common, "FLOAT32_ROWS", 1024)
+
+
+def make_inputs(B, T, H, G, K, dtype, device):
+    return [*make_qkv(B, T, H, G, K, dtype, device), random(B, T, H, 3, seed=9, dtype=dtype, device=device)]
+
+
+def test_windows(device):
+    """Documents of 20, 100 and 47 tokens: no window, windows and tiles 0 to 4, window 5 with a tile of 16 tokens."""
+    windows = make_windows(torch.empty(1, 167, 0, device=device), segments_of([20, 100, 47]))
+    assert windows.num_windows == 6 and windows.segments.tolist() == [[0, 0, 5], [0, 5, 6]] and windows.longest == 5
+    assert windows.window_start.tolist() == [20, 36, 52, 68, 84, 120]
+    tiles = windows.token_of_tile.view(6, 16).tolist()
+    assert tiles[0] == list(range(51, 67)) and tiles[4] == [*range(115, 120), *[-1] * 11]
+    assert tiles[5] == list(range(151, 167))
+    assert windows.tile_of_token[[0, 19, 50, 51, 66, 67, 119, 150, 151]].tolist() == [-1, -1, -1, 0, 15, 16, 68, -1, 80]
+    assert windows.windows_of_token[:, [19, 20, 36, 84, 100, 116, 120, 136, 152]].tolist() == [
+        [-1, 0, 1, 4, -1, -1, 5, -1, -1],
+        [-1, -1, 0, 3, 4, -1, -1, 5, -1],
+    ]
+    whole = make_windows(torch.empty(2, 40, 0, device=device), None)
+    assert whole.rows == 2 and whole.segments is None and whole.window_start.tolist() == [0, 40]
+
+
+def compressed(q, k, v, segments, workspace_bytes=2**30):
+    """Output and gradients of the compressed branch alone; the gradients are added to ones."""
+    windows = make_windows(q, segments)
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    pooled = [pool_windows(x, windows) for x in flat[1:]]
+    out, lse = compressed_forward(flat[0], *pooled, windows, "cpu", workspace_bytes)
+    dout = random(*out.shape, seed=5, dtype=q.dtype, device=q.device)
+    dq, dk, dv = (torch.ones_like(x) for x in flat)
+    d_pooled = compressed_backward(dout, flat[0], *pooled, out, lse, windows, "cpu", workspace_bytes, dq)
+    add_unpooled(dk, dv, d_pooled, windows)
+    return [out, lse, *(d - 1 for d in (dq, dk, dv))]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the library's kernels take no float32 on a GPU")
+@pytest.mark.parametrize(("H", "G"), [(2, 2), (3, 1)])
+def test_compressed_branch(H, G, poisoned_memory):
+    """In float32 through PyTorch's CPU kernel: documents with and without windows, all heads and parts of a group."""
+    inputs = make_qkv(1, sum(LENGTHS), H, G, 64, fp32, "cpu")
+    segments = segments_of(LENGTHS)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    parts = [compressed_reference(*(x[0, a:b] for x in leaves)) for _, a, b in segments.tolist()]
+    out, lse = (torch.cat(x) for x in zip(*parts))
+    gradients = torch.autograd.grad(out, leaves, random(*out.shape, seed=5))
+    expected = [out, lse, *(g[0] for g in gradients)]
+    for workspace_bytes in (2**30, 1):  # all heads at once, and one
+        for e, found in zip(expected, compressed(*inputs, segments, workspace_bytes)):
+            torch.testing.assert_close(found, e, rtol=1e-4, atol=1e-5)
+
+
+def test_pool_windows(device):
+    x = random(100, 2, 64, dtype=bf16, device=device)
+    pooled = pool_windows(x, make_windows(x[None], None))
+    torch.testing.assert_close(pooled.transpose(0, 1), pool_windows_reference(x))
+
+
+@pytest.mark.parametrize("dtype", [fp32, bf16])
+def test_gates(dtype, device, poisoned_memory):
+    outs = [random(37, 3, 64, seed=i, dtype=dtype, device=device) for i in range(3)]
+    logits = random(37, 3, 3, seed=4, dtype=dtype, device=device)
+
+    class Ours(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b, c, logits):
+            ctx.save_for_backward(a, b, c, logits)
+            return gated_sum([a, b, c], logits)
+
+        @staticmethod
+        def backward(ctx, dout):
+            *outs, logits = ctx.saved_tensors
+            d_logits = torch.empty_like(logits)
+            return *(gate_backward(dout, out, logits, b, d_logits) for b, out in enumerate(outs)), d_logits
+
+    compare_with_float64(lambda *x: gated_sum_reference(list(x[:3]), x[3]), Ours.apply, [*outs, logits])
+
+
+SIZES = {"block_size": BLOCK_SIZE, "window": LOCAL_TOKENS}
+
+
+@pytest.mark.parametrize(
+    ("H", "G", "K", "dtype", "lengths", "window"),
+    [
+        (4, 1, 64, bf16, ([200],), 64),
+        (2, 2, 64, fp32, ([1, 31, 32, 47, 48, 200],), 64),
+        (3, 1, 64, fp32, ([63, 64, 65],), 512),
+        (16, 1, 64, fp32, ([200],), 128),
+    ],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+def test_matches_float64_on_given_lists(H, G, K, dtype, lengths, window, device, poisoned_memory):
+    if device.type == "cuda":
+        dtype = bf16
+    segments = segments_of(*lengths)
+    inputs = make_inputs(len(lengths), sum(lengths[0]), H, G, K, dtype, device)
+    options = {"blocks": random_lists(inputs[0], G, segments, 2, **SIZES), "window": window, "selected_blocks": 5}
+    compare_with_float64(
+        lambda *x: nsa_attention_reference(*x, segments, **options),
+        lambda *x: nsa_attention(*x, segments, impl="triton", **options),
+        inputs,
+    )
+
+
+def test_implementations_choose_the_same_blocks_and_runs_are_bitwise_equal(device):
+    """In float32, where near-ties are rare."""
+    dtype = bf16 if device.type == "cuda" else fp32
+    segments, inputs = segments_of([260, 20]), make_inputs(1, 280, 2, 1, 64, dtype, device)
+    options = {"selected_blocks": 4, "window": 64}
+    plain, ours, again = (
+        outputs_and_gradients(functools.partial(nsa_attention, impl=impl, segments=segments, **options), inputs)
+        for impl in ("torch", "triton", "triton")
+    )
+    for expected, found in zip(plain, ours):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 if dtype == fp32 else 5e-2)
+    assert all(torch.equal(a, b) for a, b in zip(ours, again))
+
+
+def test_a_token_changes_nothing_before_it_nor_in_another_document(device):
+    dtype = bf16 if device.type == "cuda" else fp32
+    segments, inputs = segments_of([280, 80]), make_inputs(1, 360, 2, 1, 64, dtype, device)
+    function = functools.partial(nsa_attention, segments=segments, selected_blocks=4, window=64, impl="triton")
+    before = function(*inputs)
+    for x in inputs:
+        x[:, 70] += 3
+    after = function(*inputs)
+    changed = (before != after).any(-1).any(-1)[0]
+    assert not changed[:70].any() and not changed[280:].any() and changed[70] and changed[120:].any()
+
+
+def test_the_last_token_alone(device):
+    """What generation with a cache computes: the reference for the last of all tokens."""
+    q, k, v, gates = make_inputs(1, 300, 4, 2, 64, fp32, device)
+    whole = nsa_attention_reference(q, k, v, gates, selected_blocks=4, window=64)
+    last = nsa_attention_reference(q[:, -1:], k, v, gates[:, -1:], selected_blocks=4, window=64)
+    torch.testing.assert_close(last, whole[:, -1:])
+
+
+def test_under_compile_and_no_second_derivative(device):
+    dtype = bf16 if device.type == "cuda" else fp32
+    inputs = [x.requires_grad_() for x in make_inputs(1, 70, 2, 1, 64, dtype, device)]
+    function = functools.partial(nsa_attention, selected_blocks=4, window=64, impl="triton")
+    wrapped = torch.compile(function, fullgraph=True, backend="aot_eager")
+    plain, ours = (outputs_and_gradients(f, inputs) for f in (function, wrapped))
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(function(*inputs).square().sum(), inputs[0], create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"selected_blocks": 3}, "at least 4 for NSA, got 3"),
+        ({"window": 500}, "multiple of block_size"),
+        ({"gates": torch.zeros(1, 8, 3, 2)}, r"gates must be \[B, T, H, 3\]"),
+    ],
+)
+def test_refused(options, message, device):
+    q, k, v, gates = make_inputs(1, 8, 2, 1, 64, bf16, device)
+    with pytest.raises(ValueError, match=message):
+        nsa_attention(q, k, v, options.pop("gates", gates), impl="triton", **options)
+
+
+@pytest.mark.parametrize("workspace_bytes", [2**20, 2**30], ids=["1 MiB", "1 GiB"])
+def test_footprint_is_what_is_allocated(workspace_bytes, monkeypatch):
+    """Launches are left out. The library's kernel, whose own workspace is not tested here, returns memory."""
+    T, H, G, K = 8192, 8, 2, 64
+
+    def forward(q, k, v):
+        return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=fp32)
+
+    def backward(dout, q, k, v, out, lse):
+        return [x.new_empty(x.shape) for x in (q, k, v)]
+
+    kernel = attention.KERNELS["cpu"]._replace(forward=forward, backward=backward, workspace_rows=0)
+    monkeypatch.setitem(attention.KERNELS, "cpu", kernel)
+    for module in (band, combine, compression, gates, gather, selection):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, NoLaunch())
+    monkeypatch.setattr(nsa, "WORKSPACE_BYTES", workspace_bytes)
+    for module in (nsa, sparse):
+        monkeypatch.setattr(module, "SCORES_BYTES", 2**21)
+    sizes = nsa.NSA(selected_blocks=11, window=256)
+    workspace = nsa.nsa_workspace.__wrapped__(T, H, G, K, sizes, 2, "cpu", T, None)
+    q, k, v, dout = (torch.empty(1, T, n, K, dtype=bf16) for n in (H, G, G, H))
+    gates_BTHC = torch.empty(1, T, H, 3, dtype=bf16)
+    make_windows(q, None), make_layout(q, None, BLOCK_SIZE, LOCAL_TOKENS)  # tables are made once and kept
+
+    def check(operation, *arguments, expected):
+        with Peak() as counted:
+            results = operation._init_fn(*arguments)  # the mode does not look into operations
+        made = sum(x.nbytes for x in (results if isinstance(results, tuple) else (results,)))
+        assert counted.peak == pytest.approx(made + expected, rel=0.03), operation
+        return results
+
+    options = workspace_bytes, True
+    compressed = check(nsa._nsa_compressed, q, k, v, None, "cpu", *options, expected=workspace.compressed)
+    lists = check(nsa._nsa_select, q, k, compressed[1], None, sizes.chosen_blocks, True, expected=workspace.select)
+    flat = (x[0] for x in (q, k, v, lists))
+    selected = [x[None] for x in sparse.sparse_forward(*flat, make_layout(q, None, **SIZES), workspace_bytes)]
+    in_window = check(nsa._nsa_window, q, k, v, None, 256, True, expected=0)
+    outs, lses = map(list, zip(compressed, selected, in_window))
+    kept = lists.nbytes + sum(x.nbytes for x in (*outs, *lses))
+    assert kept == T * sizes.footprint(T, H, G, K).kept_bytes_per_token
+    check(nsa._nsa_gated_sum, outs, gates_BTHC, True, expected=0)
+    arguments = dout, q, k, v, gates_BTHC, outs, lses, lists, None, 256, "cpu", workspace_bytes
+    check(nsa._nsa_backward, *arguments, expected=workspace.backward)
+
+
+def test_flops():
+    """Five blocks of 64 tokens: 19 windows, the last of which a single token sees; candidates of block b: b - 2."""
+    flops = nsa.NSA(4, window=64).footprint(64 * 5, 2, 1, 64)
+    product = 2 * 64 * 64 * 2 * 64
+    pairs = sum((t - 15) // 16 for t in range(31, 320))
+    selected = sum((1, 2, 3, 3 + 1, 3 + 1))
+    in_window = 1 + 2 + 2 + 2 + 2
+    choice = 4 * (0 + 0 + 0 + 1 + 2) * product // 64
+    assert flops.choice_flops == choice
+    assert flops.forward_flops == 4 * 2 * 64 * pairs + choice + 2 * (selected + in_window) * product
+    gathered = 2
+    backward = int(2.5 * 4 * 2 * 64 * pairs) + (5 * gathered + 7 * (selected - gathered + in_window)) * product
+    assert flops.backward_flops == backward

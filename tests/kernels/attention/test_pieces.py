@@ -1,0 +1,252 @@
+"""Each piece alone against its reference."""
+
+import itertools
+
+import pytest
+import torch
+
+from kernels.attention.sparse import selection
+from kernels.attention.sparse.band import band_dkv, band_dq, band_forward, band_reference
+from kernels.attention.sparse.combine import combine, combine_reference
+from kernels.attention.sparse.common import TileConfig
+from kernels.attention.sparse.gather import gather_forward, gather_forward_reference, item_tokens
+from kernels.attention.sparse.inverse_index import build_inverse_index, inverse_index_reference
+from kernels.attention.sparse.layout import EMPTY, make_layout, normalise_lists
+from kernels.attention.sparse.selection import (
+    NSA_WEIGHTS,
+    choose_blocks,
+    nsa_scores_reference,
+    pool,
+    pool_reference,
+    ranges,
+    score_blocks,
+    score_width,
+    scores_reference,
+    top_blocks,
+    top_blocks_reference,
+)
+from kernels.attention.sparse.sparse_attention import select_blocks, select_blocks_reference
+from tests.kernels.attention.inputs import make_qkv, random_lists, segments_of
+from tests.kernels.compare import random
+
+SMALL = {"block_size": 32, "window": 64}
+SEGMENTS = segments_of([150, 30, 120], [300])
+
+
+def test_layout(device):
+    q = torch.empty(2, 200, 0, device=device)
+    layout = make_layout(q, segments_of([100, 30, 70], [200]), 32, 64)
+    assert layout.block_start.tolist() == [0, 32, 64, 96, 100, 130, 162, 194, 200, 232, 264, 296, 328, 360, 392]
+    assert layout.block_stop.tolist() == [32, 64, 96, 100, 130, 162, 194, 200, 232, 264, 296, 328, 360, 392, 400]
+    assert layout.first_block.tolist() == [0] * 4 + [4] + [5] * 3 + [8] * 7
+    assert layout.index_of_block.tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 0, 1, 2, 3, 4, 5, 6]
+    assert layout.token_block[[0, 99, 100, 129, 130, 199, 399]].tolist() == [0, 3, 4, 4, 5, 7, 14]
+    assert layout.extra_block.tolist() == [0, 5, 8, 8, 8] and layout.extra_start.tolist() == [64, 194, 264, 328, 392]
+    assert layout.first_extra.tolist() == [0] + [1] * 5 + [2] * 3 + [5] * 7
+
+
+def test_lists_are_normalised(device):
+    layout = make_layout(torch.empty(1, 32 * 7, 0, device=device), None, **SMALL)
+    lists = torch.tensor([9, 3, 3, 0, 5, -1], device=device).expand(1, 32 * 7, 1, 6)
+    normal = normalise_lists(lists, layout)
+    assert normal[0, -1, 0].tolist() == [3] + [EMPTY] * 5  # block 6 chooses from 1 to 4
+    assert normal[0, 0, 0].tolist() == [EMPTY] * 6
+
+
+@pytest.mark.parametrize(("heads", "num_tokens"), [(range(0, 3), 600), (range(1, 2), 250)])
+def test_inverse_index(heads, num_tokens, device, poisoned_memory):
+    layout = make_layout(torch.empty(2, 300, 0, device=device), SEGMENTS, **SMALL)
+    blocks = random_lists(torch.empty(2, 300, 0, device=device), 3, SEGMENTS, 3, **SMALL).flatten(0, 1)
+    token_ranges = ranges(600, num_tokens)
+    indices = build_inverse_index(blocks, layout, heads, token_ranges, chunk=20)
+    all_expected = inverse_index_reference(blocks, layout, heads, token_ranges)
+    for index, expected in zip(indices, all_expected, strict=True):
+        first = index.first_entry.tolist()
+        assert [index.entries[a:b].tolist() for a, b in itertools.pairwise(first)] == expected
+        items = [-(-len(row) // 20) for row in expected]
+        assert index.first_item.diff().tolist() == items and sum(items) <= len(index.item_row)
+        item_row = [row for row, count in enumerate(items) for _ in range(count)]
+        assert index.item_row.tolist() == item_row + [len(expected)] * (len(index.item_row) - len(item_row))
+
+
+@pytest.mark.parametrize("group", [1, 3, 4])
+def test_gather_and_combine(group, device):
+    heads, tokens, S = range(1, 2), range(100, 200), 3
+    q, k, v = (x[0] for x in make_qkv(1, 300, 2 * group, 2, 64, torch.float32, device))
+    layout = make_layout(q[None], None, **SMALL)
+    blocks = random_lists(q[None], 2, None, S, **SMALL)[0]
+    config = TileConfig(rows=32, num_warps=4, num_stages=1, tiles=2)
+    token_ranges = ranges(300, 100)
+    index = build_inverse_index(blocks, layout, heads, token_ranges, item_tokens(config, q, k, 32))[1]
+    slots, slot_lse = gather_forward_reference(q, k, v, blocks, layout, heads, tokens)
+    ours, ours_lse = torch.full_like(slots, float("nan")), torch.full_like(slot_lse, float("nan"))
+    gather_forward(q, k, v, ours, ours_lse, index, layout, heads, tokens, config)
+    # A slot that no block fills stays as it was, here NaN in both.
+    torch.testing.assert_close(ours, slots, equal_nan=True)
+    torch.testing.assert_close(ours_lse, slot_lse, equal_nan=True)
+
+    out, lse = random(300, 2 * group, 64, device=device), random(300, 2 * group, seed=1, device=device)
+    rows, group_heads = slice(tokens.start, tokens.stop), slice(group, 2 * group)
+    chosen = blocks[rows, 1] != EMPTY
+    expected = combine_reference(out[rows, group_heads], lse[rows, group_heads], slots[0], slot_lse[0], chosen)
+    whole_out, whole_lse = out.clone(), lse.clone()
+    combine(whole_out, whole_lse, ours, ours_lse, blocks, heads, tokens)
+    torch.testing.assert_close((whole_out[rows, group_heads], whole_lse[rows, group_heads]), expected)
+    whole_out[rows, group_heads] = out[rows, group_heads]
+    assert torch.equal(whole_out, out)  # nothing else was touched
+
+
+@pytest.mark.parametrize(("group", "window"), [(1, 64), (3, 32)])
+def test_exact_window(group, window, device, poisoned_memory):
+    """Window tokens, self included, and no first block."""
+    q, k, v = (x[0].requires_grad_() for x in make_qkv(1, 150, group, 1, 64, torch.float32, device))
+    layout = make_layout(q[None], segments_of([117, 33]), 32, window)
+    expected, expected_lse = band_reference(q, k, v, layout, exact=True)
+    dout = random(*q.shape, seed=9, device=device)
+    gradients = torch.autograd.grad(expected, (q, k, v), dout)
+    with torch.no_grad():
+        out, lse = band_forward(q, k, v, layout, exact=True)
+        torch.testing.assert_close((out, lse), (expected, expected_lse))
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        dq, delta = band_dq(dout, q, k, v, out, lse, layout, exact=True)
+        band_dkv(dout, q, k, v, lse, delta, None, dk, dv, layout, range(1))
+        for found, gradient in zip((dq, dk, dv), gradients):
+            torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
+        twice, _ = band_dq(dout, q, k, v, out, lse, layout, exact=True, add_to=dq.clone())
+        torch.testing.assert_close(twice, 2 * dq)
+
+
+def test_band_against_its_reference(device):
+    q, k, v = (x[0] for x in make_qkv(1, 150, 2, 1, 64, torch.float32, device))
+    layout = make_layout(q[None], segments_of([117, 33]), **SMALL)
+    torch.testing.assert_close(band_forward(q, k, v, layout), band_reference(q, k, v, layout))
+
+
+@pytest.mark.parametrize("block_size", [32, 64])
+def test_pool(block_size, device, poisoned_memory):
+    k = random(600, 2, 64, device=device)
+    layout = make_layout(k.view(2, 300, 2, 64), SEGMENTS, block_size, block_size)
+    torch.testing.assert_close(pool(k, layout), pool_reference(k, layout))
+
+
+@pytest.mark.parametrize(("group", "dtype"), [(1, torch.float32), (3, torch.float32), (4, torch.bfloat16)])
+def test_scores(group, dtype, device, monkeypatch):
+    monkeypatch.setattr(selection, "CHUNK", 4)
+    q, k, _ = (x.flatten(0, 1) for x in make_qkv(2, 300, 2 * group, 2, 64, dtype, device))
+    layout = make_layout(q.view(2, 300, 2 * group, 64), SEGMENTS, **SMALL)
+    pooled = pool_reference(k, layout)
+    expected = scores_reference(q.double(), pooled.double(), layout)
+    query_blocks = range(3, layout.num_blocks)
+    width = score_width(layout, query_blocks)
+    scores, maxima = score_blocks(q, pooled, layout, range(1, 2), query_blocks, width)
+    compared = 0
+    for i, block in enumerate(query_blocks):
+        start, stop = int(layout.block_start[block]), int(layout.block_stop[block])
+        left = int(layout.index_of_block[block]) - layout.window_blocks + 1
+        if left > 1:
+            found = scores[0, i * 32 : i * 32 + stop - start, 1:left].double()
+            tolerance = 1e-5 if dtype == torch.float32 else 1e-3
+            torch.testing.assert_close(found, expected[start:stop, 1, 1:left], rtol=tolerance, atol=0)
+            largest = [chunk.amax(1) for chunk in torch.cat([found[:, :1], found], 1).split(4, 1)]  # block 0 counts not
+            of_chunks = maxima[0, i * 32 : i * 32 + stop - start, : len(largest)].double()
+            assert torch.equal(of_chunks, torch.stack(largest, 1))
+            compared += left - 1
+    assert compared > 10
+
+
+@pytest.mark.parametrize(("group", "dtype"), [(1, torch.float32), (3, torch.float32), (4, torch.bfloat16)])
+def test_nsa_scores(group, dtype, device, monkeypatch):
+    """Two documents with 22 and 15 windows, in blocks of 64; keys of windows as the compressed branch has them.
+
+    In the interpreter a tile has 2 blocks, so that windows between two tiles count in both.
+    """
+    if device.type == "cpu":
+        monkeypatch.setattr(selection, "BLOCK_J", 2)
+        monkeypatch.setattr(selection, "CHUNK", 2)
+    lengths, first_window = (370, 260), (0, 22)
+    q = random(630, 2 * group, 64, dtype=dtype, device=device)
+    pooled, lse = random(2, 37, 64, seed=1, dtype=dtype, device=device), random(630, 2 * group, seed=2, device=device)
+    layout = make_layout(q[None], segments_of(lengths), 64, 128)
+    windows = torch.tensor(first_window, dtype=torch.int32, device=device).repeat_interleave(
+        torch.tensor([6, 5], device=device)
+    )
+    options = {"lse": lse, "first_window": windows}
+    width = score_width(layout, range(11))
+    scores, _ = score_blocks(q, pooled, layout, range(1, 2), range(11), width, **options)
+    compared = 0
+    for start, length, window, row in ((0, 370, 0, 0), (370, 260, 22, 384)):
+        tokens, left = slice(start, start + length), torch.arange(length, device=device) // 64 - 1
+        keys = pooled[:, window:].transpose(0, 1).double()
+        expected = nsa_scores_reference(q[tokens].double(), keys, lse[tokens], left, -(-length // 64))[:, 1]
+        found = scores[0, row : row + length, : expected.shape[1]].double()
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-3
+        is_candidate = expected >= 0
+        torch.testing.assert_close(found[is_candidate], expected[is_candidate], rtol=tolerance, atol=0)
+        compared += int(is_candidate.sum())
+    assert compared > 400 and sum(NSA_WEIGHTS) == 8
+
+
+@pytest.mark.parametrize("chunk", [2, 4])
+@pytest.mark.parametrize("kind", ["random", "ties", "all equal", "zeros", "huge"])
+def test_top_blocks(kind, chunk, device, poisoned_memory, monkeypatch):
+    """Exactly the reference's lists on given scores: highest first, of equals the lowest index."""
+    monkeypatch.setattr(selection, "CHUNK", chunk)
+    layout = make_layout(torch.empty(2, 300, 0, device=device), SEGMENTS, **SMALL)
+    num_blocks, S = layout.num_blocks, 3
+    scores = torch.rand(2, num_blocks * 32, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    if kind == "ties":
+        scores = (scores * 3).floor()
+    elif kind != "random":
+        scores = torch.full_like(scores, {"all equal": 0.3, "zeros": 0.0, "huge": 3e38}[kind])
+    of_candidates = torch.full_like(scores, -1)
+    by_token = torch.full((600, 2, 16), -1.0, device=device)
+    for block in range(num_blocks):
+        start, stop = int(layout.block_start[block]), int(layout.block_stop[block])
+        candidates = slice(1, max(1, int(layout.index_of_block[block]) - layout.window_blocks + 1))
+        rows = slice(block * 32, block * 32 + stop - start)
+        of_candidates[:, rows, candidates] = scores[:, rows, candidates]
+        by_token[start:stop] = of_candidates[:, rows].transpose(0, 1)
+    blocks = torch.full((600, 3, S), EMPTY, dtype=torch.int16, device=device)
+    maxima = of_candidates.unflatten(-1, (-1, chunk)).amax(-1)
+    top_blocks(scores, maxima, blocks, layout, range(1, 3), range(num_blocks))
+    assert (blocks[:, 0] == EMPTY).all()
+    assert torch.equal(blocks[:, 1:], top_blocks_reference(by_token, S))
+
+
+def test_choosing_by_ranges_is_choosing_at_once(device):
+    q, k, _ = (x.flatten(0, 1) for x in make_qkv(2, 300, 2, 1, 64, torch.float32, device))
+    layout = make_layout(q.view(2, 300, 2, 64), SEGMENTS, **SMALL)
+    whole = choose_blocks(q, k, layout, 3, workspace_bytes=2**30)
+    assert torch.equal(whole, choose_blocks(q, k, layout, 3, workspace_bytes=1))
+    assert torch.equal(whole, choose_blocks(q, k, layout, 3, workspace_bytes=2**30))
+    assert (whole != EMPTY).any()
+
+
+def test_a_head_chooses_alike_alone_and_among_others(device):
+    q, k, _ = make_qkv(1, 250, 4, 2, 64, torch.float32, device)
+    both = select_blocks(q, k, selected_blocks=2, impl="triton", **SMALL)
+    second = select_blocks(q[:, :, 2:], k[:, :, 1:], selected_blocks=2, impl="triton", **SMALL)
+    assert torch.equal(both[:, :, 1:], second)
+
+
+@pytest.mark.parametrize("scale", [1, 50])
+def test_lists_agree_with_the_reference(scale, device):
+    """Logits x 50 too; in float32 near-ties are rare enough for all but a few lists to be equal."""
+    q, k, _ = make_qkv(1, 300, 4, 2, 64, torch.float32, device)
+    options = {"selected_blocks": 3, **SMALL}
+    ours = select_blocks(q * scale, k, impl="triton", **options)
+    same = (ours == select_blocks_reference(q * scale, k, **options)).float().mean()
+    assert same > 0.99
+    blocks = ours.long()
+    own = torch.arange(300, device=device)[:, None, None] // 32
+    assert ((blocks == EMPTY) | ((blocks >= 1) & (blocks <= own - 2))).all()
+    named = blocks[..., 1:] != EMPTY
+    assert (blocks[..., 1:] > blocks[..., :-1])[named].all()
+
+
+def test_a_needle_is_found(device):
+    """One key that a late query points at: its block is chosen."""
+    q, k, _ = make_qkv(1, 400, 2, 1, 64, torch.float32, device)
+    k[0, 75] = 3 * q[0, 399, 0]
+    blocks = select_blocks(q, k, selected_blocks=1, impl="triton", **SMALL)
+    assert blocks[0, 399, 0].tolist() == [75 // 32]

@@ -1,0 +1,275 @@
+import functools
+import sys
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from kernels.attention.full import attention_reference
+from kernels.attention.sparse import band, combine, gather, selection
+from kernels.attention.sparse.layout import EMPTY, make_layout
+from kernels.attention.sparse.sparse_attention import (
+    select_blocks,
+    sparse_attention,
+    sparse_attention_reference,
+    sparse_forward,
+)
+from tests.kernels.attention.inputs import NoLaunch, Peak, all_blocks, make_qkv, random_lists, segments_of
+from tests.kernels.compare import compare_with_float64, outputs_and_gradients, random
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+sparse = sys.modules["kernels.attention.sparse.sparse_attention"]  # the package's attribute is the function
+SMALL = {"block_size": 32, "window": 32}
+
+
+def compare_on_lists(q, k, v, segments, blocks, sizes, **options):
+    compare_with_float64(
+        lambda *x: sparse_attention_reference(*x, blocks, segments, **sizes),
+        lambda *x: sparse_attention(*x, segments, blocks=blocks, impl="triton", **sizes),
+        [q, k, v],
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("H", "G", "K", "dtype", "lengths", "block_size", "window", "selected"),
+    [
+        (4, 1, 128, bf16, ([270],), 64, 64, 2),
+        (8, 2, 64, bf16, ([150, 40],), 32, 64, 2),
+        (2, 2, 64, fp16, ([130], [33, 97]), 32, 32, 3),
+        (4, 2, 64, fp32, ([141],), 32, 32, 3),
+        (3, 1, 64, fp32, ([101, 99],), 32, 32, 2),
+        (8, 1, 64, bf16, ([150],), 32, 32, 3),
+        (16, 1, 64, fp32, ([110],), 32, 32, 1),
+        (1, 1, 128, bf16, ([400],), 128, 128, 1),
+    ],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+def test_matches_float64_on_given_lists(H, G, K, dtype, lengths, block_size, window, selected, device, poisoned_memory):
+    segments, sizes = segments_of(*lengths), {"block_size": block_size, "window": window}
+    q, k, v = make_qkv(len(lengths), sum(lengths[0]), H, G, K, dtype, device)
+    compare_on_lists(q, k, v, segments, random_lists(q, G, segments, selected, **sizes), sizes)
+
+
+@pytest.mark.parametrize("lengths", [[1, 31, 47, 63, 65], [32, 48, 64, 130]], ids=str)
+def test_with_all_blocks_it_is_dense_attention(lengths, device, poisoned_memory):
+    segments = segments_of(lengths)
+    q, k, v = make_qkv(1, sum(lengths), 4, 2, 64, fp32, device)
+    blocks = all_blocks(q, 2, segments, **SMALL)
+    dense = outputs_and_gradients(lambda *x: attention_reference(*x, segments), [q, k, v])
+    for impl in ("torch", "triton"):
+        ours = outputs_and_gradients(
+            lambda *x, impl=impl: sparse_attention(*x, segments, blocks=blocks, impl=impl, **SMALL), [q, k, v]
+        )
+        for expected, found in zip(dense, ours):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("T", [1, 31, 64, 65])
+def test_short_rows(T, device, poisoned_memory):
+    q, k, v = make_qkv(2, T, 2, 1, 64, fp32, device)
+    dense, ours = (
+        outputs_and_gradients(function, [q, k, v])
+        for function in (attention_reference, lambda *x: sparse_attention(*x, impl="triton"))
+    )
+    for expected, found in zip(dense, ours):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_order_and_needless_entries_change_nothing(device):
+    q, k, v = make_qkv(1, 150, 2, 1, 64, bf16, device)
+    blocks = random_lists(q, 1, None, 4, **SMALL)
+    # The first block, the own block, later ones and duplicates are dropped.
+    needless = torch.tensor([0, 4, 7, 900], dtype=torch.int16, device=device).expand(1, 150, 1, 4)
+    disturbed = torch.cat([blocks.flip(-1), needless, blocks], -1)
+    plain, ours = (
+        outputs_and_gradients(lambda *x, b=b: sparse_attention(*x, blocks=b, impl="triton", **SMALL), [q, k, v])
+        for b in (blocks, disturbed)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours))
+
+
+def test_a_block_chosen_by_none_has_no_gradient(device, poisoned_memory):
+    """Block 2 is in the windows of blocks 2 and 3 alone, whose outputs get no gradient here."""
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, 230, 2, 1, 64, fp32, device))
+    sizes = {"block_size": 32, "window": 64}
+    blocks = random_lists(q, 1, None, 5, **sizes, share=2)
+    blocks = blocks.masked_fill(blocks == 2, EMPTY)
+    out = sparse_attention(q, k, v, blocks=blocks, impl="triton", **sizes)
+    dk, dv = torch.autograd.grad(out[:, 128:].square().sum(), (k, v))
+    for gradient in (dk, dv):
+        assert (gradient[:, 64:96] == 0).all()
+        assert (gradient[:, 32:64] != 0).any(-1).all() and (gradient[:, 96:] != 0).any(-1).all()
+
+
+def test_a_block_chosen_by_all(device, poisoned_memory):
+    """Its queries are many items, added up in order."""
+    q, k, v = make_qkv(1, 200, 8, 1, 64, fp16, device)
+    blocks = torch.ones(1, 200, 1, 1, dtype=torch.int16, device=device)
+    compare_on_lists(q, k, v, None, blocks, SMALL)
+
+
+@pytest.mark.parametrize("scale", [0.0, 50.0])
+def test_extreme_logits(scale, device):
+    q, k, v = make_qkv(1, 150, 2, 1, 64, fp32, device)
+    blocks = random_lists(q, 1, None, 2, **SMALL)
+    # Logits of up to 4 * scale are rounded to as many units in the last place of 1, and so is their log-sum-exp.
+    compare_on_lists(q * scale, k, v, None, blocks, SMALL, units=8 * scale + 0.5)
+
+
+def test_ranges_of_heads_and_tokens_change_nothing_but_the_order_of_sums(device, poisoned_memory):
+    q, k, v = make_qkv(1, 200, 4, 2, 64, fp32, device)
+    blocks = random_lists(q, 2, None, 4, **SMALL)
+    whole, ranges = (
+        outputs_and_gradients(
+            lambda *x, w=w: sparse_attention(*x, blocks=blocks, workspace_bytes=w, impl="triton", **SMALL), [q, k, v]
+        )
+        for w in (2**30, 250_000)
+    )
+    # In the interpreter NumPy multiplies, which rounds a row by its place among the others.
+    if device.type == "cuda":
+        assert torch.equal(whole[0], ranges[0]) and torch.equal(whole[1], ranges[1])  # out and dq
+    for expected, found in zip(whole, ranges):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_two_runs_are_bitwise_equal(device):
+    inputs = make_qkv(1, 150, 4, 2, 64, bf16, device)
+    function = functools.partial(sparse_attention, selected_blocks=2, impl="triton", **SMALL)
+    first, second = (outputs_and_gradients(function, inputs) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_a_token_changes_nothing_before_it_nor_in_another_document(device):
+    segments, (q, k, v) = segments_of([120, 80]), make_qkv(1, 200, 2, 1, 64, fp32, device)
+    function = functools.partial(sparse_attention, selected_blocks=2, impl="triton", **SMALL)
+    before = function(q, k, v, segments)
+    for x in (q, k, v):
+        x[:, 70] += 3
+    after = function(q, k, v, segments)
+    changed = (before != after).any(-1).any(-1)[0]
+    assert not changed[:70].any() and not changed[120:].any() and changed[70]
+
+
+def test_chosen_lists_are_those_of_select_blocks(device):
+    q, k, v = make_qkv(1, 150, 2, 1, 64, bf16, device)
+    blocks = select_blocks(q, k, selected_blocks=2, impl="triton", **SMALL)
+    function = functools.partial(sparse_attention, selected_blocks=2, impl="triton", **SMALL)
+    chosen, given = (outputs_and_gradients(functools.partial(function, blocks=b), [q, k, v]) for b in (None, blocks))
+    assert all(torch.equal(a, b) for a, b in zip(chosen, given))
+
+
+@pytest.mark.parametrize("wrap", ["compile", "checkpoint"])
+def test_under_compile_and_checkpoint(wrap, device):
+    segments, inputs = segments_of([80, 20]), make_qkv(1, 100, 2, 1, 64, fp32, device)
+
+    def function(q, k, v):
+        return sparse_attention(q, k, v, segments, selected_blocks=1, impl="triton", **SMALL) * 2
+
+    def checkpointed(*inputs):
+        return checkpoint(function, *inputs, use_reentrant=False)
+
+    wrapped = checkpointed if wrap == "checkpoint" else torch.compile(function, fullgraph=True, backend="aot_eager")
+    plain, ours = (outputs_and_gradients(f, inputs) for f in (function, wrapped))
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_custom_op(given, device):
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, 100, 2, 1, 64, fp32, device))
+    lists = random_lists(q, 1, None, 2, **SMALL) if given else select_blocks(q, k, selected_blocks=2, **SMALL)
+    arguments = (q, k, v, None, lists, 32, 32, 2**30, True)
+    # AOT dispatch is covered by the test of compile; the others run forward once each.
+    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(torch.ops.fathom.sparse_attention_forward, arguments, test_utils=utils)
+    out, lse = torch.ops.fathom.sparse_attention_forward(*arguments)
+    assert out.requires_grad and not lse.requires_grad and lists.dtype == torch.int16
+
+
+def test_log_sum_exp(device):
+    q, k, v = make_qkv(1, 150, 2, 1, 64, fp32, device)
+    blocks = all_blocks(q, 1, None, **SMALL)
+    layout = make_layout(q, None, **SMALL)
+    _, lse = sparse_forward(q[0], k[0], v[0], blocks[0], layout, 2**30)
+    scores = torch.einsum("thk,sk->ths", q[0], k[0, :, 0]) / 8
+    causal = torch.ones(150, 150, dtype=torch.bool, device=device).tril()[:, None]
+    torch.testing.assert_close(lse, scores.masked_fill(~causal, float("-inf")).logsumexp(-1))
+
+
+def test_no_second_derivative(device):
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, 40, 1, 1, 64, fp32, device))
+    out = sparse_attention(q, k, v, impl="triton")
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(out.square().sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((1, 8, 3, 2, 64), {}, "H = n G"),
+        ((1, 8, 2, 2, 48), {}, "head_dim"),
+        ((1, 8, 32, 1, 64), {}, "up to 16 query heads"),
+        ((1, 8, 2, 2, 64), {"block_size": 48}, "block_size must be one of"),
+        ((1, 8, 2, 2, 64), {"window": 500}, "multiple of block_size"),
+        ((1, 8, 2, 2, 64), {"window": 0}, "multiple of block_size"),
+    ],
+)
+def test_refused(shape, options, message, device):
+    B, T, H, G, K = shape
+    with pytest.raises(ValueError, match=message):
+        sparse_attention(*make_qkv(B, T, H, G, K, fp32, device), impl="triton", **options)
+
+
+def test_refuses_a_document_that_its_lists_cannot_name():
+    q = torch.empty(1, 32 * (EMPTY + 1), 0)
+    with pytest.raises(ValueError, match="up to 32767 blocks of 32 tokens"):
+        make_layout(q, None, 32, 32)
+
+
+@pytest.mark.parametrize("workspace_bytes", [2**22, 2**23, 2**30], ids=["4 MiB", "8 MiB", "1 GiB"])
+def test_footprint_is_what_is_allocated(workspace_bytes, monkeypatch):
+    """Launches are left out, so that 8,192 tokens take no time; what is allocated does not depend on the lists."""
+    T, H, G, K = 8192, 8, 2, 64
+    for module in (band, combine, gather, selection):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, NoLaunch())
+    monkeypatch.setattr(sparse, "SCORES_BYTES", 2**21)
+    q, k, v = (torch.empty(T, n, K, dtype=bf16) for n in (H, G, G))
+    layout = make_layout(q[None], None, 64, 256)
+    footprint = sparse.attention_footprint(T, H, G, K, sparse.Sparsity(8, window=256), workspace_bytes=workspace_bytes)
+    with Peak() as forward:
+        lists = selection.choose_blocks(q, k, layout, 8, sparse.SCORES_BYTES)
+        out, lse = sparse_forward(q, k, v, lists, layout, workspace_bytes)
+    kept = out.nbytes + lse.nbytes + lists.nbytes
+    assert kept == T * footprint.kept_bytes_per_token
+    assert forward.peak == pytest.approx(kept + footprint.forward_workspace_bytes, rel=0.01)
+    with Peak() as backward:
+        gradients = sparse.sparse_backward(out, q, k, v, out, lse, lists, layout, workspace_bytes)
+    expected = sum(g.nbytes for g in gradients) + footprint.backward_workspace_bytes
+    assert backward.peak == pytest.approx(expected, rel=0.01)
+
+
+def test_flops():
+    """Blocks of 64, window of 1: tokens of block b attend to block 0, b, and one of b - 1 candidates."""
+    flops = sparse.attention_footprint(64 * 5, 2, 1, 64, sparse.Sparsity(1, window=64))
+    product = 2 * 64 * 64 * 2 * 64
+    gathered, in_band, scored = 0 + 0 + 1 + 1 + 1, 1 + 2 + 2 + 2 + 2, 2 * (1 + 2 + 3) + (1 + 2 + 3 + 4)
+    assert flops.forward_flops == 2 * (gathered + in_band) * product + scored * product // 64
+    assert flops.backward_flops == (5 * gathered + 7 * in_band) * product
+
+
+@pytest.mark.gpu
+def test_past_2_to_the_31_elements(device):
+    """q, out and slots past 2^31 elements. Every block holds the same keys: to attend to many is to attend to one."""
+    T, S = 540_672, 8
+    q, k, v = (random(1, 64, n, 128, seed=n, dtype=bf16, device=device) for n in (32, 8, 9))
+    v = v[:, :, :8]
+    long = [x.repeat(1, T // 64, 1, 1).requires_grad_() for x in (q, k, v)]
+    out = sparse_attention(*long, selected_blocks=S, workspace_bytes=2**34)
+    dq, dk, dv = torch.autograd.grad(out, long, torch.ones_like(out))
+    assert dk.isfinite().all() and dv.isfinite().all()
+    q, k, v = (x.float().requires_grad_() for x in (q, k, v))
+    expected = attention_reference(q, k, v)
+    (expected_dq,) = torch.autograd.grad(expected.sum(), q)
+    torch.testing.assert_close(out[:, -1].float(), expected[:, 63], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(dq[:, -1].float(), expected_dq[:, 63], rtol=2e-2, atol=2e-2)

@@ -1,0 +1,41 @@
+"""What is shown of memory that ran out, and of files that could not be written."""
+
+import os
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from training.host.errors import UserError
+from training.host.files import check_can_write
+from training.host.memory import PinnedArena
+from training.host.processes import can_be_mended, message_of
+
+
+@pytest.mark.parametrize("make", [torch.empty, np.empty, lambda size: bytearray(size * 2**6)])
+def test_host_memory_that_runs_out_is_a_line(make):
+    with pytest.raises((MemoryError, RuntimeError)) as raised:
+        make(2**55)
+    assert can_be_mended(raised.value)
+    pattern = r"error: out of host memory, of which \d+\.\d GB are left to this process \(.+\); lower --host_budget .+"
+    assert re.fullmatch(pattern, message_of(raised.value))
+    assert not can_be_mended(RuntimeError("out of luck"))
+
+
+def test_pages_that_cannot_be_had_are_told_with_what_there_is():
+    pattern = r"cannot pin 1073741824\.0 GB of host memory \(.+\): \d+\.\d GB are left .*, and ulimit -l .+; lower"
+    for device in ("cpu", "cuda"):  # on a GPU, too, the pages are asked for first
+        with pytest.raises(UserError, match=pattern):
+            PinnedArena(2**60, torch.device(device))
+
+
+def test_files_that_cannot_be_written_are_refused_and_others_left_as_they_are(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for file in (tmp_path, tmp_path / "pipe", tmp_path / "a" / "b", tmp_path / ("a" * 5000), "a\0b"):
+        with pytest.raises(UserError, match=r"^--json .+ cannot be written to: .+; give another file$"):
+            check_can_write(type(tmp_path)(file), "--json")
+    (tmp_path / "old").write_text("old")
+    for name in ("old", "new"):
+        check_can_write(tmp_path / name, "--json")
+    assert (tmp_path / "old").read_text() == "old" and not (tmp_path / "new").exists()

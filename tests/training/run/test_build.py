@@ -1,0 +1,134 @@
+"""Which runs have a plan, and what is said of a step that ran out of memory."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from model import MODEL_SIZES, Transformer
+from tests.ranks import run_ranks
+from training.memory.cost_model import PackedDocuments, _local_elements
+from training.memory.execution import WHOLE, Placement
+from training.memory.machine import H200
+from training.memory.planner import find_max_context, make_plan
+from training.memory.profiler import format_table
+from training.parallel.world import World
+from training.run import build as run
+from training.run.build import build_bench, model_on_meta, plan_memory, resolve_memory_budget, step_of, step_on_meta
+from training.run.settings import TrainConfig
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "auto"),
+        ({"memory_budget": "auto"}, "auto"),
+        ({"memory_budget": "24GB", "host_budget": "84GB"}, "24GB"),
+        ({"gradient_checkpointing": True}, None),
+        ({"compile": True}, None),
+    ],
+)
+def test_a_gpu_has_a_plan_unless_a_flag_replaces_it(settings, expected):
+    assert resolve_memory_budget(TrainConfig(**settings), torch.device("cuda")) == expected
+
+
+def test_shared_sequences_have_a_plan_where_no_key_value_head_is_copied(pretended_gpu):
+    config, world = TrainConfig(context_parallel_size=16, memory_budget="auto"), World(0, 1, torch.device("cpu"))
+    message = "no plan counts copies of 8 key/value heads on 16 ranks"
+    with pytest.raises(ValueError, match=f"{message}; give --gradient_checkpointing, without --memory_budget"):
+        run.check_fits(config, MODEL_SIZES["4B"], world)
+    text, _ = explain_out_of_memory(context_parallel_size=16, gradient_checkpointing=True)
+    assert text == f"{message}; raise --context_parallel_size, or lower --context_length"
+    text, plan = explain_out_of_memory(context_parallel_size=8, gradient_checkpointing=True)
+    assert plan.step.tokens == 32_768 // 8 and text.startswith("predicted for the step as it was placed")
+
+
+def test_the_reference_kernels_have_no_plan():
+    """They take far more memory than any plan counts."""
+    with pytest.raises(ValueError, match="kernels torch takes more memory than plans count; use auto, or --gradient"):
+        resolve_memory_budget(TrainConfig(kernels="torch"), torch.device("cuda"))
+    config = TrainConfig(kernels="torch", gradient_checkpointing=True)
+    assert resolve_memory_budget(config, torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize("attention_type", ["full", "nsa"])
+def test_a_bench_has_the_steps_shape(attention_type):
+    """Of as many layers as the step's model has, not those of a size that a flag names."""
+    shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=7, attention_type=attention_type)
+    step = step_on_meta(shape, context_length=256)
+    model = build_bench(step, step.given, World(0, 1, torch.device("cpu"))).model
+    assert model.config == shape and len(model.layers) == 7
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def compare_with_a_prediction(world):
+    """This rank's step with that of GPUs that are not there; no rank has more of a parameter than the first."""
+    shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=3)
+    sizes = {"context_parallel_size": world.context_size, "tensor_parallel_size": world.tensor_size}
+    config = TrainConfig(context_length=1000, batch_size=2, **sizes)
+    real = step_of(config, model_on_meta(shape, world), world, PackedDocuments.one_each(1000, 2))
+    predicted = step_on_meta(shape, 1000, 2, given=real.given, num_gpus=world.size, **sizes)
+    elements = [[_local_elements(parameter) for parameter in step.parameters] for step in (real, predicted)]
+    assert all(ours <= first for ours, first in zip(*elements, strict=True))
+    if world.is_main:
+        assert elements[0] == elements[1]
+        for placement, gpu_state_bytes in ((Placement(), math.inf), (Placement("host", "host"), 1e6)):
+            execution = replace(real.given, placements=(placement,) * 3, gpu_state_bytes=gpu_state_bytes)
+            assert list(real.stages(execution)) == list(predicted.stages(execution))
+            assert real.host_bytes(execution) == predicted.host_bytes(execution)
+            assert real.seconds(execution, H200) == predicted.seconds(execution, H200)
+
+
+@pytest.mark.parametrize(("num_ranks", "context", "tensor"), [(3, 1, 1), (4, 2, 1), (4, 1, 2)])
+def test_the_step_of_gpus_that_are_not_there_is_that_of_ranks(num_ranks, context, tensor):
+    """Three ranks do not divide all parameters' rows."""
+    sizes = {"context_parallel_size": context, "tensor_parallel_size": tensor}
+    run_ranks(num_ranks, compare_with_a_prediction, **sizes)
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """A GPU of 40 GiB, 2 of them taken by another process, and 60 GiB of host memory."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GIB, 40 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 35 * GIB)
+    monkeypatch.setattr(run, "available_host_bytes", lambda: 60 * GIB)
+
+
+def explain_out_of_memory(plan_budget=None, **settings):
+    """What is said of a 4B without a planned placement, or with one for `plan_budget` bytes; its plan."""
+    config = TrainConfig(**{"context_length": 32_768, "batch_size": 1, **settings})
+    with torch.device("meta"):
+        model = Transformer(MODEL_SIZES["4B"]).to(torch.bfloat16)
+    plan = plan_memory(config, model, World(0, 1, torch.device("cpu")))
+    if plan_budget is not None:
+        config, plan = replace(config, memory_budget="auto"), make_plan(plan.step, plan_budget, 60 * GIB)
+    return run.explain_out_of_memory(config, plan, torch.device("cuda")), plan
+
+
+def explanation(plan, advice, fitting):
+    table = format_table(list(plan.step.stages(plan.execution)))
+    return f"predicted for the step as it was placed:\n{table}\npredicted to fit into {advice}:\n{fitting}"
+
+
+@pytest.mark.parametrize("flag", ["gradient_checkpointing", "compile"])
+def test_out_of_memory_without_a_plan_names_one_that_fits(flag, pretended_gpu):
+    text, plan = explain_out_of_memory(**{flag: True})
+    placement = {"gradient_checkpointing": Placement(), "compile": WHOLE}[flag]
+    assert plan.execution.placements == (placement,) * 36
+    advice = "37.00 GiB; --gradient_checkpointing and --compile dropped make such a plan; its seconds are an H200's"
+    assert text == explanation(plan, advice, make_plan(plan.step, 37 * GIB, 60 * GIB))
+
+
+def test_out_of_memory_with_a_plan_names_one_of_less():
+    text, plan = explain_out_of_memory(plan_budget=40 * GIB)
+    assert "\nforward of layers " in text  # equal layers share a row
+    advice = "36.00 GiB; --memory_budget 36.0GB makes such a plan"
+    assert text == explanation(plan, advice, make_plan(plan.step, 36 * GIB, 60 * GIB))
+
+
+def test_out_of_memory_where_no_plan_fits_names_the_largest_context(pretended_gpu):
+    text, plan = explain_out_of_memory(context_length=1_048_576, gradient_checkpointing=True)
+    assert text.endswith(f"; the largest that does is {find_max_context(plan.step, 37 * GIB, 60 * GIB)}")

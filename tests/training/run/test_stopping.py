@@ -1,0 +1,121 @@
+"""Looks between blocks: where a forward and a backward end, and how far ahead of the GPU the host may be."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from training.run.stopping import LOOKS_BEHIND, LooksBetweenBlocks, Stopped, stop_signals
+
+BLOCKS = 8
+
+
+class Slow(nn.Module):
+    def __init__(self, log):
+        super().__init__()
+        self.weight, self.log = nn.Parameter(torch.ones(4)), log
+
+    def forward(self, x):
+        if x.is_cuda:
+            torch.cuda._sleep(200_000_000)  # cycles: about 0.1 s
+        self.log.append(1)
+        return x * self.weight
+
+
+def blocks_on(device):
+    log, received = [], []
+    blocks = nn.ModuleList(Slow(log) for _ in range(BLOCKS)).to(device)
+    return blocks, log, received, LooksBetweenBlocks(blocks, received), torch.ones(4, device=device, requires_grad=True)
+
+
+def run(blocks, x):
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_signal_ends_forward_and_backward(device):
+    blocks, log, received, looks, x = blocks_on(device)
+    with looks.looking(1):
+        run(blocks, x).sum().backward()
+    assert looks.longest_seconds() > 0 and len(log) == BLOCKS
+    received.append(signal.SIGTERM)
+    run(blocks, x)  # nobody looks
+    log.clear()
+    with pytest.raises(Stopped), looks.looking(1):
+        run(blocks, x)
+    assert len(log) == LOOKS_BEHIND
+    log.clear()
+    with pytest.raises(Stopped), looks.looking(2):
+        run(blocks, x)
+    assert len(log) == 2 * (LOOKS_BEHIND + 1) - 1
+    received.clear()
+    with pytest.raises(Stopped), looks.looking(1):  # in autograd's own thread, on a GPU
+        y = run(blocks, x).sum()
+        received.append(signal.SIGTERM)
+        y.backward()
+
+
+def test_a_signal_is_noted_while_the_main_thread_is_in_a_library():
+    """As in a GPU's backward: Python's own handlers wait until the library returns."""
+    x, noted = torch.ones(800, 800), []
+
+    def signalled():
+        time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while not received:
+            time.sleep(0.001)
+        noted.append(time.monotonic())
+
+    before = signal.getsignal(signal.SIGUSR1)
+    with stop_signals() as received:
+        thread = threading.Thread(target=signalled)
+        thread.start()
+        torch.linalg.matrix_power(x, 2**16)  # one call of about a quarter of a second
+        returned = time.monotonic()
+        thread.join()
+    assert noted[0] < returned and received == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.gpu
+def test_the_host_is_few_blocks_ahead_of_the_gpu():
+    blocks, _, _, looks, x = blocks_on("cuda")
+    done = []  # an event behind each block
+    for block in blocks:
+        block.register_forward_hook(lambda *_: done.append(torch.cuda.current_stream().record_event()))
+
+    @torch.no_grad()
+    def blocks_ahead():
+        """How many blocks the GPU has still to do when the host has queued all of them."""
+        done.clear()
+        run(blocks, x)
+        return sum(not event.query() for event in done)
+
+    blocks_ahead()  # loads the kernels
+    torch.cuda.synchronize()
+    assert blocks_ahead() == BLOCKS
+    torch.cuda.synchronize()
+    with looks.looking(1):
+        assert blocks_ahead() <= LOOKS_BEHIND + 1
+
+
+@pytest.mark.gpu
+def test_a_signal_ends_a_gpus_backward():
+    """Autograd's own thread runs it, while the main thread waits in the library."""
+    blocks, _, _, _, y = blocks_on("cuda")
+    with stop_signals() as received:
+        looks = LooksBetweenBlocks(blocks, received)
+        with looks.looking(1):
+            for block in blocks:
+                y = block(y)
+                y.register_hook(lambda _: torch.cuda._sleep(400_000_000))  # cycles: about 0.2 s of 1.6
+            torch.cuda.synchronize()
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            with pytest.raises(Stopped):
+                y.sum().backward()

@@ -1,0 +1,169 @@
+"""Offload: tensors copied to page-locked host memory and back, beside the GPU's other work.
+
+`PinnedArena` is the host memory, one block carved up; `HostCopies` are the copies, on streams of their own.
+Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857.
+"""
+
+import math
+import mmap
+import os
+import re
+import resource
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from training.host.errors import UserError
+
+MIB, GIB = 2**20, 2**30
+# Every slot starts at a multiple of 512 bytes, so that copies move whole cache lines and whole sectors.
+SLOT_ALIGNMENT = 512
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in "24GB" or "24GiB" (both 2**30 bytes a GB, as GPUs are sold), "512MB" or a plain number of bytes.
+
+    Raises:
+        UserError: anything else.
+    """
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise UserError(f'a memory size looks like "24GB", got {text[:80]!r}')
+    return int(float(match[1]) * 2 ** (10 * " KMGT".index(match[2].upper() or " ")))
+
+
+def available_host_bytes() -> int:
+    """80% of what this machine and this process's control groups have left, shared by torchrun's processes here."""
+    available = 1024 * int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0])
+    return int(0.8 * min(available, *_bytes_left_in_groups())) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _bytes_left_in_groups() -> Iterator[float]:
+    """Bytes left under each memory limit on this process: its control group's and its parents' (container, Slurm job).
+
+    cgroup v2 lists one path with an empty controller, v1 one path for the controller "memory". In a container the path
+    may be the host's and not exist here; the limit is then that of the nearest folder above which does.
+    """
+    yield math.inf
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, limit, usage, cache = "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit, usage = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache = "total_inactive_file"
+        else:
+            continue
+        group = Path(root, path.lstrip("/"))
+        for folder in (group, *group.parents[: len(group.parts) - len(Path(root).parts)]):
+            with suppress(OSError, ValueError):  # no such folder or file, or no limit, which v2 writes as "max"
+                size = int((folder / limit).read_text())
+                cached = re.findall(rf"^{cache} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)[0]
+                yield size - (int((folder / usage).read_text()) - int(cached))
+
+
+class PinnedArena:
+    """One block of host memory, given out in slots that are never freed; page-locked where `device` is a GPU.
+
+    The arena registers pages of its own: PyTorch's pinned allocator would round sizes up to powers of two.
+
+    Args:
+        num_bytes: size of the block.
+        device: the device that tensors are copied to and from; for a CPU the memory is not page-locked.
+
+    Raises:
+        UserError: the host does not let this much be pinned.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device):
+        self.num_bytes, self.used_bytes, self.device = num_bytes, 0, device
+        try:
+            pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as refusal:
+            raise _refused(num_bytes, str(refusal)) from None
+        self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
+        # A forked child would share the pages until one side writes; the writer then gets others, which are not pinned.
+        pages.madvise(mmap.MADV_DONTFORK)
+        if device.type == "cuda" and num_bytes:
+            with suppress(OSError):  # a kernel without huge pages: small ones take longer to pin
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            address = self._bytes.data_ptr()
+            error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+            if error:
+                raise _refused(num_bytes, f"CUDA error {error}")
+            weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, address)
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor of the arena, on the CPU.
+
+        Raises:
+            ValueError: it does not fit into what is left.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        start = -(-self.used_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        if start + num_bytes > self.num_bytes:
+            left = self.num_bytes - self.used_bytes
+            raise ValueError(f"the pinned arena of {self.num_bytes} bytes has {left} left, {num_bytes} are asked for")
+        self.used_bytes = start + num_bytes
+        return self._bytes[start : self.used_bytes].view(dtype).view(shape)
+
+
+def _refused(num_bytes: int, why: str) -> UserError:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    locked = "is unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**30:.3f} GB"
+    left = available_host_bytes() / 2**30
+    return UserError(
+        f"cannot pin {num_bytes / 2**30:.1f} GB of host memory ({why}): {left:.1f} GB are left to this process, and "
+        f"ulimit -l {locked}; lower --host_budget, or raise ulimit -l where that is less"
+    )
+
+
+class HostCopies:
+    """Copies tensors to slots of the arena and back, on one stream for each direction; on a CPU, copies are plain.
+
+    The GPU memory of every tensor here is allocated and freed on the compute stream. That stream waits for a copy
+    before the memory can be used again. With record_stream in place of waits, peak memory would depend on how far the
+    host runs ahead of the GPU.
+    """
+
+    def __init__(self, arena: PinnedArena):
+        self.arena = arena
+        self.slots: dict[tuple[int, str, int], list[Tensor]] = {}
+        self.leaving: list[Sequence[Tensor]] = []
+        self.device_module = torch.get_device_module(arena.device)  # torch.cpu's streams do nothing
+        self.to_host, self.to_gpu = self.device_module.Stream(), self.device_module.Stream()
+
+    def send(self, key: tuple[int, str, int], tensors: Sequence[Tensor]) -> None:
+        slots = self.slots.get(key)
+        if slots is None or [s.shape for s in slots] != [t.shape for t in tensors]:
+            slots = self.slots[key] = [self.arena.allocate(t.shape, t.dtype) for t in tensors]
+        # The copy waits for the kernels that compute the tensors, and for backward's last use of what these slots held.
+        self._copy(slots, tensors, self.to_host)
+        self.leaving.append(tensors)  # a reference, so that their memory is not reused while it is read
+
+    def finish_sending(self) -> None:
+        """Release the tensors sent. Kernels queued from here on may reuse their memory, so they wait for the copies."""
+        self.device_module.current_stream().wait_stream(self.to_host)
+        self.leaving.clear()
+
+    def fetch(self, key: tuple[int, str, int]) -> list[Tensor]:
+        """Tensors that may be read after `finish_fetching`."""
+        slots = self.slots[key]
+        tensors = [torch.empty(slot.shape, dtype=slot.dtype, device=self.arena.device) for slot in slots]
+        # The copy waits for the last use of the memory that `tensors` got, and, after finish_sending, for full slots.
+        self._copy(tensors, slots, self.to_gpu)
+        return tensors
+
+    def finish_fetching(self) -> None:
+        """Kernels queued from here on wait for all fetches; only they use, and may free, what was fetched."""
+        self.device_module.current_stream().wait_stream(self.to_gpu)
+
+    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: torch.Stream) -> None:
+        stream.wait_stream(self.device_module.current_stream())
+        with self.device_module.stream(stream):
+            for target, source in zip(targets, sources):
+                target.copy_(source, non_blocking=True)

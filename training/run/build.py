@@ -1,0 +1,408 @@
+"""What train.py, profile_memory.py and the benchmarks share: a model, its optimizer and its memory plan, and one step.
+
+Top to bottom: the machine and the model's shape; the plan; building; one step.
+"""
+
+import dataclasses
+import functools
+import gc
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kernels.attention.full import choose_backend
+from kernels.attention.nsa.nsa import NSA
+from kernels.attention.sparse.sparse_attention import HEAD_DIMS, Sparsity
+from kernels.common import set_default_implementation
+from model import MODEL_SIZES, NSA_GATES, ModelConfig, Transformer
+from training.checkpoint.files import load_optimizer_state, restore_rng
+from training.checkpoint.weights import find_weights, read_weights, shape_of_weights
+from training.data.loader import Batch
+from training.extension import extend
+from training.host.errors import UserError, refused_as_user_error
+from training.host.memory import available_host_bytes, parse_bytes
+from training.memory.cost_model import PackedDocuments, Step, gib
+from training.memory.execution import WHOLE, Execution, Placement
+from training.memory.machine import Rates, cap_gpu_memory, gpu_budget, measure_rates
+from training.memory.placement import apply_execution
+from training.memory.planner import Plan, has_plan, make_plan
+from training.memory.profiler import Bench, format_table
+from training.optimizer import MasterAdamW
+from training.parallel.fsdp import copy_weights, initial_weights, shard_model
+from training.parallel.tensor import share_matrices
+from training.parallel.ulysses import share_sequences
+from training.parallel.world import World
+from training.run.settings import TrainConfig
+from training.run.stopping import Stopped
+from training.sparsity import sparsity_at
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | None:
+    """The run's --memory_budget: on a GPU "auto", unless another flag says what blocks keep. None: there is no plan.
+
+    Raises:
+        UserError: a budget on a CPU; kernels that no plan counts.
+    """
+    if device.type == "cuda":
+        if config.gradient_checkpointing or config.compile:
+            return None
+        if config.kernels == "torch":
+            raise UserError(
+                "kernels torch takes more memory than plans count; use auto, or --gradient_checkpointing without a plan"
+            )
+        return config.memory_budget or "auto"
+    for name in ("memory_budget", "host_budget"):
+        if getattr(config, name) is not None:
+            raise UserError(f"{name} has no effect on a CPU; drop it")
+    return None
+
+
+def configure_machine(config: TrainConfig, model_config: ModelConfig, world: World) -> None:
+    """Choose which kernels run, and refuse a memory budget that is not free, before anything else takes time."""
+    if config.kernels == "triton" and world.device.type != "cuda":
+        raise UserError('kernels "triton" needs a CUDA GPU; use auto')
+    head_dim, kind = model_config.head_dim, config.attention_type
+    if kind != "full" and world.device.type == "cuda" and config.kernels != "torch" and head_dim not in HEAD_DIMS:
+        raise UserError(f"attention_type {kind} has GPU kernels for head_dim {HEAD_DIMS}, not for {head_dim}; use full")
+    set_default_implementation(config.kernels)
+    settled_execution(config.loss_impl, config.attention_backend, world.device)  # refuses a backend that is not there
+    if config.memory_budget is not None:
+        gpu_budget(config.memory_budget, world.device)
+
+
+def shape_with(attention_type: str, size: ModelConfig) -> ModelConfig:
+    """A size of model with the parameters of --attention_type: nsa has gates, sparse nothing."""
+    return dataclasses.replace(size, attention_type="nsa" if attention_type == "nsa" else "full")
+
+
+def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfig:
+    """The model_size's shape, or the one that the weights to start from declare, extended as --rope_scaling says.
+
+    Args:
+        resumed: the checkpoint to go on from, if there is one; else the weights are those of --init_from.
+    """
+    size = MODEL_SIZES[config.model_size or "tiny"]
+    shape = shape_with(config.attention_type, size)
+    if folder := resumed or config.init_from:
+        declared = shape_of_weights(folder)
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers") if config.model_size else ():
+            if getattr(declared, name) != getattr(shape, name):
+                raise UserError(
+                    f"{folder} is of another size: it has {name} {getattr(declared, name)}, model_size "
+                    f"{config.model_size} has {getattr(shape, name)}; drop model_size, to take theirs"
+                )
+        if declared.attention_type == "nsa" and shape.attention_type != "nsa":
+            raise UserError(
+                f"{folder} was trained with attention_type nsa, and attention_type {config.attention_type} would drop "
+                "its gates; give --attention_type nsa, or other weights"
+            )
+        if shape.attention_type == "nsa" and declared.attention_type != "nsa":
+            if resumed:
+                raise UserError(
+                    f"{folder} was trained without attention_type nsa; to turn it into that, start from its weights "
+                    f"with --init_from {folder} and another --output_dir"
+                )
+            logger.info("attention: %s has no gates of nsa; they are initialised, near 1/2", folder)
+        shape = dataclasses.replace(declared, attention_type=shape.attention_type)
+        if config.rope_scaling is not None:
+            shape = _extended(shape, config.rope_scaling, resumed)
+    length = max(shape.max_position_embeddings, config.context_length) if folder else config.context_length
+    return dataclasses.replace(shape, max_position_embeddings=length)
+
+
+def _extended(shape: ModelConfig, rope_scaling: str, resumed: Path | None) -> ModelConfig:
+    """The shape with its context extended, which that of a resumed run is already."""
+    if resumed is None:
+        return extend(shape, rope_scaling)
+    asked, found = (
+        scaling and (scaling.rope_type, scaling.factor)
+        for scaling in (extend(dataclasses.replace(shape, rope_scaling=None), rope_scaling).rope_scaling,
+                        shape.rope_scaling)
+    )  # fmt: skip
+    if asked != found:
+        raise UserError(f"rope_scaling {rope_scaling}: {resumed} was trained with {found}; drop it, or start afresh")
+    return shape
+
+
+# The plan
+
+
+def settled_execution(
+    loss_impl: str, attention_backend: str, device: torch.device, sparsity: tuple[Sparsity | NSA, ...] = ()
+) -> Execution:
+    """What flags settle of an execution before anything is planned.
+
+    Raises:
+        UserError: an attention backend that `device` or this installation does not have.
+    """
+    with refused_as_user_error():
+        backend = choose_backend(attention_backend, device)
+    return Execution(loss_impl=loss_impl, attention_backend=backend, sparsity=sparsity)
+
+
+def step_of(config: TrainConfig, model: Transformer, world: World, documents: PackedDocuments | None) -> Step:
+    """The step that the settings ask for; `documents` are None where they are not known yet."""
+    lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
+    sparsity = sparsity_at(config, model.config.num_hidden_layers, step=1)
+    given = settled_execution(config.loss_impl, config.attention_backend, world.device, sparsity)
+    num_shards = world.data_size * world.context_size if world.size > 1 else None
+    return Step(
+        model.config, model.parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
+        num_shards=num_shards, tensor_ranks=config.tensor_parallel_size,
+    )  # fmt: skip
+
+
+def step_on_meta(
+    model_config: ModelConfig,
+    context_length: int,
+    batch_size: int = 1,
+    micro_batches: int = 1,
+    given: Execution | None = None,
+    num_gpus: int = 1,
+    context_parallel_size: int = 1,
+    tensor_parallel_size: int = 1,
+) -> Step:
+    """A step of a model on the meta device, which takes no memory; each sequence is one document.
+
+    Args:
+        num_gpus: the step is of the first of so many, which need not exist: FSDP2 deals the rows of a parameter out as
+            torch.chunk does, and gives no GPU more than the first.
+        context_parallel_size, tensor_parallel_size: GPUs that share each sequence, and each matrix.
+    """
+    dtype = torch.float32 if num_gpus > 1 else torch.bfloat16
+    model_config, num_shards = model_config.split(tensor_parallel_size), num_gpus // tensor_parallel_size
+    shards = [parameter.chunk(num_shards)[0].to(dtype) for parameter in _parameters_on_meta(model_config)]
+    documents = PackedDocuments.one_each(context_length, batch_size)
+    return Step(
+        model_config, shards, context_length, batch_size, micro_batches, documents, given,
+        num_ranks=context_parallel_size, num_shards=num_shards if num_gpus > 1 else None,
+        tensor_ranks=tensor_parallel_size,
+    )  # fmt: skip
+
+
+@functools.cache  # tables and searches ask for those of one model many times
+def _parameters_on_meta(model_config: ModelConfig) -> list[torch.Tensor]:
+    with torch.device("meta"):
+        return list(Transformer(model_config).parameters())
+
+
+def memory_budgets(config: TrainConfig, world: World) -> tuple[float, float]:
+    """Bytes of --memory_budget and of --host_budget: of each, the smallest that any rank has."""
+    assert config.memory_budget is not None, "without it there is no plan"
+    host_budget = parse_bytes(config.host_budget) if config.host_budget else available_host_bytes()
+    gpu_bytes, host_bytes = world.min(gpu_budget(config.memory_budget, world.device), host_budget)
+    return gpu_bytes, host_bytes
+
+
+def check_fits(config: TrainConfig, model_config: ModelConfig, world: World) -> None:
+    """Refuse, before the data are read, a step for which there is no plan even if all documents are short.
+
+    Raises:
+        UserError: no plan fits; names the largest context that would. Or ranks have copies of key/value heads.
+    """
+    if config.memory_budget is None:
+        return
+    if message := without_plan(config, model_config.split(world.tensor_size)):
+        raise UserError(f"{message}; give --gradient_checkpointing, without --memory_budget")
+    tokens = config.batch_size * config.context_length
+    short = PackedDocuments(longest=1, count=tokens, pairs=tokens)
+    step = step_of(config, model_on_meta(model_config, world), world, short)
+    budgets = memory_budgets(config, world)
+    if not has_plan(step, *budgets):
+        make_plan(step, *budgets)  # raises the error that says why
+
+
+def without_plan(config: TrainConfig, model_config: ModelConfig) -> str | None:
+    """Why no plan counts what `config.context_parallel_size` ranks take of a model; None: plans do."""
+    heads, ranks = model_config.num_key_value_heads, config.context_parallel_size
+    return f"no plan counts copies of {heads} key/value heads on {ranks} ranks" if heads % ranks else None
+
+
+def plan_memory(
+    config: TrainConfig, model: Transformer, world: World, documents: PackedDocuments | None = None
+) -> Plan:
+    """The fastest plan within --memory_budget and --host_budget, the same on every rank; caps the GPU's memory.
+
+    Without a budget nothing is searched: --gradient_checkpointing keeps each block's input, otherwise blocks keep all.
+    """
+    step = step_of(config, model, world, documents)
+    if config.memory_budget is None:
+        placement = Placement() if config.gradient_checkpointing else WHOLE
+        return Plan(step, dataclasses.replace(step.given, placements=(placement,) * step.layers))
+    budgets = memory_budgets(config, world)
+    backend, sparsity = step.given.attention_backend, step.given.sparsity
+    rates = measure_rates(model.config, backend, world.device, config.context_length, sparsity)
+    rates = Rates(*world.min(*dataclasses.astuple(rates)))
+    torch.cuda.empty_cache()  # frees what the measurements took
+    plan = make_plan(step, *budgets, rates)
+    plan = dataclasses.replace(plan, execution=world.broadcast(plan.execution))  # unequal shards might plan unequally
+    cap_gpu_memory(int(plan.gpu_budget), world.device)
+    logger.info("plan for %s of GPU and %s of host memory:\n%s", *map(gib, budgets), plan)
+    return plan
+
+
+def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device) -> str:
+    """What the step was predicted to take, and a plan that should fit; computed without GPU memory."""
+    if message := without_plan(config, plan.step.config):
+        return f"{message}; raise --context_parallel_size, or lower --context_length"
+    try:
+        if config.memory_budget is None:
+            budgets: tuple[float, float] = gpu_budget("auto", device), available_host_bytes()
+            advice = "--gradient_checkpointing and --compile dropped make such a plan; its seconds are an H200's"
+        else:
+            budgets = 0.9 * plan.gpu_budget, plan.host_budget
+            advice = f"--memory_budget {budgets[0] / 2**30:.1f}GB makes such a plan"
+        fitting = f"predicted to fit into {gib(budgets[0])}; {advice}:\n{make_plan(plan.step, *budgets, plan.rates)}"
+    except UserError as error:  # its message names the largest context, or what is free
+        fitting = str(error)
+    table = format_table(list(plan.step.stages(plan.execution)))
+    return f"predicted for the step as it was placed:\n{table}\n{fitting}"
+
+
+# Building
+
+
+@dataclass
+class Start:
+    """Where a run starts: at step 0, or where a checkpoint was saved."""
+
+    checkpoint: Path | None = None
+    step: int = 0
+    tokens: int = 0
+    cosine_steps: int = 0  # steps from the run's first to the end of the learning rate's cosine
+    tokenizer: str | None = None  # the tokenizer's identity
+    validation_loss: float | None = None  # the last that was measured
+    loader: dict = dataclasses.field(default_factory=dict)  # the loader's state: its position in the data
+    skipped: int = 0  # steps before that were not finite and were left out
+
+
+def model_on_meta(model_config: ModelConfig, world: World) -> Transformer:
+    """A model that takes no memory: bf16 on one GPU, else float32 (FSDP computes in bf16 from float32 shards)."""
+    with torch.device("meta"):
+        model = Transformer(model_config.split(world.tensor_size))
+    if world.size > 1:
+        share_matrices(model, world)
+        shard_model(model, model.layers, world)
+        share_sequences(model, world)
+    elif world.device.type == "cuda":
+        model.to(torch.bfloat16)
+    return model
+
+
+def build_model(
+    config: TrainConfig, model_config: ModelConfig, world: World, documents: PackedDocuments | None = None
+) -> tuple[Transformer, Plan]:
+    """A model on its device whose weights are not set yet, and its plan, which its blocks follow."""
+    model = model_on_meta(model_config, world)
+    plan = plan_memory(config, model, world, documents)
+    model.to_empty(device=world.device)
+    for block in model.layers if config.compile else ():
+        block.forward = torch.compile(block.forward)
+    apply_execution(model, plan.execution, plan.arena_bytes)
+    return model, plan
+
+
+def build(
+    config: TrainConfig, model_config: ModelConfig, start: Start, documents: PackedDocuments, world: World
+) -> tuple[Transformer, MasterAdamW, Plan]:
+    """Model, optimizer and plan; weights are fresh, those of --init_from, or with all other state a checkpoint's."""
+    model, plan = build_model(config, model_config, world, documents)
+    optimizer = MasterAdamW(
+        model.named_parameters(),
+        weight_decay=config.weight_decay,
+        accumulate=config.gradient_accumulation_steps > 1,
+        gpu_state_bytes=plan.execution.gpu_state_bytes,
+    )
+    if start.checkpoint:
+        load_optimizer_state(start.checkpoint, optimizer.state_dict())
+        optimizer.restore_parameters()
+        restore_rng(start.checkpoint)
+    elif config.init_from:
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        if model_config.attention_type == "nsa":  # a dense model's weights lack the gates, an nsa model's replace these
+            fresh = initial_weights(model, config.seed)
+            optimizer.load_weights((name, full) for name, full in fresh if NSA_GATES in name)
+        masters = {name: tensors["master"] for name, tensors in optimizer.state_dict().items()}
+        read_weights(find_weights(config.init_from, shapes, may_lack=NSA_GATES), masters)
+        optimizer.restore_parameters()
+    else:
+        optimizer.load_weights(initial_weights(model, config.seed))
+    return model, optimizer, plan
+
+
+def build_bench(step: Step, execution: Execution, world: World) -> Bench:
+    """A model and an optimizer for `step`, with fresh weights, on which a profiler measures steps."""
+    gc.collect()  # frees the memory of an earlier bench
+    model = model_on_meta(step.config, world).to_empty(device=world.device)
+    copy_weights(model, initial_weights(model, seed=0))
+    optimizer = MasterAdamW(
+        model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=execution.gpu_state_bytes
+    )
+    return Bench(model, optimizer)
+
+
+# One step
+
+
+def run_model(model: Transformer, batch: Batch, world: World, denominator: float | None = None) -> torch.Tensor:
+    """The summed loss of a micro-batch, divided by `denominator`; None: by the number of its targets."""
+    input_ids, targets = (x.to(world.device, non_blocking=True) for x in (batch.input_ids, batch.targets))
+    return model(input_ids, targets=targets, documents=batch.documents, denominator=denominator).loss
+
+
+class NoTarget(Exception):
+    """A step all of whose tokens are masked, padding, or the first of their documents."""
+
+
+class NotFinite(UserError):
+    """A step whose loss or gradient is not finite; the weights are as they were before it."""
+
+
+def train_step(
+    model: Transformer,
+    optimizer: MasterAdamW,
+    batches: list[Batch],
+    world: World,
+    learning_rate: float,
+    max_grad_norm: float,
+    before_update: Callable[[], None] = lambda: None,
+) -> tuple[float, float]:
+    """One optimizer step over all micro-batches of all ranks. Returns (mean loss a token, gradient norm).
+
+    Args:
+        batches: of whole sequences; ranks that share sequences have the same ones, and take each its part.
+        before_update: called ahead of the update, as `Saver.before_update`.
+
+    Raises:
+        NoTarget, NotFinite, Stopped: nothing to learn, a loss or gradient that is not finite, a run that was asked to
+            end as `LooksBetweenBlocks` saw. The weights are as they were.
+    """
+    batches = [batch.slice(world.context_rank, world.context_size) for batch in batches]
+    # Ranks that share matrices have the same tokens, and each the whole loss: these count once.
+    num_valid = world.sum(sum(batch.num_valid_tokens for batch in batches))[0] / world.tensor_size
+    if not num_valid:
+        raise NoTarget
+    losses: list[torch.Tensor] = []
+    try:
+        for batch in batches:
+            loss = run_model(model, batch, world, num_valid)
+            loss.backward()
+            losses.append(loss.detach())
+    except Stopped:
+        optimizer.zero_grad()
+        raise
+    norm = optimizer.clip_grad_norm(max_grad_norm)
+    loss = world.sum(float(torch.stack(losses).sum()))[0] / world.tensor_size
+    if not math.isfinite(loss + norm):
+        optimizer.zero_grad()
+        raise NotFinite(f"loss {loss}, gradient norm {norm}")
+    before_update()
+    optimizer.step(learning_rate)
+    torch.get_device_module(world.device).synchronize()  # a clock read after this has waited for the update
+    return loss, norm
