@@ -3,7 +3,6 @@
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -54,32 +53,6 @@ def operation(
         return torch.library.custom_op(name, function, mutates_args=())
 
     return register
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What an operation takes for a number of tokens. Weights and their gradients are counted by whoever holds them.
-
-    Args:
-        saved: bytes from forward to backward, those of its input included if backward needs it.
-        forward: bytes at the fullest moment of a forward that saves nothing, beside its input.
-        backward: bytes at the fullest moment of backward, beside what is saved.
-        keepable: bytes of what is saved that stands in for a second forward, see `operation`.
-        matrix_flops, backward_matrix_flops: floating-point operations of the matrix products of forward and backward.
-        elementwise_bytes: read and written in forward by what is neither a matrix product nor attention.
-        choices: bytes of what is saved that is kept always, see `operation`.
-        is_skippable: whether forward need not run again for backward, see `operation`.
-    """
-
-    saved: int
-    forward: int
-    backward: int
-    keepable: int = 0
-    matrix_flops: float = 0
-    backward_matrix_flops: float = 0
-    elementwise_bytes: int = 0
-    choices: int = 0
-    is_skippable: bool = False
 
 
 def set_default_implementation(impl: str) -> None:

@@ -25,7 +25,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from .common import Footprint, use_triton
+from .common import use_triton
+from .parts import Footprint
 from .torch_internals import assert_async, resolve_process_group
 
 VECTOR = 8  # neighbouring columns that one thread holds: 16 bytes of bf16

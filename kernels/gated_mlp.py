@@ -19,7 +19,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from .common import Footprint, operation, use_triton
+from .common import operation, use_triton
+from .parts import Footprint
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 BLOCK_SIZE = 2048  # columns of one row that one program works on

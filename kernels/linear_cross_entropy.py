@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from .common import Footprint, use_triton
+from .common import use_triton
 from .cross_entropy import (
     Details,
     RowOptions,
@@ -31,6 +31,7 @@ from .cross_entropy import (
     shard_of,
     sharded_row_step,
 )
+from .parts import Footprint
 from .torch_internals import assert_async, backward_keeps_graph
 
 CHUNK_SIZE = 4096  # tokens whose logits exist at a time

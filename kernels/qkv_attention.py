@@ -33,8 +33,9 @@ from .attention.full import attention, backward_workspace, choose_backend
 from .attention.nsa import nsa
 from .attention.nsa.nsa import NSA, nsa_attention
 from .attention.sparse.sparse_attention import WORKSPACE_BYTES, Sparsity, sparse_attention
-from .common import Footprint, operation, use_triton
+from .common import operation, use_triton
 from .head_exchange import HeadExchange
+from .parts import Footprint
 from .rms_norm import rms_norm
 from .rope import rope
 from .torch_internals import resolve_process_group

@@ -22,10 +22,10 @@ from kernels.attention.full import BACKWARD_FLOPS, attention_flops, longest_toge
 from kernels.attention.nsa.nsa import BLOCK_SIZE, NSA
 from kernels.attention.sparse.layout import LONGEST_DOCUMENT
 from kernels.attention.sparse.sparse_attention import Sparsity
-from kernels.common import Footprint
 from kernels.cross_entropy import cross_entropy_footprint
 from kernels.gated_mlp import gated_mlp_footprint
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
+from kernels.parts import Footprint
 from kernels.qkv_attention import qkv_attention_footprint
 from training.data.packing import deal
 from training.host.memory import GIB, SLOT_ALIGNMENT
