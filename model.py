@@ -2,15 +2,15 @@
 
 Shapes: B batch, T tokens, D model width, H query heads, G key/value heads, K head width, F feed-forward width, V vocab.
 The architecture is Qwen3's (arXiv 2505.09388): RMSNorm before each half of a block, RMSNorm on each query and key head
-before rotary positions, grouped-query attention, a gated MLP, no biases; or that of its relatives: without the norms of
-heads Llama's and Mistral's, with biases of q, k and v besides Qwen2's. Parameter names are Hugging Face's.
+before rotary positions, grouped-query attention, a gated MLP, no biases. A model may have no norms of heads, and biases
+of q, k and v: training/families.py says which released models do. Parameter names are Hugging Face's.
 """
 
 import functools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,12 @@ from kernels.attention.nsa.nsa import NSA
 from kernels.attention.sparse.decode import PooledKeys, attend_to_cache
 from kernels.attention.sparse.sparse_attention import Sparsity
 from kernels.cross_entropy import cross_entropy
-from kernels.gated_mlp import gated_mlp
+from kernels.gated_mlp import ACTIVATIONS, gated_mlp
 from kernels.head_exchange import HeadExchange
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.qkv_attention import QKVParameters, project_heads, qkv_attention
 from kernels.rms_norm import rms_norm
-from kernels.rope import ROPE_TYPES, RopeScaling, rope_frequencies
+from kernels.rope import RopeScaling, rope_frequencies
 from kernels.tensor_parallel import TensorRanks, local
 from kernels.torch_internals import assert_async
 
@@ -36,11 +36,8 @@ logger = logging.getLogger(__name__)
 IGNORE_INDEX = -100
 # Above this size the projected logits are never materialised (GB = 2**30 bytes).
 CHUNKED_LOSS_THRESHOLD_BYTES = 10 * 2**30
-# config.json's model_type -> (RMSNorm of each query and key head, biases of the q, k and v projections)
-MODEL_TYPES = {"qwen3": (True, False), "qwen2": (False, True), "llama": (False, False), "mistral": (False, False)}
 ATTENTION_TYPES = "full", "nsa"
 NSA_GATES = ".g_proj."  # in the names of the gates' parameters
-_HUGGING_FACE_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 @dataclass(frozen=True)
@@ -65,8 +62,10 @@ class ModelConfig:
     initializer_range: float = 0.02
     max_position_embeddings: int = 40_960  # only declared, for Hugging Face's tools; no length is refused here
     attention_type: str = "full"  # "nsa": native sparse attention, whose gates are parameters
-    model_type: str = "qwen3"  # of MODEL_TYPES
     rope_scaling: RopeScaling | None = None
+    has_head_norms: bool = True  # an RMSNorm on each query and key head, before rotary positions
+    has_qkv_biases: bool = False
+    model_type: str = "qwen3"  # the family's name in config.json, see training/families.py
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -80,21 +79,9 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
-        if self.hidden_act not in _HUGGING_FACE_ACTIVATIONS:
-            activations = ", ".join(_HUGGING_FACE_ACTIVATIONS)
-            raise ValueError(f"hidden_act must be one of {activations}, got {self.hidden_act!r}")
-        for name, known in (("attention_type", ATTENTION_TYPES), ("model_type", MODEL_TYPES)):
+        for name, known in (("hidden_act", ACTIVATIONS), ("attention_type", ATTENTION_TYPES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-
-    @property
-    def has_head_norms(self) -> bool:
-        """Whether each query and key head has an RMSNorm, before rotary positions."""
-        return MODEL_TYPES[self.model_type][0]
-
-    @property
-    def has_qkv_biases(self) -> bool:
-        return MODEL_TYPES[self.model_type][1]
 
     @property
     def num_gates(self) -> int:
@@ -152,116 +139,7 @@ class ModelConfig:
         names = "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"
         return replace(self, **{name: getattr(self, name) // ranks for name in names})
 
-    def to_hugging_face(self) -> dict:
-        """The config.json that describes this shape; transformers knows no such model_type as of a model with NSA."""
-        suffix, scaling = "_nsa" if self.attention_type == "nsa" else "", self.rope_scaling
-        content = {
-            "model_type": self.model_type + suffix,
-            "architectures": [f"{self.model_type.capitalize()}{suffix.strip('_').upper()}ForCausalLM"],
-            **{name: getattr(self, name) for name in _HUGGING_FACE_FIELDS},
-            "hidden_act": _HUGGING_FACE_ACTIVATIONS[self.hidden_act],
-            "rope_scaling": None,
-            **({"sliding_window": None} if self.model_type == "mistral" else {}),  # which has one unless told otherwise
-            **({} if self.has_qkv_biases else {"attention_bias": False}),
-        }
-        if scaling is not None:
-            given = {name: value for name, value in asdict(scaling).items() if value is not None}
-            content["rope_scaling"] = {"rope_type": scaling.rope_type, **given}
-        return content
 
-    @classmethod
-    def from_hugging_face(cls, config: dict) -> "ModelConfig":
-        """The shape that a config.json declares, in its older form or with `rope_parameters`.
-
-        Raises:
-            ValueError: another architecture, a missing field, or a setting that would compute something else here.
-        """
-        declared_type = str(config.get("model_type"))
-        model_type = declared_type.removesuffix("_nsa")
-        activations = {theirs: ours for ours, theirs in _HUGGING_FACE_ACTIVATIONS.items()}
-        rope, rope_refused = _read_rope(config)
-        refused = [name for name, is_refused in _refusals(config, model_type).items() if is_refused] + rope_refused
-        if config.get("hidden_act") not in activations:
-            refused.append(f"hidden_act {config.get('hidden_act')!r}")
-        if refused:
-            raise ValueError(f"config.json has {', '.join(refused)}, which this decoder does not compute")
-        config = {**_HUGGING_FACE_DEFAULTS, **config, **rope}
-        heads = config.get("num_attention_heads")
-        if config.get("num_key_value_heads") is None and ("num_key_value_heads" in config or model_type == "llama"):
-            config["num_key_value_heads"] = heads
-        if config.get("head_dim") is None and heads and config.get("hidden_size"):
-            config["head_dim"] = 128 if model_type == "qwen3" else config["hidden_size"] // heads
-        missing = [name for name in _HUGGING_FACE_FIELDS if config.get(name) is None]
-        if missing:
-            raise ValueError(f"config.json lacks {', '.join(missing)}")
-        return cls(
-            **{name: config[name] for name in _HUGGING_FACE_FIELDS},
-            hidden_act=activations[config["hidden_act"]],
-            attention_type="nsa" if declared_type != model_type else "full",
-            model_type=model_type,
-            rope_scaling=config["rope_scaling"],
-        )
-
-
-def _refusals(config: dict, model_type: str) -> dict[str, bool]:
-    """Settings of a config.json that this decoder does not compute, by name, and whether they are there."""
-    # As transformers reads it: Mistral's window is 4,096 tokens unless null says that there is none. Qwen's is there
-    # only with use_sliding_window; without layer_types, the layers from max_window_layers on have it.
-    window, layer_types = config.get("sliding_window", 4096), config.get("layer_types")
-    has_window = window is not None and bool(config.get("use_sliding_window"))
-    if not layer_types and has_window and config.get("max_window_layers", 28) < config.get("num_hidden_layers", 0):
-        layer_types = ["sliding_attention"]
-    other_layers = sorted({*(layer_types or ())} - {"full_attention"})
-    expert_names = "num_experts", "num_local_experts", "n_routed_experts"
-    refusals = {
-        f"model_type {config.get('model_type')!r} (it takes {', '.join(MODEL_TYPES)})": model_type not in MODEL_TYPES,
-        "attention_bias (of o, too)": bool(config.get("attention_bias")) and model_type != "qwen2",
-        "is_causal False": not config.get("is_causal", True),
-        "code of its own in auto_map": "AutoModelForCausalLM" in (config.get("auto_map") or ()),
-        "use_sliding_window": has_window and bool(other_layers),
-        f"sliding_window {window}": model_type == "mistral" and window is not None,
-        f"layers of {', '.join(other_layers)}": bool(other_layers),
-    }
-    others = "mlp_bias", "quantization_config", "attn_logit_softcapping", "final_logit_softcapping", *expert_names
-    return {**refusals, **{name: bool(config.get(name)) for name in others}}
-
-
-def _read_rope(config: dict) -> tuple[dict, list[str]]:
-    """rope_theta and rope_scaling as ModelConfig has them, and what is not computed here, by name."""
-    older, newer = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
-    settings = {name: value for name, value in (older or newer).items() if value is not None}
-    # Older files say "type", some say both.
-    older_type = settings.pop("type", "default")
-    rope_type = settings.pop("rope_type", older_type)
-    theta = settings.pop("rope_theta", config.get("rope_theta", 1e4))
-    rotated = settings.pop("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
-    refused = [] if rotated == 1 else [f"partial_rotary_factor {rotated}"]
-    if older and newer and older != newer:
-        refused.append("rope_scaling beside other rope_parameters")
-    original = settings.pop("original_max_position_embeddings", None)
-    scaling = None
-    if rope_type in ROPE_TYPES:
-        names = {field.name: field.default is MISSING for field in fields(ROPE_TYPES[rope_type])}
-        if "original_max_position_embeddings" in names:
-            settings["original_max_position_embeddings"] = original or config.get("max_position_embeddings")
-        if missing := [name for name, is_needed in names.items() if is_needed and settings.get(name) is None]:
-            raise ValueError(f"config.json's rope_type {rope_type} lacks {', '.join(missing)}")
-        refused += [f"{name} of rope_type {rope_type}" for name in settings if name not in names]
-        scaling = None if refused else ROPE_TYPES[rope_type](**settings)
-    elif rope_type != "default":
-        refused.append(f"rope_type {rope_type!r} (it takes {', '.join(ROPE_TYPES)})")
-    else:
-        refused += [f"{name} of rotary positions" for name in settings]
-    return {"rope_theta": theta, "rope_scaling": scaling}, refused
-
-
-_HUGGING_FACE_FIELDS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps", "initializer_range",
-    "max_position_embeddings",
-)  # fmt: skip
-# What transformers takes where a config.json of one of MODEL_TYPES says nothing.
-_HUGGING_FACE_DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
 _QWEN3 = ModelConfig(
     vocab_size=151_936, hidden_size=2560, intermediate_size=9728,
     num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,

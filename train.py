@@ -43,6 +43,7 @@ from training.data.loader import Batch, PackedLoader, check_can_validate, valida
 from training.data.show import show_batch
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import Store
+from training.families import to_config_json
 from training.host.errors import UserError
 from training.host.processes import Watchdog, command, outliving_its_output
 from training.memory.cost_model import PackedDocuments
@@ -261,7 +262,7 @@ class Run:
             return
         self.saved, self.saved_at = self.done, time.monotonic()
         self.saver.begin(
-            self.done, weights=self.optimizer.parameters, model_config=self.model_config.to_hugging_face(),
+            self.done, weights=self.optimizer.parameters, model_config=to_config_json(self.model_config),
             optimizer_state=self.optimizer.state_dict() if self.config.save == "full" else None,
             trainer_state={
                 "tokens": self.tokens, "max_steps": self.config.max_steps, "cosine_steps": self.start.cosine_steps,

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from model import MODEL_SIZES, Transformer
 from training.checkpoint.weights import find_weights, name_in_file, read_weights
+from training.families import to_config_json
 from training.memory.cost_model import PackedDocuments
 from training.optimizer import MasterAdamW
 from training.parallel.world import join_world
@@ -43,7 +44,7 @@ def write_folder(folder: Path, size: str, device: torch.device) -> None:
             places |= dict.fromkeys(shard, file)
             shard = {}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    (folder / "config.json").write_text(json.dumps(MODEL_SIZES[size].to_hugging_face()))
+    (folder / "config.json").write_text(json.dumps(to_config_json(MODEL_SIZES[size])))
 
 
 def forget(folder: Path) -> None:

@@ -54,6 +54,7 @@ from training.data.packing import ConcatenatedPacking
 from training.data.sources import Document, load_documents
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
+from training.families import to_config_json
 from training.host.memory import GIB
 from training.memory.cost_model import PackedDocuments
 from training.memory.planner import Plan
@@ -289,7 +290,7 @@ def time_saving(
                 began = time.perf_counter()
                 if saving:
                     saver.begin(
-                        number, weights=optimizer.parameters, model_config=plan.step.config.to_hugging_face(),
+                        number, weights=optimizer.parameters, model_config=to_config_json(plan.step.config),
                         optimizer_state=optimizer.state_dict(), trainer_state={},
                     )  # fmt: skip
                     waited.append(time.perf_counter() - began)
@@ -345,7 +346,7 @@ def peer_step(config: ModelConfig, world: World) -> Callable:
 
         apply_liger_kernel_to_qwen3()
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(Qwen3Config(**config.to_hugging_face())).to(torch.bfloat16)
+        model = Qwen3ForCausalLM(Qwen3Config(**to_config_json(config))).to(torch.bfloat16)
     rotary = model.model.rotary_emb
     model.to_empty(device=world.device)
     rotary.inv_freq = rotary.original_inv_freq = config.rope_theta ** -(

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import model as model_file
 from benchmarks.common import print_table
-from model import ModelConfig, Transformer
+from model import Transformer
 from training.checkpoint.weights import load_model_weights
+from training.families import from_config_json
 
 PROMPTS = "def fibonacci(n):\n", "The three laws of thermodynamics are", "import argparse\nparser = "
 NEW_TOKENS = 64
@@ -28,7 +29,7 @@ def compare(folder: Path, num_tokens: int) -> list[list[str]]:
     """Rows of (what is compared, the largest difference)."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-    ours = Transformer(ModelConfig.from_hugging_face(json.loads((folder / "config.json").read_text())))
+    ours = Transformer(from_config_json(json.loads((folder / "config.json").read_text())))
     ours.load_state_dict(dict(load_model_weights(folder, {name: p.shape for name, p in ours.named_parameters()})))
     ids = torch.tensor([tokenizer(Path(model_file.__file__).read_text())["input_ids"][:num_tokens]])
     their_result, our_result = theirs(ids, labels=ids), ours(ids, ids, return_logits=True)

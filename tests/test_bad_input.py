@@ -12,6 +12,7 @@ import train
 from model import MODEL_SIZES
 from tests.test_train import SMALL
 from tests.training.data.test_tokenizer import write_tokenizer
+from training.families import to_config_json
 from training.run.settings import TrainConfig
 
 VALUES = ["", "nan", "inf", "-inf", "-1", "0", "1e400", "1e-400", "0x10", "9" * 400, "9" * 5000, "a" * 5000]
@@ -99,7 +100,7 @@ def mutations(content):
 def test_files_of_weights(outcome, corpus, tmp_path):
     folder = tmp_path / "weights"
     folder.mkdir()
-    plain = MODEL_SIZES["tiny"].to_hugging_face()
+    plain = to_config_json(MODEL_SIZES["tiny"])
     flags = command(corpus, "--init_from", str(folder), "--tokenizer", "bytes")
     for content in mutations({**plain, "rope_scaling": 1, "rope_parameters": 2, "layer_types": 3, "sliding_window": 4}):
         (folder / "config.json").write_text(json.dumps(content))

@@ -10,8 +10,9 @@ from torch.utils._pytree import tree_leaves
 from kernels.attention.nsa.nsa import NSA
 from kernels.attention.sparse.sparse_attention import Sparsity
 from kernels.rope import LinearScaling, Llama3Scaling, YarnScaling, rope_frequencies
-from model import MODEL_SIZES, KeyValueCache, ModelConfig, ModelOutput, RotaryCache, Transformer, find_documents
+from model import MODEL_SIZES, KeyValueCache, ModelOutput, RotaryCache, Transformer, find_documents
 from training.data.loader import Batch
+from training.families import to_config_json
 from training.memory.execution import WHOLE, Execution
 from training.memory.placement import apply_execution
 
@@ -45,7 +46,7 @@ def test_loss_and_gradients_match_hugging_face(tied, hidden_act):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = replace(TINY, tie_word_embeddings=tied, hidden_act=hidden_act)
-    theirs = Qwen3ForCausalLM(Qwen3Config(**config.to_hugging_face())).double()
+    theirs = Qwen3ForCausalLM(Qwen3Config(**to_config_json(config))).double()
     ours = build(config, dtype=torch.float64)
     names = {n: n if n.startswith("lm_head") else f"model.{n}" for n, _ in ours.named_parameters()}
     ours.load_state_dict({n: theirs.get_parameter(hf) for n, hf in names.items()})
@@ -62,92 +63,9 @@ def test_loss_and_gradients_match_hugging_face(tied, hidden_act):
         torch.testing.assert_close(parameter.grad, theirs.get_parameter(names[name]).grad, rtol=1e-4, atol=1e-7)
 
 
-def test_hugging_face_config_round_trip():
-    extended = replace(MODEL_SIZES["4B"], rope_scaling=YarnScaling(4.0, 32_768))
-    llama = replace(TINY, model_type="llama", rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
-    others = llama, replace(TINY, model_type="qwen2"), replace(TINY, model_type="mistral")
-    untied = replace(TINY, tie_word_embeddings=False, hidden_act="gelu_tanh")
-    for config in (MODEL_SIZES["4B"], untied, extended, *others):
-        assert ModelConfig.from_hugging_face(config.to_hugging_face()) == config
-    newer = {k: v for k, v in MODEL_SIZES["4B"].to_hugging_face().items() if k not in ("rope_theta", "rope_scaling")}
-    newer["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6}
-    assert ModelConfig.from_hugging_face(newer).rope_theta == 5e6
-    with pytest.raises(ValueError, match=r"model_type 'gemma2' \(it takes qwen3, qwen2, llama, mistral\)"):
-        ModelConfig.from_hugging_face({**newer, "model_type": "gemma2"})
-    with pytest.raises(ValueError, match="rope_type yarn lacks factor"):
-        ModelConfig.from_hugging_face({**newer, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}})
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_type 'longrope' .it takes linear, llama3, yarn"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic'"),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0, "turns": 3}}, "turns of rope_type linear"),
-        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor of rope_type linear must be at least 1, got 0.5"),
-        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor of rope_type yarn is '4'"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
-        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25"),
-        ({"model_type": "mixtral"}, "model_type 'mixtral'"),
-        ({"model_type": None}, "model_type None"),
-        ({"num_experts": 8}, "num_experts"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
-        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window 4096"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.Other"}}, "code of its own in auto_map"),
-        ({"rope_scaling": {"type": "default", "mrope_section": [8, 8]}}, "mrope_section"),
-        ({"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 64}, "use_sliding_window"),
-        ({"use_sliding_window": True}, "use_sliding_window"),  # 4,096 tokens from layer 28 on, in transformers
-        ({"layer_types": ["full_attention"] * 35 + ["sliding_attention"]}, "layers of sliding_attention"),
-        ({"is_causal": False}, "is_causal"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
-        ({"rope_theta": None}, "lacks rope_theta"),
-    ],
-)
-def test_settings_that_would_compute_something_else_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        ModelConfig.from_hugging_face({**MODEL_SIZES["4B"].to_hugging_face(), **settings})
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"rope_scaling": {"type": "default"}},
-        {"use_sliding_window": False, "sliding_window": 4096},
-        {"use_sliding_window": True, "sliding_window": None},
-        {"use_sliding_window": True, "max_window_layers": 36},
-        {"layer_types": ["full_attention"] * 36, "attention_dropout": 0.1, "head_dim": None},
-        {"rope_scaling": {"rope_type": "default", "type": "default", "attention_factor": None}},
-    ],
-)
-def test_settings_without_effect_are_taken(settings):
-    config = MODEL_SIZES["4B"]
-    assert ModelConfig.from_hugging_face({**config.to_hugging_face(), **settings}) == config
-
-
-def test_what_a_file_leaves_out_is_what_transformers_takes():
-    sizes = {name: 8 for name in ("vocab_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")}
-    older = {"model_type": "llama", "hidden_act": "silu", "hidden_size": 64, "num_attention_heads": 4, **sizes}
-    config = ModelConfig.from_hugging_face(older)
-    assert (config.head_dim, config.num_key_value_heads, config.rope_theta) == (16, 4, 1e4)
-    assert (config.tie_word_embeddings, config.rms_norm_eps) == (False, 1e-6)
-    for model_type in ("qwen2", "mistral"):
-        with pytest.raises(ValueError, match="lacks num_key_value_heads"):
-            ModelConfig.from_hugging_face({**older, "model_type": model_type, "sliding_window": None})
-    with pytest.raises(ValueError, match="sliding_window 4096"):
-        ModelConfig.from_hugging_face({**older, "model_type": "mistral"})
-    yarn = ModelConfig.from_hugging_face({**older, "rope_scaling": {"type": "yarn", "factor": 4.0}}).rope_scaling
-    assert yarn == YarnScaling(4.0, original_max_position_embeddings=8)
-
-
-def test_nsa_is_declared_and_counted():
-    """The gates of a layer: 3 for each of 4 query heads, from 64 inputs; transformers knows no such model_type."""
+def test_gates_of_nsa_are_counted():
+    """The gates of a layer: 3 for each of 4 query heads, from 64 inputs."""
     config = replace(TINY, attention_type="nsa")
-    assert config.to_hugging_face()["model_type"] == "qwen3_nsa"
-    assert ModelConfig.from_hugging_face(config.to_hugging_face()) == config
     assert config.num_parameters() == TINY.num_parameters() + 2 * (12 * 64 + 12)
     model = Transformer(config)
     assert config.num_parameters() == sum(p.numel() for p in model.parameters())
@@ -168,12 +86,6 @@ def test_nsa_generates_with_a_cache_as_without():
         following = model(ids, return_logits=True).logits[:, -1:].argmax(-1)
         ids = torch.cat([ids, following], 1)
     assert torch.equal(model.generate(ids[:, :260], 3), ids)
-
-
-def test_declared_length_is_kept_in_hugging_faces_config():
-    config = replace(TINY, max_position_embeddings=777)
-    assert config.to_hugging_face()["max_position_embeddings"] == 777
-    assert ModelConfig.from_hugging_face(config.to_hugging_face()) == config
 
 
 def test_the_switch_is_at_ten_gigabytes():
@@ -318,7 +230,7 @@ def test_rotary_tables_are_right_at_a_million_positions(scaling):
     config = replace(MODEL_SIZES["4B"], rope_scaling=scaling)
     frequencies, factor = rope_frequencies(128, 1e6, scaling), 1.0
     if scaling is not None:
-        theirs = Qwen3Config(**config.to_hugging_face())
+        theirs = Qwen3Config(**to_config_json(config))
         expected, factor = ROPE_INIT_FUNCTIONS[scaling.rope_type](theirs, torch.device("cpu"))
         torch.testing.assert_close(frequencies.float(), expected, rtol=2e-6, atol=0)
         assert scaling.table_factor == pytest.approx(factor, rel=1e-12)
@@ -426,7 +338,6 @@ def test_all_labels_ignored_gives_zero():
         ({"head_dim": 33}, "even"),
         ({"vocab_size": 0}, "vocab_size must be at least 1"),
         ({"hidden_act": "relu"}, "silu, gelu_tanh"),
-        ({"model_type": "gemma"}, "model_type must be one of qwen3, qwen2, llama, mistral, got 'gemma'"),
     ],
 )
 def test_bad_configs_are_refused(change, message):

@@ -14,7 +14,7 @@ from model import MODEL_SIZES, ModelConfig, Transformer
 from tests.test_train import arguments, only_resume, write_tokenizer
 from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import load_model_weights
-from training.extension import extend
+from training.families import from_config_json, in_family, to_config_json
 from training.memory.cost_model import PackedDocuments
 from training.memory.execution import Execution, Placement
 from training.memory.placement import apply_execution
@@ -64,7 +64,7 @@ def release(name, folder):
 
 
 def load(folder):
-    config = ModelConfig.from_hugging_face(json.loads((folder / "config.json").read_text()))
+    config = from_config_json(json.loads((folder / "config.json").read_text()))
     model = Transformer(config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     model.load_state_dict(dict(load_model_weights(folder, shapes)))
@@ -110,8 +110,8 @@ def loss_and_gradients(state, config, device, dtype, execution):
 @pytest.mark.parametrize(("model_type", "H", "G"), [("qwen2", 14, 2), ("llama", 3, 1)])
 def test_a_gpu_equals_a_cpu(model_type, H, G):
     """In bfloat16, with packed documents: errors against float32 on a CPU are those of bfloat16 there."""
-    options = {"head_dim": 64, "model_type": model_type, "rope_scaling": YarnScaling(4.0, 512)}
-    config = ModelConfig(131, 256, 384, 2, H, G, **options)
+    config = ModelConfig(131, 256, 384, 2, H, G, head_dim=64, rope_scaling=YarnScaling(4.0, 512))
+    config = in_family(config, model_type)
     state = {
         name: (0.1 * torch.randn(p.shape) if name.endswith("bias") else p.detach()).bfloat16()
         for name, p in Transformer(config).named_parameters()
@@ -210,13 +210,6 @@ def test_weights_come_and_go_bit_for_bit(qwen2, tmp_path, capsys):
     assert load_file(f"{extended}/model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
 
 
-def test_a_second_factor_is_of_the_original_length(tmp_path):
-    config = replace(MODEL_SIZES["tiny"], max_position_embeddings=512)
-    for kind in ("linear", "yarn"):
-        twice = extend(extend(config, f"{kind}:2"), f"{kind}:4")
-        assert twice == extend(config, f"{kind}:4") and twice.max_position_embeddings == 2048
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -263,13 +256,13 @@ def test_exports_that_are_refused(qwen2, tmp_path, capsys):
     config = replace(MODEL_SIZES["tiny"], num_hidden_layers=1)
     names = {name: torch.full(p.shape, 1e6) for name, p in Transformer(config).named_parameters()}
     save_file({f"model.{name}": weight for name, weight in names.items()}, source / "model.safetensors")
-    (source / "config.json").write_text(json.dumps(config.to_hugging_face()))
+    (source / "config.json").write_text(json.dumps(to_config_json(config)))
     assert "is not finite in torch.float16; choose another --dtype" in refused(
         source, tmp_path / "out", "--dtype", "fp16"
     )
-    (source / "config.json").write_text(json.dumps({**config.to_hugging_face(), "num_hidden_layers": 10**7}))
+    (source / "config.json").write_text(json.dumps({**to_config_json(config), "num_hidden_layers": 10**7}))
     assert "num_hidden_layers is 10000000; at most 4096" in refused(source, tmp_path / "out")
-    nsa = replace(config, attention_type="nsa").to_hugging_face()
+    nsa = to_config_json(replace(config, attention_type="nsa"))
     (source / "config.json").write_text(json.dumps(nsa))
     assert "attends by nsa, which neither" in refused(source, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.tmp").exists()

@@ -19,6 +19,7 @@ from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint.files import write_file
+from training.families import to_config_json
 from training.inference import open_tokenizer
 from training.optimizer import MasterAdamW, warmup_cosine
 from training.parallel.fsdp import copy_weights, initial_weights
@@ -135,7 +136,7 @@ def weights_of_another_shape(folder):
     config = replace(MODEL_SIZES["tiny"], **shape, max_position_embeddings=4096)
     model = Transformer(config)
     copy_weights(model, initial_weights(model, seed=1))
-    state = {"weights": model.state_dict(), "model_config": config.to_hugging_face()}
+    state = {"weights": model.state_dict(), "model_config": to_config_json(config)}
     return save_checkpoint(folder, 1, **state, optimizer_state=None, trainer_state={"tokenizer": "bytes"})
 
 
@@ -349,7 +350,7 @@ def released(tmp_path, monkeypatch):
 
     shape = replace(MODEL_SIZES["tiny"], vocab_size=300)
     monkeypatch.setitem(MODEL_SIZES, "tiny", shape)
-    Qwen3ForCausalLM(Qwen3Config(**shape.to_hugging_face())).save_pretrained(tmp_path / "released")
+    Qwen3ForCausalLM(Qwen3Config(**to_config_json(shape))).save_pretrained(tmp_path / "released")
     return tmp_path / "released"
 
 

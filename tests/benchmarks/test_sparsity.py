@@ -24,6 +24,7 @@ from kernels.attention.sparse.sparse_attention import Sparsity, select_blocks
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
 from tests.kernels.attention.inputs import all_blocks, make_qkv, segments_of
+from training.families import to_config_json
 
 SPARSITY = Sparsity(2, block_size=32, window=64)
 SEGMENTS, LENGTHS = segments_of([300, 17], [317]), [(0, 0, 300), (0, 300, 317), (1, 0, 317)]
@@ -88,7 +89,7 @@ def checkpoint(tmp_path):
     config = replace(MODEL_SIZES["tiny"], num_hidden_layers=2)
     state = {"settings": {"selected_blocks": "2,1"}}
     return str(save_checkpoint(
-        tmp_path, 1, weights=Transformer(config).state_dict(), model_config=config.to_hugging_face(),
+        tmp_path, 1, weights=Transformer(config).state_dict(), model_config=to_config_json(config),
         optimizer_state=None, trainer_state=state,
     ))  # fmt: skip
 

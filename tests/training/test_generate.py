@@ -15,6 +15,7 @@ from tests.training.data.test_tokenizer import write_tokenizer
 from tests.training.test_inference import TINY
 from training import generate
 from training.data.tokenizer import ByteTokenizer, load_tokenizer
+from training.families import to_config_json
 from training.generate import decoded, main
 from training.parallel.fsdp import copy_weights, initial_weights
 
@@ -24,7 +25,7 @@ def folder(tmp_path_factory):
     model = Transformer(TINY)
     copy_weights(model, initial_weights(model, seed=0))
     return str(save_checkpoint(
-        tmp_path_factory.mktemp("run"), 1, weights=model.state_dict(), model_config=TINY.to_hugging_face(),
+        tmp_path_factory.mktemp("run"), 1, weights=model.state_dict(), model_config=to_config_json(TINY),
         optimizer_state=None, trainer_state={"settings": {}},
     ))  # fmt: skip
 
@@ -94,7 +95,7 @@ def test_a_chat_is_framed_by_the_folders_template(tmp_path, monkeypatch, capsys)
     torch.manual_seed(0)
     shape = replace(TINY, vocab_size=258)
     folder = save_checkpoint(
-        tmp_path, 1, weights=Transformer(shape).state_dict(), model_config=shape.to_hugging_face(),
+        tmp_path, 1, weights=Transformer(shape).state_dict(), model_config=to_config_json(shape),
         optimizer_state=None, trainer_state={"settings": {}},
     )  # fmt: skip
     write_tokenizer(folder / "tokenizer.json", special="<|im_end|>")

@@ -16,6 +16,7 @@ from model import MODEL_SIZES, KeyValueCache, Transformer
 from tests.checkpoints import save_checkpoint
 from tests.storage_counter import StorageCounter
 from training.checkpoint.files import write_file
+from training.families import to_config_json
 from training.host.errors import UserError
 from training.host.memory import GIB
 from training.inference import Reading, load, memory_budget, open_folder, plan_reading, token_losses, write
@@ -130,7 +131,7 @@ def folder(tmp_path_factory):
     copy_weights(model, initial_weights(model, seed=0))
     state = {"settings": {"attention_type": "sparse", "selected_blocks": "2", "dense_below": 40}}
     return save_checkpoint(
-        tmp_path_factory.mktemp("run"), 1, weights=model.state_dict(), model_config=TINY.to_hugging_face(),
+        tmp_path_factory.mktemp("run"), 1, weights=model.state_dict(), model_config=to_config_json(TINY),
         optimizer_state=None, trainer_state=state,
     )  # fmt: skip
 

@@ -13,16 +13,16 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model import MODEL_SIZES, ModelConfig, Transformer
+from model import ModelConfig, Transformer
 from training.checkpoint.blocks import Block, Entry, bytes_of, header_of, local_blocks, read_entries, read_header
-from training.extension import extend
+from training.families import extend, from_config_json, to_config_json
 from training.host.errors import UserError, refused_as_user_error
 from training.host.files import read_file
 from training.host.processes import command
@@ -47,7 +47,6 @@ class Companions:
 
 
 NO_COMPANIONS = Companions()
-MOST_LAYERS = 4096  # modules are made before weights are looked for
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def read_json(file: Path) -> dict:
 
 
 def shape_of_weights(folder: str | Path) -> ModelConfig:
-    """What the config.json of a checkpoint or of a Hugging Face folder says.
+    """The model that the config.json of a checkpoint or of a Hugging Face folder declares.
 
     Raises:
         UserError: there is none, or it says what this decoder does not compute.
@@ -159,25 +158,7 @@ def shape_of_weights(folder: str | Path) -> ModelConfig:
     if not path.is_file():
         raise UserError(f"{folder} has no config.json; give a checkpoint's step_ folder or one in Hugging Face's form")
     with refused_as_user_error(f"cannot take {path}: "):
-        return _declared_shape(read_json(path), MODEL_SIZES["4B"])
-
-
-def _declared_shape(content: dict, like: ModelConfig) -> ModelConfig:
-    """What a config.json says. Raises ValueError for what this decoder does not compute, and for a wrong type."""
-    try:
-        declared = ModelConfig.from_hugging_face(content)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"a value is of the wrong type ({error})") from None
-    for name, value in asdict(like).items():
-        if name == "rope_scaling":
-            continue  # which checks its own values
-        found = getattr(declared, name)
-        kinds = (int, float) if isinstance(value, float) else (type(value),)
-        if type(found) not in kinds or (type(found) in (int, float) and not 0 < found < 2**31):
-            raise ValueError(f"{name} is {str(found)[:80]!r}; it must be as {value!r} is")
-    if declared.num_hidden_layers > MOST_LAYERS:
-        raise ValueError(f"num_hidden_layers is {declared.num_hidden_layers}; at most {MOST_LAYERS} are built")
-    return declared
+        return from_config_json(read_json(path))
 
 
 def parameter_shapes(shape: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -261,7 +242,7 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
     weights = load_model_weights(source, {name: parameter.shape for name, parameter in parameters.items()})
     tokenizer = source / "tokenizer.json"
     companions = read_companions(tokenizer) if tokenizer.is_file() else NO_COMPANIONS
-    content = {**config.to_hugging_face(), **companions.settings, "torch_dtype": str(dtype).removeprefix("torch.")}
+    content = {**to_config_json(config), **companions.settings, "torch_dtype": str(dtype).removeprefix("torch.")}
     files = {**companions.files, "config.json": (json.dumps(content, indent=2) + "\n").encode()}
     temporary = target.with_name(f".{target.name}.tmp")  # a killed export leaves nothing that looks like one
     shutil.rmtree(temporary, ignore_errors=True)

@@ -22,7 +22,7 @@ from model import MODEL_SIZES, NSA_GATES, ModelConfig, Transformer
 from training.checkpoint.files import load_optimizer_state, restore_rng
 from training.checkpoint.weights import find_weights, read_weights, shape_of_weights
 from training.data.loader import Batch
-from training.extension import extend
+from training.families import extend
 from training.host.errors import UserError, refused_as_user_error
 from training.host.memory import available_host_bytes, parse_bytes
 from training.memory.cost_model import PackedDocuments, Step, gib

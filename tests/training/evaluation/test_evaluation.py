@@ -17,6 +17,7 @@ from training.data.tokenizer import ByteTokenizer
 from training.data.tokens import split
 from training.evaluation import __main__ as command
 from training.evaluation.__main__ import main
+from training.families import to_config_json
 from training.parallel.fsdp import copy_weights, initial_weights
 
 
@@ -37,7 +38,7 @@ def folders(tmp_path_factory):
         [store] = open_stores(settings["data"], ByteTokenizer(), 256)
         trained_on, _ = split(store, 0.3, seed=1)
         found[kind] = str(save_checkpoint(
-            root / kind, 1, weights=model.state_dict(), model_config=shape.to_hugging_face(), optimizer_state=None,
+            root / kind, 1, weights=model.state_dict(), model_config=to_config_json(shape), optimizer_state=None,
             trainer_state={
                 "settings": {**settings, "attention_type": kind}, "loader": {"corpus_crc32": trained_on.identity}
             },

@@ -22,6 +22,7 @@ from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.tensor_parallel import TensorRanks
 from model import MODEL_SIZES, Documents, Transformer
 from tests.storage_counter import StorageCounter
+from training.families import in_family
 from training.memory import cost_model
 from training.memory.cost_model import PackedDocuments, Stage, Step
 from training.memory.execution import WHOLE, Execution, Placement
@@ -175,7 +176,7 @@ def step_of(
     """Of ranks that share matrices, of one of them."""
     config, given = MODEL_SIZES[size], Execution(loss_impl=loss_impl, attention_backend=backend)
     layers, attention_type = num_hidden_layers or config.num_hidden_layers, "nsa" if nsa else "full"
-    config = replace(config, num_hidden_layers=layers, attention_type=attention_type, model_type=model_type)
+    config = replace(in_family(config, model_type), num_hidden_layers=layers, attention_type=attention_type)
     config = config.split(options.get("tensor_ranks", 1))
     with torch.device("meta"):
         parameters = list(Transformer(config).to(torch.bfloat16).parameters())

@@ -21,6 +21,7 @@ from tests.ranks import run_ranks
 from tests.test_train import arguments, losses, metrics, only_resume
 from tests.training.data.test_packing import make_loader
 from training.data.sources import Document
+from training.families import in_family
 from training.host.errors import UserError
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.placement import apply_execution
@@ -109,8 +110,8 @@ def check_exchange(world: World) -> None:
 
 def build(case: Case, world: World) -> Transformer:
     attention_type = "nsa" if isinstance(case.sparsity, NSA) else "full"
-    options = {"attention_type": attention_type, "tie_word_embeddings": case.tied, "model_type": case.model_type}
-    config = ModelConfig(256, 64, 96, 2, case.H, case.G, case.K, **options)
+    options = {"attention_type": attention_type, "tie_word_embeddings": case.tied}
+    config = in_family(ModelConfig(256, 64, 96, 2, case.H, case.G, case.K, **options), case.model_type)
     with torch.device("meta"):
         model = Transformer(config.split(world.tensor_size)).to(case.dtype if world.size == 1 else torch.float32)
     if world.size > 1:

@@ -1,0 +1,123 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from kernels.rope import Llama3Scaling, YarnScaling
+from model import MODEL_SIZES
+from training.families import FAMILIES, extend, from_config_json, in_family, to_config_json
+
+TINY = MODEL_SIZES["tiny"]
+
+
+def test_config_json_round_trip():
+    extended = replace(MODEL_SIZES["4B"], rope_scaling=YarnScaling(4.0, 32_768))
+    scaled = replace(TINY, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192), max_position_embeddings=777)
+    untied = replace(TINY, tie_word_embeddings=False, hidden_act="gelu_tanh", attention_type="nsa")
+    others = [in_family(config, model_type) for config in (scaled, untied) for model_type in FAMILIES]
+    for config in (MODEL_SIZES["4B"], extended, *others):
+        content = to_config_json(config)
+        assert from_config_json(json.loads(json.dumps(content))) == config
+        assert content["model_type"] == config.model_type + "_nsa" * (config.attention_type == "nsa")
+        assert content["max_position_embeddings"] == config.max_position_embeddings
+    newer = {k: v for k, v in to_config_json(MODEL_SIZES["4B"]).items() if k not in ("rope_theta", "rope_scaling")}
+    newer["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6}
+    assert from_config_json(newer).rope_theta == 5e6
+    with pytest.raises(ValueError, match=r"model_type 'gemma2' \(it takes qwen3, qwen2, llama, mistral\)"):
+        from_config_json({**newer, "model_type": "gemma2"})
+    with pytest.raises(ValueError, match="rope_type yarn lacks factor"):
+        from_config_json({**newer, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_type 'longrope' .it takes linear, llama3, yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic'"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0, "turns": 3}}, "turns of rope_type linear"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor of rope_type linear must be at least 1, got 0.5"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor of rope_type yarn is '4'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25"),
+        ({"model_type": "mixtral"}, "model_type 'mixtral'"),
+        ({"model_type": None}, "model_type None"),
+        ({"num_experts": 8}, "num_experts"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window 4096"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling.Other"}}, "code of its own in auto_map"),
+        ({"rope_scaling": {"type": "default", "mrope_section": [8, 8]}}, "mrope_section"),
+        ({"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 64}, "use_sliding_window"),
+        ({"use_sliding_window": True}, "use_sliding_window"),  # 4,096 tokens from layer 28 on, in transformers
+        ({"layer_types": ["full_attention"] * 35 + ["sliding_attention"]}, "layers of sliding_attention"),
+        ({"is_causal": False}, "is_causal"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ({"rope_theta": None}, "lacks rope_theta"),
+    ],
+)
+def test_settings_that_would_compute_something_else_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        from_config_json({**to_config_json(MODEL_SIZES["4B"]), **settings})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_scaling": {"type": "default"}},
+        {"use_sliding_window": False, "sliding_window": 4096},
+        {"use_sliding_window": True, "sliding_window": None},
+        {"use_sliding_window": True, "max_window_layers": 36},
+        {"layer_types": ["full_attention"] * 36, "attention_dropout": 0.1, "head_dim": None},
+        {"rope_scaling": {"rope_type": "default", "type": "default", "attention_factor": None}},
+    ],
+)
+def test_settings_without_effect_are_taken(settings):
+    config = MODEL_SIZES["4B"]
+    assert from_config_json({**to_config_json(config), **settings}) == config
+
+
+def test_what_a_file_leaves_out_is_what_transformers_takes():
+    sizes = {name: 8 for name in ("vocab_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")}
+    older = {"model_type": "llama", "hidden_act": "silu", "hidden_size": 64, "num_attention_heads": 4, **sizes}
+    config = from_config_json(older)
+    assert (config.head_dim, config.num_key_value_heads, config.rope_theta) == (16, 4, 1e4)
+    assert (config.tie_word_embeddings, config.rms_norm_eps) == (False, 1e-6)
+    for model_type in ("qwen2", "mistral"):
+        with pytest.raises(ValueError, match="lacks num_key_value_heads"):
+            from_config_json({**older, "model_type": model_type, "sliding_window": None})
+    with pytest.raises(ValueError, match="sliding_window 4096"):
+        from_config_json({**older, "model_type": "mistral"})
+    yarn = from_config_json({**older, "rope_scaling": {"type": "yarn", "factor": 4.0}}).rope_scaling
+    assert yarn == YarnScaling(4.0, original_max_position_embeddings=8)
+
+
+@pytest.mark.parametrize("change", [{"model_type": "gemma"}, {"model_type": "llama"}, {"has_qkv_biases": True}])
+def test_a_model_of_no_family_is_not_written(change):
+    with pytest.raises(ValueError, match=r"no family has model_type .*has a row for qwen3, qwen2, llama, mistral"):
+        to_config_json(replace(TINY, **change))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; it must be as 1e-06 is"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be as True is"),
+        ({"vocab_size": 2**31}, "vocab_size is 2147483648"),
+        ({"hidden_size": "many"}, "a value is of the wrong type"),
+        ({"rope_scaling": 1}, "a value is of the wrong type"),
+        ({"num_hidden_layers": 4097}, "num_hidden_layers is 4097; at most 4096 are built"),
+    ],
+)
+def test_values_of_the_wrong_type_or_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        from_config_json({**to_config_json(TINY), **settings})
+
+
+def test_a_second_factor_is_of_the_original_length():
+    config = replace(TINY, max_position_embeddings=512)
+    for kind in ("linear", "yarn"):
+        twice = extend(extend(config, f"{kind}:2"), f"{kind}:4")
+        assert twice == extend(config, f"{kind}:4") and twice.max_position_embeddings == 2048

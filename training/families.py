@@ -1,0 +1,211 @@
+"""Released families of models: the meaning of their config.json, as rows of data; config.json in and out.
+
+`FAMILIES` has a row for each model_type. `from_config_json` reads a folder's config.json as transformers does, and
+refuses by name whatever the decoder would compute differently. `to_config_json` writes a file from which transformers
+makes the same model. `extend` scales the rotary frequencies of released weights (--rope_scaling).
+"""
+
+import re
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+
+from kernels.rope import ROPE_TYPES, LinearScaling, RopeScaling, YarnScaling
+from model import MODEL_SIZES, ModelConfig
+from training.host.errors import UserError, refused_as_user_error
+
+
+@dataclass(frozen=True)
+class Family:
+    """The meaning of one model_type. Settings that a row does not name mean the same in every family."""
+
+    has_head_norms: bool = False
+    has_qkv_biases: bool = False
+    head_dim: int | None = None  # taken if config.json gives none; None: hidden_size / num_attention_heads
+    defaults: dict = field(default_factory=dict)  # transformers' values of settings that config.json leaves out
+    fixed: dict = field(default_factory=dict)  # written with these values, and refused with any other
+
+
+NO_BIASES = {"attention_bias": False}  # on q, k, v and o at once
+FAMILIES = {
+    "qwen3": Family(has_head_norms=True, head_dim=128, fixed=NO_BIASES),
+    "qwen2": Family(has_qkv_biases=True),
+    "llama": Family(defaults={"num_key_value_heads": None}, fixed=NO_BIASES),
+    "mistral": Family(defaults={"sliding_window": 4096}, fixed={"sliding_window": None, **NO_BIASES}),
+}
+# transformers' values of settings that config.json leaves out, in every family
+DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
+NOT_COMPUTED = (
+    "mlp_bias", "quantization_config", "attn_logit_softcapping", "final_logit_softcapping",
+    "num_experts", "num_local_experts", "n_routed_experts",
+)  # fmt: skip
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # config.json's name -> ModelConfig's
+FIELDS = (  # settings with one name and meaning in config.json and in ModelConfig
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps", "initializer_range",
+    "max_position_embeddings",
+)  # fmt: skip
+MOST_LAYERS = 4096  # modules are made before weights are looked for
+
+
+def in_family(config: ModelConfig, model_type: str) -> ModelConfig:
+    """The same sizes with the norms and biases of a family. Raises KeyError for a model_type without a row."""
+    family = FAMILIES[model_type]
+    norms, biases = family.has_head_norms, family.has_qkv_biases
+    return replace(config, model_type=model_type, has_head_norms=norms, has_qkv_biases=biases)
+
+
+def to_config_json(config: ModelConfig) -> dict:
+    """The config.json of a model. transformers opens it, unless the model attends by NSA.
+
+    Raises:
+        ValueError: no row of `FAMILIES` has this model_type, or its row has other norms or biases.
+    """
+    if config.model_type not in FAMILIES or config != in_family(config, config.model_type):
+        raise ValueError(
+            f"no family has model_type {config.model_type!r}, has_head_norms {config.has_head_norms} and "
+            f"has_qkv_biases {config.has_qkv_biases}; training/families.py has a row for {', '.join(FAMILIES)}"
+        )
+    suffix, scaling = "_nsa" if config.attention_type == "nsa" else "", config.rope_scaling
+    content = {
+        "model_type": config.model_type + suffix,
+        "architectures": [f"{config.model_type.capitalize()}{suffix.strip('_').upper()}ForCausalLM"],
+        **{name: getattr(config, name) for name in FIELDS},
+        "hidden_act": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.hidden_act),
+        "rope_scaling": None,
+        **FAMILIES[config.model_type].fixed,
+    }
+    if scaling is not None:
+        given = {name: value for name, value in asdict(scaling).items() if value is not None}
+        content["rope_scaling"] = {"rope_type": scaling.rope_type, **given}
+    return content
+
+
+def from_config_json(content: dict) -> ModelConfig:
+    """The model that a config.json declares, in its older form or with `rope_parameters`.
+
+    Raises:
+        ValueError: a model_type without a row in `FAMILIES`, a setting that the decoder does not compute, a missing
+            field, or a value of the wrong type or out of range.
+    """
+    try:
+        config = _read(content)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"a value is of the wrong type ({error})") from None
+    for name in FIELDS:
+        found, like = getattr(config, name), getattr(MODEL_SIZES["4B"], name)
+        types = (int, float) if isinstance(like, float) else (type(like),)
+        if type(found) not in types or (type(found) in (int, float) and not 0 < found < 2**31):
+            raise ValueError(f"{name} is {found!r:.80}; it must be as {like!r} is")
+    if config.num_hidden_layers > MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers is {config.num_hidden_layers}; at most {MOST_LAYERS} are built")
+    return config
+
+
+def _read(content: dict) -> ModelConfig:
+    """`from_config_json` before the types and ranges of values are checked."""
+    declared_type = str(content.get("model_type"))
+    model_type = declared_type.removesuffix("_nsa")
+    if model_type in FAMILIES:
+        family, rope = FAMILIES[model_type], _read_rope(content)
+        refused = _refused(content, family) + rope.pop("refused")
+    else:
+        refused = [f"model_type {content.get('model_type')!r} (it takes {', '.join(FAMILIES)})"]
+    if refused:
+        raise ValueError(f"config.json has {', '.join(refused)}, which this decoder does not compute")
+    content = {**DEFAULTS, **family.defaults, **content, **rope}
+    heads = content.get("num_attention_heads")
+    if content.get("num_key_value_heads", 0) is None:
+        content["num_key_value_heads"] = heads
+    if content.get("head_dim") is None and heads and content.get("hidden_size"):
+        content["head_dim"] = family.head_dim or content["hidden_size"] // heads
+    if missing := [name for name in FIELDS if content.get(name) is None]:
+        raise ValueError(f"config.json lacks {', '.join(missing)}")
+    config = ModelConfig(
+        **{name: content[name] for name in FIELDS},
+        hidden_act=ACTIVATIONS[content["hidden_act"]],
+        attention_type="nsa" if declared_type != model_type else "full",
+        rope_scaling=content["rope_scaling"],
+    )
+    return in_family(config, model_type)
+
+
+def _refused(content: dict, family: Family) -> list[str]:
+    """Settings of a config.json, rotary positions aside, that the decoder does not compute."""
+    refused = [f"{name} {content[name]!r:.60}" for name in NOT_COMPUTED if content.get(name)]
+    for name, value in family.fixed.items():
+        found = content.get(name, family.defaults.get(name))
+        if found is not None and found != value:
+            refused.append(f"{name} {found!r:.60}")
+    if not content.get("is_causal", True):
+        refused.append("is_causal False")
+    if "AutoModelForCausalLM" in (content.get("auto_map") or ()):
+        refused.append("code of its own in auto_map")
+    if content.get("hidden_act") not in ACTIVATIONS:
+        refused.append(f"hidden_act {content.get('hidden_act')!r}")
+    # Qwen's windows need use_sliding_window. Without layer_types, layers from max_window_layers on have a window.
+    layer_types = content.get("layer_types")
+    has_window = bool(content.get("use_sliding_window")) and content.get("sliding_window", 4096) is not None
+    if not layer_types and has_window and content.get("max_window_layers", 28) < content.get("num_hidden_layers", 0):
+        layer_types = ["sliding_attention"]
+    if other_layers := sorted({*(layer_types or ())} - {"full_attention"}):
+        refused.append(f"layers of {', '.join(other_layers)}" + has_window * " (use_sliding_window)")
+    return refused
+
+
+def _read_rope(content: dict) -> dict:
+    """rope_theta and rope_scaling as in ModelConfig; and "refused", a list of settings that are not computed here."""
+    older, newer = content.get("rope_scaling") or {}, content.get("rope_parameters") or {}
+    settings = {name: value for name, value in (older or newer).items() if value is not None}
+    # Older files say "type", some say both.
+    older_type = settings.pop("type", "default")
+    rope_type = settings.pop("rope_type", older_type)
+    theta = settings.pop("rope_theta", content.get("rope_theta", 1e4))
+    rotated = settings.pop("partial_rotary_factor", content.get("partial_rotary_factor") or 1.0)
+    refused = [] if rotated == 1 else [f"partial_rotary_factor {rotated}"]
+    if older and newer and older != newer:
+        refused.append("rope_scaling beside other rope_parameters")
+    original = settings.pop("original_max_position_embeddings", None)
+    scaling = None
+    if rope_type in ROPE_TYPES:
+        names = {field.name: field.default is MISSING for field in fields(ROPE_TYPES[rope_type])}
+        if "original_max_position_embeddings" in names:
+            settings["original_max_position_embeddings"] = original or content.get("max_position_embeddings")
+        if missing := [name for name, is_needed in names.items() if is_needed and settings.get(name) is None]:
+            raise ValueError(f"config.json's rope_type {rope_type} lacks {', '.join(missing)}")
+        refused += [f"{name} of rope_type {rope_type}" for name in settings if name not in names]
+        scaling = None if refused else ROPE_TYPES[rope_type](**settings)
+    elif rope_type != "default":
+        refused.append(f"rope_type {rope_type!r} (it takes {', '.join(ROPE_TYPES)})")
+    else:
+        refused += [f"{name} of rotary positions" for name in settings]
+    return {"rope_theta": theta, "rope_scaling": scaling, "refused": refused}
+
+
+def extend(config: ModelConfig, text: str) -> ModelConfig:
+    """The model with its rotary frequencies scaled, and with the length declared that they then reach.
+
+    Args:
+        text: "yarn:4" or "linear:4"; "yarn:4:32768" if the original length is not the declared one.
+
+    Raises:
+        UserError: another form, a factor below 1, or a model whose frequencies are already scaled in another way.
+    """
+    match = re.fullmatch(r"(yarn|linear):(\d+(?:\.\d+)?)(?::(\d{1,9}))?", text)
+    if match is None or (match[1] == "linear" and match[3]):
+        raise UserError(f"rope_scaling must look like yarn:4, yarn:4:32768 or linear:4, got {text!r}")
+    already, factor = config.rope_scaling, float(match[2])
+    if already is not None and already.rope_type != match[1]:
+        raise UserError(
+            f"rope_scaling {text}: these weights have rope_type {already.rope_type}, which does not go together with "
+            f"{match[1]}; drop it, or give other weights"
+        )
+    length = config.max_position_embeddings
+    if isinstance(already, YarnScaling):  # another factor, of the same original length
+        length = already.original_max_position_embeddings
+    elif isinstance(already, LinearScaling):
+        length = round(length / already.factor)
+    length = int(match[3] or length)
+    with refused_as_user_error("rope_scaling: "):
+        scaling: RopeScaling = LinearScaling(factor) if match[1] == "linear" else YarnScaling(factor, length)
+    if factor * length >= 2**31:
+        raise UserError(f"rope_scaling {text}: {factor * length:.0f} tokens are more than config.json takes; give less")
+    return replace(config, rope_scaling=scaling, max_position_embeddings=int(factor * length))
