@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 
 from .common import operation, use_triton
-from .parts import Footprint
+from .linear import PLAIN
+from .parts import Footprint, Linear, part_of
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 BLOCK_SIZE = 2048  # columns of one row that one program works on
@@ -79,8 +80,8 @@ def _gated_activation_forward_kernel(
 
 @triton.jit
 def _gated_activation_backward_kernel(
-    d_output_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, output_ptr, gate_stride, up_stride,
-    F: tl.constexpr, BLOCK_F: tl.constexpr, ACTIVATION: tl.constexpr, STORE_OUTPUT: tl.constexpr,
+    gate_ptr, up_ptr, d_output_ptr, d_gate_ptr, d_up_ptr, output_ptr, gate_stride, up_stride,
+    F: tl.constexpr, BLOCK_F: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Any output may be any input: each program has read its elements before it writes them."""
     blocks_per_row: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
@@ -96,27 +97,17 @@ def _gated_activation_backward_kernel(
     value, derivative = _activate(gate, ACTIVATION)
     tl.store(d_gate_ptr + offsets, (d_output * up * derivative).to(dtype), mask=mask)
     tl.store(d_up_ptr + offsets, (d_output * value).to(dtype), mask=mask)
-    if STORE_OUTPUT:
+    if output_ptr is not None:
         tl.store(output_ptr + offsets, (value * up).to(dtype), mask=mask)
 
 
-def _launch_forward(gate, up, output, activation):
-    """output = act(gate) * up over [rows, F] tensors."""
+def _launch(kernel, gate, up, *others, activation):
+    """Run `kernel` over gate and up, [rows, F] of any spacing, and others with contiguous rows."""
     rows, columns = gate.shape
     block = min(BLOCK_SIZE, triton.next_power_of_2(columns))
-    _gated_activation_forward_kernel[(rows * triton.cdiv(columns, block),)](
-        gate, up, output, gate.stride(0), up.stride(0), F=columns, BLOCK_F=block, ACTIVATION=activation
+    kernel[(rows * triton.cdiv(columns, block),)](
+        gate, up, *others, gate.stride(0), up.stride(0), F=columns, BLOCK_F=block, ACTIVATION=activation
     )
-
-
-def _launch_backward(d_output, gate, up, d_gate, d_up, output, activation):
-    """d_gate and d_up, and the forward's output again where `output` is given."""
-    rows, columns = gate.shape
-    block = min(BLOCK_SIZE, triton.next_power_of_2(columns))
-    _gated_activation_backward_kernel[(rows * triton.cdiv(columns, block),)](
-        d_output, gate, up, d_gate, d_up, output, gate.stride(0), up.stride(0),
-        F=columns, BLOCK_F=block, ACTIVATION=activation, STORE_OUTPUT=output is not None,
-    )  # fmt: skip
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -125,30 +116,31 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("fathom::gated_activation", mutates_args=())
+@operation("fathom::gated_activation")
 def _gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    _launch_forward(_rows(gate), _rows(up), output, activation)
+    output = gate.new_empty(gate.shape)
+    _launch(_gated_activation_forward_kernel, _rows(gate), _rows(up), output, activation=activation)
     return output
 
 
 @_gated_activation.register_fake
 def _(gate, up, activation):
-    return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op("fathom::gated_activation_backward", mutates_args=())
+@operation("fathom::gated_activation_backward")
 def _gated_activation_backward(
     d_output: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    d_gate, d_up = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
-    _launch_backward(d_output.contiguous(), _rows(gate), _rows(up), d_gate, d_up, None, activation)
+    d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    gradients = d_output.contiguous(), d_gate, d_up, None
+    _launch(_gated_activation_backward_kernel, _rows(gate), _rows(up), *gradients, activation=activation)
     return d_gate, d_up
 
 
 @_gated_activation_backward.register_fake
 def _(d_output, gate, up, activation):
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
 def _setup_activation(ctx, inputs, output):
@@ -165,49 +157,39 @@ _gated_activation.register_autograd(_activation_gradients, setup_context=_setup_
 
 @operation("fathom::tiled_gated_mlp", skippable=True)
 def _tiled_mlp(
-    x: torch.Tensor,
-    gate_weight: torch.Tensor,
-    up_weight: torch.Tensor,
-    down_weight: torch.Tensor,
-    activation: str,
-    tile_size: int,
-    triton_kernels: bool,
-) -> torch.Tensor:
-    """x: [rows, D]."""
+    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor,
+    part: int, activation: str, tile_size: int, triton_kernels: bool,
+) -> torch.Tensor:  # fmt: skip
+    """x: [rows, D]; part: the number of a `kernels.parts.Linear`."""
+    linear: Linear = part_of(part)
     output = x.new_empty(len(x), len(down_weight))
     gate_buffer, up_buffer = (x.new_empty(min(tile_size, len(x)), len(gate_weight)) for _ in range(2))
     for x_tile, output_tile in zip(x.split(tile_size), output.split(tile_size)):
-        gate, up = gate_buffer[: len(x_tile)], up_buffer[: len(x_tile)]
-        torch.mm(x_tile, gate_weight.t(), out=gate)
-        torch.mm(x_tile, up_weight.t(), out=up)
+        gate = linear.forward(x_tile, gate_weight, out=gate_buffer[: len(x_tile)])
+        up = linear.forward(x_tile, up_weight, out=up_buffer[: len(x_tile)])
         if triton_kernels:
-            _launch_forward(gate, up, gate, activation)
+            _launch(_gated_activation_forward_kernel, gate, up, gate, activation=activation)
         else:
             gate.copy_(gated_activation_reference(gate, up, activation))
-        torch.mm(gate, down_weight.t(), out=output_tile)
+        linear.forward(gate, down_weight, out=output_tile)
     return output
 
 
 @_tiled_mlp.register_fake
-def _(x, gate_weight, up_weight, down_weight, activation, tile_size, triton_kernels):
-    return x.new_empty(x.shape[0], down_weight.shape[0])
+def _(x, gate_weight, up_weight, down_weight, *options):
+    return x.new_empty(len(x), len(down_weight))
 
 
-@torch.library.custom_op("fathom::tiled_gated_mlp_backward", mutates_args=())
+@operation("fathom::tiled_gated_mlp_backward")
 def _tiled_mlp_backward(
     d_output: torch.Tensor,
-    x: torch.Tensor,
-    gate_weight: torch.Tensor,
-    up_weight: torch.Tensor,
-    down_weight: torch.Tensor,
-    activation: str,
-    tile_size: int,
-    triton_kernels: bool,
-    needs_gradient: list[bool],
-) -> list[torch.Tensor]:
+    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor,
+    part: int, activation: str, tile_size: int, triton_kernels: bool, needs_gradient: list[bool],
+) -> list[torch.Tensor]:  # fmt: skip
     """Gradients of those of x and the three weights that `needs_gradient` asks for."""
+    linear: Linear = part_of(part)
     weights = (gate_weight, up_weight, down_weight)
-    d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_gradient[0] else None
+    d_x = x.new_empty(x.shape) if needs_gradient[0] else None
     d_weights = [
         torch.zeros(w.shape, dtype=torch.promote_types(w.dtype, torch.float32), device=w.device) if needed else None
         for w, needed in zip(weights, needs_gradient[1:])
@@ -217,33 +199,31 @@ def _tiled_mlp_backward(
         tile = slice(start, start + tile_size)
         x_tile, d_output_tile = x[tile], d_output[tile]
         gate, up, d_hidden = (buffer[: len(x_tile)] for buffer in buffers)
-        torch.mm(x_tile, gate_weight.t(), out=gate)
-        torch.mm(x_tile, up_weight.t(), out=up)
-        torch.mm(d_output_tile, down_weight, out=d_hidden)
+        linear.forward(x_tile, gate_weight, out=gate)
+        linear.forward(x_tile, up_weight, out=up)
+        linear.input_gradient(d_output_tile, down_weight, out=d_hidden)
         if triton_kernels:
-            _launch_backward(d_hidden, gate, up, gate, up, d_hidden, activation)
+            gradients = d_hidden, gate, up, d_hidden
+            _launch(_gated_activation_backward_kernel, gate, up, *gradients, activation=activation)
         else:
             _activation_backward_in_place(d_hidden, gate, up, activation)
         d_gate, d_up, hidden = gate, up, d_hidden  # what the buffers hold from here on
 
         if d_x is not None:
-            d_x_tile = d_x[tile]
-            torch.mm(d_gate, gate_weight, out=d_x_tile)
-            torch.addmm(d_x_tile, d_up, up_weight, out=d_x_tile)
-        for total, left, right in zip(d_weights, (d_gate, d_up, d_output_tile), (x_tile, x_tile, hidden)):
+            linear.input_gradient(d_gate, gate_weight, out=d_x[tile])
+            linear.input_gradient(d_up, up_weight, out=d_x[tile], accumulate=True)
+        for total, dy, factor in zip(d_weights, (d_gate, d_up, d_output_tile), (x_tile, x_tile, hidden)):
             if total is not None:
-                _add_product(total, left.t(), right)
+                linear.weight_gradient(dy, factor, out=total, accumulate=True)
     del buffers, gate, up, d_hidden, d_gate, d_up, hidden  # freed first: the casts' results would else add to the peak
     d_weights = [total.to(w.dtype) for total, w in zip(d_weights, weights) if total is not None]
     return d_weights if d_x is None else [d_x, *d_weights]
 
 
 @_tiled_mlp_backward.register_fake
-def _(d_output, x, gate_weight, up_weight, down_weight, activation, tile_size, triton_kernels, needs_gradient):
+def _(d_output, x, gate_weight, up_weight, down_weight, *options):
     tensors = (x, gate_weight, up_weight, down_weight)
-    return [
-        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t, needed in zip(tensors, needs_gradient) if needed
-    ]
+    return [t.new_empty(t.shape) for t, needed in zip(tensors, options[-1]) if needed]
 
 
 def _activation_backward_in_place(d_hidden, gate, up, activation):
@@ -258,25 +238,15 @@ def _activation_backward_in_place(d_hidden, gate, up, activation):
     d_hidden.copy_(value * u)
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, total float32 (or float64): bfloat16 sums over tiles would lose the small addends."""
-    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
-
-
 def _setup_tiled(ctx, inputs, output):
-    *tensors, ctx.activation, ctx.tile_size, ctx.triton_kernels = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*inputs[:4])
+    ctx.options = inputs[4:]
 
 
 def _tiled_gradients(ctx, d_output):
-    needs = list(ctx.needs_input_grad[:4])
-    found = iter(
-        _tiled_mlp_backward(d_output, *ctx.saved_tensors, ctx.activation, ctx.tile_size, ctx.triton_kernels, needs)
-    )
-    return *(next(found) if needed else None for needed in needs), None, None, None
+    needs = [*ctx.needs_input_grad[:4]]
+    found = iter(_tiled_mlp_backward(d_output, *ctx.saved_tensors, *ctx.options, needs))
+    return *(next(found) if needed else None for needed in needs), *[None] * len(ctx.options)
 
 
 _tiled_mlp.register_autograd(_tiled_gradients, setup_context=_setup_tiled)
@@ -329,6 +299,7 @@ def gated_mlp(
     *,
     activation: str = "silu",
     tile_size: int | None = None,
+    linear: Linear = PLAIN,
     impl: str = "auto",
 ) -> torch.Tensor:
     """down(act(gate(input)) * up(input)), optionally in tiles of rows (Snowflake's ALST 2025, arXiv:2506.13996).
@@ -341,6 +312,7 @@ def gated_mlp(
         tile_size: None runs the whole at once and keeps gate and up for backward. A number of rows runs one autograd
             function over tiles, which keeps the input only and needs 3 * tile_size * F elements at a time (and, in
             backward, the three weight gradients in float32): 8192 costs the 4B's MLP 0.45 GiB.
+        linear: the matrix products, of which the pieces in tiles.
         impl: "auto", "triton" or "torch".
 
     Returns:
@@ -359,8 +331,8 @@ def gated_mlp(
             f"{list(gate_weight.shape)}, {list(up_weight.shape)} and {list(down_weight.shape)}"
         )
     if tile_size is None:
-        hidden = _gated(F.linear(input, gate_weight), F.linear(input, up_weight), activation, impl)
-        return F.linear(hidden, down_weight)
+        hidden = _gated(linear(input, gate_weight), linear(input, up_weight), activation, impl)
+        return linear(hidden, down_weight)
 
     if tile_size < 1:
         raise ValueError(f"tile_size must be at least 1 row, got {tile_size}")
@@ -374,7 +346,7 @@ def gated_mlp(
     if triton_kernels:
         _check_dtype(tensors[0])
     x, *weights = tensors
-    output = _tiled_mlp(x.reshape(-1, width), *weights, activation, tile_size, triton_kernels)
+    output = _tiled_mlp(x.reshape(-1, width), *weights, linear.number, activation, tile_size, triton_kernels)
     return output.view(input.shape)
 
 

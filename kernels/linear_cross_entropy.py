@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from .common import use_triton
+from .common import operation, use_triton
 from .cross_entropy import (
     Details,
     RowOptions,
@@ -31,7 +31,8 @@ from .cross_entropy import (
     shard_of,
     sharded_row_step,
 )
-from .parts import Footprint
+from .linear import PLAIN
+from .parts import Footprint, Linear, part_of
 from .torch_internals import assert_async, backward_keeps_graph
 
 CHUNK_SIZE = 4096  # tokens whose logits exist at a time
@@ -61,41 +62,19 @@ def _rows_to_compute(target: torch.Tensor, ignore_index: int, num_valid_tokens: 
     return torch.argsort((~valid).byte(), stable=True)[:num_valid_tokens]
 
 
-def _matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool = False) -> None:
-    """out = a @ b or out += a @ b, in out's dtype: on CUDA, cuBLAS adds products of 16-bit factors to a float32 out."""
-    if not a.is_cuda:
-        a, b = a.to(out.dtype), b.to(out.dtype)
-    out_dtype = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
-    if accumulate:
-        torch.addmm(out, a, b, **out_dtype, out=out)
-    else:
-        torch.mm(a, b, **out_dtype, out=out)
-
-
-@torch.library.custom_op("fathom::linear_cross_entropy", mutates_args=())
+@operation("fathom::linear_cross_entropy")
 def _loss_and_gradients(
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    target: torch.Tensor,
-    linear_bias: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    scale: torch.Tensor,
-    needs_input: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-    num_valid_tokens: int | None,
-    chunk_size: int,
-    group_name: str | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    use_triton: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    input: torch.Tensor, linear_weight: torch.Tensor, target: torch.Tensor,
+    linear_bias: torch.Tensor | None, weight: torch.Tensor | None, scale: torch.Tensor,
+    needs_input: bool, needs_weight: bool, needs_bias: bool,
+    part: int, num_valid_tokens: int | None, chunk_size: int, group_name: str | None,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, use_triton: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Loss, rows' losses and log-sum-exps, and those gradients of input, head and bias that are needed (else empty).
 
     scale [] multiplies the sum of the losses, but not yet the gradients; scale [N] multiplies each row's gradient.
     """
+    linear: Linear = part_of(part)
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
     shard = shard_of(group_name, len(linear_weight))
     rows = _rows_to_compute(target, ignore_index, num_valid_tokens)
@@ -117,9 +96,8 @@ def _loss_and_gradients(
         here = slice(start, start + chunk_size)
         chunk = here if rows is None else rows[here]
         x, labels, row_scale = input[chunk], target[chunk], scale[chunk] if scale.dim() else None
-        logits = logits_buffer[: len(x)]
+        logits = linear.forward(x, linear_weight, out=logits_buffer[: len(x)])
         gradient = logits if needs_gradient else None  # the gradient overwrites the logits
-        _matmul(x, linear_weight.T, out=logits)
         if linear_bias is not None:
             logits += linear_bias
         statistics[:, here] = sharded_row_step(logits, labels, weight, options, shard, gradient, row_scale)
@@ -127,11 +105,11 @@ def _loss_and_gradients(
             continue
         if needs_input:
             d_x = d_input[here] if rows is None else torch.empty_like(x)
-            _matmul(gradient, linear_weight, out=d_x)
+            linear.input_gradient(gradient, linear_weight, out=d_x)
             if rows is not None:
                 d_input[chunk] = d_x
         if needs_weight:
-            _matmul(gradient.T, x, out=d_weight, accumulate=start > 0)
+            linear.weight_gradient(gradient, x, out=d_weight, accumulate=start > 0)
         if needs_bias:
             d_bias += gradient.sum(0, dtype=d_bias.dtype)
 
@@ -212,6 +190,7 @@ def linear_cross_entropy(
     chunk_size: int = CHUNK_SIZE,
     process_group: dist.ProcessGroup | None = None,
     return_details: bool = False,
+    linear: Linear = PLAIN,
     impl: str = "auto",
 ) -> torch.Tensor | Details:
     """Cross-entropy of `input @ linear_weight.T + linear_bias`, whose logits exist one chunk of tokens at a time.
@@ -238,6 +217,7 @@ def linear_cross_entropy(
             linear_weight and linear_bias, equally many on every rank and in the order of ranks. Every rank returns
             the loss of all, and the whole gradient of the input.
         return_details: also return each row's loss and log-sum-exp.
+        linear: the matrix products, of which the pieces.
         impl: "auto", "triton" or "torch": who computes a chunk's loss and gradient between the GEMMs.
 
     Returns:
@@ -273,7 +253,7 @@ def linear_cross_entropy(
     needs = [computes_gradients and t is not None and t.requires_grad for t in (x, linear_weight, linear_bias)]
     group_name = None if process_group is None else process_group.group_name
     loss, losses, log_sum_exp, *_ = _loss_and_gradients(
-        x, linear_weight, labels, linear_bias, weight, scale, *needs, num_valid_tokens, chunk_size,
+        x, linear_weight, labels, linear_bias, weight, scale, *needs, linear.number, num_valid_tokens, chunk_size,
         group_name, ignore_index, label_smoothing, z_loss, softcap, on_triton,
     )  # fmt: skip
     if reduction == "none":

@@ -14,6 +14,7 @@ from kernels.gated_mlp import (
     geglu,
     swiglu,
 )
+from kernels.linear import PLAIN
 from tests.kernels.ahead_of_time import KernelToCompile
 from tests.kernels.compare import DTYPES, compare_with_float64, outputs_and_gradients, random
 
@@ -28,7 +29,7 @@ KERNELS_TO_COMPILE = [
         KernelToCompile(
             "_gated_activation_backward_kernel",
             _SIGNATURE | _GRADIENTS,
-            _4B | {"ACTIVATION": activation, "STORE_OUTPUT": True},
+            _4B | {"ACTIVATION": activation},
         ),
     )
 ]
@@ -173,7 +174,7 @@ def test_custom_ops(device):
     gate, up = random(5, 37).requires_grad_(), random(5, 37, seed=1).requires_grad_()
     torch.library.opcheck(torch.ops.fathom.gated_activation, (gate, up, "gelu_tanh"))
     inputs = [t.requires_grad_() for t in mlp_inputs((9,), 8, 12)]
-    torch.library.opcheck(torch.ops.fathom.tiled_gated_mlp, (*inputs, "silu", 4, True))
+    torch.library.opcheck(torch.ops.fathom.tiled_gated_mlp, (*inputs, PLAIN.number, "silu", 4, True))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,57 @@
+"""Linear maps as parts: the product y = x weight^T + bias, and each piece of its backward.
+
+    dx = dy weight,  d_weight = dy^T x,  d_bias = sum of dy's rows
+
+`Plain` multiplies in the dtype of its inputs: bfloat16 on GPUs, float32 on CPUs. Sums inside a product are float32 and
+rounded once. The gradient of a weight that adds up over tiles or chunks is float32 throughout: a bfloat16 sum of many
+tiles loses the small ones. `F.linear` is the reference.
+
+Kept for backward: x and weight where the part itself is called; nothing by its pieces.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .parts import Part
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
+    """Returns a @ b, or writes it into `out` or adds it to `out`, in out's dtype.
+
+    On CUDA, cuBLAS adds products of 16-bit factors to a float32 `out`. On CPUs the factors are cast first.
+    """
+    if out is None:
+        return a @ b
+    if not a.is_cuda:
+        a, b = a.to(out.dtype), b.to(out.dtype)
+    out_dtype = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
+    return torch.addmm(out, a, b, **out_dtype, out=out) if accumulate else torch.mm(a, b, **out_dtype, out=out)
+
+
+@dataclass(frozen=True)
+class Plain(Part):
+    """Products in the dtype of the inputs; methods as in `kernels.parts.Linear`."""
+
+    rate = "matrix_flops"
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            return F.linear(x, weight, bias)
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+    def input_gradient(
+        self, dy: Tensor, weight: Tensor, *, out: Tensor | None = None, accumulate: bool = False
+    ) -> Tensor:
+        return _product(dy, weight, out, accumulate)
+
+    def weight_gradient(self, dy: Tensor, x: Tensor, *, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
+        return _product(dy.t(), x, out, accumulate)
+
+
+PLAIN = Plain()

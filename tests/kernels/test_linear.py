@@ -1,0 +1,170 @@
+import functools
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.gated_mlp import gated_mlp
+from kernels.linear import PLAIN, Plain
+from kernels.linear_cross_entropy import linear_cross_entropy
+from kernels.parts import Part, part_of
+from tests.kernels.compare import DTYPES, compare_with_float64, outputs_and_gradients, random
+
+
+class _Pieces(torch.autograd.Function):
+    """A differentiable call of a part's pieces, into the memory that a caller gives where `given` is True."""
+
+    @staticmethod
+    def forward(ctx, part, given, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        ctx.part, ctx.given, ctx.bias_dtype = part, given, None if bias is None else bias.dtype
+        return part.forward(x, weight, bias, out=x.new_empty(len(x), len(weight)) if given else None)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, weight), part = ctx.saved_tensors, ctx.part
+        given = {"out": torch.empty_like(x)} if ctx.given else {}
+        dx = part.input_gradient(dy, weight, **given)
+        given = {"out": torch.empty_like(weight)} if ctx.given else {}
+        d_weight = part.weight_gradient(dy, x, **given)
+        return None, None, dx, d_weight, None if ctx.bias_dtype is None else dy.sum(0, dtype=ctx.bias_dtype)
+
+
+@dataclass(frozen=True)
+class Rounded(Plain):
+    """Factors rounded to so many bits of mantissa: a part as FP8 will be, whose products differ from `Plain`'s."""
+
+    bits: int
+
+    def _round(self, x):
+        mantissa, exponent = torch.frexp(x)
+        return torch.ldexp((mantissa * 2**self.bits).round() / 2**self.bits, exponent)
+
+    def __call__(self, x, weight, bias=None):
+        return _Pieces.apply(self, False, x.reshape(-1, x.shape[-1]), weight, bias).unflatten(0, x.shape[:-1])
+
+    def forward(self, x, weight, bias=None, **options):
+        return super().forward(self._round(x), self._round(weight), bias, **options)
+
+    def input_gradient(self, dy, weight, **options):
+        return super().input_gradient(self._round(dy), self._round(weight), **options)
+
+    def weight_gradient(self, dy, x, **options):
+        return super().weight_gradient(self._round(dy), self._round(x), **options)
+
+
+def inputs_of(M, K, N, dtype=torch.float32, has_bias=False, seed=0):
+    shapes = [(M, K), (N, K), (N,)] if has_bias else [(M, K), (N, K)]
+    return [random(*shape, seed=seed + i, dtype=dtype) for i, shape in enumerate(shapes)]
+
+
+def compare(inputs, given):
+    compare_with_float64(F.linear, lambda x, w, b=None: _Pieces.apply(PLAIN, given, x, w, b), inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 37, 11), (33, 64, 128)])
+def test_pieces_match_float64(shape, given, has_bias, dtype, device, poisoned_memory):
+    compare(inputs_of(*shape, dtype, has_bias), given)
+
+
+@settings(derandomize=True, deadline=None, max_examples=20)
+@given(
+    M=st.integers(1, 40),
+    K=st.integers(1, 40),
+    N=st.integers(1, 40),
+    given=st.booleans(),
+    has_bias=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 100),
+)
+def test_property_pieces_match_float64(M, K, N, given, has_bias, dtype, seed):
+    compare(inputs_of(M, K, N, dtype, has_bias, seed), given)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_call_is_pytorchs(has_bias, device):
+    x, *rest = inputs_of(6, 37, 11, has_bias=has_bias)
+    x = x.view(2, 3, 37)
+    expected = outputs_and_gradients(F.linear, [x, *rest])
+    assert all(map(torch.equal, outputs_and_gradients(PLAIN, [x, *rest]), expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_added_to_what_is_there(dtype, device):
+    """Into float32 where it is a weight's, without a rounding to the factors' dtype."""
+    dy, x, weight = (random(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(9, 11), (9, 37), (11, 37)]))
+    total = random(11, 37, seed=3)
+    expected = total.double() + dy.double().T @ x.double()
+    assert PLAIN.weight_gradient(dy, x, out=total, accumulate=True) is total
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
+    assert PLAIN.weight_gradient(dy, x, out=total) is total
+    torch.testing.assert_close(total.double(), dy.double().T @ x.double(), rtol=1e-5, atol=1e-5)
+
+    dx = random(9, 37, seed=4, dtype=dtype)
+    expected = dx.double() + dy.double() @ weight.double()
+    assert PLAIN.input_gradient(dy, weight, out=dx, accumulate=True) is dx
+    torch.testing.assert_close(dx, expected.to(dtype))
+
+
+def test_small_products_are_not_lost_in_a_float32_total(device):
+    """A thousand of one row, all terms of one sign: a bfloat16 sum would stop growing at 256 terms."""
+    dy, x = (random(1000, 8, seed=i, dtype=torch.bfloat16).abs() for i in range(2))
+    total = torch.zeros(8, 8, device=device)
+    for dy_row, x_row in zip(dy.split(1), x.split(1)):
+        PLAIN.weight_gradient(dy_row, x_row, out=total, accumulate=True)
+    exact = dy.double().T @ x.double()
+    assert ((total.double() - exact).abs() <= 1e-4 * exact).all()
+
+
+def test_pieces_are_bitwise_equal_in_two_runs(device):
+    inputs = inputs_of(33, 64, 128, torch.bfloat16, has_bias=True)
+    first, second = (outputs_and_gradients(functools.partial(_Pieces.apply, PLAIN, True), inputs) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+def test_equal_parts_have_one_number():
+    assert Plain() == PLAIN and Plain().number == PLAIN.number
+    assert Rounded(5).number == Rounded(5).number != Rounded(6).number != PLAIN.number
+    assert all(part_of(part.number) == part for part in (PLAIN, Rounded(5), Rounded(6)))
+    assert isinstance(PLAIN, Part)
+
+
+def test_the_mlp_has_all_its_products_from_its_part(device):
+    inputs = [random(*shape, seed=i) for i, shape in enumerate([(2, 7, 16), (24, 16), (24, 16), (16, 24)])]
+    plain = outputs_and_gradients(gated_mlp, inputs)
+    untiled, tiled = (
+        outputs_and_gradients(functools.partial(gated_mlp, linear=Rounded(3), tile_size=tile_size), inputs)
+        for tile_size in (None, 4)
+    )
+    torch.testing.assert_close(tiled, untiled)
+    assert all(0.01 < (a - b).norm() / b.norm() < 0.5 for a, b in zip(untiled, plain))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_the_head_has_all_its_products_from_its_part(reduction, device):
+    x, head = random(2, 7, 16, dtype=torch.float64), random(53, 16, seed=1, dtype=torch.float64)
+    target = torch.randint(53, (2, 7), generator=torch.Generator().manual_seed(0)).to(device)
+    target[0, 2] = -100
+
+    def chunked(x, head, linear):
+        options = {"reduction": reduction, "chunk_size": 4, "impl": "torch"}
+        return linear_cross_entropy(x, head, target, linear=linear, **options)
+
+    def whole(x, head):
+        logits = Rounded(3)(x, head).flatten(0, 1)
+        return F.cross_entropy(logits, target.flatten(), reduction=reduction)
+
+    def results(function, **options):
+        leaves = [t.clone().requires_grad_() for t in (x, head)]
+        loss = function(*leaves, **options)
+        return [loss.flatten(), *torch.autograd.grad(loss.sum(), leaves)]
+
+    plain, rounded = results(chunked, linear=PLAIN), results(chunked, linear=Rounded(3))
+    torch.testing.assert_close(rounded, results(whole))
+    assert all(0.001 < (a - b).norm() / b.norm() < 0.5 for a, b in zip(rounded, plain))
