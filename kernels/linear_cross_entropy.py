@@ -96,10 +96,8 @@ def _loss_and_gradients(
         here = slice(start, start + chunk_size)
         chunk = here if rows is None else rows[here]
         x, labels, row_scale = input[chunk], target[chunk], scale[chunk] if scale.dim() else None
-        logits = linear.forward(x, linear_weight, out=logits_buffer[: len(x)])
+        logits = linear.forward(x, linear_weight, linear_bias, out=logits_buffer[: len(x)])
         gradient = logits if needs_gradient else None  # the gradient overwrites the logits
-        if linear_bias is not None:
-            logits += linear_bias
         statistics[:, here] = sharded_row_step(logits, labels, weight, options, shard, gradient, row_scale)
         if gradient is None:
             continue
