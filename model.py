@@ -1,33 +1,32 @@
-"""The decoder: configuration, sizes, rotary positions, attention, MLP, block, transformer, loss, generation.
+"""The decoder: configuration, sizes, attention, MLP, block, transformer, loss, generation.
 
 Shapes: B batch, T tokens, D model width, H query heads, G key/value heads, K head width, F feed-forward width, V vocab.
 The architecture is Qwen3's (arXiv 2505.09388): RMSNorm before each half of a block, RMSNorm on each query and key head
-before rotary positions, grouped-query attention, a gated MLP, no biases. A model may have no norms of heads, and biases
-of q, k and v: training/families.py says which released models do. Parameter names are Hugging Face's.
+before rotary positions, grouped-query attention, a gated MLP, no biases. Llama and Mistral have no norms of heads,
+Qwen2 has biases of q, k and v instead. Parameter names are Hugging Face's.
 """
 
 import functools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.attention.full import attention_flops
-from kernels.attention.nsa import nsa
-from kernels.attention.nsa.nsa import NSA
-from kernels.attention.sparse.decode import PooledKeys, attend_to_cache
-from kernels.attention.sparse.sparse_attention import Sparsity
+from kernels.attention.documents import Documents
+from kernels.attention.full import FULL
 from kernels.cross_entropy import cross_entropy
 from kernels.gated_mlp import ACTIVATIONS, gated_mlp
 from kernels.head_exchange import HeadExchange
+from kernels.linear import PLAIN
 from kernels.linear_cross_entropy import linear_cross_entropy
+from kernels.parts import AttentionKind, Linear
 from kernels.qkv_attention import QKVParameters, project_heads, qkv_attention
 from kernels.rms_norm import rms_norm
-from kernels.rope import RopeScaling, rope_frequencies
+from kernels.rope import RopeScaling, RotaryTables
 from kernels.tensor_parallel import TensorRanks, local
 from kernels.torch_internals import assert_async
 
@@ -36,17 +35,12 @@ logger = logging.getLogger(__name__)
 IGNORE_INDEX = -100
 # Above this size the projected logits are never materialised (GB = 2**30 bytes).
 CHUNKED_LOSS_THRESHOLD_BYTES = 10 * 2**30
-ATTENTION_TYPES = "full", "nsa"
-NSA_GATES = ".g_proj."  # in the names of the gates' parameters
+GATES = ".g_proj."  # in the names of the gates' parameters
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Shape of a decoder; `MODEL_SIZES` holds the named ones.
-
-    Raises:
-        ValueError: a size that is not positive, heads that do not divide, an unknown activation.
-    """
+class Share:
+    """Sizes of what one rank has of a decoder, whose matrices several ranks may share."""
 
     vocab_size: int
     hidden_size: int
@@ -57,14 +51,81 @@ class ModelConfig:
     head_dim: int = 128
     hidden_act: str = "silu"  # SwiGLU; "gelu_tanh" is GeGLU
     tie_word_embeddings: bool = True
-    rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
-    max_position_embeddings: int = 40_960  # only declared, for Hugging Face's tools; no length is refused here
-    attention_type: str = "full"  # "nsa": native sparse attention, whose gates are parameters
-    rope_scaling: RopeScaling | None = None
     has_head_norms: bool = True  # an RMSNorm on each query and key head, before rotary positions
     has_qkv_biases: bool = False
+    # Both repeat over the layers: (window, window, window, full) is a pattern of four.
+    layer_kinds: tuple[AttentionKind, ...] = (FULL,)
+    layer_rotates: tuple[bool, ...] = (True,)  # whether a layer has rotary positions
+
+    @property
+    def kinds(self) -> tuple[AttentionKind, ...]:
+        """The kind of attention of each layer."""
+        return tuple(self.layer_kinds[i % len(self.layer_kinds)] for i in range(self.num_hidden_layers))
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, key/value heads, head width."""
+        return self.num_attention_heads, self.num_key_value_heads, self.head_dim
+
+    def num_gates(self, layer: int = 0) -> int:
+        """Logits per token that a layer makes for its kind of attention."""
+        return self.layer_kinds[layer % len(self.layer_kinds)].gates_per_head * self.num_attention_heads
+
+    def projected_logits_bytes(self, num_tokens: int, bytes_per_logit: int = 2) -> int:
+        """Size of the [num_tokens, V] logits that the standard loss materialises."""
+        return num_tokens * self.vocab_size * bytes_per_logit
+
+    def uses_chunked_loss(self, num_tokens: int, bytes_per_logit: int = 2, loss_impl: str = "auto") -> bool:
+        """The switch: chunked above `CHUNKED_LOSS_THRESHOLD_BYTES`, unless `loss_impl` is "chunked" or "standard"."""
+        if loss_impl != "auto":
+            return loss_impl == "chunked"
+        return self.projected_logits_bytes(num_tokens, bytes_per_logit) > CHUNKED_LOSS_THRESHOLD_BYTES
+
+    def layer_matrix_parameters(self, layer: int = 0) -> int:
+        """Elements of one block's matrices: q, k, v, o and gate projections, and the gated MLP."""
+        attention_width = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+        return self.hidden_size * (attention_width + self.num_gates(layer) + 3 * self.intermediate_size)
+
+    def num_parameters(self) -> int:
+        """All trained elements; a tied head counts once."""
+        vectors = 2 * self.hidden_size + 2 * self.head_dim * self.has_head_norms  # norms of a layer
+        vectors += (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim * self.has_qkv_biases
+        layers = sum(
+            self.layer_matrix_parameters(i) + vectors + self.num_gates(i) for i in range(self.num_hidden_layers)
+        )
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return embeddings + layers + self.hidden_size
+
+    def forward_flops(self, document_lengths: Sequence[int], kinds: Sequence[AttentionKind] = ()) -> float:
+        """Floating-point operations of one forward over documents of these lengths, attention counted causally.
+
+        A training step needs three times as many; recomputed activations are not counted (model FLOPs).
+
+        Args:
+            kinds: how each layer attends; (): as the configuration says.
+        """
+        matrices = sum(self.layer_matrix_parameters(layer) for layer in range(self.num_hidden_layers))
+        matrices += self.vocab_size * self.hidden_size
+        attention = sum(
+            layers * kind.forward_flops(document_lengths, *self.heads)
+            for kind, layers in Counter(kinds or self.kinds).items()
+        )
+        return 2 * matrices * sum(document_lengths) + attention
+
+
+@dataclass(frozen=True)
+class ModelConfig(Share):
+    """A decoder, whole; `MODEL_SIZES` holds the named ones.
+
+    Raises:
+        ValueError: a size that is not positive, heads that do not divide, an unknown activation.
+    """
+
+    rope_theta: float = 1e6
+    rope_scaling: RopeScaling | None = None
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 40_960  # only declared, for Hugging Face's tools; no length is refused here
     model_type: str = "qwen3"  # the family's name in config.json, see training/families.py
 
     def __post_init__(self):
@@ -79,65 +140,17 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
-        for name, known in (("hidden_act", ACTIVATIONS), ("attention_type", ATTENTION_TYPES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {self.hidden_act!r}")
+        if not self.layer_kinds or not self.layer_rotates:
+            raise ValueError("layer_kinds and layer_rotates must not be empty")
 
-    @property
-    def num_gates(self) -> int:
-        """NSA's, of a token in one layer: one for each query head and branch."""
-        return nsa.BRANCHES * self.num_attention_heads if self.attention_type == "nsa" else 0
-
-    def projected_logits_bytes(self, num_tokens: int, bytes_per_logit: int = 2) -> int:
-        """Size of the [num_tokens, V] logits that the standard loss materialises."""
-        return num_tokens * self.vocab_size * bytes_per_logit
-
-    def uses_chunked_loss(self, num_tokens: int, bytes_per_logit: int = 2, loss_impl: str = "auto") -> bool:
-        """The switch: chunked above `CHUNKED_LOSS_THRESHOLD_BYTES`, unless `loss_impl` is "chunked" or "standard"."""
-        if loss_impl != "auto":
-            return loss_impl == "chunked"
-        return self.projected_logits_bytes(num_tokens, bytes_per_logit) > CHUNKED_LOSS_THRESHOLD_BYTES
-
-    def layer_matrix_parameters(self) -> int:
-        """Elements of one block's matrices: q, k, v, o projections, NSA's gates, and the gated MLP."""
-        attention_width = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim + self.num_gates
-        return self.hidden_size * (attention_width + 3 * self.intermediate_size)
-
-    def num_parameters(self) -> int:
-        """All trained elements; a tied head counts once."""
-        layer_vectors = 2 * self.hidden_size + self.num_gates  # norms, and the gates' biases
-        layer_vectors += 2 * self.head_dim * self.has_head_norms
-        layer_vectors += (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim * self.has_qkv_biases
-        layers = self.num_hidden_layers * (self.layer_matrix_parameters() + layer_vectors)
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return embeddings + layers + self.hidden_size
-
-    def forward_flops(self, document_lengths: list[int], sparsity: Sequence[Sparsity | NSA] = ()) -> float:
-        """Floating-point operations of one forward over documents of these lengths, attention counted causally.
-
-        A training step needs three times as many; recomputed activations are not counted (model FLOPs).
-
-        Args:
-            document_lengths: tokens of each document.
-            sparsity: of attention to chosen blocks or of NSA, one a layer, the choice counted; (): to everything.
-        """
-        matrices = self.num_hidden_layers * self.layer_matrix_parameters() + self.vocab_size * self.hidden_size
-        if sparsity and max(document_lengths) >= sparsity[0].dense_below:
-            heads = self.num_attention_heads, self.num_key_value_heads, self.head_dim
-            attention: float = sum(
-                layers * of_layers.footprint(n, *heads).forward_flops
-                for of_layers, layers in Counter(sparsity).items()
-                for n in document_lengths
-            )
-        else:
-            pairs = sum(n * (n + 1) // 2 for n in document_lengths)
-            attention = self.num_hidden_layers * attention_flops(self.num_attention_heads, self.head_dim, pairs)
-        return 2 * matrices * sum(document_lengths) + attention
-
-    def split(self, ranks: int) -> "ModelConfig":
-        """The shape of what each of `ranks` has that share all matrices; they must divide heads, MLP and vocabulary."""
-        names = "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"
-        return replace(self, **{name: getattr(self, name) // ranks for name in names})
+    def share(self, ranks: int = 1) -> Share:
+        """The sizes of each of `ranks` that share all matrices; they must divide heads, MLP and vocabulary."""
+        sizes = {field.name: getattr(self, field.name) for field in fields(Share)}
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+            sizes[name] //= ranks
+        return Share(**sizes)
 
 
 _QWEN3 = ModelConfig(
@@ -156,40 +169,13 @@ MODEL_SIZES: dict[str, ModelConfig] = {
 }  # fmt: skip
 
 
-class RotaryCache:
-    """cos and sin of position x frequency, [positions, K/2] float32, grown on demand on the device that asks.
-
-    A scaling of the frequencies may have a factor of its own, by which cos and sin are multiplied.
-
-    The angles are formed in float64, so that they are right at a million positions. The cache is a
-    plain object, not a buffer: there is nothing to move, cast, shard or save, and a model that was built on the meta
-    device or moved later asks again.
-    Method: Su et al., RoFormer, arXiv 2104.09864.
-    """
-
-    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None):
-        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
-        self._tables: tuple[Tensor, Tensor] | None = None
-
-    def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin for positions 0 .. length-1 at least, on `device`."""
-        cached = 0 if self._tables is None else len(self._tables[0])
-        if self._tables is None or cached < length or self._tables[0].device != device:
-            length = max(length, 2 * cached) if cached < length else cached
-            positions = torch.arange(length, dtype=torch.float64, device=device)
-            angles = torch.outer(positions, rope_frequencies(self.head_dim, self.theta, self.scaling, device))
-            factor = 1.0 if self.scaling is None else self.scaling.table_factor
-            self._tables = angles.cos().mul_(factor).float(), angles.sin_().mul_(factor).float()
-        return self._tables
-
-
 class KeyValueCache:
     """Keys and values of the tokens already seen, for one layer, while generating."""
 
-    def __init__(self, max_length: int):
+    def __init__(self, max_length: int, kind: AttentionKind = FULL):
         self.max_length, self.length = max_length, 0
         self._keys_values: tuple[Tensor, Tensor] | None = None
-        self.pooled_keys = PooledKeys()  # of sparse attention
+        self.state = kind.decoding_state()
 
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new tokens; returns the keys and values of all tokens so far."""
@@ -200,23 +186,6 @@ class KeyValueCache:
         for stored, new in zip(self._keys_values, (k_BTGK, v_BTGK)):
             stored[:, start : self.length] = new
         return tuple(stored[:, : self.length] for stored in self._keys_values)
-
-
-@dataclass
-class Documents:
-    """The documents packed in each row of a batch, on the CPU: the host launches attention once for each document.
-
-    Where several ranks share a sequence, each has its own positions, and the segments and lengths of whole sequences.
-    """
-
-    segments: Tensor | None  # int64 [S, 3], rows (batch row, start, stop); None where each row is one document
-    positions_BT: Tensor  # int64, each token's position in its document
-    lengths: list[int]  # tokens of each document
-
-    @property
-    def are_whole(self) -> bool:
-        """Whether the positions are those of whole sequences, not of one rank's share."""
-        return self.positions_BT.numel() == sum(self.lengths)
 
 
 @dataclass
@@ -231,12 +200,14 @@ class Context:
 
 
 class RMSNorm(nn.Module):
+    impl = "auto"  # of kernels.common.IMPLEMENTATIONS; set from outside
+
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor, residual: Tensor | None = None):
-        return rms_norm(x, local(self.weight), self.eps, residual=residual)
+        return rms_norm(x, local(self.weight), self.eps, residual=residual, impl=self.impl)
 
 
 class Embedding(nn.Embedding):
@@ -247,90 +218,87 @@ class Embedding(nn.Embedding):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, share: Share, layer: int):
         super().__init__()
-        D, K, self.layer = config.hidden_size, config.head_dim, layer
-        bias = config.has_qkv_biases
-        self.q_proj = nn.Linear(D, config.num_attention_heads * K, bias=bias)
-        self.k_proj = nn.Linear(D, config.num_key_value_heads * K, bias=bias)
-        self.v_proj = nn.Linear(D, config.num_key_value_heads * K, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * K, D, bias=False)
-        self.q_norm = RMSNorm(K, config.rms_norm_eps) if config.has_head_norms else None
-        self.k_norm = RMSNorm(K, config.rms_norm_eps) if config.has_head_norms else None
-        self.eps = config.rms_norm_eps
-        self.g_proj = nn.Linear(D, config.num_gates) if config.num_gates else None
-        self.backend = "auto"  # of kernels.attention.full.BACKENDS; it and the next four are set from outside
+        D, (H, G, K), bias = share.hidden_size, share.heads, share.has_qkv_biases
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(D, heads * K, bias=bias) for heads in (H, G, G))
+        self.o_proj = nn.Linear(H * K, D, bias=False)
+        self.q_norm, self.k_norm = (RMSNorm(K, share.rms_norm_eps) if share.has_head_norms else None for _ in "qk")
+        self.g_proj = nn.Linear(D, share.num_gates(layer)) if share.num_gates(layer) else None
+        self.layer, self.head_dim, self.eps = layer, K, share.rms_norm_eps
+        self.rotates = share.layer_rotates[layer % len(share.layer_rotates)]
+        # Knobs, which are set from outside.
+        self.kind = share.kinds[layer]
+        self.linear: Linear = PLAIN
+        self.backend = "auto"  # of kernels.attention.full.BACKENDS
+        self.impl = "auto"  # of kernels.common.IMPLEMENTATIONS
         self.heads_at_a_time: int | None = None  # key/value heads; None: all
         self.exchange: HeadExchange | None = None  # where ranks share sequences; the forward is then given `documents`
-        self.sparsity: Sparsity | NSA | None = NSA() if config.num_gates else None
         self.tensor_ranks = TensorRanks(None)  # those that share its matrices
 
     def qkv_parameters(self) -> QKVParameters:
-        """What this rank has of the projections to q, k and v, and of the norms of their heads."""
+        """This rank's part of the projections to q, k and v, and the norms of their heads."""
         projections, norms = (self.q_proj, self.k_proj, self.v_proj), (self.q_norm, self.k_norm)
         return QKVParameters(
             [local(projection.weight) for projection in projections],
             [local(projection.bias) for projection in projections if projection.bias is not None],
             [self.tensor_ranks.enter(local(norm.weight)) for norm in norms if norm is not None],
             self.eps,
+            self.head_dim,
         )
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
-        ranks, qkv = self.tensor_ranks, self.qkv_parameters()
-        x_BTD = ranks.enter(x_BTD)
-        o_weight = local(self.o_proj.weight)
-        gates = None
+        ranks, qkv, o_weight = self.tensor_ranks, self.qkv_parameters(), local(self.o_proj.weight)
+        kind, linear, impl = self.kind.for_longest(context.longest), self.linear, self.impl
+        cos, sin = (context.cos, context.sin) if self.rotates else (None, None)
+        x_BTD, gates = ranks.enter(x_BTD), None
         if self.g_proj is not None:
-            gates = F.linear(x_BTD, *map(local, self.g_proj.parameters())).unflatten(-1, (-1, nsa.BRANCHES))
-        is_sparse = self.sparsity is not None and context.longest >= self.sparsity.dense_below
-        sparsity = self.sparsity if is_sparse else None
+            gates = linear(x_BTD, *map(local, self.g_proj.parameters())).unflatten(-1, (-1, kind.gates_per_head))
         cache = context.caches[self.layer] if context.caches else None
         if cache is None or cache.length == 0:
             attended_BTD = qkv_attention(
-                x_BTD, qkv, o_weight, context.cos, context.sin, context.segments, backend=self.backend,
-                sparsity=sparsity, gates=gates, heads_at_a_time=self.heads_at_a_time,
-                exchange=self.exchange if cache is None else None,
+                x_BTD, qkv, o_weight, cos, sin, context.segments, kind=kind, gates=gates, linear=linear, impl=impl,
+                heads_at_a_time=self.heads_at_a_time, exchange=None if cache is not None else self.exchange,
+                backend=self.backend,
             )  # fmt: skip
             if cache is not None:  # a whole prompt: keys and values once more, with one query head that is not used
-                one_head = qkv.with_query_rows(2 * context.cos.shape[-1])
-                cache.append(*project_heads(x_BTD, one_head, context.cos, context.sin)[1:])
+                one_head = qkv.with_query_rows(self.head_dim)
+                cache.append(*project_heads(x_BTD, one_head, cos, sin, linear, impl)[1:])
             return ranks.leave(attended_BTD)
-        q_BTHK, k_BTGK, v_BTGK = project_heads(x_BTD, qkv, context.cos, context.sin)
-        k_BTGK, v_BTGK = cache.append(k_BTGK, v_BTGK)
-        if isinstance(sparsity, NSA):
-            out_BTHK = nsa.attend_to_cache(q_BTHK, k_BTGK, v_BTGK, gates, sparsity)
-        elif sparsity is not None:
-            out_BTHK = attend_to_cache(q_BTHK, k_BTGK, v_BTGK, cache.pooled_keys, sparsity)
-        else:  # one new token, which sees all the cached ones
-            q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
-            out_BTHK = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
-        return ranks.leave(F.linear(out_BTHK.flatten(2), o_weight))
+        q_BTHK, *new = project_heads(x_BTD, qkv, cos, sin, linear, impl)
+        attended_BTHK = kind.decode(q_BTHK, *cache.append(*new), gates, cache.state)
+        return ranks.leave(linear(attended_BTHK.flatten(2), o_weight))
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, share: Share):
         super().__init__()
-        D, F_, self.activation = config.hidden_size, config.intermediate_size, config.hidden_act
+        D, F_, self.activation = share.hidden_size, share.intermediate_size, share.hidden_act
         self.gate_proj = nn.Linear(D, F_, bias=False)
         self.up_proj = nn.Linear(D, F_, bias=False)
         self.down_proj = nn.Linear(F_, D, bias=False)
-        self.tile_size: int | None = None  # rows at a time; set from outside where memory is short
-        self.tensor_ranks = TensorRanks(None)  # those that share its matrices; set from outside
+        # Knobs, which are set from outside.
+        self.linear: Linear = PLAIN
+        self.impl = "auto"  # of kernels.common.IMPLEMENTATIONS
+        self.tile_size: int | None = None  # rows at a time, where memory is short
+        self.tensor_ranks = TensorRanks(None)  # those that share its matrices
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         weights = [local(p.weight) for p in (self.gate_proj, self.up_proj, self.down_proj)]
-        x_BTD = self.tensor_ranks.enter(x_BTD)
-        y_BTD = gated_mlp(x_BTD, *weights, activation=self.activation, tile_size=self.tile_size)
+        y_BTD = gated_mlp(
+            self.tensor_ranks.enter(x_BTD), *weights, activation=self.activation, tile_size=self.tile_size,
+            linear=self.linear, impl=self.impl,
+        )  # fmt: skip
         return self.tensor_ranks.leave(y_BTD, skippable=True)
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, share: Share, layer: int):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config)
+        self.input_layernorm = RMSNorm(share.hidden_size, share.rms_norm_eps)
+        self.self_attn = Attention(share, layer)
+        self.post_attention_layernorm = RMSNorm(share.hidden_size, share.rms_norm_eps)
+        self.mlp = GatedMLP(share)
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
         attended_BTD = self.self_attn(self.input_layernorm(x_BTD), context)
@@ -349,19 +317,27 @@ torch.export.register_dataclass(ModelOutput)  # so that FSDP finds the tensors i
 
 
 class Transformer(nn.Module):
-    """The decoder with its loss. Parallelism, activation placement and compilation are applied from outside."""
+    """The decoder with its loss. Parallelism, activation placement and compilation are applied from outside.
 
-    def __init__(self, config: ModelConfig):
+    Args:
+        config: the whole decoder.
+        tensor_ranks: ranks that share each matrix; this model has one rank's share.
+    """
+
+    def __init__(self, config: ModelConfig, tensor_ranks: int = 1):
         super().__init__()
-        self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.rotary = RotaryCache(config.head_dim, config.rope_theta, config.rope_scaling)
-        self.loss_impl = "auto"  # "chunked" or "standard" force one; set from outside
-        self.tensor_ranks = TensorRanks(None)  # those that share the head's matrix; set from outside
+        self.config, self.share = config, (share := config.share(tensor_ranks))
+        self.embed_tokens = Embedding(share.vocab_size, share.hidden_size)
+        self.layers = nn.ModuleList(Block(share, layer) for layer in range(share.num_hidden_layers))
+        self.norm = RMSNorm(share.hidden_size, share.rms_norm_eps)
+        if not share.tie_word_embeddings:
+            self.lm_head = nn.Linear(share.hidden_size, share.vocab_size, bias=False)
+        self.rotary = RotaryTables(config.head_dim, config.rope_theta, config.rope_scaling)
+        # Knobs, which are set from outside.
+        self.loss_impl = "auto"  # "chunked" or "standard" force one
+        self.linear: Linear = PLAIN  # the head's
+        self.impl = "auto"  # of kernels.common.IMPLEMENTATIONS
+        self.tensor_ranks = TensorRanks(None)  # those that share the head's matrix
         for name, parameter in self.named_parameters():
             self.initialize_parameter(name, parameter)
 
@@ -393,7 +369,6 @@ class Transformer(nn.Module):
         input_ids: Tensor,
         labels: Tensor | None = None,
         *,
-        document_ids: Tensor | None = None,
         targets: Tensor | None = None,
         documents: Documents | None = None,
         denominator: Tensor | float | None = None,
@@ -406,26 +381,21 @@ class Transformer(nn.Module):
         Args:
             input_ids: int64 [B, T].
             labels: int64 [B, T], unshifted: position t is trained to predict labels[t + 1]; -100 is ignored.
-            document_ids: integers [B, T], non-decreasing in a row. Documents do not see each other, positions start
-                at 0 in each, and no label is predicted by a token of the document before its own.
             targets: int64 [B, T], in place of `labels`: position t is trained to predict targets[t]; -100 is ignored.
                 Nothing is masked here. The last position of a whole sequence must have -100.
-            documents: what `find_documents` found, in place of `document_ids`. FSDP moves tensors to the GPU, from
-                where document ids would have to come back; `Documents` it leaves on the CPU.
-            denominator: what the summed loss is divided by (valid targets of all micro-batches and ranks);
-                None: the valid targets of this call.
+            documents: the documents packed in each row. They do not see each other, positions start at 0 in each,
+                and no label is predicted by a token of the document before its own. None: each row is one.
+            denominator: divides the summed loss (valid targets of all micro-batches and ranks); None: the valid
+                targets of this call.
             return_logits, return_hidden_states: fill those fields of the output.
-            caches: one `KeyValueCache` a layer, while generating.
+            caches: one `KeyValueCache` per layer, while generating.
 
         Raises:
-            ValueError: both labels and targets, or both document_ids and documents; tensors of unequal shape; a
-                document id that decreases; documents together with caches.
+            ValueError: both labels and targets; tensors of unequal shape; documents together with caches.
             RuntimeError: a target at the last position of a whole sequence.
         """
-        if (labels is not None and targets is not None) or (document_ids is not None and documents is not None):
-            raise ValueError("give either labels or targets, and either document_ids or documents")
-        if document_ids is not None:
-            documents = find_documents(document_ids)
+        if labels is not None and targets is not None:
+            raise ValueError("give either labels or targets")
         positions_BT = None if documents is None else documents.positions_BT
         for name, tensor in (("labels", labels), ("targets", targets), ("documents", positions_BT)):
             if tensor is not None and tensor.shape != input_ids.shape:
@@ -450,7 +420,7 @@ class Transformer(nn.Module):
         output = ModelOutput(hidden_states=x_BTD if return_hidden_states else None)
         logits_BTV = None
         if return_logits:
-            logits_BTV = F.linear(self.tensor_ranks.enter(x_BTD), self.output_weight)
+            logits_BTV = self.linear(self.tensor_ranks.enter(x_BTD), self.output_weight)
             output.logits = self.tensor_ranks.gather(logits_BTV)
         if targets is not None:
             output.loss = self._loss(x_BTD, targets, logits_BTV, denominator)
@@ -484,14 +454,16 @@ class Transformer(nn.Module):
         size = x_BTD.shape[:2].numel(), x_BTD.element_size()
         ranks = self.tensor_ranks
         options = {"ignore_index": IGNORE_INDEX, "denominator": denominator, "process_group": ranks.group}
+        options["impl"] = self.impl
         num_without = x_BTD.shape[1] - targets.shape[1]
         x_BTD = x_BTD[:, : targets.shape[1]]
-        if logits_BTV is None and self.config.uses_chunked_loss(*size, self.loss_impl):
-            log_loss_choice("chunked", self.config, *size, self.loss_impl)
-            return linear_cross_entropy(x_BTD, self.output_weight, targets, **options)
-        log_loss_choice("standard", self.config, *size, self.loss_impl)
+        if logits_BTV is None and self.share.uses_chunked_loss(*size, self.loss_impl):
+            log_loss_choice("chunked", self.share, *size, self.loss_impl)
+            return linear_cross_entropy(x_BTD, self.output_weight, targets, linear=self.linear, **options)
+        log_loss_choice("standard", self.share, *size, self.loss_impl)
         if logits_BTV is None:  # no caller reads these logits, so their gradient may overwrite them
-            return cross_entropy(F.linear(ranks.enter(x_BTD), self.output_weight), targets, inplace=True, **options)
+            logits_BTV = self.linear(ranks.enter(x_BTD), self.output_weight)
+            return cross_entropy(logits_BTV, targets, inplace=True, **options)
         return cross_entropy(logits_BTV, F.pad(targets, (0, num_without), value=IGNORE_INDEX), **options)
 
     def generate(
@@ -533,7 +505,8 @@ class Transformer(nn.Module):
                 "generate needs a prompt of at least one token, a temperature of at least 0 and a top_p above 0 and "
                 f"up to 1, got {input_ids.shape[1]} tokens, temperature {temperature} and top_p {top_p}"
             )
-        caches = [KeyValueCache(input_ids.shape[1] + max_new_tokens) for _ in self.layers]
+        length = input_ids.shape[1] + max_new_tokens
+        caches = [KeyValueCache(length, layer.self_attn.kind) for layer in self.layers]
         if input_ids.shape[1] > 1:  # all but the last token only fill the cache: no logits
             self(input_ids[:, :-1], caches=caches)
         next_ids = input_ids[:, -1:]
@@ -558,33 +531,9 @@ def choose_tokens(
     return torch.multinomial(probabilities_BV, 1, generator=generator)
 
 
-def find_documents(document_ids: Tensor) -> Documents:
-    """Boundaries and positions of the documents packed in each row.
-
-    Args:
-        document_ids: integers [B, T], non-decreasing in a row.
-
-    Raises:
-        ValueError: ids that decrease within a row.
-    """
-    ids_BT = document_ids.cpu()
-    B, T = ids_BT.shape
-    if bool((ids_BT[:, 1:] < ids_BT[:, :-1]).any()):
-        raise ValueError("document_ids must not decrease within a row: documents are packed one after another")
-    first_BT = torch.ones(B, T, dtype=torch.bool)
-    first_BT[:, 1:] = ids_BT[:, 1:] != ids_BT[:, :-1]
-    rows, starts = first_BT.nonzero(as_tuple=True)
-    stops = torch.where(rows == rows.roll(-1), starts.roll(-1), T)
-    stops[-1] = T
-    index_BT = torch.arange(T).expand(B, T)
-    positions_BT = index_BT - torch.where(first_BT, index_BT, 0).cummax(dim=1).values
-    segments = torch.stack([rows, starts, stops], dim=1)
-    return Documents(None if len(segments) == B else segments, positions_BT, (stops - starts).tolist())
-
-
 @functools.lru_cache(maxsize=64)
-def log_loss_choice(choice: str, config: ModelConfig, num_tokens: int, bytes_per_logit: int, loss_impl: str) -> None:
+def log_loss_choice(choice: str, share: Share, num_tokens: int, bytes_per_logit: int, loss_impl: str) -> None:
     """Say once for each size which loss runs, and why."""
-    gb = config.projected_logits_bytes(num_tokens, bytes_per_logit) / 2**30
+    gb = share.projected_logits_bytes(num_tokens, bytes_per_logit) / 2**30
     reason = "forced by loss_impl" if loss_impl != "auto" else "the threshold is 10 GB"
     logger.info("loss: %s (%d tokens would project to %.2f GB of logits; %s)", choice, num_tokens, gb, reason)

@@ -29,6 +29,7 @@ import torch
 
 from kernels.attention.full import BACKENDS
 from model import MODEL_SIZES, ModelConfig
+from training.attention_flags import kinds_of
 from training.checkpoint.weights import shape_of_weights
 from training.host.errors import UserError
 from training.host.files import check_can_write
@@ -43,7 +44,6 @@ from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, join_world
 from training.run.build import build_bench, settled_execution, shape_with, step_on_meta, without_plan
 from training.run.settings import ATTENTION_TYPES
-from training.sparsity import sparsity_of
 
 CONTEXT_LENGTH = 131_072
 
@@ -104,7 +104,7 @@ def check_flags(flags: Namespace, can_measure: bool) -> None:
         if value is not None and not least <= value <= most:
             limit = f"at least {least}" if value < least else f"at most {most}"
             raise UserError(f"{name} must be {limit}, got {value}")
-    sparsity_of(flags, layers)
+    kinds_of(flags, shape_of(flags))
     check_mesh(flags)
     given = {name for name, value in vars(flags).items() if value not in (None, False)}
     if flags.gradient_checkpointing is not None:
@@ -150,8 +150,8 @@ def check_mesh(flags: Namespace) -> None:
             "other numbers of GPUs"
         )
     check_matrix_sharing(tensor, shape)
-    check_sharing(context, shape, flags.attention_type != "full", tensor)
-    if message := without_plan(flags, shape.split(tensor)):
+    check_sharing(context, shape, any(kind.list_length for kind in kinds_of(flags, shape)), tensor)
+    if message := without_plan(flags, shape.share(tensor)):
         raise UserError(f"{message}; lower context_parallel_size")
 
 
@@ -164,12 +164,12 @@ def shape_of(flags: Namespace) -> ModelConfig:
 def choose_machine(flags: Namespace, memory_budget: str | None, world: World) -> Machine:
     """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an H200."""
     model = shape_of(flags)
-    sparsity, loss_impl = sparsity_of(flags, model.num_hidden_layers), flags.loss_impl or "auto"
+    kinds, loss_impl = kinds_of(flags, model), flags.loss_impl or "auto"
     if world.device.type == "cuda":
-        given = settled_execution(loss_impl, flags.attention_backend, world.device, sparsity)
+        given = settled_execution(loss_impl, flags.attention_backend, world.device, kinds)
         gpu_bytes = gpu_budget(memory_budget or "auto", world.device)
-        part = model.split(flags.tensor_parallel_size)
-        rates = measure_rates(part, given.attention_backend, world.device, lengths(flags)[0], given.sparsity)
+        part = model.share(flags.tensor_parallel_size)
+        rates = measure_rates(part, given.attention_backend, world.device, lengths(flags)[0], given.kinds)
         torch.cuda.empty_cache()
         name = torch.cuda.get_device_name(world.device)
         host_bytes = parse_bytes(flags.host_budget) if flags.host_budget else available_host_bytes() / flags.nproc
@@ -183,10 +183,10 @@ def choose_machine(flags: Namespace, memory_budget: str | None, world: World) ->
     backend = gpu.attention_backend if flags.attention_backend == "auto" else flags.attention_backend
     if backend == "flash-attn-4" and gpu.attention_backend == "flash":
         raise UserError(f"flash-attn-4 needs compute capability 9.0, which {flags.gpu} has not; use auto")
-    given = Execution(loss_impl=loss_impl, attention_backend=backend, sparsity=sparsity)
+    given = Execution(loss_impl=loss_impl, attention_backend=backend, kinds=kinds)
     description = f"{name}; its speed is an H200's scaled by data sheets, not measured"
     host_bytes = math.inf if flags.host_budget is None else parse_bytes(flags.host_budget)
-    return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend, given.sparsity), model, given)
+    return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend, given.kinds), model, given)
 
 
 def lengths(flags: Namespace) -> tuple[int, int, int]:

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from model import NSA_GATES, ModelConfig, Transformer
+from model import GATES, ModelConfig, Transformer
+from training.attention_flags import kinds_at, spell_by_layer
 from training.checkpoint.files import (
     SPARE_BYTES,
     check_is_for_a_run,
@@ -47,7 +48,7 @@ from training.families import to_config_json
 from training.host.errors import UserError
 from training.host.processes import Watchdog, command, outliving_its_output
 from training.memory.cost_model import PackedDocuments
-from training.memory.placement import set_sparsity
+from training.memory.placement import set_kinds
 from training.memory.planner import Plan
 from training.optimizer import MasterAdamW
 from training.parallel.tensor import check_matrix_sharing
@@ -78,7 +79,6 @@ from training.run.settings import (
     parse_interval,
 )
 from training.run.stopping import LONG_STEP_SECONDS, LooksBetweenBlocks, Stopped, promise_shutdown, stop_signals
-from training.sparsity import sparsity_at, spell_by_layer
 
 logger = logging.getLogger("train")
 PROMPT_TOKENS = 64
@@ -200,12 +200,12 @@ def choose_start(given: dict, world: World) -> tuple[TrainConfig, Start, ModelCo
         config, start, changes = find_start(given, world, passed_over)
         check_same_on_all_ranks({"the checkpoint to go on from": str(start.checkpoint)}, world)
         model_config = choose_model(config, start.checkpoint)
-        sparsity_at(config, model_config.num_hidden_layers, step=1)
+        kinds = kinds_at(config, model_config, step=1)
         check_matrix_sharing(world.tensor_size, model_config)
-        check_sharing(world.context_size, model_config, config.attention_type != "full", world.tensor_size)
+        check_sharing(world.context_size, model_config, any(k.list_length for k in kinds), world.tensor_size)
         config = dataclasses.replace(config, tokenizer=choose_tokenizer(config, start.checkpoint))
         if start.checkpoint or config.init_from:
-            find_weights(start.checkpoint or config.init_from, parameter_shapes(model_config), may_lack=NSA_GATES)
+            find_weights(start.checkpoint or config.init_from, parameter_shapes(model_config), may_lack=GATES)
         open_tokenizer(config, start)
         try:
             if start.checkpoint:
@@ -404,8 +404,8 @@ def take_step(run: Run) -> dict | None:
     run.watch()
     batches = run.loader.next_step(config.gradient_accumulation_steps)
     rate = learning_rate_of(step, config, run.start.cosine_steps)
-    sparsity = sparsity_at(config, run.model_config.num_hidden_layers, step)
-    set_sparsity(run.model, sparsity)
+    kinds = kinds_at(config, run.model_config, step)
+    set_kinds(run.model, kinds)
     values = {"step": step, "learning_rate": rate, "epoch": run.loader.epoch, "loss": None}
     try:
         with run.looking():
@@ -437,11 +437,11 @@ def take_step(run: Run) -> dict | None:
     if world.device.type == "cuda":
         values["peak_memory_gib"] = peak_memory_gib(world)
     if (gpu_flops := peak_flops(world.device)) is not None:
-        forward = sum(run.model_config.forward_flops(batch.documents.lengths, sparsity) for batch in batches)
+        forward = sum(run.model_config.forward_flops(batch.documents.lengths, kinds) for batch in batches)
         flops = 3 * world.sum(forward)[0] / world.size  # of a rank, on average
         values["mfu"] = flops / (world.context_size * world.tensor_size) / seconds / gpu_flops
     if config.selected_blocks_start is not None:
-        values["selected_blocks"] = spell_by_layer([of_layer.selected_blocks for of_layer in sparsity])
+        values["selected_blocks"] = spell_by_layer([kind.selected_blocks for kind in kinds])
     return values
 
 

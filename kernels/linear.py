@@ -35,7 +35,7 @@ def _product(a: Tensor, b: Tensor, out: Tensor | None, accumulate: bool) -> Tens
 class Plain(Part):
     """Products in the dtype of the inputs; methods as in `kernels.parts.Linear`."""
 
-    rate = "matrix_flops"
+    rate = "products"
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)

@@ -12,13 +12,6 @@ N ranks may share each sequence (`HeadExchange`). Each step then projects this r
 every rank, and exchanges tokens for heads around attention: of 8 key/value heads and 2 ranks, one at a time, the first
 step has heads 0 and 4. Attention's output is kept for this rank's tokens, log-sum-exp and chosen blocks for its heads.
 
-Attention is to everything, to chosen blocks (`Sparsity`) or native sparse attention (`NSA`). The operation that makes
-some heads at a time names it by `kind`, and by `sizes` that are its own:
-
-    kind      branches     sizes
-    full      1            none
-    sparse    1            blocks a list, block size, window
-    nsa       3            selected blocks, window
 """
 
 import itertools
@@ -26,45 +19,51 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .attention.full import attention, backward_workspace, choose_backend
-from .attention.nsa import nsa
-from .attention.nsa.nsa import NSA, nsa_attention
-from .attention.sparse.sparse_attention import WORKSPACE_BYTES, Sparsity, sparse_attention
+from .attention.attend import attend_backward, attention
+from .attention.full import FULL, choose_backend
 from .common import operation, use_triton
 from .head_exchange import HeadExchange
-from .parts import Footprint
+from .linear import PLAIN
+from .parts import AttentionKind, Footprint, Linear, part_of
 from .rms_norm import rms_norm
 from .rope import rope
 from .torch_internals import resolve_process_group
 
 
 class QKVParameters(NamedTuple):
-    """What makes q, k and v of the input."""
+    """Parameters that make q, k and v of a block's input."""
 
-    weights: list[Tensor]  # of q [H K, D], k [G K, D] and v [G K, D]
+    weights: list[Tensor]  # q's [H K, D], k's [G K, D] and v's [G K, D]
     biases: list[Tensor]  # [H K], [G K] and [G K], or none
-    norms: list[Tensor]  # RMSNorm weights of each query and of each key head, [K] both, or none
-    eps: float  # of the norms
+    norms: list[Tensor]  # RMSNorm weights of query heads and of key heads, [K] both, or none
+    eps: float  # added to mean squares under the norms' roots
+    head_dim: int
 
     def with_query_rows(self, count: int) -> "QKVParameters":
-        """The same with the first `count` rows alone of what makes q."""
+        """Returns the same parameters with the first `count` rows alone of q's."""
         weights, biases = ([rows[:count] for rows in of_qkv[:1]] + of_qkv[1:] for of_qkv in (self.weights, self.biases))
-        return QKVParameters(weights, biases, self.norms, self.eps)
+        return self._replace(weights=weights, biases=biases)
 
 
-def _normalised(q: Tensor, k: Tensor, norms: Sequence[Tensor], eps: float) -> tuple[Tensor, Tensor]:
-    return (rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)) if norms else (q, k)
+def _normalised(q: Tensor, k: Tensor, norms: Sequence[Tensor], eps: float, impl: str) -> tuple[Tensor, Tensor]:
+    return (rms_norm(q, norms[0], eps, impl=impl), rms_norm(k, norms[1], eps, impl=impl)) if norms else (q, k)
 
 
-def project_heads(x_BTD: Tensor, parameters: QKVParameters, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, T, H, K], k and v [B, T, G, K] of all heads, normalised and rotated; arguments as `qkv_attention`."""
-    weights, biases, norms, eps = parameters
-    K = 2 * cos.shape[-1]
-    q, k, v = (F.linear(x_BTD, w, b).unflatten(-1, (-1, K)) for w, b in zip(weights, biases or [None] * 3))
-    return *rope(*_normalised(q, k, norms, eps), cos, sin), v
+def _rotated(q: Tensor, k: Tensor, cos: Tensor | None, sin: Tensor | None, impl: str) -> tuple[Tensor, Tensor]:
+    return (q, k) if cos is None else rope(q, k, cos, sin, impl=impl)
+
+
+def project_heads(
+    x_BTD: Tensor, parameters: QKVParameters, cos: Tensor | None, sin: Tensor | None, linear: Linear = PLAIN,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns q [B, T, H, K], k and v [B, T, G, K], normalised and rotated; arguments as `qkv_attention`."""
+    weights, biases, norms, eps, K = parameters
+    products = [linear(x_BTD, w, b) for w, b in zip(weights, biases or [None] * 3)]
+    q, k, v = (x.unflatten(-1, (-1, K)) for x in products)
+    return *_rotated(*_normalised(q, k, norms, eps, impl), cos, sin, impl), v
 
 
 class _Division(NamedTuple):
@@ -105,150 +104,135 @@ def _rows_of_step(parameters: Sequence[Tensor], step: int, division: _Division) 
     return torch.cat([division.take(rows, step, 0) for rows in parameters]) if parameters else None
 
 
-def _split_heads(qkv: Tensor, norms: Sequence[Tensor], eps: float, n: int, cos: Tensor, sin: Tensor) -> list[Tensor]:
+def _split_heads(
+    qkv: Tensor, norms: Sequence[Tensor], eps: float, n: int, cos: Tensor | None, sin: Tensor | None, K: int, impl: str
+) -> list[Tensor]:
     """[B, T, (R + 2) n K] -> q [B, T, R n, K], k and v [B, T, n, K], normalised and rotated as attention takes them."""
-    K = 2 * cos.shape[-1]
     heads = qkv.unflatten(-1, (-1, K)).split([qkv.shape[-1] // K - 2 * n, n, n], dim=2)
-    q, k = rope(*_normalised(heads[0], heads[1], norms, eps), cos, sin)
+    q, k = _rotated(*_normalised(heads[0], heads[1], norms, eps, impl), cos, sin, impl)
     return [q, k, heads[2].contiguous()]
-
-
-def _attend(
-    kind: str, q, k, v, segments, backend: str, lists, sizes: list[int]
-) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
-    """Of each branch the output [B, T, H, K] and log-sum-exp [B, T, H]; and the lists, chosen where none are given."""
-    ops, on_triton = torch.ops.fathom, use_triton("auto", q)
-    if kind == "full":
-        out, lse = ops.attention_forward(q, k, v, segments, backend)
-        return [(out, lse.transpose(1, 2))], None
-    if kind == "nsa":
-        return nsa.nsa_forward(q, k, v, segments, lists, NSA(*sizes), backend, nsa.WORKSPACE_BYTES, on_triton)
-    if lists is None:
-        lists = ops.select_blocks(q, k, segments, *sizes, on_triton)
-    return [ops.sparse_attention_forward(q, k, v, segments, lists, *sizes[1:], WORKSPACE_BYTES, on_triton)], lists
-
-
-def _attend_backward(
-    kind: str, dout, q, k, v, gates, outs, lses, segments, backend: str, lists, sizes: list[int]
-) -> Sequence[Tensor]:
-    """dq, dk, dv and, of NSA, the gradient of its gates."""
-    ops, on_triton = torch.ops.fathom, use_triton("auto", q)
-    if kind == "full":
-        lse = lses[0].transpose(1, 2).contiguous()
-        return ops.attention_backward(dout, q, k, v, outs[0], lse, segments, backend)
-    if kind == "sparse":
-        options = *sizes[1:], WORKSPACE_BYTES, on_triton
-        return ops.sparse_attention_backward(dout, q, k, v, outs[0], lses[0], lists, segments, *options)
-    kept = outs, lses, lists, segments
-    return nsa.nsa_backward(dout, q, k, v, gates, *kept, sizes[1], backend, nsa.WORKSPACE_BYTES, on_triton)
 
 
 @operation("fathom::qkv_attention", keepable="results", chooses="lists")
 def _qkv_attention(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor], norms: list[Tensor], eps: float, cos: Tensor, sin: Tensor,
-    segments: Tensor | None, lists: Tensor | None, kind: str, backend: str, sizes: list[int], n: int,
-    group_name: str | None,
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], norms: list[Tensor], eps: float, head_dim: int,
+    cos: Tensor | None, sin: Tensor | None, segments: Tensor | None, lists: Tensor | None, kind: int, linear: int,
+    backend: str, on_triton: bool, impl: str, n: int, group_name: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x [B, T, D] -> outputs [branches, B, T, H, K], log-sum-exps [branches, B, T, H] and lists [B, T, G, blocks].
 
-    Weights and biases are those of q, k, v, norms those of q, k; of biases and norms there may be none. Lists are
-    int16 and chosen here where none are given. In a group of N ranks x and outputs have the tokens of this rank,
-    log-sum-exps and lists its heads of T N tokens.
+    Biases and norms may be empty. Lists are chosen here where none are given. In a group of N ranks x and outputs have
+    this rank's tokens, log-sum-exps and lists have its heads of T N tokens.
     """
-    K = 2 * cos.shape[-1]
+    own_kind, product, K = part_of(kind), part_of(linear), head_dim
     exchange, all_heads, own_heads = _divide(len(weights[1]) // K, n, group_name)
-    out, lse, chosen = _empty_results(x, weights, K, lists, kind, sizes, exchange.size)
+    out, lse, chosen = _empty_results(x, weights, K, lists, own_kind, exchange.size)
     for step in range(own_heads.steps):
-        qkv = F.linear(x, _rows_of_step(weights, step, all_heads), _rows_of_step(biases, step, all_heads))
-        heads = _split_heads(qkv, norms, eps, n * exchange.size, cos, sin)
+        rows, bias = _rows_of_step(weights, step, all_heads), _rows_of_step(biases, step, all_heads)
+        qkv = product.forward(x.flatten(0, 1), rows, bias).unflatten(0, x.shape[:2])
+        heads = _split_heads(qkv, norms, eps, n * exchange.size, cos, sin, K, impl)
         del qkv
         q, k, v = (exchange.to_heads(heads.pop(0)) for _ in range(3))
-        parts, lists_n = _attend(kind, q, k, v, segments, backend, own_heads.take(lists, step), sizes)
+        lists_n = own_heads.take(lists, step)
+        outs, lses, chosen_n = own_kind.forward(q, k, v, segments, lists_n, backend, on_triton)
         del q, k, v
-        for branch, (out_n, lse_n) in enumerate(parts):
-            all_heads.put(out[branch], step, exchange.to_tokens(out_n))
-            own_heads.put(lse[branch], step, lse_n)
-        if lists is None and lists_n is not None:
-            own_heads.put(chosen, step, lists_n)
-        del parts, out_n, lse_n, lists_n  # before those of the next step are made
+        for branch in range(own_kind.branches):
+            all_heads.put(out[branch], step, exchange.to_tokens(outs[branch]))
+            own_heads.put(lse[branch], step, lses[branch])
+        if lists is None and chosen_n is not None:
+            own_heads.put(chosen, step, chosen_n)
+        del outs, lses, lists_n, chosen_n  # before those of the next step are made
     return out, lse, chosen
 
 
-def _empty_results(x, weights, K: int, lists, kind: str, sizes: list[int], ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_results(
+    x: Tensor, weights: list[Tensor], K: int, lists: Tensor | None, kind: AttentionKind, ranks: int
+) -> tuple[Tensor, Tensor, Tensor]:
     B, T, _ = x.shape
-    H, G, branches, blocks = len(weights[0]) // K, len(weights[1]) // K, 1, 0
-    if kind == "nsa":
-        branches = nsa.BRANCHES
-    if kind != "full" and lists is None:
-        blocks = NSA(*sizes).chosen_blocks if kind == "nsa" else sizes[0]
+    H, G = len(weights[0]) // K, len(weights[1]) // K
     return (
-        x.new_empty(branches, B, T, H, K),
-        x.new_empty(branches, B, T * ranks, H // ranks, dtype=torch.float32),
-        x.new_empty(B, T * ranks, G // ranks, blocks, dtype=torch.int16),
+        x.new_empty(kind.branches, B, T, H, K),
+        x.new_empty(kind.branches, B, T * ranks, H // ranks, dtype=torch.promote_types(x.dtype, torch.float32)),
+        x.new_empty(B, T * ranks, G // ranks, kind.list_length if lists is None else 0, dtype=torch.int16),
     )
 
 
 @_qkv_attention.register_fake
-def _(x, weights, biases, norms, eps, cos, sin, segments, lists, kind, backend, sizes, n, group_name):
-    K = 2 * cos.shape[-1]
-    exchange, _, _ = _divide(len(weights[1]) // K, n, group_name)
-    return _empty_results(x, weights, K, lists, kind, sizes, exchange.size)
+def _(x, weights, biases, norms, eps, head_dim, cos, sin, segments, lists, kind, linear, backend, on_triton, impl,
+      n, group_name):  # fmt: skip
+    exchange, _, _ = _divide(len(weights[1]) // head_dim, n, group_name)
+    return _empty_results(x, weights, head_dim, lists, part_of(kind), exchange.size)
 
 
-def _gated(outs: Sequence[Tensor], gates: Tensor | None) -> Tensor:
-    """Attention's output from those of its branches."""
-    return outs[0] if gates is None else torch.ops.fathom.nsa_gated_sum(list(outs), gates, use_triton("auto", gates))
+class _Options(NamedTuple):
+    """Arguments of `_QKVAttention` that are no tensors."""
+
+    eps: float
+    head_dim: int
+    kind: AttentionKind
+    linear: Linear
+    backend: str
+    on_triton: bool
+    impl: str
+    n: int  # key/value heads of a rank in one step
+    group_name: str | None
+    counts: tuple[int, int, int]  # weights, biases and norms
 
 
 class _QKVAttention(torch.autograd.Function):
-    """Attention of n key/value heads a step. Each step rounds the input's gradient to the input's dtype."""
+    """Attention of n key/value heads per step. Each step rounds the input's gradient to the input's dtype."""
 
     @staticmethod
-    def forward(ctx, x, o_weight, gates, cos, sin, segments, eps, kind, backend, sizes, n, group_name, counts, *qkv):
-        """qkv: as many weights, biases and norms as `counts` says."""
-        weights, biases, norms = _split(qkv, counts)
-        heads = x, weights, biases, norms, eps, cos, sin, segments
-        outs, lses, lists = torch.ops.fathom.qkv_attention(*heads, None, kind, backend, sizes, n, group_name)
+    def forward(ctx, x, o_weight, gates, cos, sin, segments, options, *qkv):
+        weights, biases, norms = _split(qkv, options.counts)
+        kind, linear = options.kind, options.linear
+        outs, lses, lists = torch.ops.fathom.qkv_attention(
+            x, weights, biases, norms, options.eps, options.head_dim, cos, sin, segments, None, kind.number,
+            linear.number, options.backend, options.on_triton, options.impl, options.n, options.group_name,
+        )  # fmt: skip
         ctx.save_for_backward(x, o_weight, gates, cos, sin, lists, outs, lses, *qkv)
-        ctx.segments, ctx.eps, ctx.kind, ctx.backend, ctx.sizes = segments, eps, kind, backend, sizes
-        ctx.n, ctx.group_name, ctx.counts = n, group_name, counts
-        return F.linear(_gated([*outs], gates).flatten(2), o_weight)
+        ctx.segments, ctx.options = segments, options
+        return linear(kind.output([*outs], gates, options.on_triton).flatten(2), o_weight)
 
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled():
             raise RuntimeError("attention some heads at a time has no second derivative (create_graph=True)")
         x, o_weight, gates, cos, sin, lists, outs, lses, *qkv_parameters = ctx.saved_tensors
-        weights, biases, norms = _split(qkv_parameters, ctx.counts)
+        options, (weights, biases, norms) = ctx.options, _split(qkv_parameters, ctx.options.counts)
+        kind, linear, K, on_triton = options.kind, options.linear, options.head_dim, options.on_triton
         norms = [weight.detach().requires_grad_() for weight in norms]
-        exchange, all_heads, own_heads = _divide(len(weights[1]) // (2 * cos.shape[-1]), ctx.n, ctx.group_name)
+        exchange, all_heads, own_heads = _divide(len(weights[1]) // K, options.n, options.group_name)
         x_rows, dy_rows = x.flatten(0, 1), dy.flatten(0, 1)
         dx_rows, d_o_weight = torch.zeros_like(x_rows), torch.empty_like(o_weight)
         d_weights, d_biases = ([torch.empty_like(rows) for rows in parameters] for parameters in (weights, biases))
         d_gates = None if gates is None else torch.empty_like(gates)
         d_norms = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in norms]
         for step in range(own_heads.steps):
-            weight, o_weight_n = _rows_of_step(weights, step, all_heads), all_heads.take(o_weight, step, 1)
+            rows, o_weight_n = _rows_of_step(weights, step, all_heads), all_heads.take(o_weight, step, 1)
             outs_n, gates_n = [all_heads.take(out, step) for out in outs], all_heads.take(gates, step)
-            all_heads.put(d_o_weight, step, dy_rows.T @ _gated(outs_n, gates_n).flatten(0, 1).flatten(1), 1)
-            d_out = exchange.to_heads((dy @ o_weight_n).view(outs_n[0].shape))
+            output_n = kind.output(outs_n, gates_n, on_triton).flatten(0, 1).flatten(1)
+            all_heads.put(d_o_weight, step, linear.weight_gradient(dy_rows, output_n), 1)
+            del output_n
+            d_out = exchange.to_heads(linear.input_gradient(dy_rows, o_weight_n).view(outs_n[0].shape))
             outs_n = [exchange.to_heads(out) for out in outs_n]
             gates_n = None if gates is None else exchange.to_heads(gates_n)
             lses_n, lists_n = [own_heads.take(lse, step) for lse in lses], own_heads.take(lists, step)
-            qkv = F.linear(x, weight, _rows_of_step(biases, step, all_heads)).requires_grad_()
+            qkv = linear.forward(x_rows, rows, _rows_of_step(biases, step, all_heads))
+            qkv = qkv.unflatten(0, x.shape[:2]).requires_grad_()
             with torch.enable_grad():
-                heads = _split_heads(qkv, norms, ctx.eps, ctx.n * exchange.size, cos, sin)
+                heads = _split_heads(qkv, norms, options.eps, options.n * exchange.size, cos, sin, K, options.impl)
             edges = [torch.autograd.graph.get_gradient_edge(head) for head in heads]
             q, k, v = (exchange.to_heads(heads.pop(0).detach()) for _ in range(3))
-            given = gates_n, outs_n, lses_n, ctx.segments, ctx.backend, lists_n, ctx.sizes
-            d_heads = [exchange.to_tokens(d) for d in _attend_backward(ctx.kind, d_out, q, k, v, *given)]
+            given = gates_n, outs_n, lses_n, lists_n, ctx.segments, kind, options.backend, on_triton
+            d_heads = [exchange.to_tokens(d) for d in attend_backward(d_out, q, k, v, *given)]
             if d_gates is not None:
                 all_heads.put(d_gates, step, d_heads.pop())
             d_qkv, *d_norms_n = torch.autograd.grad(edges, [qkv, *norms], d_heads)
             d_qkv_rows = d_qkv.flatten(0, 1)
-            dx_rows.addmm_(d_qkv_rows, weight)
+            linear.input_gradient(d_qkv_rows, rows, out=dx_rows, accumulate=True)
             lengths = [len(w) // own_heads.steps for w in weights]
-            parts = (d_qkv_rows.T @ x_rows).split(lengths)
+            parts = linear.weight_gradient(d_qkv_rows, x_rows).split(lengths)
             for d_weight, part in zip(d_weights, parts):
                 all_heads.put(d_weight, step, part, 0)
             for d_bias, part in zip(d_biases, d_qkv_rows.sum(0).split(lengths) if biases else ()):
@@ -258,7 +242,7 @@ class _QKVAttention(torch.autograd.Function):
             del qkv, heads, q, k, v, outs_n, lses_n, gates_n, lists_n, given, d_out  # before those of the next step
             del d_heads, d_qkv, d_qkv_rows, parts, part
         d_norms = [d.to(w.dtype) for d, w in zip(d_norms, norms)]
-        return dx_rows.view_as(x), d_o_weight, d_gates, *[None] * 10, *d_weights, *d_biases, *d_norms
+        return dx_rows.view_as(x), d_o_weight, d_gates, *[None] * 4, *d_weights, *d_biases, *d_norms
 
 
 def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
@@ -271,30 +255,34 @@ def qkv_attention(
     x_BTD: Tensor,
     parameters: QKVParameters,
     o_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     segments: Tensor | None = None,
     *,
-    backend: str = "auto",
-    sparsity: Sparsity | NSA | None = None,
+    kind: AttentionKind = FULL,
     gates: Tensor | None = None,
     heads_at_a_time: int | None = None,
     exchange: HeadExchange | None = None,
+    linear: Linear = PLAIN,
+    backend: str = "auto",
+    impl: str = "auto",
 ) -> Tensor:
     """Projections, q/k RMSNorm, RoPE, causal grouped-query attention and the output projection.
 
     Args:
         x_BTD: [B, T, D], of the weights' dtype.
-        parameters: of H query heads and G key/value heads, a divisor of H.
+        parameters: for H query heads and G key/value heads, a divisor of H.
         o_weight: [D, H K].
-        cos, sin: float32, as `rope` takes them.
-        segments, backend: as `attention` takes them.
-        sparsity: attention to chosen blocks alone, or NSA, see `kernels.attention.sparse`; None: to everything.
-        gates: of NSA, the logits [B, T, H, 3] of its branches' gates.
+        cos, sin: float32, as `rope` takes them; None: heads are not rotated.
+        segments, backend: as `kernels.attention.attend.attention` takes them.
+        kind: what a token attends to.
+        gates: logits [B, T, H, gates_per_head], for a kind that has gates.
         heads_at_a_time: key/value heads that one step works on, a divisor of G, or of G / N where N ranks share each
             sequence; None: all, and backward projects nothing again.
         exchange: between the ranks that share each sequence: x_BTD, cos, sin and gates have this rank's tokens,
             segments are of whole sequences. None: nothing is shared.
+        linear: how the matrix products are made.
+        impl: "auto", "triton" or "torch".
 
     Returns:
         [B, T, D].
@@ -305,39 +293,28 @@ def qkv_attention(
         RuntimeError: in backward, create_graph=True.
     """
     exchange = exchange or HeadExchange(None)
-    weights, biases, norms, eps = parameters
+    weights, biases, norms, eps, K = parameters
     if heads_at_a_time is None:
-        q, k, v = project_heads(x_BTD, parameters, cos, sin)
+        q, k, v = project_heads(x_BTD, parameters, cos, sin, linear, impl)
         q, k, v = (exchange.to_heads(x) for x in (q, k, v))
         gates = None if gates is None else exchange.to_heads(gates)
-        if sparsity is not None and q.shape[2] // k.shape[2] != len(weights[0]) // len(weights[1]):
+        if kind.list_length and q.shape[2] // k.shape[2] != len(weights[0]) // len(weights[1]):
             raise ValueError("query heads of one key/value head choose blocks together; share between fewer ranks")
-        if sparsity is None:
-            out = attention(q, k, v, segments, backend=backend)
-        elif isinstance(sparsity, NSA):
-            out = nsa_attention(q, k, v, gates, segments, **sparsity._asdict(), backend=backend)
-        else:
-            blocks, block_size, window, _ = sparsity
-            out = sparse_attention(q, k, v, segments, selected_blocks=blocks, block_size=block_size, window=window)
+        out = attention(q, k, v, segments, kind=kind, gates=gates, backend=backend, impl=impl)
         del q, k, v  # before the projection is made
-        out = exchange.to_tokens(out)
-        return F.linear(out.flatten(2), o_weight)
-    G = len(weights[1]) // (2 * cos.shape[-1])
+        return linear(exchange.to_tokens(out).flatten(2), o_weight)
+    G = len(weights[1]) // K
     own = G // exchange.size
     if G % exchange.size:
         raise ValueError(f"{exchange.size} ranks do not divide the {G} key/value heads; attend by all heads at once")
     if heads_at_a_time < 1 or own % heads_at_a_time:
         raise ValueError(f"heads_at_a_time must divide a rank's {own} key/value heads, got {heads_at_a_time}")
-    kind, sizes = "full", []
-    if isinstance(sparsity, NSA):
-        kind, sizes = "nsa", [*sparsity]
-    elif sparsity is not None:
-        kind, sizes = "sparse", list(sparsity[:3])
-    return _QKVAttention.apply(
-        x_BTD, o_weight, gates, cos, sin, segments, eps, kind, choose_backend(backend, x_BTD.device), sizes,
-        heads_at_a_time, None if exchange.group is None else exchange.group.group_name,
-        (len(weights), len(biases), len(norms)), *weights, *biases, *norms,
+    group_name = None if exchange.group is None else exchange.group.group_name
+    options = _Options(
+        eps, K, kind, linear, choose_backend(backend, x_BTD.device), use_triton(impl, x_BTD), impl, heads_at_a_time,
+        group_name, (len(weights), len(biases), len(norms)),
     )  # fmt: skip
+    return _QKVAttention.apply(x_BTD, o_weight, gates, cos, sin, segments, options, *weights, *biases, *norms)
 
 
 def qkv_attention_footprint(
@@ -351,62 +328,54 @@ def qkv_attention_footprint(
     backend: str = "auto",
     context_length: int,
     longest: int | None = None,
-    sparsity: Sparsity | NSA | None = None,
+    kind: AttentionKind = FULL,
     heads_at_a_time: int | None = None,
     num_ranks: int = 1,
     has_norms: bool = True,
 ) -> Footprint:
-    """What `qkv_attention` takes; `context_length` and `longest` as `backward_workspace` takes them.
+    """Returns what `qkv_attention` takes; `context_length` and `longest` as `backward_workspace` takes them.
 
-    Attention's own floating-point operations are those of `kernels.attention.full.attention_flops`.
+    Attention's own floating-point operations are not counted: `AttentionKind.flops` are.
 
     Args:
-        num_tokens: of this rank.
-        num_ranks: those that share each sequence, a divisor of the key/value heads.
+        num_tokens: tokens of this rank.
+        num_ranks: ranks that share each sequence, a divisor of the key/value heads.
         has_norms: whether heads are normalised. Biases take nothing worth counting.
     """
     T, N, own_heads = num_tokens, num_ranks, num_key_value_heads // num_ranks
     steps = 1 if heads_at_a_time is None else own_heads // heads_at_a_time
     x, q, k = (element_size * size for size in (hidden_size, num_heads * head_dim, num_key_value_heads * head_dim))
-    results = q + 4 * num_heads  # the output and the float32 log-sum-exp
-    of_step = q // N // steps, k // N // steps
-    workspace = backward_workspace(
-        backend, T * N, *of_step, context_length, longest, num_key_value_heads=own_heads // steps
-    )
-    choices, forward_workspace = 0, 0
-    if sparsity is not None:
-        attention = sparsity.footprint(
-            T * N, num_heads // N // steps, own_heads // steps, head_dim, element_size=element_size, backend=backend,
-            context_length=context_length, longest=longest,
-        )  # fmt: skip
-        choices = N * steps * attention.choice_bytes_per_token
-        results = N * steps * attention.kept_bytes_per_token - choices
-        forward_workspace, workspace = attention.forward_workspace_bytes, attention.backward_workspace_bytes
-    # NSA has three outputs, and makes of them the one that the output projection takes; and logits of its gates.
-    has_gates = isinstance(sparsity, NSA)
-    outs, gated, gates = (3 * q, q, 3 * num_heads * element_size) if has_gates else (q, 0, 0)
+    attention = kind.footprint(
+        T * N, num_heads // N // steps, own_heads // steps, head_dim, element_size=element_size, backend=backend,
+        context_length=context_length, longest=longest,
+    )  # fmt: skip
+    results, choices = N * steps * attention.results, N * steps * attention.choices
+    # Branches beside the first have outputs of their own, their sum is what the output projection takes, and the
+    # model makes logits of their gates.
+    gates = kind.gates_per_head * num_heads * element_size
+    outs, gated = kind.branches * q, q if kind.branches > 1 else 0
     qkv = q + 2 * k
     projecting = 2 * q + 3 * k + (q + k) * has_norms  # q, k and v, normalised, and rotated
-    if longest is not None:  # of packed documents a call's output, too, before it is put beside the others
+    if longest is not None:  # a call's output of packed documents, before it is put beside the others
         projecting = max(projecting, 3 * q + 2 * k)
     if N > 1:  # q, k and v as q is sent; all heads at once also as v is sent, when the first two have arrived
         projecting = max(projecting, 3 * q + 2 * k, (2 * q + 5 * k) * (heads_at_a_time is None))
     if heads_at_a_time is None:
-        # q and k after their rotation and v; of normalised heads q and k before it, and 1 / rms of each head of q and
-        # k; then dout, dq, dk and dv.
-        # Where ranks share sequences the output projection takes this rank's tokens, attention's backward its heads.
+        # Saved are q and k after their rotation and v; normalised q and k before it, and 1 / rms of their heads.
+        # Backward has dout, dq, dk and dv. Where ranks share sequences the output projection takes this rank's tokens,
+        # attention's backward its heads.
         gated = q if N > 1 else gated
         saved = x + qkv + results + choices + gated + gates
         saved += (q + k + 4 * (num_heads + num_key_value_heads)) * has_norms
         forward, backward = (
-            max(projecting * T, (q + 2 * k + results + choices + gates) * T + forward_workspace),
+            max(projecting * T, (q + 2 * k + results + choices + gates) * T + attention.forward),
             (2 * q + 2 * k - gated + gates) * T,  # the projection's input is gone by then
         )
     else:
-        # Forward holds the whole output, and one step's heads or the projection of all. Backward holds dx
-        # and, of one step, qkv, q, k, v, out, dout, dq, dk and dv. Ranks that share sequences hold what they send, too.
+        # Forward holds the whole output, and one step's heads or the projection of all. Backward holds dx and one
+        # step's qkv, q, k, v, out, dout, dq, dk and dv. Ranks that share sequences hold what they send, too.
         saved = x + results + choices + gates
-        attending = (qkv + outs + choices) // steps * T + forward_workspace
+        attending = (qkv + outs + choices) // steps * T + attention.forward
         working = max(max(projecting, (outs + 2 * q) * (N > 1)) // steps * T, attending)
         forward = max(working + (outs + choices + gates) * T, (results + choices + gates + gated + x) * T)
         backward = (x + gates + (3 * qkv + q + outs) // steps) * T
@@ -414,7 +383,7 @@ def qkv_attention_footprint(
     return Footprint(
         saved * T,
         forward,
-        backward + workspace,
+        backward + attention.backward,
         results * T,
         flops,
         2 * flops,

@@ -289,3 +289,30 @@ def rope_frequencies(
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     frequencies = theta**-exponents
     return frequencies if scaling is None else scaling.scale(frequencies, theta)
+
+
+class RotaryTables:
+    """cos and sin of position x frequency, [positions, K/2] float32, grown on demand on the device that asks.
+
+    A scaling of the frequencies may have a factor of its own, by which cos and sin are multiplied.
+
+    The angles are formed in float64, so that they are right at a million positions. The cache is a
+    plain object, not a buffer: there is nothing to move, cast, shard or save, and a model that was built on the meta
+    device or moved later asks again.
+    Method: Su et al., RoFormer, arXiv 2104.09864.
+    """
+
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None):
+        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def tables(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin for positions 0 .. length-1 at least, on `device`."""
+        cached = 0 if self._tables is None else len(self._tables[0])
+        if self._tables is None or cached < length or self._tables[0].device != device:
+            length = max(length, 2 * cached) if cached < length else cached
+            positions = torch.arange(length, dtype=torch.float64, device=device)
+            angles = torch.outer(positions, rope_frequencies(self.head_dim, self.theta, self.scaling, device))
+            factor = 1.0 if self.scaling is None else self.scaling.table_factor
+            self._tables = angles.cos().mul_(factor).float(), angles.sin_().mul_(factor).float()
+        return self._tables

@@ -8,6 +8,10 @@ makes the same model. `extend` scales the rotary frequencies of released weights
 import re
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 
+from kernels.attention import KINDS
+from kernels.attention.full import Full
+from kernels.attention.window import Window
+from kernels.parts import AttentionKind
 from kernels.rope import ROPE_TYPES, LinearScaling, RopeScaling, YarnScaling
 from model import MODEL_SIZES, ModelConfig
 from training.host.errors import UserError, refused_as_user_error
@@ -22,12 +26,13 @@ class Family:
     head_dim: int | None = None  # taken if config.json gives none; None: hidden_size / num_attention_heads
     defaults: dict = field(default_factory=dict)  # transformers' values of settings that config.json leaves out
     fixed: dict = field(default_factory=dict)  # written with these values, and refused with any other
+    has_layer_types: bool = False  # whether use_sliding_window and layer_types give some layers a window
 
 
 NO_BIASES = {"attention_bias": False}  # on q, k, v and o at once
 FAMILIES = {
-    "qwen3": Family(has_head_norms=True, head_dim=128, fixed=NO_BIASES),
-    "qwen2": Family(has_qkv_biases=True),
+    "qwen3": Family(has_head_norms=True, head_dim=128, fixed=NO_BIASES, has_layer_types=True),
+    "qwen2": Family(has_qkv_biases=True, has_layer_types=True),
     "llama": Family(defaults={"num_key_value_heads": None}, fixed=NO_BIASES),
     "mistral": Family(defaults={"sliding_window": 4096}, fixed={"sliding_window": None, **NO_BIASES}),
 }
@@ -54,25 +59,32 @@ def in_family(config: ModelConfig, model_type: str) -> ModelConfig:
 
 
 def to_config_json(config: ModelConfig) -> dict:
-    """The config.json of a model. transformers opens it, unless the model attends by NSA.
+    """The config.json of a model. transformers opens it, unless a kind of attention has parameters of its own.
 
     Raises:
-        ValueError: no row of `FAMILIES` has this model_type, or its row has other norms or biases.
+        ValueError: no row of `FAMILIES` has this model_type, or its row has other norms, biases or kinds of layers.
     """
     if config.model_type not in FAMILIES or config != in_family(config, config.model_type):
         raise ValueError(
             f"no family has model_type {config.model_type!r}, has_head_norms {config.has_head_norms} and "
             f"has_qkv_biases {config.has_qkv_biases}; training/families.py has a row for {', '.join(FAMILIES)}"
         )
-    suffix, scaling = "_nsa" if config.attention_type == "nsa" else "", config.rope_scaling
+    family, scaling = FAMILIES[config.model_type], config.rope_scaling
+    own = "".join({kind.name for kind in config.layer_kinds if kind.gates_per_head})
+    windows = [kind.window if isinstance(kind, Window) else None for kind in config.kinds]
+    if not all(config.layer_rotates) or len({*windows} - {None}) > 1 or (any(windows) and not family.has_layer_types):
+        raise ValueError(f"model_type {config.model_type!r} has no config.json for these kinds of layers")
     content = {
-        "model_type": config.model_type + suffix,
-        "architectures": [f"{config.model_type.capitalize()}{suffix.strip('_').upper()}ForCausalLM"],
+        "model_type": config.model_type + (own and f"_{own}"),
+        "architectures": [f"{config.model_type.capitalize()}{own.upper()}ForCausalLM"],
         **{name: getattr(config, name) for name in FIELDS},
         "hidden_act": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.hidden_act),
         "rope_scaling": None,
-        **FAMILIES[config.model_type].fixed,
+        **family.fixed,
     }
+    if any(windows):
+        types = ["sliding_attention" if window else "full_attention" for window in windows]
+        content |= {"use_sliding_window": True, "sliding_window": max(filter(None, windows)), "layer_types": types}
     if scaling is not None:
         given = {name: value for name, value in asdict(scaling).items() if value is not None}
         content["rope_scaling"] = {"rope_type": scaling.rope_type, **given}
@@ -103,7 +115,9 @@ def from_config_json(content: dict) -> ModelConfig:
 def _read(content: dict) -> ModelConfig:
     """`from_config_json` before the types and ranges of values are checked."""
     declared_type = str(content.get("model_type"))
-    model_type = declared_type.removesuffix("_nsa")
+    with_parameters = {f"_{name}": kind for name, kind in KINDS.items() if kind.gates_per_head}
+    suffix = next((suffix for suffix in with_parameters if declared_type.endswith(suffix)), "")
+    model_type, kind = declared_type.removesuffix(suffix), with_parameters.get(suffix, Full)
     if model_type in FAMILIES:
         family, rope = FAMILIES[model_type], _read_rope(content)
         refused = _refused(content, family) + rope.pop("refused")
@@ -122,7 +136,7 @@ def _read(content: dict) -> ModelConfig:
     config = ModelConfig(
         **{name: content[name] for name in FIELDS},
         hidden_act=ACTIVATIONS[content["hidden_act"]],
-        attention_type="nsa" if declared_type != model_type else "full",
+        layer_kinds=_layer_kinds(content, family) or (kind(),),
         rope_scaling=content["rope_scaling"],
     )
     return in_family(config, model_type)
@@ -141,14 +155,27 @@ def _refused(content: dict, family: Family) -> list[str]:
         refused.append("code of its own in auto_map")
     if content.get("hidden_act") not in ACTIVATIONS:
         refused.append(f"hidden_act {content.get('hidden_act')!r}")
-    # Qwen's windows need use_sliding_window. Without layer_types, layers from max_window_layers on have a window.
-    layer_types = content.get("layer_types")
-    has_window = bool(content.get("use_sliding_window")) and content.get("sliding_window", 4096) is not None
-    if not layer_types and has_window and content.get("max_window_layers", 28) < content.get("num_hidden_layers", 0):
-        layer_types = ["sliding_attention"]
-    if other_layers := sorted({*(layer_types or ())} - {"full_attention"}):
-        refused.append(f"layers of {', '.join(other_layers)}" + has_window * " (use_sliding_window)")
+    known = {"full_attention"} | ({"sliding_attention"} if family.has_layer_types else set())
+    if other_layers := sorted({*(content.get("layer_types") or ())} - known):
+        refused.append(f"layers of {', '.join(other_layers)}")
     return refused
+
+
+def _layer_kinds(content: dict, family: Family) -> tuple[AttentionKind, ...]:
+    """Kinds of attention where some layers have a window, which needs use_sliding_window; () where none has.
+
+    Without layer_types, layers from max_window_layers on have the window.
+    """
+    window, layers = content.get("sliding_window", 4096), content["num_hidden_layers"]
+    if not (family.has_layer_types and content.get("use_sliding_window") and window is not None):
+        return ()
+    first, types = content.get("max_window_layers", 28), content.get("layer_types")
+    has_window = (
+        [of_layer == "sliding_attention" for of_layer in types] if types else [i >= first for i in range(layers)]
+    )
+    if len(has_window) != layers:
+        raise ValueError(f"layer_types names {len(has_window)} layers of {layers}")
+    return tuple(Window(window) if is_window else Full() for is_window in has_window) if any(has_window) else ()
 
 
 def _read_rope(content: dict) -> dict:

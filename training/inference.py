@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.attention import KINDS
 from kernels.attention.full import choose_backend
-from kernels.attention.nsa.nsa import NSA
-from kernels.attention.sparse.sparse_attention import HEAD_DIMS, Sparsity
 from kernels.gated_mlp import gated_mlp_footprint
+from kernels.parts import AttentionKind
 from kernels.qkv_attention import qkv_attention_footprint
 from model import IGNORE_INDEX, ModelConfig, Transformer
+from training.attention_flags import FLAGS, check_head_dim, kinds_of
 from training.checkpoint.files import load_trainer_state, tokenizer_of
 from training.checkpoint.weights import load_model_weights, parameter_shapes, read_json, shape_of_weights
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
@@ -29,12 +30,11 @@ from training.host.memory import available_host_bytes, parse_bytes
 from training.memory.cost_model import LIBRARY_BYTES, gib
 from training.memory.execution import Execution
 from training.memory.machine import cap_gpu_memory, gpu_budget
-from training.memory.placement import set_sparsity
+from training.memory.placement import set_kinds
 from training.memory.planner import LEAST_HEADROOM, MLP_TILE_SIZE
 from training.parallel.fsdp import copy_weights
 from training.parallel.world import World
 from training.run.settings import ATTENTION_TYPES
-from training.sparsity import sparsity_of
 
 logger = logging.getLogger(__name__)
 LOSS_BYTES = 2**29  # of logits, in the activations' dtype and twice in float32, that exist at a time
@@ -58,7 +58,7 @@ class Opened:
 
     Args:
         settings: of the run that saved the folder; empty for weights from elsewhere.
-        sparsity: one a layer; () where attention is to everything.
+        kinds: how each layer attends.
         stop_ids: that end what the model writes: the tokenizer's end of text, and the eos_token_id of config.json and
             generation_config.json.
         corpus_crc32: of the documents that its run was trained on; None where no run made it.
@@ -67,7 +67,7 @@ class Opened:
     folder: Path
     shape: ModelConfig
     settings: dict
-    sparsity: tuple[Sparsity | NSA, ...]
+    kinds: tuple[AttentionKind, ...]
     tokenizer: ByteTokenizer | FileTokenizer
     stop_ids: frozenset[int]
     corpus_crc32: int | None
@@ -80,28 +80,29 @@ def open_folder(folder: Path, flags: Namespace, world: World) -> Opened:
     shape = shape_of_weights(folder)
     state = load_trainer_state(folder) if (folder / "trainer.json").is_file() else {}
     settings, corpus = state.get("settings", {}), state.get("loader", {}).get("corpus_crc32")
-    sparsity = attention_of(flags, shape, settings, world.device)
+    kinds = attention_of(flags, shape, settings, world.device)
     tokenizer = open_tokenizer(flags.tokenizer, folder, shape.vocab_size)
-    return Opened(folder, shape, settings, sparsity, tokenizer, _stop_ids(folder, tokenizer), corpus)
+    return Opened(folder, shape, settings, kinds, tokenizer, _stop_ids(folder, tokenizer), corpus)
 
 
 def attention_of(
     flags: Namespace, shape: ModelConfig, settings: dict, device: torch.device
-) -> tuple[Sparsity | NSA, ...]:
-    """What flags, and else the settings that the model was trained with, say of attention; () is to everything."""
-    has_gates = shape.attention_type == "nsa"
-    trained = settings.get("attention_type", shape.attention_type)
-    kind = flags.attention_type or trained
-    if (kind == "nsa") != has_gates:
-        has = "has gates of nsa" if has_gates else "has no gates of nsa"
-        raise UserError(f"attention_type {kind} is not this model's: it {has}; drop the flag")
-    if kind != "full" and device.type == "cuda" and shape.head_dim not in HEAD_DIMS:
-        raise UserError(f"attention_type {kind} has GPU kernels for head_dim {HEAD_DIMS}, not {shape.head_dim}")
-    found = Namespace(attention_type=kind, context_length=None)
-    for name in ("selected_blocks", "dense_below"):
+) -> tuple[AttentionKind, ...]:
+    """How each layer attends, by the flags and else by the settings that the model was trained with."""
+    own = shape.layer_kinds[0]
+    trained = settings.get("attention_type", own.name if own.name in ATTENTION_TYPES else "full")
+    asked = flags.attention_type or trained
+    if bool(KINDS[asked].gates_per_head) != bool(own.gates_per_head):
+        gated = own.name if own.gates_per_head else asked
+        has = f"has {'' if own.gates_per_head else 'no '}gates of {gated}"
+        raise UserError(f"attention_type {asked} is not this model's: it {has}; drop the flag")
+    found = Namespace(attention_type=asked, context_length=None)
+    for name in FLAGS:
         given = getattr(flags, name)
-        setattr(found, name, settings.get(name) if given is None and kind == trained else given)
-    return sparsity_of(found, shape.num_hidden_layers)
+        setattr(found, name, settings.get(name) if given is None and asked == trained else given)
+    kinds = kinds_of(found, shape)
+    check_head_dim(kinds, shape.head_dim, device)
+    return kinds
 
 
 def open_tokenizer(name: str | None, folder: Path, vocab_size: int) -> ByteTokenizer | FileTokenizer:
@@ -165,8 +166,7 @@ class Reading:
         """Of the tensors of one layer, or of a part of the tokens' logits, whichever is more."""
         shape, execution, size = self.shape, self.execution, self.element_size
         x = size * shape.hidden_size * self.tokens
-        of_layers = execution.sparsity if self._is_sparse else (None,)
-        attention = max(self._attention_bytes(of_layer) for of_layer in {*of_layers})
+        attention = max(self._attention_bytes(kind.for_longest(self.tokens)) for kind in {*execution.kinds})
         mlp = gated_mlp_footprint(
             self.tokens, shape.hidden_size, shape.intermediate_size, element_size=size,
             tile_size=execution.mlp_tile_size,
@@ -178,18 +178,14 @@ class Reading:
         block = x + max(x + max(attention, x + keys), 3 * x + mlp)
         return tables + max(block, 2 * x + logits) + LIBRARY_BYTES
 
-    @property
-    def _is_sparse(self) -> bool:
-        return bool(self.execution.sparsity) and self.tokens >= self.execution.sparsity[0].dense_below
-
-    def _attention_bytes(self, sparsity: Sparsity | NSA | None) -> int:
+    def _attention_bytes(self, kind: AttentionKind) -> int:
         shape, execution = self.shape, self.execution
         counted = qkv_attention_footprint(
             self.tokens, shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim,
             element_size=self.element_size, backend=execution.attention_backend, context_length=self.tokens,
-            sparsity=sparsity, heads_at_a_time=execution.heads_at_a_time, has_norms=shape.has_head_norms,
+            kind=kind, heads_at_a_time=execution.heads_at_a_time, has_norms=shape.has_head_norms,
         ).forward  # fmt: skip
-        if sparsity is not None and execution.attention_backend == "cpu":
+        if kind.gpu_head_dims and execution.attention_backend == "cpu":
             # The reference writes scores, their mask and probabilities out, of the heads of a step.
             heads = shape.num_attention_heads // shape.num_key_value_heads
             heads *= execution.heads_at_a_time or shape.num_key_value_heads
@@ -266,7 +262,7 @@ def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: st
     device = world.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     backend = choose_backend("auto", device)
-    execution = Execution(mlp_tile_size=MLP_TILE_SIZE, attention_backend=backend, sparsity=opened.sparsity)
+    execution = Execution(mlp_tile_size=MLP_TILE_SIZE, attention_backend=backend, kinds=opened.kinds)
     budget = memory_budget(budget_text, device)
     reading = plan_reading(Reading(opened.shape, tokens, cached, dtype.itemsize, execution), budget)
     weights = load_model_weights(opened.folder, parameter_shapes(opened.shape))  # compares headers, reads nothing yet
@@ -278,7 +274,7 @@ def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: st
     model = model.to(dtype).to_empty(device=device).requires_grad_(False)
     copy_weights(model, weights)
     model.rotary.tables(max(tokens, cached), device)  # once: writing past a prompt would make them anew, twice as long
-    set_sparsity(model, opened.sparsity)
+    set_kinds(model, opened.kinds)
     for block in model.layers:
         block.self_attn.backend = backend
         block.self_attn.heads_at_a_time = reading.execution.heads_at_a_time

@@ -32,6 +32,7 @@ from kernels.attention.sparse.layout import Layout, first_local_block, make_layo
 from kernels.attention.sparse.sparse_attention import HEAD_DIMS, Sparsity, select_blocks
 from kernels.qkv_attention import project_heads
 from model import IGNORE_INDEX, Transformer
+from training.attention_flags import numbers_by_layer
 from training.checkpoint.files import load_trainer_state
 from training.checkpoint.weights import load_model_weights, parameter_shapes, shape_of_weights
 from training.data.corpus import open_stores
@@ -44,7 +45,6 @@ from training.memory.placement import set_sparsity
 from training.parallel.fsdp import copy_weights
 from training.parallel.world import join_world
 from training.run.settings import Parser
-from training.sparsity import numbers_by_layer
 
 Choose = Callable[[Tensor, Tensor, Tensor | None, Sparsity], Tensor]
 MASSES_BYTES = 2**28  # of attention's probabilities that exist at a time

@@ -17,14 +17,15 @@ Method: Dao et al., FlashAttention, arXiv 2205.14135; grouped-query attention: A
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import torch_internals
-from ..common import operation
+from ..parts import AttentionBytes, AttentionFlops, AttentionKind, AttentionWork
 from .documents import (
     LONGEST_TOGETHER,
     SPACING,
@@ -265,133 +266,189 @@ def _put(parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
         place.copy_(part)
 
 
-@operation("fathom::attention_forward", keepable="results")
-def _attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, backend: str, position_tokens: int = 1
-) -> tuple[Tensor, Tensor]:
-    (B, T, H, _), kernel = q.shape, KERNELS[backend]
+def full_forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, backend: str, position_tokens: int = 1,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns the output [B, T, H, K] and the log-sum-exp [B, T, H] float32 of one of `KERNELS`.
+
+    Args:
+        segments: the documents; with `into` they need not cover all tokens.
+        position_tokens: tokens that each position stands for.
+        into: output and log-sum-exp that get the rows of the documents, in place.
+    """
+    (B, T), kernel = q.shape[:2], KERNELS[backend]
     if segments is None:
         out, lse = kernel.forward(q, k, v)
-        return out.contiguous(), lse.contiguous()
+        return out.contiguous(), lse.transpose(1, 2).contiguous()
     calls = document_calls(q, segments, kernel.longest_together, position_tokens)
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    out, lse = q.new_empty(q.shape), q.new_empty(H, B * T, dtype=torch.float32)
+    shape, (q, k, v) = q.shape, (x.flatten(0, 1) for x in (q, k, v))
+    if into is None and len(calls) == 1 and calls[0].offsets is not None:  # nothing to be put together
+        out, lse = kernel.forward_together(q, k, v, calls[0].offsets, calls[0].longest)
+        return out.contiguous().view(shape), lse.T.contiguous().view(shape[:3])
+    results = into or (q.new_empty(shape), q.new_empty(shape[:3], dtype=torch.float32))
+    out, lse = (x.view(B * T, *x.shape[2:]) for x in results)
     for start, stop, _, begins, longest in calls:
         if begins is not None:
-            arguments = q[start:stop], k[start:stop], v[start:stop], begins, longest
-            if len(calls) == 1:  # nothing to be put together
-                out, lse = kernel.forward_together(*arguments)
-            else:
-                _put(kernel.forward_together(*arguments), (out[start:stop], lse[:, start:stop]))
+            made = kernel.forward_together(q[start:stop], k[start:stop], v[start:stop], begins, longest)
+            _put((made[0], made[1].T), (out[start:stop], lse[start:stop]))
+            del made  # before the next one is made
             continue
         padded, ranges = _alone(start, stop, q, k, kernel, position_tokens)
         for heads, groups in ranges:
             windows = (_window(x, start, padded) for x in (q[:, heads], k[:, groups], v[:, groups]))
             out_n, lse_n = kernel.forward(*windows)
-            _put(
-                (out_n[0, : stop - start], lse_n[0, :, : stop - start]),
-                (out[start:stop, heads], lse[heads, start:stop]),
-            )
-            del out_n, lse_n  # before the next ones are made
-    return out.contiguous().unflatten(0, (B, T)), lse.unflatten(1, (B, T)).transpose(0, 1).contiguous()
+            made = out_n[0, : stop - start], lse_n[0, :, : stop - start].T
+            _put(made, (out[start:stop, heads], lse[start:stop, heads]))
+            del out_n, lse_n, made
+    return results
 
 
-@_attention_forward.register_fake
-def _(q, k, v, segments, backend, position_tokens=1):
-    B, T, H, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty(B, H, T, dtype=torch.float32)
-
-
-@torch.library.custom_op("fathom::attention_backward", mutates_args=())
-def _attention_backward(
+def full_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor | None, backend: str,
-    position_tokens: int = 1,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    position_tokens: int = 1, into: Sequence[Tensor] | None = None,
+) -> Sequence[Tensor]:  # fmt: skip
+    """Returns dq, dk and dv, in the layouts of q, k and v; arguments as `full_forward`, `lse` as it returns it."""
     (B, T), kernel = q.shape[:2], KERNELS[backend]
     dout = dout.contiguous()
     if segments is None:
-        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse)
+        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse.transpose(1, 2).contiguous())
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     calls = document_calls(q, segments, kernel.longest_together, position_tokens)
-    dout, q, k, v, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
-    lse = lse.transpose(0, 1).flatten(1)
-    gradients: Sequence[Tensor] = [x.new_empty(x.shape) for x in (q, k, v)]
+    shapes = q.shape, k.shape, v.shape
+    dout, q, k, v, out, lse = (x.flatten(0, 1) for x in (dout, q, k, v, out, lse))
+    if into is None and len(calls) == 1 and calls[0].offsets is not None:
+        arguments = dout, q, k, v, out, lse.T.contiguous(), calls[0].offsets, calls[0].longest
+        return [x.contiguous().view(shape) for x, shape in zip(kernel.backward_together(*arguments), shapes)]
+    results = into or [q.new_empty(shape) for shape in shapes]
+    gradients = [x.view(B * T, *x.shape[2:]) for x in results]
     for start, stop, _, begins, longest in calls:
         if begins is not None:
             own = [x[start:stop] for x in (dout, q, k, v, out)]
-            arguments = *own, lse[:, start:stop].contiguous(), begins, longest
-            if len(calls) == 1:
-                gradients = kernel.backward_together(*arguments)
-            else:
-                _put(kernel.backward_together(*arguments), [x[start:stop] for x in gradients])
+            made = kernel.backward_together(*own, lse[start:stop].T.contiguous(), begins, longest)
+            _put(made, [x[start:stop] for x in gradients])
+            del made
             continue
         padded, ranges = _alone(start, stop, q, k, kernel, position_tokens)
         for heads, groups in ranges:
-            # The rows past the document have no gradient and, by their log-sum-exp, no probabilities.
+            # Rows past the document have no gradient and, by their log-sum-exp, no probabilities.
             dout_n = _window(dout[start:stop, heads], 0, padded)
-            lse_n = F.pad(lse[heads, start:stop], (0, padded - (stop - start)), value=_NEVER_ATTENDS).contiguous()[None]
+            lse_n = F.pad(lse[start:stop, heads].T, (0, padded - (stop - start)), value=_NEVER_ATTENDS).contiguous()
             windows = [_window(x, start, padded) for x in (q[:, heads], k[:, groups], v[:, groups], out[:, heads])]
-            parts = [x[0, : stop - start] for x in kernel.backward(dout_n, *windows, lse_n)]
+            parts = [x[0, : stop - start] for x in kernel.backward(dout_n, *windows, lse_n[None])]
             _put(parts, [x[start:stop, own] for x, own in zip(gradients, (heads, groups, groups))])
             del dout_n, lse_n, windows, parts  # before the next ones are made
-    dq, dk, dv = (x.contiguous().unflatten(0, (B, T)) for x in gradients)
-    return dq, dk, dv
+    return results
 
 
-@_attention_backward.register_fake
-def _(dout, q, k, v, out, lse, segments, backend, position_tokens=1):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+@dataclass(frozen=True)
+class Full(AttentionKind):
+    """Attention to everything before a token and to the token itself."""
+
+    name: ClassVar[str] = "full"
+    h200_rates: ClassVar[dict[str, float]] = {
+        "full forward": 570e12,
+        "full backward": 535e12,
+        # Long packed documents attend alone: calls per second, besides their floating-point operations.
+        "full calls forward": 12_000,
+        "full calls backward": 5_000,
+        "together forward": 570e12 * 0.58,
+        "together backward": 535e12 * 0.58,
+    }
+
+    def describe(self, selected_blocks: str) -> str:
+        return "everything before a token"
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, impl: str) -> bool:
+        (B, T, H, K), G = q.shape, k.shape[2]
+        if k.shape != (B, T, G, K) or v.shape != k.shape or H % G:
+            shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+            raise ValueError(f"attention needs q [B, T, H, K] and k, v [B, T, G, K] with H = n G, got {shapes}")
+        if q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"attention on CUDA needs bfloat16 or float16, got {q.dtype}; cast q, k and v")
+        if q.is_cuda and (K > 256 or K % 8):
+            raise ValueError(f"attention on CUDA needs a head_dim that is a multiple of 8 up to 256, got {K}")
+        if segments is not None and segments.is_cuda:
+            raise ValueError("segments must lie on the CPU: they decide what is launched")
+        return False
+
+    def forward(self, q, k, v, segments, lists, backend, on_triton):
+        out, lse = full_forward(q, k, v, segments, backend)
+        return [out], [lse], None
+
+    def backward(self, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton):
+        return full_backward(dout, q, k, v, outs[0], lses[0], segments, backend)
+
+    def decode(self, q, k, v, gates, state):
+        q, k, v = _heads_first(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+    def footprint(self, T, H, G, K, *, element_size=2, backend="auto", context_length=None, longest=None):
+        of_q, of_k = H * K * element_size, G * K * element_size
+        backward = backward_workspace(
+            backend, T, of_q, of_k, context_length or T, longest, num_key_value_heads=G
+        )  # fmt: skip
+        return AttentionBytes(of_q + 4 * H, 0, 0, backward)
+
+    def flops(self, length, H, G, K):
+        forward = attention_flops(H, K, length * (length + 1) / 2)
+        return AttentionFlops(forward, 0, BACKWARD_FLOPS * forward)
+
+    def work(self, lengths, H, G, K, *, backend, steps, is_packed=True):
+        longest = KERNELS["cudnn" if backend == "auto" else backend].longest_together if is_packed else 0
+        alone = [pair for pair in lengths if pair[0] > longest]
+        together = [pair for pair in lengths if pair[0] <= longest]
+        flops = attention_flops(H, K, sum(count * n * (n + 1) / 2 for n, count in alone))
+        of_together = sum(count * together_pairs(n * (n + 1) / 2, n) for n, count in together)
+        amounts = {"full": flops, "together": attention_flops(H, K, of_together)}
+        calls = steps * sum(count for _, count in alone) if is_packed else 0
+        return AttentionWork(
+            {**{f"{name} forward": n for name, n in amounts.items()}, "full calls forward": calls},
+            {},
+            {**{f"{name} backward": BACKWARD_FLOPS * n for name, n in amounts.items()}, "full calls backward": calls},
+        )
+
+    def rates_with(self, backend, native):
+        alone = 1 if native == "flash" else _HOPPER_RATES[backend]
+        # FlashAttention-2 attends to short packed documents where cuDNN attends to long ones.
+        together = _HOPPER_RATES["flash"] if native == backend == "cudnn" else alone
+        rates = {name: rate * (1 if "calls" in name else alone) for name, rate in self.h200_rates.items()}
+        return rates | {f"together {part}": together * self.h200_rates[f"full {part}"] for part in _PARTS}
+
+    def measure_rates(self, H, G, K, context_length, backend, seconds, device):
+        """Past 131,072 tokens, where forward gets slower, one key/value head is measured."""
+        group, T, groups = H // G, 16_384, G
+        if context_length > 131_072:
+            T, groups = min(context_length, 524_288), 1
+        flops = self.flops(T, group * groups, groups, K)
+        alone = dict(zip(_PARTS, self.time(T, group * groups, groups, K, backend, seconds, device)))
+        rates = {f"full {part}": getattr(flops, part) / alone[part] for part in _PARTS}
+
+        def packed(count: int, length: int) -> dict[str, float]:
+            segments = torch.tensor([[0, i * length, (i + 1) * length] for i in range(count)])
+            return dict(zip(_PARTS, self.time(count * length, H, G, K, backend, seconds, device, segments)))
+
+        count, length = 64, 512
+        together = packed(count, length)
+        forward = attention_flops(H, K, count * together_pairs(length * (length + 1) / 2, length))
+        rates["together forward"] = forward / together["forward"]
+        rates["together backward"] = BACKWARD_FLOPS * forward / together["backward"]
+        if KERNELS[backend].longest_together == math.inf:  # no document attends alone
+            return rates | {f"full calls {part}": self.h200_rates[f"full calls {part}"] for part in _PARTS}
+        count, length = 12, LONGEST_TOGETHER + 256  # just long enough to attend alone
+        flops, alone = self.flops(length, H, G, K), packed(count, length)
+        for part in _PARTS:
+            left = alone[part] - count * getattr(flops, part) / rates[f"full {part}"]
+            rates[f"full calls {part}"] = count / max(left, 1e-9)
+        return rates
 
 
-def _setup_context(ctx, inputs, output):
-    *qkv, segments, ctx.backend, ctx.position_tokens = inputs
-    ctx.save_for_backward(*qkv, *output, segments)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx, dout, _dlse):
-    q, k, v, out, lse, segments = ctx.saved_tensors
-    options = segments, ctx.backend, ctx.position_tokens
-    return *_attention_backward(dout, q, k, v, out, lse, *options), None, None, None
-
-
-_attention_forward.register_autograd(_backward, setup_context=_setup_context)
-
-
-def attention(
-    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments: Tensor | None = None, *, backend: str = "auto"
-) -> Tensor:
-    """Causal grouped-query attention, each document of a packed sequence on its own.
-
-    Args:
-        q_BTHK: queries [B, T, H, K]; bfloat16 or float16 on CUDA, any floating dtype on a CPU.
-        k_BTGK, v_BTGK: keys and values [B, T, G, K], G a divisor of H.
-        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token) that
-            cover every token once; None: each batch row is one document.
-        backend: one of `BACKENDS`, see `choose_backend`.
-
-    Returns:
-        [B, T, H, K] in q's dtype.
-
-    Raises:
-        ValueError: heads that do not divide, shapes or a dtype that no kernel takes, an unavailable backend.
-    """
-    (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
-    if k_BTGK.shape != (B, T, G, K) or v_BTGK.shape != k_BTGK.shape or H % G:
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q_BTHK, k_BTGK, v_BTGK))
-        raise ValueError(f"attention needs q [B, T, H, K] and k, v [B, T, G, K] with H a multiple of G, got {shapes}")
-    if q_BTHK.is_cuda and q_BTHK.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"attention on CUDA needs bfloat16 or float16, got {q_BTHK.dtype}; cast q, k and v")
-    if q_BTHK.is_cuda and (K > 256 or K % 8):
-        raise ValueError(f"attention on CUDA needs a head_dim that is a multiple of 8 up to 256, got {K}")
-    if segments is not None and segments.is_cuda:
-        raise ValueError("segments must lie on the CPU: they decide what is launched")
-    return _attention_forward(q_BTHK, k_BTGK, v_BTGK, segments, choose_backend(backend, q_BTHK.device))[0]
-
-
-def longest_together(backend: str) -> float:
-    """Tokens of the longest packed document that attends together with others."""
-    return KERNELS["cudnn" if backend == "auto" else backend].longest_together
+FULL = Full()
+_PARTS = "forward", "backward"
+# Measured on an H200: the rate of each attention kernel divided by cuDNN's. FlashAttention-2 does not use Hopper's new
+# instructions. On an A100, for which it was written, it reaches the share of peak that cuDNN reaches on Hopper (Dao,
+# arXiv 2307.08691).
+_HOPPER_RATES = {"cudnn": 1.0, "flash": 0.58, "flash-attn-4": 1.14}
 
 
 def together_pairs(pairs: float, tokens: float) -> float:

@@ -233,8 +233,10 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is already there; give a folder that is not, or an empty one")
     config = shape_of_weights(source)
-    if config.attention_type == "nsa":
-        raise UserError(f"{source} attends by nsa, which neither transformers nor vLLM computes; give other weights")
+    if own := [kind.name for kind in config.layer_kinds if kind.gates_per_head]:
+        raise UserError(
+            f"{source} attends by {own[0]}, which neither transformers nor vLLM computes; give other weights"
+        )
     if rope_scaling is not None:
         config = extend(config, rope_scaling)
     with torch.device("meta"):

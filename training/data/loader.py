@@ -8,7 +8,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from model import IGNORE_INDEX, Documents, find_documents
+from kernels.attention.documents import Documents, find_documents
+from model import IGNORE_INDEX
 from training.data.packing import Packing, Piece, Stream, deal, padding_lengths
 from training.data.tokens import Store
 from training.host.errors import UserError

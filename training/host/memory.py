@@ -132,16 +132,21 @@ class HostCopies:
 
     def __init__(self, arena: PinnedArena):
         self.arena = arena
-        self.slots: dict[tuple[int, str, int], list[Tensor]] = {}
+        self.slots: dict[tuple[int, str, int], list[Tensor]] = {}  # of this pass
         self.leaving: list[Sequence[Tensor]] = []
         self.device_module = torch.get_device_module(arena.device)  # torch.cpu's streams do nothing
         self.to_host, self.to_gpu = self.device_module.Stream(), self.device_module.Stream()
 
+    def begin_pass(self) -> None:
+        """Give out the whole arena anew: the last forward's tensors have been fetched, or nobody will fetch them."""
+        self.finish_fetching()
+        self.slots.clear()
+        self.arena.used_bytes = 0
+
     def send(self, key: tuple[int, str, int], tensors: Sequence[Tensor]) -> None:
-        slots = self.slots.get(key)
-        if slots is None or [s.shape for s in slots] != [t.shape for t in tensors]:
-            slots = self.slots[key] = [self.arena.allocate(t.shape, t.dtype) for t in tensors]
-        # The copy waits for the kernels that compute the tensors, and for backward's last use of what these slots held.
+        """Copy tensors to the host, beside what the compute stream does next."""
+        slots = self.slots[key] = [self.arena.allocate(t.shape, t.dtype) for t in tensors]
+        # The copy waits for the kernels that compute the tensors, and for all fetches of the last pass.
         self._copy(slots, tensors, self.to_host)
         self.leaving.append(tensors)  # a reference, so that their memory is not reused while it is read
 

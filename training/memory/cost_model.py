@@ -8,7 +8,6 @@ Copies to the host and what FSDP2 sends are counted as if they followed each oth
 
 import copy
 import functools
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -17,15 +16,11 @@ import numpy as np
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kernels.attention.documents import LONGEST_TOGETHER
-from kernels.attention.full import BACKWARD_FLOPS, attention_flops, longest_together, together_pairs
-from kernels.attention.nsa.nsa import BLOCK_SIZE, NSA
-from kernels.attention.sparse.layout import LONGEST_DOCUMENT
-from kernels.attention.sparse.sparse_attention import Sparsity
 from kernels.cross_entropy import cross_entropy_footprint
 from kernels.gated_mlp import gated_mlp_footprint
+from kernels.linear import PLAIN
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
-from kernels.parts import Footprint
+from kernels.parts import AttentionKind, Footprint
 from kernels.qkv_attention import qkv_attention_footprint
 from training.data.packing import deal
 from training.host.memory import GIB, SLOT_ALIGNMENT
@@ -55,28 +50,29 @@ class Stage:
         return sum(self.categories.values())
 
 
+LENGTHS_PER_OCTAVE = 8  # bins of document lengths between one power of two and the next
+
+
 @dataclass(frozen=True)
 class PackedDocuments:
-    """What the documents of one rank's micro-batch ask of attention.
+    """Documents of one rank's micro-batch.
 
     Args:
-        longest: tokens of the longest one that may come.
-        count: documents, on average.
-        pairs: of a query and a key that it sees, on average: n (n + 1) / 2 of a document of n tokens.
-        short_count, short_tokens, short_pairs: on average, of those of at most LONGEST_TOGETHER tokens.
+        longest: tokens of the longest document that may come.
+        lengths: pairs of a length in tokens and the number of such documents in a micro-batch, on average.
     """
 
     longest: int
-    count: float
-    pairs: float
-    short_count: float = 0
-    short_tokens: float = 0
-    short_pairs: float = 0
+    lengths: tuple[tuple[float, float], ...]
+
+    @property
+    def count(self) -> float:
+        return sum(count for _, count in self.lengths)
 
     @classmethod
     def one_each(cls, context_length: int, batch_size: int) -> "PackedDocuments":
         """Each sequence is one document."""
-        return cls(context_length, batch_size, batch_size * context_length * (context_length + 1) / 2)
+        return cls(context_length, ((context_length, batch_size),))
 
     @classmethod
     def average(
@@ -88,36 +84,38 @@ class PackedDocuments:
         num_ranks: int,
         micro_batches: int = 1,
     ) -> "PackedDocuments":
-        """Over the micro-batches of an epoch, of the rank that has most pairs: the others wait for it.
+        """Averages over the micro-batches of an epoch, each on the rank with most pairs: the others wait for it.
+
+        Documents of nearly one length are counted as of one length, with as many pairs of a query and a key as theirs.
 
         Args:
             lengths: int [N], tokens of each document.
-            sequences: int [N], in which sequence of the epoch it is.
+            sequences: int [N], the sequence of the epoch that a document is in.
             longest: tokens of the longest document that any epoch may have.
             batch_size, num_ranks, micro_batches: a step's sequences are their product; `packing.deal` gives them out.
         """
         step = batch_size * num_ranks * micro_batches
         used = (sequences.max() + 1) // step * step
-        pairs, short = lengths * (lengths + 1) / 2, lengths <= LONGEST_TOGETHER
-        kinds = [np.ones(len(lengths)), pairs, short, short * lengths, short * pairs]
-        sums = np.stack([np.bincount(sequences, weights=kind)[:used].reshape(-1, step) for kind in kinds])
-        positions = deal(sums[1], num_ranks).reshape(1, -1, step)
-        sums = np.take_along_axis(sums, positions, axis=2).reshape(len(kinds), -1, batch_size, num_ranks).sum(2)
-        slowest = sums[1].argmax(1)
-        return cls(longest, *sums[:, np.arange(len(slowest)), slowest].mean(1).tolist())
-
-    def together(self, backend: str, num_tokens: int) -> tuple[float, float, float]:
-        """(documents, tokens, pairs) of those that attend together with others, of `num_tokens` in all."""
-        if longest_together(backend) > LONGEST_TOGETHER:
-            return self.count, num_tokens, self.pairs
-        return self.short_count, self.short_tokens, self.short_pairs
+        pairs = lengths * (lengths + 1) / 2
+        of_sequence = np.bincount(sequences, weights=pairs)[:used].reshape(-1, step)
+        # [micro-batches of the epoch, sequences, ranks]: numbers of sequences
+        dealt = deal(of_sequence, num_ranks) + np.arange(0, used, step)[:, None, None]
+        dealt = dealt.reshape(-1, batch_size, num_ranks)
+        slowest = of_sequence.reshape(-1)[dealt].sum(1).argmax(1)
+        counts = np.zeros(sequences.max() + 1)
+        np.add.at(counts, dealt[np.arange(len(dealt)), :, slowest], 1 / len(dealt))
+        bins = np.ceil(LENGTHS_PER_OCTAVE * np.log2(lengths)).astype(np.int64)
+        in_bin, pairs_in_bin = (np.bincount(bins, weights=counts[sequences] * of) for of in (1, pairs))
+        found = in_bin.nonzero()[0]
+        typical = np.sqrt(2 * pairs_in_bin[found] / in_bin[found] + 0.25) - 0.5  # n with n (n + 1) / 2 pairs
+        return cls(longest, tuple(zip(typical.tolist(), in_bin[found].tolist())))
 
 
 class Step:
     """A training step of a model: its bytes and seconds under any execution.
 
     Args:
-        config: the model's shape, as model.ModelConfig names it; what one rank has of it where ranks share matrices.
+        share: what one rank has of the model, a model.Share.
         parameters: the model's, on the meta device or any; where FSDP2 shards them, DTensors or a rank's shards alone.
         context_length, batch_size, gradient_accumulation_steps: of one rank, or of those that share sequences.
         documents: what is packed in a sequence. None, not known: bytes are counted as if several documents were and
@@ -131,7 +129,7 @@ class Step:
 
     def __init__(
         self,
-        config,
+        share,
         parameters: Iterable[Tensor],
         context_length: int,
         batch_size: int = 1,
@@ -143,27 +141,27 @@ class Step:
         num_shards: int | None = None,
         tensor_ranks: int = 1,
     ):
-        self.config, self.parameters, self.element_size = config, list(parameters), element_size
+        self.share, self.parameters, self.element_size = share, list(parameters), element_size
         self.context_length, self.batch_size, self.documents = context_length, batch_size, documents
         self.micro_batches, self.given = gradient_accumulation_steps, given or Execution()
         self.has_fsdp, self.num_shards = num_shards is not None, num_shards or 1
         self.num_ranks, self.tensor_ranks = num_ranks, tensor_ranks
-        self.layers = config.num_hidden_layers
-        self.hidden_bytes = element_size * config.hidden_size  # of one token's hidden state
-        self.head = element_size * config.vocab_size * config.hidden_size
-        layer_elements = config.layer_matrix_parameters()
-        self.layer_share = layer_elements / config.num_parameters()
-        self.head_share = config.vocab_size * config.hidden_size / config.num_parameters()
+        self.layers = share.num_hidden_layers
+        self.hidden_bytes = element_size * share.hidden_size  # of one token's hidden state
+        self.head = element_size * share.vocab_size * share.hidden_size
+        layer_elements = max(share.layer_matrix_parameters(layer) for layer in range(self.layers))
+        self.layer_share = layer_elements / share.num_parameters()
+        self.head_share = share.vocab_size * share.hidden_size / share.num_parameters()
         self.parameter_bytes = sum(_local_elements(p) * p.element_size() for p in self.parameters)
         if self.has_fsdp:
             # Gathered are the embedding and the head, with the gradient of an untied head; one block; and the next
             # block, both as it arrives and whole. A block's gradients exist in the activations' dtype and, on their
             # way to other ranks, in float32.
-            self.parameter_bytes += self.head * (1 if config.tie_word_embeddings else 3)
+            self.parameter_bytes += self.head * (1 if share.tie_word_embeddings else 3)
             self.parameter_bytes += layer_elements * (4 * element_size + 4)
             # FSDP2's reduction stream allocates the gradients' shards and the float32 tensor that is summed,
             # which is larger for the embedding and an untied head than for a block.
-            head_elements = self.head // element_size * (1 if config.tie_word_embeddings else 2)
+            head_elements = self.head // element_size * (1 if share.tie_word_embeddings else 2)
             self._reduction_bytes = 4 * max(0, head_elements - layer_elements)
         self._optimizer_bytes: dict[float, OptimizerBytes] = {}
 
@@ -187,10 +185,15 @@ class Step:
         return self.documents is None or self.documents.count > self.batch_size
 
     @property
+    def kinds(self) -> tuple[AttentionKind, ...]:
+        """How each layer attends, as cheaply as the documents allow."""
+        longest = self.documents.longest if self.documents else self.context_length
+        return tuple(kind.for_longest(longest) for kind in self.given.kinds or self.share.kinds)
+
+    @property
     def longest_document(self) -> float:
-        """Tokens that a document may have at most: blocks to attend to are named by 16 bits."""
-        sparsity = self._sparsity(self.given)[0]
-        return math.inf if sparsity is None else LONGEST_DOCUMENT * getattr(sparsity, "block_size", BLOCK_SIZE)
+        """Tokens that a document may have at most."""
+        return min(kind.longest_document for kind in self.kinds)
 
     @property
     def has_too_long_document(self) -> bool:
@@ -204,27 +207,26 @@ class Step:
             )
         return self._optimizer_bytes[execution.gpu_state_bytes]
 
-    def kept_bytes(self, name: str) -> int:
+    def kept_bytes(self, name: str, layer: int = 0) -> int:
         """Bytes of a block's "input", or of those of its "results" that are worth keeping."""
-        return (
-            self.tokens * self.hidden_bytes
-            if name == "input"
-            else self._footprints(self.given, self._sparsity(self.given)[0])[0].keepable
-        )
+        if name == "input":
+            return self.tokens * self.hidden_bytes
+        return self._footprints(self.given, self.kinds[layer])[0].keepable
 
     def arena_bytes(self, execution: Execution) -> int:
         """Bytes of the pinned arena that `apply_placement` needs, with every slot aligned."""
         return sum(
-            (self.kept_bytes(name) + 2 * SLOT_ALIGNMENT)
-            * [getattr(placement, name) for placement in execution.placements].count("host")
+            self.kept_bytes(name, layer) + 2 * SLOT_ALIGNMENT * (self.kinds[layer].branches if name == "results" else 1)
+            for layer, placement in enumerate(execution.placements)
             for name in ("input", "results")
+            if getattr(placement, name) == "host"
         )
 
     def host_bytes(self, execution: Execution) -> int:
         return self.arena_bytes(execution) + self.optimizer(execution).host
 
     def uses_chunked_loss(self, execution: Execution) -> bool:
-        return self.config.uses_chunked_loss(self.tokens, self.element_size, execution.loss_impl)
+        return self.share.uses_chunked_loss(self.tokens, self.element_size, execution.loss_impl)
 
     def peak(self, execution: Execution) -> Stage:
         """The fullest stage."""
@@ -239,37 +241,40 @@ class Step:
             "optimizer": optimizer.gpu_state + optimizer.gpu_buffers,
             # cos and sin, cached for whole sequences, and at the positions of packed documents or of a rank's tokens;
             # token ids, labels, losses
-            "workspace": LIBRARY_BYTES + T * (4 * self.config.head_dim * positions + 64),
+            "workspace": LIBRARY_BYTES + T * (4 * self.share.head_dim * positions + 64),
             **dict.fromkeys(("gradients", "layer inputs", "attention", "MLP"), 0),
         }
 
         kinds = ("input", "results")
         places = {kind: [getattr(p, kind) for p in execution.placements] for kind in kinds}
-        inputs_on_gpu, results_on_gpu = ([0, *accumulate(p == "gpu" for p in places[kind])] for kind in kinds)
-        input_bytes, results_bytes = self.kept_bytes("input"), self.kept_bytes("results")
-        sparsity = self._sparsity(execution)
-        # What the blocks before a layer keep besides inputs and results, bytes of attention and of the MLP.
-        rest = {
-            of_layer: [self._rest_bytes(of_layer, is_whole) for is_whole in (False, True)] for of_layer in {*sparsity}
-        }
-        rest_of_layer = [rest[of_layer][p.is_whole] for p, of_layer in zip(execution.placements, sparsity)]
+        input_bytes = self.kept_bytes("input")
+        of_kind = {kind: self._footprints(self.given, kind)[0].keepable for kind in {*self.kinds}}
+        kept = {"input": [input_bytes] * L, "results": [of_kind[kind] for kind in self.kinds]}
+        inputs_on_gpu, results_on_gpu = (
+            [0, *accumulate(size * (place == "gpu") for size, place in zip(kept[kind], places[kind]))] for kind in kinds
+        )
+        # Bytes of attention and of the MLP that the blocks before a layer keep beside inputs and results.
+        rest = {kind: [self._rest_bytes(kind, is_whole) for is_whole in (False, True)] for kind in {*self.kinds}}
+        rest_of_layer = [rest[kind][p.is_whole] for p, kind in zip(execution.placements, self.kinds)]
         attention_before, mlp_before = ([0, *accumulate(sizes)] for sizes in zip(*rest_of_layer))
 
-        def stage(name: str, layer: int, fetched: list[str], ready: float, working: dict[str, int]) -> Stage:
+        def stage(
+            name: str, layer: int, fetched: list[tuple[int, str]], ready: float, working: dict[str, int]
+        ) -> Stage:
             """`layer`: those before it keep what they have on the GPU; `ready`: the parameters that have gradients."""
             sizes = {**always, **working}
             ready = 1 if self.micro_batches > 1 else ready
             sizes["gradients"] += int(optimizer.gpu_gradients * ready)
             idle = self._reduction_bytes + int(optimizer.gpu_gradients * (1 - ready)) if self.has_fsdp else 0
-            sizes["layer inputs"] += (inputs_on_gpu[layer] + fetched.count("input")) * input_bytes
-            sizes["attention"] += (results_on_gpu[layer] + fetched.count("results")) * results_bytes
-            sizes["attention"] += attention_before[layer]
+            sizes["layer inputs"] += inputs_on_gpu[layer] + sum(kept[kind][i] for i, kind in fetched if kind == "input")
+            sizes["attention"] += results_on_gpu[layer] + attention_before[layer]
+            sizes["attention"] += sum(kept[kind][i] for i, kind in fetched if kind == "results")
             sizes["MLP"] += mlp_before[layer]
             return Stage(name, sizes, idle=idle)
 
         # Ranks that share the embedding have each the rows of its words, and their sum.
         yield stage("embedding", 0, [], 0, {"layer inputs": input_bytes * min(2, self.tensor_ranks)})
-        blocks = [*zip(execution.placements, sparsity)]
+        blocks = [*zip(execution.placements, self.kinds)]
         block_bytes = {block: self._block_bytes(execution, *block) for block in {*blocks}}
         working = [block_bytes[block] for block in blocks]
         for layer, (forward, _, _) in enumerate(working):
@@ -278,13 +283,13 @@ class Step:
         yield stage("loss", L, [], 0, {"loss": self._loss_bytes(execution) + 2 * input_bytes})
 
         # An untied head's gradient is ready after the loss; a tied head's waits for the embedding's gradient.
-        tied, head_share = (self.head, 0) if self.config.tie_word_embeddings else (0, self.head_share)
+        tied, head_share = (self.head, 0) if self.share.tie_word_embeddings else (0, self.head_share)
         needed = [needed_for_backward(execution.placements, layer) for layer in range(L)]
         for layer in reversed(range(L)):
             # Fetched from the host: what this block is rebuilt from, and the next block's on its way. A whole block
             # fetches nothing.
             keys = {*needed[layer], *needed[max(layer - 1, 0)]} if needed[layer] else ()
-            fetched = [kind for i, kind in keys if i < layer and places[kind][i] == "host"]
+            fetched = [(i, kind) for i, kind in keys if i < layer and places[kind][i] == "host"]
             ready = head_share + self.layer_share * (L - 1 - layer)
             for part, sizes in zip(("MLP", "attention"), working[layer][1:]):
                 ready += self.layer_share * (part == "attention")
@@ -300,74 +305,41 @@ class Step:
 
     def embedding_sums(self) -> int:
         """Bytes of the float32 sums, of up to ten tokens of a word each, that the embedding's backward first makes."""
-        return 4 * self.config.hidden_size * (min(self.tokens, self.config.vocab_size) + self.tokens // 10)
-
-    def _sparsity(self, execution: Execution) -> tuple[Sparsity | NSA | None, ...]:
-        """Of each layer; None where all documents are so short that they attend to everything."""
-        longest = self.documents.longest if self.documents else self.context_length
-        is_sparse = execution.sparsity and longest >= execution.sparsity[0].dense_below
-        return execution.sparsity if is_sparse else (None,) * self.layers
-
-    def _attention_flops(
-        self, sparsity: Sparsity | NSA | None, documents: PackedDocuments
-    ) -> tuple[float, float, float]:
-        """Of forward without the choice of blocks, of the choice, which is made once, and of backward, in one layer.
-
-        Each rank has its part of the heads.
-        """
-        config = self.config
-        if sparsity is None:
-            flops = attention_flops(config.num_attention_heads, config.head_dim, documents.pairs) / self.num_ranks
-            return flops, 0, BACKWARD_FLOPS * flops
-        # Priced as documents of one length n with as many pairs: tokens * (n + 1) / 2.
-        length = max(1, round(2 * documents.pairs / (self.tokens * self.num_ranks) - 1))
-        heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        footprint = sparsity.footprint(length, *heads)
-        forward, share = footprint.forward_flops - footprint.choice_flops, self.tokens / length
-        return forward * share, footprint.choice_flops * share, footprint.backward_flops * share
+        return 4 * self.share.hidden_size * (min(self.tokens, self.share.vocab_size) + self.tokens // 10)
 
     def _attention_seconds(
-        self, execution: Execution, sparsity: Sparsity | NSA | None, documents: PackedDocuments, rates: Rates
+        self, execution: Execution, kind: AttentionKind, documents: PackedDocuments, rates: Rates
     ) -> tuple[float, float, float]:
-        """Of `_attention_flops`, and of the calls that packed documents take."""
-        forward_flops, choice_flops, backward_flops = self._attention_flops(sparsity, documents)
-        forward = forward_flops / rates.attention_forward_flops
-        backward = backward_flops / rates.attention_backward_flops
-        # A library attends to packed documents where attention is to everything, and in NSA's compressed branch.
-        if documents.count > self.batch_size and not isinstance(sparsity, Sparsity):
-            own_heads = self.config.num_key_value_heads // self.num_ranks
-            steps = own_heads // (execution.heads_at_a_time or own_heads)
-            count, tokens, pairs = documents.together(execution.attention_backend, self.tokens * self.num_ranks)
-            forward += steps * (documents.count - count) / rates.forward_documents
-            backward += steps * (documents.count - count) / rates.backward_documents
-            if sparsity is None and pairs:
-                alone, together = 1 - pairs / documents.pairs, together_pairs(pairs, tokens) / documents.pairs
-                forward += forward_flops * (together / rates.together_forward_flops)
-                forward -= forward_flops * (1 - alone) / rates.attention_forward_flops
-                backward += backward_flops * (together / rates.together_backward_flops)
-                backward -= backward_flops * (1 - alone) / rates.attention_backward_flops
-        return forward, choice_flops / rates.choice_flops, backward
+        """Returns the seconds of forward, of choosing blocks of keys, once per step, and of backward, in one layer."""
+        H, G, K = self.share.heads
+        own_heads = G // self.num_ranks
+        steps = own_heads // (execution.heads_at_a_time or own_heads)
+        work = kind.work(
+            documents.lengths, H // self.num_ranks, own_heads, K, backend=execution.attention_backend, steps=steps,
+            is_packed=documents.count > self.batch_size,
+        )  # fmt: skip
+        forward, choice, backward = (sum(n / rates[name] for name, n in amounts.items() if n) for amounts in work)
+        return forward, choice, backward
 
-    def _footprints(self, execution: Execution, sparsity: Sparsity | NSA | None = None) -> tuple[Footprint, Footprint]:
-        """Footprints of a block's attention and of its MLP under an execution."""
-        config, longest = self.config, None
+    def _footprints(self, execution: Execution, kind: AttentionKind) -> tuple[Footprint, Footprint]:
+        """Returns the footprints of a block's attention and of its MLP under an execution."""
+        share, longest = self.share, None
         if self.is_packed:
             longest = self.documents.longest if self.documents else self.context_length
         return (
             _attention_footprint(
-                self.tokens, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
-                config.head_dim, element_size=self.element_size, backend=execution.attention_backend,
-                context_length=self.context_length, longest=longest, sparsity=sparsity,
-                heads_at_a_time=execution.heads_at_a_time, num_ranks=self.num_ranks, has_norms=config.has_head_norms,
+                self.tokens, share.hidden_size, *share.heads, element_size=self.element_size,
+                backend=execution.attention_backend, context_length=self.context_length, longest=longest, kind=kind,
+                heads_at_a_time=execution.heads_at_a_time, num_ranks=self.num_ranks, has_norms=share.has_head_norms,
             ),
             _mlp_footprint(
-                self.tokens, config.hidden_size, config.intermediate_size, element_size=self.element_size,
+                self.tokens, share.hidden_size, share.intermediate_size, element_size=self.element_size,
                 tile_size=execution.mlp_tile_size,
             ),
         )  # fmt: skip
 
     def _block_bytes(
-        self, execution: Execution, placement: Placement, sparsity: Sparsity | NSA | None
+        self, execution: Execution, placement: Placement, kind: AttentionKind
     ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
         """Bytes by category of a block's fullest moments: in forward, in the backward of the MLP, in that of attention.
 
@@ -375,7 +347,7 @@ class Step:
         """
         x, inputs = self.kept_bytes("input"), {"layer inputs": self.kept_bytes("input")}
         attention, mlp = self._footprints(
-            replace(execution, heads_at_a_time=None, mlp_tile_size=None) if placement.is_whole else execution, sparsity
+            replace(execution, heads_at_a_time=None, mlp_tile_size=None) if placement.is_whole else execution, kind
         )
         saved = attention.saved + _NORMS_BYTES * self.tokens
         if placement.is_whole:  # saved: the sum; 3 x: outputs of attention, MLP and block
@@ -388,9 +360,9 @@ class Step:
             forward = {**inputs, "attention": kept, "MLP": working}
             attending = x + attention.forward  # attention works on its norm's output
             if self.num_ranks > 1 and not execution.heads_at_a_time:
-                # Attention's output, as it is sent and received; what is kept is that output, but for NSA's.
-                output = self.element_size * self.config.num_attention_heads * self.config.head_dim * self.tokens
-                is_kept = placement.results != "recompute" and not isinstance(sparsity, NSA)
+                # Attention's output, as it is sent and received. One branch's output is what is kept.
+                output = self.element_size * self.share.num_attention_heads * self.share.head_dim * self.tokens
+                is_kept = placement.results != "recompute" and kind.branches == 1
                 outputs = (2 if is_kept else 3) * output
                 attending = max(attending, x + kept + outputs)
             if attending > kept + working:
@@ -407,9 +379,9 @@ class Step:
             {**inputs, "attention": saved + attention.backward, "MLP": x if placement.is_whole else 2 * x},
         )
 
-    def _rest_bytes(self, sparsity: Sparsity | NSA | None, is_whole: bool) -> tuple[int, int]:
+    def _rest_bytes(self, kind: AttentionKind, is_whole: bool) -> tuple[int, int]:
         """Bytes of attention and of the MLP that a block keeps besides its input and the results worth keeping."""
-        attention, mlp = self._footprints(self.given, sparsity)
+        attention, mlp = self._footprints(self.given, kind)
         if not is_whole:
             return attention.choices, 0
         return (
@@ -419,67 +391,64 @@ class Step:
 
     def _loss_bytes(self, execution: Execution) -> int:
         """Bytes of the logits that exist at a time, of the head's gradient and of the hidden states' gradient."""
-        T, D, V, size = self.tokens, self.config.hidden_size, self.config.vocab_size, self.element_size
+        T, D, V, size = self.tokens, self.share.hidden_size, self.share.vocab_size, self.element_size
         if self.uses_chunked_loss(execution):
             return linear_cross_entropy_footprint(T, D, V, element_size=size).forward
         return cross_entropy_footprint(T, V, element_size=size).forward + self.head + self.kept_bytes("input")
 
     def seconds(self, execution: Execution, rates: Rates) -> float:
-        """Seconds of one whole step, its update included."""
-        config, L, placements = self.config, self.layers, execution.placements
-        sparsity = self._sparsity(execution)
-        attention, mlp = self._footprints(execution, sparsity[0])
-        layer = (attention.matrix_flops + mlp.matrix_flops) / rates.matrix_flops
+        """Returns the seconds of one whole step, its update included."""
+        share, L, placements = self.share, self.layers, execution.placements
         documents = self.documents or PackedDocuments.one_each(self.context_length, self.batch_size)
-        attention_seconds = {
-            layer: self._attention_seconds(execution, layer, documents, rates) for layer in {*sparsity}
-        }
-        attend = [attention_seconds[of_layer][0] for of_layer in sparsity]
+        of_kind = {kind: self._attention_seconds(execution, kind, documents, rates) for kind in {*self.kinds}}
         # q, k and v go to other ranks, attention's output comes back.
-        heads = config.num_attention_heads + config.num_key_value_heads
-        sent_bytes = 2 * self.element_size * heads * config.head_dim * self.tokens * (1 - 1 / self.num_ranks)
-        exchange = sent_bytes / rates.gpu_link_bytes
-        attend = [seconds + exchange for seconds in attend]
-        choose = sum(attention_seconds[of_layer][1] for of_layer in sparsity)
-        attention_backward = sum(attention_seconds[of_layer][2] for of_layer in sparsity)
+        heads = share.num_attention_heads + share.num_key_value_heads
+        sent_bytes = 2 * self.element_size * heads * share.head_dim * self.tokens * (1 - 1 / self.num_ranks)
+        exchange = sent_bytes / rates["gpu link"]
+        attend = [of_kind[kind][0] + exchange for kind in self.kinds]
+        choose = sum(of_kind[kind][1] for kind in self.kinds)
+        attention_backward = sum(of_kind[kind][2] for kind in self.kinds)
         # Some heads at a time, q, k, v and the output go there again.
         attention_backward += L * exchange * (2 if execution.heads_at_a_time else 1)
+        footprints = {kind: self._footprints(execution, kind) for kind in {*self.kinds}}
+        mlp = footprints[self.kinds[0]][1]
+        products = [(footprints[kind][0].matrix_flops + mlp.matrix_flops) / rates[PLAIN.rate] for kind in self.kinds]
         # A block's two norms, two sums and their copies read and write nine hidden states.
-        moved_bytes = 9 * self.kept_bytes("input") + attention.elementwise_bytes + mlp.elementwise_bytes
-        elementwise = moved_bytes / rates.memory_bytes
+        moved_bytes = 9 * self.kept_bytes("input") + mlp.elementwise_bytes
+        moves = [(moved_bytes + footprints[kind][0].elementwise_bytes) / rates["memory"] for kind in self.kinds]
+        layers = [a + b for a, b in zip(products, moves)]
         # Ranks that share matrices sum hidden states behind attention and the MLP, and in backward their gradients.
-        reduction = 2 * self.kept_bytes("input") * (1 - 1 / self.tensor_ranks) / rates.gpu_link_bytes
+        reduction = 2 * self.kept_bytes("input") * (1 - 1 / self.tensor_ranks) / rates["gpu link"]
         placed = [i for i in range(L) if not placements[i].is_whole]
         longer = 1 + (0.01 * len(placed) / L if execution.heads_at_a_time else 0)  # 1% more time: smaller launches
-        forward = longer * (L * (layer + elementwise) + sum(attend) + choose) + 2 * L * reduction
-        backward = longer * (2 * L * (layer + elementwise) + attention_backward) + 2 * L * reduction
+        forward = longer * (sum(layers) + sum(attend) + choose) + 2 * L * reduction
+        backward = longer * (2 * sum(layers) + attention_backward) + 2 * L * reduction
         # Backward recomputes a placed block's matrix products, except skippable ones: the tiled MLP's own backward
         # recomputes gate and up.
-        again = attention.matrix_flops + (0 if mlp.is_skippable else mlp.matrix_flops)
-        again += mlp.backward_matrix_flops - 2 * mlp.matrix_flops
-        backward += len(placed) * (again / rates.matrix_flops + (1 if mlp.is_skippable else 2) * reduction)
+        again = mlp.backward_matrix_flops - (3 if mlp.is_skippable else 2) * mlp.matrix_flops
         for i in placed:
             start, _ = needed_for_backward(placements, i)[0]
-            backward += (i - start) * (layer + elementwise + 2 * reduction)  # blocks run again for this one's input
+            backward += products[i] + again / rates[PLAIN.rate] + (1 if mlp.is_skippable else 2) * reduction
+            backward += sum(layers[start:i]) + (i - start) * 2 * reduction  # blocks run again for this one's input
             backward += sum(attend[j] for j in range(start, i + 1) if placements[j].results == "recompute")
             if not execution.heads_at_a_time:  # what was kept is exchanged again
                 backward += exchange * sum(placements[j].results != "recompute" for j in range(start, i + 1))
-        copies = self.arena_bytes(execution) / rates.link_bytes
+        copies = self.arena_bytes(execution) / rates["link"]
         optimizer = self.optimizer(execution)
-        loss = linear_cross_entropy_footprint(self.tokens, config.hidden_size, config.vocab_size).matrix_flops
-        loss /= rates.matrix_flops  # as many where the logits are materialised
+        loss = linear_cross_entropy_footprint(self.tokens, share.hidden_size, share.vocab_size).matrix_flops
+        loss /= rates[PLAIN.rate]  # as many where the logits are materialised
         # FSDP2 gathers parameters and sums float32 gradients beside the compute of other blocks. Embedding and head are
         # gathered before anything runs, stay until backward, and their gradients are summed after all. The rate
         # is that of exchanges of heads, which pay for copies besides.
-        sent = config.num_parameters() * (1 - 1 / self.num_shards) / rates.gpu_link_bytes  # seconds for a byte of each
+        sent = share.num_parameters() * (1 - 1 / self.num_shards) / rates["gpu link"]  # seconds for a byte of each
         gather, add = self.element_size * sent, 4 * sent
-        ends = self.head_share * (1 if config.tie_word_embeddings else 2)
+        ends = self.head_share * (1 if share.tie_word_embeddings else 2)
         forward = max(forward, copies + (1 - ends) * gather)
         backward = max(backward, copies + (1 - ends) * (gather + add))
         # Gradients leave for the host in the first micro-batch. In each later one the sums come back and leave again.
-        gradients = optimizer.leaving_gradients / rates.link_bytes
+        gradients = optimizer.leaving_gradients / rates["link"]
         backwards = max(backward, gradients) + (self.micro_batches - 1) * max(backward, 2 * gradients)
-        update = optimizer.host / rates.link_bytes + 4 * optimizer.gpu_state / rates.memory_bytes
+        update = optimizer.host / rates["link"] + 4 * optimizer.gpu_state / rates["memory"]
         return self.micro_batches * (forward + 0.01 * copies + loss + ends * (gather + add)) + backwards + update
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kernels.attention.nsa.nsa import NSA
-from kernels.attention.sparse.sparse_attention import Sparsity
+from kernels.common import IMPLEMENTATIONS
+from kernels.parts import AttentionKind
 
 PLACES = ("gpu", "host", "recompute")
 LOSSES = ("auto", "chunked", "standard")
@@ -63,11 +63,11 @@ class Execution:
             training.optimizer.MasterAdamW.
         loss_impl: "auto" switches by the size of the logits; "chunked" or "standard" force one.
         attention_backend: kernel that attends, see kernels.attention.full.BACKENDS.
-        sparsity: of attention to chosen blocks, or of NSA, which have kernels of their own, one a block. In all blocks
-            it differs at most in `selected_blocks`. (): attention to everything.
+        kinds: how each block attends; (): as the model's configuration says.
+        impl: Triton's kernels or their PyTorch references, of kernels.common.IMPLEMENTATIONS.
 
     Raises:
-        ValueError: another loss.
+        ValueError: another loss or implementation.
     """
 
     placements: tuple[Placement, ...] = ()
@@ -76,11 +76,14 @@ class Execution:
     gpu_state_bytes: float = math.inf
     loss_impl: str = "auto"
     attention_backend: str = "auto"
-    sparsity: tuple[Sparsity | NSA, ...] = ()
+    kinds: tuple[AttentionKind, ...] = ()
+    impl: str = "auto"
 
     def __post_init__(self):
         if self.loss_impl not in LOSSES:
             raise ValueError(f"loss_impl must be one of {', '.join(LOSSES)}, got {self.loss_impl!r}")
+        if self.impl not in IMPLEMENTATIONS:
+            raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {self.impl!r}")
 
 
 def needed_for_backward(placements: Sequence[Placement], layer: int) -> list[tuple[int, str]]:

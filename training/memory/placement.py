@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from kernels.attention.nsa.nsa import NSA
-from kernels.attention.sparse.sparse_attention import Sparsity
 from kernels.common import KEEPABLE, SKIPPABLE
+from kernels.parts import AttentionKind
 from training.host.memory import HostCopies, PinnedArena
 from training.host.torch_internals import TorchDispatchMode
 from training.memory.execution import Execution, Placement, needed_for_backward
@@ -33,30 +32,32 @@ def apply_execution(model: nn.Module, execution: Execution, arena_bytes: int = 0
 
     Raises:
         UserError: the host does not let that much be pinned.
-        ValueError: as `apply_placement` and `set_sparsity`.
+        ValueError: as `apply_placement` and `set_kinds`.
     """
     model.loss_impl = execution.loss_impl
-    set_sparsity(model, execution.sparsity)
+    for module in model.modules():
+        if hasattr(module, "impl"):
+            module.impl = execution.impl
+    set_kinds(model, execution.kinds)
     for block, placement in zip(model.layers, execution.placements):
         block.self_attn.backend = execution.attention_backend
         block.self_attn.heads_at_a_time = None if placement.is_whole else execution.heads_at_a_time
         block.mlp.tile_size = None if placement.is_whole else execution.mlp_tile_size
     arena = PinnedArena(arena_bytes, model.embed_tokens.weight.device) if arena_bytes else None
-    skips = execution.mlp_tile_size is not None or execution.sparsity != ()
-    apply_placement(model.layers, execution.placements, arena, skips)
+    chooses = any(block.self_attn.kind.list_length for block in model.layers)
+    apply_placement(model.layers, execution.placements, arena, skips=execution.mlp_tile_size is not None or chooses)
 
 
-def set_sparsity(model: nn.Module, sparsity: Sequence[Sparsity | NSA | None]) -> None:
-    """Let each block of a model.Transformer attend as `sparsity` says, which has one a block; (): to everything.
+def set_kinds(model: nn.Module, kinds: Sequence[AttentionKind]) -> None:
+    """Let each block of a model.Transformer attend by its kind, one per block; (): as the configuration says.
 
     Raises:
-        ValueError: NSA for a model without its gates, or another attention for one that has them.
+        ValueError: a kind whose gates the model's parameters do not make.
     """
-    for of_layer in {*sparsity} or {None}:
-        if isinstance(of_layer, NSA) != (model.config.attention_type == "nsa"):
-            raise ValueError(f"a model of attention_type {model.config.attention_type} cannot attend by {of_layer}")
-    for layer, block in enumerate(model.layers):
-        block.self_attn.sparsity = sparsity[layer] if sparsity else None
+    for block, kind, own in zip(model.layers, kinds or model.config.kinds, model.config.kinds):
+        if kind.gates_per_head != own.gates_per_head:
+            raise ValueError(f"a layer whose own attention is {own.name} has no parameters for {kind.name}")
+        block.self_attn.kind = kind
 
 
 def apply_placement(
@@ -120,7 +121,7 @@ class _PlacedBlocks:
     def forward(self, layer: int, x_BTD: Tensor, context) -> Tensor:
         if layer == self.first:  # a pass that was broken off may have left something
             if self.copies is not None:
-                self.copies.finish_fetching()
+                self.copies.begin_pass()
             self.on_gpu.clear()
             self.kept_calls.clear()
         self._keep(layer, "input", (x_BTD,))

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from training.attention_flags import describe
 from training.checkpoint.blocks import SAVING_BYTES
 from training.host.errors import UserError
 from training.memory.cost_model import Stage, Step, gib
 from training.memory.execution import Execution, Placement
 from training.memory.machine import H200, Rates
-from training.sparsity import spell_by_layer
 
 # A plan's predicted peak must stay below budget / HEADROOM. The 4% cover allocator fragmentation and what the cost
 # model does not count. Where no plan stays below, a plan below budget / LEAST_HEADROOM will do: at the limit the
@@ -67,9 +67,7 @@ class Plan:
             heads = "one key/value head at a time" if execution.heads_at_a_time else "all heads at once"
             tiles = f"{execution.mlp_tile_size} rows at a time" if execution.mlp_tile_size else "all rows at once"
             rows += [("attention", heads), ("MLP", tiles)]
-        if execution.sparsity:
-            blocks = spell_by_layer([sparsity.selected_blocks for sparsity in execution.sparsity])
-            rows += [("attends to", execution.sparsity[0].describe(blocks))]
+        rows += [("attends to", describe(execution.kinds or self.step.share.kinds))]
         rows += [("loss", execution.loss_impl), ("optimizer state", state)]
         rows += [("predicted GPU peak", f"{gib(self.peak.bytes)}, in {self.peak.name}")]
         rows += [(f"  {name}", gib(size)) for name, size in self.peak.categories.items() if size]

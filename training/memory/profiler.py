@@ -362,8 +362,8 @@ def thin(execution: Execution, layers: int) -> Execution:
         others.append(replace(recomputed.pop(), input="host"))
     pairs = itertools.zip_longest(others, recomputed)
     placements = tuple(placement for pair in pairs for placement in pair if placement is not None)
-    sparsity = tuple(execution.sparsity[i * every // layers] for i in range(layers) if execution.sparsity)
-    return replace(execution, placements=placements, gpu_state_bytes=state * layers / every, sparsity=sparsity)
+    kinds = tuple(execution.kinds[i * every // layers] for i in range(layers) if execution.kinds)
+    return replace(execution, placements=placements, gpu_state_bytes=state * layers / every, kinds=kinds)
 
 
 def extrapolate(measured: Measurement, part: Step, whole: Step) -> float:

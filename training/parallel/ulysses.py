@@ -20,16 +20,16 @@ def check_sharing(size: int, model_config: ModelConfig, chooses_blocks: bool, te
     """Refuse a `size`, of ranks that share each sequence, which cannot share the heads equally.
 
     Args:
-        chooses_blocks: whether attention is sparse or NSA.
+        chooses_blocks: whether any layer attends to chosen blocks.
         tensor_size: ranks that share each matrix, which divide the heads; those of one of them are shared.
 
     Raises:
         UserError: with the numbers that can.
     """
-    whose, model_config = "the model's" if tensor_size == 1 else "a rank's", model_config.split(tensor_size)
-    heads, kind = model_config.num_attention_heads, "query heads"
+    whose, share = "the model's" if tensor_size == 1 else "a rank's", model_config.share(tensor_size)
+    heads, kind = share.num_attention_heads, "query heads"
     if chooses_blocks:
-        heads, kind = model_config.num_key_value_heads, "key/value heads, whose query heads choose blocks together"
+        heads, kind = share.num_key_value_heads, "key/value heads, whose query heads choose blocks together"
     if heads % size:
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise UserError(f"context_parallel_size {size} must divide {whose} {heads} {kind}; give one of {divisors}")

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
+from kernels.attention import KINDS
 from kernels.attention.full import choose_backend
-from kernels.attention.nsa.nsa import NSA
-from kernels.attention.sparse.sparse_attention import HEAD_DIMS, Sparsity
-from kernels.common import set_default_implementation
-from model import MODEL_SIZES, NSA_GATES, ModelConfig, Transformer
+from kernels.parts import AttentionKind
+from model import GATES, MODEL_SIZES, ModelConfig, Share, Transformer
+from training.attention_flags import check_head_dim, kinds_at
 from training.checkpoint.files import load_optimizer_state, restore_rng
 from training.checkpoint.weights import find_weights, read_weights, shape_of_weights
 from training.data.loader import Batch
@@ -27,7 +27,7 @@ from training.host.errors import UserError, refused_as_user_error
 from training.host.memory import available_host_bytes, parse_bytes
 from training.memory.cost_model import PackedDocuments, Step, gib
 from training.memory.execution import WHOLE, Execution, Placement
-from training.memory.machine import Rates, cap_gpu_memory, gpu_budget, measure_rates
+from training.memory.machine import cap_gpu_memory, gpu_budget, measure_rates
 from training.memory.placement import apply_execution
 from training.memory.planner import Plan, has_plan, make_plan
 from training.memory.profiler import Bench, format_table
@@ -38,7 +38,6 @@ from training.parallel.ulysses import share_sequences
 from training.parallel.world import World
 from training.run.settings import TrainConfig
 from training.run.stopping import Stopped
-from training.sparsity import sparsity_at
 
 logger = logging.getLogger(__name__)
 
@@ -67,18 +66,17 @@ def configure_machine(config: TrainConfig, model_config: ModelConfig, world: Wor
     """Choose which kernels run, and refuse a memory budget that is not free, before anything else takes time."""
     if config.kernels == "triton" and world.device.type != "cuda":
         raise UserError('kernels "triton" needs a CUDA GPU; use auto')
-    head_dim, kind = model_config.head_dim, config.attention_type
-    if kind != "full" and world.device.type == "cuda" and config.kernels != "torch" and head_dim not in HEAD_DIMS:
-        raise UserError(f"attention_type {kind} has GPU kernels for head_dim {HEAD_DIMS}, not for {head_dim}; use full")
-    set_default_implementation(config.kernels)
+    if config.kernels != "torch":
+        check_head_dim(kinds_at(config, model_config, step=1), model_config.head_dim, world.device)
     settled_execution(config.loss_impl, config.attention_backend, world.device)  # refuses a backend that is not there
     if config.memory_budget is not None:
         gpu_budget(config.memory_budget, world.device)
 
 
 def shape_with(attention_type: str, size: ModelConfig) -> ModelConfig:
-    """A size of model with the parameters of --attention_type: nsa has gates, sparse nothing."""
-    return dataclasses.replace(size, attention_type="nsa" if attention_type == "nsa" else "full")
+    """Returns a size of model with the parameters of --attention_type, where that kind has some."""
+    kind = KINDS[attention_type]
+    return dataclasses.replace(size, layer_kinds=(kind(),)) if kind.gates_per_head else size
 
 
 def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfig:
@@ -97,19 +95,21 @@ def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfi
                     f"{folder} is of another size: it has {name} {getattr(declared, name)}, model_size "
                     f"{config.model_size} has {getattr(shape, name)}; drop model_size, to take theirs"
                 )
-        if declared.attention_type == "nsa" and shape.attention_type != "nsa":
+        trained, asked = declared.layer_kinds[0], shape.layer_kinds[0]
+        if trained.gates_per_head and not asked.gates_per_head:
             raise UserError(
-                f"{folder} was trained with attention_type nsa, and attention_type {config.attention_type} would drop "
-                "its gates; give --attention_type nsa, or other weights"
+                f"{folder} was trained with attention_type {trained.name}, and attention_type {config.attention_type} "
+                f"would drop its gates; give --attention_type {trained.name}, or other weights"
             )
-        if shape.attention_type == "nsa" and declared.attention_type != "nsa":
+        if asked.gates_per_head and not trained.gates_per_head:
             if resumed:
                 raise UserError(
-                    f"{folder} was trained without attention_type nsa; to turn it into that, start from its weights "
-                    f"with --init_from {folder} and another --output_dir"
+                    f"{folder} was trained without attention_type {asked.name}; to turn it into that, start from its "
+                    f"weights with --init_from {folder} and another --output_dir"
                 )
-            logger.info("attention: %s has no gates of nsa; they are initialised, near 1/2", folder)
-        shape = dataclasses.replace(declared, attention_type=shape.attention_type)
+            logger.info("attention: %s has no gates of %s; they are initialised, near 1/2", folder, asked.name)
+            declared = dataclasses.replace(declared, layer_kinds=shape.layer_kinds)
+        shape = declared
         if config.rope_scaling is not None:
             shape = _extended(shape, config.rope_scaling, resumed)
     length = max(shape.max_position_embeddings, config.context_length) if folder else config.context_length
@@ -134,8 +134,9 @@ def _extended(shape: ModelConfig, rope_scaling: str, resumed: Path | None) -> Mo
 
 
 def settled_execution(
-    loss_impl: str, attention_backend: str, device: torch.device, sparsity: tuple[Sparsity | NSA, ...] = ()
-) -> Execution:
+    loss_impl: str, attention_backend: str, device: torch.device, kinds: tuple[AttentionKind, ...] = (),
+    impl: str = "auto",
+) -> Execution:  # fmt: skip
     """What flags settle of an execution before anything is planned.
 
     Raises:
@@ -143,17 +144,17 @@ def settled_execution(
     """
     with refused_as_user_error():
         backend = choose_backend(attention_backend, device)
-    return Execution(loss_impl=loss_impl, attention_backend=backend, sparsity=sparsity)
+    return Execution(loss_impl=loss_impl, attention_backend=backend, kinds=kinds, impl=impl)
 
 
 def step_of(config: TrainConfig, model: Transformer, world: World, documents: PackedDocuments | None) -> Step:
     """The step that the settings ask for; `documents` are None where they are not known yet."""
     lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
-    sparsity = sparsity_at(config, model.config.num_hidden_layers, step=1)
-    given = settled_execution(config.loss_impl, config.attention_backend, world.device, sparsity)
+    kinds = kinds_at(config, model.config, step=1)
+    given = settled_execution(config.loss_impl, config.attention_backend, world.device, kinds, config.kernels)
     num_shards = world.data_size * world.context_size if world.size > 1 else None
     return Step(
-        model.config, model.parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
+        model.share, model.parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
         num_shards=num_shards, tensor_ranks=config.tensor_parallel_size,
     )  # fmt: skip
 
@@ -176,20 +177,21 @@ def step_on_meta(
         context_parallel_size, tensor_parallel_size: GPUs that share each sequence, and each matrix.
     """
     dtype = torch.float32 if num_gpus > 1 else torch.bfloat16
-    model_config, num_shards = model_config.split(tensor_parallel_size), num_gpus // tensor_parallel_size
-    shards = [parameter.chunk(num_shards)[0].to(dtype) for parameter in _parameters_on_meta(model_config)]
+    num_shards = num_gpus // tensor_parallel_size
+    parameters = _parameters_on_meta(model_config, tensor_parallel_size)
+    shards = [parameter.chunk(num_shards)[0].to(dtype) for parameter in parameters]
     documents = PackedDocuments.one_each(context_length, batch_size)
     return Step(
-        model_config, shards, context_length, batch_size, micro_batches, documents, given,
+        model_config.share(tensor_parallel_size), shards, context_length, batch_size, micro_batches, documents, given,
         num_ranks=context_parallel_size, num_shards=num_shards if num_gpus > 1 else None,
         tensor_ranks=tensor_parallel_size,
     )  # fmt: skip
 
 
 @functools.cache  # tables and searches ask for those of one model many times
-def _parameters_on_meta(model_config: ModelConfig) -> list[torch.Tensor]:
+def _parameters_on_meta(model_config: ModelConfig, tensor_ranks: int) -> list[torch.Tensor]:
     with torch.device("meta"):
-        return list(Transformer(model_config).parameters())
+        return list(Transformer(model_config, tensor_ranks).parameters())
 
 
 def memory_budgets(config: TrainConfig, world: World) -> tuple[float, float]:
@@ -208,19 +210,19 @@ def check_fits(config: TrainConfig, model_config: ModelConfig, world: World) -> 
     """
     if config.memory_budget is None:
         return
-    if message := without_plan(config, model_config.split(world.tensor_size)):
+    if message := without_plan(config, model_config.share(world.tensor_size)):
         raise UserError(f"{message}; give --gradient_checkpointing, without --memory_budget")
     tokens = config.batch_size * config.context_length
-    short = PackedDocuments(longest=1, count=tokens, pairs=tokens)
+    short = PackedDocuments(longest=1, lengths=((1, tokens),))
     step = step_of(config, model_on_meta(model_config, world), world, short)
     budgets = memory_budgets(config, world)
     if not has_plan(step, *budgets):
         make_plan(step, *budgets)  # raises the error that says why
 
 
-def without_plan(config: TrainConfig, model_config: ModelConfig) -> str | None:
+def without_plan(config: TrainConfig, share: Share) -> str | None:
     """Why no plan counts what `config.context_parallel_size` ranks take of a model; None: plans do."""
-    heads, ranks = model_config.num_key_value_heads, config.context_parallel_size
+    heads, ranks = share.num_key_value_heads, config.context_parallel_size
     return f"no plan counts copies of {heads} key/value heads on {ranks} ranks" if heads % ranks else None
 
 
@@ -236,9 +238,9 @@ def plan_memory(
         placement = Placement() if config.gradient_checkpointing else WHOLE
         return Plan(step, dataclasses.replace(step.given, placements=(placement,) * step.layers))
     budgets = memory_budgets(config, world)
-    backend, sparsity = step.given.attention_backend, step.given.sparsity
-    rates = measure_rates(model.config, backend, world.device, config.context_length, sparsity)
-    rates = Rates(*world.min(*dataclasses.astuple(rates)))
+    backend, kinds = step.given.attention_backend, step.given.kinds
+    rates = measure_rates(model.share, backend, world.device, config.context_length, kinds)
+    rates = dict(zip(rates, world.min(*rates.values())))
     torch.cuda.empty_cache()  # frees what the measurements took
     plan = make_plan(step, *budgets, rates)
     plan = dataclasses.replace(plan, execution=world.broadcast(plan.execution))  # unequal shards might plan unequally
@@ -249,7 +251,7 @@ def plan_memory(
 
 def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device) -> str:
     """What the step was predicted to take, and a plan that should fit; computed without GPU memory."""
-    if message := without_plan(config, plan.step.config):
+    if message := without_plan(config, plan.step.share):
         return f"{message}; raise --context_parallel_size, or lower --context_length"
     try:
         if config.memory_budget is None:
@@ -285,7 +287,7 @@ class Start:
 def model_on_meta(model_config: ModelConfig, world: World) -> Transformer:
     """A model that takes no memory: bf16 on one GPU, else float32 (FSDP computes in bf16 from float32 shards)."""
     with torch.device("meta"):
-        model = Transformer(model_config.split(world.tensor_size))
+        model = Transformer(model_config, world.tensor_size)
     if world.size > 1:
         share_matrices(model, world)
         shard_model(model, model.layers, world)
@@ -325,11 +327,11 @@ def build(
         restore_rng(start.checkpoint)
     elif config.init_from:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        if model_config.attention_type == "nsa":  # a dense model's weights lack the gates, an nsa model's replace these
+        if model_config.num_gates():  # the weights may lack gates; where they have them, they replace these
             fresh = initial_weights(model, config.seed)
-            optimizer.load_weights((name, full) for name, full in fresh if NSA_GATES in name)
+            optimizer.load_weights((name, full) for name, full in fresh if GATES in name)
         masters = {name: tensors["master"] for name, tensors in optimizer.state_dict().items()}
-        read_weights(find_weights(config.init_from, shapes, may_lack=NSA_GATES), masters)
+        read_weights(find_weights(config.init_from, shapes, may_lack=GATES), masters)
         optimizer.restore_parameters()
     else:
         optimizer.load_weights(initial_weights(model, config.seed))
@@ -339,7 +341,7 @@ def build(
 def build_bench(step: Step, execution: Execution, world: World) -> Bench:
     """A model and an optimizer for `step`, with fresh weights, on which a profiler measures steps."""
     gc.collect()  # frees the memory of an earlier bench
-    model = model_on_meta(step.config, world).to_empty(device=world.device)
+    model = model_on_meta(ModelConfig(**vars(step.share)), world).to_empty(device=world.device)
     copy_weights(model, initial_weights(model, seed=0))
     optimizer = MasterAdamW(
         model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=execution.gpu_state_bytes

@@ -17,7 +17,7 @@ from training.host.errors import UserError
 from training.host.files import read_file
 
 DEFAULT_STEPS = 300
-ATTENTION_TYPES = ("full", "sparse", "nsa")
+ATTENTION_TYPES = ("full", "sparse", "nsa")  # kinds of attention that a flag can ask for
 PEAK_LEARNING_RATE = 2e-5  # for continued training; training from scratch wants more, and a far longer warm-up
 TINY_PEAK_LEARNING_RATE = 3e-3
 CHECKPOINT_INTERVAL, KEPT_CHECKPOINTS = "30min", 2

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..full import backward_workspace
+from ..full import backward_workspace, full_backward, full_forward
 from ..sparse.layout import document_bounds
 from ..sparse.selection import ranges
 
@@ -43,7 +43,7 @@ class Windows(NamedTuple):
 
     num_windows: int
     rows: int  # batch rows, of one document each, that the library's kernel gets
-    segments: Tensor | None  # or one row of several documents, as `kernels.attention.full.attention` takes them
+    segments: Tensor | None  # or one row of several documents, as `kernels.attention.attend.attention` takes them
     window_start: Tensor  # [windows] int32: a window's first token
     first_window: Tensor  # [tokens] int32: the first window of a token's document
     windows_of_token: (
@@ -214,16 +214,16 @@ def to_tiles(x: Tensor, heads: range, units: int, windows: Windows) -> Tensor:
 
 
 def _lse_to_tiles(lse: Tensor, heads: range, units: int, windows: Windows) -> Tensor:
-    """[tokens, H] -> [rows, 16 * heads, windows of a row]."""
+    """[tokens, H] -> [rows, windows of a row, 16 * heads]."""
     token = windows.token_of_tile.long()
     in_tiles = lse[token.clamp(min=0), heads.start : heads.stop].masked_fill_(token[:, None] < 0, _NEVER_ATTENDS)
     in_tiles = in_tiles.view(windows.rows, -1, WINDOW_STRIDE, units, len(heads) // units)
-    return in_tiles.permute(0, 3, 2, 4, 1).flatten(1, 3).contiguous()
+    return in_tiles.transpose(2, 3).flatten(2)
 
 
 def _lse_to_tokens(lse: Tensor, units: int, windows: Windows) -> Tensor:
-    """[rows, 16 * heads, windows of a row] -> [tokens, heads]."""
-    in_tiles = lse.unflatten(1, (units, WINDOW_STRIDE, -1)).permute(0, 4, 2, 1, 3).flatten(0, 2).flatten(1)
+    """[rows, windows of a row, 16 * heads] -> [tokens, heads]."""
+    in_tiles = lse.unflatten(2, (units, WINDOW_STRIDE, -1)).transpose(2, 3).flatten(0, 2).flatten(1)
     place = windows.tile_of_token.long()
     return in_tiles[place.clamp(min=0)].masked_fill_(place[:, None] < 0, 0.0)
 
@@ -274,7 +274,7 @@ def compressed_forward(
     for heads, groups in head_ranges(q, len(pooled_k), windows, backend, workspace_bytes):
         k, v = (_windows_first(x, groups, windows) for x in (pooled_k, pooled_v))
         tiles = to_tiles(q, heads, len(groups), windows)
-        tiles, lse_n = torch.ops.fathom.attention_forward(tiles, k, v, windows.segments, backend, WINDOW_STRIDE)
+        tiles, lse_n = full_forward(tiles, k, v, windows.segments, backend, WINDOW_STRIDE)
         _copy_rows(out, tiles, heads, len(groups), windows, to_tiles=False, add=False)
         lse[:, heads.start : heads.stop] = _lse_to_tokens(lse_n, len(groups), windows)
         del tiles, lse_n  # before those of the next heads are made
@@ -293,7 +293,7 @@ def compressed_backward(
         k, v = (_windows_first(x, groups, windows) for x in (pooled_k, pooled_v))
         tiles = [to_tiles(x, heads, len(groups), windows) for x in (dout, q, out)]
         arguments = tiles[0], tiles[1], k, v, tiles[2], _lse_to_tiles(lse, heads, len(groups), windows)
-        dq_n, *gradients = torch.ops.fathom.attention_backward(*arguments, windows.segments, backend, WINDOW_STRIDE)
+        dq_n, *gradients = full_backward(*arguments, windows.segments, backend, WINDOW_STRIDE)
         _copy_rows(dq, dq_n, heads, len(groups), windows, to_tiles=False, add=True)
         for total, gradient in zip(d_pooled, gradients):
             _windows_first(total, groups, windows).add_(gradient)

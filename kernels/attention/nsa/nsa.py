@@ -16,31 +16,31 @@ log-sum-exp, H; the logits, 3 H; and the lists of blocks, G * (selected_blocks -
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...common import operation
-from ..full import BACKWARD_FLOPS, attention_flops, choose_backend
+from ...parts import AttentionBytes, AttentionFlops, AttentionKind
+from ..attend import attention
+from ..full import BACKWARD_FLOPS, FULL, attention_flops
 from ..sparse.band import band_dkv, band_dq, band_forward
-from ..sparse.layout import Layout, make_layout, normalise_lists
-from ..sparse.selection import (
-    choose_blocks,
-    nsa_scores_reference,
-    top_blocks_reference,
-)
+from ..sparse.layout import EMPTY, LONGEST_DOCUMENT, Layout, make_layout, normalise_lists
+from ..sparse.selection import choose_blocks, nsa_scores_reference, top_blocks_reference
 from ..sparse.sparse_attention import (
+    HEAD_DIMS,
     SCORES_BYTES,
-    AttentionFootprint,
-    Sparsity,
-    attention_footprint,
+    Sparse,
     check_inputs,
     flat,
     scores_bytes,
     sparse_backward,
+    sparse_flops,
+    sparse_forward,
+    sparse_workspace,
 )
 from .compression import (
     WINDOW_KEYS,
@@ -59,39 +59,6 @@ from .gates import BRANCHES, gate_backward, gated_sum, gated_sum_reference
 BLOCK_SIZE, LOCAL_TOKENS = 64, 128  # tokens of a block, and of the selected branch's two local blocks
 FORCED_BLOCKS = 3  # the first one and the local ones
 WORKSPACE_BYTES = 7 * 2**28  # one key/value head's slots at 131,072 tokens, 13 chosen blocks: 1.65 GiB
-
-
-class NSA(NamedTuple):
-    """Which tokens the branches attend to.
-
-    Args:
-        selected_blocks: of 64 tokens, the first and the two local ones included.
-        window: tokens, a multiple of 64.
-    """
-
-    selected_blocks: int = 16
-    window: int = 512
-
-    @property
-    def dense_below(self) -> int:
-        """No document attends to everything: the model has learnt its gates."""
-        return 0
-
-    @property
-    def chosen_blocks(self) -> int:
-        """Blocks of a list."""
-        return self.selected_blocks - FORCED_BLOCKS
-
-    def describe(self, selected_blocks: str) -> str:
-        """For people; `selected_blocks` as they are spelled for all layers."""
-        return f"windows of {WINDOW_KEYS} compressed, {selected_blocks} blocks of {BLOCK_SIZE}, {self.window} tokens"
-
-    def footprint(
-        self, T: int, H: int, G: int, K: int, *, element_size: int = 2, backend: str = "auto",
-        context_length: int | None = None, longest: int | None = None,
-    ) -> AttentionFootprint:  # fmt: skip
-        """What T tokens cost; the keywords as `kernels.attention.full.backward_workspace` takes them."""
-        return nsa_footprint(T, H, G, K, self, element_size, backend, context_length or T, longest)
 
 
 # Reference: one document, whose last tokens the queries are
@@ -179,85 +146,7 @@ def _by_document(function: Callable, segments: Tensor | None, *tensors: Tensor) 
     return whole
 
 
-# Operations
-
-
-@operation("fathom::nsa_compressed", keepable="results")
-def _nsa_compressed(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, backend: str, workspace_bytes: int, triton_kernels: bool
-) -> tuple[Tensor, Tensor]:
-    """The compressed branch's out [B, T, H, K] and lse [B, T, H] float32."""
-    if not triton_kernels:
-        out, lse = _by_document(compressed_reference, segments, q, k, v)
-        return out, lse
-    windows = make_windows(q, segments)
-    pooled_k, pooled_v = (pool_windows(flat(x), windows) for x in (k, v))
-    out, lse = compressed_forward(flat(q), pooled_k, pooled_v, windows, backend, workspace_bytes)
-    return out.view(q.shape), lse.view(q.shape[:3])
-
-
-@_nsa_compressed.register_fake
-def _(q, k, v, segments, backend, workspace_bytes, triton_kernels):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@operation("fathom::nsa_select", keepable="choices")
-def _nsa_select(
-    q: Tensor, k: Tensor, lse: Tensor, segments: Tensor | None, chosen_blocks: int, triton_kernels: bool
-) -> Tensor:
-    """Lists [B, T, G, chosen_blocks] int16, as `select_blocks` gives them, by the compressed branch's lse."""
-    if not triton_kernels:
-        return _by_document(lambda q, k, lse: [choose_reference(q, k, lse, chosen_blocks)], segments, q, k, lse)[0]
-    layout = make_layout(q, segments, BLOCK_SIZE, LOCAL_TOKENS)
-    windows = make_windows(q, segments)
-    scores = {"lse": flat(lse), "first_window": windows.first_window[layout.block_start]}
-    lists = choose_blocks(flat(q), pool_windows(flat(k), windows), layout, chosen_blocks, SCORES_BYTES, **scores)
-    return lists.unflatten(0, q.shape[:2])
-
-
-@_nsa_select.register_fake
-def _(q, k, lse, segments, chosen_blocks, triton_kernels):
-    return q.new_empty(*k.shape[:3], chosen_blocks, dtype=torch.int16)
-
-
-@operation("fathom::nsa_selected", keepable="results")
-def _nsa_selected(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, lists: Tensor, workspace_bytes: int, triton_kernels: bool
-) -> tuple[Tensor, Tensor]:
-    """The selected branch's out [B, T, H, K] and lse [B, T, H] float32."""
-    if not triton_kernels:
-        out, lse = _by_document(selected_reference, segments, q, k, v, lists)
-        return out, lse
-    options = BLOCK_SIZE, LOCAL_TOKENS, workspace_bytes, True
-    return torch.ops.fathom.sparse_attention_forward(q, k, v, segments, lists, *options)
-
-
-@_nsa_selected.register_fake
-def _(q, k, v, segments, lists, workspace_bytes, triton_kernels):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-def _window_layout(layout: Layout, window: int) -> Layout:
-    """For the window branch: an exact window needs of the tables that its length decides this number alone."""
-    return layout._replace(window_blocks=window // BLOCK_SIZE)
-
-
-@operation("fathom::nsa_window", keepable="results")
-def _nsa_window(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, window: int, triton_kernels: bool
-) -> tuple[Tensor, Tensor]:
-    """The window branch's out [B, T, H, K] and lse [B, T, H] float32."""
-    if not triton_kernels:
-        out, lse = _by_document(functools.partial(window_reference, window=window), segments, q, k, v)
-        return out, lse
-    layout = _window_layout(make_layout(q, segments, BLOCK_SIZE, LOCAL_TOKENS), window)
-    out, lse = band_forward(flat(q), flat(k), flat(v), layout, exact=True)
-    return out.view(q.shape), lse.view(q.shape[:3])
-
-
-@_nsa_window.register_fake
-def _(q, k, v, segments, window, triton_kernels):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+# The operation and the kind
 
 
 @torch.library.custom_op("fathom::nsa_gated_sum", mutates_args=())
@@ -273,85 +162,184 @@ def _(outs, gates, triton_kernels):
     return outs[0].new_empty(outs[0].shape)
 
 
-@torch.library.custom_op("fathom::nsa_backward", mutates_args=())
-def _nsa_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, outs: list[Tensor], lses: list[Tensor],
-    lists: Tensor, segments: Tensor | None, window: int, backend: str, workspace_bytes: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv and the gates' gradients. A branch at a time adds to dq, dk and dv: one branch's dout exists."""
-    shapes, layout = (q.shape, k.shape, v.shape, gates.shape), make_layout(q, segments, BLOCK_SIZE, LOCAL_TOKENS)
-    windows = make_windows(q, segments)
-    dout, q, k, v, gates, lists = map(flat, (dout, q, k, v, gates, lists))
-    outs, lses = [flat(out) for out in outs], [flat(lse) for lse in lses]
-    d_gates, dk, dv = torch.empty_like(gates), torch.empty_like(k), torch.empty_like(v)
+@dataclass(frozen=True)
+class NSA(AttentionKind):
+    """Native sparse attention. Documents of all lengths have it: the model has learnt its gates.
 
-    in_window = _window_layout(layout, window)
-    d_out = gate_backward(dout, outs[2], gates, 2, d_gates)
-    dq, delta = band_dq(d_out, q, k, v, outs[2], lses[2], in_window, exact=True)
-    band_dkv(d_out, q, k, v, lses[2], delta, None, dk, dv, in_window, range(k.shape[1]))
-    del d_out, delta  # before the next branch's
-    d_out = gate_backward(dout, outs[1], gates, 1, d_gates)
-    sparse_backward(d_out, q, k, v, outs[1], lses[1], lists, layout, workspace_bytes, add_to=(dq, dk, dv))
-    del d_out
-    d_out = gate_backward(dout, outs[0], gates, 0, d_gates)
-    pooled_k, pooled_v = (pool_windows(x, windows) for x in (k, v))
-    arguments = d_out, q, pooled_k, pooled_v, outs[0], lses[0], windows
-    d_pooled = compressed_backward(*arguments, backend, workspace_bytes, dq)
-    add_unpooled(dk, dv, d_pooled, windows)
-    return tuple(x.view(shape) for x, shape in zip((dq, dk, dv, d_gates), shapes))
+    Args:
+        selected_blocks: blocks of 64 tokens, the first and the two local ones included; at least 4.
+        window: tokens of the window branch, a multiple of 64.
+        workspace_bytes: bytes of tiles and slots at a time; fewer take more, smaller launches.
+
+    Raises:
+        ValueError: too few selected blocks.
+    """
+
+    selected_blocks: int = 16
+    window: int = 512
+    workspace_bytes: int = WORKSPACE_BYTES
+    name: ClassVar[str] = "nsa"
+    gpu_head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
+    takes: ClassVar[tuple[str, ...]] = ("selected_blocks",)
+    branches: ClassVar[int] = BRANCHES
+    gates_per_head: ClassVar[int] = BRANCHES
+    h200_rates: ClassVar[dict[str, float]] = {
+        "nsa forward": 570e12 * 0.55,
+        "nsa choice": 570e12 * 0.55,
+        "nsa backward": 535e12 * 0.62,
+    }
+
+    def __post_init__(self):
+        if self.selected_blocks <= FORCED_BLOCKS:
+            raise ValueError(
+                f"selected_blocks must be at least {FORCED_BLOCKS + 1}, got {self.selected_blocks}: "
+                f"{self.name} forces {FORCED_BLOCKS}"
+            )
+        super().__post_init__()
+
+    @property
+    def list_length(self) -> int:
+        return self.selected_blocks - FORCED_BLOCKS
+
+    @property
+    def longest_document(self) -> int:
+        return LONGEST_DOCUMENT * BLOCK_SIZE
+
+    def describe(self, selected_blocks: str) -> str:
+        return f"windows of {WINDOW_KEYS} compressed, {selected_blocks} blocks of {BLOCK_SIZE}, {self.window} tokens"
+
+    def check(self, q, k, v, segments, impl):
+        on_triton = check_inputs(q, k, v, segments, BLOCK_SIZE, self.window, impl)
+        if q.is_cuda and on_triton and q.dtype == torch.float32:
+            raise ValueError("the compressed branch on CUDA needs bfloat16 or float16, got float32; cast q, k and v")
+        return on_triton
+
+    def forward(self, q, k, v, segments, lists, backend, on_triton):
+        if not on_triton:
+            return self._reference_forward(q, k, v, segments, lists)
+        shape, layout, windows = q.shape, _layout(q, segments), make_windows(q, segments)
+        q, k, v = map(flat, (q, k, v))
+        pooled_k, pooled_v = (pool_windows(x, windows) for x in (k, v))
+        compressed = compressed_forward(q, pooled_k, pooled_v, windows, backend, self.workspace_bytes)
+        del pooled_v
+        if lists is None:
+            lists = torch.full((*k.shape[:2], self.list_length), EMPTY, dtype=torch.int16, device=q.device)
+            scores = {"lse": compressed[1], "first_window": windows.first_window[layout.block_start]}
+            choose_blocks(q, pooled_k, layout, lists, SCORES_BYTES, **scores)
+            lists = lists.view(*shape[:2], *lists.shape[1:])
+        del pooled_k
+        selected = sparse_forward(q, k, v, flat(lists), layout, self.workspace_bytes)
+        in_window = band_forward(q, k, v, _window_layout(layout, self.window), exact=True)
+        outs, lses = zip(compressed, selected, in_window)
+        return [out.view(shape) for out in outs], [lse.view(shape[:3]) for lse in lses], lists
+
+    def _reference_forward(self, q, k, v, segments, lists):
+        compressed = _by_document(compressed_reference, segments, q, k, v)
+        if lists is None:
+
+            def choose(q, k, lse):
+                return [choose_reference(q, k, lse, self.list_length)]
+
+            [lists] = _by_document(choose, segments, q, k, compressed[1])
+        selected = _by_document(selected_reference, segments, q, k, v, lists)
+        in_window = _by_document(functools.partial(window_reference, window=self.window), segments, q, k, v)
+        outs, lses = zip(compressed, selected, in_window)
+        return [*outs], [*lses], lists
+
+    def backward(self, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton):
+        """Branch by branch, each added to dq, dk and dv: one branch's dout exists at a time."""
+        if not on_triton:
+            with torch.enable_grad():
+                q, k, v, gates = (x.detach().requires_grad_() for x in (q, k, v, gates))
+                out = nsa_attention_reference(q, k, v, gates, segments, window=self.window, blocks=lists)
+            return torch.autograd.grad(out, (q, k, v, gates), dout)
+        shapes, layout = (q.shape, k.shape, v.shape, gates.shape), _layout(q, segments)
+        windows = make_windows(q, segments)
+        dout, q, k, v, gates, lists = map(flat, (dout, q, k, v, gates, lists))
+        outs, lses = [flat(out) for out in outs], [flat(lse) for lse in lses]
+        d_gates, dq, dk, dv = (torch.empty_like(x) for x in (gates, q, k, v))
+
+        in_window = _window_layout(layout, self.window)
+        d_out = gate_backward(dout, outs[2], gates, 2, d_gates)
+        delta = band_dq(d_out, q, k, v, outs[2], lses[2], dq, in_window, exact=True)
+        band_dkv(d_out, q, k, v, lses[2], delta, None, dk, dv, in_window, range(k.shape[1]))
+        del d_out, delta  # before the next branch's
+        d_out = gate_backward(dout, outs[1], gates, 1, d_gates)
+        own = outs[1], lses[1], lists, layout, self.workspace_bytes
+        sparse_backward(d_out, q, k, v, *own, add_to=(dq, dk, dv))
+        del d_out
+        d_out = gate_backward(dout, outs[0], gates, 0, d_gates)
+        pooled_k, pooled_v = (pool_windows(x, windows) for x in (k, v))
+        kept = outs[0], lses[0], windows, backend, self.workspace_bytes
+        add_unpooled(dk, dv, compressed_backward(d_out, q, pooled_k, pooled_v, *kept, dq), windows)
+        return [x.view(shape) for x, shape in zip((dq, dk, dv, d_gates), shapes)]
+
+    def output(self, outs, gates, on_triton):
+        return torch.ops.fathom.nsa_gated_sum(list(outs), gates, on_triton)
+
+    def decode(self, q, k, v, gates, state):
+        """Pools all windows anew, in plain PyTorch: one query is too little work for kernels."""
+        return nsa_attention_reference(
+            q, k, v, gates, selected_blocks=self.selected_blocks, window=self.window
+        )  # fmt: skip
+
+    def footprint(self, T, H, G, K, *, element_size=2, backend="auto", context_length=None, longest=None):
+        return _footprint(T, H, G, K, self, element_size, backend, context_length or T, longest)
+
+    def flops(self, length, H, G, K):
+        num_blocks, num_windows = -(-length // BLOCK_SIZE), max(0, length // WINDOW_STRIDE - 1)
+        product = 2 * BLOCK_SIZE * BLOCK_SIZE * H * K  # a block of queries times a block of keys
+        # Of a tile's 16 queries, 1 to 16 in the last one, each sees the windows up to the tile's own.
+        pairs = WINDOW_STRIDE * num_windows * (num_windows + 1) // 2
+        pairs -= num_windows * (WINDOW_STRIDE * (num_windows + 1) + WINDOW_STRIDE - 1 - length) if num_windows else 0
+        compressed = attention_flops(H, K, pairs)
+        blocks = np.arange(num_blocks)
+        candidates = int(np.maximum(0, blocks - LOCAL_TOKENS // BLOCK_SIZE).sum())
+        choice = BLOCK_SIZE // WINDOW_STRIDE * candidates * product // BLOCK_SIZE
+        selected = sparse_flops(length, H, K, self._selected)
+        in_window = int((np.minimum(blocks, self.window // BLOCK_SIZE) + 1).sum()) * product
+        backward = BACKWARD_FLOPS * compressed + selected.backward + 7 * in_window
+        return AttentionFlops(compressed + selected.forward + 2 * in_window, choice, backward)
+
+    def work(self, lengths, H, G, K, *, backend, steps, is_packed=True):
+        """Adds the calls of a library's kernel, in the compressed branch, for long packed documents."""
+        lengths = [*lengths]
+        work = super().work(lengths, H, G, K, backend=backend, steps=steps)
+        calls = FULL.work(lengths, H, G, K, backend=backend, steps=steps, is_packed=is_packed)
+        for amounts, part in ((work.forward, "forward"), (work.backward, "backward")):
+            amounts[f"full calls {part}"] = getattr(calls, part)[f"full calls {part}"]
+        return work
+
+    def rates_with(self, backend, native):
+        return FULL.rates_with(backend, native) | self.h200_rates
+
+    def measure_rates(self, H, G, K, context_length, backend, seconds, device):
+        """Measures at the context's length, past 131,072 tokens with one key/value head."""
+        T = max(16_384, min(context_length, 524_288))
+        h, g = (H, G) if T <= 131_072 else (H // G, 1)
+        flops = self.flops(T, h, g, K)
+        forward, backward = self.time(T, h, g, K, backend, seconds, device)
+        q, k, v = (torch.randn(1, T, n, K, device=device, dtype=torch.bfloat16) for n in (h, g, g))
+        choice = seconds(lambda: self.forward(q, k, v, None, None, backend, True)) - forward
+        return FULL.measure_rates(H, G, K, context_length, backend, seconds, device) | {
+            "nsa forward": flops.forward / forward,
+            "nsa choice": flops.choice / max(choice, 1e-9),
+            "nsa backward": flops.backward / backward,
+        }
+
+    @property
+    def _selected(self) -> Sparse:
+        """The selected branch as a kind of its own."""
+        return Sparse(self.list_length, BLOCK_SIZE, LOCAL_TOKENS, 0, self.workspace_bytes)
 
 
-@_nsa_backward.register_fake
-def _(dout, q, k, v, gates, outs, lses, lists, segments, window, backend, workspace_bytes):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, gates))
+def _layout(q: Tensor, segments: Tensor | None) -> Layout:
+    return make_layout(q, segments, BLOCK_SIZE, LOCAL_TOKENS)
 
 
-# Autograd
-
-
-def nsa_forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, lists: Tensor | None, nsa: NSA, backend: str,
-    workspace_bytes: int, triton_kernels: bool,
-) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:  # fmt: skip
-    """Of each branch the output [B, T, H, K] and log-sum-exp [B, T, H]; and the lists, chosen where none are given."""
-    ops = torch.ops.fathom
-    compressed = ops.nsa_compressed(q, k, v, segments, backend, workspace_bytes, triton_kernels)
-    if lists is None:
-        lists = ops.nsa_select(q, k, compressed[1], segments, nsa.chosen_blocks, triton_kernels)
-    selected = ops.nsa_selected(q, k, v, segments, lists, workspace_bytes, triton_kernels)
-    return [compressed, selected, ops.nsa_window(q, k, v, segments, nsa.window, triton_kernels)], lists
-
-
-def nsa_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor],
-    lists: Tensor, segments: Tensor | None, window: int, backend: str, workspace_bytes: int, triton_kernels: bool,
-) -> Sequence[Tensor]:  # fmt: skip
-    """dq, dk, dv and the gates' gradients; outs and lses in the order of the branches."""
-    if triton_kernels:
-        kept = list(outs), list(lses), lists, segments
-        return torch.ops.fathom.nsa_backward(dout, q, k, v, gates, *kept, window, backend, workspace_bytes)
-    with torch.enable_grad():
-        q, k, v, gates = (x.detach().requires_grad_() for x in (q, k, v, gates))
-        out = nsa_attention_reference(q, k, v, gates, segments, window=window, blocks=lists)
-    return torch.autograd.grad(out, (q, k, v, gates), dout)
-
-
-class _NSAAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, gates, segments, lists, nsa, backend, workspace_bytes, triton_kernels):
-        results, lists = nsa_forward(q, k, v, segments, lists, nsa, backend, workspace_bytes, triton_kernels)
-        outs, lses = zip(*results)
-        ctx.save_for_backward(q, k, v, gates, lists, segments, *outs, *lses)
-        ctx.options = nsa.window, backend, workspace_bytes, triton_kernels
-        return torch.ops.fathom.nsa_gated_sum(list(outs), gates, triton_kernels)
-
-    @staticmethod
-    def backward(ctx, dout):
-        if torch.is_grad_enabled():
-            raise RuntimeError("nsa_attention has no second derivative (create_graph=True); its reference has")
-        q, k, v, gates, lists, segments, *results = ctx.saved_tensors
-        kept = results[:BRANCHES], results[BRANCHES:], lists, segments
-        return *nsa_backward(dout, q, k, v, gates, *kept, *ctx.options), *[None] * 6
+def _window_layout(layout: Layout, window: int) -> Layout:
+    """The window branch's: of the tables, an exact window's length decides this number alone."""
+    return layout._replace(window_blocks=window // BLOCK_SIZE)
 
 
 def nsa_attention(
@@ -379,94 +367,36 @@ def nsa_attention(
         ValueError: as `sparse_attention`; too few selected blocks, float32 on CUDA, gates of another shape.
         RuntimeError: as `sparse_attention`.
     """
-    on_triton = check_inputs(q_BTHK, k_BTGK, v_BTGK, segments, BLOCK_SIZE, window, impl)
+    kind = NSA(selected_blocks, window, workspace_bytes)
     if gates_BTHC.shape != (*q_BTHK.shape[:3], BRANCHES):
         raise ValueError(f"gates must be [B, T, H, 3] for q {tuple(q_BTHK.shape)}, got {tuple(gates_BTHC.shape)}")
-    if selected_blocks <= FORCED_BLOCKS:
-        raise ValueError(f"selected_blocks must be at least {FORCED_BLOCKS + 1} for NSA, got {selected_blocks}")
-    if q_BTHK.is_cuda and on_triton and q_BTHK.dtype == torch.float32:
-        raise ValueError("NSA's compressed branch on CUDA needs bfloat16 or float16, got float32; cast q, k and v")
     if blocks is not None:
-        blocks = normalise_lists(blocks, make_layout(q_BTHK, segments, BLOCK_SIZE, LOCAL_TOKENS))
-    return _NSAAttention.apply(
-        q_BTHK, k_BTGK, v_BTGK, gates_BTHC, segments, blocks, NSA(selected_blocks, window),
-        choose_backend(backend, q_BTHK.device), workspace_bytes, on_triton,
-    )  # fmt: skip
-
-
-def attend_to_cache(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, gates_BTHC: Tensor, nsa: NSA) -> Tensor:
-    """NSA of a whole prompt, or of one new token to the S cached ones, itself the last of them; T is S or 1.
-
-    One query is too little work for kernels: all windows are pooled anew, in plain PyTorch.
-    """
-    attend = nsa_attention if q_BTHK.shape[1] == k_BSGK.shape[1] else nsa_attention_reference
-    return attend(q_BTHK, k_BSGK, v_BSGK, gates_BTHC, **nsa._asdict())
-
-
-class NSAWorkspace(NamedTuple):
-    """Bytes that the operations take inside, beside their arguments and results."""
-
-    compressed: int
-    select: int
-    selected: int
-    backward: int
+        check_inputs(q_BTHK, k_BTGK, v_BTGK, segments, BLOCK_SIZE, window, impl)
+        blocks = normalise_lists(blocks, _layout(q_BTHK, segments))
+    options = {"kind": kind, "gates": gates_BTHC, "lists": blocks, "backend": backend, "impl": impl}
+    return attention(q_BTHK, k_BTGK, v_BTGK, segments, **options)
 
 
 @functools.cache
-def nsa_workspace(
+def _footprint(
     T: int, H: int, G: int, K: int, nsa: NSA, element_size: int, backend: str, context_length: int, longest: int | None
-) -> NSAWorkspace:
-    selected = attention_footprint(
-        T, H, G, K, _selected_branch(nsa), workspace_bytes=WORKSPACE_BYTES, element_size=element_size
-    )
+) -> AttentionBytes:
+    """Returns what T tokens take. The three results all exist from the last branch on, in which their sum is made."""
+    selected_forward, selected_backward = sparse_workspace(T, H, G, K, nsa._selected, element_size)
     windows, longest_windows = T // WINDOW_STRIDE, None if longest is None else longest // WINDOW_STRIDE
     of_a_head = head_bytes(backend, windows, context_length // WINDOW_STRIDE, longest_windows, K, element_size)
-    heads = heads_at_a_time(H, G, of_a_head, WORKSPACE_BYTES)
+    heads = heads_at_a_time(H, G, of_a_head, nsa.workspace_bytes)
     pooled, head = windows * G * K * element_size, T * K * element_size  # keys of all windows, one query head
+    compressed = 2 * pooled + 2 * heads * head
+    scores = scores_bytes(-(-T // BLOCK_SIZE), BLOCK_SIZE, LOCAL_TOKENS // BLOCK_SIZE, G, nsa.list_length)
     sums = 8 * windows * G * K  # float32 gradients of pooled keys and values
     compressed_backward = 2 * pooled + sums + heads * of_a_head
-    return NSAWorkspace(
-        compressed=2 * pooled + 2 * heads * head,
-        select=pooled + scores_bytes(-(-T // BLOCK_SIZE), BLOCK_SIZE, LOCAL_TOKENS // BLOCK_SIZE, G, nsa.chosen_blocks),
-        selected=selected.forward_workspace_bytes,
-        backward=H * head + max(selected.backward_workspace_bytes, compressed_backward),
-    )
-
-
-def _selected_branch(nsa: NSA) -> Sparsity:
-    return Sparsity(nsa.chosen_blocks, BLOCK_SIZE, LOCAL_TOKENS)
-
-
-@functools.cache
-def nsa_footprint(
-    T: int, H: int, G: int, K: int, nsa: NSA, element_size: int, backend: str, context_length: int, longest: int | None
-) -> AttentionFootprint:
-    """What one document of T tokens costs; the rest as `nsa_workspace`, with the three outputs and the sum's."""
-    num_blocks, num_windows = -(-T // BLOCK_SIZE), max(0, T // WINDOW_STRIDE - 1)
-    block_flops = 2 * BLOCK_SIZE * BLOCK_SIZE * H * K  # of one product of a block of queries and a block of keys
-    # Of a tile's 16 queries, 1 to 16 in the last one, each sees the windows up to the tile's own.
-    pairs = WINDOW_STRIDE * num_windows * (num_windows + 1) // 2
-    pairs -= num_windows * (WINDOW_STRIDE * (num_windows + 1) + WINDOW_STRIDE - 1 - T) if num_windows else 0
-    compressed = int(attention_flops(H, K, pairs))
-    blocks = np.arange(num_blocks)
-    candidates = int(np.maximum(0, blocks - LOCAL_TOKENS // BLOCK_SIZE).sum())
-    choice = BLOCK_SIZE // WINDOW_STRIDE * candidates * block_flops // BLOCK_SIZE
-    selected = attention_footprint(T, H, G, K, _selected_branch(nsa), element_size=element_size)
-    in_window = int((np.minimum(blocks, nsa.window // BLOCK_SIZE) + 1).sum()) * block_flops
-
-    workspace = nsa_workspace(T, H, G, K, nsa, element_size, backend, context_length, longest)
-    out = T * H * K * element_size
-    result, choices = H * K * element_size + 4 * H, 2 * G * nsa.chosen_blocks
-    # The three results exist from the last operation on, in which the gated sum is made.
-    forward_workspace = max(
-        out, workspace.selected - T * result, max(workspace.select, workspace.compressed) - 2 * T * result
-    )
-    return AttentionFootprint(
-        kept_bytes_per_token=BRANCHES * result + choices,
-        forward_workspace_bytes=forward_workspace,
-        backward_workspace_bytes=workspace.backward,
-        forward_flops=compressed + choice + selected.forward_flops - selected.choice_flops + 2 * in_window,
-        backward_flops=int(BACKWARD_FLOPS * compressed) + selected.backward_flops + 7 * in_window,
-        choice_flops=choice,
-        choice_bytes_per_token=choices,
+    result = H * K * element_size + 4 * H
+    return AttentionBytes(
+        results=BRANCHES * result,
+        choices=2 * G * nsa.list_length,
+        forward=max(
+            T * H * K * element_size, selected_forward - T * result, max(pooled + scores, compressed) - 2 * T * result
+        ),
+        backward=H * head + max(selected_backward, compressed_backward),
     )

@@ -15,6 +15,7 @@ one block more, of which a mask takes what is too far back. For a window of 512 
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -238,14 +239,16 @@ def _grid(q, k, layout, constants):
 
 
 def band_forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, config: TileConfig = FORWARD_CONFIG, *, exact: bool = False
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, config: TileConfig = FORWARD_CONFIG, *, exact: bool = False,
+    into: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [tokens, H, K], k and v [tokens, G, K] -> out [tokens, H, K], lse [tokens, H] float32.
 
-    exact: the last `window` tokens alone, see the top of this file.
+    Args:
+        exact: the last `window` tokens alone, see the top of this file.
+        into: out and lse to be written to; None: they are made.
     """
-    out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    out, lse = into or (torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
     constants = _constants(q, k, layout, config)
     _band_forward_kernel[_grid(q, k, layout, constants)](
         q, k, v, out, lse, layout.block_start, layout.block_stop, layout.first_block, 1 / math.sqrt(q.shape[-1]),
@@ -255,20 +258,17 @@ def band_forward(
 
 
 def band_dq(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Layout,
-    config: TileConfig = DQ_CONFIG, *, exact: bool = False, add_to: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The band's part of dq, in q's dtype, and delta = sum(dout * out) [tokens, H] float32.
-
-    add_to: a dq to which the part is added, in place; None: there is none yet.
-    """
-    dq, delta = torch.empty_like(q) if add_to is None else add_to, torch.empty_like(lse)
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, layout: Layout,
+    config: TileConfig = DQ_CONFIG, *, exact: bool = False, add: bool = False,
+) -> Tensor:  # fmt: skip
+    """Writes the band's part of dq, or adds it, in place; returns delta = sum(dout * out) [tokens, H] float32."""
+    delta = torch.empty_like(lse)
     constants = _constants(q, k, layout, config)
     _band_dq_kernel[_grid(q, k, layout, constants)](
         dout, q, k, v, out, lse, delta, dq, layout.block_start, layout.block_stop, layout.first_block,
-        1 / math.sqrt(q.shape[-1]), **constants, EXACT=exact, ADD=add_to is not None,
+        1 / math.sqrt(q.shape[-1]), **constants, EXACT=exact, ADD=add,
     )  # fmt: skip
-    return dq, delta
+    return delta
 
 
 def _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, config, extra=False, exact=False):

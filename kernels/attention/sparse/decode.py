@@ -15,7 +15,6 @@ from .selection import (
     ranges,
     top_blocks_reference,
 )
-from .sparse_attention import Sparsity, sparse_attention
 
 BLOCKS_AT_A_TIME = 1024  # that are pooled from a long prompt
 
@@ -45,17 +44,17 @@ def _pool(k_BTGK: Tensor, block_size: int) -> Tensor:
     return torch.stack([*means, keys.mean(2)], dim=1).to(k_BTGK.dtype)
 
 
-def choose_for_last_token(q_BHK: Tensor, pooled: Tensor, num_tokens: int, sparsity: Sparsity) -> Tensor:
-    """The last token's list, [B, G, blocks] int64, ascending; all rows and heads have the same number of blocks.
+def choose_for_last_token(q_BHK: Tensor, pooled: Tensor, num_tokens: int, kind) -> Tensor:
+    """Returns the last token's list [B, G, blocks] int64, ascending; all rows and heads have as many blocks.
 
     Args:
         q_BHK: the last token's queries, after RoPE.
         pooled: `PooledKeys.of` all `num_tokens` keys.
+        kind: a `Sparse`.
     """
-    selected, block_size, window, _ = sparsity
-    B, G, own = len(q_BHK), pooled.shape[3], (num_tokens - 1) // block_size
-    left = own - window // block_size + 1  # the window's first block
-    count = min(selected, max(0, left - 1))
+    B, G, own = len(q_BHK), pooled.shape[3], (num_tokens - 1) // kind.block_size
+    left = own - kind.window // kind.block_size + 1  # the window's first block
+    count = min(kind.selected_blocks, max(0, left - 1))
     if count == 0:
         return torch.zeros(B, G, 0, dtype=torch.int64, device=q_BHK.device)
     queries, keys = q_BHK.unflatten(1, (G, -1)).float(), pooled[:, :, :own].permute(0, 3, 1, 2, 4).float()
@@ -64,27 +63,22 @@ def choose_for_last_token(q_BHK: Tensor, pooled: Tensor, num_tokens: int, sparsi
     return top_blocks_reference(scores, count).long()
 
 
-def attend_to_cache(
-    q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, pooled_keys: PooledKeys, sparsity: Sparsity
-) -> Tensor:
-    """Sparse attention of a whole prompt, or of one new token to the S cached ones, itself the last of them.
+def attend_to_cache(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, pooled_keys: PooledKeys, kind) -> Tensor:
+    """Sparse attention of one new token to the S cached ones, itself the last of them.
 
     Args:
-        q_BTHK: queries of the S tokens of the prompt, or of the one new token; T is S or 1.
+        q_BTHK: queries [B, 1, H, K] of the new token.
         k_BSGK, v_BSGK: all keys and values of the sequence so far.
-        pooled_keys: of the same cache; a new token brings them up to date.
+        pooled_keys: mean keys of the same cache, which this call brings up to date.
+        kind: a `Sparse`.
 
     Returns:
-        [B, T, H, K].
+        [B, 1, H, K].
     """
-    (B, S, G, K), (selected, block_size, window, _) = k_BSGK.shape, sparsity
-    if q_BTHK.shape[1] == S:
-        return sparse_attention(
-            q_BTHK, k_BSGK, v_BSGK, selected_blocks=selected, block_size=block_size, window=window
-        )  # fmt: skip
+    (B, S, G, K), block_size = k_BSGK.shape, kind.block_size
     q_BHK, device = q_BTHK.squeeze(1), q_BTHK.device
-    blocks = choose_for_last_token(q_BHK, pooled_keys.of(k_BSGK, block_size), S, sparsity)
-    left = max(1, (S - 1) // block_size - window // block_size + 1)  # the first block that is in the window alone
+    blocks = choose_for_last_token(q_BHK, pooled_keys.of(k_BSGK, block_size), S, kind)
+    left = max(1, (S - 1) // block_size - kind.window // block_size + 1)  # the first block that is in the window alone
     band = (0, min(S, block_size)), (left * block_size, max(S, left * block_size))
     chosen = (blocks[..., None] * block_size + torch.arange(block_size, device=device)).flatten(2)  # [B, G, tokens]
     visible = torch.cat([*(torch.arange(*part, device=device).expand(B, G, -1) for part in band), chosen], dim=-1)

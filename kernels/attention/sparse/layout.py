@@ -43,8 +43,12 @@ def make_layout(q: Tensor, segments: Tensor | None, block_size: int, window: int
 
     All layers of a step share their batch's tables: those of the last few batches are kept, 4 bytes a token.
     """
-    documents = None if segments is None else segments.long().contiguous().numpy().tobytes()
-    return _make_layout(q.shape[0], q.shape[1], documents, q.device, block_size, window)
+    return _cached_layout(q.shape[0], q.shape[1], as_bytes(segments), q.device, block_size, window)
+
+
+def as_bytes(segments: Tensor | None) -> bytes | None:
+    """Returns segments as bytes, by which tables of a batch are cached."""
+    return None if segments is None else segments.long().contiguous().numpy().tobytes()
 
 
 def document_bounds(B: int, T: int, documents: bytes | None) -> tuple[Tensor, Tensor]:
@@ -56,8 +60,8 @@ def document_bounds(B: int, T: int, documents: bytes | None) -> tuple[Tensor, Te
     return start, (row * T + stop)[order] - start
 
 
-@functools.lru_cache(maxsize=4)
-def _make_layout(B: int, T: int, documents: bytes | None, device: torch.device, block_size: int, window: int) -> Layout:
+def build_layout(B: int, T: int, documents: bytes | None, device: torch.device, block_size: int, window: int) -> Layout:
+    """Builds the tables that `make_layout` returns; `documents` as `as_bytes` gives them."""
     start, length = document_bounds(B, T, documents)
     window_blocks = window // block_size
     num_blocks = (length + block_size - 1) // block_size  # [documents]
@@ -103,6 +107,9 @@ def _make_layout(B: int, T: int, documents: bytes | None, device: torch.device, 
         extra_start=(start[extra_document] + (extra_index + 1) * window_blocks * block_size).int(),
         first_extra=torch.nn.functional.pad(first_extra_of_block, (0, 1), value=total_extra).int(),
     )
+
+
+_cached_layout = functools.lru_cache(maxsize=4)(build_layout)
 
 
 def first_local_block(layout: Layout) -> Tensor:

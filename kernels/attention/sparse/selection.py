@@ -346,20 +346,18 @@ def score_width(layout: Layout, query_blocks: range) -> int:
 
 
 def choose_blocks(
-    q: Tensor, k: Tensor, layout: Layout, selected: int, workspace_bytes: int, *, lse: Tensor | None = None,
+    q: Tensor, k: Tensor, layout: Layout, chosen: Tensor, workspace_bytes: int, *, lse: Tensor | None = None,
     first_window: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Lists [tokens, G, selected] int16, scores taking up to about `workspace_bytes`.
+) -> None:  # fmt: skip
+    """Writes lists into `chosen` [tokens, G, selected] int16, full of EMPTY; scores take about `workspace_bytes`.
 
-    By NSA's scores where `lse` and `first_window` are given, see `score_blocks`; k [tokens, G, K] are then the
-    windows' keys [G, windows, K].
+    Scores are those of windows where `lse` and `first_window` are given, see `score_blocks`; k [tokens, G, K] are then
+    the windows' keys [G, windows, K].
     """
-    is_nsa = lse is not None
-    G = len(k) if is_nsa else k.shape[1]
-    blocks = torch.full((len(q), G, selected), EMPTY, dtype=torch.int16, device=q.device)
+    has_windows, (_, G, selected) = lse is not None, chosen.shape
     if selected == 0 or not layout.has_candidates:
-        return blocks
-    pooled = k if is_nsa else pool(k, layout)
+        return
+    pooled = k if has_windows else pool(k, layout)
     widest = score_width(layout, range(layout.num_blocks))
     # Ranges of blocks first, heads of a range together: a range's scores are read while they are in the L2 cache.
     block_bytes = layout.block_size * G * query_bytes(widest, selected)
@@ -368,6 +366,5 @@ def choose_blocks(
         width = score_width(layout, query_blocks)
         of_range = q, pooled, layout, heads, query_blocks, width
         scores, maxima = score_blocks(*of_range, lse=lse, first_window=first_window)
-        top_blocks(scores, maxima, blocks, layout, heads, query_blocks)
+        top_blocks(scores, maxima, chosen, layout, heads, query_blocks)
         del scores, maxima  # before the next range's
-    return blocks

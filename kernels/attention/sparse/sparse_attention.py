@@ -10,19 +10,27 @@ Kept for backward, a token: q, k, v and out, (2H + 2G) K elements, the float32 l
 G * selected int16. The choice carries no gradient, and backward never chooses again.
 """
 
+import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from ...common import operation, use_triton
+from ...common import use_triton
+from ...parts import AttentionBytes, AttentionFlops, AttentionKind, AttentionWork
+from ..attend import attention
+from ..documents import Span, split_by_length
+from ..full import FULL, full_backward, full_forward
 from .band import band_dkv, band_dkv_extra, band_dq, band_forward
 from .combine import add_partials, add_slots, combine
 from .common import TileConfig
+from .decode import PooledKeys, attend_to_cache
 from .gather import (
     BACKWARD_CONFIG,
     FORWARD_CONFIG,
@@ -31,7 +39,7 @@ from .gather import (
     item_tokens,
 )
 from .inverse_index import SORT_BYTES, build_inverse_index
-from .layout import Layout, make_layout, normalise_lists
+from .layout import EMPTY, LONGEST_DOCUMENT, Layout, as_bytes, build_layout, make_layout, normalise_lists
 from .selection import (
     PART_KEYS,
     choose_blocks,
@@ -42,32 +50,6 @@ from .selection import (
     scores_reference,
     top_blocks_reference,
 )
-
-
-class Sparsity(NamedTuple):
-    """Which tokens a token attends to: its document's first block, a window, and blocks that it chooses.
-
-    Args:
-        selected_blocks: blocks a list at most.
-        block_size: tokens a block: 32, 64 or 128.
-        window: tokens, a multiple of `block_size`.
-        dense_below: a batch whose documents are all shorter attends to everything.
-    """
-
-    selected_blocks: int = 32
-    block_size: int = 64
-    window: int = 512
-    dense_below: int = 8192
-
-    def describe(self, selected_blocks: str) -> str:
-        """For people; `selected_blocks` as they are spelled for all layers."""
-        window = f"a window of {self.window}; all below {self.dense_below} tokens"
-        return f"{selected_blocks} chosen blocks of {self.block_size}, {window}"
-
-    def footprint(self, T: int, H: int, G: int, K: int, *, element_size: int = 2, **_) -> "AttentionFootprint":
-        """What one document of T tokens costs; how documents are packed, and the backend, are of no importance."""
-        return attention_footprint(T, H, G, K, self, element_size=element_size)
-
 
 BLOCK_SIZES, HEAD_DIMS, LARGEST_GROUP = (32, 64, 128), (64, 128), 16
 WORKSPACE_BYTES = 9 * 2**28  # half of one key/value head's slots at 131,072 tokens, 32 blocks: 2.03 GiB
@@ -106,16 +88,23 @@ def _written_out(q, k, blocks_BTGS, segments, block_size, window) -> tuple[Tenso
     return scores, is_visible[:, :, None]
 
 
-def _reference_forward(q, k, v, lists, segments, block_size, window) -> tuple[Tensor, Tensor]:
-    """out [B, T, H, K] and its log-sum-exp [B, T, H] float32."""
-    scores, is_visible = _written_out(q, k, lists, segments, block_size, window)
-    lse = scores.masked_fill(~is_visible, float("-inf")).logsumexp(-1).permute(0, 3, 1, 2).flatten(2)
-    out = sparse_attention_reference(q, k, v, lists, segments, block_size=block_size, window=window)
-    return out, lse.to(torch.promote_types(lse.dtype, torch.float32))
+def _put(places: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+    for place, tensor in zip(places, made):
+        place.copy_(tensor)
 
 
-def _reference_backward(dout, q, k, v, out, lse, lists, segments, block_size, window) -> tuple[Tensor, Tensor, Tensor]:
-    scores, is_visible = _written_out(q, k, lists, segments, block_size, window)
+def _reference_forward(q, k, v, lists, segments, kind: "Sparse") -> tuple[Tensor, Tensor]:
+    """Tokens of one row -> out [T, H, K] and its log-sum-exp [T, H]."""
+    q, k, v, lists = (x[None] for x in (q, k, v, lists))
+    scores, is_visible = _written_out(q, k, lists, segments, kind.block_size, kind.window)
+    scores = scores.masked_fill(~is_visible, float("-inf"))
+    out = torch.einsum("bgrts,bsgk->btgrk", scores.softmax(-1), v).flatten(2, 3)
+    return out[0], scores.logsumexp(-1).permute(0, 3, 1, 2).flatten(2)[0]
+
+
+def _reference_backward(dout, q, k, v, out, lse, lists, segments, kind: "Sparse") -> Sequence[Tensor]:
+    dout, q, k, v, out, lse, lists = (x[None] for x in (dout, q, k, v, out, lse, lists))
+    scores, is_visible = _written_out(q, k, lists, segments, kind.block_size, kind.window)
 
     def by_group(x: Tensor) -> Tensor:
         """[B, T, H, ...] -> [B, T, G, R, ...]"""
@@ -125,9 +114,9 @@ def _reference_backward(dout, q, k, v, out, lse, lists, segments, block_size, wi
     delta = by_group((dout * out).sum(-1)).permute(0, 2, 3, 1)[..., None]  # [B, G, R, T, 1]
     ds = p * (torch.einsum("btgrk,bsgk->bgrts", by_group(dout), v) - delta) / math.sqrt(q.shape[-1])
     return (
-        torch.einsum("bgrts,bsgk->btgrk", ds, k).flatten(2, 3),
-        torch.einsum("bgrts,btgrk->bsgk", ds, by_group(q)),
-        torch.einsum("bgrts,btgrk->bsgk", p, by_group(dout)),
+        torch.einsum("bgrts,bsgk->btgrk", ds, k).flatten(2, 3)[0],
+        torch.einsum("bgrts,btgrk->bsgk", ds, by_group(q))[0],
+        torch.einsum("bgrts,btgrk->bsgk", p, by_group(dout))[0],
     )
 
 
@@ -156,11 +145,14 @@ def work_ranges(
 
 def sparse_forward(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Layout, workspace_bytes: int,
-    config: TileConfig = FORWARD_CONFIG,
+    config: TileConfig = FORWARD_CONFIG, *, into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q [tokens, H, K], k and v [tokens, G, K], blocks [tokens, G, selected] -> out, lse [tokens, H] float32."""
+    """q [tokens, H, K], k and v [tokens, G, K], blocks [tokens, G, selected] -> out, lse [tokens, H] float32.
+
+    into: out and lse to be written to; None: they are made.
+    """
     (_, H, K), G, S = q.shape, k.shape[1], blocks.shape[-1]
-    out, lse = band_forward(q, k, v, layout)
+    out, lse = band_forward(q, k, v, layout, into=into)
     for heads, token_ranges in work_ranges(layout, q, G, S, workspace_bytes):
         indices = build_inverse_index(blocks, layout, heads, token_ranges, item_tokens(config, q, k, layout.block_size))
         for tokens, index in zip(token_ranges, indices):
@@ -175,15 +167,18 @@ def sparse_forward(
 
 def sparse_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Tensor, layout: Layout,
-    workspace_bytes: int, config: TileConfig = BACKWARD_CONFIG, *, add_to: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv, in the layouts and dtypes of q, k and v.
+    workspace_bytes: int, config: TileConfig = BACKWARD_CONFIG, *, add_to: Sequence[Tensor] | None = None,
+    into: Sequence[Tensor] | None = None,
+) -> Sequence[Tensor]:  # fmt: skip
+    """Returns dq, dk and dv, in the layouts and dtypes of q, k and v.
 
-    add_to: dq, dk and dv to which they are added, in place; None: there are none yet.
+    Args:
+        add_to: dq, dk and dv to be added to, in place.
+        into: dq, dk and dv to be written to. They are made where neither is given.
     """
     (N, H, K), G, S = q.shape, k.shape[1], blocks.shape[-1]
-    dq, dk, dv = (None, torch.empty_like(k), torch.empty_like(v)) if add_to is None else add_to
-    dq, delta = band_dq(dout, q, k, v, out, lse, layout, add_to=dq)
+    dq, dk, dv = add_to or into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    delta = band_dq(dout, q, k, v, out, lse, dq, layout, add=add_to is not None)
     for heads, token_ranges in work_ranges(layout, q, G, S, workspace_bytes):
         total = torch.zeros(2, len(heads), N, K, dtype=torch.float32, device=q.device)
         if add_to is not None:
@@ -208,74 +203,177 @@ def flat(x: Tensor) -> Tensor:
     return x.contiguous().flatten(0, 1)
 
 
-@operation("fathom::select_blocks", keepable="choices")
-def _select_blocks(
-    q: Tensor, k: Tensor, segments: Tensor | None, selected_blocks: int, block_size: int, window: int,
-    triton_kernels: bool,
-) -> Tensor:  # fmt: skip
-    if not triton_kernels:
-        sizes = {"selected_blocks": selected_blocks, "block_size": block_size, "window": window}
-        return select_blocks_reference(q, k, segments, **sizes)
-    layout = make_layout(q, segments, block_size, window)
-    return choose_blocks(flat(q), flat(k), layout, selected_blocks, SCORES_BYTES).unflatten(0, q.shape[:2])
+class _Batch(NamedTuple):
+    """Documents of a batch by length, and the tables of each span of long ones."""
+
+    short: Tensor | None  # segments of documents that attend to everything; None: there are none
+    long: list[tuple[Span, Layout]]
 
 
-@_select_blocks.register_fake
-def _(q, k, segments, selected_blocks, block_size, window, triton_kernels):
-    return q.new_empty(*k.shape[:3], selected_blocks, dtype=torch.int16)
+@functools.lru_cache(maxsize=4)
+def _divide_batch(B: int, T: int, documents: bytes | None, device: torch.device, kind: "Sparse") -> _Batch:
+    """Divides a batch into short and long documents. All layers of a step share its tables."""
+    if documents is None:  # each row is one document
+        segments = torch.tensor([(row, 0, T) for row in range(B)])
+    else:
+        segments = torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, 3)
+    short, spans = split_by_length(segments, T, kind.dense_below)
+    layouts = [
+        build_layout(1, span.stop - span.start, as_bytes(span.segments), device, kind.block_size, kind.window)
+        for span in spans
+    ]
+    return _Batch(short if len(short) else None, [*zip(spans, layouts)])
 
 
-@operation("fathom::sparse_attention_forward", keepable="results")
-def _sparse_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, lists: Tensor,
-    block_size: int, window: int, workspace_bytes: int, triton_kernels: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out [B, T, H, K] and its log-sum-exp [B, T, H] float32; lists as `select_blocks` returns them."""
-    if not triton_kernels:
-        return _reference_forward(q, k, v, lists, segments, block_size, window)
-    layout = make_layout(q, segments, block_size, window)
-    out, lse = sparse_forward(flat(q), flat(k), flat(v), flat(lists), layout, workspace_bytes)
-    return out.view(q.shape), lse.view(q.shape[:3])
+@dataclass(frozen=True)
+class Sparse(AttentionKind):
+    """Attention to a document's first block of keys, a window, and blocks of keys that each token chooses.
 
+    Args:
+        selected_blocks: chosen blocks per token at most.
+        block_size: tokens per block: 32, 64 or 128.
+        window: tokens, a multiple of `block_size`.
+        dense_below: tokens; a shorter document attends to everything.
+        workspace_bytes: bytes of slots at a time; fewer take more, smaller launches.
 
-@_sparse_attention_forward.register_fake
-def _(q, k, v, segments, lists, block_size, window, workspace_bytes, triton_kernels):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+    Raises:
+        ValueError: dense_below or selected_blocks out of range.
+    """
 
+    selected_blocks: int = 32
+    block_size: int = 64
+    window: int = 512
+    dense_below: int = 8192
+    workspace_bytes: int = WORKSPACE_BYTES
+    name: ClassVar[str] = "sparse"
+    gpu_head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
+    takes: ClassVar[tuple[str, ...]] = ("selected_blocks", "dense_below")
+    h200_rates: ClassVar[dict[str, float]] = {
+        "sparse forward": 570e12 * 0.28,
+        "sparse choice": 270e12,
+        "sparse backward": 535e12 * 0.45,
+    }
 
-@torch.library.custom_op("fathom::sparse_attention_backward", mutates_args=())
-def _sparse_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: Tensor, segments: Tensor | None,
-    block_size: int, window: int, workspace_bytes: int, triton_kernels: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if not triton_kernels:
-        return _reference_backward(dout, q, k, v, out, lse, lists, segments, block_size, window)
-    layout = make_layout(q, segments, block_size, window)
-    gradients = sparse_backward(
-        flat(dout), flat(q), flat(k), flat(v), flat(out), flat(lse), flat(lists), layout, workspace_bytes
-    )
-    return tuple(g.view(x.shape) for g, x in zip(gradients, (q, k, v)))
+    def __post_init__(self):
+        if self.selected_blocks < 0 or self.dense_below < 0:
+            given = f"{self.selected_blocks} and {self.dense_below}"
+            raise ValueError(f"selected_blocks and dense_below must not be negative, got {given}")
+        super().__post_init__()
 
+    @property
+    def list_length(self) -> int:
+        return self.selected_blocks
 
-@_sparse_attention_backward.register_fake
-def _(dout, q, k, v, out, lse, lists, segments, block_size, window, workspace_bytes, triton_kernels):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    @property
+    def longest_document(self) -> int:
+        return LONGEST_DOCUMENT * self.block_size
 
+    def describe(self, selected_blocks: str) -> str:
+        window = f"a window of {self.window}; all below {self.dense_below} tokens"
+        return f"{selected_blocks} chosen blocks of {self.block_size}, {window}"
 
-def _setup_context(ctx, inputs, output):
-    q, k, v, segments, lists, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, lists, segments)
-    ctx.mark_non_differentiable(output[1])
+    def check(self, q, k, v, segments, impl):
+        if self.dense_below:
+            FULL.check(q, k, v, segments, impl)
+        return check_inputs(q, k, v, segments, self.block_size, self.window, impl)
 
+    def for_longest(self, longest):
+        return FULL if longest < self.dense_below else self
 
-def _backward(ctx, dout, *_):
-    if torch.is_grad_enabled():
-        raise RuntimeError("sparse_attention has no second derivative (create_graph=True); its reference has")
-    gradients = _sparse_attention_backward(dout, *ctx.saved_tensors, *ctx.options)
-    return *gradients, *[None] * 6
+    def _divide(self, q: Tensor, segments: Tensor | None) -> _Batch:
+        return _divide_batch(*q.shape[:2], as_bytes(segments), q.device, self)
 
+    def choose(self, q: Tensor, k: Tensor, segments: Tensor | None, on_triton: bool) -> Tensor:
+        """Returns the lists of q's tokens, as `select_blocks`; empty ones in documents that attend to everything."""
+        lists = torch.full((*k.shape[:3], self.selected_blocks), EMPTY, dtype=torch.int16, device=q.device)
+        tensors = flat(q), flat(k), lists.flatten(0, 1)
+        for span, layout in self._divide(q, segments).long:
+            q_n, k_n, chosen = (x[span.start : span.stop] for x in tensors)
+            if on_triton:
+                choose_blocks(q_n, k_n, layout, chosen, SCORES_BYTES)
+            else:
+                scores = scores_reference(q_n, pool_reference(k_n, layout), layout)
+                chosen.copy_(top_blocks_reference(scores, self.selected_blocks))
+        return lists
 
-_sparse_attention_forward.register_autograd(_backward, setup_context=_setup_context)
+    def forward(self, q, k, v, segments, lists, backend, on_triton):
+        short, long = self._divide(q, segments)
+        if lists is None:
+            lists = self.choose(q, k, segments, on_triton)
+        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        if short is not None:
+            full_forward(q, k, v, short, backend, into=(out, lse))
+        tensors = [flat(x) for x in (q, k, v, lists, out, lse)]
+        for span, layout in long:
+            q_n, k_n, v_n, lists_n, *into = (x[span.start : span.stop] for x in tensors)
+            if on_triton:
+                sparse_forward(q_n, k_n, v_n, lists_n, layout, self.workspace_bytes, into=into)
+            else:
+                _put(into, _reference_forward(q_n, k_n, v_n, lists_n, span.segments, self))
+        return [out], [lse], lists
+
+    def backward(self, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton):
+        short, long = self._divide(q, segments)
+        gradients = [x.new_empty(x.shape) for x in (q, k, v)]
+        if short is not None:
+            full_backward(dout, q, k, v, outs[0], lses[0], short, backend, into=gradients)
+        tensors = [flat(x) for x in (dout, q, k, v, outs[0], lses[0], lists, *gradients)]
+        for span, layout in long:
+            dout, q, k, v, out, lse, lists, *into = (x[span.start : span.stop] for x in tensors)
+            if on_triton:
+                sparse_backward(dout, q, k, v, out, lse, lists, layout, self.workspace_bytes, into=into)
+            else:
+                _put(into, _reference_backward(dout, q, k, v, out, lse, lists, span.segments, self))
+        return gradients
+
+    def decode(self, q, k, v, gates, state):
+        return attend_to_cache(q, k, v, state, self)
+
+    def decoding_state(self):
+        return PooledKeys()
+
+    def footprint(self, T, H, G, K, *, element_size=2, backend="auto", context_length=None, longest=None):
+        """Counts one document of T tokens, and where documents are packed short ones as well."""
+        lengths = {"element_size": element_size, "backend": backend, "context_length": context_length}
+        of_short = None if longest is None else min(longest, self.dense_below - 1)
+        full = FULL.footprint(T, H, G, K, **lengths, longest=of_short)
+        if (longest or context_length or T) < self.dense_below:
+            return full
+        forward, backward = sparse_workspace(T, H, G, K, self, element_size)
+        if longest is not None:
+            forward, backward = max(forward, full.forward), max(backward, full.backward)
+        return AttentionBytes(full.results, 2 * G * self.selected_blocks, forward, backward)
+
+    def flops(self, length, H, G, K):
+        return FULL.flops(length, H, G, K) if length < self.dense_below else sparse_flops(length, H, K, self)
+
+    def work(self, lengths, H, G, K, *, backend, steps, is_packed=True):
+        lengths = [*lengths]
+        short, long = ([pair for pair in lengths if (pair[0] < self.dense_below) is side] for side in (True, False))
+        options = {"backend": backend, "steps": steps, "is_packed": is_packed}
+        parts = zip(FULL.work(short, H, G, K, **options), super().work(long, H, G, K, **options))
+        return AttentionWork(*(of_short | of_long for of_short, of_long in parts))
+
+    def rates_with(self, backend, native):
+        return FULL.rates_with(backend, native) | self.h200_rates
+
+    def measure_rates(self, H, G, K, context_length, backend, seconds, device):
+        """Measures at 65,536 tokens, past 131,072 at the context's length with one key/value head.
+
+        The choice, whose share grows with the context, is measured at the context's length.
+        """
+        rates = FULL.measure_rates(H, G, K, context_length, backend, seconds, device)
+        whole, long = dataclasses.replace(self, dense_below=0), max(16_384, min(context_length, 1_048_576))
+        h, g = (H, G) if long <= 131_072 else (H // G, 1)
+        T = 65_536 if long <= 131_072 else long
+        forward, backward = whole.time(T, h, g, K, backend, seconds, device)
+        flops, choice = whole.flops(T, h, g, K), max(1, whole.flops(long, h, g, K).choice)  # 0 where none is chosen
+        q, k = (torch.randn(1, long, n, K, device=device, dtype=torch.bfloat16) for n in (h, g))
+        return rates | {
+            "sparse forward": flops.forward / forward,
+            "sparse choice": choice / seconds(lambda: whole.choose(q, k, None, True)),
+            "sparse backward": flops.backward / backward,
+        }
 
 
 def check_inputs(q, k, v, segments, block_size, window, impl) -> bool:
@@ -309,13 +407,13 @@ def select_blocks(
     q_BTHK: Tensor, k_BTGK: Tensor, segments: Tensor | None = None, *,
     selected_blocks: int = 32, block_size: int = 64, window: int = 512, impl: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """The blocks that each token and key/value head gathers, beyond its document's first block and its window.
+    """Chooses the blocks of keys that each token and key/value head gathers, beyond its first block and its window.
 
     Args:
         q_BTHK, k_BTGK: queries [B, T, H, K] and keys [B, T, G, K], after RoPE.
-        segments: the documents, as `kernels.attention.full.attention` takes them.
-        selected_blocks: blocks a list at most.
-        block_size: tokens a block, counted from the document's start: 32, 64 or 128.
+        segments: the documents, as `kernels.attention.attend.attention` takes them.
+        selected_blocks: blocks in a list at most.
+        block_size: tokens per block, counted from the document's start: 32, 64 or 128.
         window: tokens, a multiple of `block_size`, see `sparse_attention`.
         impl: "auto", "triton" or "torch".
 
@@ -325,9 +423,9 @@ def select_blocks(
     Raises:
         ValueError: shapes, dtypes or sizes that no kernel takes.
     """
-    on_triton = check_inputs(q_BTHK, k_BTGK, k_BTGK, segments, block_size, window, impl)
-    q, k = q_BTHK.detach(), k_BTGK.detach()
-    return _select_blocks(q, k, segments, selected_blocks, block_size, window, on_triton)
+    kind = Sparse(selected_blocks, block_size, window, dense_below=0)
+    on_triton = kind.check(q_BTHK, k_BTGK, k_BTGK, segments, impl)
+    return kind.choose(q_BTHK.detach(), k_BTGK.detach(), segments, on_triton)
 
 
 def sparse_attention(
@@ -337,19 +435,19 @@ def sparse_attention(
 ) -> Tensor:  # fmt: skip
     """Causal grouped-query attention to the first block, a window and the chosen blocks of a token's document.
 
-    Equal to `kernels.attention.full.attention` where the lists name every block between the first one and the window.
+    Equals attention to everything where the lists name every block between the first one and the window.
 
     Args:
         q_BTHK: queries [B, T, H, K], K of 64 or 128; bfloat16, float16 or float32.
         k_BTGK, v_BTGK: keys and values [B, T, G, K], H a multiple of G, up to 16 times.
         segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token) that
             cover every token once; None: each batch row is one document.
-        blocks: lists as `select_blocks` returns them. Order, duplicates, and blocks that the band holds or that lie
-            ahead are of no importance. None: chosen here, once, and kept for backward.
+        blocks: lists as `select_blocks` returns them. Their order, duplicates, and blocks that the band holds or that
+            lie ahead do not matter. None: chosen here, once, and kept for backward.
         selected_blocks: as in `select_blocks`; without effect where `blocks` is given.
-        block_size: tokens a block: 32, 64 or 128.
-        window: a token in block b attends to blocks b - window / block_size + 1 to b, itself being the last token.
-        workspace_bytes: of slots at a time; fewer take more, smaller launches.
+        block_size: tokens per block: 32, 64 or 128.
+        window: a token in block b attends to blocks b - window / block_size + 1 to b, up to itself.
+        workspace_bytes: bytes of slots at a time; fewer take more, smaller launches.
         impl: "auto", "triton" or "torch".
 
     Returns:
@@ -359,84 +457,64 @@ def sparse_attention(
         ValueError: shapes, dtypes or sizes that no kernel takes.
         RuntimeError: in backward, create_graph=True.
     """
-    on_triton = check_inputs(q_BTHK, k_BTGK, v_BTGK, segments, block_size, window, impl)
-    if blocks is None:
-        lists = _select_blocks(
-            q_BTHK.detach(), k_BTGK.detach(), segments, selected_blocks, block_size, window, on_triton
-        )
-    else:
-        lists = normalise_lists(blocks, make_layout(q_BTHK, segments, block_size, window))
-    return _sparse_attention_forward(
-        q_BTHK, k_BTGK, v_BTGK, segments, lists, block_size, window, workspace_bytes, on_triton
-    )[0]
+    selected = selected_blocks if blocks is None else blocks.shape[-1]
+    kind = Sparse(selected, block_size, window, dense_below=0, workspace_bytes=workspace_bytes)
+    if blocks is not None:
+        check_inputs(q_BTHK, k_BTGK, v_BTGK, segments, block_size, window, impl)
+        blocks = normalise_lists(blocks, make_layout(q_BTHK, segments, block_size, window))
+    return attention(q_BTHK, k_BTGK, v_BTGK, segments, kind=kind, lists=blocks, impl=impl)
 
 
 def slot_bytes_per_token(group: int, K: int, selected: int, element_size: int) -> int:
-    """Of one key/value head: a slot's partial output or dq, and its log-sum-exp."""
+    """Bytes per token of one key/value head: partial outputs or dq of its slots, and their log-sum-exps."""
     return selected * group * (K * element_size + 4)
 
 
 def scores_bytes(num_blocks: int, block_size: int, window_blocks: int, G: int, selected: int) -> int:
-    """Of the scores that exist at a time."""
-    row = block_size * G * query_bytes(score_columns(num_blocks - 1, window_blocks), selected)  # of a block of queries
+    """Bytes of the scores that exist at a time."""
+    # Scores of one block of queries.
+    row = block_size * G * query_bytes(score_columns(num_blocks - 1, window_blocks), selected)
     return row * min(num_blocks, max(1, SCORES_BYTES // row))
 
 
-class AttentionFootprint(NamedTuple):
-    kept_bytes_per_token: int  # out, log-sum-exp and lists, beside q, k and v
-    forward_workspace_bytes: int  # beside what is kept
-    backward_workspace_bytes: int  # beside dq, dk and dv
-    forward_flops: int
-    backward_flops: int
-    choice_flops: int  # of forward_flops, those of choosing the blocks
-    choice_bytes_per_token: int  # of the kept ones, the lists'
+@functools.cache
+def _pairs(T: int, kind: Sparse) -> tuple[int, int, int, int]:
+    """Pairs of a block of queries and a block of keys: candidates, gathered ones, band, and means below a query."""
+    num_blocks, window_blocks = -(-T // kind.block_size), kind.window // kind.block_size
+    blocks = np.arange(num_blocks)
+    before_window = np.maximum(0, blocks - window_blocks)
+    candidates = int(before_window.sum()) if kind.selected_blocks else 0  # nothing is scored for empty lists
+    gathered = int(np.minimum(kind.selected_blocks, before_window).sum())
+    band = int((np.minimum(blocks + 1, window_blocks) + (blocks >= window_blocks)).sum())
+    return candidates, gathered, band, num_blocks * (num_blocks - 1) // 2 if candidates else 0
+
+
+def sparse_flops(T: int, H: int, K: int, kind: Sparse) -> AttentionFlops:
+    """Floating-point operations of one document of T tokens that attends to chosen blocks."""
+    candidates, gathered, band, means = _pairs(T, kind)
+    product = 2 * kind.block_size * kind.block_size * H * K  # a block of queries times a block of keys
+    choice = (kind.block_size // PART_KEYS * candidates + means) * product // kind.block_size
+    return AttentionFlops(2 * (gathered + band) * product, choice, (5 * gathered + 7 * band) * product)
 
 
 @functools.cache
-def attention_footprint(
-    T: int, H: int, G: int, K: int, sparsity: Sparsity, *, workspace_bytes: int = WORKSPACE_BYTES, element_size: int = 2
-) -> AttentionFootprint:
-    """What one document of T tokens costs, tables of a few bytes a block left out."""
-    S, block_size, window, _ = sparsity
-    group = H // G
-    num_blocks, window_blocks = -(-T // block_size), window // block_size
-    lists = 2 * G * S
-    kept = H * K * element_size + 4 * H + lists
-
-    # (query block, candidate) pairs; where none is to be selected, none is scored.
-    blocks = np.arange(num_blocks)
-    before_window = np.maximum(0, blocks - window_blocks)
-    candidates = int(before_window.sum()) if S else 0
-    gathered = int(np.minimum(S, before_window).sum())
-    band = int((np.minimum(blocks + 1, window_blocks) + (blocks >= window_blocks)).sum())
-    means = num_blocks * (num_blocks - 1) // 2 if candidates else 0
-    parts = block_size // PART_KEYS
-    block_flops = 2 * block_size * block_size * H * K  # of one product of a block of queries and a block of keys
-    scores_flops = (parts * candidates + means) * block_flops // block_size
-    forward_flops = 2 * (gathered + band) * block_flops + scores_flops
-    backward_flops = (5 * gathered + 7 * band) * block_flops
-
-    token_bytes = slot_bytes_per_token(group, K, S, element_size)
+def sparse_workspace(T: int, H: int, G: int, K: int, kind: Sparse, element_size: int = 2) -> tuple[int, int]:
+    """Bytes of forward and of backward for one document of T tokens, tables of a few bytes per block left out."""
+    S, block_size, group = kind.selected_blocks, kind.block_size, H // G
+    num_blocks, window_blocks = -(-T // block_size), kind.window // block_size
     delta = 4 * T * H
-    if not gathered:
-        workspace = delta + 8 * T * G * K
-        return AttentionFootprint(kept, 0, workspace, forward_flops, backward_flops, scores_flops, lists)
-    tokens = min(T, max(64, workspace_bytes // token_bytes))
-    heads = max(1, min(G, workspace_bytes // token_bytes // T))
+    if not _pairs(T, kind)[1]:
+        return 0, delta + 8 * T * G * K
+    token_bytes = slot_bytes_per_token(group, K, S, element_size)
+    tokens = min(T, max(64, kind.workspace_bytes // token_bytes))
+    heads = max(1, min(G, kind.workspace_bytes // token_bytes // T))
     slots, entries = heads * tokens * token_bytes, heads * T * S
-    scores = scores_bytes(num_blocks, block_size, window_blocks, G, S) + (parts + 1) * num_blocks * G * K * element_size
+    pooled = (block_size // PART_KEYS + 1) * num_blocks * G * K * element_size
+    scores = scores_bytes(num_blocks, block_size, window_blocks, G, S) + pooled
     chunk = BACKWARD_CONFIG.tiles * min(block_size, BACKWARD_CONFIG.rows // triton.next_power_of_2(group))
     items = heads * num_blocks + heads * tokens * S // chunk
     partials = 8 * items * block_size * K  # float32 dk and dv of each item
     slots_of_dq = slots - 4 * heads * tokens * S * group  # no log-sum-exps
-    scores -= T * (kept - lists)  # out and log-sum-exp do not exist yet
-    sorting, totals = SORT_BYTES * entries, delta + 8 * heads * T * K  # of float32 dk and dv
-    return AttentionFootprint(
-        kept,
-        max(slots + 4 * entries, sorting, scores),
-        totals + max(slots_of_dq + 4 * entries + partials, sorting),
-        forward_flops,
-        backward_flops,
-        scores_flops,
-        lists,
-    )
+    scores -= T * (H * K * element_size + 4 * H)  # output and log-sum-exp do not exist yet
+    sorting, totals = SORT_BYTES * entries, delta + 8 * heads * T * K  # float32 dk and dv of all tokens
+    return max(slots + 4 * entries, sorting, scores), totals + max(slots_of_dq + 4 * entries + partials, sorting)

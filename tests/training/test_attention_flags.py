@@ -2,8 +2,8 @@
 
 import pytest
 
+from training.attention_flags import ANNEALING_STAGES, annealed, numbers_by_layer, spell_by_layer
 from training.host.errors import UserError
-from training.sparsity import ANNEALING_STAGES, annealed, numbers_by_layer, spell_by_layer
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,115 @@
+"""Attention of any kind, from q, k and v to its output, each document of a packed batch on its own.
+
+One operation runs every kind forward and one runs it backward. What a kind computes and keeps is in its own file.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..common import operation
+from ..parts import AttentionKind, part_of
+from .full import FULL, choose_backend
+
+
+@operation("fathom::attend", keepable="results", chooses="lists")
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, lists: Tensor | None, kind: int, backend: str,
+    on_triton: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Returns the outputs of all branches, their log-sum-exps, and the lists where they are chosen here."""
+    outs, lses, chosen = part_of(kind).forward(q, k, v, segments, lists, backend, on_triton)
+    return [*outs, *lses, chosen if lists is None and chosen is not None else _no_lists(k)]
+
+
+@_attend.register_fake
+def _(q, k, v, segments, lists, kind, backend, on_triton):
+    own, dtype = part_of(kind), torch.promote_types(q.dtype, torch.float32)
+    outs = [q.new_empty(q.shape) for _ in range(own.branches)]
+    chosen = k.new_empty(*k.shape[:3], own.list_length, dtype=torch.int16) if lists is None else _no_lists(k)
+    return [*outs, *(q.new_empty(q.shape[:3], dtype=dtype) for _ in outs), chosen]
+
+
+def _no_lists(k: Tensor) -> Tensor:
+    return k.new_empty(*k.shape[:3], 0, dtype=torch.int16)
+
+
+@torch.library.custom_op("fathom::attend_backward", mutates_args=())
+def _attend_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, outs: list[Tensor], lses: list[Tensor],
+    lists: Tensor, segments: Tensor | None, kind: int, backend: str, on_triton: bool,
+) -> list[Tensor]:  # fmt: skip
+    return [*part_of(kind).backward(dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton)]
+
+
+@_attend_backward.register_fake
+def _(dout, q, k, v, gates, outs, lses, lists, segments, kind, backend, on_triton):
+    return [x.new_empty(x.shape) for x in (q, k, v, gates) if x is not None]
+
+
+def attend_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, outs: Sequence[Tensor],
+    lses: Sequence[Tensor], lists: Tensor, segments: Tensor | None, kind: AttentionKind, backend: str, on_triton: bool,
+) -> Sequence[Tensor]:  # fmt: skip
+    """Returns dq, dk, dv and, where there are gates, their gradient; arguments as `AttentionKind.backward`."""
+    if kind.gpu_head_dims and not on_triton:  # a reference, whose gradient may be autograd's: none inside an operation
+        return kind.backward(dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton)
+    kept = list(outs), list(lses), lists, segments, kind.number, backend, on_triton
+    return torch.ops.fathom.attend_backward(dout, q, k, v, gates, *kept)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, gates, segments, lists, kind, backend, on_triton):
+        *results, chosen = torch.ops.fathom.attend(q, k, v, segments, lists, kind, backend, on_triton)
+        outs, lses = results[: len(results) // 2], results[len(results) // 2 :]
+        ctx.save_for_backward(q, k, v, gates, segments, chosen if lists is None else lists, *outs, *lses)
+        ctx.options = part_of(kind), backend, on_triton
+        return part_of(kind).output(outs, gates, on_triton)
+
+    @staticmethod
+    def backward(ctx, dout):
+        if torch.is_grad_enabled():
+            raise RuntimeError("attention has no second derivative (create_graph=True); its reference has")
+        q, k, v, gates, segments, lists, *results = ctx.saved_tensors
+        outs, lses = results[: len(results) // 2], results[len(results) // 2 :]
+        gradients = attend_backward(dout, q, k, v, gates, outs, lses, lists, segments, *ctx.options)
+        return *gradients, *[None] * (9 - len(gradients))
+
+
+def attention(
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGK: Tensor,
+    segments: Tensor | None = None,
+    *,
+    kind: AttentionKind = FULL,
+    gates: Tensor | None = None,
+    lists: Tensor | None = None,
+    backend: str = "auto",
+    impl: str = "auto",
+) -> Tensor:
+    """Causal grouped-query attention, each document of a packed sequence on its own.
+
+    Args:
+        q_BTHK: queries [B, T, H, K]; bfloat16 or float16 on CUDA, any floating dtype on a CPU.
+        k_BTGK, v_BTGK: keys and values [B, T, G, K], G a divisor of H.
+        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token) that
+            cover every token once; None: each batch row is one document.
+        kind: what a token attends to.
+        gates: logits [B, T, H, gates_per_head], for a kind that has gates.
+        lists: int16 [B, T, G, blocks], in place of the kind's own choice.
+        backend: kernel for attention to everything, see `kernels.attention.full.choose_backend`.
+        impl: "auto", "triton" or "torch", for all other kernels.
+
+    Returns:
+        [B, T, H, K] in q's dtype.
+
+    Raises:
+        ValueError: heads that do not divide, shapes or a dtype that no kernel takes, an unavailable backend.
+        RuntimeError: in backward, create_graph=True.
+    """
+    on_triton = kind.check(q_BTHK, k_BTGK, v_BTGK, segments, impl)
+    options = kind.number, choose_backend(backend, q_BTHK.device), on_triton
+    return _Attention.apply(q_BTHK, k_BTGK, v_BTGK, gates, segments, lists, *options)

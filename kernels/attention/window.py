@@ -1,0 +1,115 @@
+"""Attention to a window: the last `window` tokens before a token, the token itself included.
+
+    out[t] = sum_s softmax_s(q[t] . k[s] / sqrt(K)) v[s],  t - window < s <= t and s in t's document
+
+The kernels are the exact bands of sparse/band.py. Kept for backward, per token: q, k, v and out, (2H + 2G) K elements,
+and the float32 log-sum-exp, H elements.
+
+Method: Beltagy et al., Longformer, arXiv 2004.05150.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..parts import AttentionBytes, AttentionFlops, AttentionKind
+from .sparse.band import band_dkv, band_dq, band_forward
+from .sparse.layout import make_layout
+from .sparse.sparse_attention import HEAD_DIMS, check_inputs, flat
+
+BLOCK_SIZE = 64  # tokens of a block of keys
+BAND_BACKWARD_PRODUCTS = 7  # matrix products of backward: dq needs three, dk and dv four
+
+
+def window_reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, window: int, segments=None) -> Tensor:
+    """Attention to a window with the T x T matrix written out, in the inputs' dtype."""
+    out, _ = _written_out(q_BTHK, k_BTGK, v_BTGK, window, segments)
+    return out
+
+
+def _written_out(q, k, v, window, segments) -> tuple[Tensor, Tensor]:
+    """Returns the output and the log-sum-exp [B, T, H]."""
+    B, T, _, K = q.shape
+    document_BT = torch.zeros(B, T, dtype=torch.long)
+    for i, (row, start, stop) in enumerate(segments.tolist() if segments is not None else []):
+        document_BT[row, start:stop] = i
+    token = torch.arange(T)
+    is_visible = (document_BT[:, :, None] == document_BT[:, None, :]) & (token[:, None] - token < window)
+    is_visible = is_visible.tril().to(q.device)[:, None, None]
+    scores = torch.einsum("btgrk,bsgk->bgrts", q.unflatten(2, (k.shape[2], -1)), k) / math.sqrt(K)
+    scores = scores.masked_fill(~is_visible, float("-inf"))
+    out = torch.einsum("bgrts,bsgk->btgrk", scores.softmax(-1), v).flatten(2, 3)
+    return out, scores.logsumexp(-1).permute(0, 3, 1, 2).flatten(2)
+
+
+@dataclass(frozen=True)
+class Window(AttentionKind):
+    """Attention to the last `window` tokens, a multiple of 64, the token itself included.
+
+    Raises:
+        ValueError: a window that is not a positive multiple of 64.
+    """
+
+    window: int = 4096
+    name: ClassVar[str] = "window"
+    gpu_head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
+    h200_rates: ClassVar[dict[str, float]] = {"window forward": 300e12, "window backward": 250e12}
+
+    def __post_init__(self):
+        if self.window < BLOCK_SIZE or self.window % BLOCK_SIZE:
+            raise ValueError(f"window must be a multiple of {BLOCK_SIZE}, and not 0, got {self.window}")
+        super().__post_init__()
+
+    def describe(self, selected_blocks: str) -> str:
+        return f"a window of {self.window} tokens"
+
+    def check(self, q, k, v, segments, impl):
+        return check_inputs(q, k, v, segments, BLOCK_SIZE, self.window, impl)
+
+    def _layout(self, q, segments):
+        return make_layout(q, segments, BLOCK_SIZE, self.window)
+
+    def forward(self, q, k, v, segments, lists, backend, on_triton):
+        if not on_triton:
+            out, lse = _written_out(q, k, v, self.window, segments)
+            return [out], [lse.to(torch.promote_types(lse.dtype, torch.float32))], None
+        out, lse = band_forward(flat(q), flat(k), flat(v), self._layout(q, segments), exact=True)
+        return [out.view(q.shape)], [lse.view(q.shape[:3])], None
+
+    def backward(self, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton):
+        if not on_triton:
+            with torch.enable_grad():
+                q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+                out = window_reference(q, k, v, self.window, segments)
+            return torch.autograd.grad(out, (q, k, v), dout)
+        layout, shapes = self._layout(q, segments), (q.shape, k.shape, v.shape)
+        dout, q, k, v, out, lse = map(flat, (dout, q, k, v, outs[0], lses[0]))
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        delta = band_dq(dout, q, k, v, out, lse, dq, layout, exact=True)
+        band_dkv(dout, q, k, v, lse, delta, None, dk, dv, layout, range(k.shape[1]))
+        return [x.view(shape) for x, shape in zip((dq, dk, dv), shapes)]
+
+    def decode(self, q, k, v, gates, state):
+        q, k, v = (x.transpose(1, 2) for x in (q, k[:, -self.window :], v[:, -self.window :]))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+    def footprint(self, T, H, G, K, *, element_size=2, backend="auto", context_length=None, longest=None):
+        return AttentionBytes(H * K * element_size + 4 * H, 0, 0, 4 * T * H)
+
+    def flops(self, length, H, G, K):
+        """Counts whole blocks: a block of queries multiplies with its window's blocks and one block more."""
+        blocks = np.arange(-(-length // BLOCK_SIZE))
+        pairs = int((np.minimum(blocks, self.window // BLOCK_SIZE) + 1).sum())
+        product = 2 * BLOCK_SIZE * BLOCK_SIZE * H * K
+        return AttentionFlops(2 * pairs * product, 0, BAND_BACKWARD_PRODUCTS * pairs * product)
+
+    def measure_rates(self, H, G, K, context_length, backend, seconds, device):
+        T = max(2 * self.window, 65_536)
+        forward, backward = self.time(T, H, G, K, backend, seconds, device)
+        flops = self.flops(T, H, G, K)
+        return {"window forward": flops.forward / forward, "window backward": flops.backward / backward}

@@ -1,0 +1,145 @@
+"""What flags say of attention: chosen blocks layer by layer, and annealed over the first steps of a run."""
+
+import itertools
+import re
+from collections.abc import Sequence
+
+import torch
+
+from kernels.attention import KINDS
+from kernels.attention.full import Full
+from kernels.parts import AttentionKind
+from training.host.errors import UserError, refused_as_user_error
+
+ANNEALING_STAGES = 8  # numbers that annealing takes, both ends included: kernels are compiled anew for each
+ANNEALING_MULTIPLE = 4  # of blocks
+FLAGS = sorted({name for kind in KINDS.values() for name in kind.takes})  # that kinds of attention obey
+
+
+def numbers_by_layer(name: str, text: str, layers: int) -> list[int]:
+    """One number a layer, first layer first: of 4 layers "64x2,32" and "64,64,32" are [64, 64, 32, 32].
+
+    An entry is a number of blocks, or "number x layers" without the spaces. If the last one is a number alone, it holds
+    for all layers that are left.
+
+    Args:
+        name: of the flag, for errors.
+
+    Raises:
+        UserError: another form, a negative number, too many layers or too few.
+    """
+    entry = r"(\d{1,5})(?:x([1-9]\d{0,4}))?"
+    if not re.fullmatch(f"{entry}(,{entry})*", text):
+        raise UserError(f'{name} must be a number, 0 or more, or look like "64x4,32" or "64,48,32", got {text!r}')
+    numbers: list[int] = []
+    for number, times in re.findall(entry, text):
+        numbers += [int(number)] * int(times or 1)
+    if not times:
+        numbers += numbers[-1:] * (layers - len(numbers))
+    if len(numbers) != layers:
+        raise UserError(f"{name} {text} names {len(numbers)} layers, the model has {layers}; name each once")
+    return numbers
+
+
+def spell_by_layer(numbers: Sequence[int]) -> str:
+    """As `numbers_by_layer` reads it, short: [64, 64, 32, 32] is "64x2,32", and [32, 32] is "32"."""
+    runs = [(number, len(list(run))) for number, run in itertools.groupby(numbers)]
+    before = [f"{number}x{count}" if count > 1 else str(number) for number, count in runs[:-1]]
+    return ",".join([*before, str(runs[-1][0])])
+
+
+def annealed(start: int, final: int, step: int, steps: int) -> int:
+    """The number of chosen blocks in a step, counted from 1: `start` at first, and `final` from step `steps` + 1 on.
+
+    Between them it falls linearly, in at most `ANNEALING_STAGES` - 1 equal intervals and by multiples of
+    `ANNEALING_MULTIPLE`: from 64 to 32 it is 64, 60, 56, 52, 44, 40, 36, 32.
+    """
+    stage = min(ANNEALING_STAGES - 1, (step - 1) * (ANNEALING_STAGES - 1) // steps)
+    fall = (start - final) * stage / (ANNEALING_STAGES - 1)
+    return (
+        final
+        if stage == ANNEALING_STAGES - 1
+        else max(final, start - ANNEALING_MULTIPLE * round(fall / ANNEALING_MULTIPLE))
+    )
+
+
+def kinds_of(flags, config) -> tuple[AttentionKind, ...]:
+    """Returns how each layer attends by --attention_type and the flags that its kind takes, as any command reads them.
+
+    The flags are of layers that attend to everything, and of layers whose own kind is the one that is asked for. All
+    other layers, such as windows, keep their own kind.
+
+    Args:
+        flags: attention_type, selected_blocks, dense_below and context_length as attributes, None where not given.
+        config: a model.ModelConfig.
+
+    Raises:
+        UserError: a value out of range, a flag without effect.
+    """
+    kind = KINDS[flags.attention_type]
+    given = {name: value for name in FLAGS if (value := getattr(flags, name)) is not None}
+    for name in given:
+        if name not in kind.takes:
+            raise UserError(f"{name} has no effect with attention_type {kind.name}; drop it, or use sparse")
+    values = [{name: value for name, value in given.items() if name != "selected_blocks"}] * config.num_hidden_layers
+    if "selected_blocks" in given:
+        numbers = numbers_by_layer("selected_blocks", str(given["selected_blocks"]), len(values))
+        values = [{**of_layer, "selected_blocks": number} for of_layer, number in zip(values, numbers)]
+    with refused_as_user_error():
+        asked = [kind.from_flags(of_layer) for of_layer in values]
+    if flags.context_length is not None and asked[0] != asked[0].for_longest(flags.context_length):
+        shorter = f"documents shorter than dense_below {getattr(asked[0], 'dense_below', 0)} attend to everything"
+        raise UserError(
+            f"attention_type {kind.name} has no effect at context_length {flags.context_length}: {shorter}; raise the "
+            "one, lower the other, or use full"
+        )
+    is_asked = [isinstance(own, (Full, kind)) for own in config.kinds]
+    return tuple(mine if of_flags else own for mine, of_flags, own in zip(asked, is_asked, config.kinds))
+
+
+def kinds_at(config, model_config, step: int) -> tuple[AttentionKind, ...]:
+    """Returns `kinds_of` a run in one of its steps, counted from 1; no step has more chosen blocks than the first.
+
+    Raises:
+        UserError: as `kinds_of`; annealing without start or end, without effect, or to more blocks.
+    """
+    final, start, steps = kinds_of(config, model_config), config.selected_blocks_start, config.selected_blocks_steps
+    if start is None and steps is None:
+        return final
+    chooses = any(kind.selected_blocks for kind in final)
+    if start is None or steps is None or not chooses:
+        name, needed = ("selected_blocks_start", "selected_blocks_steps")[:: 1 if steps is None else -1]
+        needed = needed if chooses else "an attention_type that chooses blocks"
+        raise UserError(f"{name} has no effect without {needed}; drop the one, or give the other")
+    if steps < 1:
+        raise UserError(f"selected_blocks_steps must be at least 1, got {steps}")
+    pairs = [*zip(numbers_by_layer("selected_blocks_start", str(start), len(final)), final)]
+    ends = [kind.selected_blocks for kind in final]
+    falls = [number - end for (number, kind), end in zip(pairs, ends) if "selected_blocks" in kind.takes]
+    if max(falls) <= 0 or min(falls) < 0:
+        numbers = spell_by_layer(ends)
+        raise UserError(f"selected_blocks_start {start} must be above selected_blocks {numbers}, in no layer below it")
+    return tuple(
+        kind.with_blocks(annealed(n, kind.selected_blocks, step, steps)) if "selected_blocks" in kind.takes else kind
+        for n, kind in pairs
+    )
+
+
+def check_head_dim(kinds: Sequence[AttentionKind], head_dim: int, device: torch.device) -> None:
+    """Refuse a kind of attention whose GPU kernels do not take the model's heads."""
+    for kind in kinds:
+        if device.type == "cuda" and kind.gpu_head_dims and head_dim not in kind.gpu_head_dims:
+            raise UserError(
+                f"attention_type {kind.name} has GPU kernels for head_dim {kind.gpu_head_dims}, not for {head_dim}; "
+                "use full"
+            )
+
+
+def describe(kinds: Sequence[AttentionKind]) -> str:
+    """Returns how a model's layers attend, for people: each kind once, in the order of the layers."""
+    lines = []
+    for name in dict.fromkeys(kind.name for kind in kinds):
+        own = [kind for kind in kinds if kind.name == name]
+        line = own[0].describe(spell_by_layer([kind.selected_blocks for kind in own]))
+        lines.append(line if len(own) == len(kinds) else f"{len(own)} layers: {line}")
+    return "; ".join(lines)
