@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.attention.cache import KeyValueCache
 from kernels.attention.documents import Documents
 from kernels.attention.full import FULL
 from kernels.cross_entropy import cross_entropy
@@ -169,38 +170,19 @@ MODEL_SIZES: dict[str, ModelConfig] = {
 }  # fmt: skip
 
 
-class KeyValueCache:
-    """Keys and values of the tokens already seen, for one layer, while generating."""
-
-    def __init__(self, max_length: int, kind: AttentionKind = FULL):
-        self.max_length, self.length = max_length, 0
-        self._keys_values: tuple[Tensor, Tensor] | None = None
-        self.state = kind.decoding_state()
-
-    def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens; returns the keys and values of all tokens so far."""
-        if self._keys_values is None:
-            B, _, G, K = k_BTGK.shape
-            self._keys_values = tuple(k_BTGK.new_empty(B, self.max_length, G, K) for _ in range(2))
-        start, self.length = self.length, self.length + k_BTGK.shape[1]
-        for stored, new in zip(self._keys_values, (k_BTGK, v_BTGK)):
-            stored[:, start : self.length] = new
-        return tuple(stored[:, : self.length] for stored in self._keys_values)
-
-
 @dataclass
 class Context:
-    """What every block needs to know about the tokens besides their activations."""
+    """Tokens as every block must know them: their rotations, documents and caches."""
 
     cos: Tensor  # [T, K/2] or [B, T, K/2] float32
     sin: Tensor
     longest: int  # tokens of the longest document, the cached ones included
-    segments: Tensor | None = None  # the packed documents, see kernels.attention.full
+    segments: Tensor | None = None  # the packed documents, see kernels/attention/documents.py
     caches: list[KeyValueCache] | None = None
 
 
 class RMSNorm(nn.Module):
-    impl = "auto"  # of kernels.common.IMPLEMENTATIONS; set from outside
+    impl = "auto"  # see kernels.common.IMPLEMENTATIONS; set from outside
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -211,7 +193,7 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    tensor_ranks = TensorRanks(None)  # those that share its matrix; set from outside
+    tensor_ranks = TensorRanks(None)  # ranks that share its matrix; set from outside
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.tensor_ranks.embed(input_ids, local(self.weight))
@@ -227,14 +209,14 @@ class Attention(nn.Module):
         self.g_proj = nn.Linear(D, share.num_gates(layer)) if share.num_gates(layer) else None
         self.layer, self.head_dim, self.eps = layer, K, share.rms_norm_eps
         self.rotates = share.layer_rotates[layer % len(share.layer_rotates)]
-        # Knobs, which are set from outside.
+        # Knobs, set from outside.
         self.kind = share.kinds[layer]
         self.linear: Linear = PLAIN
-        self.backend = "auto"  # of kernels.attention.full.BACKENDS
-        self.impl = "auto"  # of kernels.common.IMPLEMENTATIONS
+        self.backend = "auto"  # see kernels.attention.full.BACKENDS
+        self.impl = "auto"  # see kernels.common.IMPLEMENTATIONS
         self.heads_at_a_time: int | None = None  # key/value heads; None: all
-        self.exchange: HeadExchange | None = None  # where ranks share sequences; the forward is then given `documents`
-        self.tensor_ranks = TensorRanks(None)  # those that share its matrices
+        self.exchange: HeadExchange | None = None  # between ranks that share sequences; `documents` are then given
+        self.tensor_ranks = TensorRanks(None)  # ranks that share its matrices
 
     def qkv_parameters(self) -> QKVParameters:
         """This rank's part of the projections to q, k and v, and the norms of their heads."""
@@ -277,11 +259,11 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(D, F_, bias=False)
         self.up_proj = nn.Linear(D, F_, bias=False)
         self.down_proj = nn.Linear(F_, D, bias=False)
-        # Knobs, which are set from outside.
+        # Knobs, set from outside.
         self.linear: Linear = PLAIN
-        self.impl = "auto"  # of kernels.common.IMPLEMENTATIONS
+        self.impl = "auto"  # see kernels.common.IMPLEMENTATIONS
         self.tile_size: int | None = None  # rows at a time, where memory is short
-        self.tensor_ranks = TensorRanks(None)  # those that share its matrices
+        self.tensor_ranks = TensorRanks(None)  # ranks that share its matrices
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         weights = [local(p.weight) for p in (self.gate_proj, self.up_proj, self.down_proj)]
@@ -333,11 +315,11 @@ class Transformer(nn.Module):
         if not share.tie_word_embeddings:
             self.lm_head = nn.Linear(share.hidden_size, share.vocab_size, bias=False)
         self.rotary = RotaryTables(config.head_dim, config.rope_theta, config.rope_scaling)
-        # Knobs, which are set from outside.
+        # Knobs, set from outside.
         self.loss_impl = "auto"  # "chunked" or "standard" force one
         self.linear: Linear = PLAIN  # the head's
-        self.impl = "auto"  # of kernels.common.IMPLEMENTATIONS
-        self.tensor_ranks = TensorRanks(None)  # those that share the head's matrix
+        self.impl = "auto"  # see kernels.common.IMPLEMENTATIONS
+        self.tensor_ranks = TensorRanks(None)  # ranks that share the head's matrix
         for name, parameter in self.named_parameters():
             self.initialize_parameter(name, parameter)
 
@@ -345,8 +327,8 @@ class Transformer(nn.Module):
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
         """Fill `tensor` with the initial value of the parameter `name`: norms one, biases zero, matrices normal.
 
-        The two projections that write into the residual stream are scaled by 1/sqrt(2 x layers), as in GPT-2. NSA's
-        gates start near 1/2, as flash-linear-attention's do: a small matrix and no bias.
+        The two projections that write into the residual stream are scaled by 1/sqrt(2 x layers), as in GPT-2. Gates
+        of attention start near 1/2, as in flash-linear-attention: a small matrix and no bias.
         """
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
@@ -361,7 +343,7 @@ class Transformer(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """The head's matrix [V, D], or what this rank has of it."""
+        """The head's matrix [V, D], or this rank's part of it."""
         return local((self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight)
 
     def forward(
