@@ -1,13 +1,14 @@
-"""Chats: masks by hand for three families of templates, against transformers where a template marks its turns."""
+"""Chats: masks written by hand for several families of templates, and transformers' mask where turns are marked."""
 
 import json
 import logging
+import signal
+import subprocess
 import sys
 
 import pytest
 
 from tests.training.data.test_tokenizer import write_tokenizer
-from training.data import chat
 from training.data.chat import ChatTemplate
 from training.data.sources import load_documents
 from training.data.tokenizer import load_tokenizer
@@ -21,8 +22,8 @@ LLAMA3 = (
     "{{ m.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-# As Qwen3's: reasoning before the last user message is dropped, the last answer always has a thought, tools are listed
-# and their results are the user's.
+# A short form of Qwen3's template. It drops reasoning before the last user message, gives the last answer a thought in
+# any case, lists the tools, and writes their results as a user's messages.
 QWEN3 = """
 {%- if tools %}{{ '<|im_start|>system\n' }}{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}{{ '<|im_end|>\n' }}
 {%- endif %}
@@ -68,7 +69,7 @@ SPECIAL += ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "
 
 
 def messages(*contents, **last):
-    """The user's and the assistant's by turns."""
+    """Returns messages with these contents, of user and assistant by turns; `last` adds to the last one."""
     made = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
     return [*made[:-1], {**made[-1], **last}]
 
@@ -90,7 +91,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def shown(folder):
-    """A function: a chat's text, its trained parts in brackets."""
+    """A function that returns a chat's text with its trained parts in brackets."""
 
     def show(template, record, reasoning="template"):
         record = {"messages": record} if isinstance(record, list) else record
@@ -123,7 +124,7 @@ def test_turns_of_three_families(shown):
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello. <|im_end|>]\n"
         "<|im_start|>user\n How?<|im_end|>\n<|im_start|>assistant\n[<think>\n\n</think>\n\nSo.\n<|im_end|>]\n"
     )
-    # What the template begins answers with is given to the model, where it stands in the whole.
+    # Words that the template writes at the start of an answer, here "<think>", are not targets.
     assert shown(DEEPSEEK, messages("Hi", "a", "b", "c")) == "<User>Hi<Assistant>[a</s>]<User>b<Assistant>[c</s>]"
     given = DEEPSEEK.replace(".split('</think>')[-1]", "")
     assert shown(given, messages("Hi", "<think>\nx</think>a", "b", "c")) == (
@@ -135,7 +136,7 @@ def test_turns_of_three_families(shown):
         "<|user|>\n How?<|end|>\n<|assistant|>\n[So.\n<|end|>]\n<|endoftext|>"
     )
     no_prompt = CHATML[: CHATML.index("{% if add")]
-    assert shown(no_prompt, TALK) == shown(CHATML, TALK)  # what stands between question and answer, twice the same
+    assert shown(no_prompt, TALK) == shown(CHATML, TALK)  # found by the text before both answers
 
 
 def test_tools_and_reasoning(shown):
@@ -158,14 +159,14 @@ def test_tools_and_reasoning(shown):
         "It is 2<|im_end|>]\n<|im_start|>user\nThanks<|im_end|>\n<|im_start|>assistant\n[",
         "<think>\npolite\n</think>\n\nBye<|im_end|>]\n",
     )
-    # A token that is part of a character decodes to a replacement character.
+    # Each token of a part of a character decodes to a replacement character.
     plain = "".join(parts).replace("\u00e9", "\ufffd\ufffd")
     assert shown(QWEN3, record) == shown(QWEN3, record, "drop") == plain
     kept = shown(QWEN3, record, "keep")
     assert kept == "".join(
         [parts[0], "<think>\nuse it\n</think>\n\n", parts[1], "<think>\ntwo\n</think>\n\n", parts[2], parts[3]]
     ).replace("\u00e9", "\ufffd\ufffd")
-    for name in ("reasoning", "thinking"):  # other names of the same
+    for name in ("reasoning", "thinking"):  # other names of reasoning_content
         renamed = [{name if k == "reasoning_content" else k: v for k, v in m.items()} for m in record["messages"]]
         assert shown(QWEN3, {**record, "messages": renamed}, "keep") == kept
     talk = messages("a", "<think>why</think>\n\nb", "c", "<think>so</think>d")
@@ -182,7 +183,7 @@ def test_the_token_that_ends_a_turn(folder):
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_what_the_template_leaves_out_is_refused(shown, template):
-    """An answer that is only a call would else be learnt as an empty one."""
+    """An answer that is only a call would be learnt as an empty answer otherwise."""
     call, thought = {"function": {"name": "add", "arguments": {}}}, {"reasoning_content": "so"}
     question, answer = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
     called = [question, {**answer, "content": "", "tool_calls": [call]}, {"role": "tool", "content": "2"}, answer]
@@ -211,7 +212,7 @@ def test_marked_templates_have_the_mask_of_transformers(shown, folder):
         expected = theirs.apply_chat_template(
             talk, chat_template=MARKED, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
         )
-        for template in (MARKED, CHATML):  # the second shows its turns without marks
+        for template in (MARKED, CHATML):  # CHATML has no marks, and the same turns
             (folder / "chat_template.jinja").write_text(template)
             ids, masked = ChatTemplate(load_tokenizer(str(folder))).encode({"messages": talk}, "")
             assert ids.tolist() == expected["input_ids"]
@@ -258,7 +259,7 @@ def test_bad_messages(folder, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALK, "tools": "x"}))
     with pytest.raises(ValueError, match=r'a\.jsonl:1: "tools" must be a list of objects'):
         load_documents(str(tmp_path / "a.jsonl"), tokenizer, 300)
-    depth = sys.getrecursionlimit() - 40  # which torch.compile raises, if a test before this one has used it
+    depth = sys.getrecursionlimit() - 40  # torch.compile raises it, if an earlier test has used that
     (tmp_path / "a.jsonl").write_text(good[:-1] + ', "tools": [{"a": ' + "[" * depth + "]" * depth + "}]}")
     with pytest.raises(ValueError, match=r"a\.jsonl:1: (objects within objects|not JSON)"):
         load_documents(str(tmp_path / "a.jsonl"), tokenizer, 300)
@@ -277,12 +278,6 @@ def test_bad_messages(folder, tmp_path):
         ("{{ messages.__init__.__globals__ }}", "unsafe"),
         ("{% include '/etc/passwd' %}", "fails: no loader"),
         ("{{ messages.append(1) }}", "unsafe|not safely callable"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than 0.2 s"),
-        ("{% set n = namespace(x='aa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "than 64 MiB"),
-        ("{{ 'a' * 10 ** 12 }}", "a number too large"),
-        ("{{ 2 | round(400000000, 'floor') }}", "a number too large"),
-        ("{{ 'a' * 1000000000000 }}", "more than 64 MiB"),
-        ("{{ 'a'.ljust(1000000000000) }}", "more than 64 MiB"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{{ raise_exception('no system\nhere') }}", "fails: no system"),
         ("{{ nothing.at.all }}", "'nothing' is undefined"),
@@ -291,19 +286,31 @@ def test_bad_messages(folder, tmp_path):
         ("{{ " + "(" * 100_000, "cannot be read"),
         ("x", "does not write each message once"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not show where the assistant's turns begin"),
-        ("x" * (2**20 + 1), "has 1048577 characters, more than 1048576"),
     ],
 )
-def test_hostile_templates(shown, monkeypatch, template, message):
-    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.2)
-    monkeypatch.setattr(chat, "RENDER_BYTES", 2**26)
+def test_hostile_templates(shown, template, message):
     with pytest.raises(ValueError, match=message) as error:
         shown(template, TALK)
     assert "chat_template.jinja" in str(error.value) and len(str(error.value)) < 500 and "\n" not in str(error.value)
 
 
+def test_sigterm_ends_a_template_that_does_not_end(folder):
+    """The template compares huge strings, in a loop of C code that runs none of Python's handlers of signals."""
+    endless = "{% set a = 'a' * 10000000 %}{{ (a ~ 'b') in ([a ~ 'c'] * 10000000) }}"
+    (folder / "chat_template.jinja").write_text(endless)
+    code = "import sys; from training.data import chat, tokenizer; print('opened', flush=True); "
+    code += "chat.ChatTemplate(tokenizer.load_tokenizer(sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "opened\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.terminate()
+        assert process.wait(10) == -signal.SIGTERM
+
+
 def test_templates_whose_turns_run_on_or_vanish(shown):
-    """What two short chats show is held against each chat."""
+    """The borders learnt from two short chats are looked for in each chat."""
     unended = CHATML.replace("'<|im_end|>\n' }}", "('' if m.content == 'Hello. ' else '<|im_end|>\n') }}")
     with pytest.raises(ValueError, match=r"a\.jsonl:7: turn 1 of the assistant does not end with '<\|im_end\|>'"):
         shown(unended, TALK)
