@@ -69,7 +69,7 @@ def count_tokens(way: str, path: Path, arguments: argparse.Namespace) -> tuple[i
             context_length=arguments.context_length, seed=0, overlong="drop",
         )  # fmt: skip
     loader, count = PackedLoader(store, packing, 1, 0, 1), packing.sequences_per_epoch
-    tokens = sum(stop - start for index in range(count) for _, start, stop in packing.pieces(0, index))
+    tokens = sum(stop - start for index in range(count) for _, start, stop in packing.spans(0, index))
     return count, tokens, sum(batch.num_valid_tokens for batch in loader.next_step(count))
 
 

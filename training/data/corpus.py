@@ -1,4 +1,4 @@
-"""The data of a run: what --data names, in memory or prepared on disk, its held-out share, and its packing."""
+"""The data of a run: the stores at the paths of --data, the held-out share, and the packing."""
 
 import logging
 from pathlib import Path
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_stores(paths: list[str] | None, tokenizer, vocab_size: int, reasoning: str = "template") -> list[Store]:
-    """A store for each path; without paths that of the default corpus. Prepared sets stay on disk."""
+    """Returns a store for each path; without paths, for the default corpus. Prepared sets stay on disk."""
     stores: list[Store] = []
     for path in paths or (None,):
         if path is not None and is_prepared(Path(path)):
@@ -27,7 +27,7 @@ def open_stores(paths: list[str] | None, tokenizer, vocab_size: int, reasoning: 
 
 
 def parse_weights(text: str, count: int) -> list[float]:
-    """Numbers above 0 from a text as "3,1", one for each of `count` paths. Raises UserError."""
+    """Returns `count` numbers above 0 from a text such as "3,1", a weight for each path. Raises UserError."""
     try:
         weights = [float(part) for part in text.split(",")]
     except ValueError:
@@ -45,12 +45,15 @@ def pack(
     train: Selection, stores: list[Store], context_length: int, seed: int,
     kind: str | None = None, overlong: str | None = None, weights: list[float] | None = None,
 ) -> Packing:  # fmt: skip
-    """The packing of the training documents, of each path by itself where `weights` mix the paths.
+    """Packs the training documents: all together, or each path by itself if `weights` mix the paths.
 
     Args:
-        train: of the stores' documents, joined.
+        train: the training documents of the joined stores.
         kind: "best_fit", "concatenate", or None: best_fit for data with samples, which must not be cut.
-        overlong: of BestFitPacking; None: "refuse".
+        overlong: "refuse", "drop" or "split" documents longer than context_length; None: "refuse".
+
+    Raises:
+        UserError: documents are longer than context_length, `overlong` has no effect, or a path has no document left.
     """
     borders = np.cumsum([0] + [len(store.lengths) for store in stores])
     firsts = np.searchsorted(train.documents, borders) if weights else np.array([0, len(train.documents)])
@@ -72,7 +75,7 @@ def pack(
 def _best_fit(
     train: Selection, lengths: np.ndarray, first: int, context_length: int, seed: int, overlong: str
 ) -> BestFitPacking:
-    """Of the documents `first`, `first` + 1, ... of `train`. Says what becomes of those that no sequence holds."""
+    """Packs the documents `first`, `first` + 1, ... of `train`, which have these lengths. Logs what it leaves out."""
     too_long = (lengths > context_length).nonzero()[0]
     if len(too_long):
         document = int(too_long[0])
@@ -95,7 +98,7 @@ def load_corpus(
     paths: list[str], tokenizer, vocab_size: int, *, validation_fraction: float, context_length: int, seed: int,
     reasoning: str | None = None, packing: str | None = None, overlong: str | None = None, weights: str | None = None,
 ) -> tuple[Selection, Selection, Packing]:  # fmt: skip
-    """(training documents, held-out documents, packing of the training documents) of a run's settings."""
+    """Returns (training documents, held-out documents, packing of the training documents) for a run's settings."""
     shares = None if weights is None else parse_weights(weights, len(paths))
     stores = open_stores(paths, tokenizer, vocab_size, reasoning or "template")
     if reasoning and not any(store.are_samples for store in stores if isinstance(store, TokenStore)):

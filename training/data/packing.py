@@ -1,9 +1,10 @@
-"""Packing: which pieces of which documents make each training sequence, decided from the documents' lengths alone.
+"""Packing: training sequences made of spans of documents, decided from the documents' lengths alone.
 
-A piece (document, start, stop) is the tokens at positions start .. stop - 1 of a document.
+A span (document, start, stop) is the tokens at positions start .. stop - 1 of a document.
 """
 
 import bisect
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,46 +14,42 @@ import numpy as np
 from training.host.errors import UserError
 
 PACKINGS = ("best_fit", "concatenate")
-PADDING_TOKENS = 1024  # of a document of padding at most: long ones would cost attention as others do
-Piece = tuple[int, int, int]
+PADDING_TOKENS = 1024  # at most, in a document of padding: attention over a long one would cost time
+Span = tuple[int, int, int]
 
 
 class Packing(Protocol):
-    """Endless sequences of pieces, epoch by epoch. ConcatenatedPacking says what each attribute is."""
+    """Endless sequences of spans, epoch by epoch. ConcatenatedPacking explains the attributes."""
 
     context_length: int
     identity: dict
     sequences_per_epoch: int
     longest_document: int
 
-    def pieces(self, epoch: int, index: int) -> list[Piece]: ...
+    def spans(self, epoch: int, index: int) -> list[Span]: ...
 
     def document_lengths(self) -> tuple[np.ndarray, np.ndarray]: ...
 
 
-def check_context_length(context_length: int) -> None:
-    if context_length < 2:
-        raise UserError(f"context_length must be at least 2 (a token and the one it predicts): {context_length}")
-
-
 def padding_lengths(count: int) -> list[int]:
-    """Of `count` tokens of padding, which are documents of PADDING_TOKENS, the last perhaps shorter."""
+    """Returns the lengths of the documents that make up `count` tokens of padding: 2,500 gives [1024, 1024, 452]."""
     return [min(PADDING_TOKENS, count - start) for start in range(0, count, PADDING_TOKENS)]
 
 
 def deal(costs: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Which of a step's sequences each rank takes, so that in every micro-batch ranks finish together.
+    """Deals a step's sequences to ranks, so that the ranks finish every micro-batch together.
 
-    In the order of their costs, each num_ranks neighbours make a row, of which rank r takes the one at r; every second
-    row is turned round, so that no rank gets the costlier one each time. One rank keeps the order as it is. For costs
-    [7, 1, 5, 2] and 2 ranks this is [[1, 3], [0, 2]]: rank 0 takes costs 1, then 7, rank 1 takes 2, then 5.
+    Sequences are sorted by cost, and each num_ranks neighbours make a row: rank r takes the sequence at place r of each
+    row. Every second row is reversed, so that no rank gets the costlier sequence each time. A single rank keeps the
+    order as it is. For costs [7, 1, 5, 2] and 2 ranks this is [[1, 3], [0, 2]]: rank 0 takes costs 1, then 7, rank 1
+    takes 2, then 5.
 
     Args:
-        costs: number [..., N], of each sequence; N is a multiple of num_ranks.
+        costs: number [..., N], each sequence's cost; N is a multiple of num_ranks.
 
     Returns:
-        int64 [..., N / num_ranks, num_ranks], positions in `costs`; a micro-batch is as many neighbouring rows as a
-        rank has sequences in it.
+        int64 [..., N / num_ranks, num_ranks], positions in `costs`. A micro-batch of b sequences on each rank is b
+        neighbouring rows.
     """
     order = np.argsort(costs, axis=-1, kind="stable") if num_ranks > 1 else np.indices(costs.shape)[-1]
     rows = order.reshape(*costs.shape[:-1], -1, num_ranks)
@@ -61,19 +58,19 @@ def deal(costs: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 class Stream:
-    """Documents one after the other in a given order, from which pieces are cut only when they are asked for.
+    """Documents one after the other in a given order. Spans are cut from it when they are asked for.
 
     Args:
         lengths: int64 [N], tokens of each document.
-        order: int64 [N], the documents' numbers, in the order in which they follow each other.
+        order: int64 [N], the documents' numbers in their order.
     """
 
     def __init__(self, lengths: np.ndarray, order: np.ndarray):
         self.order, self.ends = order, np.cumsum(lengths[order])
         self._starts = self.ends - lengths[order]
 
-    def cut(self, start: int, stop: int) -> list[Piece]:
-        """The pieces at positions start .. stop - 1 of the stream, or up to its end.
+    def cut(self, start: int, stop: int) -> list[Span]:
+        """Returns the spans at positions start .. stop - 1 of the stream, or up to its end.
 
         For documents of 3 and 5 tokens in this order, cut(2, 6) is [(0, 2, 3), (1, 0, 3)].
         """
@@ -83,29 +80,28 @@ class Stream:
 
 
 class ConcatenatedPacking:
-    """An epoch is one stream: the documents in random order, cut every context_length tokens.
+    """Packs documents end to end: an epoch is a stream of them in random order, cut every context_length tokens.
 
-    The sequences are taken in random order, so that a batch is not one document; a document that is cut goes on in the
-    next sequence as a new segment. The incomplete sequence at an epoch's end is dropped; the next epoch's order drops
-    other tokens.
+    The sequences are taken in random order, too, so that a batch is not one document. A document that is cut goes on in
+    another sequence as a new segment. The incomplete sequence at an epoch's end is dropped; another epoch, whose order
+    differs, drops other tokens.
 
     Args:
         lengths: int64 [N], tokens of each document, its end included.
         context_length: tokens of a sequence, at least 2.
-        seed: of both orders, which are drawn anew from (seed, epoch).
+        seed: each epoch's orders are drawn from (seed, epoch).
 
     Attributes:
         context_length: as given.
-        identity: what decides the sequences besides the corpus; a resumed run must have the same.
+        identity: the settings that decide the sequences of a given corpus; a resumed run must have the same.
         sequences_per_epoch: full sequences of context_length tokens.
-        longest_document: tokens of the longest document, as far as a sequence can hold it.
+        longest_document: tokens of the longest document, at most context_length.
 
     Raises:
-        UserError: a context_length below 2, or a corpus shorter than one sequence.
+        UserError: the corpus is shorter than one sequence.
     """
 
     def __init__(self, lengths: np.ndarray, context_length: int, seed: int):
-        check_context_length(context_length)
         self.context_length, self.seed, self._lengths = context_length, seed, lengths
         self.identity = {"context_length": context_length, "seed": seed, "packing": "concatenate"}
         self.sequences_per_epoch = int(lengths.sum()) // context_length
@@ -115,18 +111,18 @@ class ConcatenatedPacking:
                 f"{context_length}; lower --context_length or give more --data"
             )
         self.longest_document = min(context_length, int(lengths.max()))
-        self._drawn: tuple[int, Stream, np.ndarray] | None = None  # of the epoch that was asked for last
+        self._draw = functools.lru_cache(maxsize=1)(self._draw_anew)
 
-    def pieces(self, epoch: int, index: int) -> list[Piece]:
-        """The pieces of an epoch's sequence `index`, 0 .. sequences_per_epoch - 1, context_length tokens together."""
+    def spans(self, epoch: int, index: int) -> list[Span]:
+        """Returns the spans of an epoch's sequence `index`, context_length tokens together."""
         stream, places = self._draw(epoch)
         start = int(places[index]) * self.context_length
         return stream.cut(start, start + self.context_length)
 
     def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, sequence), int64 [P] each, of the pieces of the first epoch; sequences count as they are taken.
+        """Returns (tokens, sequence) of each span of the first epoch, int64 [P] both, `sequence` being its index.
 
-        For documents of 3 and 5 tokens and a context_length of 4: ([3, 1, 4], [0, 0, 1]).
+        Documents of 3 and 5 tokens and a context_length of 4 give ([3, 1, 4], [0, 0, 1]).
         """
         stream, places = self._draw(0)
         last = self.sequences_per_epoch * self.context_length
@@ -135,40 +131,38 @@ class ConcatenatedPacking:
         order = np.argsort(places)
         return np.diff(stops, prepend=0), order[(stops - 1) // self.context_length]
 
-    def _draw(self, epoch: int) -> tuple[Stream, np.ndarray]:
-        """The epoch's stream of documents, and the place in it of each of the epoch's sequences."""
-        drawn = self._drawn  # read once: another thread may ask for another epoch
-        if drawn is None or drawn[0] != epoch:
-            random = np.random.default_rng([self.seed, epoch])
-            stream = Stream(self._lengths, random.permutation(len(self._lengths)))
-            drawn = self._drawn = epoch, stream, random.permutation(self.sequences_per_epoch)
-        return drawn[1], drawn[2]
+    def _draw_anew(self, epoch: int) -> tuple[Stream, np.ndarray]:
+        """Returns an epoch's stream of documents, and each sequence's place in it, counted in sequences."""
+        random = np.random.default_rng([self.seed, epoch])
+        stream = Stream(self._lengths, random.permutation(len(self._lengths)))
+        return stream, random.permutation(self.sequences_per_epoch)
 
 
 class BestFitPacking:
-    """Whole documents together in a sequence, placed by best-fit decreasing; what stays free is padding.
+    """Packs whole documents by best-fit decreasing; the rest of each sequence is padding.
 
-    From the longest document to the shortest, each goes into the sequence with the least room that still holds it. How
-    many sequences that makes depends on the lengths alone; which documents of a length meet is drawn anew for each
-    epoch, and so is the order of the sequences.
+    From the longest document to the shortest, each goes into the sequence with the least room that still holds it. The
+    number of sequences depends on the lengths alone. For each epoch it is drawn anew which documents of a length meet,
+    and in which order the sequences are taken.
 
     Args:
-        lengths, context_length, seed: as of ConcatenatedPacking.
-        split: cut documents longer than context_length into pieces of it and a rest; otherwise they are left out.
+        lengths, context_length, seed: see ConcatenatedPacking.
+        split: cut longer documents every context_length tokens. Without it they are left out.
 
-    Attributes: as of ConcatenatedPacking, and filled: the share of the sequences' tokens that is no padding.
+    Attributes:
+        context_length, identity, sequences_per_epoch, longest_document: see ConcatenatedPacking.
+        filled: share of the sequences' tokens that are not padding.
 
     Raises:
-        UserError: a context_length below 2, or no document that fits.
+        UserError: no document fits.
     """
 
     def __init__(self, lengths: np.ndarray, context_length: int, seed: int, split: bool = False):
-        check_context_length(context_length)
         self.context_length, self.seed = context_length, seed
         name = "best_fit, split" if split else "best_fit"
         self.identity = {"context_length": context_length, "seed": seed, "packing": name}
         document = np.arange(len(lengths)) if split else (lengths <= context_length).nonzero()[0]
-        # Of a document of 10 tokens and a context_length of 4 the pieces start at 0, 4 and 8.
+        # Spans of a document of 10 tokens start at 0, 4 and 8 if context_length is 4.
         count = -(-lengths[document] // context_length)
         document = np.repeat(document, count)
         start = context_length * (np.arange(len(document)) - np.repeat(np.cumsum(count) - count, count))
@@ -178,15 +172,15 @@ class BestFitPacking:
         if not len(sizes):
             raise UserError(f"no document fits into context_length {context_length}; raise it, or --overlong split")
         sequence = best_fit(self._sizes, context_length)
-        self._places = np.argsort(sequence, kind="stable")  # places in the order of sizes, sequence after sequence
+        self._places = np.argsort(sequence, kind="stable")  # indices into `_sizes`, sequence after sequence
         self._borders = np.concatenate([[0], np.cumsum(np.bincount(sequence))])
         self.sequences_per_epoch = len(self._borders) - 1
         self.longest_document = int(self._sizes[0])
         self.filled = int(self._sizes.sum()) / (self.sequences_per_epoch * context_length)
-        self._drawn: tuple[int, np.ndarray, np.ndarray] | None = None
+        self._draw = functools.lru_cache(maxsize=1)(self._draw_anew)
 
-    def pieces(self, epoch: int, index: int) -> list[Piece]:
-        """The pieces of an epoch's sequence `index`, at most context_length tokens together."""
+    def spans(self, epoch: int, index: int) -> list[Span]:
+        """Returns the spans of an epoch's sequence `index`, at most context_length tokens together."""
         order, sequences = self._draw(epoch)
         places = self._places[self._borders[sequences[index]] : self._borders[sequences[index] + 1]]
         chosen = order[places]
@@ -194,40 +188,37 @@ class BestFitPacking:
         return list(zip(*(x.tolist() for x in (self._document[chosen], starts, starts + self._sizes[chosen]))))
 
     def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """As of ConcatenatedPacking; a sequence's documents of padding are behind all others."""
+        """Returns (tokens, sequence) as ConcatenatedPacking does; documents of padding come last."""
         _, sequences = self._draw(0)
-        taken = np.argsort(sequences)  # by sequence, when it is taken
-        sizes, of_piece = self._sizes[self._places], np.repeat(taken, np.diff(self._borders))
+        taken = np.argsort(sequences)  # the index at which each sequence is taken
+        sizes, of_span = self._sizes[self._places], np.repeat(taken, np.diff(self._borders))
         free = self.context_length - np.add.reduceat(sizes, self._borders[:-1])
         padding = [padding_lengths(count) for count in free.tolist()]
         counts = [len(each) for each in padding]
         sizes = np.concatenate([sizes, np.fromiter(itertools.chain.from_iterable(padding), sizes.dtype)])
-        return sizes, np.concatenate([of_piece, np.repeat(taken, counts)])
+        return sizes, np.concatenate([of_span, np.repeat(taken, counts)])
 
-    def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each place in the order of sizes the piece that has it, and for each index the epoch's sequence."""
-        drawn = self._drawn
-        if drawn is None or drawn[0] != epoch:
-            random = np.random.default_rng([self.seed, epoch])
-            order = np.lexsort((random.random(len(self._sizes)), -self._sizes))
-            drawn = self._drawn = epoch, order, random.permutation(self.sequences_per_epoch)
-        return drawn[1], drawn[2]
+    def _draw_anew(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (the span at each place by size, drawn among equal sizes; the sequence at each index)."""
+        random = np.random.default_rng([self.seed, epoch])
+        order = np.lexsort((random.random(len(self._sizes)), -self._sizes))
+        return order, random.permutation(self.sequences_per_epoch)
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """The bin of each item, where each item goes into the bin with the least room that holds it, else into a new one.
+    """Puts items into bins: each goes into the bin with the least room that holds it, or into a new bin.
 
-    Bins with the same room are taken together: n items of size 3 fill a bin with room for 7 by twos, so that a million
-    items of a hundred sizes take a few thousand rounds.
+    Items of one size and bins of one room are taken together. Items of size 3 go in pairs into bins with room for 7, so
+    that a million items of a hundred sizes take a few thousand rounds.
 
     Args:
         sizes: int64 [N], descending, 1 .. capacity.
 
     Returns:
-        int64 [N]. For sizes [5, 3, 3, 2, 1] and capacity 6 this is [0, 1, 1, 2, 0].
+        int64 [N], the bin of each item. For sizes [5, 3, 3, 2, 1] and capacity 6 this is [0, 1, 1, 2, 0].
     """
     bins = np.empty(len(sizes), dtype=np.int64)
-    rooms: list[int] = []  # that some bin has, ascending
+    rooms: list[int] = []  # ascending, each the room of some bin
     of_room: dict[int, list[np.ndarray]] = {}
     opened, position = 0, 0
 
@@ -264,17 +255,17 @@ MIX_PERIOD = 10_000
 
 
 class MixedPacking:
-    """Sequences of several packings in turn, in shares that weights give. A packing that ends begins its next epoch.
+    """Takes sequences of several packings in turn, in shares given by weights. A packing that ends begins anew.
+
+    An epoch has as many sequences as the epochs of all packings together. Attributes: see ConcatenatedPacking.
 
     Args:
-        packings: of the same context_length.
-        first_documents: what is added to the numbers of each packing's documents.
-        weights: numbers above 0, of which only the ratios matter.
-
-    Attributes: as of ConcatenatedPacking. An epoch has as many sequences as an epoch of each packing together.
+        packings: packings of the same context_length.
+        first_documents: offset of each packing's document numbers.
+        weights: numbers above 0; their ratios matter.
 
     Raises:
-        UserError: a weight below a 10,000th of all.
+        UserError: a weight is below a 10,000th of their sum.
     """
 
     def __init__(self, packings: Sequence[Packing], first_documents: np.ndarray, weights: list[float]):
@@ -284,40 +275,40 @@ class MixedPacking:
         self.identity["data_weights"] = ",".join(f"{weight:g}" for weight in weights)
         self.sequences_per_epoch = sum(packing.sequences_per_epoch for packing in packings)
         self.longest_document = max(packing.longest_document for packing in packings)
-        # How many of each MIX_PERIOD sequences are of a packing; the largest remainders are rounded up.
+        # Sequences of each packing among every MIX_PERIOD; the largest remainders are rounded up.
         exact = MIX_PERIOD * np.array(weights) / sum(weights)
         counts = exact.astype(int)
         counts[np.argsort(counts - exact)[: MIX_PERIOD - counts.sum()]] += 1
         if not counts.all():
             raise UserError(f"data_weights: {weights[int(counts.argmin())]:g} is less than 1 / {MIX_PERIOD:,} of all")
-        # The k-th of n sequences of a packing belongs at (k + 1/2) / n of the period.
+        # Sequence k of a packing's n is due at (k + 1/2) / n of the period.
         packing = np.repeat(np.arange(len(counts)), counts)
         within = np.arange(MIX_PERIOD) - np.repeat(np.cumsum(counts) - counts, counts)
         self._turns = packing[np.argsort((within + 0.5) / counts[packing], kind="stable")]
         is_turn = self._turns == np.arange(len(counts))[:, None]
-        self._before = np.cumsum(is_turn, axis=1) - is_turn  # [packings, MIX_PERIOD], of the turns of a period
+        self._before = np.cumsum(is_turn, axis=1) - is_turn  # [packings, MIX_PERIOD]: turns earlier in the period
         self._counts = counts
 
     def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For places in the order over all epochs: which packing has them, and the place in its own order."""
+        """Returns the packing at each place of the order over all epochs, and the place in that packing's own order."""
         periods, within = np.divmod(indices, MIX_PERIOD)
         packing = self._turns[within]
         return packing, periods * self._counts[packing] + self._before[packing, within]
 
-    def pieces(self, epoch: int, index: int) -> list[Piece]:
-        """The pieces of an epoch's sequence `index`."""
+    def spans(self, epoch: int, index: int) -> list[Span]:
+        """Returns the spans of an epoch's sequence `index`."""
         which, place = (int(x) for x in self._locate(np.array(epoch * self.sequences_per_epoch + index)))
         packing, first = self._packings[which], self._first_documents[which]
-        found = packing.pieces(*divmod(place, packing.sequences_per_epoch))
+        found = packing.spans(*divmod(place, packing.sequences_per_epoch))
         return [(document + first, start, stop) for document, start, stop in found]
 
     def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """As of ConcatenatedPacking; of a packing that begins anew in the epoch, its first epoch's lengths again."""
+        """Returns (tokens, sequence) as ConcatenatedPacking does; a packing's second epoch counts as its first."""
         which, _ = self._locate(np.arange(self.sequences_per_epoch))
         all_lengths, all_sequences = [], []
         for number, packing in enumerate(self._packings):
             lengths, sequences = packing.document_lengths()
-            taken = (which == number).nonzero()[0]  # in the mixture's order, ascending also in the packing's
+            taken = (which == number).nonzero()[0]  # ascending in the mixture's order, and so in the packing's
             for start in range(0, len(taken), packing.sequences_per_epoch):
                 of_epoch = taken[start : start + packing.sequences_per_epoch]
                 is_taken = sequences < len(of_epoch)

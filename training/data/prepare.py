@@ -1,8 +1,8 @@
-"""Tokenizing a corpus in parallel into a prepared set; prepared.py says what such a folder has in it.
+"""Tokenizes a corpus in parallel into a prepared set; prepared.py describes the folder.
 
-The corpus is cut into parts of about 16 MB, each made by one process and named by a hash of what goes into it: files,
-their sizes and times, the content of tokenizer and chat template, and settings. A part that is there already is not
-made again, so that a run which was stopped goes on, and one after a correction of some files makes their parts alone.
+The corpus is cut into parts of about 16 MB, each made by one process. A part's name is a hash of all that decides its
+content: the files with their sizes and times, tokenizer, chat template and settings. Parts that exist are not made
+again: after a stop the same command goes on, and after a change of some files it makes only the parts of these.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -41,16 +42,23 @@ PART_BYTES = 2**24  # of text
 OURS = re.compile(r"part-[0-9a-f]{16}\.(tokens|documents|json)(\.new)?")
 GOES_ON = "mend that, as by making room, and the same command goes on from here"
 
-# Of a file: (path, its bytes, its time of change in ns, first byte, byte behind the last, number of the first line).
-Piece = tuple[str, int, int, int, int, int]
+
+class Extent(NamedTuple):
+    """A text file, or some whole lines of a .jsonl file."""
+
+    path: str
+    size: int  # bytes of the file, and when it was changed: another file has other parts
+    time_ns: int
+    start: int  # bytes start .. stop - 1 of the file
+    stop: int
+    line: int  # number of the first line; 0 for a text file
 
 
 def prepare(source: Path, out: Path, tokenizer: str, reasoning: str = "template", workers: int = 1) -> dict:
-    """Make a prepared set of `source`, a file or a folder, in the folder `out`; returns its index.
+    """Makes a prepared set of `source`, a file or a folder, in the folder `out`; returns its index.
 
     Raises:
-        UserError: text that cannot be learnt from, with its file and line; another set, or text, in `out`; a worker
-            that died.
+        UserError: a line has nothing to learn; `out` has text or another set in it; a worker died.
     """
     opened, files = load_tokenizer(tokenizer), find_files(source)
     identity = opened.identity + _hash_of_templates(opened)
@@ -68,7 +76,7 @@ def prepare(source: Path, out: Path, tokenizer: str, reasoning: str = "template"
         done |= _make_parts(parts, done, out, (tokenizer, reasoning), workers)
         for file in out.iterdir():
             if OURS.fullmatch(file.name) and file.name.split(".")[0] not in parts:
-                file.unlink()  # of files that have changed since
+                file.unlink()  # its files have changed
         kept = [{"name": name, **done[name]} for name in parts if done[name]["documents"]]
         if not kept:
             raise UserError(f"{source} has no text; give a path that holds some")
@@ -85,7 +93,7 @@ def prepare(source: Path, out: Path, tokenizer: str, reasoning: str = "template"
 
 
 def _hash_of_templates(tokenizer) -> str:
-    """Of the files beside a tokenizer that may hold a chat template."""
+    """Returns a hash of the files beside a tokenizer that may hold a chat template."""
     found = hashlib.sha256()
     for name in ("chat_template.jinja", "tokenizer_config.json") if hasattr(tokenizer, "folder") else ():
         with contextlib.suppress(OSError):
@@ -93,55 +101,57 @@ def _hash_of_templates(tokenizer) -> str:
     return found.hexdigest()
 
 
-def _name_of(pieces: list[Piece], identity: str, reasoning: str) -> str:
-    content = {"format": FORMAT, "pieces": pieces, "identity": identity, "reasoning": reasoning}
+def _name_of(extents: list[Extent], identity: str, reasoning: str) -> str:
+    content = {"format": FORMAT, "pieces": extents, "identity": identity, "reasoning": reasoning}
     return f"part-{hashlib.sha256(canonical(content)).hexdigest()[:16]}"
 
 
-def _bytes_of(pieces: list[Piece]) -> int:
-    return sum(piece[4] - piece[3] for piece in pieces)
+def _bytes_of(extents: list[Extent]) -> int:
+    return sum(extent.stop - extent.start for extent in extents)
 
 
-def _find_parts(files: list[Path], identity: str, reasoning: str) -> dict[str, list[Piece]]:
-    """The parts by their names, with a progress bar: .jsonl files are read for the ends of their lines."""
+def _find_parts(files: list[Path], identity: str, reasoning: str) -> dict[str, list[Extent]]:
+    """Returns the parts by their names. Shows progress, because .jsonl files are read for the ends of their lines."""
     parts = {}
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="finding lines", leave=False) as progress:
-        for pieces in _plan(files):
-            parts[_name_of(pieces, identity, reasoning)] = pieces
-            progress.update(_bytes_of(pieces))
+        for extents in _plan(files):
+            parts[_name_of(extents, identity, reasoning)] = extents
+            progress.update(_bytes_of(extents))
     return parts
 
 
-def _plan(files: list[Path]) -> Iterator[list[Piece]]:
-    """The parts: some whole text files, or some lines of one .jsonl file."""
-    whole: list[Piece] = []
+def _plan(files: list[Path]) -> Iterator[list[Extent]]:
+    """Yields the parts, each some whole text files, or some lines of one .jsonl file."""
+    whole: list[Extent] = []
+    total = 0
     for file in files:
         status = file.stat()
         if file.suffix.lower() == ".jsonl":
             for start, stop, line in _cut_lines(file, status.st_size):
-                yield [(str(file), status.st_size, status.st_mtime_ns, start, stop, line)]
+                yield [Extent(str(file), status.st_size, status.st_mtime_ns, start, stop, line)]
             continue
-        whole.append((str(file), status.st_size, status.st_mtime_ns, 0, status.st_size, 0))
-        if sum(piece[1] for piece in whole) >= PART_BYTES or len(whole) == 10_000:
+        whole.append(Extent(str(file), status.st_size, status.st_mtime_ns, 0, status.st_size, 0))
+        total += status.st_size
+        if total >= PART_BYTES or len(whole) == 10_000:
             yield whole
-            whole = []
+            whole, total = [], 0
     if whole:
         yield whole
 
 
 def _cut_lines(file: Path, size: int) -> Iterator[tuple[int, int, int]]:
-    """(first byte, byte behind the last, number of the first line) of parts of whole lines."""
+    """Yields (start, stop, number of the first line) of stretches of whole lines, at bytes start .. stop - 1."""
     start, line = 0, 1
     with file.open("rb") as stream:
         while start < size:
-            block = stream.read(PART_BYTES) + stream.readline()
-            yield start, start + len(block), line
-            start, line = start + len(block), line + block.count(b"\n")
+            lines = stream.read(PART_BYTES) + stream.readline()
+            yield start, start + len(lines), line
+            start, line = start + len(lines), line + lines.count(b"\n")
 
 
 def _read_part(path: Path) -> dict | None:
-    """The summary of a part that is complete."""
+    """Returns a part's summary, or None if the part is not complete."""
     try:
         found = json.loads(path.with_suffix(".json").read_bytes())["summary"]
         sizes = [path.with_suffix(kind).stat().st_size for kind in (".tokens", ".documents")]
@@ -151,15 +161,15 @@ def _read_part(path: Path) -> dict | None:
 
 
 def _make_parts(
-    parts: dict[str, list[Piece]], done: dict[str, dict], out: Path, settings: tuple[str, str], workers: int
+    parts: dict[str, list[Extent]], done: dict[str, dict], out: Path, settings: tuple[str, str], workers: int
 ) -> dict[str, dict]:
-    """Make the parts that are not done in parallel, with a progress bar; returns their summaries."""
+    """Makes the parts that are not done, in parallel and with a progress bar; returns their summaries."""
     made: dict[str, dict] = {}
     missing = [name for name in parts if name not in done]
     if not missing:
         return made
     total, before = sum(map(_bytes_of, parts.values())), sum(_bytes_of(parts[name]) for name in done)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core is parallel enough
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process
     context = multiprocessing.get_context("forkserver")
     pool = ProcessPoolExecutor(min(workers, len(missing)), context, _open_reader, settings)
     try:
@@ -183,10 +193,10 @@ _reader: DocumentReader | None = None  # a worker's
 
 
 def _open_reader(path: str, reasoning: str) -> None:
-    """Called once in each worker."""
+    """Prepare a worker, which calls this once."""
     global _reader
     if multiprocessing.parent_process() is not None:
-        # So that ^C ends a worker; KeyboardInterrupt would end the part at hand only, and the next would begin.
+        # Ctrl-C ends the worker. KeyboardInterrupt would end the part at hand, and the worker would begin the next.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         threading.Thread(target=_end_with_parent, daemon=True).start()
     tokenizer = load_tokenizer(path)
@@ -194,36 +204,35 @@ def _open_reader(path: str, reasoning: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Without this a worker whose parent was killed would wait for work forever."""
+    """End this worker when its parent ends: without the parent it would wait for work for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-def _read_piece(piece: Piece, reader: DocumentReader) -> Iterator[Document]:
-    path, size, time, start, stop, line = piece
-    status = os.stat(path)
-    if (status.st_size, status.st_mtime_ns) != (size, time):
+def _read_extent(extent: Extent, reader: DocumentReader) -> Iterator[Document]:
+    path, status = Path(extent.path), os.stat(extent.path)
+    if (status.st_size, status.st_mtime_ns) != (extent.size, extent.time_ns):
         raise UserError(f"{path} has changed since the command began: start it again, it goes on from here")
-    if not line:
-        yield from reader.read(Path(path))
+    if not extent.line:
+        yield from reader.read(path)
         return
-    with open(path, "rb") as stream:
-        stream.seek(start)
-        yield from reader.read_lines(stream.read(stop - start), Path(path), line)
+    with path.open("rb") as stream:
+        stream.seek(extent.start)
+        yield from reader.read_lines(stream.read(extent.stop - extent.start), path, extent.line)
 
 
-def _make_part(path: Path, pieces: list[Piece]) -> dict:
-    """Write a part's three files, the .json last; returns its summary."""
+def _make_part(path: Path, extents: list[Extent]) -> dict:
+    """Writes a part's three files, the .json last; returns its summary."""
     assert _reader is not None
     eos_id = np.array([_reader.eos_id], dtype=TOKEN)
     rows, targets, largest, end, are_samples = [], 0, 0, 0, False
     digest = hashlib.sha256()
     try:
         with path.with_suffix(".tokens.new").open("wb") as stream:
-            for number, piece in enumerate(pieces):
-                for document in _read_piece(piece, _reader):
+            for number, extent in enumerate(extents):
+                for document in _read_extent(extent, _reader):
                     tokens = document.tokens.astype(TOKEN)
                     largest = max(largest, int(tokens.max(initial=0)))
                     if document.masked is not None:
@@ -233,7 +242,7 @@ def _make_part(path: Path, pieces: list[Piece]) -> dict:
                     stream.write(tokens.data)
                     digest.update(tokens.data)
                     end, targets = end + len(tokens), targets + int((tokens[1:] < MASKED).sum())
-                    line = int(document.source.rpartition(":")[2]) if piece[5] else 0
+                    line = int(document.source.rpartition(":")[2]) if extent.line else 0
                     rows.append((end, number, line))
             stream.flush()
             os.fsync(stream.fileno())
@@ -245,14 +254,14 @@ def _make_part(path: Path, pieces: list[Piece]) -> dict:
             "are_samples": are_samples,
             "sha256": {".tokens": digest.hexdigest(), ".documents": hashlib.sha256(table).hexdigest()},
         }  # fmt: skip
-        _write(path.with_suffix(".json"), json.dumps({"pieces": pieces, "summary": summary}).encode())
+        _write(path.with_suffix(".json"), json.dumps({"pieces": extents, "summary": summary}).encode())
     except OSError as error:
         raise UserError(f"cannot make {path}: {error.strerror}; {GOES_ON}") from None
     return summary
 
 
 def _write(file: Path, content: bytes) -> None:
-    """A file that is either complete, on the disk, or not there. Raises UserError, as of a full disk."""
+    """Write a file and rename it when it is on the disk, so that it is complete or absent. Raises UserError."""
     new = file.with_name(file.name + ".new")
     try:
         with new.open("wb") as stream:
@@ -265,7 +274,7 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def histogram(lengths: np.ndarray) -> str:
-    """The lengths of documents as a table: by powers of two, a bar for the share of the tokens."""
+    """Returns the lengths of documents as a table by powers of two, with bars for the shares of the tokens."""
     exponents = np.log2(lengths).astype(int)
     quantiles = np.quantile(lengths, [0.5, 0.95]).astype(int)
     lines = [
@@ -282,7 +291,7 @@ def histogram(lengths: np.ndarray) -> str:
 
 
 def draw_histogram(lengths: np.ndarray, file: Path) -> bool:
-    """The same as a picture; False where matplotlib is not installed."""
+    """Draws `histogram` as a picture; returns False if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

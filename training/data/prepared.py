@@ -1,13 +1,13 @@
-"""A prepared set: a corpus as tokens in a folder, which `python -m training.data prepare` makes and training maps.
+"""A prepared set: a corpus as tokens in a folder, made by `python -m training.data prepare` and mapped by training.
 
-The folder has set.json, which is written last, and of each part of the corpus
+The folder has set.json, which is written last, and three files for each part of the corpus, little-endian:
 
-    part-<16 digits>.tokens     uint32 [tokens]; the top bit says that a token is no target
-    part-<16 digits>.documents  int64 [documents, 3]: where a document ends in .tokens, and which line (0: all) of which
-                                of the part's files it is
-    part-<16 digits>.json       what the part was made of and has in it; written when the other two are complete
+- part-<16 digits>.tokens: uint32 [tokens]. The top bit marks a token that is not a target.
+- part-<16 digits>.documents: int64 [documents, 3]. A row is a document's end in .tokens, the number of its file among
+  the part's files, and the number of its line, 0 for a whole file.
+- part-<16 digits>.json: the part's files and its summary, written when the other two are complete.
 
-all of it little-endian. In memory a set takes 16 bytes a document, whatever its tokens take.
+In memory a set takes 16 bytes per document, however long its documents are.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from training.data.tokenizer import check_ids
 from training.data.tokens import Store
 from training.host.errors import UserError
 from training.host.files import read_file
@@ -25,14 +26,17 @@ from training.host.files import read_file
 FORMAT = "fathom tokens 1"
 INDEX = "set.json"
 TOKEN, DOCUMENT = np.dtype("<u4"), np.dtype("<i8")
-MASKED = 1 << 31  # the bit of a token that is no target
-MOST_INDEX_BYTES = 2**26  # an index has 200 bytes for 16 MB of text
+MASKED = 1 << 31  # set in tokens that are not targets
+MOST_INDEX_BYTES = 2**26  # set.json grows by 200 bytes per 16 MB of text
 PART_NAME = re.compile(r"part-[0-9a-f]{16}")
+# Types of the values by which a set is opened, in set.json and for each of its parts.
+SET_TYPES = {"tokenizer": str, "tokenizer_name": str, "are_samples": bool, "parts": list}
+PART_TYPES = {"name": str, "documents": int, "tokens": int, "largest_id": int, "sha256": dict}
 AGAIN = "delete the set, and prepare it again"
 
 
 def canonical(value: dict | list) -> bytes:
-    """JSON of which a hash is taken: the same bytes for the same value."""
+    """Returns JSON to take a hash of: the same bytes for the same value."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -41,7 +45,7 @@ def hash_of_index(index: dict) -> str:
 
 
 def is_prepared(path: Path) -> bool:
-    """Raises UserError where preparing has begun and not ended."""
+    """Whether a folder is a prepared set. Raises UserError if `prepare` has begun to make it and not ended."""
     if (path / INDEX).exists():
         return True
     if any(path.glob("part-*.tokens*")):
@@ -50,10 +54,11 @@ def is_prepared(path: Path) -> bool:
 
 
 def read_index(folder: Path) -> dict:
-    """A set's set.json, of the form that prepare.py writes, undamaged.
+    """Returns the content of a set's set.json.
 
     Raises:
-        UserError: another form, a size that no index has, a part outside the folder, or a hash that does not fit.
+        UserError: it is larger than any index, has another format or types, is damaged, or names a part outside the
+            folder.
     """
     file = folder / INDEX
     if file.exists() and file.stat().st_size > MOST_INDEX_BYTES:
@@ -64,24 +69,23 @@ def read_index(folder: Path) -> dict:
         raise error if isinstance(error, UserError) else UserError(f"{file} is not JSON; {AGAIN}") from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise UserError(f'{file} is not of format "{FORMAT}": it is no set, or one to be made anew with this version')
-    types = {"tokenizer": str, "tokenizer_name": str, "eos_id": int, "are_samples": bool, "parts": list, "sha256": str}
-    for key, kind in types.items():
-        if type(index.get(key)) is not kind:
-            raise UserError(f"{file}: {key} is {str(index.get(key))[:50]}, no {kind.__name__}; {AGAIN}")
-    for part in index["parts"]:
-        name = part.get("name") if isinstance(part, dict) else None
-        if not isinstance(name, str) or not PART_NAME.fullmatch(name):
-            raise UserError(f"{file} names the part {str(name)[:50]!r}, which is no part of its folder; {AGAIN}")
-        for key, least in (("documents", 1), ("tokens", 1), ("largest_id", 0)):
-            if type(part.get(key)) is not int or not least <= part[key] < 2**48:
-                raise UserError(f"{file}: {key} of {name} is {str(part.get(key))[:50]}; {AGAIN}")
-        if not isinstance(part.get("sha256"), dict):
-            raise UserError(f"{file}: sha256 of {name} is {str(part.get('sha256'))[:50]}; {AGAIN}")
-    if index["sha256"] != hash_of_index(index):
+    if index.get("sha256") != hash_of_index(index):
         raise UserError(f"{file} does not have the hash that it says: it is damaged or was edited; {AGAIN}")
+    _check_types(index, SET_TYPES, str(file))
+    for number, part in enumerate(index["parts"]):
+        _check_types(part, PART_TYPES, f"{file}, part {number}")
+        if not PART_NAME.fullmatch(part["name"]):
+            raise UserError(f"{file} names the part {part['name'][:50]!r}, which is no part of its folder; {AGAIN}")
     if not index["parts"]:
         raise UserError(f"{file} has no parts; {AGAIN}")
     return index
+
+
+def _check_types(found, types: dict[str, type], where: str) -> None:
+    for name, kind in types.items():
+        value = found.get(name) if isinstance(found, dict) else None
+        if type(value) is not kind:
+            raise UserError(f"{where}: {name} is {str(value)[:50]}, not {kind.__name__}; {AGAIN}")
 
 
 class PreparedStore(Store):
@@ -89,12 +93,12 @@ class PreparedStore(Store):
 
     Args:
         folder: the set's.
-        tokenizer: of load_tokenizer; the set must have been made with the same.
+        tokenizer: see load_tokenizer; the set must have been made with the same tokenizer.
         vocab_size: the model's; every id must be below it.
 
     Raises:
-        UserError: as read_index; another tokenizer; ids that the model has not; files whose sizes or documents are not
-            those of the index.
+        UserError: see read_index; another tokenizer; an id that is not below vocab_size; files that do not fit the
+            index by their sizes or by their documents' ends.
     """
 
     def __init__(self, folder: Path, tokenizer, vocab_size: int):
@@ -107,19 +111,14 @@ class PreparedStore(Store):
         self.folder, self.eos_id, self.are_samples = folder, tokenizer.eos_id, index["are_samples"]
         self._vocab_size, self.parts = vocab_size, [part["name"] for part in index["parts"]]
         self._hashes = [part["sha256"] for part in index["parts"]]
-        largest = max(self.eos_id, *(part["largest_id"] for part in index["parts"]))
-        if largest >= vocab_size:
-            raise UserError(
-                f"{folder}: token id {largest} is not below the model's vocab_size {vocab_size}; "
-                f"tokenizer {tokenizer.name} needs a model of vocab_size {tokenizer.vocab_size} or more"
-            )
+        check_ids(max(part["largest_id"] for part in index["parts"]), tokenizer, vocab_size, str(folder))
         borders = [self._borders(part) for part in index["parts"]]
-        self._starts = np.concatenate([each[:-1] for each in borders])  # in the part's tokens
+        self._starts = np.concatenate([each[:-1] for each in borders])  # counted in the tokens of the document's part
         self.lengths = np.concatenate([np.diff(each) for each in borders])
         self._first = np.cumsum([0] + [len(each) - 1 for each in borders])  # each part's first document
 
     def _borders(self, part: dict) -> np.ndarray:
-        """int64 [documents + 1]: where the documents of a part begin and end in its tokens."""
+        """Returns the borders of a part's documents, int64 [documents + 1]: 0, then each document's end in .tokens."""
         for kind, size in ((".tokens", 4 * part["tokens"]), (".documents", 24 * part["documents"])):
             file = self.folder / (part["name"] + kind)
             if not file.is_file() or file.stat().st_size != size:
@@ -138,11 +137,11 @@ class PreparedStore(Store):
 
     @property
     def identity(self) -> int:
-        """CRC-32 of the parts' hashes: equal for sets of the same corpus, wherever and whenever they were made."""
+        """The CRC-32 of the parts' hashes: equal for sets of the same corpus, wherever and whenever they were made."""
         return zlib.crc32(canonical(self._hashes))
 
     def _find(self, document: int) -> tuple[str, int]:
-        """The part that has a document, and the document's number there."""
+        """Returns (part, the document's number in that part)."""
         index = int(np.searchsorted(self._first, document, side="right")) - 1
         return self.parts[index], document - int(self._first[index])
 
@@ -156,7 +155,7 @@ class PreparedStore(Store):
         return f"{path}:{line}" if line else str(path)
 
     def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """The file is mapped for this call alone, so that what was read once is the system's to forget."""
+        """Reads from a mapping that lasts for this call alone: the system may forget the pages afterwards."""
         if start == stop:
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool)
         name, _ = self._find(document)
@@ -172,7 +171,7 @@ class PreparedStore(Store):
 
 
 def verify(folder: Path) -> None:
-    """Compare every byte of a set with its hashes. Raises UserError that names the damaged file."""
+    """Compare every byte of a set with its hashes. Raises UserError, which names the damaged file."""
     for part in read_index(folder)["parts"]:
         for kind in (".tokens", ".documents"):
             file = folder / (part["name"] + kind)

@@ -11,35 +11,38 @@ from pathlib import Path
 import numpy as np
 
 from training.data.chat import UNSTORABLE, ChatTemplate
+from training.data.tokenizer import check_ids
 from training.host.errors import UserError
 from training.host.files import read_file
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
-# Other people's packages, and folders of the standard library that are tables or test fixtures rather than programs.
+# Folders of installed packages, and folders of the standard library with tables or tests in place of programs.
 STANDARD_LIBRARY_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
 @dataclass(frozen=True)
 class Document:
-    tokens: np.ndarray  # [N] as the tokenizer made them: uint8 for bytes, else uint32
-    masked: np.ndarray | None = None  # bool [N]: tokens that are no targets, as a prompt's; None: all are targets
-    source: str = ""  # the file that it comes from, of a .jsonl file with the line's number
-    is_complete: bool = False  # its tokens end as a chat does; otherwise the end-of-text id is to follow them
+    """A document's tokens, without the end-of-text id behind them."""
+
+    tokens: np.ndarray  # [N], uint8 for bytes, else uint32
+    masked: np.ndarray | None = None  # bool [N]: tokens that are not targets, as a prompt's; None: all are targets
+    source: str = ""  # its file; a .jsonl file with the line's number
+    is_complete: bool = False  # whether the tokens have an end of their own, a chat's; an end-of-text id follows others
 
 
 def load_documents(path: str | None, tokenizer, vocab_size: int, reasoning: str = "template") -> list[Document]:
     """Read and tokenize a corpus: a text file is one document, a .jsonl line is one document.
 
     Args:
-        path: a file, or a folder searched recursively in sorted order, of .txt, .md, .py and .jsonl. None: the sources
-            of Python's standard library on this machine. Empty text files inside a folder are passed over.
-        tokenizer, vocab_size, reasoning: of DocumentReader.
+        path: a .txt, .md, .py or .jsonl file, or a folder, whose subfolders are searched, too, in sorted order. None:
+            the sources of Python's standard library on this machine. Blank text files are left out.
+        tokenizer, vocab_size, reasoning: see DocumentReader.
 
     Returns:
-        The documents, never an empty list.
+        The documents, at least one.
 
     Raises:
-        UserError: as find_files and DocumentReader do, and for a path that holds no text.
+        UserError: see find_files and DocumentReader; or the path holds no text.
     """
     reader = DocumentReader(tokenizer, vocab_size, reasoning)
     if path is None:
@@ -53,7 +56,7 @@ def load_documents(path: str | None, tokenizer, vocab_size: int, reasoning: str 
 
 
 def find_files(path: Path) -> list[Path]:
-    """The files of text that a path of --data stands for: a file itself, or those of a folder in sorted order.
+    """Returns the files of text at a path of --data: the file itself, or all files in the folder, sorted.
 
     Raises:
         UserError: the path is missing, cannot be read, or is a file of another type.
@@ -72,13 +75,13 @@ def find_files(path: Path) -> list[Path]:
 class DocumentReader:
     """Turns files of text into tokenized documents.
 
-    A line of a .jsonl file is {"text": ...}; {"prompt": ..., "completion": ...}, whose prompt is no target; or
-    {"messages": [...], "tools": [...]}, a chat whose targets are the assistant's turns.
+    A line of a .jsonl file is {"text": ...}; {"prompt": ..., "completion": ...}, without targets in the prompt; or
+    {"messages": [...], "tools": [...]}, a chat with targets in the assistant's turns.
 
     Args:
-        tokenizer: of load_tokenizer.
+        tokenizer: see load_tokenizer.
         vocab_size: the model's; every id must be below it.
-        reasoning: of ChatTemplate.
+        reasoning: see ChatTemplate.
     """
 
     def __init__(self, tokenizer, vocab_size: int, reasoning: str = "template"):
@@ -87,35 +90,35 @@ class DocumentReader:
 
     @functools.cached_property
     def _chat(self) -> ChatTemplate:
-        """Opened where the first chat is met: other data need no template."""
+        """The template, opened at the first chat: other data need no template."""
         return ChatTemplate(self._tokenizer, self._reasoning)
 
     def read(self, file: Path) -> Iterator[Document]:
-        """The documents of a file, none of an empty one.
+        """Yields the documents of a file; none if it is empty.
 
         Raises:
-            UserError: one line naming file, and offset or line number, for a file that is unreadable or binary, a line
-                that cannot be learnt from, or an id >= vocab_size.
+            UserError: the file is unreadable or binary, a line has nothing to learn, or an id is not below vocab_size.
+                The message names the file, and the offset or the line.
         """
         raw = read_file(file, "give --data a readable file")
         is_lines = file.suffix.lower() == ".jsonl"
         return self.read_lines(raw, file) if is_lines else self.read_text(_decode(raw, str(file)), file)
 
     def read_text(self, text: str, file: Path) -> Iterator[Document]:
-        """The one document of a text file, none of a blank one."""
+        """Yields a text file's one document; none if the text is blank."""
         if text.strip():
             yield Document(self._encode_from_start(text, str(file)), source=str(file))
 
     def read_lines(self, raw: bytes, file: Path, first_number: int = 1) -> Iterator[Document]:
-        """The documents of some lines of a .jsonl file, of which the first has number `first_number`."""
+        """Yields the documents of lines of a .jsonl file. The first line has the number `first_number`."""
         raw = raw.removesuffix(b"\n")
-        # Only \n ends a line: str.splitlines would also cut at separators that JSON allows inside a string.
+        # Lines end with \n alone. str.splitlines would also cut at separators that JSON allows inside a string.
         for number, line in enumerate(raw.split(b"\n") if raw else [], start=first_number):
             where = f"{file}:{number}"
             text = _decode(line, where)
             try:
                 record = json.loads(text)
-            except (ValueError, RecursionError) as error:  # as of an integer of 5,000 digits
+            except (ValueError, RecursionError) as error:  # ValueError also for 5,000 digits
                 raise UserError(f"{where}: not JSON ({str(error)[:100]}); each line must be one JSON object") from None
             yield self._read_record(record if isinstance(record, dict) else {}, where)
 
@@ -147,12 +150,7 @@ class DocumentReader:
         return self._checked(self._tokenizer.encode_from_start(text), where)
 
     def _checked(self, tokens: np.ndarray, where: str) -> np.ndarray:
-        largest = max(int(tokens.max(initial=0)), self._tokenizer.eos_id)
-        if largest >= self._vocab_size:
-            raise UserError(
-                f"{where}: token id {largest} is not below the model's vocab_size {self._vocab_size}; "
-                f"tokenizer {self._tokenizer.name} needs a model of vocab_size {self._tokenizer.vocab_size} or more"
-            )
+        check_ids(int(tokens.max(initial=0)), self._tokenizer, self._vocab_size, where)
         return tokens
 
 
@@ -163,7 +161,7 @@ def _standard_library(reader: DocumentReader) -> Iterator[Document]:
         if STANDARD_LIBRARY_SKIPS.isdisjoint(file.relative_to(root).parts):
             try:
                 text = _decode(file.read_bytes(), str(file))
-            except (OSError, ValueError):  # lib2to3 and others carry sources that are undecodable on purpose
+            except (OSError, ValueError):  # tests of lib2to3 and others cannot be decoded on purpose
                 continue
             for document in reader.read_text(text, file):
                 found = True
@@ -173,7 +171,7 @@ def _standard_library(reader: DocumentReader) -> Iterator[Document]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """All regular files, of subfolders too, in order. Raises UserError for a subfolder that is unreadable or a link."""
+    """Returns the regular files below a folder, sorted. Raises UserError for an unreadable or linked subfolder."""
 
     def refuse(error: OSError):
         raise UserError(f"cannot read {error.filename}: {error.strerror}; make it readable, or give other --data")

@@ -1,4 +1,4 @@
-"""Tokenizers: UTF-8 bytes, which need no file, and Hugging Face's tokenizer.json."""
+"""Tokenizers: UTF-8 bytes, for which no file is needed, and Hugging Face's tokenizer.json."""
 
 import functools
 import hashlib
@@ -13,16 +13,16 @@ import numpy as np
 from training.host.errors import UserError
 from training.host.files import read_file
 
-PART = 2**19  # characters that the library is given at a time
+PART = 2**19  # characters given to the library at a time
 LINE_START = re.compile(r"(?<=\n)[!-~]")
-# Of a tokenizer that has several, the first one ends documents.
+# Tokens that end documents. A tokenizer with several of them ends documents by the first in this list.
 END_OF_TEXT_TOKENS = (
     "<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<eos>", "<|im_end|>",
 )  # fmt: skip
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255. Id 0 ends a document: text holds no NUL byte (load_documents refuses it)."""
+    """UTF-8 bytes as ids 0 to 255. Id 0 ends a document; it is free for that because load_documents refuses NUL."""
 
     name = identity = "bytes"
     vocab_size = 256
@@ -34,12 +34,15 @@ class ByteTokenizer:
     encode_from_start = encode
 
     def decode(self, ids, with_special: bool = False) -> str:
-        # 0xFF never occurs in UTF-8, so an id past the bytes (a wider model's) also shows as a replacement character.
+        # A wider model has ids past the bytes. They are shown as 0xFF, which UTF-8 never has: a replacement character.
         return bytes(min(int(i), 0xFF) for i in ids).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
-    """A Hugging Face tokenizer.json, or a folder with one. Special tokens written out in the text become their ids."""
+    """Hugging Face's tokenizer of a tokenizer.json, or of a folder that has one.
+
+    Special tokens that are written out in a text become their ids.
+    """
 
     def __init__(self, path: Path):
         path = path / "tokenizer.json" if path.is_dir() else path
@@ -52,13 +55,13 @@ class FileTokenizer:
             self._tokenizer = Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"cannot read tokenizer {path}: {error}; give the path of a tokenizer.json") from None
-        # A file may carry truncation and padding for inference; truncation would silently cut documents short.
+        # A file may set truncation and padding for inference. Truncation would cut documents without a word.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.name, self.folder = str(path), path.parent
         self.identity = hashlib.sha256(content).hexdigest()
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # not the number of ids, which may have holes
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have holes: not their number
         self.eos_id = next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), None)
         if self.eos_id is None:
             raise UserError(f"tokenizer {path} has none of {', '.join(END_OF_TEXT_TOKENS)}: add one to end documents")
@@ -67,12 +70,12 @@ class FileTokenizer:
         return np.concatenate([self._encode(part) for part in self._cut(text)])
 
     def encode_from_start(self, text: str) -> np.ndarray:
-        """Ids of a text and, before them, what the file puts before each text, as Llama's <|begin_of_text|>."""
+        """Returns the ids of a text behind those that the file puts before every text, as Llama's <|begin_of_text|>."""
         ids = itertools.takewhile(lambda i: i != self.eos_id, self._tokenizer.encode("", add_special_tokens=True).ids)
         return np.concatenate([np.array([*ids], dtype=np.uint32), self.encode(text)])
 
     def encode_with_starts(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, the character at which each of them starts), uint32 and int64 [N]."""
+        """Returns (ids, the character at which each id starts), uint32 and int64 [N]."""
         with self._refusing(text):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         starts = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 0]
@@ -80,27 +83,30 @@ class FileTokenizer:
 
     @functools.cached_property
     def added_tokens(self) -> frozenset[str]:
-        """Those that are one token wherever they are written, as <|im_start|>."""
+        """Strings that are one token wherever a text has them, such as <|im_start|>."""
         return frozenset(token.content for token in self._tokenizer.get_added_tokens_decoder().values())
 
     def _encode(self, text: str) -> np.ndarray:
         with self._refusing(text):
-            # This call also leaves out where in the text each token is.
+            # The fast call does not say where each token stands in the text.
             [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.uint32)
 
     def _cut(self, text: str) -> list[str]:
-        """Parts of about PART characters, where those have the same tokens: the library takes 200 bytes a token."""
+        """Cuts a text into parts of about PART characters: the library takes 200 bytes per token of a part.
+
+        A tokenizer that makes other tokens of parts than of the whole gets the whole text.
+        """
         if len(text) <= PART or not self._lines_are_apart:
             return [text]
-        # A part begins with a character that follows a newline and is neither a space nor above ASCII.
+        # A part begins behind a newline, with a character of ASCII that is not a space.
         found = (LINE_START.search(text, position) for position in range(PART, len(text), PART))
         cuts = sorted({match.start() for match in found if match})
         return [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)])]
 
     @functools.cached_property
     def _lines_are_apart(self) -> bool:
-        """Whether no token spans a line's end and the next line's start, as with all tokenizers that split words."""
+        """Whether a text has the same tokens as its lines: true of all tokenizers that split words."""
         lines = ["a b;\n", "def f():\n    return 1\n\n\n", "a \n", "#b\n", "1\n"]
         return self._encode("".join(lines)).tolist() == [i for line in lines for i in self._encode(line).tolist()]
 
@@ -108,7 +114,7 @@ class FileTokenizer:
     def _refusing(self, text: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # as of an unknown word for which the file has no token
+        except Exception as error:  # the file may lack a token for unknown words
             raise UserError(f"tokenizer {self.name} cannot encode {text[:40]!r}: {error}") from None
 
     def decode(self, ids, with_special: bool = False) -> str:
@@ -116,17 +122,27 @@ class FileTokenizer:
 
 
 def load_tokenizer(path: str | None) -> ByteTokenizer | FileTokenizer:
-    """The tokenizer of a run.
+    """Opens a run's tokenizer.
 
     Args:
         path: a tokenizer.json, or the folder that has it; "bytes" or None for bytes.
 
     Returns:
-        An object with name, identity ("bytes", or the file's SHA-256), vocab_size (added tokens included), eos_id,
-        encode(str) -> np.ndarray of ids (uint8 or uint32), encode_from_start(str), which begins with what the file puts
-        before a text, and decode(ids, with_special=False) -> str.
+        An object with these names: name; identity ("bytes", or the file's SHA-256); vocab_size, added tokens included;
+        eos_id; encode(text) -> ids, uint8 or uint32; encode_from_start(text) -> ids, which begin as the file begins
+        every text; decode(ids, with_special=False) -> text.
 
     Raises:
         UserError: the tokenizers package is absent, the file is missing or invalid, or no end-of-text token is known.
     """
     return ByteTokenizer() if path in (None, "bytes") else FileTokenizer(Path(path))
+
+
+def check_ids(largest: int, tokenizer, vocab_size: int, where: str) -> None:
+    """Raise UserError if `largest`, of the ids at `where`, or the end-of-text id is not below a model's vocab_size."""
+    largest = max(largest, tokenizer.eos_id)
+    if largest >= vocab_size:
+        raise UserError(
+            f"{where}: token id {largest} is not below the model's vocab_size {vocab_size}; "
+            f"tokenizer {tokenizer.name} needs a model of vocab_size {tokenizer.vocab_size} or more"
+        )

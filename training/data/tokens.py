@@ -1,6 +1,6 @@
-"""Stores of tokens: how long each document is, and any part of any document, whether in memory or on disk.
+"""Stores of tokens: the length of each document, and any part of any document.
 
-prepared.py has the store of a prepared folder, which memory does not hold.
+The stores here are in memory; prepared.py has the store on disk.
 """
 
 import functools
@@ -15,28 +15,28 @@ from training.host.errors import UserError
 
 
 class Store(Protocol):
-    """Documents by their number. Each ends with the end-of-text id, or as the template of its chat ends it."""
+    """Documents by their number. Each ends with the end-of-text id, or as its chat's template ends it."""
 
-    eos_id: int  # the tokenizer's end-of-text id, which also fills what sequences leave free
+    eos_id: int  # the tokenizer's end-of-text id; padding of sequences has it, too
     lengths: np.ndarray  # int64 [N], tokens of each document, its end included
-    are_samples: bool  # whether any document has tokens that are no targets, as of a prompt: it should not be cut
+    are_samples: bool  # whether any document has tokens that are not targets, as a prompt's: it should not be cut
 
     @property
     def identity(self) -> int:
-        """32 bits that the documents, their order and their masks decide."""
+        """A checksum of 32 bits over the documents, their order and their masks."""
 
     def source(self, document: int) -> str:
-        """The file that a document comes from, of a .jsonl file with the line's number."""
+        """Returns a document's file; for a .jsonl file with the line's number."""
 
     def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, is_masked) at positions start .. stop - 1 of a document; 0 <= start <= stop <= its length.
+        """Returns (ids, is_masked) at positions start .. stop - 1 of a document, 0 <= start <= stop <= its length.
 
-        Both are [stop - start], int64 and bool; a masked token is no target. Of a document of tokens 5 6 7, positions
-        1 .. 3 are 6, 7 and the end-of-text id.
+        Both are [stop - start], int64 and bool; a masked token is not a target. In a document of the tokens 5 6 7,
+        positions 1 .. 3 are 6, 7 and the end-of-text id.
         """
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """The ids of read_masked."""
+        """Returns the ids of read_masked."""
         return self.read_masked(document, start, stop)[0]
 
 
@@ -50,7 +50,7 @@ class TokenStore(Store):
 
     @functools.cached_property
     def identity(self) -> int:
-        """CRC-32 of all lengths, masks and tokens. The first call reads the whole corpus."""
+        """The CRC-32 of all lengths, masks and tokens. The first call reads the whole corpus."""
         crc = 0
         for length, document in zip(self.lengths, self._documents):
             crc = zlib.crc32(f"{length};".encode(), crc)
@@ -85,7 +85,7 @@ class JoinedStore(Store):
         return zlib.crc32(repr([store.identity for store in self._stores]).encode())
 
     def _find(self, document: int) -> tuple[Store, int]:
-        """The store that has a document, and the document's number there."""
+        """Returns (store, the document's number in that store)."""
         index = int(np.searchsorted(self._ends, document, side="right"))
         store = self._stores[index]
         return store, document - int(self._ends[index]) + len(store.lengths)
@@ -100,16 +100,16 @@ class JoinedStore(Store):
 
 
 def join(stores: Sequence[Store]) -> Store:
-    """One store for all."""
+    """Returns one store with the documents of all."""
     return stores[0] if len(stores) == 1 else JoinedStore(stores)
 
 
 class Selection(Store):
-    """Some documents of a store, numbered anew, or a part of each.
+    """Some documents of a store, or a part of each, with numbers from 0.
 
     Args:
         documents: int64 [N], their numbers in `store`.
-        starts, stops: int64 [N], the part of each that counts as the document; None: all of it.
+        starts, stops: int64 [N], the borders of each document's part; None: the whole document.
     """
 
     def __init__(
@@ -136,23 +136,24 @@ class Selection(Store):
 
 
 def split(store: Store, validation_fraction: float, seed: int) -> tuple[Selection, Selection]:
-    """Hold out whole documents, drawn by seed, of at most validation_fraction of all tokens, and at least one.
+    """Hold out whole documents, drawn by `seed`: at least one, and at most a fraction of all tokens.
 
-    A corpus of one document is cut instead: its tail is held out.
+    A corpus of one document is cut, and its tail is held out.
+
+    Args:
+        validation_fraction: above 0 and below 1.
 
     Returns:
-        (training documents in their order, held-out documents), neither empty. The held-out ones are in random order,
-        so that a validation that stops early still sees a fair sample.
+        (training documents in their order, held-out documents), neither empty. The held-out documents are in random
+        order, so that a validation that stops early has seen a fair sample.
 
     Raises:
-        UserError: a fraction outside (0, 1), or one document that cannot be cut.
+        UserError: there is one document, and it is a sample or too short to be cut.
     """
-    if not 0 < validation_fraction < 1:
-        raise UserError(f"validation_fraction must be between 0 and 1, both excluded: got {validation_fraction}")
     lengths = store.lengths
     if len(lengths) == 1:
         whole, zero = int(lengths[0]), np.zeros(1, dtype=np.int64)
-        cut = whole - max(2, int(whole * validation_fraction))  # the held-out part has a token and one that it predicts
+        cut = whole - max(2, int(whole * validation_fraction))  # at least a token and the one it predicts
         if cut < 2 or store.are_samples:
             what = "sample" if store.are_samples else f"document of {whole} tokens"
             raise UserError(f"the data are one {what}, too short to hold some out; give more --data")

@@ -1,4 +1,4 @@
-"""What a run's data settings come to: which packing, what is refused, what --show_batch prints."""
+"""Data settings of a run: the packing they choose, refusals, and the output of --show_batch."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ BYTES = ByteTokenizer()
 
 @pytest.fixture
 def paths(tmp_path):
-    """A file of 40 texts of 4 to 43 bytes, and one of 12 samples; a sample is nine bytes of a prompt and three more."""
+    """Two files: 40 texts of 4 to 43 bytes; 12 samples of nine bytes of prompt and three more, the last 2 repeated."""
     text, samples = tmp_path / "text.jsonl", tmp_path / "samples.jsonl"
     text.write_text("\n".join(json.dumps({"text": "t" * n}) for n in range(4, 44)))
     lines = [{"prompt": f"question{i}", "completion": f"{i}!."} for i in range(10)]
@@ -34,12 +34,12 @@ def test_samples_stay_whole_and_texts_are_cut(paths, caplog):
     assert isinstance(load(paths[:1])[2], ConcatenatedPacking)
     train_store, held_out, packing = load(paths[1:])
     assert isinstance(packing, BestFitPacking) and len(train_store.lengths) == 11 and len(held_out.lengths) == 1
-    assert "data: best_fit fills 74.5% of 4 sequences" in caplog.text  # 3 of 13 tokens in 48, but for the last
+    assert "data: best_fit fills 74.5% of 4 sequences" in caplog.text  # 11 x 13 of 4 x 48 tokens
     assert isinstance(load(paths)[2], BestFitPacking)
     assert isinstance(load(paths[1:], packing="concatenate")[2], ConcatenatedPacking)
     train_store, _, mixed = load(paths, weights="1,3")
     assert isinstance(mixed, MixedPacking) and "['concatenate', 'best_fit']" in mixed.identity["packing"]
-    firsts = [train_store.source(mixed.pieces(0, index)[0][0]) for index in range(8)]
+    firsts = [train_store.source(mixed.spans(0, index)[0][0]) for index in range(8)]
     assert sum(first.startswith(paths[1]) for first in firsts) == 6
 
 
@@ -50,8 +50,8 @@ def test_documents_that_are_too_long(paths, caplog):
         caplog.clear()
         store, _, packing = load(paths[:1], 20, packing="best_fit", overlong=overlong)
         assert f"are longer than context_length 20: {word}" in caplog.text
-        pieces = [p for index in range(packing.sequences_per_epoch) for p in packing.pieces(0, index)]
-        total = sum(b - a for _, a, b in pieces)
+        spans = [p for index in range(packing.sequences_per_epoch) for p in packing.spans(0, index)]
+        total = sum(b - a for _, a, b in spans)
         assert total == sum(n for n in store.lengths if overlong == "split" or n <= 20)
 
 
@@ -80,7 +80,7 @@ def test_a_batch_is_shown_with_its_targets(paths):
     store, _, packing = load(paths[1:], 28)
     loader = PackedLoader(store, packing, 1)
     shown = show_batch(loader, BYTES).splitlines()
-    [(one, _, _), (two, _, _)] = loader.pieces(0)
+    [(one, _, _), (two, _, _)] = loader.spans(0)
     assert shown[0] == "sequence 0: 2 documents, 8 of 28 tokens are trained on, 2 are padding"
     assert shown[1] == f"--- {store.source(one)}, tokens 0 to 12, 4 of them trained on"
     number = int(store.source(one).rpartition(":")[2]) - 1
@@ -89,7 +89,7 @@ def test_a_batch_is_shown_with_its_targets(paths):
 
 
 def test_flags_of_a_run(paths, tmp_path, capsys):
-    """--show_batch prints and ends before a model is built; a resumed run has the packing that it had."""
+    """--show_batch prints and ends before a model is built. A resumed run keeps its packing."""
     flags = ["--data", *paths, "--context_length", "64", "--batch_size", "1", "--device", "cpu", "--sample_tokens", "0"]
     flags += ["--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--data_weights", "1,1"]
     assert train.main([*flags, "--show_batch"]) == 0

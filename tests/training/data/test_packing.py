@@ -15,7 +15,7 @@ EOS = 0
 
 
 def make_documents(lengths, masked=0):
-    """Documents whose tokens are all different and never EOS."""
+    """Returns documents of these lengths. Their tokens are all different, and none is EOS."""
     ids = np.arange(1, sum(lengths) + 1, dtype=np.uint32)
     mask = [np.arange(length) < masked if masked else None for length in lengths]
     return [Document(tokens, mask[i]) for i, tokens in enumerate(np.split(ids, np.cumsum(lengths)[:-1]))]
@@ -43,14 +43,14 @@ def test_sequences_are_dealt_to_ranks_by_cost():
 
 
 def test_packing_reads_no_tokens():
-    """It is given lengths alone, and its pieces are the same whatever the tokens are."""
+    """A packing is given lengths alone: its spans are the same for any tokens."""
     packing = ConcatenatedPacking(np.array([3, 6]), 4, seed=0)
-    assert sorted(packing.pieces(0, index) for index in range(2)) == [[(0, 0, 3), (1, 0, 1)], [(1, 1, 5)]]
+    assert sorted(packing.spans(0, index) for index in range(2)) == [[(0, 0, 3), (1, 0, 1)], [(1, 1, 5)]]
     assert packing.longest_document == 4 and packing.sequences_per_epoch == 2
 
 
 def test_segments_and_masks():
-    # With this seed the order is as given: 1 2 end 3 | 4 5 6 7, and the last end is dropped.
+    # Seed 0 keeps the order as given: 1 2 end 3 | 4 5 6 7, and the last end is dropped.
     [batch] = make_loader(make_documents([2, 5]), 4, 2).next_step()
     assert batch.input_ids.tolist() == [[1, 2, EOS, 3], [4, 5, 6, 7]]
     assert batch.targets.tolist() == [[2, EOS, -100, -100], [5, 6, 7, -100]]
@@ -76,7 +76,7 @@ def test_packing_loses_and_duplicates_no_token(lengths, context_length, batch_si
         return
     loader = make_loader(documents, context_length, batch_size, seed)
     per_epoch = total // context_length
-    sequences = []  # of two epochs and a little more, in the global order
+    sequences = []  # two epochs and a little more, in the global order
     while len(sequences) < 2 * per_epoch:
         [batch] = loader.next_step()
         sequences += list(zip(batch.input_ids, batch.targets, batch.documents.positions_BT))
@@ -90,7 +90,7 @@ def test_packing_loses_and_duplicates_no_token(lengths, context_length, batch_si
         stream = np.concatenate([np.append(documents[i].tokens, EOS) for i in order])
         owner = np.concatenate([np.full(lengths[i] + 1, rank) for rank, i in enumerate(order)])
         rows = sequences[epoch * per_epoch : (epoch + 1) * per_epoch]
-        rows = [rows[i] for i in np.argsort(places)]  # as they lie in the stream
+        rows = [rows[i] for i in np.argsort(places)]  # in the order of the stream
         for i, (ids, targets, positions) in enumerate(rows):
             cut = slice(i * context_length, (i + 1) * context_length)
             part = owner[cut]
@@ -103,7 +103,7 @@ def test_packing_loses_and_duplicates_no_token(lengths, context_length, batch_si
 
 
 def best_fit_one_by_one(sizes, capacity):
-    """The room of each bin, ascending, after each item went into the bin with the least room that holds it."""
+    """Returns each bin's room, ascending, after every item went into the bin with the least room that holds it."""
     rooms = []
     for size in sizes:
         fitting = [room for room in rooms if room >= size]
@@ -136,16 +136,16 @@ def test_best_fit_packs_each_document_once_an_epoch(lengths, context_length, spl
         return
     packing = BestFitPacking(lengths, context_length, 0, split)
     for epoch in range(2):
-        sequences = [packing.pieces(epoch, index) for index in range(packing.sequences_per_epoch)]
-        assert all(0 < sum(b - a for _, a, b in pieces) <= context_length for pieces in sequences)
-        found = [(d, i) for pieces in sequences for d, a, b in pieces for i in range(a, b)]
+        sequences = [packing.spans(epoch, index) for index in range(packing.sequences_per_epoch)]
+        assert all(0 < sum(b - a for _, a, b in spans) <= context_length for spans in sequences)
+        found = [(d, i) for spans in sequences for d, a, b in spans for i in range(a, b)]
         held = [d for d, n in enumerate(lengths) if split or n <= context_length]
         assert sorted(found) == [(d, i) for d in held for i in range(lengths[d])]
         if not split:
-            assert all(a == 0 and b == lengths[d] for pieces in sequences for d, a, b in pieces)
+            assert all(a == 0 and b == lengths[d] for spans in sequences for d, a, b in spans)
         sizes, of_sequence = packing.document_lengths()
-        for index, pieces in enumerate(sequences if epoch == 0 else []):
-            expected = [b - a for _, a, b in pieces]
+        for index, spans in enumerate(sequences if epoch == 0 else []):
+            expected = [b - a for _, a, b in spans]
             expected += [context_length - sum(expected)] if sum(expected) < context_length else []
             assert sorted(sizes[of_sequence == index].tolist()) == sorted(expected)
     assert packing.longest_document == max(min(n, context_length) for n in lengths if split or n <= context_length)
@@ -154,7 +154,7 @@ def test_best_fit_packs_each_document_once_an_epoch(lengths, context_length, spl
 def test_best_fit_meets_others_in_each_epoch():
     packing = BestFitPacking(np.full(40, 5), 10, seed=0)
     epochs = [
-        {frozenset(d for d, _, _ in packing.pieces(epoch, i)) for i in range(packing.sequences_per_epoch)}
+        {frozenset(d for d, _, _ in packing.spans(epoch, i)) for i in range(packing.sequences_per_epoch)}
         for epoch in (0, 1)
     ]
     assert packing.sequences_per_epoch == 20 and len(epochs[0] & epochs[1]) < 10
@@ -168,17 +168,17 @@ def test_a_mixture_has_each_path_in_its_share_at_every_length():
     assert mixed.sequences_per_epoch == 200 + 7 + 15
     taken = [[], [], []]
     for index in range(2000):
-        pieces = mixed.pieces(*divmod(index, mixed.sequences_per_epoch))
-        which = int(np.searchsorted([200, 207], pieces[0][0], side="right"))
-        taken[which].append([(d - [0, 200, 207][which], a, b) for d, a, b in pieces])
+        spans = mixed.spans(*divmod(index, mixed.sequences_per_epoch))
+        which = int(np.searchsorted([200, 207], spans[0][0], side="right"))
+        taken[which].append([(d - [0, 200, 207][which], a, b) for d, a, b in spans])
         assert all(abs(len(taken[i]) - (index + 1) * share) < 1.5 for i, share in enumerate((0.6, 0.3, 0.1)))
-    for packing, sequences in zip(packings, taken):  # each goes through its own order, epoch after epoch
-        assert sequences == [packing.pieces(*divmod(i, packing.sequences_per_epoch)) for i in range(len(sequences))]
+    for packing, sequences in zip(packings, taken):  # each packing keeps its own order, epoch after epoch
+        assert sequences == [packing.spans(*divmod(i, packing.sequences_per_epoch)) for i in range(len(sequences))]
     sizes, of_sequence = mixed.document_lengths()
     assert set(of_sequence.tolist()) == set(range(mixed.sequences_per_epoch))
     for index in range(7):
-        whole = sum(b - a for _, a, b in mixed.pieces(0, index))
+        whole = sum(b - a for _, a, b in mixed.spans(0, index))
         assert sizes[of_sequence == index].sum() == 10 and sizes[of_sequence == index].max() <= whole
-    assert MixedPacking(packings[:2], np.array([0, 200]), [2e4, 1e4]).pieces(5, 100)
+    assert MixedPacking(packings[:2], np.array([0, 200]), [2e4, 1e4]).spans(5, 100)
     with pytest.raises(ValueError, match=r"data_weights: 1 is less than 1 / 10,000 of all"):
         MixedPacking(packings[:2], np.array([0, 200]), [1, 1e6])

@@ -1,4 +1,4 @@
-"""Prepared sets: the same tokens as read directly, work that goes on after a stop, and every refusal of bad folders."""
+"""Prepared sets: tokens equal to a direct reading's, work that goes on after a stop, and refusals of bad folders."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-import tests.ranks  # noqa: F401  worker processes are forked from the server that it sets up
+import tests.ranks  # noqa: F401  sets up the server that worker processes are forked from
 from tests.test_bad_input import mutations
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.data import prepare as preparing
@@ -21,7 +21,7 @@ from training.host.errors import UserError
 
 @pytest.fixture
 def one_process(monkeypatch):
-    """Parts are made in this process: worker processes take seconds to start."""
+    """Makes parts in this process: worker processes take seconds to start."""
 
     class Pool:
         def __init__(self, workers, context, initializer, arguments):
@@ -44,7 +44,7 @@ def one_process(monkeypatch):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A folder of text files, and of a .jsonl file with prompts; and a tokenizer's."""
+    """A folder of text files and a .jsonl file with prompts; the folder of a tokenizer is beside it."""
     folder = tmp_path / "corpus"
     folder.mkdir()
     for i in range(4):
@@ -84,7 +84,7 @@ def test_a_prepared_set_has_what_is_read_directly(tmp_path, corpus, one_process,
     copied = prepare(tmp_path / "copy", tmp_path / "again", str(tmp_path / "tokenizer"))
     assert copied["sha256"] != index["sha256"]
     assert open_stores([str(tmp_path / "again")], tokenizer, 300)[0].identity == prepared.identity
-    file = tmp_path / "tokenizer" / "tokenizer.json"  # the same, spelled otherwise
+    file = tmp_path / "tokenizer" / "tokenizer.json"  # the same tokenizer by its file
     assert main(["prepare", str(corpus), str(tmp_path / "set"), "--tokenizer", str(file)]) == 0
     out, error = capsys.readouterr()
     size = sum(file.stat().st_size for file in corpus.iterdir())
@@ -107,15 +107,15 @@ def test_preparing_goes_on_where_it_stopped_and_names_bad_lines(tmp_path, corpus
     with pytest.raises(ValueError, match="corpus has text in it, which its set would hide"):
         prepare(corpus / "0.txt", corpus, "bytes")
     with pytest.raises(ValueError, match=r"0\.txt has changed since the command began: start it again"):
-        list(preparing._read_piece((str(corpus / "0.txt"), 1, 1, 0, 1, 0), None))
+        list(preparing._read_extent(preparing.Extent(str(corpus / "0.txt"), 1, 1, 0, 1, 0), None))
     first = len(made)
     (corpus / "lines.jsonl").write_text(good)
     expected = prepare(corpus, tmp_path / "set", "bytes")
-    assert first < len(made) < 2 * first  # parts of the text files were there
+    assert first < len(made) < 2 * first  # the text files' parts existed already
     names = {file.name.split(".")[0] for file in (tmp_path / "set").glob("part-*")}
     in_use = {part["name"] for part in expected["parts"]}
-    assert in_use < names and len(names) == len(in_use) + 1  # and the blank one; those of the bad file are gone
-    # A stop before set.json was written, and in the middle of a part.
+    assert in_use < names and len(names) == len(in_use) + 1  # the blank part is left; the bad file's parts are gone
+    # This is what a stop in the middle of a part leaves.
     (tmp_path / "set" / "set.json").unlink()
     last = expected["parts"][-1]["name"]
     (tmp_path / "set" / f"{last}.json").unlink()
@@ -129,7 +129,7 @@ def test_preparing_goes_on_where_it_stopped_and_names_bad_lines(tmp_path, corpus
 
 
 def test_a_full_disk_is_a_line(tmp_path, corpus, one_process, capsys):
-    """At set.json, a file of a part and the picture; what is written goes through a link to /dev/full."""
+    """A file of a part, set.json and the picture are each written through a link to /dev/full."""
     folder, source = tmp_path / "set", corpus / "0.txt"
     command = ["prepare", str(source), str(folder), "--tokenizer", "bytes"]
     expected = prepare(source, folder, "bytes")
@@ -149,7 +149,7 @@ def test_a_full_disk_is_a_line(tmp_path, corpus, one_process, capsys):
 
 
 def test_workers_make_the_same_set(tmp_path, corpus, one_process, monkeypatch, capfd):
-    """Two real processes; an error of theirs is a line, and what they made before it is kept."""
+    """Two processes work. A worker's error is a line, and the parts made before it are kept."""
     expected = prepare(corpus, tmp_path / "one", "bytes")
     monkeypatch.undo()
     monkeypatch.setattr(preparing, "PART_BYTES", 60)
@@ -170,7 +170,7 @@ def change_index(folder, change, keep_hash=False):
 
 
 def test_bad_sets(tmp_path, corpus, one_process):
-    """Each by its name. An index is also refused where somebody has made its hash anew."""
+    """Each kind of damage has its own message, also if somebody has made the hash of the index anew."""
     good, folder, bytes_ = tmp_path / "good", tmp_path / "bad", load_tokenizer("bytes")
     prepare(corpus, good, "bytes")
     part = json.loads((good / "set.json").read_text())["parts"][1]["name"]
@@ -200,15 +200,15 @@ def test_bad_sets(tmp_path, corpus, one_process):
     cases = [
         (edit("name", "../good/" + part, one), "which is no part of its folder"),
         (edit("name", "/etc/passwd", one), "names the part '/etc/passwd', which is no part"),
-        (edit("name", None, one), "which is no part"),
-        (edit("tokens", 10**30, one), "tokens of part-"),
+        (edit("name", None, one), "part 1: name is None, not str"),
+        (edit("tokens", 10**30, one), "set.json says 4,000,000,000,000,000,000,000,000,000,000"),
         (edit("documents", 10**12, one), f"is {size:,} bytes, set.json says 24,000,000,000,000"),
-        (edit("documents", True, one), "documents of part-"),
-        (edit("documents", 0, one), "documents of part-"),
-        (edit("tokens", -1, one), "tokens of part-"),
-        (edit("sha256", [], one), "sha256 of part-"),
+        (edit("documents", True, one), "part 1: documents is True, not int"),
+        (edit("documents", 0, one), f"is {size:,} bytes, set.json says 0"),
+        (edit("tokens", -1, one), f"is {tokens:,} bytes, set.json says -4"),
+        (edit("sha256", [], one), "part 1: sha256 is [], not dict"),
         (edit("parts", []), "has no parts"),
-        (edit("parts", {}), "parts is {}, no list"),
+        (edit("parts", {}), "parts is {}, not list"),
         (edit("format", "other"), 'not of format "fathom tokens 1"'),
         (lambda: change_index(folder, lambda i: one(i).update(tokens=3), keep_hash=True), "damaged or was edited"),
         (lambda: (folder / "set.json").write_text("[" * 200_000), "set.json is not JSON"),
@@ -228,7 +228,7 @@ def test_bad_sets(tmp_path, corpus, one_process):
     index = json.loads((good / "set.json").read_text())
     [part_0, *others] = index["parts"]
     damaged = [*mutations(index), *({**index, "parts": [each, *others]} for each in mutations(part_0))]
-    for content in damaged:  # a value of another type is refused, or is one that opening and reading do not need
+    for content in damaged:  # each is refused, or its value is not needed to open and read
         with contextlib.suppress(UserError):
             content["sha256"] = hash_of_index(content)
             (folder / "set.json").write_text(json.dumps(content))

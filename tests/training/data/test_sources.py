@@ -1,4 +1,4 @@
-"""Documents and every refusal of bad input; the held-out share."""
+"""Documents read from files, and every refusal of bad input."""
 
 import numpy as np
 import pytest

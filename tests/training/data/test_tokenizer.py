@@ -15,7 +15,7 @@ BYTES = ByteTokenizer()
 
 
 def write_tokenizer(path, special="<|endoftext|>", filler=0):
-    """A BPE over bytes, with filler unused tokens so that later ids are large."""
+    """Writes a BPE over bytes to `path`; `filler` unused tokens make later ids large. Returns the path as text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -25,7 +25,7 @@ def write_tokenizer(path, special="<|endoftext|>", filler=0):
     tokenizer.decoder = decoders.ByteLevel()
     if special:
         tokenizer.add_special_tokens([AddedToken(special, special=True)])
-    tokenizer.enable_truncation(max_length=2)  # a setting for inference, which must not cut documents
+    tokenizer.enable_truncation(max_length=2)  # meant for inference; it must not cut documents
     tokenizer.enable_padding(length=64)
     tokenizer.save(str(path))
     return str(path)
@@ -54,7 +54,7 @@ def test_tokenizer_file_keeps_large_ids_and_all_tokens(tmp_path):
 
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_a_long_text_has_the_same_tokens_in_parts(tmp_path, monkeypatch, is_cut):
-    """Where a tokenizer writes something before each text it is given, a text stays whole."""
+    """A text stays whole if its tokenizer writes something before each text."""
     file = tmp_path / "tokenizer.json"
     write_tokenizer(file)
     if not is_cut:
@@ -72,7 +72,7 @@ def test_a_long_text_has_the_same_tokens_in_parts(tmp_path, monkeypatch, is_cut)
 
 
 def test_a_text_begins_as_the_file_says(tmp_path):
-    """As Llama's do. A completion goes on from its prompt, and what ends a text is added elsewhere."""
+    """Llama's files begin texts so. A completion has no such beginning, and no text gets the file's end."""
     from tokenizers import Tokenizer, processors
 
     path = write_tokenizer(tmp_path / "tokenizer.json")
