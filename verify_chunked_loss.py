@@ -1,8 +1,8 @@
-"""Is the chunked loss the standard loss? `python verify_chunked_loss.py` finds out on this machine, CPU or GPU.
+"""Checks that the chunked loss is the standard loss: `python verify_chunked_loss.py`, on a CPU or a GPU.
 
-Four parts: which loss a model really runs on each side of the 10 GB switch; the chunked loss and its gradients against
-the standard ones, both judged by the standard loss in float64; gradient accumulation against one batch; peak memory.
-Exit status 1 if any check fails.
+It has four parts: the loss that a model really runs on each side of the 10 GB switch; errors of the chunked and of the
+standard loss and of their gradients, against the standard loss in float64; gradient accumulation against one batch;
+peak memory. The exit status is 1 if any check fails.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from kernels.linear_cross_entropy import linear_cross_entropy
 from model import IGNORE_INDEX, MODEL_SIZES, Transformer
 
 VOCAB_SIZE = MODEL_SIZES["4B"].vocab_size
-SWITCH_BYTES = 10 * 2**30  # the contract, written out here: what is verified must not be asked for it
+SWITCH_BYTES = 10 * 2**30  # the contract; written out, because the code under test must not be asked
 RESULTS = ("loss", "hidden gradient", "head gradient")
 
 
 @dataclasses.dataclass
 class Check:
-    """One line of the table. It passes when value <= limit; a check without a value was skipped, `limit` says why."""
+    """A line of the table. It passes if value <= limit. Without a value it was skipped, and `limit` is the reason."""
 
     name: str
     value: float | None
@@ -43,7 +43,7 @@ class Check:
 
 
 def small_config(vocab_size: int, **changes):
-    """The shape of a model of one block, so narrow that the loss is nearly all the work."""
+    """Returns the shape of a model of one block, so narrow that the loss is nearly all the work."""
     return dataclasses.replace(
         MODEL_SIZES["tiny"], vocab_size=vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
         num_attention_heads=1, num_key_value_heads=1, **changes,
@@ -51,13 +51,13 @@ def small_config(vocab_size: int, **changes):
 
 
 def run_model(model: Transformer, ids: Tensor, labels: Tensor) -> None:
-    documents = torch.arange(ids.shape[1])[None] // 512  # documents of 512 tokens, so that attention takes little time
+    documents = torch.arange(ids.shape[1])[None] // 512  # 512 tokens each: attention takes little time
     model(ids, labels, document_ids=documents).loss.backward()
     model.zero_grad()
 
 
 def observed_logits_rows(model: Transformer, ids: Tensor, labels: Tensor) -> int:
-    """Rows of the largest [rows, V] tensor that any operation takes while the model runs forward and backward.
+    """Returns the rows of the largest [rows, V] tensor that any operation takes in forward or backward.
 
     The profiler records each operation's input shapes, also inside custom operations.
     """
@@ -69,7 +69,7 @@ def observed_logits_rows(model: Transformer, ids: Tensor, labels: Tensor) -> int
 
 
 def extra_gib(function: Callable[[], object], device: torch.device) -> float:
-    """GiB of the GPU that `function` takes at its peak, besides what was allocated before it."""
+    """Returns the peak of GPU memory in `function`, in GiB above the memory allocated before it."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -79,10 +79,10 @@ def extra_gib(function: Callable[[], object], device: torch.device) -> float:
 
 
 def switch(device: torch.device, vocab_size: int = VOCAB_SIZE, switch_bytes: float = SWITCH_BYTES) -> Iterator[Check]:
-    """A model makes all logits where they take up to 10 GB in bf16, and never all of them where they take more.
+    """Checks that a model makes all logits if they take up to 10 GB in bf16, and never all of them beyond that.
 
-    Two lengths are run and observed from outside: 4,096 and 40,000 tokens. At the exact border, which is after 35,335
-    tokens with the 4B's vocabulary, the configuration is asked.
+    Two lengths, 4,096 and 40,000 tokens, are run and observed from outside. At the exact border the configuration is
+    asked; with the 4B's vocabulary it is after 35,335 tokens.
     """
     config = small_config(vocab_size)
     last = int(switch_bytes // (2 * vocab_size))
@@ -99,7 +99,7 @@ def switch(device: torch.device, vocab_size: int = VOCAB_SIZE, switch_bytes: flo
         if should_chunk and device.type == "cpu":  # labels on all tokens would take most of two minutes
             labels, note = ids.masked_fill(torch.arange(length) % 8 > 0, IGNORE_INDEX), "one token in 8 has a label"
         rows = observed_logits_rows(model, ids, labels)
-        used = "standard" if rows == length - 1 else "chunked"  # the last position has no target, so no logits
+        used = "standard" if rows == length - 1 else "chunked"  # the last position has no target and no logits
         print(f"  {used} loss used: the largest logits tensor seen in forward and backward was [{rows}, {vocab_size}]")
         if device.type == "cuda":
             note += f"; peak memory {extra_gib(lambda: run_model(model, ids, labels), device):.2f} GiB"  # noqa: B023
@@ -111,7 +111,7 @@ def switch(device: torch.device, vocab_size: int = VOCAB_SIZE, switch_bytes: flo
 
 
 def losses_and_gradients(loss: Callable, hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    """loss [], and the gradients of hidden [tokens, hidden_size] and head [vocab_size, hidden_size]."""
+    """Returns loss [], and the gradients of hidden [tokens, hidden_size] and head [vocab_size, hidden_size]."""
     hidden, head = (x.detach().clone().requires_grad_() for x in (hidden, head))
     value = loss(hidden, head, targets)
     value.backward()
@@ -123,9 +123,10 @@ def standard_loss(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 
 def equivalence(device: torch.device) -> Iterator[Check]:
-    """Chunked against standard: the error of each against float64, on an odd length with a sixth of the labels ignored.
+    """Compares the errors of the chunked and of the standard loss, both against float64.
 
-    A gradient may be twice as far from float64 as the standard loss of the same dtype, the loss three times.
+    A gradient may have twice the error of the standard loss in the same dtype, and the loss three times. The length is
+    odd, and a sixth of the labels is ignored.
     """
     generator = torch.Generator().manual_seed(0)
     tokens, hidden_size, vocab_size = 1357, 96, 5003
@@ -151,8 +152,8 @@ def equivalence(device: torch.device) -> Iterator[Check]:
             limit = max(factor * relative_error(theirs, reference), floor)
             yield Check(f"{name}: error of the {what}", relative_error(ours, reference), limit)
 
-    # In chunks of 16 tokens the head's gradient is a sum of 71 terms. Summed in float32 it is as exact as one chunk's,
-    # 0.2% off by the rounding of the loss's gradient to bf16; summed in bf16 it would be nearly four times as far off.
+    # Chunks of 16 tokens make the head's gradient a sum of 71 terms. A sum in float32 is as exact as a single chunk:
+    # 0.2% off, because the loss's gradient is rounded to bf16. A sum in bf16 would be nearly four times as far off.
     one, many = (
         relative_error(losses_and_gradients(functools.partial(chunked_loss, chunk_size=n), x, w, targets)[2], exact[2])
         for n in (tokens, 16)
@@ -165,9 +166,10 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 
 
 def accumulation(device: torch.device) -> Iterator[Check]:
-    """8 sequences as 4 and as 8 micro-batches against one batch, in float32; `denominator` counts the labels of all 8.
+    """Compares 8 sequences in 4 and in 8 micro-batches with one batch, in float32.
 
-    The sequences have unequal numbers of valid labels, so that a mean of means would show.
+    `denominator` counts the labels of all 8. The sequences have unequal numbers of valid labels, so that a mean of
+    means would show.
     """
     torch.manual_seed(0)
     config = small_config(1009, tie_word_embeddings=False)
@@ -197,7 +199,7 @@ def accumulation(device: torch.device) -> Iterator[Check]:
 
 
 def memory(device: torch.device) -> Iterator[Check]:
-    """Peak memory of each loss, forward and backward, at 32,768 tokens, where the standard loss still fits."""
+    """Compares the peak memory of both losses, forward and backward, at 32,768 tokens: the standard loss still fits."""
     name = "GiB of the chunked loss, limit half the standard's"
     if device.type != "cuda":
         yield Check(name, None, "needs a GPU")
@@ -217,7 +219,7 @@ def memory(device: torch.device) -> Iterator[Check]:
 
     sizes = {}
     for run in (standard, chunked):
-        run()  # compiles, and makes cuBLAS's workspace
+        run()  # compiles kernels, and allocates cuBLAS's workspace
         sizes[run] = extra_gib(run, device)
     print(f"peak memory at {tokens} tokens: standard {sizes[standard]:.2f} GiB, chunked {sizes[chunked]:.2f} GiB\n")
     yield Check(name, sizes[chunked], sizes[standard] / 2)
@@ -241,5 +243,5 @@ def main(
 
 
 if __name__ == "__main__":
-    ArgumentParser(description=__doc__.splitlines()[0]).parse_args()  # it has no flags, and refuses any
+    ArgumentParser(description=__doc__.splitlines()[0]).parse_args()  # refuses any flag: there are none
     sys.exit(main())

@@ -1,6 +1,7 @@
-"""Without a GPU, Triton kernels run in Triton's interpreter: set before anything imports triton.
+"""Sets up pytest. Triton's kernels run in Triton's interpreter on a machine without a GPU.
 
-`pytest -n` has as many processes as cores, each of one thread; NumPy's is set before anything imports NumPy.
+That is set before anything imports triton. `pytest -n` has as many processes as cores, each with one thread; NumPy's
+thread is set before anything imports NumPy.
 """
 
 import functools
@@ -20,9 +21,9 @@ if not torch.cuda.is_available():
 
 
 def patch_language_once_a_launch():
-    """Triton's interpreter patches triton.language anew for each function that a kernel calls: half of its time.
+    """Have Triton's interpreter patch triton.language once in a launch, not for each function that a kernel calls.
 
-    Seen in Triton 3.6 and 3.7; an interpreter of other parts stays as it is.
+    The patching takes half of its time in Triton 3.6 and 3.7. An interpreter with other parts stays as it is.
     """
     from triton import language
     from triton.runtime import interpreter
@@ -44,7 +45,7 @@ def patch_language_once_a_launch():
 
 
 def pytest_configure(config):
-    # A shell script has what it starts in the background ignore SIGINT, and so would the runs that tests interrupt.
+    # Commands that a shell script starts in the background ignore SIGINT, and so would the runs that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not torch.cuda.is_available():
         patch_language_once_a_launch()
@@ -55,13 +56,13 @@ def pytest_configure(config):
 
 @pytest.fixture
 def device() -> torch.device:
-    """The GPU where there is one, else the CPU, where kernels run in the interpreter."""
+    """The GPU, or the CPU of a machine without a GPU, where kernels run in the interpreter."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture
 def poisoned_memory():
-    """`torch.empty` is filled with NaN."""
+    """Fills `torch.empty` with NaN during a test."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -69,14 +70,14 @@ def poisoned_memory():
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Words of this repository, in a file; in indentation a model of tied embeddings would be right from the start."""
+    """A file with words of this repository. Indentation is left out: tied embeddings predict it without training."""
     root, path = Path(__file__).parents[1], tmp_path / "corpus.txt"
     path.write_text(" ".join(word for name in ("model.py", "train.py") for word in (root / name).read_text().split()))
     return str(path)
 
 
 def pytest_collection_finish():
-    gc.freeze()  # what has been imported stays: a garbage collection that looks at all of it takes 0.2 s
+    gc.freeze()  # a garbage collection that looks at all imports takes 0.2 s
 
 
 def pytest_collection_modifyitems(items):

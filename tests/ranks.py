@@ -1,4 +1,4 @@
-"""Functions run by several ranks of one process group, each a process of this machine."""
+"""Runs functions in several ranks of one process group, each a process of this machine."""
 
 import gc
 import multiprocessing
@@ -10,17 +10,17 @@ from torch.distributed import TCPStore
 
 from training.parallel.world import join_world
 
-# Ranks are forked from a server, one for each process of pytest, which has imported these once: that takes seconds.
+# Each process of pytest has a server that ranks are forked from. It imports these once, because that takes seconds.
 multiprocessing.set_forkserver_preload(["hypothesis", "pytest", "train", "tests.ranks"])
-gc.freeze()  # in the server, after these: a rank that collected their garbage would copy all their memory
+gc.freeze()  # a rank whose garbage collection looked at the server's imports would copy their memory
 
 
 def run_ranks(num_ranks: int, function: Callable, *args, device: str = "cpu", **sizes: int) -> None:
     """Call `function(world, *args)` in each rank, as under torchrun.
 
     Args:
-        function: of the top level of a module.
-        device, sizes: as of `join_world`.
+        function: a function at the top level of a module.
+        device, sizes: see `join_world`.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank raised an error, or was killed.
@@ -32,14 +32,16 @@ def run_ranks(num_ranks: int, function: Callable, *args, device: str = "cpu", **
 
 
 def meeting_point() -> TCPStore:
-    """Where ranks meet, in this process, as torchrun has it. A port that is chosen for rank 0 may be taken meanwhile:
-    then rank 0 fails, and the others wait for it for half an hour.
+    """Returns a store in this process, at which ranks meet, as torchrun has it.
+
+    A port chosen for rank 0 in advance may be taken by another program: rank 0 would fail, and the others would wait
+    half an hour for it.
     """
     return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
 def announce(rank: int, num_ranks: int, port: int) -> None:
-    """Tell `join_world` in this process which rank it is, and the port of the `meeting_point`."""
+    """Tell `join_world` in this process its rank, and the port of the `meeting_point`."""
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{num_ranks}"}
     os.environ |= {"LOCAL_WORLD_SIZE": f"{num_ranks}", "MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}

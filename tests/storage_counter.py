@@ -1,4 +1,4 @@
-"""Counts what an allocator would, of tensors that need not be real."""
+"""Counts bytes as an allocator would, for tensors that need not be real."""
 
 import weakref
 
@@ -10,11 +10,11 @@ from training.memory.profiler import Reading
 
 
 class StorageCounter(TorchDispatchMode):
-    """Counts the bytes of every tensor that lives, as the GPU's allocator would; fake tensors cost nothing.
+    """Counts the bytes of all live tensors, as the GPU's allocator would. Fake tensors cost nothing.
 
     Args:
-        own_bytes: what operations take inside, which fake tensors do not show: a number, or a function of the call's
-            arguments.
+        own_bytes: bytes that an operation takes inside, where fake tensors do not show them, by operation: a number, or
+            a function of the call's arguments.
     """
 
     def __init__(self, own_bytes=None):

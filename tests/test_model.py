@@ -113,7 +113,7 @@ def test_chunked_and_standard_losses_agree(denominator):
 
 
 def test_loss_choice_is_logged_once(caplog):
-    model = build(replace(TINY, rms_norm_eps=1.25e-6))  # a config no other test has logged
+    model = build(replace(TINY, rms_norm_eps=1.25e-6))  # no other test has logged this config
     with caplog.at_level(logging.INFO, logger="model"):
         for _ in range(2):
             model(tokens(1, 16), tokens(1, 16))
@@ -173,7 +173,7 @@ def test_the_loss_gathers_no_rows_where_every_position_has_a_target(monkeypatch)
 @pytest.mark.parametrize("loss_impl", ["chunked", "standard"])
 @pytest.mark.parametrize("return_logits", [False, True])
 def test_a_share_of_a_sequence_has_a_target_at_its_last_position(loss_impl, return_logits):
-    """A model without attention, whose positions know nothing of each other: the losses of the shares add up."""
+    """The losses of the shares add up in a model without attention: its positions know nothing of each other."""
     model, ids = build(loss_impl=loss_impl), tokens(2, 12)
     model.layers = torch.nn.ModuleList()
     targets = F.pad(ids[:, 1:], (0, 1), value=-100)
@@ -203,7 +203,7 @@ def test_targets_exclude_labels_and_have_none_at_the_end():
 
 
 def test_fsdp_leaves_documents_on_the_cpu():
-    """It moves tensors, also in lists and dicts, to the GPU, and their boundaries would have to come back."""
+    """FSDP moves tensors to the GPU, also in lists and dicts. The borders of documents would have to come back."""
     from torch.distributed.utils import _to_kwargs
 
     documents = find_documents(torch.tensor([[0, 0, 1, 3]]))
@@ -223,7 +223,7 @@ SCALINGS = [
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_rotary_tables_are_right_at_a_million_positions(scaling):
-    """Of each scaling the frequencies and the factor are transformers', which computes them in float32."""
+    """Frequencies and factor of each scaling equal transformers', which computes them in float32."""
     from transformers import Qwen3Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -252,7 +252,7 @@ def test_rotary_cache_survives_meta_construction_moves_and_growth(device):
     reference = build()
     model.load_state_dict(reference.state_dict())
     short, long = tokens(1, 8), tokens(1, 40)
-    for ids in (short, long, short):  # within, past and again within the cached length
+    for ids in (short, long, short):  # within the cached length, past it, within it again
         expected = build()(ids, return_hidden_states=True).hidden_states
         torch.testing.assert_close(model(ids, return_hidden_states=True).hidden_states, expected, rtol=0, atol=0)
     model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -261,7 +261,7 @@ def test_rotary_cache_survives_meta_construction_moves_and_growth(device):
     expected = build()(tokens(1, 80), return_hidden_states=True).hidden_states
     tolerance = 0.1 if device.type == "cuda" else 1e-6
     torch.testing.assert_close(moved.float().cpu(), expected, rtol=0, atol=tolerance)
-    cache, device = model.rotary, moved.device  # with its index
+    cache, device = model.rotary, moved.device  # this device has its index
     before = cache.tables(10, device)[0]
     assert cache.tables(80, device)[0] is before, "an ample cache was rebuilt"
     assert cache.tables(81, device)[0].shape[0] == 160, "growth must be geometric"
@@ -269,7 +269,7 @@ def test_rotary_cache_survives_meta_construction_moves_and_growth(device):
 
 
 def greedy_by_full_forwards(model, ids, num_tokens):
-    """`ids` and `num_tokens` more, each found by running the whole sequence."""
+    """Returns `ids` and `num_tokens` more, each found by a run over the whole sequence."""
     for _ in range(num_tokens):
         next_ids = model(ids, return_logits=True).logits[:, -1].argmax(-1, keepdim=True)
         ids = torch.cat([ids, next_ids], 1)
@@ -289,7 +289,7 @@ def test_generation_with_the_cache_equals_full_forwards():
 
 
 def test_sparse_generation_with_the_cache_equals_full_forwards():
-    """After a prompt that has blocks to choose from, over the end of a block. Weights are large, so that it matters."""
+    """The prompt has key blocks to choose from, and generation ends a block. Large weights make the choice matter."""
     model = build(replace(TINY, initializer_range=0.3))
     for blocks, layer in zip((2, 1), model.layers):
         layer.self_attn.sparsity = Sparsity(blocks, block_size=32, window=32, dense_below=150)

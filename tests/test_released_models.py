@@ -1,4 +1,4 @@
-"""Models as they are released, against transformers: logits, loss, every gradient, what is generated, and files."""
+"""Released models against transformers: logits, loss, every gradient, generated tokens, and files."""
 
 import json
 from dataclasses import replace
@@ -28,8 +28,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-# Of each form: model_type, query and key/value heads, what else its config.json says, the dtype of its files, and the
-# bytes of a shard.
+# Forms of models: model_type, query and key/value heads, other settings of config.json, dtype of the files, bytes of a
+# shard.
 FORMS = {
     "Qwen3": ("qwen3", 4, 2, {"head_dim": 16, "tie_word_embeddings": True}, "bfloat16", "1GB"),
     "Qwen3, YaRN": ("qwen3", 4, 1, {"head_dim": 32, "rope_scaling": YARN, "rope_theta": 1e6}, "float32", "20KB"),
@@ -44,7 +44,7 @@ FORMS = {
 
 
 def release(name, folder):
-    """A random model of that form as transformers saves it; its norms and biases are random, too."""
+    """Saves a random model of a form by transformers, norms and biases random as well; returns it in float32."""
     import transformers
 
     model_type, H, G, settings, dtype, shard = FORMS[name]
@@ -73,7 +73,7 @@ def load(folder):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_equals_transformers(name, tmp_path):
-    """By all heads at once, and by one key/value head at a time from blocks that are computed again."""
+    """Heads attend all at once, and then by one key/value head at a time, with the last block recomputed."""
     theirs, ours = release(name, tmp_path), load(tmp_path)
     assert sum(p.numel() for p in theirs.parameters()) == ours.config.num_parameters()
     ids = torch.randint(131, (2, 90), generator=torch.Generator().manual_seed(1))
@@ -109,7 +109,7 @@ def loss_and_gradients(state, config, device, dtype, execution):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("model_type", "H", "G"), [("qwen2", 14, 2), ("llama", 3, 1)])
 def test_a_gpu_equals_a_cpu(model_type, H, G):
-    """In bfloat16, with packed documents: errors against float32 on a CPU are those of bfloat16 there."""
+    """Errors of bfloat16 on a GPU are at most three times a CPU's, both against float32, with packed documents."""
     config = ModelConfig(131, 256, 384, 2, H, G, head_dim=64, rope_scaling=YarnScaling(4.0, 512))
     config = in_family(config, model_type)
     state = {
@@ -134,7 +134,7 @@ COMPANIONS = {"tokenizer_config.json": "{}", "chat_template.jinja": "{{ messages
 
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory):
-    """A released Qwen2, in several files of float16, whose tokenizer has a chat template."""
+    """The folder of a released Qwen2: several files of float16, a tokenizer, a chat template."""
     folder = tmp_path_factory.mktemp("qwen2")
     release("Qwen2.5", folder)
     settings = {**json.loads((folder / "config.json").read_text()), "vocab_size": 300, "eos_token_id": 7}
@@ -155,7 +155,7 @@ def qwen2(tmp_path_factory):
 
 
 def test_a_run_extends_saves_and_resumes(qwen2, corpus, tmp_path, capsys, caplog):
-    """Its checkpoints are folders that transformers opens, and what lay beside the weights lies beside them."""
+    """Transformers opens its checkpoints, which also have the files that lay beside the weights."""
     from transformers import AutoModelForCausalLM
 
     run = tmp_path / "run"
@@ -164,7 +164,7 @@ def test_a_run_extends_saves_and_resumes(qwen2, corpus, tmp_path, capsys, caplog
     with caplog.at_level("INFO"):
         assert train.main(start) == 0
     assert "model: qwen2, 46,256 parameters; attention: full" in caplog.text
-    (qwen2 / "tokenizer.json").rename(tmp_path / "away")  # a checkpoint has a tokenizer of its own
+    (qwen2 / "tokenizer.json").rename(tmp_path / "away")  # the checkpoint's own copy serves
     assert train.main(only_resume(run, "--max_steps", "2")) == 0
     (tmp_path / "away").rename(qwen2 / "tokenizer.json")
     for step in (1, 2):
@@ -188,7 +188,7 @@ def test_a_run_extends_saves_and_resumes(qwen2, corpus, tmp_path, capsys, caplog
 
 
 def test_weights_come_and_go_bit_for_bit(qwen2, tmp_path, capsys):
-    """Into masters as they are in the files, and out again; extended on the way, a wider length is declared."""
+    """Weights go into masters and out again unchanged. An extended export declares a wider length."""
     config = TrainConfig(init_from=str(qwen2), save="none", device="cpu")
     model_config = choose_model(config)
     documents, world = PackedDocuments.one_each(512, 1), World(0, 1, torch.device("cpu"))

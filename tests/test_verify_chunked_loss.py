@@ -18,7 +18,7 @@ SMALL_VOCAB = 512
 
 @pytest.fixture
 def small_switch(monkeypatch):
-    """The switch's part with a vocabulary that a test can afford, and the threshold at the same number of tokens."""
+    """The part `switch` with a small vocabulary, and the threshold at the same number of tokens."""
     scale = SMALL_VOCAB / verify_chunked_loss.VOCAB_SIZE
     monkeypatch.setattr(model, "CHUNKED_LOSS_THRESHOLD_BYTES", model.CHUNKED_LOSS_THRESHOLD_BYTES * scale)
     return functools.partial(switch, vocab_size=SMALL_VOCAB, switch_bytes=scaled(10))
@@ -52,7 +52,7 @@ def scaled(gigabytes):
 
 @pytest.mark.parametrize("gigabytes", [1, 12])
 def test_a_switch_elsewhere_fails(monkeypatch, small_switch, capsys, gigabytes):
-    """At 1 GB the short run is chunked, at 12 GB the long one is not; the configuration tells of either."""
+    """A switch at 1 GB chunks the short run; at 12 GB it leaves the long run whole. The configuration shows both."""
     monkeypatch.setattr(model, "CHUNKED_LOSS_THRESHOLD_BYTES", scaled(gigabytes))
     assert main((small_switch,)) == 1
     assert " 2 failed" in capsys.readouterr().out
@@ -86,7 +86,7 @@ def test_a_gradient_off_by_one_percent_fails(monkeypatch, capsys, broken):
 
 
 def test_a_head_gradient_summed_in_bf16_fails(monkeypatch, capsys):
-    """Only where there are many chunks to sum."""
+    """The check with many chunks fails, and it alone."""
     loss = importlib.import_module("kernels.linear_cross_entropy")
     sound = loss._empty_outputs
 
@@ -101,7 +101,7 @@ def test_a_head_gradient_summed_in_bf16_fails(monkeypatch, capsys):
 
 
 def test_a_mean_of_means_fails(monkeypatch, capsys):
-    """Accumulation that forgets `num_valid_tokens`: each micro-batch divides by its own count."""
+    """The broken accumulation forgets `num_valid_tokens`: each micro-batch divides by its own count."""
     sound = model.linear_cross_entropy
     monkeypatch.setattr(model, "linear_cross_entropy", lambda *a, denominator, **options: sound(*a, **options))
     assert main((accumulation,)) == 1

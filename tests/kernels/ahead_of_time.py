@@ -1,8 +1,8 @@
-"""Compile Triton kernels for GPUs that are not here, and report registers and spills.
+"""Compiles Triton kernels for GPUs that are not here, and reports registers and spills.
 
-`python -m tests.kernels.ahead_of_time rms_norm,rope 80 90` compiles what tests/kernels/test_rms_norm.py and
-test_rope.py list in `KERNELS_TO_COMPILE` and prints a line a kernel. It runs outside the interpreter, hence in a
-process of its own.
+`python -m tests.kernels.ahead_of_time rms_norm,rope 80 90` compiles the `KERNELS_TO_COMPILE` of
+tests/kernels/test_rms_norm.py and test_rope.py, and prints a line for each kernel. It runs in a process of its
+own, without Triton's interpreter.
 """
 
 import importlib
@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 @dataclass
 class KernelToCompile:
-    """One specialisation: a `@triton.jit` function's name in kernels/<operation>.py, argument types, constants."""
+    """A specialisation of a kernel: its function in kernels/<operation>.py, the types of arguments, and constants."""
 
     name: str
     signature: dict[str, str]  # run-time arguments: "*bf16", "*fp32", "i32", "i64", "fp32", ...
@@ -43,7 +43,7 @@ def compile_kernel(operation: str, kernel: KernelToCompile, capability: int) -> 
     signature = {name: kernel.signature.get(name, "constexpr") for name in function.arg_names}
     missing = [n for n, t in signature.items() if t == "constexpr" and n not in kernel.constants]
     assert not missing, f"{kernel.name}: neither a type nor a constant for {missing}"
-    # What a launch would find: tensors start on 16 bytes, and strides are multiples of 16 elements.
+    # Tensors of a launch start at multiples of 16 bytes, and their strides are multiples of 16 elements.
     aligned = [i for i, (name, kind) in enumerate(signature.items()) if kind.startswith("*") or "stride" in name]
     compiled = triton.compile(
         ASTSource(function, signature, kernel.constants, {(i,): [["tt.divisibility", 16]] for i in aligned}),

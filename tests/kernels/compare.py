@@ -1,9 +1,9 @@
-"""What the tests of several kernels share: seeded inputs, and the comparison with float64."""
+"""Seeded inputs, and the comparison with float64, for the tests of several kernels."""
 
 import torch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # for hypothesis, which takes no fixtures
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # tests by hypothesis take no fixtures
 
 
 def random(*shape, seed=0, dtype=torch.float32, device=DEVICE):
@@ -14,7 +14,7 @@ STRIDES = ("contiguous", "every other", "column", "reversed dimensions", "expand
 
 
 def strided(x, strides):
-    """The values of `x` in memory laid out otherwise; "expanded" repeats the first value, at stride 0."""
+    """Returns the values of `x` at other strides. "expanded" repeats the first value, at stride 0."""
     if strides == "every other":
         return x.repeat_interleave(2, dim=-1)[..., ::2]
     if strides == "column":
@@ -25,7 +25,7 @@ def strided(x, strides):
 
 
 def outputs_and_gradients(function, inputs):
-    """What `function` returns, and the gradient of every input against random gradients of every output."""
+    """Returns the outputs of `function`, and every input's gradient for random gradients of the outputs."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -34,10 +34,10 @@ def outputs_and_gradients(function, inputs):
 
 
 def compare_with_float64(reference, function, inputs, units=0.5):
-    """Every output and gradient of `function` is no further from float64 than twice `reference` in the same dtype is.
+    """Asserts that outputs and gradients of `function` are near float64: twice the error of `reference` is allowed.
 
-    And half a unit in the last place (`units`), which the reference may luckily do without in a tensor of few elements.
-    Triton's interpreter truncates to bfloat16 where a GPU rounds to nearest: there it may be two units.
+    Half a unit in the last place (`units`) is added: the reference may be lucky in a tensor of few elements.
+    For bfloat16 on a CPU it is two units, because Triton's interpreter truncates and a GPU rounds to nearest.
     """
     exact = outputs_and_gradients(lambda *tensors: reference(*(t.double() for t in tensors)), inputs)
     plain = outputs_and_gradients(reference, inputs)

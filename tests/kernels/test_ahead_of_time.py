@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCES = {path.stem: path.read_text() for path in sorted((ROOT / "kernels").glob("*.py"))}
 SPARSE = {path.stem: path.read_text() for path in sorted((ROOT / "kernels/attention").rglob("*.py"))}
-MOST_SPILLED = 768  # bytes a thread; of gather backward on sm_80 Triton 3.7 spills 648, on sm_90 48
-MOST_SHARED = {"sm_80": 99 * 1024, "sm_90": 227 * 1024}  # sm_86 and sm_89, which run sm_80's code, have 99 KiB
+MOST_SPILLED = 768  # bytes per thread; gather backward by Triton 3.7 spills 648 on sm_80 and 48 on sm_90
+MOST_SHARED = {"sm_80": 99 * 1024, "sm_90": 227 * 1024}  # sm_86 and sm_89 have 99 KiB, and run sm_80's code
 PROGRAM = """
 import sys
 from kernels import apply_to
@@ -29,7 +29,7 @@ def jitted(sources: dict[str, str]) -> set[str]:
 
 
 def test_compiles_for_sm_80_and_sm_90(capsys):
-    """In one process for all: to import and to look at Triton's own files takes it longer than most kernels do."""
+    """One process compiles all kernels: its imports take longer than most kernels."""
     operations = ",".join(name for name, source in SOURCES.items() if "@triton.jit" in source)
     process = subprocess.run(
         [sys.executable, "-c", PROGRAM, operations],

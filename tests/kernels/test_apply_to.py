@@ -11,7 +11,7 @@ from kernels.apply_to import apply_to
 
 MODULE = importlib.import_module("kernels.apply_to")  # `kernels.apply_to` is the function
 VOCAB = 71
-# What each family has of its own: biases, a sliding window, tied heads, q/k norms, softcaps that bite.
+# Each family has something of its own: biases, a sliding window, tied heads, q/k norms, softcaps that bite.
 FAMILIES = {
     "llama": {"tie_word_embeddings": False, "mlp_bias": True},
     "mistral": {"tie_word_embeddings": False, "sliding_window": 8},
@@ -35,7 +35,7 @@ def make_model(model_type, dtype=torch.float32, seed=0, **overrides):
     )  # fmt: skip
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():  # norms' weights and biases start as ones or zeros, which would hide a mistake
+    with torch.no_grad():  # norms and biases start as ones and zeros, and would hide a mistake
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn_like(parameter)
@@ -75,14 +75,14 @@ def assert_equal_training(plain, patched, batch, tolerance):
         assert relative_error(gradient, expected[name]) <= tolerance, name
 
 
-# transformers computes norms and the loss in float32 even for a float64 model, hence no 1e-12.
+# The tolerance for float64 is not 1e-12, because transformers computes norms and the loss in float32 always.
 @every_family
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float64, 1e-6)])
 def test_loss_gradients_and_logits_equal_the_unpatched_models(model_type, dtype, tolerance):
     plain, patched = make_pair(model_type, dtype)
     batch = make_batch()
     assert_equal_training(plain, patched, batch, tolerance)
-    positions = torch.arange(19) + torch.tensor([[0], [7]])  # cos and sin that differ from row to row
+    positions = torch.arange(19) + torch.tensor([[0], [7]])  # cos and sin differ from row to row
     inputs = {"input_ids": batch["input_ids"], "position_ids": positions}
     with torch.no_grad():
         assert relative_error(patched(**inputs).logits, plain(**inputs).logits) <= tolerance
@@ -117,7 +117,7 @@ def test_replaces_all_of_this_model_and_nothing_of_another(model_type, monkeypat
     expected = {"rms_norm": NUM_NORMS[model_type], "rope": 2, activation: 2, absent: 0, "linear_cross_entropy": 1}
     assert calls == expected
 
-    copied = copy.deepcopy(patched)  # its forwards are bound to its own modules
+    copied = copy.deepcopy(patched)  # the copy's forwards are bound to its own modules
     with torch.no_grad():
         copied.model.norm.weight.zero_()
     assert not torch.equal(copied(**make_batch()).loss, patched(**make_batch()).loss)
@@ -146,12 +146,12 @@ def test_generates_the_same_tokens(model_type):
 def test_loss_arguments_mean_what_they_mean_in_transformers(extra):
     plain, patched = make_pair("gemma2")
     batch = make_batch()
-    batch["labels"] = batch["labels"].clamp(min=2)  # with ignore_index=2, -100 would be a class
+    batch["labels"] = batch["labels"].clamp(min=2)  # -100 would be a class if ignore_index is 2
     assert_equal_training(plain, patched, {**batch, **extra}, 3e-6)
 
 
 def test_shift_labels_of_every_other_token(device):
-    """A sequence shared by two ranks: at batch 1 a rank's labels are a view that skips the other's."""
+    """Two ranks share a sequence. At batch 1 the labels of a rank are a view that skips the other rank's labels."""
     plain, patched = (model.to(device) for model in make_pair("llama", impl="triton"))
     batch = {name: tensor.to(device) for name, tensor in make_batch(B=1).items()}
     batch["shift_labels"] = torch.arange(38, device=device).view(1, 38)[:, 1::2]
@@ -222,7 +222,7 @@ def test_refuses_what_it_does_not_know():
     model.loss_function = F.cross_entropy
     with pytest.raises(ValueError, match="the model's loss is cross_entropy"):
         apply_to(model)
-    model.model.norm.forward = model.model.norm.forward  # as accelerate's hooks do
+    model.model.norm.forward = model.model.norm.forward  # accelerate's hooks do this
     with pytest.raises(ValueError, match="LlamaRMSNorm already has a forward"):
         apply_to(model, loss=False)
     assert "forward" not in vars(model.model.layers[0].mlp), "a refused model must be left as it was"
@@ -259,8 +259,8 @@ def test_training_converges_alike(model_type):
     assert expected[-1] < 0.7 * expected[0]
     assert losses == pytest.approx(expected, rel=2e-6)
     for (name, trained), weight in zip(plain.named_parameters(), patched.parameters()):
-        distance = (weight - trained).norm() / (trained - start[name]).norm()  # as a part of the way trained
-        assert distance <= 1e-4, name  # Adam magnifies rounding where gradients all but vanish: Qwen2's k_proj.bias
+        distance = (weight - trained).norm() / (trained - start[name]).norm()  # relative to the way trained
+        assert distance <= 1e-4, name  # Adam magnifies rounding of gradients near 0: Qwen2's k_proj.bias
 
 
 def test_triton_kernels(device):

@@ -51,12 +51,12 @@ KERNELS_TO_COMPILE = [
 ]  # fmt: skip
 
 IMPLEMENTATIONS = ("torch", "triton")
-# Casts to bf16 round on a GPU and in PyTorch; Triton's interpreter truncates, which doubles the error.
+# Casts to bf16 round to nearest on a GPU and in PyTorch. Triton's interpreter truncates: twice the error.
 GRADIENT_FACTOR = 2 if torch.cuda.is_available() else 3
 
 
 def _inputs(device, shape=(2, 5), vocab=2101, dtype=torch.float32, spread=3.0):
-    """Logits over a ragged second block, labels of which some are ignored and some sit on the edges."""
+    """Returns (logits, target). The vocabulary ends within a tile; some labels are ignored, some are at its edges."""
     torch.manual_seed(0)
     logits = (spread * torch.randn(*shape, vocab)).to(dtype).to(device)
     target = torch.randint(vocab, shape)
@@ -120,7 +120,7 @@ def test_16_bit_logits(device, dtype, inplace):
 def test_incoming_gradient_of_each_row(device, inplace, impl):
     logits, target = _inputs(device)
     d_loss = torch.randn(target.shape, device=device)
-    d_loss[0, 0] = 1.0  # a row that the in-place scaling leaves alone
+    d_loss[0, 0] = 1.0  # the in-place scaling leaves this row alone
     _assert_as_exact_as_pytorch(logits, target, d_loss, impl, inplace, reduction="none")
 
 
@@ -151,7 +151,7 @@ def test_a_certain_label_keeps_its_tiny_gradient_and_loss(device, impl):
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_an_offset_common_to_all_logits_changes_nothing(device, offset, label_smoothing, impl):
     logits, target = _inputs(device, vocab=53)
-    logits = 2 * logits.round()  # a multiple of 2, hence exact after the offset
+    logits = 2 * logits.round()  # multiples of 2 stay exact after the offset
     options = {"label_smoothing": label_smoothing, "impl": impl}
     loss, gradient = _loss_and_gradient(cross_entropy, logits, target, **options)
     shifted_loss, shifted_gradient = _loss_and_gradient(cross_entropy, logits + offset, target, **options)
@@ -193,7 +193,7 @@ def _whole_and_chunked(logits, target, **options):
 @pytest.mark.parametrize("value", [0, -3, float("nan"), float("inf")])
 @pytest.mark.parametrize("of", [float, torch.tensor, lambda value: torch.tensor([value], dtype=torch.float64)])
 def test_a_denominator_that_is_not_positive_is_refused(device, of, value):
-    """Numbers and CPU tensors; a CUDA tensor's assertion would end this process."""
+    """Numbers and CPU tensors are refused. A CUDA tensor is an assertion, which would end this process."""
     for function in _whole_and_chunked(*_inputs(device, vocab=53), denominator=of(value)):
         with pytest.raises(ValueError, match=f"denominator must be positive and finite, got {float(value)}"):
             function()
@@ -384,7 +384,7 @@ def test_compiles_in_one_graph(device, inplace, impl):
     logits, target = _inputs(device, vocab=53)
     options = {"impl": impl, "inplace": inplace}
     expected = _loss_and_gradient(cross_entropy, logits, target, **options)
-    backend = "inductor" if impl == "triton" else "aot_eager"  # which compiles no C++
+    backend = "inductor" if impl == "triton" else "aot_eager"  # aot_eager compiles no C++
     compiled = torch.compile(lambda x: cross_entropy(x * 1, target, **options), fullgraph=True, backend=backend)
     leaf = logits.clone().requires_grad_()
     loss = compiled(leaf)
@@ -445,7 +445,7 @@ def test_any_shape_and_options(data):
     _assert_as_exact_as_pytorch(
         logits.to(dtype),
         target,
-        slack=max(1e-6, torch.finfo(dtype).eps),  # PyTorch may be luckier with a handful of numbers
+        slack=max(1e-6, torch.finfo(dtype).eps),  # PyTorch may be lucky with few numbers
         d_loss=data.draw(st.sampled_from([1.0, -3.0])),
         impl=data.draw(st.sampled_from(IMPLEMENTATIONS)),
         inplace=data.draw(st.booleans()),
@@ -467,7 +467,7 @@ def test_real_vocabularies(device, vocab, inplace):
 
 @pytest.mark.gpu
 def test_rows_beyond_2_31_elements(device):
-    """Row 14,134 of this vocabulary starts beyond int32."""
+    """Row 14,134 starts beyond int32 at this vocabulary."""
     num_rows, vocab = 14_200, 151_936
     target = torch.randint(vocab, (num_rows,), device=device)
     logits = torch.empty(num_rows, vocab, dtype=torch.bfloat16, device=device).normal_()
@@ -502,7 +502,7 @@ def test_no_host_synchronisation(device, inplace):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", ["denominator=zero", "weight=zero.expand(53)"])
 def test_a_cuda_denominator_that_is_not_positive_is_a_device_side_assertion(options):
-    """In a process of its own, which the assertion ends."""
+    """The assertion ends the process in which it fails, here not the test's own."""
     program = f"""
 import torch
 from kernels.cross_entropy import cross_entropy

@@ -1,4 +1,4 @@
-"""Each private part of PyTorch that kernels/ uses does what kernels/ takes it to do."""
+"""Private parts of PyTorch do what kernels/ uses them for."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_gpu_attention_takes_its_arguments_in_this_order(name):
-    """What the kernels compute is tested on a GPU, in test_attention.py."""
+    """Results of these kernels are tested on a GPU, in attention/test_full.py."""
     operation = getattr(torch_internals, name).default
     names = [argument.name for argument in operation._schema.arguments]
     expected = SIGNATURES[name].split(", ")
@@ -34,7 +34,7 @@ def test_gpu_attention_takes_its_arguments_in_this_order(name):
 
 
 def test_cpu_attention():
-    """Against the reference, with heads that share key/value heads."""
+    """Heads that share key/value heads are compared with the reference."""
     q, k, v = (torch.randn(2, 7, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
     expected = attention_reference(q, k, v)
     dout = torch.randn_like(expected)
