@@ -1,10 +1,11 @@
 """Chats as tokens: rendered whole by the tokenizer's own chat template, with the assistant's turns as targets.
 
-A template is a program from somebody's folder, so it runs in Jinja's sandbox, without files and without the
-interpreter. Nothing bounds its time or memory: a rendering that does not end is ended by SIGTERM.
+A template is a program from somebody's folder, so it runs in Jinja's sandbox and reaches no file. Nothing bounds its
+time or memory: a rendering that hangs is ended by SIGTERM.
 """
 
 import functools
+import itertools
 import json
 import re
 from pathlib import Path
@@ -22,6 +23,7 @@ THINKING = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)
 UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 # Marks around the output of a template's {% generation %}. Unicode keeps these two for a program's own use.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
+MARK = f"[{OPEN}{CLOSE}]"
 SHOWN = 200  # characters of a template's error
 # Roles that may follow, by the role of the message before.
 ROLES_AFTER = {
@@ -124,7 +126,9 @@ class ChatTemplate:
             for stop in asked[1:]:  # the messages before this user message make a chat of their own
                 earlier, turns_of_earlier = self._render_turns(messages[:stop], tools)
                 bodies += [earlier[a:b] for a, b in turns_of_earlier[len(bodies) :]]
-            text, turns = _with_bodies(text, turns, bodies)
+            parts = [text[a:b] for a, b in itertools.pairwise([0, *itertools.chain(*turns), len(text)])]
+            parts[1::2] = [*bodies, *parts[1::2][len(bodies) :]][: len(turns)]
+            text, turns = _join(parts)
         # Words behind the header that the template itself begins an answer with, such as "<think>", are not targets.
         begins = len(self._prompt) - len(self._header)
         given = self._prompt[len(self._header) :]
@@ -152,7 +156,10 @@ class ChatTemplate:
     def _render_turns(self, messages: list[dict], tools: list | None) -> tuple[str, list[Turn]]:
         text = self._render(messages, tools)
         if self._is_marked:
-            return _take_marks(text)
+            marks = re.findall(MARK, text)
+            if marks != [OPEN, CLOSE] * (len(marks) // 2):
+                raise UserError(f"chat template {self._file} nests {{% generation %}}, or writes half of it")
+            return _join(re.split(MARK, text))
         count = sum(message["role"] == "assistant" for message in messages)
         turns: list[Turn] = []
         position = text.find(self._header)
@@ -349,31 +356,7 @@ def _without_reasoning(message: dict) -> dict:
     return {**message, "content": THINKING.sub("", message["content"])}
 
 
-def _with_bodies(text: str, turns: list[Turn], bodies: list[str]) -> tuple[str, list[Turn]]:
-    """Replaces the first turns of a text by `bodies`; returns the new text, and the places of all turns in it.
-
-    For "a[b]c[d]" with turns (2, 3) and (6, 7), and bodies ["xyz"]: "a[xyz]c[d]", (2, 5) and (8, 9).
-    """
-    parts, moved, position, length = [], [], 0, 0
-    for i, (start, stop) in enumerate(turns):
-        body = bodies[i] if i < len(bodies) else text[start:stop]
-        length += start - position
-        moved.append((length, length + len(body)))
-        parts += [text[position:start], body]
-        position, length = stop, length + len(body)
-    return "".join([*parts, text[position:]]), moved
-
-
-def _take_marks(text: str) -> tuple[str, list[Turn]]:
-    """Removes the marks from a text; returns (text, turns). With OPEN < and CLOSE >, "a<b>c" gives "abc" and (1, 2)."""
-    parts = re.split(f"([{OPEN}{CLOSE}])", text)
-    plain, turns, length, start = [], [], 0, 0
-    for part in parts:
-        if part == OPEN:
-            start = length
-        elif part == CLOSE:
-            turns.append((start, length))
-        else:
-            plain.append(part)
-            length += len(part)
-    return "".join(plain), turns
+def _join(parts: list[str]) -> tuple[str, list[Turn]]:
+    """Returns (text, turns) of parts, every second of which is a turn: ["a", "bc", "d"] gives "abcd" and (1, 3)."""
+    ends = [*itertools.accumulate(map(len, parts))]
+    return "".join(parts), [*zip(ends[::2], ends[1::2])]

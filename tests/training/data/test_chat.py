@@ -319,6 +319,12 @@ def test_templates_whose_turns_run_on_or_vanish(shown):
         ValueError, match=r"a\.jsonl:7: the template shows 1 turns of the assistant, the messages are 2"
     ):
         shown(skipped, TALK)
+    nested = MARKED.replace("{{ m.content + '<", "{% generation %}{{ m.content }}{% endgeneration %}{{ '<")
+    half = MARKED.replace("{% generation %}", "{% set turn %}{% generation %}")
+    half = half.replace("{% endgeneration %}", "{% endgeneration %}{% endset %}{{ turn[:-1] }}")
+    for template in (nested, half):
+        with pytest.raises(ValueError, match=r"nests {% generation %}, or writes half of it"):
+            shown(template, TALK)
 
 
 def test_where_the_template_is(folder, tmp_path):
