@@ -1,18 +1,18 @@
 """AdamW on float32 master weights, state on the GPU or in pinned host memory, for plain and for sharded parameters.
 
-A float32 parameter (on a CPU, or a shard under FSDP, which computes in bf16) is its own master. Of a bf16 parameter
-the optimizer keeps a float32 copy. The optimizer takes each gradient when backward has made it: the gradient of a
-single micro-batch is kept as it is, those of several are added in float32. With the last addition the norm is taken, so
-the exact norm for clipping is known before any weight moves, and the update scales by it.
+A float32 parameter is its own master: on a CPU, or as a shard under FSDP, which computes in bf16. For a bf16 parameter
+the optimizer keeps a float32 copy. It takes each gradient as soon as backward has made it: a single micro-batch's as it
+is, several added in float32. The last addition takes the norm, so the exact global norm is known before any weight
+moves, and the update scales by it.
 
 Each parameter is updated on the GPU, in pieces of at most PIECE_ELEMENTS. Pieces and calls are the same wherever the
-state lives, so results are equal bit for bit. State in host memory costs the time of its copies and no other.
+state lives, so results are equal bit for bit. State in host memory costs only the time of its copies.
 The 4B (4.02e9 parameters) with all state in host memory, at 50 GB/s each way:
-- one micro-batch: bf16 gradients leave during backward, 8 GB in 0.16 s; the update fetches 14 bytes a parameter and
+- one micro-batch: bf16 gradients leave during backward, 8 GB in 0.16 s. The update fetches 14 bytes per parameter and
   sends 12 back at the same time: 1.13 s. Host: 52.4 GiB.
-- several: backward fetches and sends the float32 sums, 32 GB in 0.64 s on a side stream (0.32 s the first time); the
-  update fetches 16 bytes a parameter: 1.29 s. Host: 59.9 GiB.
-With everything on the GPU the update reads and writes 48 bytes a parameter: about 0.05 s.
+- several: backward fetches and sends the float32 sums on a side stream, 32 GB in 0.64 s (0.32 s the first time). The
+  update fetches 16 bytes per parameter: 1.29 s. Host: 59.9 GiB.
+With everything on the GPU the update reads and writes 48 bytes per parameter: about 0.05 s.
 """
 
 import itertools
@@ -33,63 +33,91 @@ from training.parallel.fsdp import local_part
 
 PIECE_ELEMENTS = 2**23  # 32 MiB of float32: copies of that size run at the link's full rate
 NUM_SLOTS = 3  # one piece arrives, one is updated, one leaves
-LEAVING_BYTES = 2**28  # of gradients that may be on their way to the host: about one block's, in bf16
+LEAVING_BYTES = 2**28  # gradients on their way to the host at once: about one transformer block's, in bf16
+
+
+@dataclass(frozen=True)
+class Float32State:
+    """The format of optimizer state: float32 moments, and a float32 master of each bf16 parameter.
+
+    Only the format knows which tensors are kept and what they mean. Its methods take a piece of one parameter:
+    `parameter` [n], and `state`, the kept tensors [n] by name.
+    """
+
+    parameter_dtype: torch.dtype
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Name -> dtype of each tensor that is kept."""
+        masters = () if self.parameter_dtype == torch.float32 else ("master",)
+        return dict.fromkeys((*masters, "exp_avg", "exp_avg_sq"), torch.float32)
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        return sum(dtype.itemsize for dtype in self.dtypes.values())
+
+    def weights(self, state: dict[str, Tensor], parameter: Tensor) -> Tensor:
+        """Float32 weights [n]: the master, or the parameter where it is its own master."""
+        return state.get("master", parameter)
+
+    def set_weights(self, state: dict[str, Tensor], parameter: Tensor, weights: Tensor) -> None:
+        parameter.copy_(weights)
+        if "master" in state:
+            state["master"].copy_(weights)
+
+    def update(self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, steps: Tensor, **options) -> None:
+        """Make a step of AdamW by a float32 gradient [n], all on one device; `options` go to `fused_adamw_`."""
+        weights = self.weights(state, parameter)
+        fused_adamw_([weights], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [steps], **options)
+        if weights is not parameter:
+            parameter.copy_(weights)
 
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """What a `MasterAdamW` takes, in bytes. An update fetches `host` once: it takes host / link rate seconds."""
+    """Bytes that a `MasterAdamW` takes. An update fetches `host` once: it takes host / link rate seconds."""
 
     gpu_state: int  # masters and moments
-    gpu_gradients: int  # of the parameters whose state is on the GPU; there between backward and update
+    gpu_gradients: int  # gradients of parameters whose state is on the GPU; exist from backward to the update
     gpu_buffers: int  # pieces on their way through an update
-    leaving_gradients: int  # of the other parameters; of those made, LEAVING_BYTES at most are still on the GPU
+    leaving_gradients: int  # gradients on their way to the host; at most LEAVING_BYTES of them are on the GPU at once
     host: int  # masters, moments and gradients, pinned
 
 
 def optimizer_bytes(
     parameters: Iterable[Tensor], *, accumulate: bool = True, gpu_state_bytes: float = math.inf
 ) -> OptimizerBytes:
-    """What a `MasterAdamW` with these arguments takes.
+    """Predicts the bytes of a `MasterAdamW` with these arguments.
 
     Args:
-        parameters: the model's, in its order, all of one dtype; on the meta device will do.
-        accumulate, gpu_state_bytes: as of `MasterAdamW`.
+        parameters: the model's, in its order, all of one dtype; tensors on the meta device will do.
+        accumulate, gpu_state_bytes: arguments of `MasterAdamW`.
     """
     parameters = list(parameters)
-    keys, gradient_dtype = _formats(parameters[0], accumulate)
-    state, gradient = 4 * len(keys), gradient_dtype.itemsize
-    numels = [_flat(parameter).numel() for parameter in parameters]
-    kept = _kept_on_gpu(numels, state, gpu_state_bytes)
+    format, gradient_dtype, numels, kept = _layout(parameters, accumulate, gpu_state_bytes)
+    state, gradient = format.bytes_per_parameter, gradient_dtype.itemsize
     on_gpu, on_host = ([n for n, k in zip(numels, kept) if k is wanted] for wanted in (True, False))
     slots = NUM_SLOTS * (state + gradient) if on_host else 0
-    host_sizes = [n * size for n in on_host for size in (*[4] * len(keys), gradient)]
+    host_sizes = [n * dtype.itemsize for n in on_host for dtype in (*format.dtypes.values(), gradient_dtype)]
     return OptimizerBytes(
         gpu_state=state * sum(on_gpu),
         gpu_gradients=gradient * sum(on_gpu),
-        gpu_buffers=(4 + slots) * _piece_elements(numels),
+        gpu_buffers=(4 + slots) * min(PIECE_ELEMENTS, max(numels)),
         leaving_gradients=gradient * sum(on_host),
         host=sum(-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for size in host_sizes),
     )
 
 
-def _formats(parameter: Tensor, accumulate: bool) -> tuple[tuple[str, ...], torch.dtype]:
-    """Names of the float32 tensors kept of a parameter, and the dtype that its gradient is kept in."""
-    keys = ("exp_avg", "exp_avg_sq") if parameter.dtype == torch.float32 else ("master", "exp_avg", "exp_avg_sq")
-    return keys, torch.float32 if accumulate else parameter.dtype
-
-
-def _kept_on_gpu(numels: list[int], state_bytes: int, gpu_state_bytes: float) -> list[bool]:
-    """Which parameters' state stays on the GPU: in their order, each that still fits."""
-    kept = []
+def _layout(
+    parameters: list[Tensor], accumulate: bool, gpu_state_bytes: float
+) -> tuple[Float32State, torch.dtype, list[int], list[bool]]:
+    """(format of the state, dtype of kept gradients, each parameter's elements, whether its state stays on the GPU)."""
+    dtype = parameters[0].dtype
+    format, numels, kept = Float32State(dtype), [_flat(parameter).numel() for parameter in parameters], []
     for numel in numels:
-        kept.append(numel * state_bytes <= gpu_state_bytes)
-        gpu_state_bytes -= numel * state_bytes * kept[-1]
-    return kept
-
-
-def _piece_elements(numels: list[int]) -> int:
-    return min(PIECE_ELEMENTS, max(numels))
+        kept.append(numel * format.bytes_per_parameter <= gpu_state_bytes)
+        gpu_state_bytes -= numel * format.bytes_per_parameter * kept[-1]
+    return format, torch.float32 if accumulate else dtype, numels, kept
 
 
 @torch.no_grad()
@@ -107,21 +135,25 @@ def _num_copies(parameter: Tensor) -> int:
 
 
 def _owned(gradient: Tensor) -> Tensor:
-    """The gradient, or a copy of a view: FSDP's gradients of a block are views of one tensor, which each would keep."""
+    """The gradient, copied where it is a view: FSDP's gradients of a layer are views that each keep all of it alive."""
     is_view = gradient.untyped_storage().nbytes() > gradient.nbytes
     return gradient.clone() if is_view else gradient
 
 
+def _slices(tensors: dict[str, Tensor], piece: slice) -> dict[str, Tensor]:
+    return {name: tensor[piece] for name, tensor in tensors.items()}
+
+
 @dataclass
 class _State:
-    """What is kept of one parameter: flat tensors [n], on the GPU or all on the host."""
+    """State of one parameter: flat tensors [n], all on the GPU or all on the host."""
 
     parameter: nn.Parameter
     weight_decay: float
     on_host: bool
     pieces: list[tuple[int, slice]]  # (index into the norms, elements)
     tensors: dict[str, Tensor]
-    gradient: Tensor | None = None  # of state on the host always there, else from backward to the update
+    gradient: Tensor | None = None  # exists always where state is on the host, else from backward to the update
     arrived: bool = False  # whether a gradient has come since the last update
 
 
@@ -137,12 +169,12 @@ class MasterAdamW:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101), decoupled weight decay on matrices only.
 
     Args:
-        named_parameters: of the model, all of one dtype, and sharded over one mesh of all ranks or not at all; names
-            key the saved state. On GPUs: on the current device.
-        weight_decay, betas, eps: as torch.optim.AdamW.
+        named_parameters: the model's, all of one dtype, and sharded over one mesh of all ranks or not at all. The names
+            are keys of the saved state. Parameters on a GPU are on the current one.
+        weight_decay, betas, eps: arguments of torch.optim.AdamW.
         accumulate: whether there may be more than one backward before an update.
-        gpu_state_bytes: of master weights and moments to keep on the GPU, in whole parameters; the rest lives in
-            pinned host memory. See `optimizer_bytes`.
+        gpu_state_bytes: limit on the masters and moments that stay on the GPU, whole parameters in their order; the
+            rest lives in pinned host memory. See `optimizer_bytes`.
 
     Raises:
         UserError: the host does not let that much memory be pinned.
@@ -160,25 +192,23 @@ class MasterAdamW:
     ):
         self.parameters = dict(named_parameters)
         parameters = list(self.parameters.values())
-        first, device = parameters[0], _flat(parameters[0]).device
+        device = _flat(parameters[0]).device
         kinds = {(p.dtype, p.device_mesh if isinstance(p, DTensor) else None) for p in parameters}
         assert len(kinds) == 1, f"parameters of several dtypes or meshes: {kinds}"
         self.betas, self.eps, self.accumulate = betas, eps, accumulate
-        self.keys, gradient_dtype = _formats(first, accumulate)
+        self.format, gradient_dtype, numels, kept = _layout(parameters, accumulate, gpu_state_bytes)
 
         # On a CPU, torch.cpu's streams and events do nothing and copies are done when they return.
         self.device_module = torch.get_device_module(device)
         self.inward, self.outward = self.device_module.Stream(), self.device_module.Stream()
-        self.leaving: deque[tuple[Tensor, torch.Event]] = deque()  # gradients, and when they have reached the host
-        numels = [_flat(parameter).numel() for parameter in parameters]
-        kept = _kept_on_gpu(numels, 4 * len(self.keys), gpu_state_bytes)
-        size = _piece_elements(numels)
-        self.room = torch.empty(size, device=device)  # for a piece of a gradient in float32
+        self.leaving: deque[tuple[Tensor, torch.Event]] = deque()  # gradients and their arrivals on the host
+        size = min(PIECE_ELEMENTS, max(numels))
+        self.room = torch.empty(size, device=device)  # one piece of a gradient in float32
         self.slots: list[_Slot] = []
         if not all(kept):
             needed = optimizer_bytes(parameters, accumulate=accumulate, gpu_state_bytes=gpu_state_bytes)
             self.arena = PinnedArena(needed.host, device)
-            dtypes = {**dict.fromkeys(self.keys, torch.float32), "gradient": gradient_dtype}
+            dtypes = {**self.format.dtypes, "gradient": gradient_dtype}
             for _ in range(NUM_SLOTS):
                 tensors = {key: torch.empty(size, dtype=dtype, device=device) for key, dtype in dtypes.items()}
                 self.slots.append(_Slot(tensors, self.device_module.Event()))
@@ -189,24 +219,22 @@ class MasterAdamW:
         indices = itertools.count()
         for (name, parameter), numel, keep in zip(self.parameters.items(), numels, kept):
             pieces = [(next(indices), slice(start, min(start + size, numel))) for start in range(0, numel, size)]
-            if keep:
-                tensors = {key: torch.zeros(numel, device=device) for key in self.keys}
-            else:
-                tensors = {key: self.arena.allocate((numel,), torch.float32).zero_() for key in self.keys}
+            allocate = (lambda n, dtype: torch.empty(n, dtype=dtype, device=device)) if keep else self.arena.allocate
+            tensors = {key: allocate((numel,), dtype).zero_() for key, dtype in self.format.dtypes.items()}
             state = _State(parameter, weight_decay if parameter.ndim >= 2 else 0.0, not keep, pieces, tensors)
             if state.on_host:
                 state.gradient = self.arena.allocate((numel,), gradient_dtype)
-            if "master" in tensors:
-                for _, piece in pieces:  # rounding and widening are done on the GPU, a piece at a time
-                    tensors["master"][piece].copy_(_flat(parameter)[piece].float())
+            for _, piece in pieces:  # rounding and widening are done on the GPU, a piece at a time
+                weights = _flat(parameter)[piece]
+                self.format.set_weights(_slices(tensors, piece), weights, weights.float())
             self.states[name] = state
             hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: optimizer.take_gradient(name))
             weakref.finalize(self, hook.remove)
-        self.norms = torch.zeros(next(indices), device=device)  # of each piece of the gradients
+        self.norms = torch.zeros(next(indices), device=device)  # norm of each piece of the gradients
         copies = [_num_copies(state.parameter) for state in self.states.values() for _ in state.pieces]
-        self.copies = torch.tensor(copies, device=device)  # of each piece, ranks that have the same elements
+        self.copies = torch.tensor(copies, device=device)  # ranks that have the same elements, for each piece
         self.steps = torch.zeros((), device=device)  # updates made; float32, for the fused kernel
-        self.scale = 1.0  # of the gradients, in the next update
+        self.scale = 1.0  # factor of the gradients in the next update
 
     @torch.no_grad()
     def take_gradient(self, name: str) -> None:
@@ -255,7 +283,7 @@ class MasterAdamW:
         torch.linalg.vector_norm(gradient, dtype=torch.float32, out=self.norms[index])
 
     def zero_grad(self) -> None:
-        """Drop the gradients, also those of a backward that failed half way, as if none had come since the update."""
+        """Drop all gradients since the last update, after a backward that failed half way as well."""
         self._let_go(0)  # after this wait the norms of gradients that were leaving are written
         self.norms.zero_()
         self.scale = 1.0
@@ -266,7 +294,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> float:
-        """Have the next `step` scale all gradients to a global norm of at most `max_norm`; returns their norm."""
+        """Have the next `step` scale all gradients to a global norm of at most `max_norm`. Returns the norm before."""
         self.device_module.current_stream().wait_stream(self.outward)  # the norms taken there are written
         squares = (self.norms.double().square() / self.copies).sum()
         if isinstance(next(iter(self.parameters.values())), DTensor):
@@ -288,14 +316,14 @@ class MasterAdamW:
                 if state.on_host:
                     self._update_through(next(slots), state, piece, learning_rate)
                 else:
-                    tensors = {**state.tensors, "gradient": state.gradient}
-                    self._update({key: tensor[piece] for key, tensor in tensors.items()}, state, piece, learning_rate)
+                    tensors = _slices({**state.tensors, "gradient": state.gradient}, piece)
+                    self._update(tensors, state, piece, learning_rate)
         self.zero_grad()
 
     def _update_through(self, slot: _Slot, state: _State, piece: slice, learning_rate: float) -> None:
         """Update a piece of state that lives on the host; the three streams work on three pieces at a time."""
-        current, count = self.device_module.current_stream(), piece.stop - piece.start
-        tensors = {key: tensor[:count] for key, tensor in slot.tensors.items()}
+        current = self.device_module.current_stream()
+        tensors = _slices(slot.tensors, slice(piece.stop - piece.start))
         with self.device_module.stream(self.inward):
             self.inward.wait_event(slot.left)  # the slot is free
             for key, host in {**state.tensors, "gradient": state.gradient}.items():
@@ -309,27 +337,23 @@ class MasterAdamW:
             slot.left.record()
 
     def _update(self, tensors: dict[str, Tensor], state: _State, piece: slice, learning_rate: float) -> None:
-        """AdamW on one piece, all tensors [n] on the parameter's device."""
+        """Scale the gradient and update one piece, all tensors [n] on the parameter's device."""
         parameter = _flat(state.parameter)[piece]
-        master = tensors.get("master", parameter)
         gradient = self.room[: len(parameter)].copy_(tensors["gradient"]).mul_(self.scale)
-        fused_adamw_(
-            [master], [gradient], [tensors["exp_avg"]], [tensors["exp_avg_sq"]], [], [self.steps],
-            lr=learning_rate, beta1=self.betas[0], beta2=self.betas[1], weight_decay=state.weight_decay, eps=self.eps,
-            amsgrad=False, maximize=False,
+        self.format.update(
+            tensors, parameter, gradient, self.steps, lr=learning_rate, beta1=self.betas[0], beta2=self.betas[1],
+            weight_decay=state.weight_decay, eps=self.eps, amsgrad=False, maximize=False,
         )  # fmt: skip
-        if master is not parameter:
-            parameter.copy_(master)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """References to the state, by parameter name: master, exp_avg, exp_avg_sq and step, all float32.
 
         Loading in place restores it; then call `restore_parameters`.
         """
-        self.device_module.synchronize()  # what the last step sent back is on the host
+        self.device_module.synchronize()  # the state that the last step sent back has reached the host
         return {
             name: {
-                "master": state.parameter.detach(),  # the next line replaces it where "master" is a tensor of its own
+                "master": state.parameter.detach(),  # the next line replaces it where the format keeps masters
                 **{key: _like(state.parameter, tensor) for key, tensor in state.tensors.items()},
                 "step": self.steps,
             }
@@ -342,17 +366,15 @@ class MasterAdamW:
         for name, full in weights:
             state = self.states[name]
             local = local_part(state.parameter, full).flatten()
-            _flat(state.parameter).copy_(local)
-            if "master" in state.tensors:
-                state.tensors["master"].copy_(local)
+            self.format.set_weights(state.tensors, _flat(state.parameter), local)
 
     @torch.no_grad()
     def restore_parameters(self) -> None:
         """Round the masters into the parameters, after the state was loaded."""
         for state in self.states.values():
-            for _, piece in state.pieces if "master" in state.tensors else ():
+            for _, piece in state.pieces:
                 parameter = _flat(state.parameter)[piece]
-                parameter.copy_(state.tensors["master"][piece].to(parameter.device))
+                parameter.copy_(self.format.weights(_slices(state.tensors, piece), parameter).to(parameter.device))
 
 
 @torch.no_grad()

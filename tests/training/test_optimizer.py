@@ -15,11 +15,11 @@ from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
 from tests.ranks import run_ranks
 from training.checkpoint.files import OPTIMIZER, load_optimizer_state
-from training.optimizer import LEAVING_BYTES, MasterAdamW, optimizer_bytes, warmup_cosine
+from training.optimizer import LEAVING_BYTES, Float32State, MasterAdamW, optimizer_bytes, warmup_cosine
 from training.parallel.fsdp import shard_model
 from training.parallel.world import World
 
-ANY_WEIGHTS = {"weight": torch.zeros(1)}  # of a checkpoint whose optimizer state is looked at
+ANY_WEIGHTS = {"weight": torch.zeros(1)}  # weights of a checkpoint in which only the optimizer state is looked at
 SHAPES = {"matrix": (8, 16), "norm.weight": (16,), "other": (5, 7)}
 PLACEMENTS = {"device": math.inf, "host": 0, "partly": 8 * 16 * 12}  # gpu_state_bytes; partly: the matrix stays
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -29,7 +29,7 @@ PLACEMENT = pytest.mark.parametrize("placement", PLACEMENTS)
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch, request):
-    """So that small parameters, too, are updated in several pieces, and slots are used again and again."""
+    """Small parameters are updated in several pieces as well, and slots are used again and again."""
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr(training.optimizer, "PIECE_ELEMENTS", 24)
 
@@ -96,8 +96,42 @@ def test_equals_adamw_in_float64(dtype, micro_batches, placement, device):
         assert state["step"] == 5
 
 
+class BFloat16Moments(Float32State):
+    """A format with other dtypes: moments in bfloat16, widened for the update."""
+
+    @property
+    def dtypes(self):
+        return super().dtypes | dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16)
+
+    def update(self, state, parameter, gradient, steps, **options):
+        moments = {name: state[name].float() for name in ("exp_avg", "exp_avg_sq")}
+        super().update({**state, **moments}, parameter, gradient, steps, **options)
+        for name, moment in moments.items():
+            state[name].copy_(moment)
+
+
+@DTYPES
+@MICRO_BATCHES
+@pytest.mark.parametrize("placement", ["host", "partly"])
+def test_another_format_is_streamed_saved_and_counted(dtype, micro_batches, placement, device, monkeypatch):
+    expected = run(make_parameters(dtype, device), "device", micro_batches)
+    monkeypatch.setattr(training.optimizer, "Float32State", BFloat16Moments)
+    parameters, on_device = make_parameters(dtype, device), make_parameters(dtype, device)
+    state, weights, norms = run(parameters, placement, micro_batches)
+    state_there, weights_there, norms_there = run(on_device, "device", micro_batches)
+    assert norms == norms_there
+    assert_equal_states(state, state_there)
+    assert_equal_states(weights, weights_there)
+    for name, tensors in state.items():
+        assert tensors["exp_avg"].dtype == tensors["exp_avg_sq"].dtype == torch.bfloat16
+        torch.testing.assert_close(tensors["master"], expected[0][name]["master"], rtol=1e-2, atol=1e-2)
+    bytes_each = {torch.bfloat16: 8, torch.float32: 4}[dtype]
+    elements = sum(p.numel() for p in parameters.values())
+    assert optimizer_bytes(parameters.values()).gpu_state == bytes_each * elements
+
+
 def test_equals_torchs_optimizer(device):
-    """Bit for bit, float32, one piece a parameter: torch.optim.AdamW's own numbers."""
+    """A float32 parameter of one piece gets the numbers of torch.optim.AdamW, bit for bit."""
     parameters, theirs = ({n: make_parameters(torch.float32, device)[n] for n in ("norm.weight",)} for _ in range(2))
     optimizer = MasterAdamW(parameters.items(), gpu_state_bytes=0)
     reference = torch.optim.AdamW(theirs.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -163,7 +197,7 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm_before_anything_moves(p
 
 @PLACEMENT
 def test_masters_start_from_float32_weights(placement, device):
-    """As float32 shards do under FSDP: bf16 parameters are rounded, their masters are not."""
+    """Float32 shards under FSDP do the same: bf16 parameters are rounded, their masters are not."""
     parameters = make_parameters(torch.bfloat16, device)
     optimizer = MasterAdamW(parameters.items(), gpu_state_bytes=PLACEMENTS[placement])
     weights = {name: torch.randn(p.shape, device=device) for name, p in parameters.items()}
@@ -175,7 +209,7 @@ def test_masters_start_from_float32_weights(placement, device):
 @MICRO_BATCHES
 @PLACEMENT
 def test_gradients_of_a_backward_that_failed_can_be_dropped(micro_batches, placement, device):
-    """An update after it is as if it had never been."""
+    """The next update equals an update without that backward."""
 
     def updated(fails):
         parameters = make_parameters(torch.bfloat16, device)
@@ -330,7 +364,7 @@ def train_sharded(gpu_state_bytes, world, micro_batches, steps=3):
             generator = torch.Generator().manual_seed(10 * step + micro)
             rows = torch.randn(4, 6, generator=generator)
             model(rows[world.rank :: world.size]).backward()
-        for state in optimizer.states.values():  # on the GPU each stands alone, no view that keeps a whole block's
+        for state in optimizer.states.values():  # on the GPU no gradient is a view that keeps a whole layer's
             assert state.on_host or state.gradient.untyped_storage().nbytes() == state.gradient.nbytes
         norms.append(optimizer.clip_grad_norm(1.0))
         optimizer.step(1e-2)
@@ -391,11 +425,11 @@ def test_state_of_sharded_bf16_parameters_is_float32(tmp_path):
 
 
 GPU_SHAPES = {"embedding": (5001, 4096), "norm.weight": (4096,), "matrix": (4096, 4099), "small": (3, 5)}
-GPU_SHARE = pytest.mark.parametrize("share", [0, 0.5])  # of the state that stays there: all but the largest parameter
+GPU_SHARE = pytest.mark.parametrize("share", [0, 0.5])  # share of the state on the GPU: all but the largest parameter
 
 
 def delay_streams(optimizer):
-    """Hold up one stream after the other around each piece, so that a wait that is missing shows."""
+    """Hold up one stream after the other around each piece, so that a missing wait shows."""
     streams = [torch.cuda.current_stream(), optimizer.inward, optimizer.outward]
     calls = 0
 
@@ -431,7 +465,7 @@ def test_placements_agree_bit_for_bit_whatever_stream_is_late(micro_batches, sha
 
 
 def memory_in_use(device):
-    """Bytes asked of the GPU's allocator, Python's tensors; and, not as exact: bytes it reserved, the process's."""
+    """((bytes asked of the GPU's allocator, tensors of Python), (bytes it reserved, bytes of the process))."""
     gc.collect()
     tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
     with open("/proc/self/statm") as file:
@@ -476,7 +510,7 @@ def test_gpu_memory_is_as_predicted(share):
     assert held - before == pytest.approx(predicted.gpu_state + predicted.gpu_buffers, abs=4096)
     backward(parameters, 0)
     (with_gradients, _), _ = memory_in_use("cuda")
-    leaving = min(predicted.leaving_gradients, LEAVING_BYTES)  # let go of when more come, or in the update
+    leaving = min(predicted.leaving_gradients, LEAVING_BYTES)  # released when more come, or in the update
     assert with_gradients - held == pytest.approx(predicted.gpu_gradients + leaving, abs=4096)
     optimizer.step(1e-3)
     (after, _), _ = memory_in_use("cuda")
