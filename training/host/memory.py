@@ -1,6 +1,6 @@
-"""Offload: tensors copied to page-locked host memory and back, beside the GPU's other work.
+"""Offload: tensors go to page-locked host memory and back while the GPU does other work.
 
-`PinnedArena` is the host memory, one block carved up; `HostCopies` are the copies, on streams of their own.
+`PinnedArena` is the host memory, one range given out in slots. `HostCopies` makes the copies, on its own streams.
 Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857.
 """
 
@@ -25,10 +25,10 @@ SLOT_ALIGNMENT = 512
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in "24GB" or "24GiB" (both 2**30 bytes a GB, as GPUs are sold), "512MB" or a plain number of bytes.
+    """Bytes in "24GB" or "24GiB" (a GB is 2**30 bytes in both, as GPUs are sold), "512MB" or a plain number of bytes.
 
     Raises:
-        UserError: anything else.
+        UserError: the text is not a size.
     """
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     if match is None:
@@ -37,7 +37,7 @@ def parse_bytes(text: str) -> int:
 
 
 def available_host_bytes() -> int:
-    """80% of what this machine and this process's control groups have left, shared by torchrun's processes here."""
+    """This process's share of host memory: 80% of what the machine and the control groups have left, by local ranks."""
     available = 1024 * int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0])
     return int(0.8 * min(available, *_bytes_left_in_groups())) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
@@ -46,7 +46,7 @@ def _bytes_left_in_groups() -> Iterator[float]:
     """Bytes left under each memory limit on this process: its control group's and its parents' (container, Slurm job).
 
     cgroup v2 lists one path with an empty controller, v1 one path for the controller "memory". In a container the path
-    may be the host's and not exist here; the limit is then that of the nearest folder above which does.
+    may be the host's and not exist here. The nearest folder above it that exists then has the limit.
     """
     yield math.inf
     for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -67,12 +67,12 @@ def _bytes_left_in_groups() -> Iterator[float]:
 
 
 class PinnedArena:
-    """One block of host memory, given out in slots that are never freed; page-locked where `device` is a GPU.
+    """A range of host memory, given out in slots that are never freed; page-locked where `device` is a GPU.
 
-    The arena registers pages of its own: PyTorch's pinned allocator would round sizes up to powers of two.
+    The arena maps and registers its own pages: PyTorch's pinned allocator would round sizes up to powers of two.
 
     Args:
-        num_bytes: size of the block.
+        num_bytes: size of the arena.
         device: the device that tensors are copied to and from; for a CPU the memory is not page-locked.
 
     Raises:
@@ -86,7 +86,7 @@ class PinnedArena:
         except (OSError, OverflowError) as refusal:
             raise _refused(num_bytes, str(refusal)) from None
         self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
-        # A forked child would share the pages until one side writes; the writer then gets others, which are not pinned.
+        # A forked child would share the pages until one side writes; the writer then gets new pages, not pinned.
         pages.madvise(mmap.MADV_DONTFORK)
         if device.type == "cuda" and num_bytes:
             with suppress(OSError):  # a kernel without huge pages: small ones take longer to pin
@@ -98,10 +98,10 @@ class PinnedArena:
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, address)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor of the arena, on the CPU.
+        """An uninitialised tensor in the arena, on the CPU.
 
         Raises:
-            ValueError: it does not fit into what is left.
+            ValueError: the tensor does not fit into what is left.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         start = -(-self.used_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT

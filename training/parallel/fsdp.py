@@ -13,12 +13,12 @@ from training.parallel.world import World
 def shard_model(
     model: nn.Module, blocks: nn.ModuleList, world: World, compute_dtype: torch.dtype | None = None
 ) -> None:
-    """FSDP2: each block a group, the rest another; parameters and gradient sums in float32.
+    """Shard a model by FSDP2, each transformer block a group and the rest another; gradient sums are float32.
 
     Gradients are summed over ranks, not averaged: the loss is divided by all ranks' valid tokens already.
 
     Args:
-        compute_dtype: of the gathered parameters; None: bfloat16 on GPUs, float32 on CPUs.
+        compute_dtype: dtype of the gathered parameters; None: bfloat16 on GPUs, float32 on CPUs.
     """
     if compute_dtype is None:
         compute_dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
@@ -35,7 +35,7 @@ def initial_weights(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]
     """(name, full float32 tensor) of each parameter, drawn one at a time, the same on every rank.
 
     Args:
-        model: has `initialize_parameter(name, tensor, generator)`; its parameters may be sharded, of any dtype.
+        model: has `initialize_parameter(name, tensor, generator)`; its parameters may be sharded and of any dtype.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -56,7 +56,7 @@ def local_part(parameter: Tensor, full: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy full tensors, the same on every rank, into the parameters of these names, which may be sharded."""
+    """Copy full tensors, the same on every rank, into the parameters of these names; those may be sharded."""
     parameters = dict(model.named_parameters())
     for name, full in weights:
         parameter = parameters[name]

@@ -1,4 +1,4 @@
-"""Which part of each matrix a tensor-parallel rank has; `kernels/tensor_parallel.py` says how the ranks compute."""
+"""Gives each tensor-parallel rank its part of each matrix; `kernels/tensor_parallel.py` computes with the parts."""
 
 import logging
 import math
@@ -11,7 +11,7 @@ from model import ModelConfig
 from training.host.errors import UserError
 from training.parallel.world import World
 
-# By the end of a module's name. Of all other matrices, and of biases, each rank has a part of the rows.
+# Ends of modules' names. All other matrices, and biases, are split by rows.
 SPLIT_BY_COLUMNS = ("o_proj", "down_proj")
 WHOLE = "norm"
 
@@ -19,8 +19,8 @@ WHOLE = "norm"
 def share_matrices(model: nn.Module, world: World) -> None:
     """Let the ranks of `world`'s tensor axis share the matrices of a model.Transformer.
 
-    Its parameters become DTensors, of the shapes that initial weights and checkpoints have. FSDP2, which shards what a
-    rank has of them further, must come after.
+    Its parameters become DTensors with the shapes of initial weights and checkpoints. FSDP2 must come after: it shards
+    each rank's part further.
 
     Args:
         model: of the shape `ModelConfig.split`, on the meta device.
@@ -42,10 +42,10 @@ def share_matrices(model: nn.Module, world: World) -> None:
 
 
 def check_matrix_sharing(size: int, model_config: ModelConfig) -> None:
-    """Refuse a `size`, of ranks that share each matrix, which cannot share a model's matrices equally.
+    """Refuse numbers of ranks that cannot share each of a model's matrices equally.
 
     Raises:
-        UserError: with the numbers that can.
+        UserError: names the sizes that can.
     """
     heads, width, words = model_config.num_key_value_heads, model_config.intermediate_size, model_config.vocab_size
     common = math.gcd(heads, width, words)

@@ -1,4 +1,4 @@
-"""Which ranks share each sequence, and by what model; `kernels/head_exchange.py` says how they attend."""
+"""Lets the ranks that share each sequence attend over it; `kernels/head_exchange.py` exchanges tokens for heads."""
 
 from torch import nn
 
@@ -17,14 +17,15 @@ def share_sequences(model: nn.Module, world: World) -> None:
 
 
 def check_sharing(size: int, model_config: ModelConfig, chooses_blocks: bool, tensor_size: int = 1) -> None:
-    """Refuse a `size`, of ranks that share each sequence, which cannot share the heads equally.
+    """Refuse numbers of ranks that cannot share the heads of each sequence equally.
 
     Args:
+        size: ranks that share each sequence.
         chooses_blocks: whether any layer attends to chosen blocks.
-        tensor_size: ranks that share each matrix, which divide the heads; those of one of them are shared.
+        tensor_size: ranks that share each matrix. They divide the heads first; `size` ranks share one part.
 
     Raises:
-        UserError: with the numbers that can.
+        UserError: names the sizes that can.
     """
     whose, share = "the model's" if tensor_size == 1 else "a rank's", model_config.share(tensor_size)
     heads, kind = share.num_attention_heads, "query heads"

@@ -19,16 +19,16 @@ from training.host.errors import UserError, refused_as_user_error
 from training.host.processes import GRACE_SECONDS, show_error
 from training.host.torch_internals import flatten_mesh
 
-STOPPED_SECONDS = 5.0  # from a process's SIGSTOP to the warning
+STOPPED_SECONDS = 5.0  # time from a process's SIGSTOP to the warning
 
 
 @dataclass(frozen=True)
 class World:
     """This process among the others.
 
-    The ranks form a mesh of three axes. Along "data" ranks have sequences of their own, along "context" they share each
-    sequence, and along "tensor" they share each matrix. Of 8 ranks with context and tensor of size 2, rank 6 stands at
-    (1, 1, 0): it shares its sequences with ranks 4, 5 and 7, and its data_rank is 1 of 2.
+    The ranks form a mesh of three axes. Along "data" each rank has its own sequences, along "context" ranks share each
+    sequence, and along "tensor" they share each matrix. For example, among 8 ranks with context and tensor of size 2,
+    rank 6 stands at (1, 1, 0): it shares its sequences with ranks 4, 5 and 7, and its data_rank is 1 of 2.
     """
 
     rank: int
@@ -62,28 +62,27 @@ class World:
 
     @functools.cached_property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The one axis that FSDP2 shards parameters over: "data" and "context" as if they were one."""
+        """ "data" and "context" as a single axis: FSDP2 shards parameters over it."""
         assert self.mesh is not None, "one process shards nothing"
         return flatten_mesh(self.mesh["data", "context"], "fsdp")
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over the ranks, in float64."""
-        if self.size == 1:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
-        return tensor.tolist()
+        return self._reduce(values, dist.ReduceOp.SUM)
 
     def min(self, *values: float) -> list[float]:
         """Each value's least over the ranks, in float64."""
+        return self._reduce(values, dist.ReduceOp.MIN)
+
+    def _reduce(self, values: tuple[float, ...], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+        dist.all_reduce(tensor, operation)
         return tensor.tolist()
 
     def broadcast(self, value):
-        """The main rank's value, on every rank; anything that pickles."""
+        """The main rank's value, on every rank; it may be anything that pickles."""
         if self.size == 1:
             return value
         values = [value]
@@ -92,17 +91,48 @@ class World:
 
 
 def make_mesh(device_type: str, size: int, context_parallel_size: int = 1, tensor_parallel_size: int = 1) -> DeviceMesh:
-    """The mesh of `World`; neighbouring ranks, those of one machine, share matrices first and sequences second."""
+    """The mesh of `World`. Neighbouring ranks, on one machine, share matrices first and sequences second."""
     shape = size // (context_parallel_size * tensor_parallel_size), context_parallel_size, tensor_parallel_size
     return init_device_mesh(device_type, shape, mesh_dim_names=("data", "context", "tensor"))
 
 
+def check_sizes(size: int, local_size: int, context_parallel_size: int, tensor_parallel_size: int) -> None:
+    sizes = f"context_parallel_size {context_parallel_size} x tensor_parallel_size {tensor_parallel_size}"
+    if size % (context_parallel_size * tensor_parallel_size):
+        raise UserError(
+            f"{sizes} must divide the number of processes, {size}; start another number by torchrun --nproc_per_node, "
+            "or lower one of them"
+        )
+    if size > local_size and local_size % (context_parallel_size * tensor_parallel_size):
+        raise UserError(
+            f"{sizes} must divide each machine's processes, {local_size}: no sequence or matrix is shared between "
+            "machines; lower one of them, or start another number by torchrun --nproc_per_node"
+        )
+
+
+def choose_device(device: str, local_rank: int, local_size: int) -> torch.device:
+    """This process's device, made the current one."""
+    if device not in ("auto", "cuda", "cpu"):
+        raise UserError(f'device must be "auto", "cuda" or "cpu", got {device!r}')
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, but PyTorch sees no CUDA GPU here; use --device cpu, or check nvidia-smi")
+    if device == "cpu" or not torch.cuda.is_available():
+        # torchrun allows each process one thread; share the cores among this machine's processes instead.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+        return torch.device("cpu")
+    if local_rank >= (count := torch.cuda.device_count()):
+        raise UserError(f"more processes than the {count} GPUs here: torchrun --nproc_per_node={count} at most")
+    place = torch.device("cuda", local_rank)
+    torch.cuda.set_device(place)
+    return place
+
+
 @contextmanager
 def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size: int = 1) -> Iterator[World]:
-    """The process group that torchrun announced (NCCL on GPUs, gloo on CPUs), or a world of one without it.
+    """Join the process group that torchrun announced (NCCL on GPUs, gloo on CPUs), or make a world of one process.
 
-    Where one of several ranks fails, it shows its error, and all ranks end within seconds. Of a rank that is killed and
-    was alone on its machine, those of other machines know by NCCL or gloo alone.
+    A rank that fails shows its error, and all ranks end within seconds. One exception: where a rank is killed that was
+    alone on its machine, ranks on other machines notice only by NCCL or gloo.
 
     Args:
         device: "auto" (a GPU if there is one), "cuda" or "cpu".
@@ -110,39 +140,15 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
         tensor_parallel_size: ranks that share each matrix.
 
     Raises:
-        UserError: CUDA asked for where there is none, fewer GPUs than processes on this machine, or a number of
-            processes, in all or on this one of several machines, that the two sizes do not divide; on several machines
-            sizes that differ.
+        UserError: CUDA is asked for and not found; this machine has fewer GPUs than processes; the two sizes do not
+            divide the processes, or the processes of each of several machines; or ranks were given different sizes.
     """
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before CUDA starts: less fragmentation
     defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     with refused_as_user_error("torchrun's RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE in the environment: "):
         rank, size, local_rank, local_size = (int(os.environ.get(name, value)) for name, value in defaults.items())
-    if device not in ("auto", "cuda", "cpu"):
-        raise UserError(f'device must be "auto", "cuda" or "cpu", got {device!r}')
-    if size % (context_parallel_size * tensor_parallel_size):
-        raise UserError(
-            f"context_parallel_size {context_parallel_size} x tensor_parallel_size {tensor_parallel_size} must divide "
-            f"the number of processes, {size}; start another number by torchrun --nproc_per_node, or lower one of them"
-        )
-    if size > local_size and local_size % (context_parallel_size * tensor_parallel_size):
-        raise UserError(
-            f"context_parallel_size {context_parallel_size} x tensor_parallel_size {tensor_parallel_size} must divide "
-            f"each machine's processes, {local_size}: no sequence or matrix is shared between machines; lower one of "
-            "them, or start another number by torchrun --nproc_per_node"
-        )
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, but PyTorch sees no CUDA GPU here; use --device cpu, or check nvidia-smi")
-    if device == "cpu" or not torch.cuda.is_available():
-        place = torch.device("cpu")
-        # torchrun allows each process one thread; share the cores among this machine's processes instead.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
-    else:
-        if local_rank >= torch.cuda.device_count():
-            count = torch.cuda.device_count()
-            raise UserError(f"more processes than the {count} GPUs here: torchrun --nproc_per_node={count} at most")
-        place = torch.device("cuda", local_rank)
-        torch.cuda.set_device(place)
+    check_sizes(size, local_size, context_parallel_size, tensor_parallel_size)
+    place = choose_device(device, local_rank, local_size)
     left = threading.Event()
     if size == 1:
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -159,7 +165,7 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
     ranks = [(0, 0, 0)] * size
     dist.all_gather_object(ranks, (os.getpid(), context_parallel_size, tensor_parallel_size))
     pids, *sizes = zip(*ranks)
-    neighbours = list(pids[rank - local_rank :][:local_size])  # of this machine
+    neighbours = list(pids[rank - local_rank :][:local_size])  # the processes of this machine
     machines = Machines() if size > local_size else None
     threading.Thread(target=end_with, args=(neighbours, os.getppid(), left, machines), daemon=True).start()
     try:
@@ -171,12 +177,12 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
         end_by(error, rank == 0, machines)
     dist.barrier()  # no rank ends while another is still at work
     left.set()
-    gc.collect()  # frees objects that refer to the group, with which gloo now and then aborts
+    gc.collect()  # frees objects that refer to the group: gloo may abort where any are left
     dist.destroy_process_group()
 
 
 class Machines:
-    """By a key in the store by which ranks have met, each machine tells the others that one of its ranks has ended."""
+    """Tells the other machines that a rank of this machine has ended: by a key in the store where all ranks met."""
 
     def __init__(self):
         self.store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -187,7 +193,7 @@ class Machines:
             self.store.set(self.key, "")
 
     def were_told(self) -> bool:
-        """Whether some machine has told, or the one that has the store is gone."""
+        """Whether a machine has told, or the machine that has the store is gone."""
         try:
             return self.store.check([self.key])
         except dist.DistError:
@@ -195,13 +201,13 @@ class Machines:
 
 
 def end_with(pids: list[int], parent: int, left: threading.Event, machines: Machines | None = None) -> None:
-    """Wait until `parent`, one of the processes `pids` or a rank of another machine has ended, then end this one too.
+    """End this process once `parent`, a process in `pids` or a rank of another machine has ended.
 
-    Once `left` is set, nothing is ended. Without its launcher nobody would end a rank, which would go on to write
-    checkpoints beside those of a new run.
+    Nothing is ended once `left` is set. `parent` is the launcher: a rank that outlived it would go on to write
+    checkpoints while a new run writes its own.
 
-    A thread of its own runs this: where a peer died, the main thread may wait in an NCCL kernel for good, and a signal
-    handler of Python, as train.py has for torchrun's SIGTERM, would wait with it.
+    A thread of its own runs this. Where a peer died, the main thread may wait in an NCCL kernel for good. A signal
+    handler of Python, such as train.py's for torchrun's SIGTERM, would wait with it.
     """
     frozen = 0
     while os.getppid() == parent and all(os.path.exists(f"/proc/{pid}") for pid in pids):
@@ -226,7 +232,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def warn_of_stopped(pids: list[int]) -> None:
-    """Name this machine's ranks that do not run, by the first one that does."""
+    """Name this machine's stopped ranks; only the first rank that runs prints."""
     stopped = [(local_rank, pid) for local_rank, pid in enumerate(pids) if is_stopped(pid)]
     first = next((pid for pid in pids if not is_stopped(pid)), None)
     for local_rank, pid in stopped if first == os.getpid() else ():
@@ -238,9 +244,9 @@ def warn_of_stopped(pids: list[int]) -> None:
 
 
 def end_by(error: Exception, is_main: bool, machines: Machines | None = None) -> NoReturn:
-    """Show the error that ended this rank, and end the process, where `end_with` does not do so before.
+    """Show the error that ended this rank, and end the process; `end_with` may be faster.
 
-    The exit skips destructors and the process group's end, which may wait for the other ranks.
+    The exit skips destructors and the end of the process group: both may wait for the other ranks.
     """
     show_error(error, is_main, before="\n")  # the progress bar's line may be open
     sys.stdout.flush()

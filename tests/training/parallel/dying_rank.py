@@ -1,6 +1,6 @@
 """A rank that dies: `torchrun --nproc_per_node=2 -m tests.training.parallel.dying_rank SIGKILL cpu`.
 
-The arguments say how, and where. In a file of its own a rank imports no model, which would take seconds.
+The arguments are the kind of death and the device. A separate file imports no model, which would take seconds.
 """
 
 import os
@@ -13,8 +13,11 @@ from training.parallel.world import World, join_world
 
 
 def die(world: World, death: str) -> None:
-    """By a UserError all ranks die, else rank 1 does; the others then fail in a collective, or where rank 1 is killed,
-    wait in an NCCL kernel, or on a CPU as if in one, where no SIGTERM reaches them. Or none dies before torchrun."""
+    """Die: all ranks by a UserError, rank 1 alone by another death; or sleep until torchrun itself is killed.
+
+    The other ranks then fail in a collective. Where rank 1 is killed they wait in an NCCL kernel that no SIGTERM ends;
+    on a CPU they sleep in its place.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if world.rank != 1 and death != "UserError":
         time.sleep(600) if (death, world.device.type) == ("SIGKILL", "cpu") else world.sum(1.0)
@@ -28,7 +31,7 @@ def die(world: World, death: str) -> None:
 
 
 if __name__ == "__main__":
-    # Where sizes are unlike, as on two machines with other flags each, no rank gets past `join_world`.
+    # Unlike sizes, as on two machines with different flags, stop every rank in `join_world`.
     size = 1 + int(os.environ["RANK"]) if sys.argv[1] == "unlike sizes" else 1
     with join_world(sys.argv[2], size) as world:
         die(world, sys.argv[1])

@@ -1,4 +1,4 @@
-"""FSDP2 in bfloat16 against one process: on CPUs by gloo, and on two GPUs by NCCL."""
+"""FSDP2 in bfloat16 equals one process: on CPUs by gloo, on two GPUs by NCCL."""
 
 import importlib
 from dataclasses import replace
@@ -51,7 +51,7 @@ def loss_and_gradients(model, ids, documents):
 
 
 def compare_with_one_process(world: World) -> None:
-    """Each rank has one of two sequences; one process has both, one after the other."""
+    """Each rank has its own sequence; a single process takes both, one after the other."""
     seen = []
     module = importlib.import_module("kernels.qkv_attention")  # the package's attribute of that name is the function
     rope = module.rope

@@ -1,4 +1,4 @@
-"""Matrices shared by ranks against one process: loss and every gradient, logits, and runs that resume."""
+"""Ranks that share matrices equal one process: loss and every gradient, logits, and runs that resume."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -39,7 +39,7 @@ AGAIN, KEPT, PAIR = Placement(), Placement("gpu", "host"), Placement("recompute"
 SPARSE, SPARSE_LENGTHS, NSA_LENGTHS = Sparsity(1, 32, 64, 65), (150, 300, 41), (1200, 300, 77, 400)
 TILES = {"mlp_tile_size": 16}
 ONE_HEAD = {"heads_at_a_time": 1, **TILES}
-# Of 4 ranks, (those that share each sequence, those that share each matrix).
+# Name -> (splits of 4 ranks: how many share each sequence and each matrix; the case).
 CASES = {
     "packed, untied": ([(1, 2), (1, 4)], Case(8, 4, 64, PACKED, (WHOLE, HOST), "chunked", tied=False, **TILES)),
     "one document": ([(2, 2)], Case(8, 4, 67, ONE, (AGAIN, PAIR), "standard", **ONE_HEAD, **QWEN2)),
@@ -81,7 +81,7 @@ def check_streamed_weights(world: World, folder: Path) -> None:
 
 
 def check_logits(world: World) -> None:
-    """Those of all words, with the loss of the same call, and what is generated with a key/value cache."""
+    """Compare the logits of all words, the loss of the same call, and tokens generated with a key/value cache."""
     case, ids = Case(8, 4, 64, ONE, (AGAIN, HOST)), torch.randint(256, (2, 40))
     torch.distributed.broadcast(ids, src=0)
     shared, alone = build(case, world), build(case, World(0, 1, world.device))
@@ -93,7 +93,7 @@ def check_logits(world: World) -> None:
 
 
 def worlds_of(world: World) -> dict[tuple[int, int], World]:
-    """By the numbers of ranks that share a sequence, and that share a matrix."""
+    """(ranks that share a sequence, ranks that share a matrix) -> this rank's world of four."""
     splits = (1, 2), (2, 1), (2, 2), (1, 4)
     return {split: World(world.rank, 4, world.device, make_mesh("cpu", 4, *split)) for split in splits}
 
@@ -141,7 +141,7 @@ def test_a_run_goes_on_with_any_split(tmp_path, monkeypatch):
     for name in ("loss", "gradient_norm", "tokens"):
         assert [line[name] for line in lines] == pytest.approx([line[name] for line in expected], rel=1e-5), name
     assert lines[-1]["validation_loss"] == pytest.approx(expected[-1]["validation_loss"], rel=1e-5)
-    work = [line["mfu"] * line["seconds"] for line in expected]  # of the one process, proportional to its FLOPs
+    work = [line["mfu"] * line["seconds"] for line in expected]  # proportional to the FLOPs of the one process
     assert [line["mfu"] * line["seconds"] for line in lines] == pytest.approx([w / 4 for w in work[:3]] + work[3:])
     expected_weights = weights(one, 4)
     for name, weight in weights(shared, 4).items():

@@ -1,4 +1,4 @@
-"""Sequences shared by ranks against one process: the exchange, loss and every gradient, and runs that resume."""
+"""Ranks that share sequences equal one process: the exchange, loss and every gradient, and runs that resume."""
 
 import functools
 import json
@@ -32,13 +32,16 @@ from training.parallel.world import World, make_mesh
 from training.run.build import run_model
 
 ROOT = Path(__file__).parents[3]
-SEQUENCES = 4  # of a step, over all ranks
+SEQUENCES = 4  # sequences per step, over all ranks
 STEADY = ["--context_length", "65", "--learning_rate", "1e-3", "--final_learning_rate_ratio", "1", "--warmup_steps"]
 STEADY += ["0", "--validation_sequences", "3"]  # the learning rate does not depend on the number of steps
 
 
 class Case(NamedTuple):
-    """H query and G key/value heads of K; sequences of T tokens, of documents of these lengths; and an execution."""
+    """A small model, its data and its execution: H query and G key/value heads of width K, sequences of T tokens.
+
+    `lengths` are the documents' tokens, `placements` belong to the two layers.
+    """
 
     H: int
     G: int
@@ -52,7 +55,7 @@ class Case(NamedTuple):
     K: int = 32
     mlp_tile_size: int | None = None
     tied: bool = True
-    model_type: str = "qwen3"  # which says whether there are biases, and norms of heads
+    model_type: str = "qwen3"  # decides about biases and norms of heads
 
 
 PACKED, ONE = (50, 7, 120, 33, 64, 9, 90, 21), (700,)
@@ -90,7 +93,7 @@ def check_exchange(world: World) -> None:
     for B, heads, dtype in ((1, 8, torch.float32), (3, 4, bf16), (2, 1, bf16), (1, 6, bf16)):
         copies = N // math.gcd(N, heads)
         whole = torch.randn(B, 3 * N, heads, 5, generator=generator).to(device, dtype)
-        # Of 4 ranks and 6 heads with 2 query heads each, rank 1 has query heads 3, 4 and 5, of heads 1, 2 and 2.
+        # Example: among 4 ranks, 6 heads with 2 query heads each give rank 1 query heads 3, 4, 5 of heads 1, 2, 2.
         needed = torch.arange(heads * copies).view(N, -1).to(device) // copies
         x = whole[:, own].clone().requires_grad_()
         y = exchange.to_heads(x)
@@ -131,7 +134,7 @@ def build(case: Case, world: World) -> Transformer:
 
 
 def loss_and_gradients(case: Case, world: World, batch_size: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """Of the same sequences in any world; in several micro-batches where the ranks and `batch_size` are few."""
+    """(loss, gradients) of the same sequences in any world, in as many micro-batches as that takes."""
     model, random = build(case, world), np.random.default_rng(0)
     documents = [Document(random.integers(1, 256, n).astype(np.uint8), np.arange(n) < n // 3) for n in case.lengths * 4]
     loader = make_loader(documents, case.T, batch_size, rank=world.data_rank, world_size=world.data_size)
@@ -170,7 +173,7 @@ def one_process(case: Case, device: str = "cpu") -> tuple[float, dict[str, torch
 def assert_equals_one_process(
     name: str, case: Case, loss: float, gradients: dict[str, torch.Tensor], device: str = "cpu"
 ) -> None:
-    """Each parameter's gradient; in bfloat16 it is compared in its error against float32 on a CPU."""
+    """Compare the loss and each gradient with one process; in bfloat16 compare their errors against float32."""
     expected_loss, expected = one_process(case._replace(dtype=torch.float32))
     assert loss == pytest.approx(expected_loss, rel=1e-6 if case.dtype == torch.float32 else 5e-4), name
 
@@ -214,7 +217,7 @@ def train_shared(world: World, folder: Path) -> None:
             ["--max_steps", "5", "--context_parallel_size", "1", "--batch_size", "1"],
         ):
             assert train.main(only_resume(folder / "shared", *flags)) == 0
-        # Where the newest checkpoint is damaged, the mesh, which it gave, stays when an older one gives the settings.
+        # The newest checkpoint gives the mesh. It proves damaged: an older one gives the settings, but the mesh stays.
         newest = folder / "shared" / "step_00000005"
         if world.is_main:
             damage(newest / "model.safetensors")
@@ -232,7 +235,7 @@ def damage(file: Path) -> None:
 
 
 def worlds_of(world: World) -> dict[int, World]:
-    """By the number of ranks that share a sequence."""
+    """Ranks that share a sequence -> this rank's world of all ranks."""
     return {n: World(world.rank, world.size, world.device, make_mesh("cpu", world.size, n)) for n in (1, 2, 4)}
 
 
@@ -255,8 +258,10 @@ def check_two_gpus(world: World) -> None:
 
 
 def in_bfloat16(case: Case) -> Case:
-    """As the GPU's kernels take it. Heads without norms choose other blocks in bfloat16 than in float32: gradients of
-    random weights differ by 0.2, so that nothing could be said of them."""
+    """The case as the GPU's kernels take it, with norms of heads where attention chooses blocks.
+
+    Heads without norms choose other blocks in bfloat16 than in float32: gradients of random weights differ by 0.2.
+    """
     return case._replace(dtype=torch.bfloat16, K=64, model_type="qwen3" if case.sparsity else case.model_type)
 
 
@@ -288,7 +293,7 @@ def test_a_run_goes_on_with_any_split(tmp_path, monkeypatch, capsys):
     lines, expected = metrics(shared), metrics(one)
     assert lines[-1]["validation_loss"] == pytest.approx(expected[-1]["validation_loss"], rel=1e-5)
     assert [line["tokens"] for line in lines] == [line["tokens"] for line in expected]
-    work = [line["mfu"] * line["seconds"] for line in expected]  # of the one process, proportional to its FLOPs
+    work = [line["mfu"] * line["seconds"] for line in expected]  # proportional to the FLOPs of the one process
     assert [line["mfu"] * line["seconds"] for line in lines] == pytest.approx([w / 4 for w in work[:5]] + work[5:])
 
 

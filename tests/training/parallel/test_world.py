@@ -1,4 +1,4 @@
-"""The mesh of data, context and tensor ranks: a world of one, four processes over gloo, and one of two that dies."""
+"""The mesh of data, context and tensor ranks: one process, four processes over gloo, and ranks that die."""
 
 import os
 import re
@@ -70,7 +70,7 @@ TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, r
     [("UserError", 0, "error: rank 0 fails"), ("RuntimeError", 1, "RuntimeError: rank 1 fails"), ("SIGKILL", 1, None)],
 )
 def test_a_rank_that_dies_ends_all_within_seconds(death, rank, message, device):
-    """Its error alone is shown, and again in torchrun's summary, which ends the output."""
+    """The output has no other rank's error, and ends with torchrun's summary, where the error stands again."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     result = subprocess.run(
         [*command, "-m", "tests.training.parallel.dying_rank", death, device], cwd=Path(__file__).parents[3],
@@ -103,7 +103,7 @@ def test_what_ranks_refuse_before_they_have_met_is_shown_once_and_by_torchrun(mo
 
 
 def test_the_ranks_of_two_machines_end_together():
-    """Ranks 0 and 1 are of one machine, 2 and 3 of the other."""
+    """Ranks 0 and 1 run on one machine, 2 and 3 on the other."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"--rdzv_endpoint=127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
@@ -116,7 +116,7 @@ def test_the_ranks_of_two_machines_end_together():
 
 
 def test_ranks_end_with_their_torchrun():
-    """Of one that is killed: rank 1 sleeps by then, and rank 0 waits for it."""
+    """Kill torchrun while rank 1 sleeps and rank 0 waits for it: both must end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     torchrun = subprocess.Popen(
         [*command, "-m", "tests.training.parallel.dying_rank", "with torchrun", "cpu"], cwd=Path(__file__).parents[3],
@@ -138,7 +138,7 @@ def check_four_ranks(world: World) -> None:
 
 
 def check_meshes(world: World) -> None:
-    """Where each rank stands, and over which ranks FSDP2 shards its parameters."""
+    """Compare each rank's place in the mesh, and the ranks that FSDP2 shards its parameters over."""
     assert world.mesh.mesh.tolist() == [[[0], [1]], [[2], [3]]]
     assert (world.data_rank, world.data_size) == (world.rank // 2, 2)
     assert world.fsdp_mesh.mesh.tolist() == [0, 1, 2, 3] and world.fsdp_mesh.get_group().size() == 4
@@ -162,7 +162,7 @@ def check_sequences(world: World) -> None:
 
 
 def train(world: World, micro_batches: int) -> tuple[list, dict]:
-    """(losses and gradient norms of three steps, the weights behind them)."""
+    """(losses and gradient norms of three steps, the weights after them)."""
     with torch.device("meta"):
         model = Transformer(MODEL_SIZES["tiny"])
     if world.size > 1:
