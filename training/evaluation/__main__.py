@@ -1,8 +1,8 @@
-"""What a model makes of its context: loss by position, loss on tokens that need it, and synthetic tasks by length.
+"""Evaluate how a model uses its context: loss by position, loss on tokens that need it, synthetic tasks by length.
 
-`python -m training.evaluation FOLDER`, of a checkpoint or of weights in Hugging Face's form. training/evaluation/
-positions.py defines the losses, tasks.py the tasks. Memory is counted before the weights are read: logits exist for
-some tokens at a time, attention works on some heads at a time, and keys and values stay within --memory_budget.
+`python -m training.evaluation FOLDER` takes a checkpoint or weights in Hugging Face's form. positions.py defines the
+losses, tasks.py the tasks. Memory is counted before the weights are read: logits exist for some tokens at a time,
+attention works on some heads at a time, and keys and values stay within --memory_budget.
 """
 
 import gc
@@ -24,7 +24,6 @@ from model import Transformer
 from training.checkpoint.weights import read_json
 from training.data.corpus import open_stores
 from training.data.tokens import Store, join, split
-from training.evaluation.pictures import draw_losses, draw_needles, draw_tasks
 from training.evaluation.positions import (
     Bucket,
     KeyTokens,
@@ -46,7 +45,7 @@ from training.parallel.world import World, join_world
 from training.run.settings import Parser
 
 LARGEST_DEFAULT_CONTEXT = 32_768
-SHORT_CONTEXT, MARGIN, CEILING = 4096, 2.0, 2.0  # of LongPPL
+SHORT_CONTEXT, MARGIN, CEILING = 4096, 2.0, 2.0  # LongPPL's values
 OF_LOSS = ("data", "short_context", "margin", "ceiling", "evaluator")
 OF_TASKS = ("tasks", "lengths", "seed")
 
@@ -101,7 +100,7 @@ def check_flags(flags: Namespace) -> None:
 
 @dataclass(frozen=True)
 class Questions:
-    """All that a model is asked, made before its weights are read; margin and ceiling are LongPPL's."""
+    """Everything that a model is asked, made before its weights are read; margin and ceiling are LongPPL's."""
 
     pieces: list[Piece]
     short_context: int
@@ -111,17 +110,21 @@ class Questions:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text that is read for its loss."""
+        """Tokens in the longest text that is read for its loss."""
         return max((len(piece.ids) for piece in self.pieces), default=0)
 
     @property
     def longest_cached(self) -> int:
-        """Tokens of the longest prompt with its answer."""
+        """Tokens in the longest prompt with its answer."""
         return max((samples.length for samples in self.samples if samples.size), default=0)
 
 
 def make_questions(flags: Namespace, opened: Opened) -> Questions:
-    """Raises UserError for data that cannot be read, and where no text or task is as long as asked."""
+    """Make texts and tasks from the flags.
+
+    Raises:
+        UserError: the data cannot be read, or no text or task is as long as asked.
+    """
     declared = min(opened.shape.max_position_embeddings, LARGEST_DEFAULT_CONTEXT)
     context_length = flags.context_length or opened.settings.get("context_length", declared)
     pieces = longest_pieces(open_texts(flags, opened), context_length, flags.sequences) if flags.sequences else []
@@ -150,7 +153,7 @@ def make_questions(flags: Namespace, opened: Opened) -> Questions:
 
 
 def open_texts(flags: Namespace, opened: Opened) -> Store:
-    """The documents of --data, else those that the checkpoint's run held out."""
+    """The documents of --data, else the documents that the checkpoint's run held out."""
     settings = opened.settings
     paths, reasoning = flags.data or settings.get("data") or [], settings.get("chat_reasoning") or "template"
     store = join(open_stores(paths, opened.tokenizer, opened.shape.vocab_size, reasoning))
@@ -163,7 +166,7 @@ def open_texts(flags: Namespace, opened: Opened) -> Store:
 
 
 def evaluator_losses(flags: Namespace, opened: Opened, questions: Questions, world: World) -> Losses:
-    """Of another model than the judged one, which has the memory before it; it attends as it was trained."""
+    """Losses of the --evaluator, read before the judged model needs the memory; it attends as it was trained."""
     as_trained = Namespace(attention_type=None, selected_blocks=None, dense_below=None, tokenizer=flags.tokenizer)
     other = open_folder(flags.evaluator, as_trained, world)
     if other.tokenizer.identity != opened.tokenizer.identity:
@@ -183,7 +186,7 @@ class Evaluation:
 
 
 def evaluate(flags: Namespace, opened: Opened, questions: Questions, world: World, found: Evaluation) -> None:
-    """Add the answers to `found` one after the other, so that an error in the tasks leaves the losses there."""
+    """Add each answer to `found` when it is known: an error in the tasks does not lose the losses."""
     theirs = evaluator_losses(flags, opened, questions, world) if flags.evaluator else None
     gc.collect()  # the evaluator's weights are gone before the model's are read
     if world.device.type == "cuda":
@@ -201,7 +204,7 @@ def evaluate(flags: Namespace, opened: Opened, questions: Questions, world: Worl
 
 
 def judge_all(model: Transformer, opened: Opened, questions: Questions, results: list[Result]) -> None:
-    """Add the results to `results`, each when all its samples are judged."""
+    """Add each task's result to `results` when all its samples are judged."""
     asked = sum(samples.count for samples in questions.samples if samples.size)
     with tqdm(total=asked, desc="tasks", unit="sample", disable=not asked) as bar:
         for samples in questions.samples:
@@ -211,7 +214,7 @@ def judge_all(model: Transformer, opened: Opened, questions: Questions, results:
 
 
 def format_tasks(results: Sequence[Result]) -> str:
-    """Scores by task and length, of needles also by depth."""
+    """A table of scores by task and length, and for needles by depth."""
     lengths = sorted({result.length for result in results})
     names = [*dict.fromkeys(result.task for result in results)]
     lines = ["share of the asked words found, by tokens of the prompt"]
@@ -234,7 +237,7 @@ def _row(name: str, scores: Sequence[float | None]) -> str:
 
 
 def read_earlier(files: Sequence[Path]) -> list[tuple[str, dict]]:
-    """(name, content) of other evaluations; a file's name is its folder's."""
+    """(name of its folder, content) of each evaluation.json."""
     earlier = [(file.resolve().parent.name, read_json(file)) for file in files]
     for file, (_, content) in zip(files, earlier):
         try:
@@ -248,10 +251,12 @@ def read_earlier(files: Sequence[Path]) -> list[tuple[str, dict]]:
 
 
 def draw(folder: Path, content: dict, earlier: Sequence[tuple[str, dict]]) -> None:
-    """The pictures, where Matplotlib is there; else a line that says so."""
+    """Draw the pictures; without Matplotlib say how to install it."""
     if find_spec("matplotlib") is None:
         print("no pictures: pip install matplotlib", file=sys.stderr)
         return
+    from training.evaluation.pictures import draw_losses, draw_needles, draw_tasks
+
     curves = [(folder.resolve().name, content), *earlier]
     if content["loss_by_position"]:
         draw_losses(folder / "loss_by_position.png", [(name, one["loss_by_position"]) for name, one in curves])
@@ -262,7 +267,7 @@ def draw(folder: Path, content: dict, earlier: Sequence[tuple[str, dict]]) -> No
 
 
 def report(flags: Namespace, questions: Questions, found: Evaluation, earlier: Sequence[tuple[str, dict]]) -> None:
-    """Write JSON, print the tables, draw the pictures."""
+    """Write the JSON, print the tables, draw the pictures."""
     content = {"settings": vars(flags), "torch": torch.__version__, **asdict(found)}
     content["is_complete"] = len(found.tasks) == len(questions.samples)
     text = json.dumps(content, indent=1, default=str)
@@ -294,7 +299,7 @@ def main(argv: list[str]) -> None:
         found = Evaluation()
         try:
             evaluate(flags, opened, questions, world, found)
-        finally:  # also of an evaluation that ends early, as when memory runs out in the tasks
+        finally:  # an evaluation that ends early is reported, too: memory may run out in the tasks
             if found.loss_by_position or found.tasks:
                 report(flags, questions, found, earlier)
 

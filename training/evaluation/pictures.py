@@ -1,13 +1,13 @@
-"""Pictures of an evaluation: loss by position, scores by length, and needles by depth and length."""
+"""Pictures of an evaluation: loss by position, scores by length, needles by depth and length. Needs Matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 
 def draw_losses(path: Path, curves: Sequence[tuple[str, list[dict]]]) -> None:
-    """Loss by position, a curve for each (name, rows as an evaluation's JSON has them)."""
-    from matplotlib.figure import Figure  # optional
-
+    """Draw loss by position, a curve for each (name, rows of an evaluation's JSON)."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for name, rows in curves:
@@ -15,16 +15,14 @@ def draw_losses(path: Path, curves: Sequence[tuple[str, list[dict]]]) -> None:
         middles = [(max(1, row["first"]) * (row["last"] + 1)) ** 0.5 for row in rows]
         axes.plot(middles, [row["loss"] for row in rows], "o-", label=name)
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens before the predicted one", ylabel="loss, nats a token", title="Loss by position")
+    axes.set(xlabel="tokens before the predicted one", ylabel="loss, nats per token", title="Loss by position")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path)
 
 
 def draw_tasks(path: Path, curves: Sequence[tuple[str, list[dict]]]) -> None:
-    """Score by length, a panel for each task and a curve for each (name, rows as an evaluation's JSON has them)."""
-    from matplotlib.figure import Figure  # optional
-
+    """Draw score by length, a panel for each task and a curve for each (name, rows of an evaluation's JSON)."""
     tasks = [*dict.fromkeys(row["task"] for _, rows in curves for row in rows)]
     figure = Figure(figsize=(3.2 * len(tasks), 3.2), layout="constrained")
     for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks):
@@ -40,9 +38,7 @@ def draw_tasks(path: Path, curves: Sequence[tuple[str, list[dict]]]) -> None:
 
 
 def draw_needles(path: Path, rows: Sequence[dict]) -> None:
-    """A heat map of depth and length for each task that has depths; rows as an evaluation's JSON has them."""
-    from matplotlib.figure import Figure  # optional
-
+    """Draw a heat map of depth and length for each task; `rows` of an evaluation's JSON, tasks with depths only."""
     tasks = [*dict.fromkeys(row["task"] for row in rows)]
     figure = Figure(figsize=(5 * len(tasks), 3.5), layout="constrained")
     for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks):

@@ -1,19 +1,19 @@
 """Loss by position in the context, and loss on the tokens that need the long context.
 
-**Position** p of a token counts the tokens before it that the model sees. A model that uses its context has a loss that
-falls with p; one whose context was extended badly has a loss that rises where the extension begins.
+**Position** p of a token counts the tokens before it that the model sees. Where a model uses its context, the loss
+falls with p. Where the context was extended badly, the loss rises from the position at which the extension begins.
 
-**Key tokens**, after LongPPL (Fang et al., "What is Wrong with Perplexity for Long-context Language Modeling?", ICLR
-2025, arXiv 2410.23771): a token is one if an evaluator predicts it well, and well only with the long context:
+**Key tokens** are tokens that an evaluator predicts well only with the long context. After LongPPL (Fang et al., "What
+is Wrong with Perplexity for Long-context Language Modeling?", ICLR 2025, arXiv 2410.23771), a token is one if
 
     short - long > margin   and   long < ceiling
 
-`long` is its loss given the whole context, `short` given the last K tokens alone. There as here the margin is 2 nats,
-the ceiling 2 nats and K 4,096, and `short` comes from windows of K tokens, of each of which the last quarter is taken:
-a token sees 3/4 K to K tokens. LongPPL is exp(mean loss of key tokens given the long context). Two models are compared
-on the key tokens of one evaluator: key tokens of a model's own are such as it predicts well, whatever the model.
+`long` is its loss given the whole context, `short` its loss given the last K tokens alone. LongPPL's values are used:
+margin 2 nats, ceiling 2 nats, K = 4,096. Windows of K tokens give `short`. Only the last quarter of each window is
+taken, so a token sees 3/4 K to K tokens. LongPPL is exp(mean loss of key tokens given the long context). Compare two
+models on the key tokens of a single evaluator: every model predicts its own key tokens well, by their definition.
 
-Only tokens that training would train on count: of a prompt and its completion, or of a chat, the others are context.
+Only tokens that training would train on count. The rest of a prompt and its completion, or of a chat, is context.
 """
 
 import math
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
     Args:
         ids: int64 [T].
-        is_masked: bool [T], tokens that are no targets.
+        is_masked: bool [T], True for tokens that are not targets.
     """
 
     ids: np.ndarray
@@ -46,15 +46,15 @@ class Piece(NamedTuple):
 
     @property
     def is_target(self) -> np.ndarray:
-        """bool [T - 1]: which of the tokens at positions 1 to T - 1 count; nothing predicts the one at position 0."""
+        """bool [T - 1]: whether the tokens at positions 1 to T - 1 count; nothing predicts the first token."""
         return ~self.is_masked[1:]
 
 
 def longest_pieces(store: Store, context_length: int, count: int) -> list[Piece]:
     """The longest `count` pieces of documents that are cut every `context_length` tokens, longest first.
 
-    Each is read as a document of its own, without the document's end. Of pieces of one length those at the starts of
-    documents come first, so that a book does not take the place of all others. Pieces without a target are left out.
+    Each piece is read as a separate document, without the token that ends the document. Among pieces of one length the
+    starts of documents come first: a book does not take the place of all others. Pieces without a target are left out.
     """
     places = np.fromiter(
         (
@@ -72,7 +72,7 @@ def longest_pieces(store: Store, context_length: int, count: int) -> list[Piece]
 
 @torch.no_grad()
 def losses_of(model: Transformer, ids_BT: np.ndarray) -> np.ndarray:
-    """float32 [B, T - 1]: of the tokens at positions 1 to T - 1, each row a document."""
+    """Losses float32 [B, T - 1] of the tokens at positions 1 to T - 1; each row is a document."""
     ids = torch.from_numpy(ids_BT.astype(np.int64))
     targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
     hidden = model(ids.to(model.embed_tokens.weight.device), return_hidden_states=True).hidden_states
@@ -80,10 +80,10 @@ def losses_of(model: Transformer, ids_BT: np.ndarray) -> np.ndarray:
 
 
 def windows(length: int, short: int) -> Iterator[tuple[int, int]]:
-    """(start of a window of `short` tokens, first position that is taken of it), for positions `short` to length - 1.
+    """(start of a window of `short` tokens, first position that it gives), for positions `short` to length - 1.
 
-    Of each window the last quarter is taken, of the last one what is left: of length 20 and short 8, windows start at
-    2, 4, 6, 8, 10, 12, of which positions 8 and 9, 10 and 11, and so on are taken.
+    Each window gives its last quarter, the last window what is left. Length 20 and short 8, for example: windows start
+    at 2, 4, 6, 8, 10, 12 and give positions 8 and 9, 10 and 11, and so on.
     """
     quarter = max(1, short // 4)
     for first in range(short, length, quarter):
@@ -91,9 +91,9 @@ def windows(length: int, short: int) -> Iterator[tuple[int, int]]:
 
 
 def short_losses_of(model: Transformer, ids: np.ndarray, short: int) -> np.ndarray:
-    """float32 [T - short]: of the tokens at positions `short` to T - 1, each given fewer than `short` tokens.
+    """Losses float32 [T - short] of the tokens at positions `short` to T - 1, each given fewer than `short` tokens.
 
-    Windows are read together, as many as have the tokens of the whole document.
+    Windows are read in batches with about as many tokens as the whole document.
     """
     places = [*windows(len(ids), short)]
     at_a_time, parts = max(1, len(ids) // short), []
@@ -105,7 +105,7 @@ def short_losses_of(model: Transformer, ids: np.ndarray, short: int) -> np.ndarr
 
 @dataclass
 class Bucket:
-    """Tokens at neighbouring positions, `last` included, and their mean loss, nats."""
+    """Tokens at the positions `first` to `last`, both included, and their mean loss in nats."""
 
     first: int
     last: int
@@ -114,7 +114,7 @@ class Bucket:
 
 
 def by_position(pieces: Sequence[Piece], losses: Sequence[np.ndarray]) -> list[Bucket]:
-    """Of the pieces' targets, from their `losses_of`, [T - 1] each; buckets are powers of two."""
+    """Group the targets of all pieces by position, in powers of two; `losses` are the pieces' `losses_of`, [T - 1]."""
     positions = np.concatenate([1 + piece.is_target.nonzero()[0] for piece in pieces])
     values = np.concatenate([x[piece.is_target] for piece, x in zip(pieces, losses)]).astype(np.float64)
     first = np.where(positions < FIRST_BUCKET, 0, 2 ** np.log2(positions).astype(np.int64))
@@ -127,31 +127,26 @@ def by_position(pieces: Sequence[Piece], losses: Sequence[np.ndarray]) -> list[B
 
 @dataclass
 class KeyTokens:
-    """What is said of the tokens that need the context: how many, and their mean losses given the two contexts."""
+    """Key tokens: how many, and their mean losses in nats given the long and the short context."""
 
     tokens: int  # targets past `short_context`, key tokens or not
     key_tokens: int
     short_context: int
-    long: float | None  # nats; None where there is no key token
-    short: float | None  # of the evaluator
+    long: float | None  # None where no token is a key token
+    short: float | None  # the evaluator's
     long_ppl: float | None
     long_of_all: float  # over all targets past `short_context`
-    short_of_all: float  # of the evaluator
-
-
-def is_key(long: np.ndarray, short: np.ndarray, margin: float, ceiling: float) -> np.ndarray:
-    """Which tokens need the context, by an evaluator's losses."""
-    return (short - long > margin) & (long < ceiling)
+    short_of_all: float  # the evaluator's
 
 
 def key_token_losses(
     pieces: Sequence[Piece], long: Sequence[np.ndarray], evaluator_long: Sequence[np.ndarray],
     evaluator_short: Sequence[np.ndarray], short_context: int, margin: float, ceiling: float,
 ) -> KeyTokens | None:  # fmt: skip
-    """The losses `long` of the judged model on the evaluator's key tokens; None: no piece has a target past the window.
+    """The judged model's losses on the evaluator's key tokens. None: no piece has a target past the short context.
 
     Args:
-        long, evaluator_long: `losses_of` each piece.
+        long, evaluator_long: `losses_of` each piece, by the judged model and by the evaluator.
         evaluator_short: `short_losses_of` each piece.
     """
     past = slice(short_context - 1, None)
@@ -160,7 +155,7 @@ def key_token_losses(
     short = np.concatenate(evaluator_short)[is_target]
     if not len(own):
         return None
-    key = is_key(theirs, short, margin, ceiling)
+    key = (short - theirs > margin) & (theirs < ceiling)
     of_key = _mean(own[key]) if key.any() else None
     return KeyTokens(
         len(own), int(key.sum()), short_context, of_key, _mean(short[key]) if key.any() else None,
@@ -174,7 +169,7 @@ def _mean(losses: np.ndarray) -> float:
 
 @dataclass
 class Losses:
-    """Of each piece: the losses with the whole context, and with the short one (empty where it is not longer)."""
+    """Losses of each piece with the whole context, and with the short context (empty for shorter pieces)."""
 
     long: list[np.ndarray]
     short: list[np.ndarray]
@@ -183,7 +178,7 @@ class Losses:
 def read_all(
     model: Transformer, pieces: Sequence[Piece], short_context: int | None, tick: Callable[[], None] = lambda: None
 ) -> Losses:
-    """The losses of a model on all pieces; `tick` is called after each. None: no short context is read."""
+    """The losses of a model on all pieces; calls `tick` after each piece. None: reads no short context."""
     losses = Losses([], [])
     for piece in pieces:
         losses.long.append(losses_of(model, piece.ids[None])[0])
@@ -194,8 +189,8 @@ def read_all(
 
 
 def format_positions(buckets: Sequence[Bucket], earlier: Sequence[tuple[str, dict[int, float]]] = ()) -> str:
-    """A table; `earlier` results, (name, first position -> loss), are columns beside it."""
-    lines = ["loss, nats a token, by the number of tokens before it"]
+    """A table of losses. `earlier` results, (name, first position -> loss), are further columns."""
+    lines = ["loss, nats per token, by the number of tokens before it"]
     names = "".join(f"{name:>14}" for name, _ in earlier)
     lines.append(f"{'positions':>22}{'tokens':>12}{'loss':>9}{names}")
     for bucket in buckets:
@@ -207,7 +202,7 @@ def format_positions(buckets: Sequence[Bucket], earlier: Sequence[tuple[str, dic
 
 
 def format_key_tokens(found: KeyTokens, margin: float, ceiling: float) -> str:
-    """A few lines."""
+    """A few lines on key tokens."""
     lines = [
         f"tokens that need the context (LongPPL, arXiv 2410.23771): the loss falls by more than {margin:g} nats from "
         f"{found.short_context:,} tokens of context to all of it, to less than {ceiling:g}",

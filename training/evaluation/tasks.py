@@ -1,16 +1,17 @@
-"""Synthetic tasks that only a model which uses its whole context solves, in the manner of RULER, arXiv 2404.06654.
+"""Synthetic tasks that need the whole context, in the manner of RULER, arXiv 2404.06654.
 
-task                what is hidden                                                    what is asked
-needle              one sentence with a number, in repeated filler                    the number
-multi_key_needle    a text of nothing but such sentences, each with another key       the number of one key
-variable_tracking   two chains of five assignments, X = 12345, Y = X, ..., in filler  the five variables of one chain
-common_words        a shuffled list in which ten words come ten times as often        the ten words
-frequent_words      made-up words, the one of rank r about 1 / r^2 of the text        the three most frequent ones
+| task              | hidden in the prompt                                             | asked                         |
+| ---               | ---                                                              | ---                           |
+| needle            | one sentence with a number, in repeated filler                   | the number                    |
+| multi_key_needle  | such sentences and nothing else, each with another key           | the number of one key         |
+| variable_tracking | two chains of five assignments, X = 12345, Y = X, ..., in filler | the five variables of a chain |
+| common_words      | a shuffled list, ten of its words ten times as often             | the ten words                 |
+| frequent_words    | made-up words; the word of rank r is about 1 / r^2 of the text   | the three most frequent words |
 
-As in RULER a prompt ends with the start of the answer, so that a model without chat tuning continues it; what it writes
-is read as words, and the score is the share of the asked words that are among them. Unlike RULER's, prompts hold no
-worked example, no essays, and two chains instead of one. Scores of the two are therefore not comparable; those of one
-model at two lengths, or of two models, are. Nothing is downloaded: every sample is made from a seed.
+A prompt ends with the start of the answer, as in RULER, so that a model without chat tuning continues it. The score is
+the share of the asked words among the words that the model writes. Unlike RULER's, prompts hold no worked example and
+no essays, and two chains instead of one: scores are not comparable with RULER's, only with each other. Nothing is
+downloaded: every sample is made from a seed.
 """
 
 import random
@@ -23,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a needle in its text: 0 at the start, 1 at the end
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # place of a needle in its text: 0 at the start, 1 at the end
 CHAIN, COMMON, FREQUENT = 5, 10, 3  # words of an answer
 FILLER = (
     "The river runs past the old mill.", "A boat waits at the pier.", "The wind is mild today.",
@@ -53,7 +54,7 @@ VOCABULARY = [*NOUNS, *random.Random(0).sample([a + b for a in NOUNS for b in NO
 
 
 class Sample(NamedTuple):
-    """A prompt, the words that are asked for, and the answer as a model should write it after the prompt."""
+    """A prompt, the words that it asks for, and the answer that should follow it."""
 
     prompt: str
     words: tuple[str, ...]
@@ -61,11 +62,11 @@ class Sample(NamedTuple):
 
 
 class Task(NamedTuple):
-    """How samples are made.
+    """A way to make samples.
 
     Args:
-        make: (random, size, depth) -> Sample; size counts the sentences or words of its text.
-        least: the smallest size at which there is something to find.
+        make: (random, size, depth) -> Sample; `size` counts the sentences or words of its text.
+        least: the smallest size with something to find.
         has_depth: whether `depth` says where the needle lies.
     """
 
@@ -87,7 +88,7 @@ def _ask_needle(text: str, key: str, number: int) -> Sample:
 
 
 def _draw_needles(draw: random.Random, count: int) -> list[tuple[str, int]]:
-    """Keys, no two equal, and their numbers."""
+    """Distinct keys and their numbers."""
     ends = range(10, 10 + max(90, 2 * count // (len(ADJECTIVES) * len(NOUNS)) + 1))
     kinds = range(len(ADJECTIVES) * len(NOUNS) * len(ends))
     needles = []
@@ -118,7 +119,7 @@ def _make_variable_tracking(draw: random.Random, size: int, _: float) -> Sample:
     names = draw.sample(sorted(letters), 2 * CHAIN)
     values = [str(number) for number in draw.sample(range(10_000, 100_000), 2)]
     chains = names[:CHAIN], names[CHAIN:]
-    lines: list[list[str]] = []  # of both chains, each in its own order, mixed
+    lines: list[list[str]] = []  # assignments of each chain, in its order
     for chain, value in zip(chains, values):
         before = (value, *(f"VAR {name}" for name in chain))
         lines.append([f"VAR {name} = {source}." for name, source in zip(chain, before)])
@@ -135,7 +136,7 @@ def _make_variable_tracking(draw: random.Random, size: int, _: float) -> Sample:
 
 
 def _make_common_words(draw: random.Random, size: int, _: float) -> Sample:
-    # Of 600 words and more: common words come 30 times, the others 3 times. All come more often where words run out.
+    # From 600 words on, common words come 30 times and the others 3 times. All come more often where words run out.
     rare = max(1, min(3, size // 200), -(-size // LARGEST_VOCABULARY))
     often = min(10 * rare, size // (2 * COMMON))  # common words are at most half of the list
     others = -(-(size - COMMON * often) // rare)
@@ -177,13 +178,13 @@ TASKS = {
 
 
 def score(words: Sequence[str], written: str) -> float:
-    """The share of `words` that stand in what a model wrote, as whole words, in any order and case."""
+    """The share of `words` that a model wrote, as whole words, in any order and case."""
     found = set(re.findall(r"[a-z0-9]+", written.lower()))
     return sum(word.lower() in found for word in words) / len(words)
 
 
 class Tokenized(NamedTuple):
-    """A sample as a model gets it: ids of the prompt, and how many tokens it may write."""
+    """A sample for a model: the prompt's ids int64 [T], and how many tokens the model may write."""
 
     ids: np.ndarray
     new_tokens: int
@@ -191,15 +192,15 @@ class Tokenized(NamedTuple):
 
 
 def tokenize(sample: Sample, tokenizer) -> Tokenized:
-    """A model may write a quarter more tokens than the answer has, and four."""
+    """Allow a quarter more new tokens than the answer has, and four."""
     answer = len(tokenizer.encode(sample.answer))
     return Tokenized(tokenizer.encode_from_start(sample.prompt), answer + answer // 4 + 4, sample)
 
 
 class Samples:
-    """`count` samples of a task, each of nearly `length` tokens and no more, what may be written included.
+    """`count` samples of a task, each of at most `length` tokens and nearly as many, new tokens included.
 
-    `size` is 0 where the length is too short for one of them.
+    `size` is 0 where any sample is too long even at its least size.
     """
 
     def __init__(self, name: str, length: int, tokenizer, seed: int, count: int):
@@ -210,7 +211,7 @@ class Samples:
             return
         small, large = (self._tokens(size) for size in (least, 4 * least + 50))
         self.size = least + int((length - small) * (3 * least + 50) / (large - small))
-        # The sizes above may have shorter words than a long text has.
+        # The two sizes above may have shorter words than a long text: correct what they predict.
         while self.size > least and (excess := self._tokens(self.size) - length) > 0:
             self.size -= max(1, int(self.size * excess / length))
         self.size = max(self.size, least)
@@ -227,10 +228,10 @@ class Samples:
         return DEPTHS[index % len(DEPTHS)]
 
     def make(self, index: int) -> Tokenized:
-        """Sample `index`, which depends on the seed and not on other samples; a size below the others' where needed."""
+        """Sample `index`. It depends on the seed and not on other samples; it is made smaller until it fits."""
         size = self.size
         made = self._make(size, index)
-        while len(made.ids) + made.new_tokens > self.length:  # those of the least size fit
+        while len(made.ids) + made.new_tokens > self.length:  # __init__ saw that the least size fits
             size = max(self.task.least, size - max(1, size // 200))
             made = self._make(size, index)
         return made
@@ -238,7 +239,7 @@ class Samples:
 
 @dataclass
 class Result:
-    """The score of a task at a length: the mean over samples, and over those of each depth; None: too short for it."""
+    """The score of a task at a length: the mean over samples, and for each depth. None: the length is too short."""
 
     task: str
     length: int
@@ -251,7 +252,7 @@ Answer = Callable[[np.ndarray, int], Sequence[int]]  # (ids of a prompt, tokens 
 
 
 def judge(answer: Answer, samples: Samples, tick: Callable[[], None] = lambda: None) -> Result:
-    """Ask all samples; `tick` is called after each."""
+    """Ask all samples and score the answers; calls `tick` after each."""
     if samples.size == 0:
         return Result(samples.name, samples.length, 0, None)
     of_depth: dict[float, list[float]] = defaultdict(list)

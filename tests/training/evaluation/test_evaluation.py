@@ -1,4 +1,4 @@
-"""`python -m training.evaluation` from a folder to tables, JSON and pictures."""
+"""`python -m training.evaluation`: from a folder to tables, JSON and pictures."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from training.parallel.fsdp import copy_weights, initial_weights
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Of a dense and an nsa model, whose runs held out some of a text file each."""
+    """Folders of a dense and an nsa model, whose runs held out some of the texts, and of these texts."""
     root = tmp_path_factory.mktemp("evaluation")
     data = root / "data"
     data.mkdir()
@@ -53,7 +53,7 @@ def run(folder, out, *flags):
 
 
 def test_losses_and_tasks_of_a_checkpoint(folders, tmp_path, capsys):
-    """Weights at random: every loss is that of chance, and no task is solved."""
+    """Random weights: every loss is at chance, and no task is solved."""
     flags = "--samples", "2", "--tasks", "needle", "frequent_words", "--lengths", "150", "300", "450"
     code, found = run(folders["full"], tmp_path / "first", *flags)
     assert code == 0

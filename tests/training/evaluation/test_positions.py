@@ -1,4 +1,4 @@
-"""Losses by position and on key tokens, against full forwards and by hand."""
+"""Losses by position and on key tokens equal full forwards and numbers by hand."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,7 @@ def model():
 
 
 def pieces_for(losses):
-    """Of which all tokens are targets, one more than losses."""
+    """A piece for each array of losses, with one more token; all tokens are targets."""
     return [Piece(np.zeros(len(x) + 1, np.int64), np.zeros(len(x) + 1, bool)) for x in losses]
 
 

@@ -13,7 +13,7 @@ BYTES = ByteTokenizer()
 
 
 def solve(prompt: str) -> str:
-    """What a reader without fault answers, from the prompt's text alone."""
+    """The right answer, read from the prompt's text alone."""
     _, text, question = prompt.split("\n\n")
     if asked := re.search(r"magic number of ([\w-]+)\?", question):
         [number] = re.findall(rf"magic number of {asked[1]} is (\d+)\.", text)
@@ -72,7 +72,7 @@ def test_half_an_answer_and_a_length_without_room():
     found = judge(oracle, samples)
     assert samples.size == 0 and found.score is None and found.samples == 0
     sizes = []
-    for length in range(225, 250):  # around the shortest prompts, which differ in length by their keys
+    for length in range(225, 250):  # around the shortest prompts: their keys differ in length
         needle = Samples("needle", length, BYTES, seed=0, count=5)
         made = [needle.make(index) for index in range(5) if needle.size]
         assert all(len(one.ids) + one.new_tokens <= length for one in made)
