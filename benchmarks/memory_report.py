@@ -1,10 +1,9 @@
 """Write the tables of MEMORY_REPORT.md, and the picture of README.md, anew: `python -m benchmarks.memory_report`.
 
-Measured tables come from files in benchmarks/results/: train_step_*.jsonl holds the last lines that
-benchmarks.bench_train_step printed; profile_memory.py wrote the others to --json: profile_step_*.json,
-profile_compare_*.json (--compare --measure) and profile_max_*.json (--find_max_context --measure). Where several files
-measured the same, the last one in the order of the names is shown. Predicted tables are computed here.
-A table stands between "<!-- name -->" and "<!-- end -->"; the text around it is written by hand.
+Tables come from files in benchmarks/results/. train_step_*.jsonl holds the last lines that benchmarks.bench_train_step
+printed. profile_memory.py wrote the others to --json: profile_step_*.json, profile_compare_*.json (--compare --measure)
+and profile_max_*.json (--find_max_context --measure). Where several files measured the same, the last in the order of
+names is shown. A table stands between "<!-- name -->" and "<!-- end -->"; the text around it is written by hand.
 """
 
 import json
@@ -16,20 +15,17 @@ from pathlib import Path
 from kernels.attention.nsa.nsa import NSA
 from kernels.attention.sparse.sparse_attention import Sparsity
 from model import MODEL_SIZES
-from training.host.errors import UserError
 from training.host.memory import GIB, parse_bytes
-from training.memory.cost_model import Stage, Step
+from training.memory.cost_model import Stage
 from training.memory.execution import Execution
-from training.memory.machine import DRIVER_BYTES, GPUS, scale_rates
-from training.memory.planner import find_max_context, make_plan
+from training.memory.machine import GPUS
 from training.memory.profiler import CATEGORIES, MeasuredStage, draw_stages
-from training.memory.reports import COMPARED_BUDGET, COMPARED_CONTEXTS, compared_executions
+from training.memory.reports import compared_executions
 from training.run.build import step_on_meta
 
 ROOT = Path(__file__).parents[1]
 REPORT, RESULTS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results"
 PICTURE = RESULTS / "step_of_131072_tokens.png"
-HOSTS = (64 * GIB, 110 * GIB, math.inf)  # bytes of host memory that a plan may pin
 PEER = "peer"
 
 
@@ -53,18 +49,15 @@ def regenerate(report: str) -> str:
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", table, report, flags=re.DOTALL)
 
 
-# Measured
-
-
 def results(pattern: str) -> list[dict]:
     """The JSON object of each line of the files that match, in the order of their names."""
     return [json.loads(line) for path in sorted(RESULTS.glob(pattern)) for line in path.open()]
 
 
 def step_runs(packed: bool = False, shared: bool = False) -> list[dict]:
-    """What benchmarks.bench_train_step measured of the 4B; `shared`: where GPUs share a sequence or matrices.
+    """Runs of benchmarks.bench_train_step with the 4B; `shared`: GPUs share a sequence or matrices.
 
-    Runs with --save_to are told of in the report's text: they compare a step with one beside a save.
+    Leaves out runs with --save_to: the report's text compares their steps with and without a save.
     """
     runs = [run for run in results("train_step_*.jsonl") if run["model_size"] == "4B" and run["packed"] == packed]
     runs = [run for run in runs if not run.get("num_layers") and not run.get("save_to")]
@@ -99,8 +92,8 @@ def budgets() -> list[list[str]]:
                 f"{result['seconds'] / uncapped['seconds']:.2f}" if uncapped else "-", f"{result['mfu']:.1%}",
                 f"{result['host_gib']:.1f}", date(run),
             ]  # fmt: skip
-    header = ["GPU", "context", "cap", "peak GiB, predicted", "measured", "reserved", "s a step, predicted", "measured",
-              "÷ uncapped", "MFU", "host GiB", "date, commit"]  # fmt: skip
+    header = ["GPU", "context", "cap", "peak GiB, predicted", "measured", "reserved", "s per step, predicted",
+              "measured", "÷ uncapped", "MFU", "host GiB", "date, commit"]  # fmt: skip
     return [header, *(rows[key] for key in sorted(rows))]
 
 
@@ -117,13 +110,13 @@ def packed_documents() -> list[list[str]]:
                 differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
                 f"{result['mfu']:.1%}", date(run),
             ]  # fmt: skip
-    header = ["GPUs", "context", "documents", "cap", "timed steps, s", "mean s a step, predicted", "measured",
+    header = ["GPUs", "context", "documents", "cap", "timed steps, s", "mean s per step, predicted", "measured",
               "peak GiB, predicted", "measured", "MFU", "date, commit"]  # fmt: skip
     return [header, *(rows[key] for key in sorted(rows))]
 
 
 def shared_sequences() -> list[list[str]]:
-    """The latest steps of GPUs that share a sequence or matrices, each beside one GPU's latest step without a cap."""
+    """The latest steps of GPUs that share a sequence or matrices, compared with one GPU's latest step without a cap."""
     alone = {
         (run["context_length"], setting): result["seconds"]
         for run in step_runs() for setting, result in run["results"].items() if setting.startswith("auto")
@@ -145,8 +138,8 @@ def shared_sequences() -> list[list[str]]:
                 f"{one / result['seconds']:.2f}" if one else "-", f"{sent:.2f}" if sent else "-",
                 f"{result['mfu']:.1%}", f"{host:.1f}" if host else "-", date(run),
             ]  # fmt: skip
-    header = ["GPUs", "share", "attention", "context", "cap", "peak GiB a GPU, predicted", "measured",
-              "s a step, predicted", "measured", "one GPU ÷ it", "exchange, s", "MFU", "host GiB a GPU",
+    header = ["GPUs", "share", "attention", "context", "cap", "peak GiB per GPU, predicted", "measured",
+              "s per step, predicted", "measured", "one GPU ÷ it", "exchange, s", "MFU", "host GiB per GPU",
               "date, commit"]  # fmt: skip
     return [header, *(rows[key] for key in sorted(rows))]
 
@@ -156,7 +149,7 @@ def against_the_peer() -> list[list[str]]:
         "auto": "Fathom, `--memory_budget auto`", "24GB": "Fathom, `--memory_budget 24GB`",
         PEER: "transformers 5 + Liger 0.8.5, gradient checkpointing",
     }  # fmt: skip
-    rows = [["131,072 tokens", "s a step", "÷ transformers + Liger", "tokens/s", "MFU", "peak GiB"]]
+    rows = [["131,072 tokens", "s per step", "÷ transformers + Liger", "tokens/s", "MFU", "peak GiB"]]
     run = [run["results"] for run in step_runs() if PEER in run["results"]][-1]
     for setting, name in names.items():
         result = run[setting]
@@ -168,19 +161,19 @@ def against_the_peer() -> list[list[str]]:
 
 
 def sparse() -> list[list[str]]:
-    """The latest steps with attention to chosen blocks, each beside the latest step with attention to everything."""
-    rows = [["attention", "context", "cap", "peak GiB, predicted", "measured", "s a step, predicted", "measured",
+    """The latest steps with attention to chosen blocks, compared with the latest step with attention to everything."""
+    rows = [["attention", "context", "cap", "peak GiB, predicted", "measured", "s per step, predicted", "measured",
              "÷ dense", "MFU", "host GiB", "date, commit"]]  # fmt: skip
     latest = {
         (run["context_length"], setting): (run, result)
         for run in step_runs() for setting, result in run["results"].items()
     }  # fmt: skip
     for (context, setting), (run, result) in latest.items():
-        cap, _, kind = setting.partition("+")
+        limit, _, kind = setting.partition("+")
         if kind in ("sparse", "nsa") and (context, "auto") in latest:
             dense = latest[context, "auto"][1]["seconds"]
             rows.append([
-                kind, f"{context:,}", "none" if cap == "auto" else cap.replace("GB", " GiB"),
+                kind, f"{context:,}", cap(limit),
                 differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
                 differing(result["predicted_seconds"], result["seconds"]), f"{result['seconds']:.2f}",
                 f"{result['seconds'] / dense:.3f}", f"{result['mfu']:.1%}", f"{result['host_gib']:.1f}", date(run),
@@ -218,14 +211,15 @@ def longest_measured() -> list[list[str]]:
 
 
 def some_layers() -> list[list[str]]:
-    """Steps measured with some of their layers, and what follows for all."""
+    """Steps measured with some of their layers, and the seconds extrapolated to all layers."""
     rows = [["context", "cap", "layers", "their peak GiB, predicted", "measured", "their s, predicted", "measured",
-             "all layers: peak GiB, predicted", "pinned host GiB", "s a step, predicted", "extrapolated"]]  # fmt: skip
+             "all layers: peak GiB, predicted", "pinned host GiB", "s per step, predicted",
+             "extrapolated"]]  # fmt: skip
     for result in sorted(results("profile_step_*.json"), key=lambda result: result["settings"]["context_length"]):
         settings, summary = result["settings"], result["summary"]
         if settings["num_layers"] is None:
             continue
-        # The plan was printed as text; it says what all layers take.
+        # The plan was printed as text: it has the bytes of all layers.
         peak, host = (re.search(rf"{size} +([\d.]+) GiB", result["plan"])[1] for size in ("GPU peak", "host memory"))
         rows.append([
             f"{settings['context_length']:,}", cap(settings["memory_budget"]),
@@ -243,12 +237,12 @@ def whole_step() -> dict:
 
 
 def stages_of(result: dict) -> tuple[list[Stage], list[MeasuredStage]]:
-    """(predicted, measured) stages of what profile_memory.py wrote."""
+    """(predicted, measured) stages in a file that profile_memory.py wrote."""
     return [Stage(**stage) for stage in result["predicted"]], [MeasuredStage(**stage) for stage in result["measured"]]
 
 
 def stages() -> list[list[str]]:
-    """Some stages of a step that was measured whole."""
+    """Some stages of a step that was measured with all layers."""
     result = whole_step()
     last = result["environment"]["model"]["num_hidden_layers"] - 1
     backward = (f"backward of layer {n}, {part}" for n in (last, 0) for part in ("MLP", "attention"))
@@ -265,7 +259,7 @@ def stages() -> list[list[str]]:
 
 
 def compared() -> list[list[str]]:
-    rows = [["", "tokens", "peak GiB, predicted", "measured", "s a step, predicted", "measured"]]
+    rows = [["", "tokens", "peak GiB, predicted", "measured", "s per step, predicted", "measured"]]
     for result in results("profile_compare_*.json"):
         for row in result["compared"]:
             if "measured_peak" in row:
@@ -277,94 +271,15 @@ def compared() -> list[list[str]]:
     return rows
 
 
-# Predicted
-
-
-def step_of_4b(
-    context_length: int, backend: str = "cudnn", sparsity: tuple[Sparsity, ...] = (), num_gpus: int = 1
-) -> Step:
-    """One sequence, which all GPUs share."""
-    given = Execution(attention_backend=backend, sparsity=sparsity)
-    sharing = {"num_gpus": num_gpus, "context_parallel_size": num_gpus}
-    return step_on_meta(MODEL_SIZES["4B"], context_length, given=given, **sharing)
-
-
-def scenarios() -> list[list[str]]:
-    ways = compared_executions(Execution(attention_backend="cudnn"), MODEL_SIZES["4B"].num_hidden_layers)
-    rows = [["tokens", "logits, bf16", *ways, "planned for 24 GiB: GPU", "pinned host", "s a step"]]
-    for context in COMPARED_CONTEXTS:
-        step = step_of_4b(context)
-        peaks = [f"{step.peak(execution).bytes / GIB:.1f}" for execution in ways.values()]
-        logits = f"{step.config.projected_logits_bytes(context) / GIB:.2f}"
-        try:
-            plan = make_plan(step, parse_bytes(COMPARED_BUDGET), HOSTS[1])
-            planned = [f"{plan.peak.bytes / GIB:.1f}", f"{plan.host_bytes / GIB:.1f}", f"{plan.seconds:.1f}"]
-        except UserError:
-            planned = ["does not fit", "-", "-"]
-        rows.append([f"{context:,}", logits, *peaks, *planned])
-    return rows
-
-
-def hardware() -> list[list[str]]:
-    hosts = [f"with {host / GIB:.0f} GiB of host" if host < math.inf else "with any host" for host in HOSTS]
-    rows = [["GPU", "usable GiB", *(f"longest context {host}" for host in hosts), "131,072 tokens: s a step"]]
-    for name in ("RTX4090", "A100-40GB", "L40S", "A100-80GB", "H100", "H200", "B200"):
-        gpu = GPUS[name]
-        step, usable = step_of_4b(131_072, gpu.attention_backend), gpu.memory_bytes - DRIVER_BYTES
-        longest = [f"{find_max_context(step, usable, host):,}" for host in HOSTS]
-        try:
-            seconds = f"{make_plan(step, usable, HOSTS[1], scale_rates(gpu, gpu.attention_backend)).seconds:.0f}"
-        except UserError:
-            seconds = "does not fit"
-        rows.append([name, f"{usable / GIB:.1f}", *longest, seconds])
-    return rows
-
-
-def several_gpus() -> list[list[str]]:
-    """GPUs of one host that share each sequence."""
-    kinds = {"dense": (), "sparse": (Sparsity(),) * MODEL_SIZES["4B"].num_hidden_layers}
-    longest_of = [column for kind in kinds for column in (f"{kind}: longest context", "s a step of it")]
-    rows = [["GPU", "GPUs", "dense, 131,072 tokens: s a step", *longest_of]]
-    for name in ("RTX4090", "H100", "H200"):
-        gpu = GPUS[name]
-        usable, backend = gpu.memory_bytes - DRIVER_BYTES, gpu.attention_backend
-        for num_gpus in (1, 2, 4, 8):
-            cells = []
-            for sparsity in kinds.values():
-                step, rates = step_of_4b(131_072, backend, sparsity, num_gpus), scale_rates(gpu, backend, sparsity)
-                longest = find_max_context(step, usable, HOSTS[0])
-                cells += [] if sparsity else [f"{make_plan(step, usable, HOSTS[0], rates).seconds:.1f}"]
-                cells += [f"{longest:,}", f"{make_plan(step.at(longest), usable, HOSTS[0], rates).seconds:,.0f}"]
-            rows.append([name, str(num_gpus), *cells])
-    return rows
-
-
-def a_million_tokens() -> list[list[str]]:
-    """One sequence over all GPUs of a host, at the contexts that are to be measured when such a host is at hand."""
-    rows = [["GPUs", "attention", "context", "s a step", "peak GiB a GPU", "pinned host GiB a GPU"]]
-    dense, sparse = (), (Sparsity(),) * MODEL_SIZES["4B"].num_hidden_layers
-    contexts = ((dense, 131_072), (dense, 524_288), (dense, 1_048_576), (sparse, 1_048_576))
-    for name, num_gpus in (("H200", 4), ("H200", 8), ("H100", 8)):
-        gpu = GPUS[name]
-        usable, backend = gpu.memory_bytes - DRIVER_BYTES, gpu.attention_backend
-        for sparsity, context in contexts:
-            step, rates = step_of_4b(context, backend, sparsity, num_gpus), scale_rates(gpu, backend, sparsity)
-            plan = make_plan(step, usable, HOSTS[0], rates)
-            rows.append([
-                f"{num_gpus} {name}", "sparse" if sparsity else "full", f"{context:,}", f"{plan.seconds:.1f}",
-                f"{plan.peak.bytes / GIB:.2f}", f"{plan.host_bytes / GIB:.1f}",
-            ])  # fmt: skip
-    return rows
-
-
 # The picture
 
 
 def draw_picture() -> None:
-    """A step of 131,072 tokens: checkpointed with the standard loss, predicted; planned for 24 GiB, measured too."""
+    """Draw a step of 131,072 tokens. Left: checkpointed, standard loss, predicted. Right: in 24 GiB, also measured."""
     from matplotlib.figure import Figure  # a dependency of development
 
-    step, result = step_of_4b(131_072), whole_step()
+    result = whole_step()
+    step = step_on_meta(MODEL_SIZES["4B"], 131_072, given=Execution(attention_backend="cudnn"))
     classic = compared_executions(step.given, step.layers)["checkpointing, standard loss"]
     figure = Figure(figsize=(14, 5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
@@ -387,8 +302,7 @@ MEASURED = (
     stages,
     compared,
 )
-PREDICTED = (scenarios, hardware, several_gpus, a_million_tokens)
-TABLES: dict[str, Callable[[], list[list[str]]]] = {table.__name__: table for table in (*MEASURED, *PREDICTED)}
+TABLES: dict[str, Callable[[], list[list[str]]]] = {table.__name__: table for table in MEASURED}
 
 
 if __name__ == "__main__":

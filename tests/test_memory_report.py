@@ -6,7 +6,7 @@ from benchmarks.memory_report import REPORT, TABLES, regenerate
 
 
 def test_the_report_holds_what_its_command_writes():
-    """So that a change of the cost model, or a new measurement, shows in the report."""
+    """A new measurement shows in the report."""
     report = REPORT.read_text()
     assert set(re.findall(r"<!-- (\w+) -->", report)) == {*TABLES, "end"}
     assert regenerate(report) == report
