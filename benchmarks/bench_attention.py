@@ -1,7 +1,8 @@
 """Attention to everything, one document, forward and backward: `python -m benchmarks.bench_attention`.
 
-`--tokens 1048576 --heads 4,1,128` is what one of eight GPUs that share a sequence of a million tokens does in each
-layer of the 4B. A row for each kernel that is installed; first they are compared with float32 on a short document.
+`--tokens 1048576 --heads 4,1,128` is the share of each GPU, in each layer of the 4B, when eight GPUs share a sequence
+of a million tokens. The table has a row for each installed kernel. Each is first compared with float32 on a short
+document.
 """
 
 import functools
@@ -18,7 +19,7 @@ def main() -> None:
         __doc__,
         cpu_tokens=512,
         heads={"default": "32,8,128", "help": "query heads, key/value heads, head_dim"},
-        backends={"nargs": "+", "default": [], "help": "of kernels.attention.full; default: those that are installed"},
+        backends={"nargs": "+", "default": [], "help": "kernels of kernels.attention.full; default: all installed"},
         repeats={"type": int, "default": 5},
     )
     device, shape = arguments.device, [int(part) for part in arguments.heads.split(",")]
@@ -49,7 +50,7 @@ def make(tokens: int, shape: list[int], device: torch.device) -> tuple[list[torc
 
 
 def check(backend: str, shape: list[int], device: torch.device) -> None:
-    """Exit where the kernel differs from attention in float32."""
+    """Exit with status 1 if the kernel differs from attention in float32."""
     inputs, dout = make(777, shape, device)
     found = {}
     for name in (backend, "exact"):

@@ -1,11 +1,11 @@
-"""Training on chats: packed, and with each chat in a sequence of its own, in one run.
+"""Training on chats, compared: packed, and each chat alone in its sequence.
 
 `python -m benchmarks.bench_chat_training OUT --init_from Qwen3-4B/ --memory_budget 24GB`
 
 The chats are made of the Python standard library's text: a user shows some of it and the assistant goes on with a
-third as much, so that three quarters are not trained on. They have about 1,000 to 55,000 tokens, half of them fewer
-than 8,000. Each way is a run of train.py, whose steps after the first two are timed. A sequence counts with the tokens
-that it has on average over an epoch, padding left out.
+third as much, so three quarters are not trained on. They have about 1,000 to 55,000 tokens, half of them fewer than
+8,000. Each way is a run of train.py; its steps after the first two are timed. Tokens per second count the average
+tokens of a sequence over an epoch, without padding.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from training.run.build import choose_model
 from training.run.settings import TrainConfig
 
 WAYS = ("packed", "alone")
-CHARACTERS = 4_000, 180_000  # of a chat, about 3.4 a token
-# A process of its own for each run: it keeps what it allocated.
+CHARACTERS = 4_000, 180_000  # least and most in a chat, about 3.4 per token
+# Each run is a separate process: a process keeps the memory that it allocated.
 TRAIN = """
 import runpy, sys
 from benchmarks.bench_chat_training import packed
@@ -40,7 +40,7 @@ with packed(sys.argv.pop(1)):
 
 
 def packed(way: str):
-    """A context in which chats are packed as train.py packs them, or alone, each in a sequence."""
+    """Context manager: chats are packed as train.py packs them, or each is alone in its sequence."""
     if way == "packed":
         return contextlib.nullcontext()
     return mock.patch("training.data.packing.best_fit", lambda sizes, capacity: np.arange(len(sizes)))
@@ -61,7 +61,7 @@ def write_chats(path: Path, count: int, characters: tuple[int, int]) -> None:
 
 
 def count_tokens(way: str, path: Path, arguments: argparse.Namespace) -> tuple[int, int, int]:
-    """(sequences of an epoch, tokens in them, tokens that are trained on), as train.py's settings below pack them."""
+    """(sequences of an epoch, their tokens, tokens trained on), packed by the settings that `main` gives train.py."""
     vocab_size = choose_model(TrainConfig(init_from=str(arguments.init_from))).vocab_size
     with packed(way):
         store, _, packing = load_corpus(
@@ -75,16 +75,16 @@ def count_tokens(way: str, path: Path, arguments: argparse.Namespace) -> tuple[i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of the chats and the runs; is made")
+    parser.add_argument("folder", type=Path, help="a new folder for the chats and the runs")
     parser.add_argument("--init_from", type=Path, required=True, help="weights, tokenizer.json and a chat template")
     parser.add_argument("--context_length", type=int, default=65_536)
-    parser.add_argument("--memory_budget", help="as train.py's; default there")
+    parser.add_argument("--memory_budget", help="train.py's flag")
     parser.add_argument("--chats", type=int, default=200)
-    parser.add_argument("--characters", type=int, nargs=2, default=CHARACTERS, help="of a chat, least and most")
+    parser.add_argument("--characters", type=int, nargs=2, default=CHARACTERS, help="least and most in a chat")
     parser.add_argument("--steps", type=int, default=6)
     arguments = parser.parse_args()
     if arguments.steps < 3 or arguments.folder.exists():
-        parser.error("--steps must be at least 3, of which two are not timed, and the folder must be a new one")
+        parser.error("--steps must be at least 3 (two are not timed), and the folder must be new")
     arguments.folder.mkdir(parents=True)
     chats = arguments.folder / "chats.jsonl"
     write_chats(chats, arguments.chats, arguments.characters)
@@ -106,7 +106,7 @@ def main() -> None:
             [way, count, tokens / count / arguments.context_length, targets / tokens, seconds,
              tokens / count / seconds, targets / count / seconds, peak]
         )  # fmt: skip
-    columns = ["", "sequences", "filled", "trained on", "s a step", "tokens/s", "trained tokens/s", "peak GiB"]
+    columns = ["", "sequences", "filled", "trained on", "s per step", "tokens/s", "trained tokens/s", "peak GiB"]
     print_table(f"{arguments.chats} chats in sequences of {arguments.context_length} tokens", columns, rows)
 
 

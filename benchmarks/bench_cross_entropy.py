@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def compare(num_rows: int, vocab: int, copy_rate: float, device: torch.device) -> dict[str, dict[str, float]]:
-    """Forward and backward against one read and one write of the logits at a copy's rate."""
+    """Compare forward and backward with one read and one write of the logits at a copy's rate."""
     target = torch.randint(vocab, (num_rows,), device=device)
     implementations = {
         "ours, in place": lambda x: cross_entropy(x, target, inplace=True),
@@ -50,7 +50,7 @@ def compare(num_rows: int, vocab: int, copy_rate: float, device: torch.device) -
         implementations["Liger, in place"] = lambda x: peer.LigerCrossEntropyFunction.apply(x, target, None)[0]
 
     def step(function, logits):
-        # A new leaf over the same storage. In place, a run leaves its gradient there: the next run's logits.
+        # A new leaf over the same storage. A run in place leaves its gradient behind as the next run's logits.
         leaf = logits.detach().requires_grad_()
         return torch.autograd.grad(function(leaf), leaf)
 

@@ -52,7 +52,7 @@ def bench_activation(name: str, tokens: int, width: int, copy_rate: float, devic
         "eager": (eager, [gate, up]),
         "torch.compile": (compiled(eager, device), [gate, up]),
     }
-    if module := liger(name, device):  # Liger's backward writes over gate and up: copies of its own
+    if module := liger(name, device):  # Liger's backward writes over gate and up, so it gets its own copies
         own = [x.detach().clone().requires_grad_() for x in (gate, up)]
         implementations["Liger"] = (getattr(module, function_name).apply, own)
     return compare_with_copy(
@@ -61,7 +61,7 @@ def bench_activation(name: str, tokens: int, width: int, copy_rate: float, devic
 
 
 def bench_mlp(tokens: int, D: int, width: int, device: torch.device) -> dict:
-    """Forward, and forward + backward; backward is the difference, with whatever it recomputes."""
+    """Time forward, and forward + backward. Backward is the difference, recomputation included."""
     x, *weights = mlp_inputs(tokens, D, width, device)
     d_output = torch.randn_like(x)
 
@@ -82,7 +82,7 @@ def bench_mlp(tokens: int, D: int, width: int, device: torch.device) -> dict:
             hidden = swiglu_module.LigerSiLUMulFunction.apply(F.linear(x, gate_weight), F.linear(x, up_weight))
             return F.linear(hidden, down_weight)
 
-        def liger_tiled(x, *weights):  # as LigerTiledSwiGLUMLP calls it; weight gradients go into .grad
+        def liger_tiled(x, *weights):  # LigerTiledSwiGLUMLP calls it like this; weight gradients go into .grad
             shards = math.ceil(tokens / D)
             return tiled_module.apply_tiled_mlp(lambda _, x: liger_untiled(x, *weights), None, x, shards, weights)
 

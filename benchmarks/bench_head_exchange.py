@@ -1,10 +1,10 @@
-"""Attention of one layer whose sequence several GPUs share, and what its exchange of tokens for heads costs.
+"""Attention of one layer whose sequence several GPUs share, and the cost of exchanging tokens for heads.
 
 `torchrun --nproc_per_node=2 -m benchmarks.bench_head_exchange --tokens 131072`
 
-Forward and backward of a 4B layer's attention, projections included, with all of a rank's key/value heads at once and
-one at a time. "No link" copies on the GPU itself what would go over the link: the difference is what the link costs.
-All ranks do the same work; the first rank's times are printed.
+Forward and backward of a 4B layer's attention are timed, projections included, with all of a rank's key/value heads at
+once and with one at a time. "No link" makes the same copies within the GPU: the difference is the cost of the link. All
+ranks do the same work; the first rank's times are printed.
 """
 
 import functools
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def bench_exchange(tokens: int, exchange: HeadExchange, world: World) -> dict[str, dict[str, float]]:
-    """One tensor one way: [1, tokens / ranks, heads, head_dim] of bfloat16 to [1, tokens, heads / ranks, head_dim]."""
+    """Time one tensor one way: bfloat16 [1, tokens / ranks, heads, K] to [1, tokens, heads / ranks, K]."""
     config, results = MODEL_SIZES["4B" if world.device.type == "cuda" else "tiny"], {}
     for name, heads in (("q or output", config.num_attention_heads), ("k or v", config.num_key_value_heads)):
         x = torch.randn(1, tokens // world.size, heads, config.head_dim, dtype=torch.bfloat16, device=world.device)

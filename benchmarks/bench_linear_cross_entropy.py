@@ -1,4 +1,4 @@
-"""Loss and both gradients of the output projection: `python -m benchmarks.bench_linear_cross_entropy [--plot FILE]`.
+"""Loss and both gradients of the output projection: `python -m benchmarks.bench_linear_cross_entropy`.
 
 The floor is the loop of the three GEMMs alone: logits, dx, and dW accumulated in float32.
 """
@@ -26,8 +26,7 @@ CHUNK_SIZE = 4096
 
 
 def main() -> None:
-    plot_flag = {"metavar": "FILE", "help": "also draw time and memory against context length"}
-    arguments = parse_flags(__doc__, cpu_tokens=64, plot=plot_flag)
+    arguments = parse_flags(__doc__, cpu_tokens=64)
     device, tokens = arguments.device, arguments.tokens
     on_gpu = device.type == "cuda"
     hidden, vocab = (2560, 151936) if on_gpu else (32, 301)
@@ -40,8 +39,6 @@ def main() -> None:
         "error": compare_errors(8192 if on_gpu else 64, weight),
         "long": measure_long(1_048_576 if on_gpu else 512, weight),
     }
-    if arguments.plot:
-        results["by length"] = plot(arguments.plot, weight)
     print_json("linear_cross_entropy", device, tokens=tokens, results=results)
 
 
@@ -52,7 +49,7 @@ def make_inputs(tokens: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def liger_loss(device: torch.device) -> Callable | None:
-    """Liger's (hidden, weight, target, accum_dtype) -> mean loss; None where Liger is not installed or has no GPU."""
+    """Liger's (hidden, weight, target, accum_dtype) -> mean loss; None without a GPU or without Liger."""
     if not (peer := liger("fused_linear_cross_entropy", device)):
         return None
     apply = peer.LigerFusedLinearCrossEntropyFunction.apply
@@ -73,7 +70,7 @@ def cut_cross_entropy_loss(device: torch.device) -> Callable | None:
 
 
 def gemm_loop(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], object]:
-    """The three GEMMs of each chunk and nothing else, into memory that is there already."""
+    """The three GEMMs of each chunk and nothing else, into memory allocated before."""
     x, weight = x.detach(), weight.detach()
     logits = x.new_empty(min(CHUNK_SIZE, len(x)), len(weight))
     d_x, d_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
@@ -98,7 +95,7 @@ def compare_chunked(tokens: int, weight: torch.Tensor) -> dict[str, dict[str, fl
     num_masked = int((masked != -100).sum())
     losses = {
         "ours": lambda: linear_cross_entropy(x, weight, target, num_valid_tokens=tokens),
-        # The last position of a sequence has no target; the denominator is that of all micro-batches.
+        # The last position of a sequence has no target; the denominator counts all micro-batches' targets.
         "ours, as model.py calls it": lambda: linear_cross_entropy(
             x[None, :-1], weight, target[None, 1:], denominator=tokens - 1
         ),
@@ -144,7 +141,7 @@ def compare_with_full_logits(tokens: int, weight: torch.Tensor) -> dict[str, dic
 
 
 def compare_errors(tokens: int, weight: torch.Tensor) -> dict[str, float]:
-    """Relative error of dW on sampled rows of the head, against float64 all through."""
+    """Relative error of dW on sampled rows of the head, compared with float64 throughout."""
     x, target = make_inputs(tokens, weight)
     rows = torch.randperm(len(weight), device=weight.device)[:512]
     exact = torch.zeros(len(rows), weight.shape[1], dtype=torch.float64, device=weight.device)
@@ -171,7 +168,7 @@ def compare_errors(tokens: int, weight: torch.Tensor) -> dict[str, float]:
 
 
 def measure_long(tokens: int, weight: torch.Tensor) -> dict[str, float]:
-    """One pass over a context whose full logits would pass 2**31 elements many times, with sampled rows checked."""
+    """Measure one pass over a context whose full logits exceed 2**31 elements many times; check sampled rows."""
     x, target = make_inputs(tokens, weight)
     kept = {}
 
@@ -197,43 +194,6 @@ def measure_long(tokens: int, weight: torch.Tensor) -> dict[str, float]:
     if not (result["loss_error"] < 0.1 and result["dx_error"] < 2e-2):
         sys.exit("linear_cross_entropy is wrong at this length")
     return result
-
-
-def plot(path: str, weight: torch.Tensor) -> dict[str, dict[int, list[float]]]:
-    """Milliseconds and extra GiB of ours, eager and Liger against the context length, as a picture too."""
-    from matplotlib import pyplot
-
-    device = weight.device
-    lengths = [2**n for n in (range(13, 18) if device.type == "cuda" else (6, 7))]
-    losses = {
-        "ours": lambda x, y: linear_cross_entropy(x, weight, y, num_valid_tokens=len(y)),
-        "eager": lambda x, y: full_logits_loss(x, weight, y),
-    }
-    if peer := liger_loss(device):
-        losses["Liger, float32 dW"] = lambda x, y: peer(x, weight, y, torch.float32)
-    results = {name: {} for name in losses}
-    for tokens in lengths:
-        x, target = make_inputs(tokens, weight)
-        for name, loss in losses.items():
-            if name == "eager" and tokens > 32768:
-                continue  # more than 100 GiB
-
-            def step(loss=loss, x=x, target=target):
-                return torch.autograd.grad(loss(x, target), (x, weight))
-
-            ms = time_interleaved({name: step}, device, repeats=2, warmup=1)[name]
-            results[name][tokens] = [ms, extra_gib(step, device)]
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
-    for axis, index, label in zip(axes, (0, 1), ("forward + backward, ms", "extra memory, GiB")):
-        for name, points in results.items():
-            axis.plot(list(points), [values[index] for values in points.values()], marker="o", label=name)
-        axis.set(xlabel="tokens", ylabel=label, xscale="log", yscale="log" if device.type == "cuda" else "linear")
-        axis.set_xticks(lengths, [str(n) for n in lengths])
-        axis.minorticks_off()
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    return results
 
 
 def check(device: torch.device) -> None:

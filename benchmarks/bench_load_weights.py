@@ -1,8 +1,8 @@
 """Seconds and host memory of starting from a released folder: `python -m benchmarks.bench_load_weights --folder DIR`.
 
-A folder of random weights in a size's shape is written first where there is none: bf16, in shards, as released. Then a
-model and its optimizer are built as train.py builds them, and filled. What is timed is that alone: from the files to
-masters and weights in their places. `--drop_cache` asks the kernel to forget what its page cache has of the files.
+If the folder does not exist, random weights in the shape of --model_size are written first: bf16, in shards, as
+released. Then a model and its optimizer are built as train.py builds them, and filled. Only the filling is timed: from
+the files to masters and weights in their places. `--drop_cache` asks the kernel to drop the files from its page cache.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ SHARD_BYTES = 4 * 2**30
 
 
 def write_folder(folder: Path, size: str, device: torch.device) -> None:
-    """Random weights of that shape, a shard at a time, drawn on the device."""
+    """Write random weights of that shape, a shard at a time, drawn on the device."""
     folder.mkdir(parents=True)
     with torch.device("meta"):
         parameters = dict(Transformer(MODEL_SIZES[size]).named_parameters())
@@ -48,7 +48,7 @@ def write_folder(folder: Path, size: str, device: torch.device) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Have the kernel drop what its page cache holds of the folder."""
+    """Have the kernel drop the folder's files from its page cache."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -57,7 +57,7 @@ def forget(folder: Path) -> None:
 
 @contextlib.contextmanager
 def watching_memory():
-    """A list of one number: bytes by which the process's resident memory was larger at most than at the start."""
+    """A list of one number: the most bytes by which the process's resident memory has grown."""
     peak, done = [0], threading.Event()
 
     def resident() -> int:
@@ -78,10 +78,10 @@ def watching_memory():
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="is written where it is not there")
-    parser.add_argument("--model_size", default="4B", choices=MODEL_SIZES, help="of a folder that is written")
+    parser.add_argument("--folder", type=Path, required=True, help="is written if it does not exist")
+    parser.add_argument("--model_size", default="4B", choices=MODEL_SIZES, help="shape of a folder that is written")
     parser.add_argument("--context_length", type=int, default=65_536)
-    parser.add_argument("--memory_budget", help="as train.py's; default there")
+    parser.add_argument("--memory_budget", help="train.py's flag")
     parser.add_argument("--host_budget")
     parser.add_argument("--drop_cache", action="store_true")
     flags = parser.parse_args()
@@ -98,7 +98,7 @@ def main() -> None:
         model, plan = build_model(config, model_config, world, PackedDocuments.one_each(flags.context_length, 1))
         state = plan.execution.gpu_state_bytes
         optimizer = MasterAdamW(model.named_parameters(), accumulate=False, gpu_state_bytes=state)
-        for parameter in model.parameters():  # on a CPU, memory is there once it is written to
+        for parameter in model.parameters():  # a CPU provides memory only when it is written to
             parameter.detach().zero_()
         if flags.drop_cache:
             forget(flags.folder)

@@ -2,15 +2,17 @@
 
 `python -m benchmarks.bench_packed_attention`
 
-Documents fill 131,072 tokens. Ours has seen other steps before, never the lengths that are timed: where they need a
-new cuDNN plan, its time counts, and the plan is counted. "cuDNN, known lengths" is one call for each document of
-exactly its length, in its second run: all plans are there. "cuDNN in 1,024s" is a call for each document, its length
-rounded up to 1,024 tokens, likewise in its second run. "FlashAttention-2" and "flash-attn-4" are one call for all.
-"Same bits" is ours under torch.use_deterministic_algorithms. The floor is the documents' floating-point operations at
-the rate that one document of a quarter of the tokens reaches. All rows of a step have the same lengths and take turns;
-medians.
+Documents fill 131,072 tokens. Ours has seen other steps before, but not the timed lengths: its time includes building
+cuDNN's plans for new lengths, and these plans are counted. Other rows:
 
-The sweep is what `kernels.attention.documents.LONGEST_TOGETHER` is set by: documents of one length, alone and together.
+- "cuDNN, known lengths": a call for each document of exactly its length, in the second run, so all plans exist.
+- "cuDNN in 1,024s": a call for each document, its length rounded up to 1,024 tokens, in the second run.
+- "FlashAttention-2" and "flash-attn-4": one call for all documents.
+- "same bits": ours under torch.use_deterministic_algorithms.
+- floor: the documents' floating-point operations at the rate of one document of a quarter of the tokens.
+
+All rows of a step have the same lengths and take turns; medians are printed. A sweep over documents of one length,
+alone and together, sets `kernels.attention.documents.LONGEST_TOGETHER`.
 """
 
 import functools
@@ -43,12 +45,11 @@ def log_uniform(random: np.random.Generator, tokens: int) -> int:
     return round(tokens / 128 * 64 ** random.random())
 
 
-# Name -> (a document's length, the bar on an H200: ms of 131,072 tokens or, for the first, a multiple of KNOWN's).
-MIXES: dict[str, tuple[Callable[[np.random.Generator, int], int], float]] = {
-    "64k to 1k": (log_uniform, 1.08),
-    "mean 1,000": (lambda random, _: 1 + int(random.exponential(999)), 40),
-    "mean 300": (lambda random, _: 1 + int(random.exponential(299)), 22),
-    "1,024 x 128": (lambda random, _: 128, 11),
+MIXES: dict[str, Callable[[np.random.Generator, int], int]] = {  # name -> (random, tokens) -> a document's length
+    "64k to 1k": log_uniform,
+    "mean 1,000": lambda random, _: 1 + int(random.exponential(999)),
+    "mean 300": lambda random, _: 1 + int(random.exponential(299)),
+    "1,024 x 128": lambda random, _: 128,
 }
 
 
@@ -56,8 +57,8 @@ def main() -> None:
     arguments = parse_flags(
         __doc__,
         cpu_tokens=512,
-        steps={"type": int, "default": 7, "help": "that are timed"},
-        other_steps={"type": int, "default": 30, "help": "of other lengths, before these"},
+        steps={"type": int, "default": 7, "help": "timed steps"},
+        other_steps={"type": int, "default": 30, "help": "steps of other lengths before these"},
     )
     device, config = arguments.device, MODEL_SIZES["4B" if arguments.device.type == "cuda" else "tiny"]
     shape = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -70,11 +71,7 @@ def main() -> None:
         [name, mix["documents"], mix["new_plans"], mix["floor_ms"], *(mix["ms"].get(c, "") for c in columns[3:])]
         for name, mix in mixes.items()
     ]
-    print_table(f"forward and backward, {arguments.tokens} tokens, ms a step", ["documents of", *columns], rows)
-    if device.type == "cuda" and arguments.tokens == 131_072:
-        print_table(
-            "ours against its bar", ["documents of", OURS, "bar"], [[n, *bar_of(n, m)] for n, m in mixes.items()]
-        )
+    print_table(f"forward and backward, {arguments.tokens} tokens, ms per step", ["documents of", *columns], rows)
     sweep = bench_sweep(inputs, device)
     print_table(
         f"alone or together (LONGEST_TOGETHER is {LONGEST_TOGETHER}), ms", ["tokens", *next(iter(sweep.values()))],
@@ -85,7 +82,7 @@ def main() -> None:
 
 
 def backends(device: torch.device) -> dict[str, str]:
-    """Name in the table -> the backend whose kernel attends to all documents in one call, of those that are here."""
+    """Name in the table -> installed backend with a kernel that attends to all documents in one call."""
     if device.type != "cuda":
         return {"CPU": "cpu"}
     found = {"FlashAttention-2": "flash"}
@@ -97,7 +94,7 @@ def backends(device: torch.device) -> dict[str, str]:
 
 
 def check(device: torch.device) -> None:
-    """Exit where attention differs from that in float32, on long and short documents."""
+    """Exit with status 1 if attention differs from attention in float32, on long and short documents."""
     lengths = [2300, 5, 300, 1, 666] if device.type == "cuda" else [70, 5, 30, 1, 23]
     q, k, v, dout = make_inputs(sum(lengths), 8, 2, 128, device)
     results = {}
@@ -123,10 +120,10 @@ def segments_of(lengths: list[int]) -> Tensor:
 
 
 def draw(mix: str, tokens: int, seed: int) -> list[int]:
-    """Lengths of documents that fill `tokens`; the last one is cut."""
+    """Lengths of documents that fill `tokens`; the last document is cut."""
     random, lengths = np.random.default_rng(seed), []
     while sum(lengths) < tokens:
-        lengths.append(min(MIXES[mix][0](random, tokens), tokens - sum(lengths)))
+        lengths.append(min(MIXES[mix](random, tokens), tokens - sum(lengths)))
     return lengths
 
 
@@ -146,7 +143,7 @@ def ours_with_the_same_bits(inputs: Inputs, lengths: list[int]) -> None:
 
 @torch.no_grad()
 def document_by_document(backend: str, multiple: int, inputs: Inputs, lengths: list[int]) -> None:
-    """A call for each, its length rounded up to a multiple as far as the tokens reach."""
+    """Make a call for each document, its length rounded up to a multiple as far as the tokens reach."""
     (q, k, v, dout), start = inputs, 0
     for length in lengths:
         rows = slice(start, min(start + -(-length // multiple) * multiple, q.shape[1]))
@@ -166,7 +163,7 @@ def all_together(backend: str, inputs: Inputs, lengths: list[int]) -> None:
 
 
 def flops_per_second(inputs: Inputs, device: torch.device) -> float:
-    """Of forward and backward of one document, a quarter of the tokens."""
+    """Rate of forward and backward of one document with a quarter of the tokens."""
     quarter = tuple(x.detach()[:, : x.shape[1] // 4] for x in inputs)
     run = functools.partial(document_by_document, choose_backend("auto", device), 1, quarter, [quarter[0].shape[1]])
     run()
@@ -184,7 +181,7 @@ def rows_of(mix: str, device: torch.device) -> dict[str, Callable[[Inputs, list[
     backend = choose_backend("auto", device)
     rows: dict[str, Callable] = {OURS: ours, "same bits": ours_with_the_same_bits}
     if backend == "cudnn":
-        if mix == "64k to 1k":  # of other mixes too many lengths
+        if mix == "64k to 1k":  # other mixes have too many lengths
             rows[KNOWN] = functools.partial(document_by_document, backend, 1)
         rows["cuDNN in 1,024s"] = functools.partial(document_by_document, backend, 1024)
     for name, together in backends(device).items():
@@ -203,7 +200,6 @@ def bench_mix(mix: str, arguments, inputs: Inputs, rate: float) -> dict:
     for lengths in steps:
         for name, run in rows.items():
             times[name].append(time_once(functools.partial(run, inputs, lengths), arguments.device))
-    ratios = [ours / known for ours, known in zip(times[OURS], times.get(KNOWN, []))]
     planned = set().union(*(plans(inputs[0], lengths) for lengths in others))
     return {
         "documents": round(statistics.mean(map(len, steps))),
@@ -211,27 +207,18 @@ def bench_mix(mix: str, arguments, inputs: Inputs, rate: float) -> dict:
         "floor_ms": 1000 * statistics.median(step_flops(lengths, inputs) for lengths in steps) / rate,
         "ms": {name: statistics.median(values) for name, values in times.items()},
         "ours_each": times[OURS],
-        "of_known": statistics.median(ratios) if ratios else None,
     }
 
 
 def plans(q: Tensor, lengths: list[int]) -> set[int]:
-    """Lengths of the calls of one document, each of which cuDNN builds a plan for."""
+    """Lengths of calls with a single document: cuDNN builds a plan for each."""
     kernel = KERNELS[choose_backend("auto", q.device)]
     calls = document_calls(q, segments_of(lengths), kernel.longest_together)
     return {rounded_length(call.stop - call.start, kernel.length_step) for call in calls if not call.ends}
 
 
-def bar_of(mix: str, result: dict) -> list[str]:
-    """What is compared, and with what."""
-    bar = MIXES[mix][1]
-    if mix == "64k to 1k":
-        return [f"{result['of_known'] or math.nan:.3f} of {KNOWN}", f"<= {bar}"]
-    return [f"{result['ms'][OURS]:.1f} ms", f"<= {bar} ms"]
-
-
 def bench_sweep(inputs: Inputs, device: torch.device) -> dict[int, dict[str, float]]:
-    """Milliseconds by the documents' length, of all heads and of one key/value head with its query heads."""
+    """Milliseconds by the documents' length, for all heads and for one key/value head with its query heads."""
     backend, T, G = choose_backend("auto", device), *inputs[1].shape[1:3]
     results: dict[int, dict[str, float]] = {}
     for length in (T // 256, T // 128, T // 85, T // 64, T // 43, T // 32, T // 16):

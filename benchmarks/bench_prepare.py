@@ -1,12 +1,12 @@
-"""A corpus prepared and a run's data opened: `python -m benchmarks.bench_prepare --tokenizer DIR --gb 1`.
+"""Prepare a corpus and open it as a run does: `python -m benchmarks.bench_prepare --tokenizer DIR --gb 1`.
 
-The corpus is Python sources of this machine, the standard library's and installed packages', over and over, in .jsonl
-files of a folder that is deleted at the end. Reported are
+The corpus is this machine's Python sources, the standard library's and installed packages', over and over. It lies in
+.jsonl files of a folder that is deleted at the end. Reported are
 
-- the rate of preparing it with all workers, and of one process's processor time (workers share memory's bandwidth and
-  the machine with others; processor time counts neither),
-- seconds and resident memory of opening the set as train.py does and of reading steps from it, for this set and for one
-  of `--started_gb` of text, whose parts are hard links to this set's: it takes no disk, but every part is opened.
+- the rate of preparing it with all workers, and the rate per second of one process's processor time. Workers share the
+  machine and its memory bandwidth with others; processor time does not count that,
+- seconds and resident memory of opening the set as train.py does, and of reading steps from it: for this set, and for a
+  set of `--started_gb` of text. Its parts are hard links to this set's: it takes no disk, but every part is opened.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def report(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def run_prepare(source: Path, made: Path, arguments: argparse.Namespace) -> tuple[float, int]:
-    """Seconds of the command, and the most MiB that its processes had together, looked at every second."""
+    """Seconds of the command, and the most MiB of its processes together, sampled every second."""
     command = [sys.executable, "-m", "training.data", "prepare", str(source), str(made)]
     command += ["--tokenizer", arguments.tokenizer, "--workers", str(arguments.workers)]
     start, peak = time.perf_counter(), 0
@@ -109,7 +109,7 @@ def processes_of(group: int) -> list[int]:
 
 
 def anonymous_mib(pid: int) -> int:
-    """Of a process, 0 where it has ended. Forks count what they share with their parent."""
+    """Anonymous memory of a process, 0 if it has ended. Forks count pages that they share with their parent."""
     try:
         return int(Path(f"/proc/{pid}/status").read_text().split("RssAnon:")[1].split()[0]) >> 10
     except (OSError, IndexError):
@@ -117,7 +117,7 @@ def anonymous_mib(pid: int) -> int:
 
 
 def write_corpus(folder: Path, size: int) -> int:
-    """.jsonl files of 250 MB at most, {"text": a source file} a line; returns the bytes written."""
+    """Write .jsonl files of at most 250 MB with a line {"text": source} for each source file. Returns the bytes."""
     folder.mkdir()
     roots = [Path(sysconfig.get_path("stdlib")), *map(Path, site.getsitepackages())]
     lines = []
@@ -139,7 +139,7 @@ def write_corpus(folder: Path, size: int) -> int:
 
 
 def rate_of_a_core(source: Path, folder: Path, tokenizer: str) -> tuple[float, float]:
-    """(bytes, tokens) a second of processor time, of one process that makes three parts."""
+    """(bytes, tokens) per second of processor time, in one process that makes three parts."""
     preparing._open_reader(tokenizer, "template")
     parts = [pieces for _, pieces in zip(range(3), preparing._plan(sorted(source.iterdir())))]
     start = time.process_time()
@@ -149,7 +149,7 @@ def rate_of_a_core(source: Path, folder: Path, tokenizer: str) -> tuple[float, f
 
 
 def copy_parts(made: Path, large: Path, times: int) -> None:
-    """A set with each part of `made` `times` times."""
+    """Make a set that has each part of `made` as often as `times`."""
     large.mkdir()
     index = json.loads((made / INDEX).read_text())
     parts = []

@@ -32,7 +32,7 @@ def main() -> None:
         "torch.compile": (compiled(lambda q, k: rope_reference(q, k, cos, sin), device), [q, k]),
     }
     if module := liger("rope", device):
-        # Liger takes [B, H, T, K] and tables as wide as a head, and rotates in place: copies of its own.
+        # Liger takes [B, H, T, K] and tables as wide as a head. It rotates in place, so it gets its own copies.
         doubled = [torch.cat([table, table], dim=-1)[None] for table in (cos, sin)]
         own = [x.detach().clone().transpose(1, 2).requires_grad_() for x in (q, k)]
         implementations["Liger"] = (lambda q, k: module.LigerRopeFunction.apply(q, k, *doubled), own)

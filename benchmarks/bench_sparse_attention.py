@@ -1,10 +1,10 @@
 """Block-sparse attention, each piece alone and the whole layer: `python -m benchmarks.bench_sparse_attention`.
 
-`--kind nsa` measures native sparse attention, whose `--selected` count the three forced blocks.
+`--kind nsa` measures native sparse attention; its `--selected` counts the three forced blocks.
 
-First correctness: outputs and gradients on given lists against float64, at small sizes, and two runs bitwise equal at
-the measured ones. `--tune gather,band,scores,combine` tries tile configurations instead of measuring pieces, and
-`--workspace_mib 512,1024,2048` measures the layer with each size of workspace.
+Correctness comes first: outputs and gradients on given lists are compared with float64 at small sizes, and two runs at
+the measured sizes must be bitwise equal. `--tune gather,band,scores,combine` tries tile configurations instead of
+measuring pieces. `--workspace_mib 512,1024,2048` measures the layer with each size of workspace.
 """
 
 import argparse
@@ -52,9 +52,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kind", choices=["sparse", "nsa"], default="sparse")
-    parser.add_argument("--backend", default="auto", help="of nsa: kernel of the compressed branch")
+    parser.add_argument("--backend", default="auto", help="nsa only: kernel of the compressed branch")
     parser.add_argument("--tokens", default="32768,131072", help="lengths, separated by commas")
-    parser.add_argument("--selected", help="blocks a list, separated by commas; default: 32, nsa: 16")
+    parser.add_argument("--selected", help="blocks per list, separated by commas; default: 32, nsa: 16")
     parser.add_argument("--workspace_mib", help="sizes, separated by commas; default: the layer's own")
     parser.add_argument("--tune", default="", help="any of gather, band, scores, combine, separated by commas")
     parser.add_argument("--heads", default="32,8,128", help="query heads, key/value heads, head_dim")
@@ -89,7 +89,7 @@ def _integers(text: str) -> list[int]:
 
 
 def check(device: torch.device, full: bool, is_nsa: bool) -> None:
-    """Exit with status 1 if an output or gradient is further from float64 than 2.5 times the reference in bf16 is."""
+    """Exit with status 1 if an error against float64 is more than 2.5 times the error of the reference in bf16."""
     cpu = device.type == "cpu"
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     cases = [((8, 2, 128, 64, 128), bf16), ((6, 2, 64, 64 if is_nsa else 32, 128 if is_nsa else 64), bf16)]
@@ -126,7 +126,7 @@ def check(device: torch.device, full: bool, is_nsa: bool) -> None:
         allowed = [max(relative_error(p, e), 1e-7) for p, e in zip(plain, exact)]
         errors = [relative_error(f, e) / a for f, e, a in zip(found + ranged, exact * 2, allowed * 2)]
         rows.append([str(case), str(dtype)[6:], *errors[: len(exact)], max(errors[len(exact) :])])
-    title = "error over that of the reference in the same dtype; (heads, kv heads, head_dim, block, window)"
+    title = "error / error of the reference in the same dtype; (heads, kv heads, head_dim, block, window)"
     columns = ["out", "dq", "dk", "dv", *(["dgates"] if is_nsa else [])]
     print_table(title, ["case", "dtype", *columns, "worst by ranges"], rows)
     if not all(error <= (30 if row[1] == "float32" else 2.5) for row in rows for error in row[2:]):
@@ -134,7 +134,7 @@ def check(device: torch.device, full: bool, is_nsa: bool) -> None:
 
 
 def _random_lists(q, kv_heads, segments, selected, block_size, window) -> Tensor:
-    """Up to `selected` random candidates of each token."""
+    """Up to `selected` random candidates for each token."""
     layout = make_layout(q, segments, block_size, window)
     first_local = first_local_block(layout)
     longest = int(layout.index_of_block.max()) + 1
@@ -147,7 +147,7 @@ def _random_lists(q, kv_heads, segments, selected, block_size, window) -> Tensor
 class Bench:
     """One length and number of selected blocks: inputs, lists chosen from them, and their timings."""
 
-    must_repeat = True  # bit by bit, or nothing is measured
+    must_repeat = True  # two runs must be equal bit for bit, or nothing is measured
 
     def __init__(self, tokens: int, selected: int, H: int, G: int, K: int, device: torch.device, repeats: int):
         torch.manual_seed(0)
@@ -159,18 +159,18 @@ class Bench:
         self.layout = make_layout(self.q[None], None, 64, 512)
         self.lists = selection.choose_blocks(self.q, self.k, self.layout, selected, SCORES_BYTES)
         entries = int((self.lists != EMPTY).sum())
-        pair_flops = 2 * (H // G) * 64 * K  # of one product of a token's heads with one block
+        pair_flops = 2 * (H // G) * 64 * K  # one product of a token's heads with one block of keys
         own = self.layout.index_of_block.double()
         band_pairs = float((own.clamp(max=7) + 0.5 + (own > 7)).sum()) * 64 * G
         candidates = float((own - 7).clamp(min=0).sum()) * 64 * G
         self.gather_flops, self.band_flops = entries * pair_flops, band_pairs * pair_flops
-        # Two halves a candidate, and the mean keys of all earlier blocks.
+        # Two halves per candidate, and the mean keys of all earlier blocks.
         self.score_flops = (2 * candidates + float(own.sum()) * 64 * G) * pair_flops / 64
         self.slot_bytes = entries * (H // G) * K * 2
         self.score_bytes = candidates * 4
 
     def inputs(self) -> list[Tensor]:
-        """Of `attend`, without their dimension of rows."""
+        """Inputs of `attend`, without the dimension of rows."""
         return [self.q, self.k, self.v]
 
     def attend(self, *inputs: Tensor, **options) -> Tensor:
@@ -180,7 +180,7 @@ class Bench:
         return time_interleaved({"": function}, self.device, self.repeats)[""]
 
     def layer(self, title: str, workspace_bytes: int) -> dict[str, float]:
-        """The public function forward and backward; two runs must be bitwise equal."""
+        """Measure the public function forward and backward; two runs must be bitwise equal."""
         inputs = [x[None].requires_grad_() for x in self.inputs()]
         options = {"selected_blocks": self.selected, "workspace_bytes": workspace_bytes, "impl": "triton"}
         function = functools.partial(self.attend, *inputs, **options)
@@ -209,7 +209,7 @@ class Bench:
         return results
 
     def pieces(self, title: str, workspace_bytes: int) -> dict[str, float]:
-        """Each piece over all heads and tokens, one after another, ranges as in the layer."""
+        """Measure each piece over all heads and tokens, in the layer's ranges."""
         q, k, v, dout, lists, layout = self.q, self.k, self.v, self.dout, self.lists, self.layout
         rows, results = [], {}
 
@@ -266,7 +266,7 @@ class Bench:
         return results
 
     def score_ranges(self):
-        """Ranges of query blocks as `choose_blocks` takes them, each with its columns of scores."""
+        """(range of query blocks, its columns of scores), in the steps of `choose_blocks`."""
         layout = self.layout
         width = selection.score_width(layout, range(layout.num_blocks))
         step = max(1, SCORES_BYTES // (64 * self.G * selection.query_bytes(width, self.selected)))
@@ -279,7 +279,7 @@ class Bench:
             selection.score_blocks(self.q, self.pooled, self.layout, range(self.G), blocks, width, config)
 
     def top_blocks_of_random_scores(self):
-        """One range's scores stand for those of all."""
+        """A function that chooses from random scores; every range reads the same scores."""
         lists, work = torch.full_like(self.lists, EMPTY), []
         scores = torch.rand(SCORES_BYTES // 4, device=self.device)
         for blocks, width in self.score_ranges():
@@ -338,7 +338,7 @@ class Bench:
         return [i for w in by_heads for i in inverse_index.build_inverse_index(self.lists, self.layout, *w, chunk)]
 
     def tune(self, title: str, parts: list[str], workspace_bytes: int) -> dict[str, dict[str, float]]:
-        """Milliseconds of each configuration, gather kernels over one range of heads only and scaled to all."""
+        """Milliseconds of each configuration. Gather kernels run over one range of heads, scaled to all heads."""
         q, k, v, dout, lists, layout = self.q, self.k, self.v, self.dout, self.lists, self.layout
         results = {}
 
@@ -347,7 +347,7 @@ class Bench:
             for config in configs:
                 try:
                     results[name][str(tuple(config))] = scale * self.time(make(config))
-                except Exception as error:  # A configuration that does not fit is a result too.
+                except Exception as error:  # a configuration that does not fit is a result
                     results[name][f"{tuple(config)}: {type(error).__name__}"] = float("inf")
             table = sorted(results[name].items(), key=lambda item: item[1])
             print_table(f"{name}, {title}", ["rows, warps, stages, tiles", "ms"], [list(row) for row in table])
@@ -395,9 +395,9 @@ class Bench:
 
 
 class NSABench(Bench):
-    """As `Bench`, of native sparse attention with a window of 512.
+    """Measures native sparse attention with a window of 512.
 
-    The compressed branch's backward is a library's, which may add up dq in any order: then a line says so.
+    The compressed branch's backward comes from a library. It may add up dq in any order: then a line says so.
     """
 
     must_repeat = False
@@ -430,7 +430,7 @@ class NSABench(Bench):
         return results | rates
 
     def pieces(self, title: str, workspace_bytes: int) -> dict[str, float]:
-        """Each branch forward and backward; of the compressed one also what is not the library's kernel."""
+        """Measure each branch forward and backward, and our own part of the compressed branch."""
         rows, results = [], {}
 
         def add(name, function, flops=0.0, num_bytes=0.0):
@@ -446,7 +446,7 @@ class NSABench(Bench):
         library_flops = attention_flops(H, K, 8 * windows.num_windows * (windows.num_windows + 1))
         tiles_bytes = 2 * self.q.nbytes  # read and written by a copy of the rows of all heads
 
-        # Each is called at least once before it is timed, and what it returns goes into the next.
+        # Each is called at least once before it is timed; its results go into the next.
         pooled = [compression.pool_windows(x, windows) for x in (self.k, self.v)]
         out_c, lse_c = ops.nsa_compressed(q, k, v, None, backend, workspace_bytes, True)
         lists = ops.nsa_select(q, k, lse_c, None, self.nsa.chosen_blocks, True)
@@ -485,13 +485,13 @@ class NSABench(Bench):
         return results
 
     def all_tiles(self, windows, workspace_bytes: int) -> None:
-        """q's rows copied into tiles, in the ranges of heads that the branch takes."""
+        """Copy q's rows into tiles, in the branch's ranges of heads."""
         for heads, groups in compression.head_ranges(self.q, self.k.shape[1], windows, self.backend, workspace_bytes):
             compression.to_tiles(self.q, heads, len(groups), windows)
 
 
 def _slots(buffer: Tensor, work: tuple[range, range]) -> Tensor:
-    """The part of `buffer` [heads * tokens, ...] that a range needs, as [heads, tokens, ...]."""
+    """A range's part of `buffer` [heads * tokens, ...], as [heads, tokens, ...]."""
     heads, tokens = work
     return buffer[: len(heads) * len(tokens)].unflatten(0, (len(heads), len(tokens)))
 

@@ -2,27 +2,28 @@
 
 `python -m benchmarks.bench_train_step --settings auto 24GB checkpointing peer --host_budget 84GB`
 
-Our step is train.py's, with float32 masters and moments and its looks between blocks for a signal to stop. A setting
-says how our step is run: "auto" or a size is a --memory_budget (a hard cap), "checkpointing" is
---gradient_checkpointing; "+flash-attn-4" behind either names another attention kernel, "+sparse" and "+nsa" are
---attention_type. The peer is transformers' Qwen3 with Liger's kernels and loss, gradient checkpointing and fused AdamW
-on bf16 weights (no float32 masters). All train on the same text as one document: the Python standard library, bytes.
+Our step is train.py's, with float32 masters and moments and its looks between blocks for a signal to stop. A setting is
+"auto" or a size, taken as --memory_budget (a hard cap), or "checkpointing", which is --gradient_checkpointing. After
+either, "+flash-attn-4" names another attention kernel, and "+sparse" and "+nsa" are --attention_type. The peer is
+transformers' Qwen3 with Liger's kernels and loss, gradient checkpointing and fused AdamW on bf16 weights (no float32
+masters). All train on the same text as one document: the Python standard library, bytes.
 
-Of each setting's `--steps` the first compiles kernels and makes workspaces and optimizer state; above 131,072 tokens it
-is of 16,384. The last step is timed, its update included: the GPU has finished whenever the clock is read. With
-`--packed` each step takes another sequence of documents, packed as train.py packs them; the second half of the steps is
-timed, for which cuDNN has built its plans of most lengths, and predicted from their own documents' lengths. With
-`--mean_length 800` the text is cut into documents of lengths that are drawn from the exponential distribution. Under
-torchrun each rank has sequences of its own, or shares them with others by `--context_parallel_size`, or its matrices by
-`--tensor_parallel_size`; the first rank's results are printed.
+The first of a setting's `--steps` compiles kernels and makes workspaces and optimizer state; above 131,072 tokens it
+has 16,384. The last step is timed, its update included: the GPU has finished whenever the clock is read.
+
+With `--packed` each step takes another sequence of documents, packed as train.py packs them. The second half of the
+steps is timed, since cuDNN has then built its plans of most lengths, and predicted from its own documents' lengths.
+`--mean_length 800` cuts the text into documents with exponentially distributed lengths. Under torchrun each rank has
+its own sequences, or ranks share them by `--context_parallel_size` or matrices by `--tensor_parallel_size`; the first
+rank's results are printed.
 
 With `--save_to DIR` as many steps follow again with nothing else, and as many beside each of which a full checkpoint is
 written to a folder in DIR, which is deleted at the end: what train.py does with --checkpoint_interval 1. DIR's disk
 must hold two checkpoints. A step's time then counts what it waits for the checkpoint before it: the second step for the
 whole of the first one, which is read back; later ones for what is left to write, if the disk holds three.
 
-With `--communication` one more step runs under PyTorch's profiler: seconds in which NCCL's kernels ran on each rank,
-and those of them in which no other kernel did. A rank that waits for a slower one waits in such a kernel.
+With `--communication` one more step runs under PyTorch's profiler. It gives the seconds in which NCCL's kernels ran on
+each rank, and the part of them in which no other kernel ran. A rank waits for slower ranks in such a kernel.
 """
 
 import argparse
@@ -71,10 +72,10 @@ LONGEST_REPEATED, WARM_UP_TOKENS = 131_072, 16_384
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_size", default="4B", choices=MODEL_SIZES)
-    parser.add_argument("--num_layers", type=int, help="of the model's; default: all")
+    parser.add_argument("--num_layers", type=int, help="default: all of the model's")
     parser.add_argument("--context_length", type=int, default=131_072)
     parser.add_argument("--settings", nargs="+", default=["auto", "checkpointing", "peer"])
-    parser.add_argument("--host_budget", help="of settings with a memory budget")
+    parser.add_argument("--host_budget", help="for settings with a memory budget")
     parser.add_argument("--steps", type=int, default=2, help="at least 2; see above for which are timed")
     parser.add_argument("--context_parallel_size", type=int, default=1, help="ranks that share each sequence")
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="ranks that share each matrix")
@@ -82,9 +83,9 @@ def main() -> None:
     parser.add_argument("--save_to", type=Path, help="a folder of the disk that checkpoints go to; see above")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
     parser.add_argument("--packed", action="store_true", help="several documents a sequence, another one each step")
-    parser.add_argument("--mean_length", type=int, help="of --packed: tokens of a document; default: the text's own")
+    parser.add_argument("--mean_length", type=int, help="with --packed: tokens per document; default: the text's own")
     parser.add_argument(
-        "--in_order", action="store_true", help="of --packed: sequences go to ranks in turn, not by cost"
+        "--in_order", action="store_true", help="with --packed: sequences go to ranks in turn, not by cost"
     )
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     arguments = parser.parse_args()
@@ -94,7 +95,7 @@ def main() -> None:
     if arguments.save_to is not None and (not arguments.save_to.is_dir() or "peer" in arguments.settings):
         parser.error("--save_to must be a folder that exists, and the peer saves nothing")
     if arguments.save_to is not None:
-        # Bytes a parameter: a bf16 weight, a float32 master and two float32 moments.
+        # Bytes per parameter: a bf16 weight, a float32 master and two float32 moments.
         needed = 2 * (2 + 12) * MODEL_SIZES[arguments.model_size].num_parameters() + 2 * SPARE_BYTES
         if (free := shutil.disk_usage(arguments.save_to).free) < needed:
             parser.error(f"--save_to needs {needed / GIB:.0f} GiB for two checkpoints, its disk has {free / GIB:.0f}")
@@ -128,13 +129,13 @@ def main() -> None:
 
 
 def shape_of(arguments: argparse.Namespace) -> ModelConfig:
-    """The model's, of as many layers as are asked for."""
+    """The model's shape with as many layers as --num_layers asks for."""
     shape = MODEL_SIZES[arguments.model_size]
     return replace(shape, num_hidden_layers=arguments.num_layers or shape.num_hidden_layers)
 
 
 def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list[list[Batch]]]:
-    """For each step and rank the micro-batches, [1, context_length] of the Python standard library's text."""
+    """[step][rank] -> its micro-batches, [1, context_length] of the Python standard library's text."""
     count = arguments.gradient_accumulation_steps
     tokenizer, length = load_tokenizer(None), arguments.context_length
     documents = load_documents(None, tokenizer, MODEL_SIZES[arguments.model_size].vocab_size)
@@ -157,7 +158,7 @@ def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list
 
 
 def cut_documents(documents: list[Document], mean_length: int) -> list[Document]:
-    """All their tokens in documents of at least two tokens, the end of text included, whose lengths are exponential."""
+    """Cut all tokens into documents of exponential length, at least two tokens with the end of text."""
     tokens = np.concatenate([document.tokens for document in documents])
     lengths = 1 + np.random.default_rng(0).exponential(mean_length - 2, 2 * len(tokens) // mean_length).astype(int)
     ends = np.cumsum(lengths)
@@ -165,12 +166,12 @@ def cut_documents(documents: list[Document], mean_length: int) -> list[Document]
 
 
 def in_order(costs: np.ndarray, num_ranks: int) -> np.ndarray:
-    """In place of `packing.deal`, whatever the costs."""
+    """Replaces `packing.deal`: ignores the costs."""
     return np.arange(len(costs)).reshape(-1, num_ranks)
 
 
 def documents_of(ranks: list[list[Batch]]) -> PackedDocuments:
-    """What attention has to do for one step's micro-batches of each rank."""
+    """The documents of one step, all ranks and micro-batches."""
     lengths = [np.array(batch.documents.lengths) for batches in ranks for batch in batches]
     sequences = np.repeat(np.arange(len(lengths)), [len(each) for each in lengths])
     sizes = {"batch_size": 1, "num_ranks": len(ranks), "micro_batches": len(ranks[0])}
@@ -179,9 +180,9 @@ def documents_of(ranks: list[list[Batch]]) -> PackedDocuments:
 
 
 def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[Batch]]], world: World) -> dict:
-    """Run the steps of a setting. Returns seconds a step, tokens/s, MFU, peaks, host memory, the plan and each loss.
+    """Run a setting's steps. Returns seconds per step, tokens/s, MFU, peaks, host memory, the plan and each loss.
 
-    Seconds are NaN where memory runs out.
+    Seconds are NaN if memory runs out.
     """
     on_gpu, plan, saving = world.device.type == "cuda", None, {}
     config = shape_of(arguments)
@@ -241,7 +242,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
 def our_step(
     setting: str, arguments: argparse.Namespace, steps: list[list[list[Batch]]], world: World
 ) -> tuple[Callable, Plan, MasterAdamW]:
-    """Returns (a function that makes one step of its micro-batches and returns its loss, the plan, the optimizer)."""
+    """(function that makes one step from its micro-batches and returns the loss, the plan, the optimizer)."""
     placement, _, backend = setting.partition("+")
     settings = TrainConfig(
         model_size=arguments.model_size,
@@ -256,7 +257,7 @@ def our_step(
         memory_budget=None if placement == "checkpointing" else placement,
         host_budget=None if placement == "checkpointing" else arguments.host_budget,
     )
-    settings.memory_budget = resolve_memory_budget(settings, world.device)  # refuses one on a CPU
+    settings.memory_budget = resolve_memory_budget(settings, world.device)  # raises on a CPU
     model_config = replace(choose_model(settings), num_hidden_layers=shape_of(arguments).num_hidden_layers)
     configure_machine(settings, model_config, world)
     documents = max(map(documents_of, steps), key=lambda documents: documents.longest)
@@ -277,13 +278,13 @@ def our_step(
 def time_saving(
     step: Callable, steps: list[list[Batch]], optimizer: MasterAdamW, plan: Plan, save_to: Path, world: World
 ) -> dict:
-    """Seconds of steps with nothing saved, and of as many with a full checkpoint written beside each."""
+    """Time steps with nothing saved, and as many while a full checkpoint is written during each."""
     name = tempfile.mkdtemp(prefix="bench_train_step_", dir=save_to) if world.is_main else ""
     folder, seconds, waited = Path(world.broadcast(name)), {False: [], True: []}, []
     saver, peaks = Saver(folder, keep=1), {}
     try:
         for saving, every in seconds.items():
-            with suppress(OSError):  # where the kernel allows it, the peak of resident memory starts anew
+            with suppress(OSError):  # the peak of resident memory starts anew if the kernel allows it
                 Path("/proc/self/clear_refs").write_text("5")
             for number, batches in enumerate(steps, 1):
                 synchronize(world)
@@ -326,19 +327,19 @@ def time_saving(
 
 
 def check_saved(saver: Saver, step: int) -> None:
-    """End the benchmark where the save of that step, if any, failed: its seconds say nothing."""
+    """End the benchmark if the save of that step failed: its seconds would say nothing."""
     if step and saver.last != saver.output_dir / f"step_{step:08d}":
         raise RuntimeError(f"the checkpoint of step {step} failed, as a line above says")
 
 
 def arena_bytes(plan: Plan) -> int:
-    """Of the plan's step, and of a shorter first one, whose tensors get slots of their own."""
+    """Pinned bytes for the plan's step, and for a shorter first step: its tensors get their own slots."""
     steps = [plan.step, *([plan.step.at(WARM_UP_TOKENS)] if plan.step.context_length > LONGEST_REPEATED else [])]
     return sum(step.arena_bytes(plan.execution) for step in steps)
 
 
 def peer_step(config: ModelConfig, world: World) -> Callable:
-    """Returns a function that makes one step of one micro-batch and returns its loss."""
+    """A function that makes one step from one micro-batch and returns the loss."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     if world.device.type == "cuda":  # Liger's kernels run nowhere else
@@ -375,7 +376,7 @@ def peer_step(config: ModelConfig, world: World) -> Callable:
 
 
 def communication_seconds(step: Callable, world: World) -> list[dict[str, float]]:
-    """Of one step and each rank: seconds in which each kind of NCCL kernel runs, and in which nothing else does."""
+    """Profile one step. Returns each rank's seconds by kind of NCCL kernel, and seconds in which nothing else ran."""
     synchronize(world)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
@@ -404,12 +405,12 @@ def synchronize(world: World) -> None:
 
 
 def resident_bytes(kind: str = "VmRSS") -> int:
-    """Host memory of this process, pinned pages included; of kind "VmHWM" the peak."""
+    """Host memory of this process, pinned pages included; "VmHWM" is the peak."""
     return 1024 * int(re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
 def release(world: World) -> None:
-    """Free the GPU memory that the last setting held, and lift its cap."""
+    """Free the GPU memory of the last setting, and lift its cap."""
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What every benchmark shares: its flags, the check before it, interleaved timing, peak memory, the table."""
+"""Parts of every benchmark: flags, the check before it, interleaved timing, peak memory, the table."""
 
 import argparse
 import datetime
@@ -22,7 +22,7 @@ def parse_flags(description: str, cpu_tokens: int | None = None, **flags: dict) 
     """Parse --device (a torch.device), --tokens and the script's own flags, and print the environment.
 
     Args:
-        cpu_tokens: default of --tokens on a CPU; on a GPU it is 131,072. None: there is no such flag.
+        cpu_tokens: default of --tokens on a CPU; on a GPU it is 131,072. None: no --tokens.
         flags: name of each other flag, without dashes -> arguments of `add_argument`.
     """
     parser = argparse.ArgumentParser(description=description)
@@ -39,7 +39,7 @@ def parse_flags(description: str, cpu_tokens: int | None = None, **flags: dict) 
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """GPU, versions, commit and date: what a number in a report stands beside."""
+    """GPU, versions, commit and date, to be printed with every number."""
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
@@ -50,7 +50,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of this code, such as "79ebcb8" or "79ebcb8-dirty"; "" where there is no git or no history."""
+    """The commit of this code, such as "79ebcb8" or "79ebcb8-dirty"; "" without git or its history."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
     with suppress(OSError):
         return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
@@ -66,7 +66,7 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 def require_close(
     operation: str, found: Iterable[torch.Tensor], exact: Iterable[torch.Tensor], tolerance: float
 ) -> None:
-    """Exit with status 1 where the relative error of a tensor in `found` exceeds `tolerance`, or is not a number."""
+    """Exit with status 1 if the relative error of a tensor in `found` exceeds `tolerance`, or is not a number."""
     if not all(relative_error(ours, expected) <= tolerance for ours, expected in zip(found, exact)):
         sys.exit(f"{operation} is wrong on this machine: not measured")
 
@@ -92,7 +92,7 @@ def time_once(function: Callable[[], object], device: torch.device) -> float:
         function()
         return 1000 * (time.perf_counter() - start)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(2_000_000)  # about 1 ms, in which the host gets ahead: its time is not measured
+    torch.cuda._sleep(2_000_000)  # about 1 ms: the host gets ahead, so its time is not measured
     start.record()
     function()
     end.record()
@@ -114,7 +114,7 @@ def extra_gib(function: Callable[[], object], device: torch.device) -> float:
 
 
 def copy_bytes_per_second(device: torch.device, num_bytes: int = 2**32) -> float:
-    """Bytes read plus bytes written per second by a device-to-device copy of `num_bytes`: the memory-bound ceiling."""
+    """Bytes read plus written per second by a device-to-device copy of `num_bytes`: the ceiling set by memory."""
     source = torch.randint(0, 255, (num_bytes if device.type == "cuda" else 2**24,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     ms = time_interleaved({"copy": lambda: target.copy_(source)}, device)["copy"]
@@ -129,11 +129,11 @@ def compare_with_copy(
     copy_rate: float,
     device: torch.device,
 ) -> dict[str, dict[str, float]]:
-    """Time memory-bound operations forward and backward, and print what part of a copy's bytes per second they reach.
+    """Time memory-bound operations forward and backward, and print their share of a copy's bytes per second.
 
     Args:
-        implementations: name -> (function, inputs that require gradients). A function that writes over its inputs gets
-            copies of its own.
+        implementations: name -> (function, inputs that require gradients). Give separate inputs to a function that
+            writes over them.
         forward_bytes, backward_bytes: each input read once and each output written once.
     """
     forward, backward = {}, {}
@@ -159,13 +159,13 @@ def compare_with_copy(
 
 
 def compiled(function: Callable, device: torch.device) -> Callable:
-    """`function` under torch.compile, such that its backward can be run again and again."""
+    """`function` under torch.compile, with a backward that can be run again and again."""
     torch._functorch.config.donated_buffer = False  # donated buffers rule out retain_graph=True
     return torch.compile(function, dynamic=False, backend="inductor" if device.type == "cuda" else "aot_eager")
 
 
 def liger(name: str, device: torch.device):
-    """The module liger_kernel.ops.`name`; None, and a line that says so, where it is not installed or has no GPU."""
+    """The module liger_kernel.ops.`name`; prints why and returns None without a GPU or without Liger."""
     if device.type != "cuda":
         print("Liger: needs a GPU")
         return None
@@ -177,7 +177,7 @@ def liger(name: str, device: torch.device):
 
 
 def print_results(title: str, results: dict[str, dict[str, float]], header: list[str] | None = None) -> None:
-    """Print a table of a row for each name; without `header`, columns are called as the values are."""
+    """Print a table with a row for each name; without `header`, the values' names head the columns."""
     header = header or [key.replace("_", " ") for key in next(iter(results.values()))]
     print_table(title, ["", *header], [[name, *row.values()] for name, row in results.items()])
 
@@ -191,5 +191,5 @@ def print_table(title: str, header: list[str], rows: list[list]) -> None:
 
 
 def print_json(operation: str, device: torch.device, /, **results) -> None:
-    """Print the last line of a benchmark: its operation, the environment and everything that it measured, as JSON."""
+    """Print the last line of a benchmark as JSON: operation, environment and everything measured."""
     print(json.dumps({"operation": operation, **environment(device), **results}), flush=True)

@@ -1,9 +1,9 @@
-"""A released folder, computed by this decoder and by transformers in float32: logits, loss and greedy tokens.
+"""Compare this decoder with transformers on released weights in float32: logits, loss and greedy tokens.
 
-`python -m benchmarks.compare_released SmolLM2-135M/ --tokens 1024`, on a CPU, on this repository's model.py as text.
+`python -m benchmarks.compare_released SmolLM2-135M/ --tokens 1024`, on a CPU; the text is this repository's model.py.
 
-transformers forms its rotary angles in float32, this decoder in float64: the last two rows tell what that is worth, by
-this decoder's tables given to transformers, and by each one's distance from this decoder in float64.
+transformers forms its rotary angles in float32, this decoder in float64. The last two rows show the effect: first
+transformers gets this decoder's tables, then both are compared with this decoder in float64.
 """
 
 import argparse
@@ -26,7 +26,7 @@ NEW_TOKENS = 64
 
 @torch.no_grad()
 def compare(folder: Path, num_tokens: int) -> list[list[str]]:
-    """Rows of (what is compared, the largest difference)."""
+    """Rows of (compared quantity, largest difference)."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     ours = Transformer(from_config_json(json.loads((folder / "config.json").read_text())))

@@ -1,20 +1,20 @@
-r"""A released model's context, extended: what the model makes of it before and after training, in one command.
+r"""Extend a released model's context, and evaluate it before and after training, in one command.
 
     python -m benchmarks.experiments.extend_context SmolLM2-135M/ OUT --context_length 32768 --rope_scaling yarn:4 \
         --max_steps 80
 
-1. Python's packages, a document each (benchmarks.package_corpus), are the text; one in ten is held out. The others are
-   tokenized once.
-2. The model is judged as it was released, then with --rope_scaling alone, at the extended context.
+1. Python's packages are the text, each a document (package_corpus.py); one in ten is held out. The others are tokenized
+   once.
+2. The model is evaluated as it was released, then with --rope_scaling alone, at the extended context.
 3. train.py trains it on whole packages at that context.
-4. It is judged again.
-5. With `--selected_blocks 16 32` it is judged with `sparse` attention to each number of blocks: what of attention's
-   mass they capture, the same weights, and after --adaptation_steps of training with that attention, beside as many
-   more steps with attention to everything.
-6. Loss by position and tasks are printed, and drawn where matplotlib is installed, all beside one another.
+4. It is evaluated again.
+5. With `--selected_blocks 16 32`, `sparse` attention to each number of blocks is evaluated: the captured share of
+   attention's mass, the same weights, and the weights after --adaptation_steps of training with that attention. As many
+   more steps with attention to everything are the comparison.
+6. Loss by position and tasks of all evaluations are printed, and drawn if matplotlib is installed.
 
-Each part is one of this repository's commands and is printed. OUT gets the evaluations' JSON and pictures and the runs.
-A part whose result is in OUT is not done again, so that a later command may add the fifth.
+Each part is a command of this repository and is printed. OUT gets the evaluations' JSON and pictures and the runs. A
+part is skipped if its result is in OUT, so a later command may add the fifth.
 """
 
 import argparse
@@ -26,18 +26,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.common import print_table
-from training.evaluation.pictures import draw_losses, draw_tasks
 
 
 def run(result: Path, *words: object) -> None:
-    """One command, its output above ours, unless its result is there; an error ends all."""
+    """Run one command unless its result exists; its output comes before ours. Its failure ends this command."""
     if result.exists():
         return
     command = [sys.executable, *map(str, words)]
     start = time.monotonic()
     print("\n$ python " + " ".join(command[1:]), flush=True)
     if subprocess.run(command).returncode:
-        if result.is_file():  # of an evaluation that ended early
+        if result.is_file():  # an evaluation that ended early has written what it had
             result.unlink()
         sys.exit("the command above failed: nothing after it was run")
     print(f"({time.monotonic() - start:.0f} s)", flush=True)
@@ -46,14 +45,14 @@ def run(result: Path, *words: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of released weights")
-    parser.add_argument("folder", type=Path, help="of everything that is made")
+    parser.add_argument("folder", type=Path, help="gets everything that is made")
     parser.add_argument("--context_length", type=int, default=32_768)
     parser.add_argument("--rope_scaling", default="yarn:4")
     parser.add_argument("--max_steps", type=int, default=80)
     parser.add_argument("--sequences_per_step", type=int, default=4)
     parser.add_argument("--learning_rate", type=float, default=3e-4)
     parser.add_argument("--sequences", type=int, default=12, help="held-out texts that are read for their loss")
-    parser.add_argument("--samples", type=int, default=12, help="of each task and length")
+    parser.add_argument("--samples", type=int, default=12, help="per task and length")
     parser.add_argument("--selected_blocks", type=int, nargs="*", default=[], help="numbers of blocks to try")
     parser.add_argument("--adaptation_steps", type=int, default=40)
     parser.add_argument("--adaptation_learning_rate", type=float, default=5e-5)
@@ -81,7 +80,7 @@ def main() -> None:
         steps, rate = arguments.adaptation_steps, arguments.adaptation_learning_rate
         judge(learn(trained, f"run_{name}", steps, rate, *flags), name, *flags)
 
-    run(held_out, "-m", "benchmarks.package_corpus", out / "corpus")
+    run(held_out, "-m", "benchmarks.experiments.package_corpus", out / "corpus")
     run(tokens / "set.json", "-m", "training.data", "prepare", out / "corpus" / "train.jsonl", tokens, "--tokenizer",
         arguments.model)  # fmt: skip
     judge(arguments.model, "released")
@@ -105,7 +104,7 @@ def main() -> None:
     found = {name: json.loads((out / name / "evaluation.json").read_text()) for name in names}
     first = found["released"]
     print_table(
-        "loss, nats a token, by the number of tokens before it",
+        "loss, nats per token, by the number of tokens before it",
         ["positions", *names],
         [
             [f"{row['first']:,} to {row['last']:,}", *(found[name]["loss_by_position"][i]["loss"] for name in names)]
@@ -122,12 +121,14 @@ def main() -> None:
     )
     if find_spec("matplotlib") is not None:
         draw(out, "", {name: found[name] for name in names[:3]})
-        if arguments.selected_blocks:  # what sparse attention differs in comes after many tokens
+        if arguments.selected_blocks:  # sparse attention differs only after many tokens
             draw(out, "sparse_", {name: found[name] for name in names[2:]}, least=length // 16)
 
 
 def draw(out: Path, prefix: str, found: dict[str, dict], least: int = 0) -> None:
-    """Pictures of these evaluations, of the losses from position `least` on."""
+    """Draw these evaluations, losses from position `least` on."""
+    from training.evaluation.pictures import draw_losses, draw_tasks
+
     losses = [(name, [r for r in one["loss_by_position"] if r["first"] >= least]) for name, one in found.items()]
     draw_losses(out / f"{prefix}loss_by_position.png", losses)
     draw_tasks(out / f"{prefix}tasks.png", [(name, one["tasks"]) for name, one in found.items()])

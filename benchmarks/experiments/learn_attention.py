@@ -1,21 +1,20 @@
-"""Does attention to chosen blocks learn what attention to everything learns? A small decoder, trained from scratch.
+"""Train small decoders from scratch: does attention to chosen blocks learn what attention to everything learns?
 
     python -m benchmarks.experiments.learn_attention --model 100M --attention_type sparse --out learned.jsonl
     python -m benchmarks.experiments.learn_attention --compare learned.jsonl --picture learned.png
 
-A run trains one kind of attention: `full`, `sparse`, `nsa`, or `window`, which is `sparse` that chooses no blocks and
+A run trains one kind of attention: `full`, `sparse`, `nsa`, or `window`. The last is `sparse` with no chosen blocks and
 must fail. All kinds see the same batches in the same order; `full`, `sparse` and `window` also start from the same
-weights. A row is one document of `--context_length` bytes: source text into which facts are woven, each of them a
-definition and, at a distance drawn log-uniformly from a line to the whole context, a question with its answer:
+weights. A row is one document of `--context_length` bytes: source text with facts woven in. Each fact is a definition
+and a question with its answer, at a distance drawn log-uniformly from a line to the whole context:
 
     =NhWqZks                  a definition of N: nobody can foretell it, so no byte of it is a target
-    ?NhWqZks                  a question: the letters behind the name N are targets, as all text is
+    ?NhWqZks                  a question: the letters after the name N are targets, like all text
 
-A name is one of the 128 bytes that are not ASCII. No name occurs in two facts of a row, so the distance from a question
-to its definition is also that to the last place that holds the answer. Every `--evaluate_every` steps, held-out rows
-give the loss of text by position, and the share of the answers' letters that have the highest probability, by distance
-(chance is 1 of 52). Both are a line of JSON in `--out`, a file that runs side by side may share; `--compare` prints
-tables of all runs and draws their curves.
+Names are the 128 bytes that are not ASCII. No name occurs in two facts of a row, so a question's definition is the last
+place that holds the answer. Every `--evaluate_every` steps, held-out rows give the loss of text by position, and the
+share of answer letters that have the highest probability, by distance (chance is 1 of 52). They are appended to `--out`
+as a line of JSON; runs may share the file. `--compare` prints tables of all runs and draws their curves.
 """
 
 import argparse
@@ -51,12 +50,12 @@ from training.run.build import model_on_meta, train_step
 
 
 def from_scratch(shape: ModelConfig) -> ModelConfig:
-    """The shape with matrices whose output has their input's scale: 0.02 is too small for a few thousand steps."""
+    """The shape with matrices that keep their input's scale: 0.02 is too small for a few thousand steps."""
     return dataclasses.replace(shape, initializer_range=shape.hidden_size**-0.5)
 
 
 # The GPU's kernels of sparse attention take heads of 64 or 128; micro is for a CPU. At a RoPE theta of 1e6 a third of a
-# head's angles turn by less than one radian in 8,192 tokens: by these a name is found at any distance.
+# head's angles turn by less than one radian in 8,192 tokens: they find a name at any distance.
 MODELS = {
     "micro": from_scratch(ModelConfig(
         vocab_size=256, hidden_size=64, intermediate_size=192,
@@ -71,12 +70,12 @@ MODELS = {
 KINDS = ("full", "sparse", "nsa", "window")
 LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", dtype=np.uint8)
 NAMES = np.arange(128, 256)
-ANSWER = slice(2, 8)  # of the bytes of a fact's line
+ANSWER = slice(2, 8)  # bytes in a fact's line
 LINE_BYTES = 9  # "=NhWqZks\n"
 SHORTEST_DISTANCE = LINE_BYTES
 NEWLINE = 10
 ROW_SETTINGS = "context_length", "batch_size", "facts", "window", "seed"
-HELD_OUT_SEED = 1  # of the rows for evaluation; training rows have 0
+HELD_OUT_SEED = 1  # seed of the rows for evaluation; training rows have 0
 
 
 class Rows(NamedTuple):
@@ -93,22 +92,22 @@ def main() -> None:
         __doc__.splitlines()[0],
         model={"default": "tiny", "choices": MODELS},
         attention_type={"default": "full", "choices": KINDS, "help": "window: sparse that chooses no blocks"},
-        data={"nargs": "+", "help": "as of train.py; default: Python's standard library"},
+        data={"nargs": "+", "help": "train.py's flag; default: Python's standard library"},
         context_length={"type": int, "default": 8192},
-        batch_size={"type": int, "default": 8, "help": "rows a step"},
-        facts={"type": int, "help": "of a row, at most 128; default: context_length / 64, 28%% of the bytes"},
+        batch_size={"type": int, "default": 8, "help": "rows per step"},
+        facts={"type": int, "help": "per row, at most 128; default: context_length / 64, 28%% of the bytes"},
         selected_blocks={"type": int, "default": 16},
         block_size={"type": int, "default": 64},
         window={"type": int, "default": 512},
         steps={"type": int, "default": 1000},
         warmup_steps={"type": int, "default": 50},
         learning_rate={"type": float, "default": 1e-3},
-        seed={"type": int, "default": 0, "help": "of the initial weights and the rows"},
+        seed={"type": int, "default": 0, "help": "for the initial weights and the rows"},
         evaluate_every={"type": int, "default": 100, "help": "steps"},
         evaluation_rows={"type": int, "default": 32},
         out={"type": Path, "help": "file to which each evaluation appends a line of JSON"},
         compare={"type": Path, "nargs": "+", "help": "train nothing: tables of the runs in these files"},
-        picture={"type": Path, "help": "of --compare: a file for the curves"},
+        picture={"type": Path, "help": "with --compare: a file for the curves"},
     )
     if arguments.compare:
         if arguments.out:
@@ -123,7 +122,7 @@ def main() -> None:
 def train(arguments: argparse.Namespace) -> None:
     if arguments.facts is None:
         arguments.facts = min(arguments.context_length // 64, len(NAMES))
-    # With a block of text at least, no line comes to stand in the first block.
+    # No line may stand in the first block of keys: the text has at least a block of bytes.
     most = min(len(NAMES), (arguments.context_length - arguments.block_size) // (2 * LINE_BYTES))
     if not 1 <= arguments.facts <= most:
         sys.exit(f"--facts must be 1 to {most} at context_length {arguments.context_length}, got {arguments.facts}")
@@ -161,7 +160,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def build(arguments: argparse.Namespace, world: World) -> tuple[Transformer, MasterAdamW]:
-    """The model in the dtype of train.py's (bf16 on a GPU), and its optimizer; blocks keep all their activations."""
+    """The model in train.py's dtype (bf16 on a GPU) and its optimizer; layers keep all their activations."""
     config, kind, window = MODELS[arguments.model], arguments.attention_type, arguments.window
     if kind == "nsa":
         config = dataclasses.replace(config, attention_type="nsa")
@@ -196,7 +195,7 @@ def streams(paths: list[str] | None, seed: int) -> list[np.ndarray]:
 def weave(stream: np.ndarray, arguments: argparse.Namespace, number: tuple[int, int]) -> Rows:
     """Rows of text with facts, the same for the same seed and `number`.
 
-    A line of a fact goes behind the first end of line at or after the place that was drawn for it.
+    A fact's line goes after the first end of line at or after the place drawn for it.
     """
     T, B, num_facts = arguments.context_length, arguments.batch_size, arguments.facts
     generator = np.random.default_rng((arguments.seed, *number))
@@ -210,14 +209,14 @@ def weave(stream: np.ndarray, arguments: argparse.Namespace, number: tuple[int, 
         lines[:, :, 1] = generator.choice(NAMES, num_facts, replace=False)
         lines[:, :, ANSWER] = generator.choice(LETTERS, (num_facts, ANSWER.stop - ANSWER.start))
 
-        # Nothing is defined in the first block, to which every token attends.
+        # Nothing is defined in the first block of keys: every token attends to it.
         first, last = arguments.block_size, T - LINE_BYTES
         distance = np.exp(generator.uniform(math.log(SHORTEST_DISTANCE), math.log(last - first), num_facts))
         definition = generator.uniform(first, last - distance)
         places = np.concatenate([definition, definition + distance])
         order = places.argsort()
 
-        # Line i of the row has i lines before it: the text's offset there is its place less their bytes.
+        # Line i of the row has i lines before it: its offset in the text is its place less their bytes.
         start = generator.integers(len(stream) - num_bytes)
         text = stream[start : start + num_bytes]
         ends = np.append(np.flatnonzero(text == NEWLINE) + 1, num_bytes)
@@ -244,7 +243,7 @@ def weave(stream: np.ndarray, arguments: argparse.Namespace, number: tuple[int, 
 
 @functools.cache
 def whole_rows(num_rows: int, context_length: int) -> Documents:
-    """Each row is one document."""
+    """Documents of a batch whose rows are one document each."""
     return find_documents(torch.zeros(num_rows, context_length, dtype=torch.int64))
 
 
@@ -262,7 +261,7 @@ def doubling(first: int, last: int) -> list[int]:
 
 @torch.no_grad()
 def evaluate(model: Transformer, evaluation: list[Rows], arguments: argparse.Namespace) -> dict:
-    """Loss of the text, in all and by position, and the share of the answers' letters that are right, by distance."""
+    """Loss of the text, overall and by position, and the share of right answer letters by distance."""
     T, device, letters = arguments.context_length, arguments.device, ANSWER.stop - ANSWER.start
     losses, counts, distances, right = torch.zeros(T), torch.zeros(T), [], []
     for rows in evaluation:
@@ -292,7 +291,7 @@ def evaluate(model: Transformer, evaluation: list[Rows], arguments: argparse.Nam
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    """Tables of each run's last evaluation, and with --picture their curves."""
+    """Print tables of each run's last evaluation, and with --picture draw curves."""
     lines = [json.loads(line) for file in arguments.compare for line in file.read_text().splitlines()]
     if not lines:
         sys.exit(f"--compare: no evaluation in {', '.join(map(str, arguments.compare))}; give a file that --out wrote")
@@ -320,7 +319,7 @@ def compare(arguments: argparse.Namespace) -> None:
 
 
 def draw(runs: dict[str, list[dict]], path: Path) -> None:
-    """Curves of each run: recall by distance, loss by position, recall beyond the window by tokens trained on."""
+    """Draw each run: recall by distance, loss by position, recall beyond the window by tokens trained on."""
     from matplotlib.figure import Figure  # optional
 
     figure = Figure(figsize=(15, 4.5), layout="constrained")

@@ -1,9 +1,9 @@
-"""Long documents of real text, on any machine: the Python packages that are installed, each as one document.
+"""Long documents of real text, on any machine: each installed Python package is a document.
 
-`python -m benchmarks.package_corpus corpus` writes corpus/train.jsonl and corpus/held_out.jsonl, a line of JSON with a
-`text` for each package: its source files one after another, in the order of their names, each behind its own name. One
-package in ten, by the CRC of its name, is held out whole. Evidence about long contexts needs such documents: what a
-file defines, files tens of thousands of tokens later use.
+`python -m benchmarks.experiments.package_corpus corpus` writes corpus/train.jsonl and corpus/held_out.jsonl, a line of
+JSON with a `text` for each package: its source files in the order of their names, each after a line with its name. One
+package in ten, by the CRC of its name, is held out. Evidence about long contexts needs such documents: names defined in
+one file are used tens of thousands of tokens later.
 """
 
 import argparse
@@ -13,11 +13,11 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-LEAST_CHARACTERS = 20_000  # of a package: about 6,000 tokens of a vocabulary of 50,000
+LEAST_CHARACTERS = 20_000  # per package: about 6,000 tokens of a vocabulary of 50,000
 
 
 def package_texts(most_characters: int) -> Iterator[tuple[str, str]]:
-    """(name, text) of each package of the standard library and of site-packages, by name."""
+    """(name, text) of each package of the standard library and of site-packages, sorted by name."""
     folders = {Path(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib", "platlib")}
     packages = {found.parent.name: found.parent for folder in sorted(folders) for found in folder.glob("*/__init__.py")}
     for name, package in sorted(packages.items()):
@@ -34,7 +34,7 @@ def package_texts(most_characters: int) -> Iterator[tuple[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--most_characters", type=int, default=1_000_000, help="of one package")
+    parser.add_argument("--most_characters", type=int, default=1_000_000, help="limit per package")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     counts, characters = [0, 0], [0, 0]

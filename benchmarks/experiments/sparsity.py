@@ -1,18 +1,18 @@
-"""What attention to chosen blocks sees and costs on given weights.
+"""Probe attention to chosen blocks on given weights: its share of attention's mass, and its cost in loss.
 
     python -m benchmarks.experiments.sparsity CHECKPOINT
 
-For each layer, over queries evenly spread through the context, with softmax over all that a query may see:
+For each layer, over queries evenly spread through the context, with softmax over all keys that a query may see:
 
-captured   the share of attention's mass on the visible blocks: first block, window and chosen blocks; mean over heads
-best       the same if the blocks of highest mass were chosen: one list for the query heads of a key/value head
-recall     the share of those best blocks that are chosen
-worst      the query head of least captured mass
+- captured: the share of attention's mass on the visible blocks (first block, window, chosen blocks); mean over heads
+- best: the same if the blocks of highest mass were chosen, one list for the query heads of a key/value head
+- recall: the share of the best blocks that are chosen
+- worst: the query head with the least captured mass
 
-Queries and keys are those of a forward that attends to everything. For the whole model: loss with attention to chosen
-blocks minus loss with attention to everything, on the same tokens, by a token's position in its document. Memory is
-linear in the tokens on a GPU: masses exist for a range of queries at a time. On a CPU the sparse forward is
-`kernels.attention.sparse`'s reference, which writes the tokens x tokens matrix out: take 8,192 tokens there at most.
+Queries and keys come from a forward that attends to everything. For the whole model: loss with attention to chosen
+blocks minus loss with attention to everything, on the same tokens, by a token's position in its document. Memory on a
+GPU is linear in the tokens: masses exist for a range of queries at a time. On a CPU the sparse forward is the reference
+in `kernels.attention.sparse`. It writes the tokens x tokens matrix out: take at most 8,192 tokens.
 """
 
 import json
@@ -47,7 +47,7 @@ from training.parallel.world import join_world
 from training.run.settings import Parser
 
 Choose = Callable[[Tensor, Tensor, Tensor | None, Sparsity], Tensor]
-MASSES_BYTES = 2**28  # of attention's probabilities that exist at a time
+MASSES_BYTES = 2**28  # limit on attention's probabilities that exist at once
 FIRST_BUCKET = 64  # positions: the first bucket is 0 to 63, the next ones 64 to 127, 128 to 255, ...
 
 
@@ -58,7 +58,7 @@ def choose_blocks(q_BTHK: Tensor, k_BTGK: Tensor, segments: Tensor | None, spars
 
 
 class Captured:
-    """Sums over queries, from which shares of attention's mass follow."""
+    """Sums over queries that give the shares of attention's mass."""
 
     def __init__(self, num_heads: int):
         self.visible = torch.zeros(num_heads, dtype=torch.float64)
@@ -66,7 +66,7 @@ class Captured:
         self.recall, self.queries = 0.0, 0
 
     def shares(self) -> dict[str, float]:
-        """As a row of the table; means over queries and heads, `worst` and its `head` over queries alone."""
+        """A row of the table: means over queries and heads; `worst` is one head's mean over queries."""
         by_head = self.visible / self.queries
         head = int(by_head.argmin())
         return {
@@ -105,7 +105,7 @@ def probe(
     q_BTHK: Tensor, k_BTGK: Tensor, lists_BTGS: Tensor, segments: Tensor | None, queries: Tensor, sparsity: Sparsity,
     captured: Captured,
 ) -> None:  # fmt: skip
-    """Add to `captured` what `lists_BTGS` see of the mass of `queries`, ascending indices into the B * T tokens."""
+    """Add to `captured` the mass of `queries` that `lists_BTGS` see; ascending indices into the B * T tokens."""
     layout = make_layout(q_BTHK, segments, sparsity.block_size, sparsity.window)
     q, k, lists = (x.flatten(0, 1) for x in (q_BTHK, k_BTGK, lists_BTGS))
     (_, H, _), G, S = q.shape, k.shape[1], lists.shape[-1]
@@ -130,7 +130,7 @@ def probe(
 
 
 def spread_queries(layout: Layout, targets: Tensor, selected: int, count: int) -> Tensor:
-    """Up to `count` tokens, evenly spread over those with a target and more than `selected` blocks to choose from."""
+    """Up to `count` tokens, evenly spread over tokens with a target and more than `selected` blocks to choose from."""
     can_choose = first_local_block(layout) - 1 > selected
     choosing = (can_choose & (targets.flatten() != IGNORE_INDEX).to(can_choose.device)).nonzero().squeeze(1)
     if len(choosing) <= count:
@@ -143,11 +143,11 @@ def probe_model(
     model: Transformer, batch: Batch, sparsity: Sequence[Sparsity | None], num_queries: int,
     captured: dict[int, Captured], choose: Choose = choose_blocks,
 ) -> Tensor:  # fmt: skip
-    """A forward that attends to everything, in which layers are probed as it reaches them.
+    """Run a forward that attends to everything, and probe each layer that it reaches.
 
     Args:
-        sparsity: one a layer; None: the layer is not probed.
-        captured: by layer; is added to.
+        sparsity: for each layer; None: the layer is not probed.
+        captured: sums by layer, to be added to.
         choose: gives the lists that are probed.
 
     Returns:
@@ -189,7 +189,7 @@ class Bucket:
 
 
 def add_losses(buckets: dict[int, Bucket], batch: Batch, dense: Tensor, sparse: Tensor) -> None:
-    """Add `token_losses` to the buckets of their tokens; a bucket's key is its first position, 0 or a power of two."""
+    """Add `token_losses` to the tokens' buckets; a bucket's key is its first position, 0 or a power of two."""
     has_target = batch.targets.flatten() != IGNORE_INDEX
     positions = batch.documents.positions_BT.flatten()
     first = 2 ** positions.clamp(min=1).log2().long()
@@ -206,12 +206,12 @@ def evaluate(
     model: Transformer, batches: Iterable[Batch], sparsity: Sequence[Sparsity | None], num_queries: int,
     choose: Choose = choose_blocks,
 ) -> dict:  # fmt: skip
-    """Both answers over all batches, as --json writes them.
+    """Shares of mass and losses over all batches, in the form of --json.
 
     Args:
-        sparsity: one a layer; None: the layer attends to everything and is not probed.
-        num_queries: of each layer and batch.
-        choose: gives the lists that are probed; the loss is always that of the model's own choice.
+        sparsity: for each layer; None: the layer attends to everything and is not probed.
+        num_queries: queries per layer and batch.
+        choose: gives the lists that are probed; the loss is always measured with the model's own choice.
     """
     heads = model.config.num_attention_heads
     captured = {layer: Captured(heads) for layer, of_layer in enumerate(sparsity) if of_layer is not None}
@@ -247,7 +247,7 @@ def format_results(results: dict) -> str:
     lines += [
         "{:>5}{:10.4f}{:8.4f}{:8.3f}".format("mean", *means),
         "",
-        "loss, nats a token, by position in the document",
+        "loss, nats per token, by position in the document",
     ]
     lines.append(f"{'positions':>20}{'tokens':>12}{'dense':>9}{'sparse':>9}{'sparse - dense':>16}")
     total = Bucket()
@@ -272,12 +272,12 @@ def parse_flags(argv: list[str]) -> Namespace:
     )
     add = parser.add_argument
     add("checkpoint", help="a step_ folder of a run, or a folder in Hugging Face's form")
-    add("--data", nargs="+", help="as of train.py; default: Python's standard library")
+    add("--data", nargs="+", help="train.py's flag; default: Python's standard library")
     add("--context_length", type=int, default=32_768, help="tokens of a sequence; default: 32768")
     add("--sequences", type=int, default=4, help="sequences of the data; default: 4")
     add("--selected_blocks", help="by layer as 64x4,32; default: what the checkpoint was trained with, else 32")
     add("--layers", type=int, nargs="+", help="only these choose blocks, the others attend to everything; default: all")
-    add("--queries", type=int, default=1024, help="of each layer and sequence, evenly spread; default: 1024")
+    add("--queries", type=int, default=1024, help="per layer and sequence, evenly spread; default: 1024")
     add("--tokenizer", help="a tokenizer.json, or bytes; default: the one that the weights were trained with")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
     add("--json", type=Path, help="write everything there")
@@ -299,7 +299,7 @@ def load_model(checkpoint: Path, device: torch.device) -> Transformer:
 
 
 def sparsity_by_layer(flags: Namespace, checkpoint: Path, layers: int) -> list[Sparsity | None]:
-    """Of each layer, whatever its documents' length; None for layers that --layers leaves out."""
+    """Sparsity of each layer, for documents of any length; None for layers that --layers leaves out."""
     file = checkpoint / "trainer.json"
     settings = load_trainer_state(checkpoint).get("settings", {}) if file.is_file() else {}
     blocks = flags.selected_blocks or settings.get("selected_blocks") or Sparsity().selected_blocks
@@ -346,7 +346,7 @@ def main(argv: list[str]) -> None:
 
 
 def check_lengths(batches: list[Batch], sparsity: Sequence[Sparsity | None]) -> None:
-    """Refuse data of which no token has more blocks to choose from than it may choose."""
+    """Refuse data in which no token has more blocks to choose from than it may choose."""
     most = max((one for one in sparsity if one is not None), key=lambda one: one.selected_blocks)
     positions = torch.cat([batch.documents.positions_BT[batch.targets != IGNORE_INDEX] for batch in batches])
     longest = int(positions.max()) + 1 if len(positions) else 0

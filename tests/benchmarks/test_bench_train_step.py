@@ -1,4 +1,4 @@
-"""benchmarks/bench_train_step.py runs, as far as a CPU can tell: its steps, clocks and table."""
+"""benchmarks/bench_train_step.py runs on a CPU: its steps, clocks and table."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Rows of learn_attention hold what its docstring says; kinds of attention train and are compared."""
+"""Rows of learn_attention are as its docstring says; kinds of attention train and are compared."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ TEXT = np.frombuffer(b"def f(x):\n    return x\n" * 100, dtype=np.uint8)
 ROWS = Namespace(context_length=512, batch_size=3, facts=10, block_size=32, seed=0)
 
 
-@pytest.mark.parametrize("facts", [10, 26])  # of 26 there are as many as a row takes
+@pytest.mark.parametrize("facts", [10, 26])  # a row takes at most 26
 def test_a_question_is_the_last_place_but_one_of_its_name(facts):
     settings = Namespace(**{**vars(ROWS), "facts": facts})
     rows = weave(TEXT, settings, (0, 1))

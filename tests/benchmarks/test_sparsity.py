@@ -1,4 +1,4 @@
-"""The probe against attention with its matrix written out, and the command on a small checkpoint."""
+"""The probe equals attention with its matrix written out; the command runs on a small checkpoint."""
 
 import json
 from dataclasses import replace
