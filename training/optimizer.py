@@ -134,12 +134,6 @@ def _num_copies(parameter: Tensor) -> int:
     return math.prod(mesh.size(axis) for axis, p in enumerate(parameter.placements) if p.is_replicate())
 
 
-def _owned(gradient: Tensor) -> Tensor:
-    """The gradient, copied where it is a view: FSDP's gradients of a layer are views that each keep all of it alive."""
-    is_view = gradient.untyped_storage().nbytes() > gradient.nbytes
-    return gradient.clone() if is_view else gradient
-
-
 def _slices(tensors: dict[str, Tensor], piece: slice) -> dict[str, Tensor]:
     return {name: tensor[piece] for name, tensor in tensors.items()}
 
@@ -248,11 +242,14 @@ class MasterAdamW:
             self._send_gradient(state, made, first)
             return
         if state.gradient is None:
-            state.gradient = _owned(made.float() if self.accumulate else made)
+            gradient = made.float() if self.accumulate else made
+            # FSDP's gradients of a layer are views of one tensor: a copy does not keep all of it alive.
+            is_view = gradient.untyped_storage().nbytes() > gradient.nbytes
+            state.gradient = gradient.clone() if is_view else gradient
         else:
             state.gradient.add_(made)
         for index, piece in state.pieces:
-            self._take_norm(index, state.gradient[piece])
+            torch.linalg.vector_norm(state.gradient[piece], dtype=torch.float32, out=self.norms[index])
 
     def _send_gradient(self, state: _State, made: Tensor, first: bool) -> None:
         """Add, take the norm and copy to the host, all in order on one side stream while backward goes on."""
@@ -264,7 +261,7 @@ class MasterAdamW:
                 if self.accumulate:
                     room = self.room[: len(total)]
                     total = room.copy_(total) if first else room.copy_(host, non_blocking=True).add_(total)
-                self._take_norm(index, total)
+                torch.linalg.vector_norm(total, dtype=torch.float32, out=self.norms[index])
                 host.copy_(total, non_blocking=True)
             self.leaving.append((made, self.outward.record_event()))
         self._let_go(LEAVING_BYTES)
@@ -278,9 +275,6 @@ class MasterAdamW:
         while sum(gradient.nbytes for gradient, _ in self.leaving) > num_bytes:
             _, left = self.leaving.popleft()
             self.device_module.current_stream().wait_event(left)
-
-    def _take_norm(self, index: int, gradient: Tensor) -> None:
-        torch.linalg.vector_norm(gradient, dtype=torch.float32, out=self.norms[index])
 
     def zero_grad(self) -> None:
         """Drop all gradients since the last update, after a backward that failed half way as well."""

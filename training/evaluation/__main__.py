@@ -20,14 +20,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from model import Transformer
 from training.checkpoint.weights import read_json
 from training.data.corpus import open_stores
 from training.data.tokens import Store, join, split
 from training.evaluation.positions import (
     Bucket,
     KeyTokens,
-    Losses,
     Piece,
     by_position,
     format_key_tokens,
@@ -165,15 +163,14 @@ def open_texts(flags: Namespace, opened: Opened) -> Store:
     return held_out
 
 
-def evaluator_losses(flags: Namespace, opened: Opened, questions: Questions, world: World) -> Losses:
-    """Losses of the --evaluator, read before the judged model needs the memory; it attends as it was trained."""
+def evaluator_losses(flags: Namespace, opened: Opened, questions: Questions, world: World) -> tuple[list, list]:
+    """`read_all` by the --evaluator, before the judged model needs the memory; it attends as it was trained."""
     as_trained = Namespace(attention_type=None, selected_blocks=None, dense_below=None, tokenizer=flags.tokenizer)
     other = open_folder(flags.evaluator, as_trained, world)
     if other.tokenizer.identity != opened.tokenizer.identity:
         raise UserError(f"evaluator {flags.evaluator} has another tokenizer: its tokens are not this model's")
     model = load(other, questions.longest, 0, world, flags.memory_budget)
-    with tqdm(total=len(questions.pieces), desc="evaluator", unit="text") as bar:
-        return read_all(model, questions.pieces, questions.short_context, bar.update)
+    return read_all(model, tqdm(questions.pieces, desc="evaluator", unit="text"), questions.short_context)
 
 
 @dataclass
@@ -194,23 +191,18 @@ def evaluate(flags: Namespace, opened: Opened, questions: Questions, world: Worl
     longest = max(questions.longest, questions.longest_cached)
     model = load(opened, longest, questions.longest_cached, world, flags.memory_budget)
     if questions.pieces:
-        with tqdm(total=len(questions.pieces), desc="loss", unit="text") as bar:
-            ours = read_all(model, questions.pieces, None if theirs else questions.short_context, bar.update)
-        theirs = theirs or ours
-        found.loss_by_position = by_position(questions.pieces, ours.long)
+        bar = tqdm(questions.pieces, desc="loss", unit="text")
+        long, short = read_all(model, bar, None if theirs else questions.short_context)
+        their_long, their_short = theirs or (long, short)
+        found.loss_by_position = by_position(questions.pieces, long)
         limits = questions.short_context, questions.margin, questions.ceiling
-        found.key_tokens = key_token_losses(questions.pieces, ours.long, theirs.long, theirs.short, *limits)
-    judge_all(model, opened, questions, found.tasks)
-
-
-def judge_all(model: Transformer, opened: Opened, questions: Questions, results: list[Result]) -> None:
-    """Add each task's result to `results` when all its samples are judged."""
+        found.key_tokens = key_token_losses(questions.pieces, long, their_long, their_short, *limits)
     asked = sum(samples.count for samples in questions.samples if samples.size)
     with tqdm(total=asked, desc="tasks", unit="sample", disable=not asked) as bar:
         for samples in questions.samples:
             bar.set_postfix_str(f"{samples.name} {samples.length:,}")
             answer = lambda ids, count: [*write(model, ids, count, opened.stop_ids)]  # noqa: E731
-            results.append(judge(answer, samples, bar.update))
+            found.tasks.append(judge(answer, samples, bar.update))
 
 
 def format_tasks(results: Sequence[Result]) -> str:

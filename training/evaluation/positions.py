@@ -17,7 +17,7 @@ Only tokens that training would train on count. The rest of a prompt and its com
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -167,25 +167,16 @@ def _mean(losses: np.ndarray) -> float:
     return float(losses.astype(np.float64).mean())
 
 
-@dataclass
-class Losses:
-    """Losses of each piece with the whole context, and with the short context (empty for shorter pieces)."""
-
-    long: list[np.ndarray]
-    short: list[np.ndarray]
-
-
 def read_all(
-    model: Transformer, pieces: Sequence[Piece], short_context: int | None, tick: Callable[[], None] = lambda: None
-) -> Losses:
-    """The losses of a model on all pieces; calls `tick` after each piece. None: reads no short context."""
-    losses = Losses([], [])
+    model: Transformer, pieces: Iterable[Piece], short_context: int | None
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """(`losses_of`, `short_losses_of`) each piece. None: reads no short context."""
+    long, short = [], []
     for piece in pieces:
-        losses.long.append(losses_of(model, piece.ids[None])[0])
+        long.append(losses_of(model, piece.ids[None])[0])
         if short_context is not None:
-            losses.short.append(short_losses_of(model, piece.ids, short_context))
-        tick()
-    return losses
+            short.append(short_losses_of(model, piece.ids, short_context))
+    return long, short
 
 
 def format_positions(buckets: Sequence[Bucket], earlier: Sequence[tuple[str, dict[int, float]]] = ()) -> str:

@@ -190,11 +190,9 @@ class Tokenized(NamedTuple):
     new_tokens: int
     sample: Sample
 
-
-def tokenize(sample: Sample, tokenizer) -> Tokenized:
-    """Allow a quarter more new tokens than the answer has, and four."""
-    answer = len(tokenizer.encode(sample.answer))
-    return Tokenized(tokenizer.encode_from_start(sample.prompt), answer + answer // 4 + 4, sample)
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids) + self.new_tokens
 
 
 class Samples:
@@ -218,11 +216,12 @@ class Samples:
 
     def _make(self, size: int, index: int) -> Tokenized:
         draw = random.Random(f"{self.seed} {self.name} {self.length} {index}")
-        return tokenize(self.task.make(draw, size, self.depth(index)), self.tokenizer)
+        sample = self.task.make(draw, size, self.depth(index))
+        answer = len(self.tokenizer.encode(sample.answer))  # a model may write a quarter more, and four
+        return Tokenized(self.tokenizer.encode_from_start(sample.prompt), answer + answer // 4 + 4, sample)
 
     def _tokens(self, size: int, index: int = 0) -> int:
-        made = self._make(size, index)
-        return len(made.ids) + made.new_tokens
+        return self._make(size, index).num_tokens
 
     def depth(self, index: int) -> float:
         return DEPTHS[index % len(DEPTHS)]
@@ -230,10 +229,8 @@ class Samples:
     def make(self, index: int) -> Tokenized:
         """Sample `index`. It depends on the seed and not on other samples; it is made smaller until it fits."""
         size = self.size
-        made = self._make(size, index)
-        while len(made.ids) + made.new_tokens > self.length:  # __init__ saw that the least size fits
+        while (made := self._make(size, index)).num_tokens > self.length:  # __init__ saw that the least size fits
             size = max(self.task.least, size - max(1, size // 200))
-            made = self._make(size, index)
         return made
 
 
