@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
+DTYPES = torch.float32, torch.bfloat16, torch.float16  # that Triton's kernels take
 SKIPPABLE: set[str] = set()
 _default = "auto"
 
@@ -68,19 +69,21 @@ def use_triton(impl: str, tensor: torch.Tensor) -> bool:
     "auto" is Triton on CUDA and the reference elsewhere. "triton" on a CPU tensor needs Triton's interpreter.
 
     Raises:
-        ValueError: unknown `impl`, or Triton asked for on a device where it cannot run.
+        ValueError: unknown `impl`, or Triton for a device where it cannot run or a dtype that its kernels do not take.
     """
     _check(impl)
     if impl == "auto":
         impl = _default
-    if impl == "auto":
-        return tensor.is_cuda
-    if impl == "triton" and not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+    if impl == "torch" or (impl == "auto" and not tensor.is_cuda):
+        return False
+    if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f'impl="triton" needs CUDA tensors, got {tensor.device}; '
             'use impl="torch", or set TRITON_INTERPRET=1 before the import to run Triton\'s interpreter'
         )
-    return impl == "triton"
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f'Triton\'s kernels take float32, bfloat16 or float16, got {tensor.dtype}; use impl="torch"')
+    return True
 
 
 def _check(impl: str) -> None:

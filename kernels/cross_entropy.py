@@ -24,8 +24,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from .common import use_triton
+from .common import operation, use_triton
 from .parts import Footprint
 from .torch_internals import assert_async, resolve_process_group
 
@@ -36,9 +37,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 class Details(NamedTuple):
     """A loss, and what it is made of: both [...] as `target` is, float32, 0 where the label is ignored, detached."""
 
-    loss: torch.Tensor
-    per_token_loss: torch.Tensor
-    log_sum_exp: torch.Tensor
+    loss: Tensor
+    per_token_loss: Tensor
+    log_sum_exp: Tensor
 
 
 class RowOptions(NamedTuple):
@@ -52,18 +53,18 @@ class RowOptions(NamedTuple):
 
 
 def cross_entropy_reference(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     *,
-    weight: torch.Tensor | None = None,
+    weight: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
-    denominator: float | torch.Tensor | None = None,
+    denominator: float | Tensor | None = None,
     return_details: bool = False,
-) -> torch.Tensor | Details:
+) -> Tensor | Details:
     """Plain PyTorch with the contract of `cross_entropy`; float64 stays float64."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     if softcap is not None:
@@ -81,13 +82,9 @@ def cross_entropy_reference(
 
 
 def loss_scale(
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    denominator: float | torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int,
+    denominator: float | Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """What the sum of the losses is multiplied by, []: 1 where no row is valid. Without host synchronisation."""
     if reduction != "mean":
         return torch.ones((), device=target.device, dtype=dtype)
@@ -97,7 +94,7 @@ def loss_scale(
             return 1 / valid.sum(dtype=dtype).clamp(min=1)
         total = torch.where(valid, weight[torch.where(valid, target, 0)], 0).sum(dtype=dtype)
         return _reciprocal(torch.where(valid.any(), total, 1), "the sum of the valid labels' class weights")
-    if isinstance(denominator, torch.Tensor):
+    if isinstance(denominator, Tensor):
         if denominator.numel() != 1:
             raise ValueError(f"denominator must be one number, got a tensor of shape {list(denominator.shape)}")
         scale = _reciprocal(denominator.detach().reshape(()).to(dtype), "denominator")
@@ -106,8 +103,8 @@ def loss_scale(
     return torch.full((), 1 / denominator, device=target.device, dtype=dtype)
 
 
-@torch.library.custom_op("fathom::reciprocal", mutates_args=())
-def _reciprocal(denominator: torch.Tensor, name: str) -> torch.Tensor:
+@operation("fathom::reciprocal")
+def _reciprocal(denominator: Tensor, name: str) -> Tensor:
     """1 / denominator, which must be positive and finite; on CUDA the device asserts it, so the host never waits."""
     is_valid = (denominator > 0) & (denominator < torch.inf)
     if denominator.is_cuda:
@@ -130,7 +127,7 @@ def _check_denominator(is_valid, value, name):
         )
 
 
-def details(loss: torch.Tensor, losses: torch.Tensor, log_sum_exp: torch.Tensor, shape: torch.Size) -> Details:
+def details(loss: Tensor, losses: Tensor, log_sum_exp: Tensor, shape: torch.Size) -> Details:
     """loss [], and losses and log_sum_exp [rows] in the labels' shape, float32."""
     return Details(loss, losses.detach().view(shape), log_sum_exp.detach().view(shape))
 
@@ -336,17 +333,17 @@ def launch_configuration(num_columns: int, itemsize: int) -> dict[str, int]:
 
 
 def row_step(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
     options: RowOptions,
     *,
-    statistics: torch.Tensor | None = None,
-    gradient: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
+    statistics: Tensor | None = None,
+    gradient: Tensor | None = None,
+    scale: Tensor | None = None,
     first_class: int = 0,
     num_classes: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Statistics of rows, and into `gradient`, which may be `logits`, their gradients times `scale`. No autograd.
 
     Args:
@@ -453,8 +450,8 @@ def sharded_row_step(logits, labels, weight, options, shard, gradient=None, scal
 
 
 def row_losses(
-    statistics: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, options: RowOptions, num_classes: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    statistics: Tensor, target: Tensor, weight: Tensor | None, options: RowOptions, num_classes: int
+) -> tuple[Tensor, Tensor]:
     """Loss and log-sum-exp of each row, [N], from the statistics of whole rows, [4, N]; ignored rows give 0."""
     maximum, others, true_logit, deviation = statistics
     log_sum_exp = maximum + (others + (true_logit - maximum).exp()).log()
@@ -472,18 +469,11 @@ def row_losses(
     return losses, log_sum_exp
 
 
-@torch.library.custom_op("fathom::cross_entropy", mutates_args=())
+@operation("fathom::cross_entropy")
 def _forward(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    group_name: str | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    use_triton: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: Tensor, target: Tensor, weight: Tensor | None, group_name: str | None,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, use_triton: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Losses, log-sum-exps and statistics."""
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
     shard = shard_of(group_name, logits.shape[1])
@@ -497,22 +487,13 @@ def _(logits, target, weight, *options):
     return losses, torch.empty_like(losses), losses.new_empty(4, *losses.shape)
 
 
-@torch.library.custom_op("fathom::cross_entropy_backward", mutates_args=())
+@operation("fathom::cross_entropy_backward")
 def _backward(
-    d_losses: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    statistics: torch.Tensor,
-    group_name: str | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    use_triton: bool,
-) -> torch.Tensor:
+    d_losses: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, statistics: Tensor, group_name: str | None,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, use_triton: bool,
+) -> Tensor:  # fmt: skip
     """Gradient of the logits, row by row times d_losses."""
-    gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    gradient = logits.new_empty(logits.shape)
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
     _, first_class, num_classes = shard_of(group_name, logits.shape[1])
     row_step(
@@ -524,7 +505,7 @@ def _backward(
 
 @_backward.register_fake
 def _(d_losses, logits, *rest):
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    return logits.new_empty(logits.shape)
 
 
 def _setup_context(ctx, inputs, output):
@@ -542,17 +523,9 @@ _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 @torch.library.custom_op("fathom::cross_entropy_in_place", mutates_args=("logits",))
 def _forward_in_place(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    scale: torch.Tensor,
-    group_name: str | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    use_triton: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, target: Tensor, weight: Tensor | None, scale: Tensor, group_name: str | None,
+    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, use_triton: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Losses and log-sum-exps; the logits become their gradients times scale."""
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
     shard = shard_of(group_name, logits.shape[1])
@@ -567,7 +540,7 @@ def _(logits, target, weight, scale, *options):
 
 
 @torch.library.custom_op("fathom::scale_rows_", mutates_args=("gradient",))
-def _scale_rows_(gradient: torch.Tensor, scale: torch.Tensor, use_triton: bool) -> None:
+def _scale_rows_(gradient: Tensor, scale: Tensor, use_triton: bool) -> None:
     """gradient *= scale, [N, V] and [N]."""
     if not use_triton:
         gradient.mul_(scale[:, None])
@@ -602,21 +575,21 @@ class _InPlace(torch.autograd.Function):
 
 
 def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     *,
-    weight: torch.Tensor | None = None,
+    weight: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
-    denominator: float | torch.Tensor | None = None,
+    denominator: float | Tensor | None = None,
     return_details: bool = False,
     inplace: bool = False,
     process_group: dist.ProcessGroup | None = None,
     impl: str = "auto",
-) -> torch.Tensor | Details:
+) -> Tensor | Details:
     """Cross-entropy of integer labels, computed in float32 whatever the logits' dtype.
 
     Args:
@@ -650,7 +623,7 @@ def cross_entropy(
     on_triton = use_triton(impl, logits)
     group_name, num_shards = (None, 1) if process_group is None else (process_group.group_name, process_group.size())
     num_classes = num_shards * logits.shape[-1]
-    check_options(logits, target, weight, num_classes, reduction, label_smoothing, softcap, on_triton)
+    check_options(logits, target, weight, num_classes, reduction, label_smoothing, softcap)
     if inplace and not logits.is_contiguous():
         raise ValueError(f"inplace=True needs contiguous logits, got strides {logits.stride()}")
     labels, weight = flat_labels_and_weight(target, weight)
@@ -672,14 +645,12 @@ def cross_entropy(
     return details(loss, losses, log_sum_exp, target.shape) if return_details else loss
 
 
-def flat_labels_and_weight(
-    target: torch.Tensor, weight: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def flat_labels_and_weight(target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """[N] int64 labels and class weights as the kernel reads them: contiguous, weights without a gradient."""
     return target.reshape(-1).long().contiguous(), None if weight is None else weight.detach().contiguous()
 
 
-def check_options(logits, target, weight, num_classes, reduction, label_smoothing, softcap, on_triton):
+def check_options(logits, target, weight, num_classes, reduction, label_smoothing, softcap):
     """What `cross_entropy` and `linear_cross_entropy` refuse alike; `logits` or what they are computed from."""
     if target.shape != logits.shape[:-1]:
         raise ValueError(f"target must be {list(logits.shape[:-1])}, got {list(target.shape)}")
@@ -693,8 +664,6 @@ def check_options(logits, target, weight, num_classes, reduction, label_smoothin
         raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
-    if on_triton and logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"the Triton kernel takes float32, bfloat16 or float16, got {logits.dtype}")
 
 
 def cross_entropy_footprint(num_tokens: int, vocab_size: int, *, element_size: int = 2) -> Footprint:

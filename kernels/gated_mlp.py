@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .common import operation, use_triton
 from .linear import PLAIN
@@ -27,7 +28,7 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 BLOCK_SIZE = 2048  # columns of one row that one program works on
 
 
-def gated_activation_reference(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def gated_activation_reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """act(gate) * up in plain PyTorch; float64 stays float64."""
     compute_dtype = torch.promote_types(gate.dtype, torch.float32)
     x = gate.to(compute_dtype)
@@ -36,13 +37,13 @@ def gated_activation_reference(gate: torch.Tensor, up: torch.Tensor, activation:
 
 
 def gated_mlp_reference(
-    input: torch.Tensor,
-    gate_weight: torch.Tensor,
-    up_weight: torch.Tensor,
-    down_weight: torch.Tensor,
+    input: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
     *,
     activation: str = "silu",
-) -> torch.Tensor:
+) -> Tensor:
     """Plain PyTorch with the contract of `gated_mlp`, untiled."""
     gate, up = F.linear(input, gate_weight), F.linear(input, up_weight)
     return F.linear(gated_activation_reference(gate, up, activation), down_weight)
@@ -110,14 +111,14 @@ def _launch(kernel, gate, up, *others, activation):
     )
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _rows(x: Tensor) -> Tensor:
     """`x` as [rows, F] with contiguous rows; halves of a fused projection are not copied."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @operation("fathom::gated_activation")
-def _gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def _gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     output = gate.new_empty(gate.shape)
     _launch(_gated_activation_forward_kernel, _rows(gate), _rows(up), output, activation=activation)
     return output
@@ -129,9 +130,7 @@ def _(gate, up, activation):
 
 
 @operation("fathom::gated_activation_backward")
-def _gated_activation_backward(
-    d_output: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _gated_activation_backward(d_output: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
     gradients = d_output.contiguous(), d_gate, d_up, None
     _launch(_gated_activation_backward_kernel, _rows(gate), _rows(up), *gradients, activation=activation)
@@ -157,9 +156,9 @@ _gated_activation.register_autograd(_activation_gradients, setup_context=_setup_
 
 @operation("fathom::tiled_gated_mlp", skippable=True)
 def _tiled_mlp(
-    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor,
-    part: int, activation: str, tile_size: int, triton_kernels: bool,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+    part: int, activation: str, tile_size: int, on_triton: bool,
+) -> Tensor:  # fmt: skip
     """x: [rows, D]; part: the number of a `kernels.parts.Linear`."""
     linear: Linear = part_of(part)
     output = x.new_empty(len(x), len(down_weight))
@@ -167,7 +166,7 @@ def _tiled_mlp(
     for x_tile, output_tile in zip(x.split(tile_size), output.split(tile_size)):
         gate = linear.forward(x_tile, gate_weight, out=gate_buffer[: len(x_tile)])
         up = linear.forward(x_tile, up_weight, out=up_buffer[: len(x_tile)])
-        if triton_kernels:
+        if on_triton:
             _launch(_gated_activation_forward_kernel, gate, up, gate, activation=activation)
         else:
             gate.copy_(gated_activation_reference(gate, up, activation))
@@ -182,10 +181,9 @@ def _(x, gate_weight, up_weight, down_weight, *options):
 
 @operation("fathom::tiled_gated_mlp_backward")
 def _tiled_mlp_backward(
-    d_output: torch.Tensor,
-    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor,
-    part: int, activation: str, tile_size: int, triton_kernels: bool, needs_gradient: list[bool],
-) -> list[torch.Tensor]:  # fmt: skip
+    d_output: Tensor, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+    part: int, activation: str, tile_size: int, on_triton: bool, needs_gradient: list[bool],
+) -> list[Tensor]:  # fmt: skip
     """Gradients of those of x and the three weights that `needs_gradient` asks for."""
     linear: Linear = part_of(part)
     weights = (gate_weight, up_weight, down_weight)
@@ -202,7 +200,7 @@ def _tiled_mlp_backward(
         linear.forward(x_tile, gate_weight, out=gate)
         linear.forward(x_tile, up_weight, out=up)
         linear.input_gradient(d_output_tile, down_weight, out=d_hidden)
-        if triton_kernels:
+        if on_triton:
             gradients = d_hidden, gate, up, d_hidden
             _launch(_gated_activation_backward_kernel, gate, up, *gradients, activation=activation)
         else:
@@ -252,7 +250,7 @@ def _tiled_gradients(ctx, d_output):
 _tiled_mlp.register_autograd(_tiled_gradients, setup_context=_setup_tiled)
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
+def swiglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
     """silu(gate) * up (Shazeer 2020, arXiv:2002.05202).
 
     Args:
@@ -269,39 +267,32 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, impl: str = "auto") -> torch
     return _gated(gate, up, "silu", impl)
 
 
-def geglu(gate: torch.Tensor, up: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
+def geglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
     """gelu(gate) * up (Shazeer 2020, arXiv:2002.05202), GELU by tanh as Gemma's; otherwise as `swiglu`."""
     return _gated(gate, up, "gelu_tanh", impl)
 
 
-def _gated(gate: torch.Tensor, up: torch.Tensor, activation: str, impl: str) -> torch.Tensor:
+def _gated(gate: Tensor, up: Tensor, activation: str, impl: str) -> Tensor:
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
             "gate and up must be of one shape and dtype, "
             f"got {list(gate.shape)} {gate.dtype} and {list(up.shape)} {up.dtype}"
         )
-    if not use_triton(impl, gate):
-        return gated_activation_reference(gate, up, activation)
-    _check_dtype(gate)
-    return _gated_activation(gate, up, activation)
-
-
-def _check_dtype(x: torch.Tensor) -> None:
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"the gated activation's kernel takes float32, bfloat16 or float16, got {x.dtype}")
+    function = _gated_activation if use_triton(impl, gate) else gated_activation_reference
+    return function(gate, up, activation)
 
 
 def gated_mlp(
-    input: torch.Tensor,
-    gate_weight: torch.Tensor,
-    up_weight: torch.Tensor,
-    down_weight: torch.Tensor,
+    input: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
     *,
     activation: str = "silu",
     tile_size: int | None = None,
     linear: Linear = PLAIN,
     impl: str = "auto",
-) -> torch.Tensor:
+) -> Tensor:
     """down(act(gate(input)) * up(input)), optionally in tiles of rows (Snowflake's ALST 2025, arXiv:2506.13996).
 
     Args:
@@ -342,12 +333,9 @@ def gated_mlp(
         tensors = tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
     if len({t.dtype for t in tensors}) > 1:
         raise ValueError(f"input and weights must be of one dtype, got {[str(t.dtype) for t in tensors]}")
-    triton_kernels = use_triton(impl, input)
-    if triton_kernels:
-        _check_dtype(tensors[0])
     x, *weights = tensors
-    output = _tiled_mlp(x.reshape(-1, width), *weights, linear.number, activation, tile_size, triton_kernels)
-    return output.view(input.shape)
+    options = linear.number, activation, tile_size, use_triton(impl, x)
+    return _tiled_mlp(x.reshape(-1, width), *weights, *options).view(input.shape)
 
 
 def gated_mlp_footprint(

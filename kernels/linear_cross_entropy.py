@@ -17,6 +17,7 @@ Kept for backward: dx in the input's dtype and dW in float32; with reduction="no
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from .common import operation, use_triton
 from .cross_entropy import (
@@ -39,18 +40,18 @@ CHUNK_SIZE = 4096  # tokens whose logits exist at a time
 
 
 def linear_cross_entropy_reference(
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    target: torch.Tensor,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
     *,
-    linear_bias: torch.Tensor | None = None,
+    linear_bias: Tensor | None = None,
     **options,
-) -> torch.Tensor | Details:
+) -> Tensor | Details:
     """Plain PyTorch with full logits; `options` are those of `cross_entropy_reference`."""
     return cross_entropy_reference(F.linear(input, linear_weight, linear_bias), target, **options)
 
 
-def _rows_to_compute(target: torch.Tensor, ignore_index: int, num_valid_tokens: int | None) -> torch.Tensor | None:
+def _rows_to_compute(target: Tensor, ignore_index: int, num_valid_tokens: int | None) -> Tensor | None:
     """Indices of the rows that count, in order; None if all do. Waits for the device unless their number is known."""
     valid = target != ignore_index
     if num_valid_tokens is None:
@@ -64,12 +65,12 @@ def _rows_to_compute(target: torch.Tensor, ignore_index: int, num_valid_tokens: 
 
 @operation("fathom::linear_cross_entropy")
 def _loss_and_gradients(
-    input: torch.Tensor, linear_weight: torch.Tensor, target: torch.Tensor,
-    linear_bias: torch.Tensor | None, weight: torch.Tensor | None, scale: torch.Tensor,
+    input: Tensor, linear_weight: Tensor, target: Tensor,
+    linear_bias: Tensor | None, weight: Tensor | None, scale: Tensor,
     needs_input: bool, needs_weight: bool, needs_bias: bool,
     part: int, num_valid_tokens: int | None, chunk_size: int, group_name: str | None,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, use_triton: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, rows' losses and log-sum-exps, and those gradients of input, head and bias that are needed (else empty).
 
     scale [] multiplies the sum of the losses, but not yet the gradients; scale [N] multiplies each row's gradient.
@@ -172,25 +173,25 @@ _loss_and_gradients.register_autograd(_backward, setup_context=_setup_context)
 
 
 def linear_cross_entropy(
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    target: torch.Tensor,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
     *,
-    linear_bias: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
-    denominator: float | torch.Tensor | None = None,
+    denominator: float | Tensor | None = None,
     num_valid_tokens: int | None = None,
     chunk_size: int = CHUNK_SIZE,
     process_group: dist.ProcessGroup | None = None,
     return_details: bool = False,
     linear: Linear = PLAIN,
     impl: str = "auto",
-) -> torch.Tensor | Details:
+) -> Tensor | Details:
     """Cross-entropy of `input @ linear_weight.T + linear_bias`, whose logits exist one chunk of tokens at a time.
 
     The signature follows PyTorch's `F.linear_cross_entropy`; gradients in forward follow mgmalek's
@@ -237,9 +238,8 @@ def linear_cross_entropy(
         linear_bias = None if linear_bias is None else linear_bias.to(dtype)
     on_triton = use_triton(impl, input)
     num_shards = 1 if process_group is None else process_group.size()
-    check_options(
-        input, target, weight, num_shards * linear_weight.shape[0], reduction, label_smoothing, softcap, on_triton
-    )
+    num_classes = num_shards * linear_weight.shape[0]
+    check_options(input, target, weight, num_classes, reduction, label_smoothing, softcap)
     _check(input, linear_weight, linear_bias, target, num_valid_tokens, chunk_size)
 
     x = input.reshape(-1, input.shape[-1])

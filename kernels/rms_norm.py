@@ -16,8 +16,9 @@ so the same bits in every run.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from .common import use_triton
+from .common import operation, use_triton
 
 LARGEST_ROW = 8192  # elements: a row lives in one program's registers
 FORWARD_BLOCK, BACKWARD_BLOCK = 2048, 4096  # elements that a program works on at once: many short rows, or one
@@ -25,14 +26,14 @@ PROGRAMS_PER_SM = 2  # in backward each loops over rows and leaves one partial s
 
 
 def rms_norm_reference(
-    input: torch.Tensor,
-    weight: torch.Tensor,
+    input: Tensor,
+    weight: Tensor,
     eps: float = 1e-6,
     *,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     weight_offset: float = 0.0,
     cast_before_weight: bool = True,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Plain PyTorch with the contract of `rms_norm`; float64 stays float64."""
     total = input if residual is None else input + residual
     x = total.to(torch.promote_types(total.dtype, torch.float32))
@@ -48,7 +49,7 @@ def _rms_norm_forward_kernel(
     input_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, rstd_ptr,
     num_rows, outer_stride, inner_stride, eps, weight_offset,
     INNER: tl.constexpr, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, CAST_BEFORE_WEIGHT: tl.constexpr,
+    CAST_BEFORE_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """Rows of `input` lie at (row // INNER) * outer_stride + (row % INNER) * inner_stride; all else is contiguous."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [BLOCK_ROWS]
@@ -60,7 +61,7 @@ def _rms_norm_forward_kernel(
     x = tl.load(input_ptr + input_rows[:, None] + columns[None, :], mask=mask, other=0.0)
     dtype = x.dtype
     x = x.to(tl.float32)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         x += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         total = x.to(dtype)
         tl.store(total_ptr + offsets, total, mask=mask)
@@ -80,7 +81,7 @@ def _rms_norm_backward_kernel(
     d_normed_ptr, d_total_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr,
     num_rows, outer_stride, inner_stride, weight_offset,
     INNER: tl.constexpr, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_D_TOTAL: tl.constexpr, NUM_STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     scale = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32) + weight_offset
@@ -101,7 +102,7 @@ def _rms_norm_backward_kernel(
         x_hat = x.to(tl.float32) * rstd[:, None]
         g = d_normed * scale[None, :]
         dx = rstd[:, None] * g - x_hat * (rstd * tl.sum(g * x_hat, axis=1) / D)[:, None]
-        if HAS_D_TOTAL:
+        if d_total_ptr is not None:
             dx += tl.load(d_total_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + offsets, dx.to(x.dtype), mask=mask)
         d_weight += d_normed * x_hat
@@ -110,7 +111,7 @@ def _rms_norm_backward_kernel(
     tl.store(partial, tl.sum(d_weight, axis=0), mask=columns < D)
 
 
-def _evenly_spaced_rows(x: torch.Tensor) -> torch.Tensor:
+def _evenly_spaced_rows(x: Tensor) -> Tensor:
     """`x` as [outer, inner, D], copied only where two strides cannot describe where its rows start.
 
     inner is 1 for rows of one spacing, the number of heads for heads sliced out of a fused projection.
@@ -130,15 +131,10 @@ def _blocks(d: int, elements: int) -> dict[str, int]:
     return {"D": d, "BLOCK_D": block_d, "BLOCK_ROWS": max(1, elements // block_d)}
 
 
-@torch.library.custom_op("fathom::rms_norm_forward", mutates_args=())
+@operation("fathom::rms_norm_forward")
 def _forward(
-    input: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    weight_offset: float,
-    cast_before_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    input: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float, cast_before_weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """normed, total (empty without a residual) and rstd."""
     x = _evenly_spaced_rows(input) if residual is None else input.reshape(-1, 1, input.shape[-1]).contiguous()
     normed, total, rstd = _empty_outputs(input, residual)
@@ -146,43 +142,34 @@ def _forward(
     _rms_norm_forward_kernel[(triton.cdiv(rstd.numel(), blocks["BLOCK_ROWS"]),)](
         x, None if residual is None else residual.contiguous(), weight.contiguous(), normed, total, rstd,
         rstd.numel(), x.stride(0), x.stride(1), eps, weight_offset, INNER=x.shape[1], **blocks,
-        HAS_RESIDUAL=residual is not None, CAST_BEFORE_WEIGHT=cast_before_weight,
-        num_warps=max(4, blocks["BLOCK_D"] // 1024),
+        CAST_BEFORE_WEIGHT=cast_before_weight, num_warps=max(4, blocks["BLOCK_D"] // 1024),
     )  # fmt: skip
     return normed, total, rstd
 
 
 def _empty_outputs(input, residual):
-    normed = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-    total = input.new_empty(0) if residual is None else torch.empty_like(normed)
-    return normed, total, torch.empty(input.shape[:-1], dtype=torch.float32, device=input.device)
+    total = input.new_empty(0 if residual is None else input.shape)
+    return input.new_empty(input.shape), total, input.new_empty(input.shape[:-1], dtype=torch.float32)
 
 
 @_forward.register_fake
-def _(input, residual, weight, eps, weight_offset, cast_before_weight):
+def _(input, residual, *_):
     return _empty_outputs(input, residual)
 
 
-@torch.library.custom_op("fathom::rms_norm_backward", mutates_args=())
+@operation("fathom::rms_norm_backward")
 def _backward(
-    d_normed: torch.Tensor,
-    d_total: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    rstd: torch.Tensor,
-    weight_offset: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    d_normed: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, weight_offset: float
+) -> tuple[Tensor, Tensor]:
     """Gradients of x (the input, or the total) and of the weight."""
     rows = _evenly_spaced_rows(x)
     blocks = _blocks(x.shape[-1], BACKWARD_BLOCK)
     num_programs = min(_num_programs(x.device), triton.cdiv(rstd.numel(), blocks["BLOCK_ROWS"]))
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    partial = torch.empty(num_programs, x.shape[-1], dtype=torch.float32, device=x.device)
+    dx, partial = x.new_empty(x.shape), x.new_empty(num_programs, x.shape[-1], dtype=torch.float32)
     _rms_norm_backward_kernel[(num_programs,)](
         d_normed.contiguous(), None if d_total is None else d_total.contiguous(), rows, weight.contiguous(), rstd,
         dx, partial, rstd.numel(), rows.stride(0), rows.stride(1), weight_offset, INNER=rows.shape[1], **blocks,
-        HAS_D_TOTAL=d_total is not None, NUM_STAGES=4 if blocks["BLOCK_D"] <= BACKWARD_BLOCK else 1,
-        num_warps=max(8, blocks["BLOCK_D"] // 512),
+        NUM_STAGES=4 if blocks["BLOCK_D"] <= BACKWARD_BLOCK else 1, num_warps=max(8, blocks["BLOCK_D"] // 512),
     )  # fmt: skip
     return dx, partial.sum(0).to(weight.dtype)
 
@@ -194,8 +181,8 @@ def _num_programs(device: torch.device) -> int:
 
 
 @_backward.register_fake
-def _(d_normed, d_total, x, weight, rstd, weight_offset):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(weight)
+def _(d_normed, d_total, x, weight, *_):
+    return x.new_empty(x.shape), torch.empty_like(weight)
 
 
 def _setup_context(ctx, inputs, output):
@@ -218,15 +205,15 @@ _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
 def rms_norm(
-    input: torch.Tensor,
-    weight: torch.Tensor,
+    input: Tensor,
+    weight: Tensor,
     eps: float = 1e-6,
     *,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     weight_offset: float = 0.0,
     cast_before_weight: bool = True,
     impl: str = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """RMSNorm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
 
     Args:
@@ -258,8 +245,6 @@ def rms_norm(
         return rms_norm_reference(
             input, weight, eps, residual=residual, weight_offset=weight_offset, cast_before_weight=cast_before_weight
         )
-    if input.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"rms_norm's kernel takes float32, bfloat16 or float16, got {input.dtype}")
     if input.shape[-1] > LARGEST_ROW:
         raise ValueError(f"rms_norm's kernel takes rows of up to {LARGEST_ROW} elements, got {input.shape[-1]}")
     normed, total, _ = _forward(input, residual, weight, eps, weight_offset, cast_before_weight)

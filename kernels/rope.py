@@ -15,15 +15,14 @@ from dataclasses import dataclass, fields
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from .common import use_triton
+from .common import operation, use_triton
 
 LARGEST_TILE = 16384  # elements: heads x head_dim / 2 of one token, each padded to a power of two, in registers
 
 
-def rope_reference(
-    q_BTHK: torch.Tensor, k_BTGK: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_reference(q_BTHK: Tensor, k_BTGK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Plain PyTorch with the contract of `rope`; float64 stays float64."""
     compute_dtype = torch.promote_types(q_BTHK.dtype, torch.float32)
     cos, sin = (table.to(compute_dtype).unsqueeze(-2) for table in (cos, sin))
@@ -73,20 +72,14 @@ def _rope_kernel(
     tl.store(k_out + HALF, (k_second.to(tl.float32) * cos + k_first.to(tl.float32) * sin).to(dtype), mask=k_mask)
 
 
-@torch.library.custom_op("fathom::rope", mutates_args=())
-def _rotate(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    inverse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@operation("fathom::rope")
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     cos, sin = cos.contiguous(), sin.contiguous()
     B, T, H, K = q.shape
     G = k.shape[2]
     block_h, block_half = triton.next_power_of_2(H), triton.next_power_of_2(K // 2)
-    q_out, k_out = _empty_outputs(q, k)
+    q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     _rope_kernel[(B * T,)](
         q, k, q_out, k_out, cos, sin, T,
         *q.stride()[:3], *k.stride()[:3], cos.stride(0) if cos.dim() == 3 else 0,
@@ -96,13 +89,9 @@ def _rotate(
     return q_out, k_out
 
 
-def _empty_outputs(q, k):
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-
-
 @_rotate.register_fake
 def _(q, k, cos, sin, inverse):
-    return _empty_outputs(q, k)
+    return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
 def _setup_context(ctx, inputs, output):
@@ -117,14 +106,7 @@ def _gradients(ctx, d_q, d_k):
 _rotate.register_autograd(_gradients, setup_context=_setup_context)
 
 
-def rope(
-    q_BTHK: torch.Tensor,
-    k_BTGK: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    impl: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rope(q_BTHK: Tensor, k_BTGK: Tensor, cos: Tensor, sin: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of queries and keys, halves rotated.
 
     Args:
@@ -143,8 +125,6 @@ def rope(
     _check(q_BTHK, k_BTGK, cos, sin)
     if not use_triton(impl, q_BTHK):
         return rope_reference(q_BTHK, k_BTGK, cos, sin)
-    if q_BTHK.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"rope's kernel takes float32, bfloat16 or float16, got {q_BTHK.dtype}")
     heads, half = max(q_BTHK.shape[2], k_BTGK.shape[2]), q_BTHK.shape[-1] // 2
     tile = triton.next_power_of_2(heads) * triton.next_power_of_2(half)
     if tile > LARGEST_TILE:
@@ -179,7 +159,7 @@ class LinearScaling:
     def __post_init__(self):
         _check_numbers(self)
 
-    def scale(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+    def scale(self, frequencies: Tensor, theta: float) -> Tensor:
         return frequencies / self.factor
 
 
@@ -204,7 +184,7 @@ class Llama3Scaling:
                 f"high_freq_factor must be above low_freq_factor {self.low_freq_factor}, got {self.high_freq_factor}"
             )
 
-    def scale(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+    def scale(self, frequencies: Tensor, theta: float) -> Tensor:
         turns = frequencies * self.original_max_position_embeddings / (2 * math.pi)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return torch.lerp(frequencies / self.factor, frequencies, kept.clamp(0, 1))
@@ -248,7 +228,7 @@ class YarnScaling:
     def _grown(self, scale: float) -> float:
         return 0.1 * scale * math.log(self.factor) + 1
 
-    def scale(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+    def scale(self, frequencies: Tensor, theta: float) -> Tensor:
         half = len(frequencies)
         first, last = (self._pair_of(turns, half, theta) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:
@@ -284,7 +264,7 @@ def _check_numbers(scaling) -> None:
 
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None = None, device: torch.device | None = None
-) -> torch.Tensor:
+) -> Tensor:
     """By how much each pair turns from a token to the next, radians, float64 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     frequencies = theta**-exponents

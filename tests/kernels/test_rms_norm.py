@@ -22,7 +22,7 @@ KERNELS_TO_COMPILE = [
     KernelToCompile(
         "_rms_norm_forward_kernel",
         _FORWARD | {"residual_ptr": "*bf16", "total_ptr": "*bf16"},
-        _HIDDEN | {"HAS_RESIDUAL": True, "CAST_BEFORE_WEIGHT": True},
+        _HIDDEN | {"CAST_BEFORE_WEIGHT": True},
     ),
     KernelToCompile(
         "_rms_norm_forward_kernel",
@@ -30,7 +30,6 @@ KERNELS_TO_COMPILE = [
         _HEADS
         | {
             "BLOCK_ROWS": 16,
-            "HAS_RESIDUAL": False,
             "CAST_BEFORE_WEIGHT": True,
             "residual_ptr": None,
             "total_ptr": None,
@@ -39,13 +38,13 @@ KERNELS_TO_COMPILE = [
     KernelToCompile(
         "_rms_norm_backward_kernel",
         _BACKWARD | {"d_total_ptr": "*bf16"},
-        _HIDDEN | {"HAS_D_TOTAL": True, "NUM_STAGES": 4},
+        _HIDDEN | {"NUM_STAGES": 4},
         num_warps=8,
     ),
     KernelToCompile(
         "_rms_norm_backward_kernel",
         _BACKWARD,
-        _HEADS | {"BLOCK_ROWS": 32, "HAS_D_TOTAL": False, "NUM_STAGES": 4, "d_total_ptr": None},
+        _HEADS | {"BLOCK_ROWS": 32, "NUM_STAGES": 4, "d_total_ptr": None},
         num_warps=8,
     ),
 ]
