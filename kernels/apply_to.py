@@ -1,8 +1,8 @@
 """One line that gives a Hugging Face model these kernels: RMSNorm, RoPE, the gated MLP and the loss.
 
-Each module concerned gets a `forward` of its own, which hides its class's. The classes and transformers' own modules
-stay as they are, and so does every other model in the process. Parameters keep their names, so checkpoints do too.
-transformers is not imported: what the new forwards need of it is reached through the model.
+Each module that changes gets a `forward` of its own, which hides its class's. Classes, transformers' own modules and
+every other model in the process stay as they are. Parameters, and with them checkpoints, keep their names.
+transformers is not imported: the new forwards reach it through the model.
 """
 
 import functools
@@ -25,13 +25,13 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")  # keywords that transformers' loss takes
 
-# The makers of forwards are cached so that all layers share one function, which torch.compile then traces once.
+# Functions that make a forward are cached, so that all layers share it and torch.compile traces it once.
 
 
 @functools.cache
 def _rms_norm_forward(model_type: str, impl: str):
     def forward(self, hidden_states):
-        if model_type == "gemma2":  # keeps the weight less 1, and rounds once, after the weight
+        if model_type == "gemma2":  # stores the weight minus 1, and rounds only after the weight
             return rms_norm(
                 hidden_states, self.weight, self.eps, weight_offset=1.0, cast_before_weight=False, impl=impl
             )
@@ -43,7 +43,7 @@ def _rms_norm_forward(model_type: str, impl: str):
 @functools.cache
 def _gated_mlp_forward(activation: str, impl: str):
     def forward(self, x):
-        # Through the projections, not through their weights: biases, adapters, quantisation and hooks live there.
+        # Calls the projections instead of reading their weights: they may have biases, adapters or hooks.
         gate, up = self.gate_proj(x), self.up_proj(x)
         return self.down_proj(swiglu(gate, up, impl=impl) if activation == "silu" else geglu(gate, up, impl=impl))
 
@@ -52,11 +52,11 @@ def _gated_mlp_forward(activation: str, impl: str):
 
 @functools.cache
 def _attention_forward(original: FunctionType, impl: str):
-    """`original` with a RoPE of its own.
+    """Returns `original` with a RoPE of its own.
 
-    Attention looks apply_rotary_pos_emb up in its module's globals, where a replacement would reach every model of
-    the family. So this is the same code over a copy of those globals. Without `__name__` in it, torch.compile guards
-    the copy; with it, it would guard the module of that name and find another function there.
+    Attention looks apply_rotary_pos_emb up in the globals of its module. A replacement in these would reach every model
+    of the family. The result is therefore the same code over a copy of the globals. The copy lacks `__name__`, so that
+    torch.compile guards the copy: with the name, it would guard the module, which has another function.
     """
     if "apply_rotary_pos_emb" not in original.__code__.co_names:
         raise ValueError(
@@ -64,7 +64,10 @@ def _attention_forward(original: FunctionType, impl: str):
         )
 
     def apply_rotary_pos_emb(q, k, cos, sin):
-        """q [B, H, T, K] and k [B, G, T, K] are views of [B, T, heads, K]; cos and sin [B or 1, T, K], halves alike."""
+        """Rotates q [B, H, T, K] and k [B, G, T, K], views of [B, T, heads, K].
+
+        cos and sin are [B or 1, T, K], and their second half repeats the first.
+        """
         cos, sin = (table[..., : table.shape[-1] // 2].squeeze(0) for table in (cos, sin))
         q, k = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, impl=impl)
         return q.transpose(1, 2), k.transpose(1, 2)
@@ -128,24 +131,25 @@ def _causal_lm_forward(original, impl: str):
 
 
 def apply_to(model: nn.Module, *, impl: str = "auto", loss: bool = True) -> dict[str, int]:
-    """Replace RMSNorm, RoPE, the gated MLP and the loss of a Hugging Face model instance, in place.
+    """Replaces RMSNorm, RoPE, the gated MLP and the loss of a Hugging Face model instance, in place.
 
-    With `labels` the model then returns the loss without ever making logits (`logits` is None), in training and in
-    evaluation; `num_items_in_batch`, `shift_labels` and `ignore_index` mean what they mean in transformers. Without
-    `labels`, or where `logits_to_keep` asks for logits, the model's own forward runs.
+    Called with `labels`, the model then returns the loss without logits (`logits` is None), in training and in
+    evaluation. `num_items_in_batch`, `shift_labels` and `ignore_index` keep their meaning from transformers. The
+    model's own forward runs without `labels`, and where `logits_to_keep` asks for logits.
 
     Args:
         model: Llama, Mistral, Qwen2, Qwen3 or Gemma2, with or without its language-model head, or wrapped by PEFT.
-            Before accelerate, FSDP or torch.compile are applied to it.
+            accelerate, FSDP and torch.compile come after `apply_to`.
         impl: "auto", "triton" or "torch".
         loss: False keeps the model's own loss, and its logits.
 
     Returns:
-        How many of each were replaced, for instance {"rms_norm": 9, "rope": 2, "gated_mlp": 2, "loss": 1}; logged too.
+        The number of replacements by kind, for instance {"rms_norm": 9, "rope": 2, "gated_mlp": 2, "loss": 1}. The log
+        has it as well.
 
     Raises:
         ValueError: another `model_type`, activation, loss or version of transformers; or a module that already has a
-            forward of its own, for instance from an earlier `apply_to`. The model is then as it was.
+            forward of its own, for instance from an earlier `apply_to`. The model is then unchanged.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type not in MODEL_TYPES:

@@ -1,4 +1,4 @@
-"""What the kernels share: the choice between Triton and the PyTorch reference, and what their operations declare."""
+"""The choice between Triton and the PyTorch reference, and what operations declare to activation checkpointing."""
 
 import inspect
 import os
@@ -8,16 +8,16 @@ from typing import NamedTuple
 import torch
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
-DTYPES = torch.float32, torch.bfloat16, torch.float16  # that Triton's kernels take
+DTYPES = torch.float32, torch.bfloat16, torch.float16  # Triton's kernels take these
 SKIPPABLE: set[str] = set()
 _default = "auto"
 
 
 class Keepable(NamedTuple):
-    """What `operation` was told of the results of an operation that are worth keeping."""
+    """Declaration of an operation's results that are worth keeping, see `operation`."""
 
     kind: str  # "results" or "choices"
-    choice: int | None  # the position of the argument that takes a kept choice
+    choice: int | None  # position of the argument that takes a kept choice
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -30,19 +30,19 @@ KEEPABLE: dict[str, Keepable] = {}  # by the operation's name
 def operation(
     name: str, *, keepable: str | None = None, chooses: str | None = None, skippable: bool = False
 ) -> Callable:
-    """Decorator: `torch.library.custom_op` without mutated arguments, known to activation checkpointing.
+    """Decorator that makes a `torch.library.custom_op` without mutated arguments, known to activation checkpointing.
 
-    Activation checkpointing runs a block's forward again in backward, to rebuild the block's graph. Operations that are
-    declared keepable or skippable need not run in this second forward.
+    Activation checkpointing runs the forward of a transformer block again in backward, to build its graph again.
+    Operations that are declared keepable or skippable need not run in this second forward.
 
     Args:
         name: "fathom::...".
-        keepable: its results are worth keeping from forward to backward, where they stand in for a second run:
-            "results" where a block's placement says so, "choices" always and on the GPU.
-        chooses: name of an argument, for an operation whose last result is a choice and whose others are "results".
-            It is None where the operation chooses. Where only the choice was kept, it is given to the second run,
-            whose own last result is of no importance.
-        skippable: no gradient depends on the operation's result, which is only added to the residual stream.
+        keepable: results worth keeping from forward to backward, where they replace a second run: "results" are kept if
+            the block's placement says so, "choices" always and on the GPU.
+        chooses: name of an argument, for an operation that returns "results" and, last, a choice. The argument is None
+            where the operation is to choose. If only the choice was kept, the second run gets it as this argument, and
+            its own last result is ignored.
+        skippable: True where no gradient depends on the operation's result, which is only added to the residual stream.
     """
 
     def register(function: Callable):
@@ -57,19 +57,19 @@ def operation(
 
 
 def set_default_implementation(impl: str) -> None:
-    """Make `impl` ("auto", "triton" or "torch") what `impl="auto"` means from now on (train.py's `--kernels`)."""
+    """Lets `impl="auto"` mean `impl`, "auto", "triton" or "torch", from now on (train.py's `--kernels`)."""
     global _default
     _check(impl)
     _default = impl
 
 
 def use_triton(impl: str, tensor: torch.Tensor) -> bool:
-    """True if the Triton path is to run on `tensor`'s device, False for the PyTorch reference.
+    """Returns True if Triton's kernels are to run on `tensor`, False if the PyTorch reference is.
 
     "auto" is Triton on CUDA and the reference elsewhere. "triton" on a CPU tensor needs Triton's interpreter.
 
     Raises:
-        ValueError: unknown `impl`, or Triton for a device where it cannot run or a dtype that its kernels do not take.
+        ValueError: unknown `impl`; Triton on a device where it cannot run, or for a dtype that its kernels do not take.
     """
     _check(impl)
     if impl == "auto":

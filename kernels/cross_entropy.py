@@ -3,18 +3,19 @@
 With z = softcap(logits), label y, w = class weights, eps = label_smoothing, V classes and lse = logsumexp(z):
 
     loss  = (1 - eps) * w[y] * (lse - z[y]) + eps / V * sum_v w[v] * (lse - z[v]) + z_loss * lse^2
+
     dz[v] = p[v] * c - eps / V * w[v] - (v == y) * (1 - eps) * w[y]
             with p = softmax(z) and c = (1 - eps) * w[y] + eps / V * sum(w) + 2 * z_loss * lse
 
 Four float32 statistics describe a row: the maximum m of z; the sum of exp(z[v] - m) over the other classes, v != y;
-z[y]; and, for label smoothing, sum_v w[v] * (z[v] - z[y]). With the label's own term apart, neither lse - z[y] nor
-p[y] - 1 cancels where the model is sure of the label, and nothing is lost to an offset common to all logits.
-Statistics of shards of V combine (`process_group`), which is why they leave the kernel.
+z[y]; and, for label smoothing, sum_v w[v] * (z[v] - z[y]). The label's own term stays apart. Hence neither lse - z[y]
+nor p[y] - 1 cancels where the model is sure of the label, and an offset common to all logits costs no digits.
+Statistics leave the kernel because ranks that share V combine theirs (`process_group`).
 
-The kernel reads a row twice and writes it once. The second pass runs backwards, over what the first has left in the
-caches: one large program a row keeps few enough rows in flight.
+The kernel reads a row twice and writes it once. Its second pass runs backwards, to read first what is still in the
+caches. One large program per row keeps few enough rows in flight for this.
 
-Kept for backward: logits and 16 bytes a row; with inplace=True the gradient in the logits' storage and nothing else.
+Kept for backward: logits and 16 bytes per row; with inplace=True only the gradient, in the logits' storage.
 """
 
 from typing import NamedTuple
@@ -35,7 +36,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Details(NamedTuple):
-    """A loss, and what it is made of: both [...] as `target` is, float32, 0 where the label is ignored, detached."""
+    """A loss; and each row's loss and log-sum-exp, float32 in target's shape, detached, 0 for ignored labels."""
 
     loss: Tensor
     per_token_loss: Tensor
@@ -43,7 +44,7 @@ class Details(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """How a row's loss follows from its logits."""
+    """Options of the loss of a row."""
 
     ignore_index: int
     label_smoothing: float
@@ -85,7 +86,7 @@ def loss_scale(
     target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int,
     denominator: float | Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """What the sum of the losses is multiplied by, []: 1 where no row is valid. Without host synchronisation."""
+    """Returns the factor [] of the sum of the losses, 1 where no row is valid. The host never waits for the device."""
     if reduction != "mean":
         return torch.ones((), device=target.device, dtype=dtype)
     if denominator is None:
@@ -105,7 +106,7 @@ def loss_scale(
 
 @operation("fathom::reciprocal")
 def _reciprocal(denominator: Tensor, name: str) -> Tensor:
-    """1 / denominator, which must be positive and finite; on CUDA the device asserts it, so the host never waits."""
+    """Returns 1 / denominator. The denominator must be positive and finite; on CUDA the device asserts it."""
     is_valid = (denominator > 0) & (denominator < torch.inf)
     if denominator.is_cuda:
         assert_async(is_valid, f"{name} is not positive and finite")
@@ -128,13 +129,13 @@ def _check_denominator(is_valid, value, name):
 
 
 def details(loss: Tensor, losses: Tensor, log_sum_exp: Tensor, shape: torch.Size) -> Details:
-    """loss [], and losses and log_sum_exp [rows] in the labels' shape, float32."""
+    """Makes `Details` of a loss, and of losses and log_sum_exp [rows], which take the labels' shape."""
     return Details(loss, losses.detach().view(shape), log_sum_exp.detach().view(shape))
 
 
 @triton.jit
 def _exp(x):
-    return tl.exp2(x * LOG2_E)  # half the instructions of tl.exp, which takes care of denormal results
+    return tl.exp2(x * LOG2_E)  # half the instructions of tl.exp, which handles denormal results
 
 
 @triton.jit
@@ -170,7 +171,7 @@ def _add_block(
     maxima, sums, deviations, logits_ptr, weight_ptr, columns, y, reference, num_columns,
     LABEL_SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LABEL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One block of columns into each thread's running maximum and sum, without the label's, and sum of deviations."""
+    """Adds a block of columns to each thread's running maximum, sum and deviations, the label's to the last only."""
     z = _load_logits(logits_ptr, columns, num_columns, SOFTCAP, "evict_last", MASKED)
     if LABEL_SMOOTHING > 0:
         deviation = (z - reference) * _load_class_weights(weight_ptr, columns, num_columns)
@@ -189,7 +190,7 @@ def _store_gradient(
     gradient_ptr, logits_ptr, weight_ptr, columns, maximum, factor, smoothing, num_columns,
     LABEL_SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one block of columns, as if none were the label."""
+    """Stores the gradient of a block of columns as if none were the label."""
     z = _load_logits(logits_ptr, columns, num_columns, SOFTCAP, "evict_first", MASKED)
     dz = _exp(z - maximum) * factor
     if LABEL_SMOOTHING > 0:
@@ -210,18 +211,18 @@ def _cross_entropy_kernel(
     IGNORE_INDEX: tl.constexpr, LABEL_SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_STATISTICS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One row: its statistics (computed, or read if they are there), then its gradient if gradient_ptr is given.
+    """Computes or reads the statistics of a row, then stores its gradient if gradient_ptr is given.
 
-    Whole blocks of columns without the label are worked on without masks, with half the instructions. The gradient
-    goes through the columns backwards: those read last are still in the L2. The columns are the classes from
-    first_class on. The gradient may overwrite the logits.
+    Whole blocks of columns without the label need no masks, and so half the instructions. The gradient goes through
+    the columns backwards, because the columns that were read last are still in the L2 cache. Column 0 is class
+    first_class. The gradient may overwrite the logits.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     statistics_ptr += row
     if gradient_ptr is not None:
         gradient_ptr += row * gradient_stride
-    # A thread holds VECTOR neighbours, so that maximum and sum over axis 1 stay inside it.
+    # A thread holds VECTOR neighbours. Maximum and sum over axis 1 therefore stay inside it.
     offsets = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK/VECTOR, VECTOR]
     whole = num_columns // BLOCK * BLOCK
     label = tl.load(target_ptr + row)
@@ -254,7 +255,7 @@ def _cross_entropy_kernel(
         reference = tl.where(is_here, true_logit, 0.0)
         deviations = tl.zeros([BLOCK // VECTOR], dtype=tl.float32)
         sums = tl.zeros([BLOCK // VECTOR], dtype=tl.float32)
-        maxima = tl.full([BLOCK // VECTOR], -1e38, dtype=tl.float32)  # finite: no inf - inf where all is masked
+        maxima = tl.full([BLOCK // VECTOR], -1e38, dtype=tl.float32)  # finite, to avoid inf - inf where all is masked
         label_start = tl.where(is_here, y // BLOCK * BLOCK, -1)
         for start in range(0, whole, BLOCK):
             if start != label_start:
@@ -287,7 +288,7 @@ def _cross_entropy_kernel(
         if scale_ptr is not None:
             scale = tl.load(scale_ptr + row * scale_stride)
         total = others + _exp(true_logit - maximum)
-        # c = label_weight + excess, apart because label_weight cancels in the label's own gradient.
+        # c = label_weight + excess. They stay apart because label_weight cancels in the label's own gradient.
         excess = LABEL_SMOOTHING * weight_sum / num_classes + 2 * Z_LOSS * (maximum + tl.log(total))
         factor = scale * (label_weight + excess) / total
         smoothing = scale * LABEL_SMOOTHING / num_classes
@@ -305,13 +306,13 @@ def _cross_entropy_kernel(
             dz_label = scale * excess - factor * others - smoothing * _load_class_weights(weight_ptr, y, num_columns)
             if SOFTCAP is not None:
                 dz_label *= 1 - (true_logit / SOFTCAP) * (true_logit / SOFTCAP)
-            tl.debug_barrier()  # another thread's store to this column comes first
+            tl.debug_barrier()  # after another thread's store to this column
             tl.store(gradient_ptr + y, dz_label.to(gradient_ptr.dtype.element_ty))
 
 
 @triton.jit
 def _scale_rows_kernel(gradient_ptr, gradient_stride, scale_ptr, scale_stride, num_columns, BLOCK: tl.constexpr):
-    """gradient *= scale, row by row; a row whose scale is 1, as after loss.backward(), is neither read nor written."""
+    """Multiplies each row of the gradient by its scale. Rows of scale 1, as after loss.backward(), are left alone."""
     row = tl.program_id(0).to(tl.int64)
     gradient_ptr += row * gradient_stride
     scale = tl.load(scale_ptr + row * scale_stride)
@@ -323,9 +324,10 @@ def _scale_rows_kernel(gradient_ptr, gradient_stride, scale_ptr, scale_stride, n
 
 
 def launch_configuration(num_columns: int, itemsize: int) -> dict[str, int]:
-    """Columns a block and warps a program of the row kernel, the fastest on an H200 (bench_cross_entropy --sweep).
+    """Returns the row kernel's columns per block and warps per program, the fastest on an H200.
 
-    A multiprocessor works on one row at a time: all rows in flight fit into the L2 cache, where the second pass reads.
+    `bench_cross_entropy --sweep` measured them. A multiprocessor works on one row at a time, so that all rows in flight
+    fit into the L2 cache, from which the second pass reads.
     """
     num_warps = 16 if num_columns > 16384 else 4
     thread_bytes = 64 if num_columns > 65536 else 32
@@ -344,17 +346,18 @@ def row_step(
     first_class: int = 0,
     num_classes: int | None = None,
 ) -> Tensor:
-    """Statistics of rows, and into `gradient`, which may be `logits`, their gradients times `scale`. No autograd.
+    """Returns the statistics of rows, and writes their gradients times `scale` into `gradient`. Not differentiable.
 
     Args:
         logits: [N, C], the classes first_class to first_class + C of num_classes (default C). Rows are contiguous.
         target: [N] int64, contiguous.
         weight: [num_classes], contiguous, or None.
-        statistics: [4, N], those of whole rows where C is a shard; computed if None.
+        statistics: [4, N], of whole rows where C is a shard; computed if None.
+        gradient: [N, C], may be `logits`.
         scale: [] or [N], of the statistics' dtype.
 
     Returns:
-        The statistics, [4, N] float32 (float64 of float64 logits).
+        The statistics, [4, N] float32 (float64 for float64 logits).
     """
     (num_rows, num_columns), num_classes = logits.shape, num_classes or logits.shape[1]
     if not options.use_triton:
@@ -412,15 +415,15 @@ def _row_step_in_torch(logits, target, weight, options, statistics, gradient, sc
 
 
 class Shard(NamedTuple):
-    """Which classes this rank's columns of the logits stand for."""
+    """Classes of the columns of this rank's logits."""
 
     group: dist.ProcessGroup | None
     first_class: int
-    num_classes: int  # of all ranks
+    num_classes: int  # over all ranks
 
 
 def shard_of(group_name: str | None, num_columns: int) -> Shard:
-    """Of `num_columns` on each rank of a group, in the order of ranks; None: a rank by itself."""
+    """Returns this rank's shard where each rank of a group has `num_columns`, in the order of ranks; None: no group."""
     if group_name is None:
         return Shard(None, 0, num_columns)
     group = resolve_process_group(group_name)
@@ -428,7 +431,7 @@ def shard_of(group_name: str | None, num_columns: int) -> Shard:
 
 
 def sharded_row_step(logits, labels, weight, options, shard, gradient=None, scale=None):
-    """`row_step` where each rank holds a shard of every row: one all-gather of the [4, n] statistics in between."""
+    """Does `row_step` where each rank holds a shard of every row, with one all-gather of [4, n] statistics."""
     if shard.group is None:
         return row_step(logits, labels, weight, options, gradient=gradient, scale=scale)
     classes = {"first_class": shard.first_class, "num_classes": shard.num_classes}
@@ -438,7 +441,7 @@ def sharded_row_step(logits, labels, weight, options, shard, gradient=None, scal
     maxima, others, true_logits, deviations = torch.stack(gathered, dim=1)  # [N, n] each
     maximum, true_logit = maxima.amax(0), true_logits.amax(0)
     others = (others * (maxima - maximum).exp()).sum(0)
-    # A rank without the label measured its deviation from 0 instead of z[label].
+    # Ranks without the label measured their deviations from 0 instead of z[label].
     class_weight = own.new_ones(shard.num_classes) if weight is None else weight.to(own.dtype)
     shard_sums = class_weight.view(len(gathered), -1).sum(1)
     owner = (labels // logits.shape[1]).clamp(0, len(gathered) - 1)
@@ -452,10 +455,10 @@ def sharded_row_step(logits, labels, weight, options, shard, gradient=None, scal
 def row_losses(
     statistics: Tensor, target: Tensor, weight: Tensor | None, options: RowOptions, num_classes: int
 ) -> tuple[Tensor, Tensor]:
-    """Loss and log-sum-exp of each row, [N], from the statistics of whole rows, [4, N]; ignored rows give 0."""
+    """Returns loss and log-sum-exp of each row, [N], from statistics of whole rows, [4, N]; ignored rows give 0."""
     maximum, others, true_logit, deviation = statistics
     log_sum_exp = maximum + (others + (true_logit - maximum).exp()).log()
-    # lse - z[y] as log(1 + others / exp(z[y])): no difference of two large numbers
+    # lse - z[y] = log(1 + others / exp(z[y] - m)), without a difference of two large numbers
     surprise = losses = F.softplus(maximum - true_logit + others.log(), threshold=50)
     weight_sum = num_classes
     if weight is not None:
@@ -474,7 +477,7 @@ def _forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, group_name: str | None,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, use_triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Losses, log-sum-exps and statistics."""
+    """Returns losses, log-sum-exps and statistics."""
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
     shard = shard_of(group_name, logits.shape[1])
     statistics = sharded_row_step(logits, target, weight, options, shard)
@@ -492,7 +495,7 @@ def _backward(
     d_losses: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, statistics: Tensor, group_name: str | None,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, use_triton: bool,
 ) -> Tensor:  # fmt: skip
-    """Gradient of the logits, row by row times d_losses."""
+    """Returns the gradient of the logits, each row times its d_losses."""
     gradient = logits.new_empty(logits.shape)
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
     _, first_class, num_classes = shard_of(group_name, logits.shape[1])
@@ -526,7 +529,7 @@ def _forward_in_place(
     logits: Tensor, target: Tensor, weight: Tensor | None, scale: Tensor, group_name: str | None,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, use_triton: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Losses and log-sum-exps; the logits become their gradients times scale."""
+    """Returns losses and log-sum-exps, and overwrites the logits by their gradients times scale."""
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
     shard = shard_of(group_name, logits.shape[1])
     statistics = sharded_row_step(logits, target, weight, options, shard, gradient=logits, scale=scale)
@@ -541,7 +544,7 @@ def _(logits, target, weight, scale, *options):
 
 @torch.library.custom_op("fathom::scale_rows_", mutates_args=("gradient",))
 def _scale_rows_(gradient: Tensor, scale: Tensor, use_triton: bool) -> None:
-    """gradient *= scale, [N, V] and [N]."""
+    """Multiplies the rows of gradient [N, V] by scale [N]."""
     if not use_triton:
         gradient.mul_(scale[:, None])
     elif len(gradient) > 0:
@@ -551,7 +554,7 @@ def _scale_rows_(gradient: Tensor, scale: Tensor, use_triton: bool) -> None:
 
 
 class _InPlace(torch.autograd.Function):
-    """Losses times `scale`, losses, log-sum-exps. The gradient is in the logits' storage when forward returns."""
+    """Returns losses times `scale`, losses and log-sum-exps. Forward leaves the gradient in the logits' storage."""
 
     @staticmethod
     def forward(ctx, logits, target, weight, scale, group_name, options):
@@ -601,24 +604,24 @@ def cross_entropy(
         label_smoothing: in [0, 1] (Szegedy et al. 2016, arXiv:1512.00567).
         z_loss: adds z_loss * log_sum_exp^2 to each row's loss (Chowdhery et al. 2022, arXiv:2204.02311).
         softcap: replaces logits by softcap * tanh(logits / softcap), as Gemma 2 does (arXiv:2408.00118).
-        denominator: what "mean" divides by: a positive number or tensor of one element, for instance the labels of
-            all micro-batches of all ranks. Without it, the number of rows not ignored, or the sum of their labels'
-            `weight`, which must be positive. Where all rows are ignored, the loss is 0.
+        denominator: divides the sum for "mean": a positive number or tensor of one element, for instance the number
+            of labels in all micro-batches of all ranks. The default is the number of rows not ignored, or the sum of
+            their labels' `weight`, which must be positive. The loss is 0 where all rows are ignored.
         return_details: also return each row's loss and log-sum-exp.
-        inplace: let the gradient overwrite the logits in forward. Saves a second [..., V] and a read of it; the
+        inplace: lets the gradient overwrite the logits in forward. This saves a second [..., V] and a read of it. The
             logits are gone, and backward can run once.
-        process_group: shards the vocabulary: each rank calls with the same target and the logits of its own classes,
-            equally many on every rank and in the order of ranks. Every rank returns the loss of all.
+        process_group: shards the vocabulary. Each rank calls with the same target and the logits of its own classes:
+            equally many on every rank, in the order of ranks. Every rank returns the loss over all classes.
         impl: "auto", "triton" or "torch".
 
     Returns:
-        The loss, float32 (float64 of float64 logits): [], or [...] if reduction is "none". With `return_details`,
+        The loss, float32 (float64 for float64 logits): [], or [...] if reduction is "none". With `return_details`,
         a `Details`.
 
     Raises:
-        ValueError: shapes, dtypes or options that do not fit together; a denominator or sum of class weights that is
+        ValueError: shapes, dtypes or options that do not fit together; a denominator or a sum of class weights that is
             not positive and finite (in a CUDA tensor, a device-side assertion).
-        RuntimeError: in backward, if the gradient of inplace=True has been used or overwritten.
+        RuntimeError: in backward, a gradient of inplace=True that has been used or overwritten.
     """
     on_triton = use_triton(impl, logits)
     group_name, num_shards = (None, 1) if process_group is None else (process_group.group_name, process_group.size())
@@ -634,7 +637,7 @@ def cross_entropy(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     scale = loss_scale(labels, weight, reduction, ignore_index, denominator, dtype)
     if inplace and torch.is_grad_enabled() and logits.requires_grad:
-        # The scale goes into the stored gradient, so that backward need not touch it; but 1 / tokens underflows fp16.
+        # The stored gradient is scaled, and backward leaves it alone. In float16, 1 / tokens would underflow.
         one = torch.ones_like(scale)
         in_gradient, scale = (one, scale) if logits.dtype == torch.float16 else (scale, one)
         terms, losses, log_sum_exp = _InPlace.apply(rows, labels, weight, in_gradient, group_name, options)
@@ -646,12 +649,12 @@ def cross_entropy(
 
 
 def flat_labels_and_weight(target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """[N] int64 labels and class weights as the kernel reads them: contiguous, weights without a gradient."""
+    """Returns labels, [N] int64, and class weights as the kernel reads them: contiguous, without a gradient."""
     return target.reshape(-1).long().contiguous(), None if weight is None else weight.detach().contiguous()
 
 
 def check_options(logits, target, weight, num_classes, reduction, label_smoothing, softcap):
-    """What `cross_entropy` and `linear_cross_entropy` refuse alike; `logits` or what they are computed from."""
+    """Raises the errors that both losses share; `logits` may be the hidden states from which logits are made."""
     if target.shape != logits.shape[:-1]:
         raise ValueError(f"target must be {list(logits.shape[:-1])}, got {list(target.shape)}")
     if target.is_floating_point() or target.dtype == torch.bool:
@@ -667,6 +670,6 @@ def check_options(logits, target, weight, num_classes, reduction, label_smoothin
 
 
 def cross_entropy_footprint(num_tokens: int, vocab_size: int, *, element_size: int = 2) -> Footprint:
-    """What `cross_entropy` takes with inplace=True, the logits included."""
+    """Footprint of `cross_entropy` with inplace=True, the logits included."""
     logits = element_size * num_tokens * vocab_size
     return Footprint(logits, logits, 0)

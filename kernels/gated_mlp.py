@@ -1,17 +1,19 @@
-"""The gated feed-forward, down(act(gate(x)) * up(x)): its activation in one launch, and the whole of it in tiles.
+"""Gated feed-forward layer, down(act(gate(x)) * up(x)): its activation in one launch, and the whole layer in tiles.
 
-With a = act(gate), d the gradient of a * up:
+Let a = act(gate), and d the gradient of a * up. Then
 
     d_gate = d * up * act'(gate),  d_up = d * a
 
-act is SiLU (SwiGLU) or GELU by tanh (GEGLU), which is x * sigmoid(.) too, as 0.5 (1 + tanh(z)) = sigmoid(2 z).
-Arithmetic in float32, one rounding at the end.
+act is SiLU (SwiGLU) or GELU in its tanh form (GEGLU). Both are x * sigmoid(y): y = x for SiLU, and y = 2 z for GELU,
+since 0.5 (1 + tanh(z)) = sigmoid(2 z). Arithmetic is in float32, with one rounding at the end.
 
-Kept for backward: gate and up by `swiglu` and `geglu`, which recompute the activation; the input alone by the tiled
-`gated_mlp`. Tiled, rows go through gate, up, activation and down a tile at a time, in buffers of one tile; backward
-recomputes gate and up and works over them in place (gate -> d_gate, up -> d_up, d -> the activation, which
-down_weight's gradient needs). Two of eleven matrix products are thus paid twice, and memory no longer grows with the
-rows but for the input, the output and their gradients. Weight gradients add up over tiles in float32.
+Kept for backward: gate and up by `swiglu` and `geglu`, which compute the activation again; the input alone by
+`gated_mlp` in tiles.
+
+A tile is some rows of the input. Tiles go through the layer one after another, in buffers of one tile. Backward
+computes a tile's gate and up again. Then d_gate overwrites gate, d_up overwrites up, and the activation, which the
+gradient of down_weight needs, overwrites d. Two of eleven matrix products are repetitions. In return, memory grows with
+the rows by the input, the output and their gradients only. Weight gradients add up over tiles in float32.
 """
 
 import torch
@@ -29,7 +31,7 @@ BLOCK_SIZE = 2048  # columns of one row that one program works on
 
 
 def gated_activation_reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up in plain PyTorch; float64 stays float64."""
+    """Returns act(gate) * up in plain PyTorch; float64 stays float64."""
     compute_dtype = torch.promote_types(gate.dtype, torch.float32)
     x = gate.to(compute_dtype)
     value = F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
@@ -51,14 +53,14 @@ def gated_mlp_reference(
 
 @triton.jit
 def _activate(x, ACTIVATION: tl.constexpr):
-    """act(x) and act'(x)."""
+    """Returns act(x) and act'(x)."""
     if ACTIVATION == "gelu_tanh":
         y = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 sqrt(2 / pi) (...)
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     else:
         y = x
         slope = 1.0
-    e = tl.exp(-tl.abs(y))  # never overflows, and sigmoid(y) (1 - sigmoid(y)) loses no digits at either end
+    e = tl.exp(-tl.abs(y))  # never overflows; sigmoid(y) (1 - sigmoid(y)) keeps its digits at both ends
     r = 1.0 / (1.0 + e)
     sigmoid = tl.where(y >= 0, r, e * r)
     return x * sigmoid, sigmoid + e * r * r * x * slope
@@ -84,7 +86,7 @@ def _gated_activation_backward_kernel(
     gate_ptr, up_ptr, d_output_ptr, d_gate_ptr, d_up_ptr, output_ptr, gate_stride, up_stride,
     F: tl.constexpr, BLOCK_F: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Any output may be any input: each program has read its elements before it writes them."""
+    """Outputs may be inputs: each program reads its elements before it writes them."""
     blocks_per_row: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
     columns = (tl.program_id(0) % blocks_per_row) * BLOCK_F + tl.arange(0, BLOCK_F)  # [BLOCK_F]
@@ -103,7 +105,7 @@ def _gated_activation_backward_kernel(
 
 
 def _launch(kernel, gate, up, *others, activation):
-    """Run `kernel` over gate and up, [rows, F] of any spacing, and others with contiguous rows."""
+    """Runs `kernel` over gate and up, [rows, F] with rows of any spacing, and over `others`, [rows, F] contiguous."""
     rows, columns = gate.shape
     block = min(BLOCK_SIZE, triton.next_power_of_2(columns))
     kernel[(rows * triton.cdiv(columns, block),)](
@@ -112,7 +114,7 @@ def _launch(kernel, gate, up, *others, activation):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """`x` as [rows, F] with contiguous rows; halves of a fused projection are not copied."""
+    """Views `x` as [rows, F] with contiguous rows, without a copy for halves of a fused projection."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -159,7 +161,7 @@ def _tiled_mlp(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
     part: int, activation: str, tile_size: int, on_triton: bool,
 ) -> Tensor:  # fmt: skip
-    """x: [rows, D]; part: the number of a `kernels.parts.Linear`."""
+    """Runs the layer on x [rows, D] tile by tile; `part` is the number of a `kernels.parts.Linear`."""
     linear: Linear = part_of(part)
     output = x.new_empty(len(x), len(down_weight))
     gate_buffer, up_buffer = (x.new_empty(min(tile_size, len(x)), len(gate_weight)) for _ in range(2))
@@ -184,7 +186,7 @@ def _tiled_mlp_backward(
     d_output: Tensor, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
     part: int, activation: str, tile_size: int, on_triton: bool, needs_gradient: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of those of x and the three weights that `needs_gradient` asks for."""
+    """Returns the gradients that `needs_gradient` asks for, of x and the three weights in this order."""
     linear: Linear = part_of(part)
     weights = (gate_weight, up_weight, down_weight)
     d_x = x.new_empty(x.shape) if needs_gradient[0] else None
@@ -205,7 +207,7 @@ def _tiled_mlp_backward(
             _launch(_gated_activation_backward_kernel, gate, up, *gradients, activation=activation)
         else:
             _activation_backward_in_place(d_hidden, gate, up, activation)
-        d_gate, d_up, hidden = gate, up, d_hidden  # what the buffers hold from here on
+        d_gate, d_up, hidden = gate, up, d_hidden  # the buffers' contents from here on
 
         if d_x is not None:
             linear.input_gradient(d_gate, gate_weight, out=d_x[tile])
@@ -213,7 +215,7 @@ def _tiled_mlp_backward(
         for total, dy, factor in zip(d_weights, (d_gate, d_up, d_output_tile), (x_tile, x_tile, hidden)):
             if total is not None:
                 linear.weight_gradient(dy, factor, out=total, accumulate=True)
-    del buffers, gate, up, d_hidden, d_gate, d_up, hidden  # freed first: the casts' results would else add to the peak
+    del buffers, gate, up, d_hidden, d_gate, d_up, hidden  # freed before the casts, whose results need memory
     d_weights = [total.to(w.dtype) for total, w in zip(d_weights, weights) if total is not None]
     return d_weights if d_x is None else [d_x, *d_weights]
 
@@ -251,10 +253,10 @@ _tiled_mlp.register_autograd(_tiled_gradients, setup_context=_setup_tiled)
 
 
 def swiglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
-    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202).
+    """Returns silu(gate) * up (Shazeer 2020, arXiv:2002.05202).
 
     Args:
-        gate, up: [..., F], of one shape and one dtype of float32, bfloat16 and float16. The two halves of a fused
+        gate, up: [..., F], both of one shape and one dtype: float32, bfloat16 or float16. The two halves of a fused
             projection are read in place.
         impl: "auto", "triton" or "torch".
 
@@ -262,13 +264,13 @@ def swiglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
         [..., F], contiguous, in the dtype of gate and up.
 
     Raises:
-        ValueError: unequal shapes or dtypes; for Triton, also a dtype other than the three above.
+        ValueError: unequal shapes or dtypes; with Triton, a dtype other than these three.
     """
     return _gated(gate, up, "silu", impl)
 
 
 def geglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
-    """gelu(gate) * up (Shazeer 2020, arXiv:2002.05202), GELU by tanh as Gemma's; otherwise as `swiglu`."""
+    """Returns gelu(gate) * up, GELU in the tanh form that Gemma uses; arguments and errors as in `swiglu`."""
     return _gated(gate, up, "gelu_tanh", impl)
 
 
@@ -293,25 +295,25 @@ def gated_mlp(
     linear: Linear = PLAIN,
     impl: str = "auto",
 ) -> Tensor:
-    """down(act(gate(input)) * up(input)), optionally in tiles of rows (Snowflake's ALST 2025, arXiv:2506.13996).
+    """Returns down(act(gate(input)) * up(input)), in tiles of rows if asked (ALST, Snowflake 2025, arXiv:2506.13996).
 
     Args:
         input: [..., D].
         gate_weight, up_weight: [F, D].
-        down_weight: [D, F]; all as `torch.nn.Linear` keeps them, without biases.
+        down_weight: [D, F]. All weights are laid out as in `torch.nn.Linear`, without biases.
         activation: "silu" or "gelu_tanh".
-        tile_size: None runs the whole at once and keeps gate and up for backward. A number of rows runs one autograd
-            function over tiles, which keeps the input only and needs 3 * tile_size * F elements at a time (and, in
-            backward, the three weight gradients in float32): 8192 costs the 4B's MLP 0.45 GiB.
-        linear: the matrix products, of which the pieces in tiles.
+        tile_size: None runs all rows at once and keeps gate and up for backward. A number of rows runs one operation
+            over tiles, which keeps the input only. It needs 3 * tile_size * F elements at a time, 0.45 GiB for the
+            4B's MLP in tiles of 8192, and in backward the three weight gradients in float32.
+        linear: the part that makes the matrix products.
         impl: "auto", "triton" or "torch".
 
     Returns:
         [..., D].
 
     Raises:
-        ValueError: unknown activation, tile_size below 1, shapes or dtypes that do not fit; for Triton, also a dtype
-            other than float32, bfloat16 and float16.
+        ValueError: unknown activation, tile_size below 1, shapes or dtypes that do not fit; with Triton, a dtype other
+            than float32, bfloat16 and float16.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
@@ -329,7 +331,7 @@ def gated_mlp(
         raise ValueError(f"tile_size must be at least 1 row, got {tile_size}")
     tensors = (input, gate_weight, up_weight, down_weight)
     device = input.device.type
-    if torch.is_autocast_enabled(device):  # F.linear would cast; a custom op has to be given what it computes in
+    if torch.is_autocast_enabled(device):  # casts the arguments of F.linear, but not of a custom operation
         tensors = tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
     if len({t.dtype for t in tensors}) > 1:
         raise ValueError(f"input and weights must be of one dtype, got {[str(t.dtype) for t in tensors]}")
@@ -341,13 +343,13 @@ def gated_mlp(
 def gated_mlp_footprint(
     num_tokens: int, hidden_size: int, intermediate_size: int, *, element_size: int = 2, tile_size: int | None = None
 ) -> Footprint:
-    """What `gated_mlp` takes; its backward in tiles holds the weights' gradients in float32 as well."""
+    """Footprint of `gated_mlp`. Its backward in tiles includes the weights' gradients in float32."""
     x, hidden = (element_size * num_tokens * size for size in (hidden_size, intermediate_size))
     weights = 3 * hidden_size * intermediate_size
     flops, traffic = 2 * weights * num_tokens, 3 * hidden
-    if tile_size is None:  # backward adds two tensors of gate's size at its fullest
+    if tile_size is None:  # backward holds two more tensors of gate's size at its fullest
         return Footprint(x + 3 * hidden, 3 * hidden, 2 * hidden, 0, flops, 2 * flops, traffic)
     tile = element_size * intermediate_size * min(tile_size, num_tokens)
-    # dx, and the weights' gradients in float32 while the last tile is there or while they are rounded.
+    # dx and the weights' gradients in float32, together with the last tile or with the gradients' rounded copies.
     backward = x + 4 * weights + max(3 * tile, element_size * weights)
     return Footprint(x, x + 2 * tile, backward, 0, flops, (2 + 2 / 3) * flops, traffic, is_skippable=True)

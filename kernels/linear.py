@@ -1,12 +1,12 @@
-"""Linear maps as parts: the product y = x weight^T + bias, and each piece of its backward.
+"""Linear maps as parts: the product y = x weight^T + bias, and the pieces of its backward.
 
     dx = dy weight,  d_weight = dy^T x,  d_bias = sum of dy's rows
 
-`Plain` multiplies in the dtype of its inputs: bfloat16 on GPUs, float32 on CPUs. Sums inside a product are float32 and
-rounded once. The gradient of a weight that adds up over tiles or chunks is float32 throughout: a bfloat16 sum of many
-tiles loses the small ones. `F.linear` is the reference.
+`Plain` multiplies in the dtype of its inputs: bfloat16 on GPUs, float32 on CPUs. Its reference is `F.linear`. Products
+add up in float32 and are rounded once. Totals of a weight's gradient over tiles or chunks are float32, because a
+bfloat16 total loses small addends.
 
-Kept for backward: x and weight where the part itself is called; nothing by its pieces.
+Kept for backward: x and weight by a call of the part; nothing by its pieces, whose callers keep what they need.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from .parts import Part
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
-    """Returns a @ b, or writes it into `out` or adds it to `out`, in out's dtype.
+    """Returns a @ b, written into `out` or added to it where it is given, in out's dtype.
 
-    On CUDA, cuBLAS adds products of 16-bit factors to a float32 `out`. On CPUs the factors are cast first.
+    On CUDA, cuBLAS adds products of 16-bit factors to a float32 `out`. On a CPU, the factors are cast first.
     """
     if out is None:
         return a @ b
@@ -33,7 +33,7 @@ def _product(a: Tensor, b: Tensor, out: Tensor | None, accumulate: bool) -> Tens
 
 @dataclass(frozen=True)
 class Plain(Part):
-    """Products in the dtype of the inputs; methods as in `kernels.parts.Linear`."""
+    """Products in the dtype of the inputs. `kernels.parts.Linear` describes the methods."""
 
     rate = "products"
 

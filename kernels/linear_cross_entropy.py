@@ -1,15 +1,18 @@
-"""The output projection and its cross-entropy without the [tokens, V] logits: chunk by chunk, gradients in forward.
+"""The output projection and its cross-entropy, chunk by chunk: the [tokens, V] logits never exist as a whole.
 
-For a chunk of tokens with hidden states x [n, D], head W [V, D] and the row loss of kernels/cross_entropy.py:
+Forward makes the gradients. A chunk has hidden states x [n, D]; the head is W [V, D]; kernels/cross_entropy.py has the
+loss of a row.
 
-    logits = x W^T                                              one GEMM, into a buffer that all chunks share
-    g = d(sum of the chunk's losses) / d(logits)                one kernel, over the logits
-    dx = g W,  dW += g^T x,  d_bias += sum of g's rows          two GEMMs; dW accumulates in float32
+    logits = x W^T                                              one GEMM, into one buffer for all chunks
+    g = d(sum of the chunk's losses) / d(logits)                one kernel, in place
+    dx = g W,  dW += g^T x,  d_bias += sum of g's rows          two GEMMs; dW is float32
 
-A loss and both gradients need these three GEMMs and no fewer. g is not scaled: 1 / tokens and the incoming gradient
-multiply dx and the float32 dW, once, in backward, so neither underflows g's 16 bits.
-Rows whose label is ignored take part in no GEMM. With reduction="none" each row has an incoming gradient of its own,
-known only in backward: forward computes the losses alone, backward runs the chunks again with g's rows scaled.
+A loss and both gradients need these three GEMMs and no fewer. g is not scaled. Backward multiplies dx and the float32
+dW by 1 / tokens and by the incoming gradient, once, so that neither factor underflows g's 16 bits. Rows with an ignored
+label take part in no GEMM.
+
+With reduction="none" each row has an incoming gradient of its own, and only backward knows it. Forward then computes
+the losses alone. Backward runs the chunks again and scales g's rows.
 
 Kept for backward: dx in the input's dtype and dW in float32; with reduction="none" the inputs instead.
 """
@@ -36,7 +39,7 @@ from .linear import PLAIN
 from .parts import Footprint, Linear, part_of
 from .torch_internals import assert_async, backward_keeps_graph
 
-CHUNK_SIZE = 4096  # tokens whose logits exist at a time
+CHUNK_SIZE = 4096  # tokens with logits at one time
 
 
 def linear_cross_entropy_reference(
@@ -47,12 +50,15 @@ def linear_cross_entropy_reference(
     linear_bias: Tensor | None = None,
     **options,
 ) -> Tensor | Details:
-    """Plain PyTorch with full logits; `options` are those of `cross_entropy_reference`."""
+    """Plain PyTorch with full logits; `cross_entropy_reference` takes the `options`."""
     return cross_entropy_reference(F.linear(input, linear_weight, linear_bias), target, **options)
 
 
 def _rows_to_compute(target: Tensor, ignore_index: int, num_valid_tokens: int | None) -> Tensor | None:
-    """Indices of the rows that count, in order; None if all do. Waits for the device unless their number is known."""
+    """Returns the indices of rows with a valid label, in order, or None if all rows have one.
+
+    Waits for the device unless the caller knows how many there are.
+    """
     valid = target != ignore_index
     if num_valid_tokens is None:
         num_valid_tokens = int(valid.sum())
@@ -71,9 +77,10 @@ def _loss_and_gradients(
     part: int, num_valid_tokens: int | None, chunk_size: int, group_name: str | None,
     ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, use_triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Loss, rows' losses and log-sum-exps, and those gradients of input, head and bias that are needed (else empty).
+    """Returns the loss, each row's loss and log-sum-exp, and the gradients of input, head and bias.
 
-    scale [] multiplies the sum of the losses, but not yet the gradients; scale [N] multiplies each row's gradient.
+    Gradients that are not needed are empty. `scale` [] multiplies the sum of the losses, but not yet the gradients;
+    `scale` [N] multiplies the gradient of each row. `part` is the number of a `kernels.parts.Linear`.
     """
     linear: Linear = part_of(part)
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
@@ -123,7 +130,7 @@ def _loss_and_gradients(
 
 
 def _empty_outputs(input, linear_weight, target, needs_input, needs_weight, needs_bias):
-    """Rows' losses and log-sum-exps; gradients of input, in its dtype, and of head and bias, in float32 at least."""
+    """Makes each row's loss and log-sum-exp, and gradients: the input's in its dtype, others in float32 or wider."""
     losses = input.new_empty(target.shape, dtype=torch.promote_types(input.dtype, torch.float32))
     return (
         losses,
@@ -156,8 +163,8 @@ def _backward(ctx, d_loss, d_losses, *_):
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
     if ctx.has_gradients:
         scale, *gradients = ctx.saved_tensors
-        scale = (scale * d_loss).reshape(1)  # [1]: a 0-d factor would first be rounded to the gradient's dtype
-        # Where the graph is kept backward may come again; otherwise the gradients' memory can be their result's.
+        scale = (scale * d_loss).reshape(1)  # [1], as CUDA first rounds a 0-d factor to the gradient's dtype
+        # A kept graph may go backward again. Otherwise the gradients are scaled in place.
         kept = backward_keeps_graph()
         gradients = [
             torch.mul(g, scale, out=g if g.dtype == ctx.dtype and not kept else torch.empty_like(g, dtype=ctx.dtype))
@@ -192,41 +199,41 @@ def linear_cross_entropy(
     linear: Linear = PLAIN,
     impl: str = "auto",
 ) -> Tensor | Details:
-    """Cross-entropy of `input @ linear_weight.T + linear_bias`, whose logits exist one chunk of tokens at a time.
+    """Cross-entropy of `input @ linear_weight.T + linear_bias`, with logits of one chunk of tokens at a time.
 
-    The signature follows PyTorch's `F.linear_cross_entropy`; gradients in forward follow mgmalek's
-    efficient_cross_entropy and Liger-Kernel (arXiv:2410.10989). Beside the inputs and the gradients it takes
-    chunk_size * V * 2 bytes for 16-bit logits and 4 * V * D for dW in float32. Under autocast the input, head and
-    bias are cast as by F.linear.
+    The signature follows PyTorch's `F.linear_cross_entropy`. Gradients in forward follow mgmalek's
+    efficient_cross_entropy and Liger-Kernel (arXiv:2410.10989). On top of the inputs and the gradients this takes
+    chunk_size * V * 2 bytes for 16-bit logits and 4 * V * D bytes for dW in float32. Autocast casts the input, head
+    and bias as for F.linear.
 
     Args:
         input: [..., D] hidden states, float32, bfloat16 or float16 (float64 too with impl="torch").
-        linear_weight: [V, D], the head, of the input's dtype. A DTensor is gathered once and its gradient summed over
-            the ranks of its mesh, each of which is taken to have rows of its own.
+        linear_weight: [V, D], the head, of the input's dtype. A DTensor is gathered once. Its gradient is summed over
+            the ranks of its mesh, which are taken to have different rows of the input.
         target: [...] int64 labels in [0, V), or `ignore_index`.
         linear_bias: [V], of the input's dtype.
         weight: [V] class weights (of all ranks' classes under `process_group`). Not differentiated.
         reduction: "mean", "sum" or "none". "none" costs a fourth GEMM in backward.
-        ignore_index: rows with this label count for nothing, and cost nothing.
+        ignore_index: rows with this label count for nothing and cost nothing.
         label_smoothing, z_loss, softcap, denominator: as in `cross_entropy`.
-        num_valid_tokens: how many labels are not `ignore_index`, if the caller knows: then the host does not wait
-            for the device. A wrong number is an error (on CUDA a device-side assertion).
-        chunk_size: tokens a chunk.
-        process_group: shards the vocabulary: each rank calls with the same input and target and its own rows of
-            linear_weight and linear_bias, equally many on every rank and in the order of ranks. Every rank returns
-            the loss of all, and the whole gradient of the input.
+        num_valid_tokens: number of labels other than `ignore_index`. A caller that knows it spares the host a wait for
+            the device. A wrong number is an error (on CUDA a device-side assertion).
+        chunk_size: tokens per chunk.
+        process_group: shards the vocabulary. Each rank calls with the same input and target, and with its own rows of
+            linear_weight and linear_bias: equally many on every rank, in the order of ranks. Every rank returns the
+            loss over all classes, and the whole gradient of the input.
         return_details: also return each row's loss and log-sum-exp.
-        linear: the matrix products, of which the pieces.
-        impl: "auto", "triton" or "torch": who computes a chunk's loss and gradient between the GEMMs.
+        linear: the part that makes the matrix products.
+        impl: "auto", "triton" or "torch", for a chunk's loss and gradient between the GEMMs.
 
     Returns:
         The loss, float32 (float64 of float64 input): [], or [...] if reduction is "none". With `return_details`,
         a `Details`.
 
     Raises:
-        ValueError: shapes, dtypes or options that do not fit together; a denominator or sum of class weights as
-            `cross_entropy` refuses it.
-        RuntimeError: num_valid_tokens is wrong; in backward, create_graph=True.
+        ValueError: shapes, dtypes or options that do not fit together; a denominator or a sum of class weights that
+            `cross_entropy` refuses.
+        RuntimeError: wrong num_valid_tokens; in backward, create_graph=True.
     """
     if hasattr(linear_weight, "full_tensor"):
         from torch.distributed.tensor import Partial
@@ -246,7 +253,7 @@ def linear_cross_entropy(
     labels, weight = flat_labels_and_weight(target, weight)
     dtype = torch.promote_types(input.dtype, torch.float32)
     scale = loss_scale(labels, weight, reduction, ignore_index, denominator, dtype)
-    # Gradients are computed in forward, if at all; of reduction="none" they are not.
+    # Forward computes the gradients, except for reduction="none".
     computes_gradients = torch.is_grad_enabled() and reduction != "none"
     needs = [computes_gradients and t is not None and t.requires_grad for t in (x, linear_weight, linear_bias)]
     group_name = None if process_group is None else process_group.group_name
@@ -276,7 +283,7 @@ def _check(input, linear_weight, linear_bias, target, num_valid_tokens, chunk_si
 def linear_cross_entropy_footprint(
     num_tokens: int, hidden_size: int, vocab_size: int, *, element_size: int = 2
 ) -> Footprint:
-    """What `linear_cross_entropy` takes; it makes its gradients, the head's in float32, in forward."""
+    """Footprint of `linear_cross_entropy`. Forward makes the gradients, the head's in float32."""
     flops, d_input = 2 * num_tokens * hidden_size * vocab_size, element_size * num_tokens * hidden_size
     d_head = 4 * hidden_size * vocab_size
     logits = element_size * vocab_size * min(CHUNK_SIZE, num_tokens)

@@ -33,32 +33,32 @@ def part_of(number: int):
 
 
 class Linear(Protocol):
-    """A linear map, y = x weight^T + bias, with its backward in pieces.
+    """A linear map, y = x weight^T + bias, and the pieces of its backward.
 
-    The tiled MLP, attention of some heads at a time and the chunked loss call the pieces; everything else calls the
-    object itself, which autograd sees through.
+    Operations with a backward of their own call the pieces: the tiled MLP, attention of some heads at a time and the
+    chunked loss. Everything else calls the object itself and leaves backward to autograd.
 
     Attributes:
-        number: see `Part`.
-        rate: name of the measured rate of its matrix products, see `training.memory.machine.Rates`.
+        number: names the part to custom operations, see `Part`.
+        rate: name of the measured rate of its matrix products, a field of `training.memory.machine.Rates`.
     """
 
     number: int
     rate: str
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Differentiable: x [..., K], weight [N, K], bias [N] -> [..., N]."""
+        """Maps x [..., K] to [..., N] by weight [N, K] and bias [N]. Differentiable."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-        """Without a graph: x [M, K] -> [M, N], into `out` where it is given."""
+        """Maps x [M, K] to [M, N] without a graph, into `out` where it is given."""
 
     def input_gradient(
         self, dy: Tensor, weight: Tensor, *, out: Tensor | None = None, accumulate: bool = False
     ) -> Tensor:
-        """dy [M, N] -> dx = dy weight [M, K], into `out` or, with `accumulate`, added to it."""
+        """Returns dx = dy weight [M, K] for dy [M, N], in `out` where it is given; `accumulate` adds to `out`."""
 
     def weight_gradient(self, dy: Tensor, x: Tensor, *, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
-        """dy [M, N], x [M, K] -> dy^T x [N, K], into `out`, which may be float32, or added to it."""
+        """Returns dy^T x [N, K] for dy [M, N] and x [M, K], as `input_gradient` does; `out` may be float32."""
 
 
 class AttentionBytes(NamedTuple):

@@ -1,6 +1,6 @@
-"""Root-mean-square normalisation of the last dimension, with an optional residual added first, in one launch.
+"""Root-mean-square normalisation of the last dimension in one launch, of the input or of input + residual.
 
-    total = input + residual                          rounded to the input's dtype, as eager would
+    total = input + residual                          rounded to the input's dtype, as PyTorch rounds it
     normed = total * rstd * (weight + weight_offset)  with rstd = 1 / sqrt(mean(total^2) + eps)
 
 Backward, with x_hat = total * rstd and g = d_normed * (weight + weight_offset):
@@ -8,9 +8,10 @@ Backward, with x_hat = total * rstd and g = d_normed * (weight + weight_offset):
     d_input = d_residual = rstd * (g - x_hat * mean(g * x_hat)) + d_total
     d_weight = sum over rows of d_normed * x_hat
 
-Kept for backward: the input (or the total, which is an output anyway) and one float32 rstd a row.
-d_weight is summed in two stages in float32, a fixed number of partial sums and then their sum: no atomics,
-so the same bits in every run.
+Kept for backward: the input, or the total, an output anyway; and one float32 rstd per row.
+
+d_weight is summed in float32 in two stages: a fixed number of partial sums, then their sum. Without atomics, every run
+gives the same bits.
 """
 
 import torch
@@ -20,9 +21,9 @@ from torch import Tensor
 
 from .common import operation, use_triton
 
-LARGEST_ROW = 8192  # elements: a row lives in one program's registers
+LARGEST_ROW = 8192  # elements; a row lives in one program's registers
 FORWARD_BLOCK, BACKWARD_BLOCK = 2048, 4096  # elements that a program works on at once: many short rows, or one
-PROGRAMS_PER_SM = 2  # in backward each loops over rows and leaves one partial sum of d_weight; more do not fit
+PROGRAMS_PER_SM = 2  # in backward; each loops over rows and leaves one partial sum of d_weight; more do not fit
 
 
 def rms_norm_reference(
@@ -51,7 +52,10 @@ def _rms_norm_forward_kernel(
     INNER: tl.constexpr, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     CAST_BEFORE_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Rows of `input` lie at (row // INNER) * outer_stride + (row % INNER) * inner_stride; all else is contiguous."""
+    """Normalises BLOCK_ROWS rows. All tensors but the input are contiguous.
+
+    Row r of `input` starts at (r // INNER) * outer_stride + (r % INNER) * inner_stride.
+    """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [BLOCK_ROWS]
     columns = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     mask = (rows < num_rows)[:, None] & (columns < D)[None, :]  # [BLOCK_ROWS, BLOCK_D]
@@ -87,7 +91,7 @@ def _rms_norm_backward_kernel(
     scale = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32) + weight_offset
     d_weight = tl.zeros([BLOCK_ROWS, BLOCK_D], dtype=tl.float32)
 
-    # num_stages: loads of the next rows are in flight while these are worked on.
+    # num_stages lets the next rows load while the program works on these.
     first, step = tl.program_id(0) * BLOCK_ROWS, tl.num_programs(0) * BLOCK_ROWS
     for start in tl.range(first, num_rows, step, num_stages=NUM_STAGES):
         rows = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)  # [BLOCK_ROWS]
@@ -112,9 +116,9 @@ def _rms_norm_backward_kernel(
 
 
 def _evenly_spaced_rows(x: Tensor) -> Tensor:
-    """`x` as [outer, inner, D], copied only where two strides cannot describe where its rows start.
+    """Views `x` as [outer, inner, D], or copies it where two strides cannot say where its rows start.
 
-    inner is 1 for rows of one spacing, the number of heads for heads sliced out of a fused projection.
+    inner is 1 for evenly spaced rows. It is the number of heads for heads sliced out of a fused projection.
     """
     for inner in (1, x.shape[-2] if x.dim() > 2 else 1):
         try:
@@ -135,7 +139,7 @@ def _blocks(d: int, elements: int) -> dict[str, int]:
 def _forward(
     input: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float, cast_before_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """normed, total (empty without a residual) and rstd."""
+    """Returns normed, total (empty without a residual) and rstd."""
     x = _evenly_spaced_rows(input) if residual is None else input.reshape(-1, 1, input.shape[-1]).contiguous()
     normed, total, rstd = _empty_outputs(input, residual)
     blocks = _blocks(input.shape[-1], FORWARD_BLOCK)
@@ -161,7 +165,7 @@ def _(input, residual, *_):
 def _backward(
     d_normed: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, weight_offset: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x (the input, or the total) and of the weight."""
+    """Returns the gradients of x (the input, or the total) and of the weight."""
     rows = _evenly_spaced_rows(x)
     blocks = _blocks(x.shape[-1], BACKWARD_BLOCK)
     num_programs = min(_num_programs(x.device), triton.cdiv(rstd.numel(), blocks["BLOCK_ROWS"]))
@@ -188,7 +192,7 @@ def _(d_normed, d_total, x, weight, *_):
 def _setup_context(ctx, inputs, output):
     input, residual, weight, _, ctx.weight_offset, _ = inputs
     _, total, rstd = output
-    ctx.set_materialize_grads(False)  # autograd then makes no zeros for a total that nothing used
+    ctx.set_materialize_grads(False)  # saves the zeros that autograd would make for an unused total
     ctx.save_for_backward(input if residual is None else total, weight, rstd)
     ctx.has_residual = residual is not None
 
@@ -217,22 +221,22 @@ def rms_norm(
     """RMSNorm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
 
     Args:
-        input: [..., D], float32, bfloat16 or float16. Rows may be strided, as q's and k's heads are when sliced out
-            of a fused projection: [B, T, H, K] is normalised per head.
+        input: [..., D], float32, bfloat16 or float16. Rows may be strided, like heads sliced out of a fused projection.
+            [B, T, H, K] is normalised per head.
         weight: [D], any floating dtype.
         eps: added to the mean of squares.
         residual: of the input's shape and dtype; added to the input before the norm.
         weight_offset: added to the weight in float32; 1.0 is Gemma's convention.
-        cast_before_weight: True rounds the normalised row to the input's dtype before it meets the weight, as Llama
-            and Qwen3 do in transformers; False keeps float32 until the end, as Gemma does.
+        cast_before_weight: True rounds the normalised row to the input's dtype before the product with the weight, as
+            Llama and Qwen3 do in transformers. False keeps float32 until the end, as Gemma does.
         impl: "auto", "triton" or "torch".
 
     Returns:
-        The normalised input, in the input's dtype; with `residual`, that and input + residual.
+        The normalised input, in the input's dtype; with `residual`, a pair of it and input + residual.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together; for Triton, also a dtype other than the three above or
-            D above 8,192.
+        ValueError: shapes or dtypes that do not fit together; with Triton, a dtype other than these three or D above
+            8,192.
     """
     if weight.shape != input.shape[-1:]:
         raise ValueError(f"weight must be [{input.shape[-1]}], the input's last dimension, got {list(weight.shape)}")

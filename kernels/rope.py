@@ -1,12 +1,17 @@
-"""Rotary position embedding of queries and keys in one launch: halves rotated, as Llama and Qwen3 do; its frequencies.
+"""Rotary position embedding of queries and keys in one launch, and the frequencies of its rotations.
+
+Halves are rotated, as in Llama and Qwen3:
 
     [first, second] -> [first cos - second sin, second cos + first sin]
 
-cos and sin are float32 tables, by token, with whatever factor the caller scales them by. The transpose of the rotation
-is the rotation by the negated angle: backward is the same kernel. Kept for backward: the tables, nothing of q and k.
+cos and sin are float32 tables with a row for each token. The caller may have scaled them. The transpose of a rotation
+is the rotation by the negated angle, so that backward runs the same kernel.
 
-A token at position t turns the i-th pair of K / 2 by t theta^(-2i / K). A model whose context was extended turns some
-pairs more slowly: `LinearScaling`, `Llama3Scaling` and `YarnScaling`, with the fields that a config.json gives them.
+Kept for backward: the tables, nothing of q and k.
+
+A head of K elements is K / 2 pairs. A token at position t turns pair i by t theta^(-2i / K). Models with an extended
+context turn some pairs more slowly: `LinearScaling`, `Llama3Scaling` and `YarnScaling`. Their fields are those that
+config.json has.
 """
 
 import math
@@ -19,7 +24,7 @@ from torch import Tensor
 
 from .common import operation, use_triton
 
-LARGEST_TILE = 16384  # elements: heads x head_dim / 2 of one token, each padded to a power of two, in registers
+LARGEST_TILE = 16384  # elements in registers: heads x head_dim / 2 of one token, each padded to a power of two
 
 
 def rope_reference(q_BTHK: Tensor, k_BTGK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +47,7 @@ def _rope_kernel(
     BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_HALF: tl.constexpr,
     INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One token: all heads of q and k. The outputs and the tables' rows are contiguous."""
+    """Rotates all heads of q and k of one token. The outputs and the tables' rows are contiguous."""
     token = tl.program_id(0).to(tl.int64)
     b, t = token // T, token % T
     columns = tl.arange(0, BLOCK_HALF)  # [BLOCK_HALF]
@@ -51,7 +56,7 @@ def _rope_kernel(
     q_mask = (h < H) & (columns < HALF)[None, :]  # [BLOCK_H, BLOCK_HALF]
     k_mask = (g < G) & (columns < HALF)[None, :]  # [BLOCK_G, BLOCK_HALF]
 
-    # All loads before the first use: one wait for memory a program.
+    # All loads come before the first use, so that a program waits for memory once.
     q = q_ptr + b * q_stride_b + t * q_stride_t + h * q_stride_h + columns[None, :]
     k = k_ptr + b * k_stride_b + t * k_stride_t + g * k_stride_g + columns[None, :]
     q_first, q_second = tl.load(q, mask=q_mask, other=0.0), tl.load(q + HALF, mask=q_mask, other=0.0)
@@ -110,17 +115,17 @@ def rope(q_BTHK: Tensor, k_BTGK: Tensor, cos: Tensor, sin: Tensor, *, impl: str 
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of queries and keys, halves rotated.
 
     Args:
-        q_BTHK, k_BTGK: [batch, tokens, heads, head_dim], one dtype of float32, bfloat16 and float16, any number of
-            heads each, any strides (copied only where head_dim is not contiguous).
-        cos, sin: [T, K / 2] or [B, T, K / 2], float32, of each token's angles.
+        q_BTHK, k_BTGK: [batch, tokens, heads, head_dim], both float32, bfloat16 or float16, with any numbers of heads
+            and any strides (copied only where head_dim is not contiguous).
+        cos, sin: [T, K / 2] or [B, T, K / 2], float32, for each token's angles.
         impl: "auto", "triton" or "torch".
 
     Returns:
         The rotated q and k, contiguous, in their dtype. Gradients flow to q and k only.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together, or an odd head_dim; for Triton, also a dtype other than
-            the three above, or more than 16,384 elements in half the heads of a token.
+        ValueError: shapes or dtypes that do not fit together, or an odd head_dim; with Triton, a dtype other than these
+            three, or more than 16,384 elements in the half heads of a token.
     """
     _check(q_BTHK, k_BTGK, cos, sin)
     if not use_triton(impl, q_BTHK):
@@ -150,11 +155,11 @@ def _check(q, k, cos, sin) -> None:
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Every frequency divided by `factor` (Chen et al. 2023, arXiv:2306.15595)."""
+    """Divides every frequency by `factor` (Chen et al. 2023, arXiv:2306.15595)."""
 
     factor: float
     rope_type = "linear"
-    table_factor = 1.0  # that cos and sin are multiplied by
+    table_factor = 1.0  # multiplies cos and sin
 
     def __post_init__(self):
         _check_numbers(self)
@@ -165,9 +170,9 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Frequencies of few turns in the original context divided by `factor`, those of many kept (arXiv:2407.21783).
+    """Divides frequencies of few turns in the original context by `factor`, keeps those with many (arXiv:2407.21783).
 
-    Few are fewer than `low_freq_factor` turns, many more than `high_freq_factor`; between them one goes into the other.
+    Few means up to `low_freq_factor` turns, many `high_freq_factor` and more. A ramp connects the two.
     """
 
     factor: float
@@ -192,13 +197,13 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023, arXiv:2309.00071): as Llama's, by a ramp over the pairs; cos and sin grow besides.
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): like `Llama3Scaling`, with a ramp over pairs, and larger cos and sin.
 
     Args:
-        beta_fast, beta_slow: turns in the original context from which on a frequency is kept, and up to which it is
-            divided by `factor`.
-        attention_factor: that cos and sin are multiplied by; None: 0.1 ln(factor) + 1, or by `mscale` and
-            `mscale_all_dim` where both are there.
+        beta_fast: turns in the original context from which a frequency is kept.
+        beta_slow: turns up to which a frequency is divided by `factor`.
+        attention_factor: multiplies cos and sin. None stands for 0.1 ln(factor) + 1 or, given `mscale` and
+            `mscale_all_dim`, for (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
         truncate: whether the ramp begins and ends at whole pairs.
     """
 
@@ -239,7 +244,7 @@ class YarnScaling:
         return torch.lerp(frequencies, frequencies / self.factor, divided)
 
     def _pair_of(self, turns: float, half: int, theta: float) -> float:
-        """Which of the pairs turns so often in the original context, a fraction."""
+        """Returns the index, a fraction, of the pair that turns so often in the original context."""
         return half * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(theta)
 
 
@@ -265,7 +270,7 @@ def _check_numbers(scaling) -> None:
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """By how much each pair turns from a token to the next, radians, float64 [head_dim / 2]."""
+    """Returns the turn of each pair from one token to the next, radians, float64 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     frequencies = theta**-exponents
     return frequencies if scaling is None else scaling.scale(frequencies, theta)

@@ -1,15 +1,17 @@
-"""Tensor parallelism: N ranks share each matrix; they have the same tokens, and between blocks the same hidden states.
+"""Tensor parallelism: N ranks share each matrix. They have the same tokens, and between blocks the same hidden states.
 
-Each of N ranks has whole heads: an N-th of the rows of the q, k and v projections, and those columns of the output
-projection that take its heads. In the same way it has rows of the MLP's gate and up and columns of down. What comes out
-is then a part of a sum:
+Each rank has whole heads: an N-th of the rows of the q, k and v projections, and the columns of the output projection
+that take its heads. In the same way it has rows of the MLP's gate and up projections and columns of down. Each rank's
+output is then one term of a sum:
 
     y = sum over ranks r of  down[:, r] (act(gate[r] x) * (up[r] x))
 
-An all-reduce behind the last product makes the sum in forward (`leave`). Backward has another before the first product,
-for the gradient of x, to which each rank's heads add theirs (`enter`). Of the embedding and of the head each rank has
-the rows of an N-th of the vocabulary. Nothing is kept for backward: a block that is rebuilt there sums what its heads
-make again, and what its MLP makes only where no operation is skipped in backward (`apply_execution`).
+An all-reduce after the last product makes the sum in forward (`leave`). In backward, the gradient of x is a sum over
+ranks as well, and another all-reduce makes it (`enter`). Each rank has the rows of the embedding and of the head for an
+N-th of the vocabulary.
+
+Nothing is kept for backward. A block that is built again in backward sums its attention output again. It sums its MLP
+output again only where no operation is skipped in backward (`apply_execution`).
 
 Method: Shoeybi et al., Megatron-LM, arXiv 1909.08053.
 """
@@ -25,7 +27,7 @@ from .torch_internals import resolve_process_group
 
 
 def local(weight: Tensor) -> Tensor:
-    """What this rank has of a weight, which FSDP2 gathers as a DTensor where tensor-parallel ranks share it."""
+    """Returns this rank's share of a weight. FSDP2 gathers a weight that tensor-parallel ranks share as a DTensor."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
@@ -54,36 +56,36 @@ class _Enter(torch.autograd.Function):
 
 
 class TensorRanks:
-    """The ranks that share each matrix.
+    """Ranks that share each matrix.
 
     Args:
-        group: N ranks, of which rank i has the i-th N-th of each matrix. None: a rank by itself, with whole matrices,
-            to which `enter`, `leave` and `gather` return what they are given.
+        group: N ranks; rank i has the i-th N-th of each matrix. None: a rank by itself with whole matrices, whose
+            tensors pass `enter`, `leave` and `gather` unchanged.
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
 
     def enter(self, x: Tensor) -> Tensor:
-        """x, which all ranks have, for what each computes of it with its part of a matrix: gradients add up."""
+        """Returns x for products with each rank's share of a matrix. Backward sums x's gradient over ranks."""
         return x if self.group is None else _Enter.apply(x, self.group.group_name)
 
     def leave(self, x: Tensor, skippable: bool = False) -> Tensor:
-        """The sum of what the ranks have computed, in x's dtype; see `kernels.common.operation` for `skippable`."""
+        """Returns the sum of x over ranks, in its dtype; see `kernels.common.operation` for `skippable`."""
         if self.group is None:
             return x
         return (_skippable_sum if skippable else _sum)(x, self.group.group_name)
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Rows of the embedding, [..., D]; `weight` [V / N, D] has those of the rank's words, ids are below V."""
+        """Returns rows of the embedding, [..., D], for ids in [0, V). `weight` [V / N, D] is this rank's share."""
         if self.group is None:
             return F.embedding(ids, weight)
-        # Another rank's word takes the row of one of this rank's, then zeros: of 2 ranks and 256 words, 130 that of 2.
+        # Words of other ranks read a row of this rank's, then become 0: of 256 words on 2 ranks, 130 reads row 2.
         is_elsewhere = ids // len(weight) != self.group.rank()
         return self.leave(F.embedding(ids % len(weight), weight).masked_fill(is_elsewhere.unsqueeze(-1), 0))
 
     def gather(self, logits: Tensor) -> Tensor:
-        """[..., V / N] of each rank -> [..., V], without a gradient."""
+        """Joins [..., V / N] of each rank to [..., V], without a gradient."""
         if self.group is None:
             return logits
         parts = [torch.empty_like(logits) for _ in range(self.group.size())]
