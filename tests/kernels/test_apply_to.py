@@ -1,5 +1,4 @@
 import copy
-import importlib
 import logging
 
 import pytest
@@ -7,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import kernels.apply_to as module
 from kernels.apply_to import apply_to
 
-MODULE = importlib.import_module("kernels.apply_to")  # `kernels.apply_to` is the function
 VOCAB = 71
-# Each family has something of its own: biases, a sliding window, tied heads, q/k norms, softcaps that bite.
+# Features that only some families have: biases, a sliding window, tied heads, softcaps that change results.
 FAMILIES = {
     "llama": {"tie_word_embeddings": False, "mlp_bias": True},
     "mistral": {"tie_word_embeddings": False, "sliding_window": 8},
@@ -35,7 +34,7 @@ def make_model(model_type, dtype=torch.float32, seed=0, **overrides):
     )  # fmt: skip
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():  # norms and biases start as ones and zeros, and would hide a mistake
+    with torch.no_grad():  # ones and zeros, the initial norms and biases, would hide a mistake
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn_like(parameter)
@@ -75,7 +74,7 @@ def assert_equal_training(plain, patched, batch, tolerance):
         assert relative_error(gradient, expected[name]) <= tolerance, name
 
 
-# The tolerance for float64 is not 1e-12, because transformers computes norms and the loss in float32 always.
+# transformers computes norms and the loss of a float64 model in float32, hence 1e-6 and not 1e-12.
 @every_family
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float64, 1e-6)])
 def test_loss_gradients_and_logits_equal_the_unpatched_models(model_type, dtype, tolerance):
@@ -101,7 +100,7 @@ def test_replaces_all_of_this_model_and_nothing_of_another(model_type, monkeypat
         return counted
 
     for name in calls:
-        monkeypatch.setattr(MODULE, name, spy(name, getattr(MODULE, name)))
+        monkeypatch.setattr(module, name, spy(name, getattr(module, name)))
 
     plain, patched = make_model(model_type), make_model(model_type)
     with caplog.at_level(logging.INFO, logger="kernels.apply_to"):
@@ -146,12 +145,12 @@ def test_generates_the_same_tokens(model_type):
 def test_loss_arguments_mean_what_they_mean_in_transformers(extra):
     plain, patched = make_pair("gemma2")
     batch = make_batch()
-    batch["labels"] = batch["labels"].clamp(min=2)  # -100 would be a class if ignore_index is 2
+    batch["labels"] = batch["labels"].clamp(min=2)  # -100 would be a class under ignore_index=2
     assert_equal_training(plain, patched, {**batch, **extra}, 3e-6)
 
 
 def test_shift_labels_of_every_other_token(device):
-    """Two ranks share a sequence. At batch 1 the labels of a rank are a view that skips the other rank's labels."""
+    """Takes a view of every other label, which a rank has when two share a sequence at batch 1."""
     plain, patched = (model.to(device) for model in make_pair("llama", impl="triton"))
     batch = {name: tensor.to(device) for name, tensor in make_batch(B=1).items()}
     batch["shift_labels"] = torch.arange(38, device=device).view(1, 38)[:, 1::2]
@@ -259,8 +258,8 @@ def test_training_converges_alike(model_type):
     assert expected[-1] < 0.7 * expected[0]
     assert losses == pytest.approx(expected, rel=2e-6)
     for (name, trained), weight in zip(plain.named_parameters(), patched.parameters()):
-        distance = (weight - trained).norm() / (trained - start[name]).norm()  # relative to the way trained
-        assert distance <= 1e-4, name  # Adam magnifies rounding of gradients near 0: Qwen2's k_proj.bias
+        distance = (weight - trained).norm() / (trained - start[name]).norm()  # relative to the way that training went
+        assert distance <= 1e-4, name  # Adam magnifies rounding of tiny gradients, like Qwen2's k_proj.bias
 
 
 def test_triton_kernels(device):

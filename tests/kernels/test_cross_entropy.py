@@ -1,4 +1,3 @@
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -8,12 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kernels.cross_entropy as module
 from kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from kernels.linear_cross_entropy import linear_cross_entropy
 from tests.kernels.ahead_of_time import KernelToCompile
 from tests.kernels.compare import DEVICE, STRIDES, strided
-
-module = importlib.import_module("kernels.cross_entropy")
 
 _ROW = {
     "target_ptr": "*i64", "statistics_ptr": "*fp32", "logits_stride": "i64", "gradient_stride": "i64",
@@ -51,12 +49,12 @@ KERNELS_TO_COMPILE = [
 ]  # fmt: skip
 
 IMPLEMENTATIONS = ("torch", "triton")
-# Casts to bf16 round to nearest on a GPU and in PyTorch. Triton's interpreter truncates: twice the error.
+# Casts to bf16 round on a GPU and in PyTorch. Triton's interpreter truncates, which doubles the error.
 GRADIENT_FACTOR = 2 if torch.cuda.is_available() else 3
 
 
 def _inputs(device, shape=(2, 5), vocab=2101, dtype=torch.float32, spread=3.0):
-    """Returns (logits, target). The vocabulary ends within a tile; some labels are ignored, some are at its edges."""
+    """Makes logits that fill a block and part of another, and labels: one ignored, others at the blocks' edges."""
     torch.manual_seed(0)
     logits = (spread * torch.randn(*shape, vocab)).to(dtype).to(device)
     target = torch.randint(vocab, shape)
@@ -193,7 +191,7 @@ def _whole_and_chunked(logits, target, **options):
 @pytest.mark.parametrize("value", [0, -3, float("nan"), float("inf")])
 @pytest.mark.parametrize("of", [float, torch.tensor, lambda value: torch.tensor([value], dtype=torch.float64)])
 def test_a_denominator_that_is_not_positive_is_refused(device, of, value):
-    """Numbers and CPU tensors are refused. A CUDA tensor is an assertion, which would end this process."""
+    """Tries numbers and CPU tensors. The assertion of a CUDA tensor would end this process."""
     for function in _whole_and_chunked(*_inputs(device, vocab=53), denominator=of(value)):
         with pytest.raises(ValueError, match=f"denominator must be positive and finite, got {float(value)}"):
             function()
@@ -445,7 +443,7 @@ def test_any_shape_and_options(data):
     _assert_as_exact_as_pytorch(
         logits.to(dtype),
         target,
-        slack=max(1e-6, torch.finfo(dtype).eps),  # PyTorch may be lucky with few numbers
+        slack=max(1e-6, torch.finfo(dtype).eps),  # in a few numbers, PyTorch may be lucky
         d_loss=data.draw(st.sampled_from([1.0, -3.0])),
         impl=data.draw(st.sampled_from(IMPLEMENTATIONS)),
         inplace=data.draw(st.booleans()),
@@ -467,7 +465,7 @@ def test_real_vocabularies(device, vocab, inplace):
 
 @pytest.mark.gpu
 def test_rows_beyond_2_31_elements(device):
-    """Row 14,134 starts beyond int32 at this vocabulary."""
+    """Row 14,134 of this vocabulary starts past the largest int32."""
     num_rows, vocab = 14_200, 151_936
     target = torch.randint(vocab, (num_rows,), device=device)
     logits = torch.empty(num_rows, vocab, dtype=torch.bfloat16, device=device).normal_()
@@ -502,7 +500,7 @@ def test_no_host_synchronisation(device, inplace):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", ["denominator=zero", "weight=zero.expand(53)"])
 def test_a_cuda_denominator_that_is_not_positive_is_a_device_side_assertion(options):
-    """The assertion ends the process in which it fails, here not the test's own."""
+    """Runs in a process of its own, because the assertion ends it."""
     program = f"""
 import torch
 from kernels.cross_entropy import cross_entropy

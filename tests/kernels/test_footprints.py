@@ -1,4 +1,4 @@
-"""The `Footprint` of each operation against its allocations, within 2%: on fake tensors, and on a GPU."""
+"""Compares each operation's `Footprint` with what it allocates, on fake tensors and on a GPU."""
 
 import gc
 import time
@@ -33,9 +33,9 @@ def tensor(*shape):
 
 
 def attention_case(heads_at_a_time, num_ranks=1, sparsity=None, has_norms=True):
-    """Returns a case of attention. Ranks that share sequences show the counter the operation's inside.
+    """Makes a case of `qkv_attention`. Where ranks share sequences, the counter sees inside the operation.
 
-    NSA's gate logits are inputs here; a model computes them.
+    The logits of NSA's gates, which the model makes, are inputs here.
     """
     inputs = [tensor(1, T, D), *(tensor(size, D) for size in (H * K, G * K, G * K)), tensor(D, H * K)]
     inputs += [tensor(K), tensor(K)] if has_norms else [tensor(size) for size in (H * K, G * K, G * K)]  # biases
@@ -45,10 +45,10 @@ def attention_case(heads_at_a_time, num_ranks=1, sparsity=None, has_norms=True):
     lengths = {"context_length": num_ranks * T, "num_ranks": num_ranks, "has_norms": has_norms}
     footprint = qkv_attention_footprint(T, D, H, G, K, **options, **lengths)
     exchange = HeadExchange(dist.group.WORLD) if num_ranks > 1 else None
-    # Key/value heads of one call, and the arguments of its footprint.
+    # Key/value heads of one call, and the call's shape.
     heads = heads_at_a_time or G // num_ranks
     of_call = num_ranks * T, H // G * heads, heads, K
-    heads_of_q, heads_of_k = (3 * H, 4 * G) if has_norms else (2 * H, 3 * G)  # q, k and v, normalised, and rotated
+    heads_of_q, heads_of_k = (3 * H, 4 * G) if has_norms else (2 * H, 3 * G)  # before and after norms, and rotated
     own = {OPS.qkv_attention.default: 2 * T * (heads_of_q + heads_of_k) * K * heads // G}
     if sparsity is None:
         bytes_of_token = 2 * of_call[1] * K, 2 * heads * K
@@ -124,12 +124,12 @@ CASES = {
 
 
 def check(case, counter):
-    """Asserts that a footprint is right within 2%. Backward may also hold the gradients of inputs and weights."""
+    """Checks bytes to within 2%. Backward may also hold the gradients of inputs and weights."""
     run, inputs, footprint, own = CASES[case]()
     counter.own_bytes = own
-    torch.autograd.grad(run(*inputs).sum(), inputs)  # libraries allocate their workspaces
-    gc.collect()  # earlier tests leave cycles
-    time.sleep(0.1)  # autograd's own thread frees a graph once it has Python's lock
+    torch.autograd.grad(run(*inputs).sum(), inputs)  # lets libraries make their workspaces
+    gc.collect()  # frees cycles that earlier tests left
+    time.sleep(0.1)  # lets autograd's own thread free its graph, for which it needs Python's lock
     before = counter.read().allocated
     with torch.set_grad_enabled("loss" in case):  # a loss makes its gradients in forward
         run(*inputs)
@@ -137,7 +137,7 @@ def check(case, counter):
     output = run(*inputs)
     saved = counter.read().allocated - before - output.nbytes
     if "loss" not in case:
-        saved += inputs[0].nbytes  # the input was allocated before
+        saved += inputs[0].nbytes  # already there before the call
     d_output = torch.ones_like(output)
     alive = counter.read().allocated
     torch.autograd.grad(output, inputs, d_output)
@@ -164,7 +164,7 @@ def test_on_fake_tensors(case):
     [(2, None, True), (2, 1, True), (4, 1, True), (8, 1, True), (2, 2, False), (4, None, False)],
 )
 def test_shared_sequences_on_fake_tensors(num_ranks, heads_at_a_time, has_norms, sparsity, monkeypatch):
-    """The model has 8 key/value heads. The process group is fake, and exchanges nothing."""
+    """Shares 8 key/value heads. The process group exchanges nothing."""
     monkeypatch.setitem(CASES, "shared", lambda: attention_case(heads_at_a_time, num_ranks, sparsity, has_norms))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     set_default_implementation("triton")

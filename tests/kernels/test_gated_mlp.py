@@ -105,7 +105,7 @@ def test_mlp_matches_float64(impl, tile_size, dtype, device, poisoned_memory):
 
 
 def test_weight_gradients_do_not_lose_small_tiles(device):
-    """A thousand tiles of one row have terms of one sign. Sums in bfloat16 would stop growing at 256 terms."""
+    """Sums a thousand tiles of one row, all terms of one sign. A bfloat16 sum would stop growing at 256 terms."""
     inputs = [t.abs() for t in mlp_inputs((1000,), 8, 8, torch.bfloat16)]
     gradients = []
     for function, dtype in ((gated_mlp_reference, torch.float64), (functools.partial(gated_mlp, tile_size=1), None)):
@@ -159,7 +159,7 @@ def test_under_compile_and_checkpoint(tile_size, wrap, device):
 
 
 def test_under_autocast(device):
-    """Weights are float32, as a trainer under autocast keeps them: products in bfloat16, gradients in float32."""
+    """Takes float32 weights, as in training under autocast: products are bfloat16, gradients float32."""
     inputs = mlp_inputs((9,), 8, 12)
     with torch.autocast(device.type, torch.bfloat16):
         untiled, tiled = (
@@ -229,7 +229,7 @@ def test_property_tiled_mlp_matches_float64(rows, D, F, tile_size, activation, d
 
 @pytest.mark.gpu
 def test_past_2_to_the_31_elements(device):
-    """Inputs are halves of a fused projection, 131,072 x 2 x 9728. Rows at both ends and at element 2^31 are tested."""
+    """Halves of a fused projection, 131,072 x 2 x 9728: rows at both ends and around the 2^31st element."""
     T, F = 131_072, 9728
     fused = torch.randn(T, 2 * F, dtype=torch.bfloat16, device=device)
     assert fused.numel() > 2**31
@@ -246,7 +246,7 @@ def test_past_2_to_the_31_elements(device):
 
 @pytest.mark.gpu
 def test_tiled_mlp_memory_does_not_grow_with_rows(device):
-    """Only the output and the input's gradient grow."""
+    """Leaves the output and the input's gradient out, which do grow."""
     D, F, tile_size = 512, 2048, 1024
     weights = [t.requires_grad_() for t in mlp_inputs((1,), D, F, torch.bfloat16)[1:]]
     extra = []

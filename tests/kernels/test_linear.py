@@ -15,7 +15,7 @@ from tests.kernels.compare import DTYPES, compare_with_float64, outputs_and_grad
 
 
 class _Pieces(torch.autograd.Function):
-    """A differentiable call of a part's pieces, into the memory that a caller gives where `given` is True."""
+    """Calls the pieces of a part, differentiably, with memory for their results where `given` is True."""
 
     @staticmethod
     def forward(ctx, part, given, x, weight, bias):
@@ -35,7 +35,7 @@ class _Pieces(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Rounded(Plain):
-    """Factors rounded to so many bits of mantissa: a part as FP8 will be, whose products differ from `Plain`'s."""
+    """Rounds factors to `bits` bits of mantissa, as FP8 will. Its products are not `Plain`'s."""
 
     bits: int
 
@@ -97,7 +97,7 @@ def test_a_call_is_pytorchs(has_bias, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_are_added_to_what_is_there(dtype, device):
-    """Into float32 where it is a weight's, without a rounding to the factors' dtype."""
+    """Checks that a float32 total of a weight's gradient is never rounded to the factors' dtype."""
     dy, x, weight = (random(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(9, 11), (9, 37), (11, 37)]))
     total = random(11, 37, seed=3)
     expected = total.double() + dy.double().T @ x.double()
@@ -113,7 +113,7 @@ def test_gradients_are_added_to_what_is_there(dtype, device):
 
 
 def test_small_products_are_not_lost_in_a_float32_total(device):
-    """A thousand of one row, all terms of one sign: a bfloat16 sum would stop growing at 256 terms."""
+    """Sums a thousand products of one row, all terms of one sign. A bfloat16 sum would stop growing at 256 terms."""
     dy, x = (random(1000, 8, seed=i, dtype=torch.bfloat16).abs() for i in range(2))
     total = torch.zeros(8, 8, device=device)
     for dy_row, x_row in zip(dy.split(1), x.split(1)):

@@ -17,7 +17,7 @@ from tests.kernels.compare import DEVICE, STRIDES, strided
 from tests.ranks import run_ranks
 
 IMPLEMENTATIONS = ("torch", "triton")
-# Casts to bf16 round to nearest on a GPU and in PyTorch. Triton's interpreter truncates: twice the error.
+# Casts to bf16 round on a GPU and in PyTorch. Triton's interpreter truncates, which doubles the error.
 GRADIENT_FACTOR = 2 if torch.cuda.is_available() else 3
 
 
@@ -123,7 +123,7 @@ def test_head_gradient_accumulates_in_float32_over_chunks(device):
 
 
 def test_the_scale_of_a_16_bit_gradient_is_not_rounded_to_16_bits(device):
-    """PyTorch on CUDA rounds a 0-d factor to the other factor's dtype. A CPU does not, and passes in any case."""
+    """Fails on CUDA only, where PyTorch rounds a 0-d factor to the dtype of the other factor."""
     inputs = _inputs(device, shape=(200,), dtype=torch.bfloat16)
     _, unscaled, _ = _loss_and_gradients(linear_cross_entropy, *inputs, reduction="sum", impl="torch")
     scale = 1.41015  # half-way between two bf16 numbers: off by 2.8e-3 if rounded
@@ -427,10 +427,10 @@ def check_sharded(world, *impls):
         torch.testing.assert_close(ours, (loss, (d_input, d_head[shard], d_bias[shard])), rtol=1e-4, atol=1e-6)
         for inplace in (False, True):
             ours = run(of_given_logits, shard, process_group=dist.group.WORLD, inplace=inplace, impl=impl, **options)
-            dist.all_reduce(ours[1][0])  # each rank has its classes' part of the input's gradient
+            dist.all_reduce(ours[1][0])  # each rank has the share of its classes in the input's gradient
             torch.testing.assert_close(ours, (loss, (d_input, d_head[shard], d_bias[shard])), rtol=1e-4, atol=1e-6)
 
-    # The head is sharded, and the tokens are split over the ranks: it is gathered once, its gradients are summed.
+    # Ranks with different tokens gather a sharded head once, and sum its gradient.
     sharded = distribute_tensor(head, world.fsdp_mesh, [Shard(0)]).requires_grad_()
     own = slice(0, 2) if world.rank == 0 else slice(2, 3)
     denominator = (target != -100).sum()
@@ -442,7 +442,7 @@ def check_sharded(world, *impls):
 
 
 def test_vocabulary_and_head_sharded_over_two_ranks():
-    """Ranks are on the CPU, with gloo. The kernel itself runs on shards in test_cross_entropy.py."""
+    """Runs on the CPU with gloo. test_cross_entropy.py runs the kernel on shards on a GPU."""
     run_ranks(2, check_sharded, *(["torch"] if torch.cuda.is_available() else IMPLEMENTATIONS))
 
 
@@ -476,7 +476,7 @@ def test_no_host_synchronisation_when_the_number_of_valid_tokens_is_known(device
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens, gib", [(131_072, 3.3), (1_048_576, 4.0 + 5.0)])
 def test_memory_and_sampled_rows_of_long_contexts(device, num_tokens, gib):
-    """Element 2**31 is in row 14,134 of the logits, and in row 838,860 of the hidden states."""
+    """The 2^31st element is in row 14,134 of the logits and row 838,860 of the hidden states."""
     hidden, vocab = 2560, 151_936
     input = torch.randn(num_tokens, hidden, dtype=torch.bfloat16, device=device)
     linear_weight = torch.randn(vocab, hidden, dtype=torch.bfloat16, device=device).mul_(0.02)

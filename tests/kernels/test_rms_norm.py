@@ -102,7 +102,7 @@ def test_gradient_where_one_output_goes_nowhere(used, device):
 def test_heads_sliced_out_of_a_fused_projection(device):
     fused = random(2, 7, 12 * 32, dtype=torch.bfloat16)
     heads = fused[..., 4 * 32 : 10 * 32].unflatten(-1, (6, 32))  # [B, T, H, K], strided
-    transposed = fused.unflatten(-1, (12, 32)).transpose(1, 2)  # no pair of strides describes it
+    transposed = fused.unflatten(-1, (12, 32)).transpose(1, 2)  # no pair of strides describes its rows
     weight = random(32, seed=1, dtype=torch.bfloat16)
     for x in (heads, transposed):
         strided = outputs_and_gradients(lambda x, w: rms_norm(x, w, impl="triton"), [x, weight])
@@ -150,7 +150,7 @@ def test_custom_op(with_residual, device):
 
 
 def test_rounds_as_transformers_does(device):
-    """PyTorch's path is equal bit for bit. Triton's sums in another order: two units in the last place."""
+    """Compares PyTorch's path bit for bit. Triton's sums in another order and may be off by two last units."""
     gemma2 = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
     qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
     x, weight = random(5, 64, dtype=torch.float16), random(64, seed=1, dtype=torch.float16)
@@ -198,7 +198,7 @@ def test_property_matches_float64(shape, d, dtype, with_residual, options, seed)
     ("shape", "fused"), [((1, 900_000, 2560), 1), ((1, 400_000, 32, 128), 2)], ids=["hidden", "heads of a fused tensor"]
 )
 def test_past_2_to_the_31_elements(shape, fused, device):
-    """Rows at both ends and at element 2^31 are tested."""
+    """Samples rows at both ends and around the 2^31st element."""
     *outer, d = shape
     storage = torch.randn(*outer[:-1], fused * outer[-1], d, dtype=torch.bfloat16, device=device)
     x = storage[..., : outer[-1], :].requires_grad_()

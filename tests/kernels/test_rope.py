@@ -56,7 +56,7 @@ def test_every_kind_of_table(device):
 
 
 def test_strided_heads(device):
-    """Heads are slices of a fused projection, a transposed [B, H, T, K], or uncontiguous in the last dimension."""
+    """Tries slices of a fused projection, [B, H, T, K] viewed as [B, T, H, K], and a last dimension with a stride."""
     B, T, H, G, K = 2, 5, 4, 2, 32
     cos, sin = table(T, K)
     fused = random(B, T, (H + 2 * G) * K).unflatten(-1, (-1, K))
@@ -161,7 +161,7 @@ def test_property_matches_float64(B, T, H, G, half, dtype, by_row, seed):
 
 @pytest.mark.gpu
 def test_past_2_to_the_31_elements(device):
-    """q is 530,000 tokens x 32 heads x 128. Tokens at both ends and at element 2^31 are tested."""
+    """Samples q of 530,000 tokens x 32 heads x 128: tokens at both ends and around the 2^31st element."""
     T, K = 530_000, 128
     q = torch.randn(1, T, 32, K, dtype=torch.bfloat16, device=device).requires_grad_()
     k = torch.randn(1, T, 8, K, dtype=torch.bfloat16, device=device)

@@ -1,4 +1,4 @@
-"""Private parts of PyTorch do what kernels/ uses them for."""
+"""Checks that each private part of PyTorch in kernels/ still behaves as kernels/ needs it to."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_gpu_attention_takes_its_arguments_in_this_order(name):
-    """Results of these kernels are tested on a GPU, in attention/test_full.py."""
+    """Checks names alone; tests/kernels/attention/test_full.py checks results on a GPU."""
     operation = getattr(torch_internals, name).default
     names = [argument.name for argument in operation._schema.arguments]
     expected = SIGNATURES[name].split(", ")
@@ -34,7 +34,7 @@ def test_gpu_attention_takes_its_arguments_in_this_order(name):
 
 
 def test_cpu_attention():
-    """Heads that share key/value heads are compared with the reference."""
+    """Compares with the reference, for query heads that share key/value heads."""
     q, k, v = (torch.randn(2, 7, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
     expected = attention_reference(q, k, v)
     dout = torch.randn_like(expected)
