@@ -10,7 +10,6 @@ import torch
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # Triton's kernels take these
 SKIPPABLE: set[str] = set()
-_default = "auto"
 
 
 class Keepable(NamedTuple):
@@ -56,13 +55,6 @@ def operation(
     return register
 
 
-def set_default_implementation(impl: str) -> None:
-    """Lets `impl="auto"` mean `impl`, "auto", "triton" or "torch", from now on (train.py's `--kernels`)."""
-    global _default
-    _check(impl)
-    _default = impl
-
-
 def use_triton(impl: str, tensor: torch.Tensor) -> bool:
     """Returns True if Triton's kernels are to run on `tensor`, False if the PyTorch reference is.
 
@@ -71,9 +63,8 @@ def use_triton(impl: str, tensor: torch.Tensor) -> bool:
     Raises:
         ValueError: unknown `impl`; Triton on a device where it cannot run, or for a dtype that its kernels do not take.
     """
-    _check(impl)
-    if impl == "auto":
-        impl = _default
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     if impl == "torch" or (impl == "auto" and not tensor.is_cuda):
         return False
     if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
@@ -84,8 +75,3 @@ def use_triton(impl: str, tensor: torch.Tensor) -> bool:
     if tensor.dtype not in DTYPES:
         raise ValueError(f'Triton\'s kernels take float32, bfloat16 or float16, got {tensor.dtype}; use impl="torch"')
     return True
-
-
-def _check(impl: str) -> None:
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")

@@ -14,7 +14,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from kernels.attention.full import backward_workspace
 from kernels.attention.nsa.nsa import NSA, nsa_workspace
 from kernels.attention.sparse.sparse_attention import Sparsity
-from kernels.common import set_default_implementation
 from kernels.cross_entropy import cross_entropy, cross_entropy_footprint
 from kernels.gated_mlp import gated_mlp, gated_mlp_footprint
 from kernels.head_exchange import HeadExchange
@@ -79,7 +78,8 @@ def attention_case(heads_at_a_time, num_ranks=1, sparsity=None, has_norms=True):
             biases, norms = ([], rest[:2]) if has_norms else (rest[:3], [])
             gates = rest[-1] if isinstance(sparsity, NSA) else None
             parameters = QKVParameters([*qkv], biases, norms, 1e-6)
-            return qkv_attention(x, parameters, o_weight, cos, sin, gates=gates, exchange=exchange, **options)
+            given = {"gates": gates, "exchange": exchange, "impl": "triton"}
+            return qkv_attention(x, parameters, o_weight, cos, sin, **given, **options)
 
     return run, inputs, footprint, own
 
@@ -98,12 +98,16 @@ def chunked_loss_case():
     footprint = linear_cross_entropy_footprint(T, D, V)
     targets = torch.zeros(T, dtype=torch.long)
     own = {OPS.linear_cross_entropy.default: footprint.forward - footprint.saved}
-    return lambda *inputs: linear_cross_entropy(*inputs, targets), [tensor(T, D), tensor(V, D)], footprint, own
+    run = lambda *inputs: linear_cross_entropy(*inputs, targets, impl="triton")  # noqa: E731
+    return run, [tensor(T, D), tensor(V, D)], footprint, own
 
 
 def standard_loss_case():
     targets = torch.zeros(T, dtype=torch.long)
-    run = lambda x, head: cross_entropy(torch.nn.functional.linear(x, head), targets, inplace=True)  # noqa: E731
+
+    def run(x, head):
+        return cross_entropy(torch.nn.functional.linear(x, head), targets, inplace=True, impl="triton")
+
     return run, [tensor(T, D), tensor(V, D)], cross_entropy_footprint(T, V), {}
 
 
@@ -150,12 +154,8 @@ def check(case, counter):
 
 @pytest.mark.parametrize("case", CASES)
 def test_on_fake_tensors(case):
-    set_default_implementation("triton")
-    try:
-        with FakeTensorMode(), StorageCounter() as counter:
-            check(case, counter)
-    finally:
-        set_default_implementation("auto")
+    with FakeTensorMode(), StorageCounter() as counter:
+        check(case, counter)
 
 
 @pytest.mark.parametrize("sparsity", [None, Sparsity(), NSA()], ids=["full", "sparse", "nsa"])
@@ -167,12 +167,10 @@ def test_shared_sequences_on_fake_tensors(num_ranks, heads_at_a_time, has_norms,
     """Shares 8 key/value heads. The process group exchanges nothing."""
     monkeypatch.setitem(CASES, "shared", lambda: attention_case(heads_at_a_time, num_ranks, sparsity, has_norms))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-    set_default_implementation("triton")
     try:
         with FakeTensorMode(), StorageCounter() as counter:
             check("shared", counter)
     finally:
-        set_default_implementation("auto")
         gc.collect()
         dist.destroy_process_group()
 
