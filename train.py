@@ -31,12 +31,9 @@ from training.checkpoint.files import (
     checkpoints,
     clear_leftovers,
     delete_old,
-    only_run_in,
-    replace_file,
-    size_on_disk,
     tokenizer_of,
-    verify_checkpoint,
 )
+from training.checkpoint.manifest import verify_checkpoint, verify_weights
 from training.checkpoint.saver import Saver
 from training.checkpoint.weights import NO_COMPANIONS, Companions, find_weights, parameter_shapes, read_companions
 from training.data.corpus import load_corpus
@@ -46,6 +43,7 @@ from training.data.tokenizer import load_tokenizer
 from training.data.tokens import Store
 from training.families import to_config_json
 from training.host.errors import UserError
+from training.host.files import only_run_in, replace_file, size_on_disk
 from training.host.processes import Watchdog, command, outliving_its_output
 from training.memory.cost_model import PackedDocuments
 from training.memory.placement import set_kinds
@@ -207,6 +205,8 @@ def choose_start(given: dict, world: World) -> tuple[TrainConfig, Start, ModelCo
         if start.checkpoint or config.init_from:
             find_weights(start.checkpoint or config.init_from, parameter_shapes(model_config), may_lack=GATES)
         open_tokenizer(config, start)
+        if config.init_from and not (start.checkpoint or config.show_batch):
+            verify_weights(config.init_from)
         try:
             if start.checkpoint:
                 verify_checkpoint(start.checkpoint)  # reads every byte of the checkpoint
@@ -309,7 +309,7 @@ def train(given: dict, world: World) -> int:
                 draw_at_end(output_dir)
                 if config.save != "none" and start.checkpoint:
                     clear_leftovers(output_dir)
-                    delete_old(start.checkpoint, config.keep_checkpoints or KEPT_CHECKPOINTS, start.checkpoint)
+                    delete_old(start.checkpoint, config.keep_checkpoints or KEPT_CHECKPOINTS)
             return 0
         if config.show_batch:
             show_next_batch(config, start, model_config, world)

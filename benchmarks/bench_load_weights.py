@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from model import MODEL_SIZES, Transformer
-from training.checkpoint.weights import find_weights, name_in_file, read_weights
+from training.checkpoint.pieces import read_tensors
+from training.checkpoint.weights import find_weights, name_in_file
 from training.families import to_config_json
 from training.memory.cost_model import PackedDocuments
 from training.optimizer import MasterAdamW
@@ -107,7 +108,7 @@ def main() -> None:
         with watching_memory() as peak:
             began = time.perf_counter()
             masters = {name: tensors["master"] for name, tensors in optimizer.state_dict().items()}
-            read_weights(find_weights(flags.folder, shapes), masters)
+            read_tensors(find_weights(flags.folder, shapes), masters)
             optimizer.restore_parameters()
             torch.get_device_module(world.device).synchronize()
             seconds = time.perf_counter() - began

@@ -19,8 +19,7 @@ rank's results are printed.
 
 With `--save_to DIR` as many steps follow again with nothing else, and as many beside each of which a full checkpoint is
 written to a folder in DIR, which is deleted at the end: what train.py does with --checkpoint_interval 1. DIR's disk
-must hold two checkpoints. A step's time then counts what it waits for the checkpoint before it: the second step for the
-whole of the first one, which is read back; later ones for what is left to write, if the disk holds three.
+must hold two checkpoints. A step's time then counts what it waits for the checkpoint before it to be written.
 
 With `--communication` one more step runs under PyTorch's profiler. It gives the seconds in which NCCL's kernels ran on
 each rank, and the part of them in which no other kernel ran. A rank waits for slower ranks in such a kernel.
@@ -47,8 +46,8 @@ import torch.nn.functional as F
 
 from benchmarks.common import print_json, print_table
 from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer, find_documents
-from training.checkpoint.blocks import SAVING_BYTES
-from training.checkpoint.files import SPARE_BYTES, size_on_disk
+from training.checkpoint.files import SPARE_BYTES
+from training.checkpoint.pieces import SAVING_BYTES
 from training.checkpoint.saver import Saver
 from training.data.loader import Batch, PackedLoader
 from training.data.packing import ConcatenatedPacking
@@ -56,6 +55,7 @@ from training.data.sources import Document, load_documents
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
 from training.families import to_config_json
+from training.host.files import size_on_disk
 from training.host.memory import GIB
 from training.memory.cost_model import PackedDocuments
 from training.memory.planner import Plan
@@ -316,10 +316,10 @@ def time_saving(
         "seconds_of_each_without": [round(value, 2) for value in seconds[False]],
         "seconds_of_each_beside": [round(value, 2) for value in seconds[True]],
         "seconds_waited_for_the_save_before": [round(value, 2) for value in waited],
-        "checkpoint_gb": size / 1e9,  # of the last one alone, which was read back whole
+        "checkpoint_gb": size / 1e9,  # of the last one alone
         "seconds_until_read": saver.seconds_read,
         "written_gb_per_second": size / 1e9 / saver.seconds_read,
-        "seconds_of_a_save": saver.seconds,  # flushed and verified
+        "seconds_of_a_save": saver.seconds,  # until it is flushed and renamed
         "host_peak_gib_without": peaks[False] / GIB,
         "host_peak_gib_beside": peaks[True] / GIB,
         "predicted_more_gib": SAVING_BYTES / GIB,

@@ -6,7 +6,7 @@ from training.checkpoint.saver import Saver
 
 
 def save_checkpoint(output_dir, step: int, keep: int = 2, **state) -> Path:
-    """Save as `Saver.begin` of these arguments does; returns the checkpoint's folder."""
+    """Save what `Saver.begin` takes; returns the checkpoint's folder."""
     saver = Saver(output_dir, keep)
     saver.begin(step, **state)
     saver.finish()

@@ -1,13 +1,12 @@
 """Kills at random moments, as many as are asked for: `python -m tests.storm --count 100 --ranks 2`.
 
-One command, `train.py --resume auto`, is started again and again, and all its processes or one of them are killed by
-SIGKILL at a random moment of starting, training or saving, half of them while a save goes on. After each kill every
-folder that has a checkpoint's name must verify, the newest must not be older than before, and nothing but the steps
-since then is lost. A run that has come to its end must equal one that nobody killed, bit for bit, and leave nothing
-else behind; then another one begins.
+The command `train.py --resume auto` is started again and again. SIGKILL ends some or all of its processes at a random
+moment of starting, training or saving; half of the kills come while a save goes on. After each kill, every folder named
+as a checkpoint must verify, and the newest must not be older than before: only the steps since then are lost. A run
+that reaches its end must equal an undisturbed run bit for bit, and leave the same files. Then another run begins.
 
-`python -m tests.storm damage --count 500` and `python -m tests.storm bad_input --count 600` are of damaged checkpoints
-and of generated bad input.
+`python -m tests.storm damage --count 500` damages checkpoints, `python -m tests.storm bad_input --count 600` generates
+bad input.
 """
 
 import argparse
@@ -28,12 +27,14 @@ import train
 from tests.ranks import announce, meeting_point
 from tests.storm_of_damage import storm_of_damage
 from tests.storm_of_input import storm_of_input
-from training.checkpoint.files import checkpoints, step_of, verify_checkpoint
+from training.checkpoint.files import checkpoints, step_of
+from training.checkpoint.manifest import verify_checkpoint
 
 ROOT = Path(__file__).parents[1]
-STALL_SECONDS = 300.0  # of a run that starts and saves nothing
-SECONDS_TO_END = 20.0  # by when torchrun would have ended the peers of a rank that died
-INTERVAL, STEPS, SECONDS = 2, 30, 6.0  # between checkpoints; of a run; within which a kill comes
+STALL_SECONDS = 300.0  # a run that starts and saves nothing for so long hangs
+SECONDS_TO_END = 20.0  # torchrun would have ended the peers of a dead rank by then
+INTERVAL, STEPS = 2, 30  # steps between checkpoints, and of a run
+SECONDS = 6.0  # a kill comes within so many
 FLAGS = "--context_length 64 --batch_size 2 --warmup_steps 2 --sample_tokens 0 --validation_sequences 4 --device cpu"
 
 
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", nargs="?", default="kills", choices=("kills", "damage", "bad_input"))
     parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--ranks", type=int, default=1, help="of kills")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of a run that is killed")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> None:
 
 
 def storm(folder: Path, count: int, ranks: int, seed: int, seconds: float = SECONDS, steps: int = STEPS) -> dict:
-    """Kill `count` times; returns what was seen. Raises AssertionError where something was lost or damaged."""
+    """Kill `count` times; returns what was seen. Raises AssertionError if anything was lost or damaged."""
     multiprocessing.set_forkserver_preload(["train"])
     draws = random.Random(seed)
     flags = ["--data", str(ROOT / "model.py"), "--max_steps", str(steps), "--checkpoint_interval", str(INTERVAL)]
@@ -86,7 +87,7 @@ def storm(folder: Path, count: int, ranks: int, seed: int, seconds: float = SECO
             process.kill()
         for process in processes:
             process.join(SECONDS_TO_END)
-            process.kill()  # a rank that waits to meet a peer which is dead
+            process.kill()  # a rank may wait to meet a dead peer
         wait(processes)
         seen["kills"] += 1
         seen["while saving"] += any(run.glob(".step_*.tmp"))
@@ -108,13 +109,13 @@ def start(argv: list[str], ranks: int, log: Path) -> list:
     processes = [context.Process(target=train_in_rank, args=(r, ranks, store.port, argv, log)) for r in range(ranks)]
     for process in processes:
         process.start()
-        process.store = store  # which lasts as long as they do
+        process.store = store  # kept for as long as the processes live
     return processes
 
 
 def train_in_rank(rank: int, ranks: int, port: int, argv: list[str], log: Path) -> None:
     announce(rank, ranks, port)
-    faulthandler.register(signal.SIGUSR2, file=log.open("a"))  # of `assert_not_stalled`
+    faulthandler.register(signal.SIGUSR2, file=log.open("a"))  # asked for by `assert_not_stalled`
     torch.set_num_threads(1)
     torch.set_num_threads = lambda _: None  # threads of one process would wait for each other on a busy machine
     sys.stdout = sys.stderr = log.open("a")
@@ -122,7 +123,7 @@ def train_in_rank(rank: int, ranks: int, port: int, argv: list[str], log: Path) 
 
 
 def assert_not_stalled(processes: list, began: float, log: Path) -> None:
-    """Raise AssertionError, with every rank's stack, where nothing has been saved for STALL_SECONDS."""
+    """Raise AssertionError, with every rank's stack, if nothing has been saved for STALL_SECONDS."""
     if time.monotonic() < began + STALL_SECONDS:
         return
     for process in processes:
@@ -145,7 +146,7 @@ def last_step(run: Path) -> int:
 
 
 def compare(run: Path, whole: Path) -> None:
-    """The last checkpoint's weights, masters and moments are the same, and so are the names of all files."""
+    """Require equal weights, masters and moments in both last checkpoints, and the same names of files."""
     ours, theirs = (sorted(path.name for path in folder.iterdir()) for folder in (run, whole))
     assert ours == theirs, f"{ours} are there, and of an undisturbed run {theirs}"
     for name in ("model.safetensors", "optimizer.safetensors"):

@@ -1,8 +1,9 @@
 """Damage to every file of a checkpoint: `python -m tests.storm damage --count 500`.
 
-A run of two checkpoints is made once. Each time one file of the newer one is damaged: a bit is flipped, the file is
-truncated, lengthened, emptied, deleted, a sector of it is zeroed, or two of its bytes change places. The checkpoint
-must then be refused with the damaged file's name, and a run that is resumed must pass it over for the older one.
+A run of two checkpoints is made once. Each time, one file of the newer checkpoint is damaged: a bit is flipped, the
+file is truncated, lengthened, emptied or deleted, a sector is zeroed, or two bytes change places. Then the checkpoint
+must be refused by the damaged file's name, and a resumed run must pass it over for the older one. Its weights must be
+refused by the same name if they, config.json or the manifest are damaged, and else be accepted.
 """
 
 import random
@@ -14,7 +15,7 @@ import pytest
 
 import train
 from tests.test_train import SMALL
-from training.checkpoint.files import verify_checkpoint
+from training.checkpoint.manifest import MANIFEST, MODEL_FILES, verify_checkpoint, verify_weights
 from training.host.errors import UserError
 from training.parallel.world import join_world
 
@@ -23,7 +24,7 @@ SECTOR = 512
 
 
 def storm_of_damage(folder: Path, count: int, seed: int) -> dict[str, int]:
-    """Damage `count` times; returns how often each file was. Raises AssertionError where damage was not seen."""
+    """Damage `count` times; returns how often each file was damaged. Raises AssertionError if damage was not seen."""
     run, draws, seen = folder / "run", random.Random(seed), Counter()
     flags = ["--data", str(ROOT / "model.py"), "--output_dir", str(run), *SMALL, "--validation_sequences", "0"]
     assert train.main([*flags, "--max_steps", "2", "--checkpoint_interval", "1"]) == 0
@@ -37,6 +38,11 @@ def storm_of_damage(folder: Path, count: int, seed: int) -> dict[str, int]:
             how = damage(newer / name, draws)
             with pytest.raises(UserError, match=name.replace(".", r"\.")):
                 verify_checkpoint(newer)
+            if how != "deleted" and name in (*MODEL_FILES, MANIFEST):
+                with pytest.raises(UserError, match=name.replace(".", r"\.")):
+                    verify_weights(newer)
+            elif name not in MODEL_FILES:
+                verify_weights(newer)
             passed_over: dict[Path, str] = {}
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(train.logger, "warning", lambda _, path, why, into=passed_over: into.update({path: why}))
@@ -49,7 +55,7 @@ def storm_of_damage(folder: Path, count: int, seed: int) -> dict[str, int]:
 
 
 def damage(file: Path, draws: random.Random) -> str:
-    """Change a file; returns how."""
+    """Change a file; returns the kind of change and its place."""
     content = file.read_bytes()
     place = draws.randrange(len(content))
     sector = content[place : place + SECTOR]

@@ -1,9 +1,10 @@
 """Generated bad input: `python -m tests.storm bad_input --count 600`.
 
-Each case is a command of train.py or profile_memory.py with a few flags of generated values, or with one of its files
-spoiled: bytes changed, cut or inserted; a value of its JSON replaced, removed or nested deeply; a pipe, a folder, a
-device or a loop of links in its place. In a checkpoint the manifest is made to agree half of the time, as if someone
-had edited it by hand. A command must be refused in one line, or get as far as to build a model; it must not hang.
+Each case is a command of train.py or profile_memory.py. It has a few flags of generated values, or a file of it is
+spoiled: bytes are changed, cut or inserted; a value of its JSON is replaced, removed or nested deeply; or a pipe, a
+folder, a device or a loop of links takes its place. Half of the time a checkpoint's manifest is made to agree, as if
+somebody had edited both by hand. A command must be refused in one line, or get as far as building a model; it must not
+hang.
 """
 
 import contextlib
@@ -29,39 +30,22 @@ from tests.test_train import ROOT, SMALL
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.run.settings import TrainConfig
 
-SECONDS = 60  # after which a command hangs
+SECONDS = 60  # a command that takes longer hangs
 WORDS = ["", " ", "nan", "inf", "-inf", "-0", "0", "-1", "1e400", "1e-400", "0x10", "1_000", "١٢", "é\n", "\udcff"]
 WORDS += ["/dev/null", "/dev/zero", "/proc/self/mem", "pipe", "loop", "folder", "folder/x", "corpus.txt/x", "a/" * 2500]
-WORDS += [
-    "[]",
-    "{}",
-    "true",
-    "None",
-    "null",
-    "1,2",
-    "64x4,32",
-    "0x0",
-    "-",
-    "--",
-    "~",
-    ".",
-    "auto",
-    "yes",
-    "24GB",
-    "0GB",
-]
-WORDS += ["1e9GB", "5min"]
+WORDS += ["[]", "{}", "true", "None", "null", "1,2", "64x4,32", "0x0", "-", "--", "~", ".", "auto", "yes"]
+WORDS += ["24GB", "0GB", "1e9GB", "5min"]
 TOML = ["[]", "[[]]", "{}", "true", "nan", "-1", "1e400", "9" * 5000, "[1979-05-27]"]
 OTHERS = [None, True, 0, -1, 2.5, 10**30, float("nan"), float("inf"), "", "x", "\0", "\ud800", [], [[]], {}, {"a": 1}]
 DEEP = 50_000
-# train.py would read a whole machine's files, or write where nothing is to be written.
+# Values with which train.py would read a whole machine's files, or write outside of the test's folder.
 NOT_GIVEN = {("data", "~"), ("data", "--"), ("output_dir", "~"), ("data", "/dev/null")}
 FILES = {
     "run.toml": ["--config", "run.toml"],
     "corpus.txt": ["--data", "corpus.txt"], "chat.jsonl": ["--data", "chat.jsonl"],
     "tokenizer.json": ["--tokenizer", "tokenizer.json"],
     **{f"weights/{name}": ["--init_from", "weights", "--tokenizer", "bytes"] for name in
-       ("config.json", "model.safetensors", "trainer.json")},
+       ("config.json", "manifest.json", "model.safetensors", "trainer.json")},
     "shards/model.safetensors.index.json": ["--init_from", "shards", "--tokenizer", "bytes"],
     **{f"run/step_00000002/{name}": ["--output_dir", "run", "--resume"] for name in
        ("config.json", "manifest.json", "trainer.json", "rng_0.json", "model.safetensors", "optimizer.safetensors")},
@@ -73,7 +57,7 @@ class Accepted(Exception):
 
 
 def storm_of_input(folder: Path, count: int, seed: int) -> dict:
-    """Run `count` cases; returns how many were refused and accepted, and all that were a traceback or a hang, "bad"."""
+    """Run `count` cases; returns how many were refused and accepted, and under "bad" each traceback or hang."""
     draws, seen, bad = random.Random(seed), Counter(), []
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
         make_files()
@@ -109,7 +93,7 @@ def base() -> list[str]:
 
 
 def run(main, argv: list[str]) -> str:
-    """ "accepted", "refused", or what went wrong."""
+    """Returns "accepted", "refused", or what went wrong."""
 
     def hang(*_):
         raise TimeoutError(f"it hangs: {''.join(traceback.format_stack(limit=8))}")
@@ -145,7 +129,7 @@ def some_flags(names: list[str], draws: random.Random) -> list[str]:
 
 
 def profile_parser_actions() -> list:
-    """The flags of profile_memory.py, but for those that stop it."""
+    """The flags of profile_memory.py, but for --help."""
     made = []
     with pytest.MonkeyPatch.context() as patch:
         parse_args = profile_memory.ArgumentParser.parse_args
@@ -160,7 +144,7 @@ def profile_parser_actions() -> list:
 
 
 def make_files() -> None:
-    """The files of FILES, as they should be, and others that no command can read."""
+    """Write the files of FILES as they should be, and other files that no command can read."""
     Path("corpus.txt").write_text((ROOT / "model.py").read_text())
     assert train.main([*base(), "--output_dir", "run", "--max_steps", "2", "--sample_tokens", "0"]) == 0
     Path("run.toml").write_text(
@@ -195,7 +179,7 @@ def restore() -> None:
 
 
 def spoil(path: Path, draws: random.Random) -> str:
-    """Change a file in one way; returns which."""
+    """Change a file in one way; returns the name of the way."""
     content = path.read_bytes()
     how = draws.choice(["bytes", "bytes", "value", "value", "value", "value", "deep", "other kind"])
     if how == "other kind":
@@ -233,7 +217,7 @@ def spoil(path: Path, draws: random.Random) -> str:
 
 
 def replaced(value, draws: random.Random):
-    """`value` with one of its parts replaced, removed, or of another name."""
+    """A copy of `value` in which one part is replaced, removed or renamed."""
     if isinstance(value, dict | list) and value and draws.random() < 0.85:
         parts = dict(value) if isinstance(value, dict) else dict(enumerate(value))
         key = draws.choice([*parts])
@@ -249,7 +233,7 @@ def replaced(value, draws: random.Random):
 
 
 def agree(path: Path) -> None:
-    """Have the manifest of a checkpoint say what its file is now."""
+    """Make the manifest of the run's checkpoint describe the file as it is now."""
     file = path.with_name("manifest.json")
     if path.parts[0] != "run" or not file.is_file():
         return

@@ -18,8 +18,8 @@ import train
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
 from tests.training.data.test_tokenizer import write_tokenizer
-from training.checkpoint.files import write_file
 from training.families import to_config_json
+from training.host.files import write_file
 from training.inference import open_tokenizer
 from training.optimizer import MasterAdamW, warmup_cosine
 from training.parallel.fsdp import copy_weights, initial_weights

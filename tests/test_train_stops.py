@@ -23,7 +23,7 @@ from model import MODEL_SIZES
 from tests.ranks import run_ranks
 from tests.test_train import ROOT, arguments, losses, metrics, only_resume, weights
 from training.checkpoint import files
-from training.checkpoint.blocks import Block
+from training.checkpoint.pieces import Piece
 from training.host.errors import UserError
 from training.run import stopping
 from training.run.build import Start
@@ -243,15 +243,15 @@ def test_room_on_the_disk_is_looked_at_first(corpus, tmp_path, monkeypatch, caps
 
 def test_a_save_that_fails_does_not_end_the_run(corpus, tmp_path, monkeypatch, caplog):
     """The next one is complete, and leaves nothing of the one that failed."""
-    run, write = tmp_path / "run", Block.write
+    run, write = tmp_path / "run", Piece.write
     monkeypatch.setattr(train, "RETRY_SECONDS", 0)
 
-    def no_room(block, *args):
+    def no_room(piece, *args):
         if not caplog.messages:
             raise OSError(28, "No space left on device")
-        write(block, *args)
+        write(piece, *args)
 
-    monkeypatch.setattr(Block, "write", no_room)
+    monkeypatch.setattr(Piece, "write", no_room)
     assert train.main(arguments(corpus, run, "--checkpoint_interval", "3", steps=8)) == 0
     assert "the checkpoint of step 3 failed: [Errno 28] No space left on device" in caplog.messages
     assert sorted(path.name for path in run.glob("*step_*"))[-1] == "step_00000008"

@@ -23,9 +23,10 @@ from kernels.qkv_attention import qkv_attention_footprint
 from model import IGNORE_INDEX, ModelConfig, Transformer
 from training.attention_flags import FLAGS, check_head_dim, kinds_of
 from training.checkpoint.files import load_trainer_state, tokenizer_of
-from training.checkpoint.weights import load_model_weights, parameter_shapes, read_json, shape_of_weights
+from training.checkpoint.weights import load_model_weights, parameter_shapes, shape_of_weights
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from training.host.errors import UserError
+from training.host.files import read_json
 from training.host.memory import available_host_bytes, parse_bytes
 from training.memory.cost_model import LIBRARY_BYTES, gib
 from training.memory.execution import Execution
@@ -265,7 +266,7 @@ def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: st
     execution = Execution(mlp_tile_size=MLP_TILE_SIZE, attention_backend=backend, kinds=opened.kinds)
     budget = memory_budget(budget_text, device)
     reading = plan_reading(Reading(opened.shape, tokens, cached, dtype.itemsize, execution), budget)
-    weights = load_model_weights(opened.folder, parameter_shapes(opened.shape))  # compares headers, reads nothing yet
+    weights = load_model_weights(opened.folder, parameter_shapes(opened.shape))  # refuses what does not fit and damage
     logger.info("memory: %s, of %s", reading.describe(), gib(budget))
     if device.type == "cuda":
         cap_gpu_memory(budget, device)

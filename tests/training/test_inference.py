@@ -15,9 +15,9 @@ from kernels.common import set_default_implementation
 from model import MODEL_SIZES, KeyValueCache, Transformer
 from tests.checkpoints import save_checkpoint
 from tests.storage_counter import StorageCounter
-from training.checkpoint.files import write_file
 from training.families import to_config_json
 from training.host.errors import UserError
+from training.host.files import write_file
 from training.host.memory import GIB
 from training.inference import Reading, load, memory_budget, open_folder, plan_reading, token_losses, write
 from training.memory import cost_model

@@ -14,7 +14,8 @@ import training.optimizer
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
 from tests.ranks import run_ranks
-from training.checkpoint.files import OPTIMIZER, load_optimizer_state
+from training.checkpoint.files import load_optimizer_state
+from training.checkpoint.manifest import OPTIMIZER
 from training.optimizer import LEAVING_BYTES, Float32State, MasterAdamW, optimizer_bytes, warmup_cosine
 from training.parallel.fsdp import shard_model
 from training.parallel.world import World

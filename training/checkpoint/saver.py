@@ -1,23 +1,20 @@
 """Checkpoints written beside training, straight from where the state lives.
 
-Weights, masters and moments stand still between two updates, and a step takes seconds to an hour: a thread reads them
-during the next forward and backward, without a copy of the state, and only the update waits for what is not yet read.
-State in host memory is written from there. State on a GPU goes through a small pinned staging buffer, on a stream of
-its own. Each rank writes its own part of each tensor into the files that all ranks share (`blocks`), with checksums
-taken from the same memory; nothing is gathered. The thread's collectives are of a process group of its own, on gloo:
-they meet no collective of training.
+Weights, masters and moments stand still between two updates, and a step takes seconds to an hour. A thread reads them
+during the next forward and backward, without a copy of the state; only the update waits for what is not yet read.
+State in host memory is written from where it is. State on a GPU goes through a small pinned staging buffer, on a stream
+of its own. Each rank writes its own part of each tensor into the files that all ranks share (`pieces`), and computes
+checksums from the same memory; nothing is gathered. The thread's collectives use a gloo process group of its own, and
+so never meet training's.
 
-What was written is read back from the disk. Where the next save begins before that is done, and the disk has room for
-it beside the last checkpoint that was read back whole, the rest is not read and that one stays: a disk that writes for
-most of a step has no time to give all of it back. Without that room the next save waits, and so it does where the last
-whole reading was more than READ_BACK_SECONDS ago.
+Nothing is read back. Checksums are compared by whoever reads the checkpoint (`manifest`), and the checkpoint before it
+is kept for a run whose newest one is damaged.
 """
 
 import json
 import logging
 import math
 import queue
-import shutil
 import sys
 import threading
 import time
@@ -30,37 +27,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.checkpoint.blocks import Block, Entry, bytes_of, header_of, is_written_here, local_blocks, read_entries
-from training.checkpoint.files import (
-    FORMAT_VERSION,
-    OPTIMIZER,
-    SPARE_BYTES,
-    WEIGHTS,
-    all_gather,
-    clear_leftovers,
-    delete_old,
-    failing_together,
-    flat,
-    flush,
+from training.checkpoint.files import SPARE_BYTES, clear_leftovers, delete_old, flat, make_room, put_in_place, rng_state
+from training.checkpoint.manifest import OPTIMIZER, WEIGHTS, write_manifest
+from training.checkpoint.pieces import (
+    IO_THREADS,
+    Entry,
+    Piece,
+    bytes_of,
+    header_of,
     in_threads,
-    make_room,
-    put_in_place,
-    rank_and_world_size,
-    rng_state,
-    verify_checkpoint,
-    write_file,
+    is_written_here,
+    local_pieces,
+    read_entries,
 )
+from training.checkpoint.ranks import all_gather, failing_together, rank_and_world_size
 from training.checkpoint.weights import NO_COMPANIONS, Companions, name_in_file
 from training.host.direct import DirectFile
 from training.host.errors import UserError
-from training.run.settings import IO_THREADS
+from training.host.files import flush, write_file
 
 logger = logging.getLogger(__name__)
-# After so long a thread that runs Python gives its lock to one that waits for it. A save's threads ask for the lock ten
-# times a block: beside a thread that runs Python all the time, Python's own 5 ms halve their rate.
+# A thread that runs Python gives its lock after so long to a thread that waits for it. A save's threads ask for the
+# lock ten times for each piece: with Python's own 5 ms, a thread that runs Python all the time halves their rate.
 SWITCH_SECONDS = 0.0005
-READ_BACK_SECONDS = 1800.0  # so long after a checkpoint was read back whole, a save waits until another one is
-ATTEMPTS, SECONDS_BETWEEN = 20, 30.0  # of a save at the end of a run that the disk refuses: 10 minutes in all
+ATTEMPTS, SECONDS_BETWEEN = 20, 30.0  # if the disk refuses the save at a run's end, it is tried for 10 minutes
 
 
 @dataclass
@@ -68,13 +58,13 @@ class _Save:
     """A checkpoint as it was when it began: small files as bytes, tensors as references to this rank's parts."""
 
     step: int
-    small: dict[str, bytes]  # by file, of this rank
-    headers: dict[str, tuple[bytes, int]]  # by file of tensors: (header, size of the whole file)
-    blocks: list[tuple[str, Entry, Block, Tensor]]  # (file, whole tensor, where the part belongs, the part)
+    small: dict[str, bytes]  # this rank's files
+    headers: dict[str, tuple[bytes, int]]  # file of tensors -> (header, size of the whole file)
+    pieces: list[tuple[Entry, Piece, Tensor]]  # (whole tensor, place in it, elements)
 
     @property
     def size(self) -> int:
-        """Bytes on the disk, of all ranks."""
+        """Bytes on the disk, from all ranks."""
         return sum(size for _, size in self.headers.values()) + SPARE_BYTES
 
 
@@ -84,37 +74,32 @@ class Saver:
     All ranks make these calls, on one file system. A save that fails leaves the earlier checkpoints, and is logged.
 
     Args:
-        output_dir: where checkpoints are.
-        keep: how many of the last ones to keep, at least 1; the one of the lowest validation loss is kept besides.
-        last: the checkpoint that the run goes on from, if any, every byte of it compared: where the disk is full, it
-            stays.
-        companions: small files, as of a tokenizer, and settings that every checkpoint has besides.
+        output_dir: the folder for checkpoints.
+        keep: how many of the last checkpoints stay, at least 1. The best by validation loss stays as well.
+        last: the checkpoint that the run goes on from, if any. It stays if the disk is full.
+        companions: small files and settings that go into every checkpoint, as a tokenizer's.
 
     Attributes:
         last: the newest checkpoint that was completed here, or the one that was given.
-        verified: the newest of them that was read back whole, or the one that was given.
-        error: why the last save failed; None where it did not, or is still going on.
-        seconds: that the last save took.
-        seconds_read: of them until all of this rank's state was read, and the update could go on.
+        error: why the last save failed; None if it did not, or is still going on.
+        seconds: how long the last save took.
+        seconds_read: from the start of a save until all of this rank's state was read, and the update could go on.
     """
 
     def __init__(
         self, output_dir: str | Path, keep: int, last: Path | None = None, companions: Companions = NO_COMPANIONS
     ):
         assert keep >= 1, f"keep must be at least 1: got {keep}"
-        self.output_dir, self.keep = Path(output_dir), keep
+        self.output_dir, self.keep, self.last, self.companions = Path(output_dir), keep, last, companions
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self.last, self.verified, self.companions = last, last, companions
-        self._read_back_due = -math.inf if last is None else time.monotonic() + READ_BACK_SECONDS
         self.error: Exception | None = None
         self.seconds = self.seconds_read = 0.0
         self._thread: threading.Thread | None = None
         self._read = threading.Event()
-        self._next_waits = threading.Event()
-        self._is_current = False  # whether the state is still that of the last `begin`
-        self._stream: torch.cuda.Stream | None = None  # until a part is on a GPU
-        self._staging: queue.SimpleQueue[Tensor] = queue.SimpleQueue()  # pinned buffers, one for each thread
-        self._staging_bytes = 0  # of a buffer
+        self._is_current = False  # whether the state has stood still since the last `begin`
+        self._stream: torch.cuda.Stream | None = None  # made with the buffers
+        self._staging: queue.SimpleQueue[Tensor] = queue.SimpleQueue()  # a pinned buffer for each thread
+        self._staging_bytes = 0  # size of a buffer
 
     def begin(
         self,
@@ -125,18 +110,17 @@ class Saver:
         optimizer_state: dict[str, dict[str, Tensor]] | None,
         trainer_state: dict,
     ) -> None:
-        """Start to write output_dir/step_<step>, once the save before has ended; it may stop to read back.
+        """Start to write output_dir/step_<step>, once the save before has ended.
 
         Args:
             step: optimizer steps taken.
             weights: parameter name -> tensor or DTensor, the same names in the same order on every rank. On GPUs
                 float32 weights are rounded to bf16, in which the model computes.
-            model_config: written as config.json, with what the companions add, and the weights' dtype.
-            optimizer_state: of `MasterAdamW.state_dict`; None: the checkpoint cannot be resumed from. A plain tensor
+            model_config: written as config.json, with the companions' settings and the weights' dtype.
+            optimizer_state: from `MasterAdamW.state_dict`; None: the checkpoint cannot be resumed from. A plain tensor
                 is the same on every rank.
             trainer_state: what JSON can hold; its "validation_loss", if there is one, says which checkpoint is best.
         """
-        self._next_waits.set()
         self.wait()
         rank, _ = rank_and_world_size()
         small = {f"rng_{rank}.json": _json(rng_state())}
@@ -152,34 +136,38 @@ class Saver:
             files[OPTIMIZER] = flat(optimizer_state)
         save = _Save(step, small, {}, [])
         for file, tensors in files.items():
-            dtypes = {n: torch.bfloat16 if t.is_cuda and file == WEIGHTS else t.dtype for n, t in tensors.items()}
-            header = header_of(tensors, dtypes)
-            size = len(header) + sum(tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items())
+            kinds = {
+                name: (torch.bfloat16 if tensor.is_cuda and file == WEIGHTS else tensor.dtype, tuple(tensor.shape))
+                for name, tensor in tensors.items()
+            }
+            header = header_of(kinds)
+            size = len(header) + sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds.values())
             save.headers[file] = header, size
             entries = read_entries(header, Path(file))
             own = {name: tensor for name, tensor in tensors.items() if is_written_here(tensor, rank)}
-            save.blocks += [(file, entries[block.name], block, part) for block, part in local_blocks(own)]
-        self._stage(max((part.nbytes for *_, part in save.blocks if part.is_cuda), default=0))
+            save.pieces += [(entries[piece.name], piece, part) for piece, part in local_pieces(own)]
+        self._stage(max((part.nbytes for *_, part in save.pieces if part.is_cuda), default=0))
         self._save, self._is_current = save, True
         self._start()
 
     def before_update(self) -> None:
-        """Wait until the state that `begin` was given has been read, as far as this rank has it."""
+        """Wait until this rank's share of the state that `begin` was given has been read."""
         if self._thread is not None:
             self._read.wait()
         self._is_current = False
 
     def wait(self) -> None:
-        """Wait for the end of the save that is going on, if any; `error` says whether it failed."""
+        """Wait for the end of the save that is going on, if any. `error` says whether it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def finish(self) -> None:
-        """Wait as `wait`; a last save that the disk refused, of state that still stands, is tried again for a while.
+        """Wait for the last save, and try it again for a while if the disk refused it and the state has not changed.
 
         Raises:
-            UserError: the disk refused it, or weights are not finite. Exception: what else failed.
+            UserError: the disk refused it for good, or weights are not finite.
+            Exception: anything else that failed.
         """
         self.wait()
         for left in range(ATTEMPTS - 1, 0, -1):
@@ -197,14 +185,13 @@ class Saver:
     def _start(self) -> None:
         self.error = None
         self._read.clear()
-        self._next_waits.clear()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         self._thread = threading.Thread(target=self._run, args=(self._save,), daemon=True)
         self._thread.start()
 
     def _stage(self, num_bytes: int) -> None:
-        """Have pinned buffers of that size, one for each writing thread, and a stream for the copies to them."""
+        """Make a pinned buffer of that size for each writing thread, and a stream for the copies to them."""
         if num_bytes > self._staging_bytes:
             self._stream, self._staging, self._staging_bytes = torch.cuda.Stream(), queue.SimpleQueue(), num_bytes
             for _ in range(IO_THREADS):
@@ -235,66 +222,48 @@ class Saver:
                 if rank == 0:
                     self.output_dir.mkdir(parents=True, exist_ok=True)
                     clear_leftovers(self.output_dir)
-                    make_room(self.output_dir, save.size, self.last, self.verified)
+                    make_room(self.output_dir, save.size, self.last)
                     temporary.mkdir()
                     for file, (header, size) in save.headers.items():
                         sizes[file] = write_file(temporary / file, header, size)
             with failing_together(self.group):
                 for file, content in save.small.items():
                     sizes[file] = write_file(temporary / file, content)
-                blocks = self._write_blocks(temporary, save)
-                # Whether the next save may begin before this one is read back.
-                has_room = shutil.disk_usage(self.output_dir).free >= save.size
-                may_stop = has_room and time.monotonic() < self._read_back_due
-            shares = all_gather((sizes, blocks, may_stop), self.group)
+                checksums = self._write_pieces(temporary, save)
+            shares = all_gather((sizes, checksums), self.group)
             with failing_together(self.group):
                 if rank == 0:
-                    manifest: dict = {"format_version": FORMAT_VERSION, "files": {}, "blocks": {}}
-                    for their_sizes, their_blocks, _ in shares:
-                        manifest["files"] |= their_sizes
-                        for file, more in their_blocks.items():
-                            manifest["blocks"].setdefault(file, []).extend(more)
-                    manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
-                    write_file(temporary / "manifest.json", json.dumps(manifest).encode())
-            stop = self._next_waits if all(may_stop for *_, may_stop in shares) else None
-            share = verify_checkpoint(temporary, self.group, direct=True, stop=stop)
-            verified = final if share == 1.0 else self.verified
-            with failing_together(self.group):
-                if rank == 0:
+                    write_manifest(temporary, shares)
                     put_in_place(temporary, final)
-                    delete_old(final, self.keep, verified)
+                    delete_old(final, self.keep)
         except BaseException:
             if rank == 0:
                 clear_leftovers(self.output_dir)
             raise
-        self.verified = verified
-        if verified == final:
-            self._read_back_due = time.monotonic() + READ_BACK_SECONDS
-        told = "" if verified == final else f", {share:.0%} of it read back when the next began"
-        logger.info("checkpoint: %s%s", final, told)
+        logger.info("checkpoint: %s", final)
         return final
 
-    def _write_blocks(self, folder: Path, save: _Save) -> dict[str, list]:
-        """Write this rank's parts; returns of each file its blocks, as the manifest lists them."""
-        files = {file: DirectFile(folder / file, writes=True) for file in save.headers}
+    def _write_pieces(self, folder: Path, save: _Save) -> dict[str, list]:
+        """Write this rank's pieces and flush them; returns file -> the manifest's "blocks"."""
+        files = {file: DirectFile(folder / file) for file in save.headers}
         checksums: dict[str, list] = {file: [] for file in save.headers}
 
         def write(item):
-            file, entry, block, part = item
+            entry, piece, part = item
             staging = self._staging.get() if part.is_cuda else None
             try:
                 on_host = part.contiguous() if staging is None else self._fetch(part, staging)
                 if not _is_finite(on_host):
-                    raise UserError(f"{block.name} is not finite: no checkpoint of step {save.step} is written")
+                    raise UserError(f"{piece.name} is not finite: no checkpoint of step {save.step} is written")
                 content = bytes_of(on_host.to(entry.dtype))
-                block.write(files[file], entry, content)
-                checksums[file].append([block.name, block.offset, block.shape, zlib.crc32(content)])
+                piece.write(files[entry.file.name], entry, content)
+                checksums[entry.file.name].append([piece.name, piece.offset, piece.shape, zlib.crc32(content)])
             finally:
                 if staging is not None:
                     self._staging.put(staging)
 
         try:
-            in_threads(write, save.blocks)
+            in_threads(write, save.pieces)
             self.seconds_read = time.monotonic() - self._began
             self._read.set()
             for file in files:
@@ -305,7 +274,7 @@ class Saver:
         return checksums
 
     def _fetch(self, part: Tensor, staging: Tensor) -> Tensor:
-        """A copy in pinned memory of a part that is on a GPU."""
+        """A copy of a GPU's tensor in pinned memory."""
         assert self._stream is not None
         on_host = staging[: part.nbytes].view(part.dtype).view(part.shape)
         with torch.cuda.stream(self._stream):
@@ -320,11 +289,11 @@ def _json(content: dict, indent: int | None = None) -> bytes:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether a CPU tensor's elements are finite, and of float32 ones the sum too; one thread of the CPU is used."""
+    """Whether a CPU tensor's elements are finite, and for float32 their sum. Takes one thread of the CPU."""
     flattened = tensor.reshape(-1)
-    if tensor.dtype == torch.bfloat16:  # which NumPy does not know; of an infinity or NaN all exponent bits are 1
+    if tensor.dtype == torch.bfloat16:  # NumPy does not know it; infinities and NaN have all 8 exponent bits set
         numbers = flattened.view(torch.int16).numpy()
-        pieces = (numbers[start : start + 2**20] for start in range(0, len(numbers), 2**20))
-        return all((piece & 0x7FFF).max() < 0x7F80 for piece in pieces)
+        chunks = (numbers[start : start + 2**20] for start in range(0, len(numbers), 2**20))
+        return all((chunk & 0x7FFF).max() < 0x7F80 for chunk in chunks)
     with np.errstate(all="ignore"):
         return bool(np.isfinite(flattened.numpy().sum()))

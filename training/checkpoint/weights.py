@@ -1,9 +1,9 @@
-"""Weights in Hugging Face's form: safetensors files and what lies beside them.
+"""Weights in Hugging Face's form: a folder of safetensors files, config.json and a tokenizer's files.
 
-In a file a weight's name is ours behind "model.": model.norm.weight for norm.weight. Only lm_head.weight has one name.
-A folder holds config.json, and either model.safetensors or several such files with an index.
+A weight's name in a file is ours behind "model.": model.norm.weight for norm.weight. Only lm_head.weight has one name.
+The weights are in model.safetensors, or in several such files with an index.
 
-`python -m training.checkpoint.weights export IN OUT` makes such a folder of a checkpoint, for other programs to open.
+`python -m training.checkpoint.weights export IN OUT` turns a checkpoint into such a folder, for other programs to open.
 """
 
 import json
@@ -11,8 +11,6 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,26 +19,27 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from model import ModelConfig, Transformer
-from training.checkpoint.blocks import Block, Entry, bytes_of, header_of, local_blocks, read_entries, read_header
+from training.checkpoint.manifest import verify_weights
+from training.checkpoint.pieces import Entry, bytes_of, header_of, read_entries, read_header, read_tensors
 from training.families import extend, from_config_json, to_config_json
 from training.host.errors import UserError, refused_as_user_error
-from training.host.files import read_file
+from training.host.files import read_file, read_json
 from training.host.processes import command
-from training.run.settings import IO_THREADS, Parser
+from training.run.settings import Parser
 
-# What lies beside weights and goes along with them into checkpoints: a tokenizer, its chat template, defaults.
+# Files beside weights that go along into checkpoints: a tokenizer, its chat template, defaults for generation.
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
-TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"  # of config.json, which go along as well
-NOT_WEIGHTS = "rotary_emb.inv_freq"  # in older files of Llama's
+TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"  # settings in config.json that go along as well
+NOT_WEIGHTS = "rotary_emb.inv_freq"  # tables in older files of Llama
 EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Companions:
-    """What goes along with weights: small files, and settings of config.json that are not the model's shape."""
+    """Small files that go along with weights, and settings of config.json that are not the model's shape."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     settings: dict = field(default_factory=dict)
@@ -49,27 +48,19 @@ class Companions:
 NO_COMPANIONS = Companions()
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a weight is."""
-
-    file: Path
-    key: str  # its name there
-    entry: Entry
-
-
 def find_weights(
     path: str | Path, expected: dict[str, tuple[int, ...]], *, may_lack: str | None = None
-) -> dict[str, Place]:
-    """The places of the weights of a checkpoint, of a Hugging Face folder (one file or shards) or of a .safetensors.
+) -> dict[str, Entry]:
+    """A model's weights in their files, with names and shapes checked from the files' headers.
 
-    Names and shapes are checked from the files' headers. Nothing larger is read, but for the copy of a tied head.
+    Nothing larger is read, but for the copy of a tied head; `verify_weights` compares the bytes.
 
     Args:
-        path: the folder or file.
+        path: a checkpoint, a folder from Hugging Face (one file or shards), or a .safetensors file.
         expected: our parameter name -> full shape. Without lm_head.weight the model is tied: a copy of the embedding
             under that name is accepted and dropped.
-        may_lack: a part of names, such as ".g_proj.": if no weight has it, those expected are left out.
+        may_lack: a part of names, such as ".g_proj.". Expected weights of such names are left out if the files have
+            none of them.
 
     Returns:
         By our names, in the order of `expected`.
@@ -78,77 +69,54 @@ def find_weights(
         UserError: one line naming the file that is missing or truncated, or the first weight that does not fit.
     """
     path = Path(path)
-    places: dict[str, Place] = {}
+    found: dict[str, Entry] = {}
     for file in _weight_files(path):
         for key, entry in _entries(file).items():
             name = key.removeprefix("model.")
-            if name in places:
-                raise UserError(f"{path} has {key} twice, also in {places[name].file.name}; give another folder")
+            if name in found:
+                raise UserError(f"{path} has {key} twice, also in {found[name].file.name}; give another folder")
             if not name.endswith(NOT_WEIGHTS):
-                places[name] = Place(file, key, entry)
-    if may_lack is not None and not any(may_lack in name for name in places):
+                found[name] = entry
+    if may_lack is not None and not any(may_lack in name for name in found):
         expected = {name: shape for name, shape in expected.items() if may_lack not in name}
     another = f"checkpoint {path} is of another size"
     hint = "choose the matching --model_size, or another checkpoint"
     for name, shape in expected.items():
-        if name not in places:
+        if name not in found:
             raise UserError(f"{another}: it has no {name_in_file(name)}, this model needs it; {hint}")
-        if places[name].entry.shape != tuple(shape):
-            raise UserError(f"{another}: {name_in_file(name)} has shape {list(places[name].entry.shape)}, "
+        if found[name].shape != tuple(shape):
+            raise UserError(f"{another}: {name_in_file(name)} has shape {list(found[name].shape)}, "
                              f"this model needs {list(shape)}; {hint}")  # fmt: skip
-    tied_copy = places.pop("lm_head.weight", None) if "lm_head.weight" not in expected else None
-    for name in places:
+    tied_copy = found.pop("lm_head.weight", None) if "lm_head.weight" not in expected else None
+    for name in found:
         if name not in expected:
             raise UserError(f"{another}: it has {name_in_file(name)}, this model does not; {hint}")
-    if tied_copy and not torch.equal(_read_weight(tied_copy), _read_weight(places["embed_tokens.weight"])):
+    if tied_copy and not torch.equal(_read_weight(tied_copy), _read_weight(found["embed_tokens.weight"])):
         raise UserError(f"checkpoint {path} has an lm_head.weight of its own, this model ties it to the embedding")
-    return {name: places[name] for name in expected}
+    return {name: found[name] for name in expected}
 
 
 def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-    """(our name, whole CPU tensor in the file's dtype) of each weight, read one at a time; arguments as `find_weights`.
+    """(our name, whole CPU tensor in the file's dtype) of each weight, read one at a time. All ranks call this.
 
-    What is refused is refused in this call.
+    This call itself checks headers and compares all bytes with the manifest, if there is one.
+
+    Args:
+        path, expected: as for `find_weights`.
+
+    Raises:
+        UserError: as `find_weights` and `verify_weights` do.
     """
-    return ((name, _read_weight(place)) for name, place in find_weights(path, expected).items())
-
-
-@torch.no_grad()
-def read_weights(places: dict[str, Place], tensors: dict[str, Tensor]) -> None:
-    """Fill tensors and DTensors of any dtype and device, by our names, from a checkpoint's files.
-
-    Each rank reads its own part, in blocks, a few at a time: there is no second copy of the model, nor of a weight.
-    """
-    with ExitStack() as stack:
-        files = {file: stack.enter_context(file.open("rb")) for file in {place.file for place in places.values()}}
-
-        def load(block_and_part: tuple[Block, Tensor]) -> None:
-            block, part = block_and_part
-            place = places[block.name]
-            content = torch.empty(part.shape, dtype=place.entry.dtype)
-            block.read(files[place.file].fileno(), place.entry, bytes_of(content))
-            part.copy_(content.to(part.device))  # on its way in the file's dtype, then cast
-
-        with ThreadPoolExecutor(IO_THREADS) as pool:
-            list(pool.map(load, local_blocks({name: tensors[name] for name in places})))
-
-
-def read_json(file: Path) -> dict:
-    """The object that a JSON file holds. Raises UserError, naming the file, where there is none that can be read."""
-    try:
-        content = json.loads(read_file(file, "give another folder"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is missing or damaged: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{file} is damaged: it holds no JSON object")
-    return content
+    entries = find_weights(path, expected)
+    verify_weights(path)
+    return ((name, _read_weight(entry)) for name, entry in entries.items())
 
 
 def shape_of_weights(folder: str | Path) -> ModelConfig:
     """The model that the config.json of a checkpoint or of a Hugging Face folder declares.
 
     Raises:
-        UserError: there is none, or it says what this decoder does not compute.
+        UserError: there is no config.json, or it declares what this decoder does not compute.
     """
     path = Path(folder) / "config.json"
     found = sorted(Path(folder).glob("step_[0-9]*[0-9]"))
@@ -162,13 +130,13 @@ def shape_of_weights(folder: str | Path) -> ModelConfig:
 
 
 def parameter_shapes(shape: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of a whole model, by our names."""
+    """The shape of each parameter of a whole model, by our names."""
     with torch.device("meta"):
         return {name: parameter.shape for name, parameter in Transformer(shape).named_parameters()}
 
 
 def read_companions(tokenizer: Path) -> Companions:
-    """Those of the weights whose tokenizer that file is."""
+    """The files and settings that go along with the weights beside this tokenizer.json."""
     files = {"tokenizer.json": read_file(tokenizer, "give --tokenizer the path of a tokenizer.json")}
     if tokenizer.name != "tokenizer.json":
         return Companions(files)
@@ -205,7 +173,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _entries(file: Path) -> dict[str, Entry]:
-    """What a safetensors file holds; the library has checked that offsets, shapes and the file's size agree."""
+    """The tensors in a safetensors file. The library checks that offsets, shapes and the file's size agree."""
     try:
         if not file.is_file():  # a pipe would be waited for
             raise FileNotFoundError("no such file")
@@ -216,11 +184,9 @@ def _entries(file: Path) -> dict[str, Entry]:
     return read_entries(read_header(file), file)
 
 
-def _read_weight(place: Place) -> Tensor:
-    entry = place.entry
+def _read_weight(entry: Entry) -> Tensor:
     weight = torch.empty(entry.shape, dtype=entry.dtype)
-    with place.file.open("rb") as file:
-        Block(place.key, (0,) * len(entry.shape), entry.shape).read(file.fileno(), entry, bytes_of(weight))
+    read_tensors({"weight": entry}, {"weight": weight})
     return weight
 
 
@@ -228,7 +194,12 @@ def _read_weight(place: Place) -> Tensor:
 
 
 def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | None = None) -> str:
-    """Write config.json, model.safetensors and what goes along with them; returns what was written, for people."""
+    """Write config.json, model.safetensors and their companions; returns a line that says what was written.
+
+    Raises:
+        UserError: `target` is not empty; the weights are damaged, or not finite in `dtype`; other programs do not
+            compute this model.
+    """
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is already there; give a folder that is not, or an empty one")
@@ -239,9 +210,8 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
         )
     if rope_scaling is not None:
         config = extend(config, rope_scaling)
-    with torch.device("meta"):
-        parameters = dict(Transformer(config).named_parameters())
-    weights = load_model_weights(source, {name: parameter.shape for name, parameter in parameters.items()})
+    shapes = parameter_shapes(config)
+    weights = load_model_weights(source, shapes)
     tokenizer = source / "tokenizer.json"
     companions = read_companions(tokenizer) if tokenizer.is_file() else NO_COMPANIONS
     content = {**to_config_json(config), **companions.settings, "torch_dtype": str(dtype).removeprefix("torch.")}
@@ -249,12 +219,9 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
     temporary = target.with_name(f".{target.name}.tmp")  # a killed export leaves nothing that looks like one
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    header = header_of(
-        {name_in_file(n): p for n, p in parameters.items()}, {name_in_file(n): dtype for n in parameters}
-    )
     try:
         with (temporary / "model.safetensors").open("wb") as file:
-            file.write(header)
+            file.write(header_of({name_in_file(name): (dtype, shape) for name, shape in shapes.items()}))
             for name, weight in weights:
                 if not weight.to(dtype).isfinite().all():
                     raise UserError(f"{name_in_file(name)} is not finite in {dtype}; choose another --dtype")

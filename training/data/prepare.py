@@ -23,7 +23,6 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from training.checkpoint.files import only_run_in
 from training.data.prepared import (
     DOCUMENT,
     FORMAT,
@@ -37,6 +36,7 @@ from training.data.prepared import (
 from training.data.sources import SUFFIXES, Document, DocumentReader, find_files
 from training.data.tokenizer import load_tokenizer
 from training.host.errors import UserError
+from training.host.files import only_run_in
 
 PART_BYTES = 2**24  # of text
 OURS = re.compile(r"part-[0-9a-f]{16}\.(tokens|documents|json)(\.new)?")

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from training.checkpoint.weights import read_json
+from training.checkpoint.manifest import verify_weights
 from training.data.corpus import open_stores
 from training.data.tokens import Store, join, split
 from training.evaluation.positions import (
@@ -36,7 +36,7 @@ from training.evaluation.positions import (
 )
 from training.evaluation.tasks import TASKS, Result, Samples, judge
 from training.host.errors import UserError
-from training.host.files import check_can_write
+from training.host.files import check_can_write, read_json
 from training.host.processes import command
 from training.inference import Opened, add_model_flags, load, open_folder, write
 from training.parallel.world import World, join_world
@@ -169,6 +169,7 @@ def evaluator_losses(flags: Namespace, opened: Opened, questions: Questions, wor
     other = open_folder(flags.evaluator, as_trained, world)
     if other.tokenizer.identity != opened.tokenizer.identity:
         raise UserError(f"evaluator {flags.evaluator} has another tokenizer: its tokens are not this model's")
+    verify_weights(opened.folder)  # `load` does so as well, but only after the evaluator has read everything
     model = load(other, questions.longest, 0, world, flags.memory_budget)
     return read_all(model, tqdm(questions.pieces, desc="evaluator", unit="text"), questions.short_context)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from training.attention_flags import describe
-from training.checkpoint.blocks import SAVING_BYTES
+from training.checkpoint.pieces import SAVING_BYTES
 from training.host.errors import UserError
 from training.memory.cost_model import Stage, Step, gib
 from training.memory.execution import Execution, Placement

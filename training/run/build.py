@@ -20,7 +20,8 @@ from kernels.parts import AttentionKind
 from model import GATES, MODEL_SIZES, ModelConfig, Share, Transformer
 from training.attention_flags import check_head_dim, kinds_at
 from training.checkpoint.files import load_optimizer_state, restore_rng
-from training.checkpoint.weights import find_weights, read_weights, shape_of_weights
+from training.checkpoint.pieces import read_tensors
+from training.checkpoint.weights import find_weights, shape_of_weights
 from training.data.loader import Batch
 from training.families import extend
 from training.host.errors import UserError, refused_as_user_error
@@ -331,7 +332,7 @@ def build(
             fresh = initial_weights(model, config.seed)
             optimizer.load_weights((name, full) for name, full in fresh if GATES in name)
         masters = {name: tensors["master"] for name, tensors in optimizer.state_dict().items()}
-        read_weights(find_weights(config.init_from, shapes, may_lack=GATES), masters)
+        read_tensors(find_weights(config.init_from, shapes, may_lack=GATES), masters)
         optimizer.restore_parameters()
     else:
         optimizer.load_weights(initial_weights(model, config.seed))

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from training.checkpoint.files import replace_file
-from training.host.files import read_file
+from training.host.files import read_file, replace_file
 from training.memory.machine import find_gpu
 from training.parallel.world import World
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from training.checkpoint.files import OPTIMIZER, checkpoints, latest_checkpoint, load_trainer_state
+from training.checkpoint.files import checkpoints, latest_checkpoint, load_trainer_state
+from training.checkpoint.manifest import OPTIMIZER
 from training.data.loader import check_same_data
 from training.host.errors import UserError
 from training.optimizer import warmup_cosine

@@ -21,7 +21,6 @@ ATTENTION_TYPES = ("full", "sparse", "nsa")  # kinds of attention that a flag ca
 PEAK_LEARNING_RATE = 2e-5  # for continued training; training from scratch wants more, and a far longer warm-up
 TINY_PEAK_LEARNING_RATE = 3e-3
 CHECKPOINT_INTERVAL, KEPT_CHECKPOINTS = "30min", 2
-IO_THREADS = 8  # blocks of a checkpoint that a rank reads or writes at a time
 
 
 def flag(default, help: str, choices: tuple[str, ...] | None = None, bare: str | None = None):

@@ -1,8 +1,11 @@
-"""Checkpoints on disk: exact round trips on any number of ranks, all damage seen, what is deleted and when."""
+"""Checkpoints on disk: exact round trips on any number of ranks, damage that is seen, and which ones are deleted."""
 
 import json
+import os
 import random
 import shutil
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,18 +19,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.checkpoints import save_checkpoint
 from tests.ranks import run_ranks
-from training.checkpoint import blocks, files
-from training.checkpoint.blocks import Block, Entry
+from training.checkpoint import pieces
 from training.checkpoint.files import (
     checkpoints,
     latest_checkpoint,
     load_optimizer_state,
     load_trainer_state,
-    only_run_in,
     restore_rng,
     step_of,
-    verify_checkpoint,
 )
+from training.checkpoint.manifest import verify_checkpoint, verify_weights
+from training.checkpoint.pieces import Entry, Piece
 from training.checkpoint.weights import load_model_weights
 from training.host.errors import UserError
 from training.parallel.fsdp import copy_weights
@@ -37,7 +39,7 @@ CONFIG = {"model_type": "qwen3", "hidden_size": 6}
 
 
 class Model(nn.Module):
-    """Parameters under our names, odd sizes that no number of ranks divides."""
+    """Parameters under our names, of odd sizes that no number of ranks divides."""
 
     def __init__(self, seed=0, dtype=torch.float32):
         super().__init__()
@@ -52,7 +54,7 @@ def weights_of(model):
 
 
 def optimizer_state_of(model, value=None):
-    """By parameter name, as the optimizer's."""
+    """State by parameter name, as the optimizer has it; every tensor is filled with `value` if that is given."""
 
     def moments(i, parameter):
         fill = torch.full_like(parameter, i if value is None else value, dtype=torch.float32)
@@ -129,7 +131,7 @@ def test_random_generators_go_on_exactly(tmp_path):
 
 
 def test_every_damaged_file_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)  # two rows of the embedding
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)  # two rows of the embedding
     path = save(tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text())
     names = {file.name for file in path.iterdir()}
@@ -155,24 +157,56 @@ def test_every_damaged_file_is_named(tmp_path, monkeypatch):
     verify_checkpoint(path)
 
 
+def damage(file, place=-5):
+    content = bytearray(file.read_bytes())
+    content[place] ^= 4
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "name, place",
+    [("model.safetensors", -5), ("model.safetensors", 30), ("config.json", 30), ("manifest.json", -5)],
+)
+def test_weights_are_compared_wherever_a_manifest_lies_beside_them(name, place, tmp_path):
+    path = save(tmp_path, 1)
+    (path / "tokenizer.json").write_text("{}")  # added by somebody
+    (path / "rng_0.json").unlink()
+    damage(path / "optimizer.safetensors")  # weights can be used without it
+    for given in (path, str(path), path / "model.safetensors"):
+        verify_weights(given)
+    damage(path / name, place)
+    for given in (path, str(path), path / "model.safetensors"):
+        with pytest.raises(UserError, match=rf"{path}.*{name} is (corrupted|missing or damaged)"):
+            verify_weights(given)
+    (path / "manifest.json").unlink()
+    verify_weights(path)  # passes, like weights from anywhere
+
+
+@pytest.mark.parametrize("content", [{"model.safetensors": [1, 2]}, {"files": ["model.safetensors"]}])
+def test_another_programs_manifest_or_an_older_one_says_nothing(content, tmp_path):
+    path = save(tmp_path, 1)
+    (path / "manifest.json").write_text(json.dumps(content))
+    verify_weights(path)
+
+
 def test_bytes_that_nobody_wrote_are_seen(tmp_path):
     path = save(tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["blocks"]["model.safetensors"].pop()
     del manifest["crc32"]
-    manifest["crc32"] = files.zlib.crc32(json.dumps(manifest).encode())
+    manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"\d+ bytes of model\.safetensors were written by nobody"):
         verify_checkpoint(path)
 
 
-def test_runs_of_a_block():
-    entry = Entry(torch.bfloat16, (8, 10), 100)
-    assert [*Block("w", (2, 4), (2, 4)).runs(entry)] == [(148, 8), (168, 8)]
-    assert [*Block("w", (2, 0), (3, 10)).runs(entry)] == [(140, 60)]
-    assert [*Block("w", (), ()).runs(Entry(torch.float32, (), 8))] == [(8, 4)]
-    whole = Entry(torch.float32, (2, 3, 4), 0)
-    assert [*Block("w", (0, 1, 0), (2, 1, 4)).runs(whole)] == [(16, 16), (64, 16)]
+def test_runs_of_a_piece():
+    entry = Entry(Path("file"), torch.bfloat16, (8, 10), 100)
+    assert [*Piece("w", (2, 4), (2, 4)).runs(entry)] == [(148, 8), (168, 8)]
+    assert [*Piece("w", (2, 0), (3, 10)).runs(entry)] == [(140, 60)]
+    assert [*Piece("w", (), ()).runs(Entry(Path("file"), torch.float32, (), 8))] == [(8, 4)]
+    whole = Entry(Path("file"), torch.float32, (2, 3, 4), 0)
+    assert [*Piece("w", (0, 1, 0), (2, 1, 4)).runs(whole)] == [(16, 16), (64, 16)]
 
 
 def test_damaged_trainer_state(tmp_path):
@@ -238,7 +272,7 @@ def test_keeps_the_newest_the_best_and_what_is_not_the_runs_own(tmp_path):
     save(tmp_path, 10, keep=2)
     left = ["step_00000002", "step_00000002_best", "step_00000005", "step_00000010"]
     assert steps_in(tmp_path) == left
-    save(tmp_path, 4, keep=1)  # a run resumed from step 2: step 5 and 10 are not its own to delete
+    save(tmp_path, 4, keep=1)  # a run resumed from step 2 does not delete the later steps 5 and 10
     assert steps_in(tmp_path) == sorted([*left, "step_00000004"])
     save(tmp_path, 10, Model(3), keep=1)  # replaced
     assert steps_in(tmp_path) == ["step_00000002", "step_00000002_best", "step_00000010"]
@@ -247,31 +281,14 @@ def test_keeps_the_newest_the_best_and_what_is_not_the_runs_own(tmp_path):
 
 
 def test_files_have_the_mode_that_umask_says(tmp_path):
-    before = files.os.umask(0o022)
+    before = os.umask(0o022)
     try:
         path = save(tmp_path, 1)
         assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {
             0o644
         } and path.stat().st_mode & 0o777 == 0o755
     finally:
-        files.os.umask(before)
-
-
-def test_two_runs_in_one_folder_refuse_each_other(tmp_path):
-    with only_run_in(tmp_path / "run"):
-        refused = pytest.raises(UserError, match=rf"another run, process {files.os.getpid()}, writes into")
-        with refused, only_run_in(tmp_path / "run"):
-            pass
-        with only_run_in(tmp_path / "other"):
-            pass
-    with only_run_in(tmp_path / "run"):
-        pass
-
-
-def test_a_run_has_its_lock_on_a_full_disk(tmp_path):
-    (tmp_path / ".lock").symlink_to("/dev/full")
-    with only_run_in(tmp_path):
-        pass
+        os.umask(before)
 
 
 def shard(model, mesh, placements):
@@ -313,15 +330,17 @@ def damage_in_a_group(world, folder):
     path = folder / "run" / "step_00000003"
     content = bytearray((path / "model.safetensors").read_bytes())
     dist.barrier()
-    if world.rank == 0:  # in what rank 1 checks
+    if world.rank == 0:  # damages a piece that rank 1 compares
         _, block = json.loads((path / "manifest.json").read_text())["blocks"]["model.safetensors"]
         content[-1 if block[0] == "model.norm.weight" else len(content) - 30] ^= 1
         (path / "model.safetensors").write_bytes(content)
     dist.barrier()
     with pytest.raises(UserError, match=r"model\.safetensors is corrupted"):
         verify_checkpoint(path)
+    with pytest.raises(UserError, match=r"model\.safetensors is corrupted"):
+        verify_weights(path)
     if world.rank == 1:
-        blocks.os.pwrite = lambda *_: 1 / 0
+        os.pwrite = lambda *_: 1 / 0
     with pytest.raises((ZeroDivisionError, RuntimeError), match="division by zero"):
         save(folder / "run", 4, shard(Model(1), world.fsdp_mesh, [Shard(0)]))
     dist.barrier()
@@ -337,7 +356,7 @@ class TwoMatrices(nn.Module):
 
 
 def sharded_twice(world, seed):
-    """Rows or columns over the tensor axis, and rows over the data axis, as FSDP2 behind tensor parallelism has it."""
+    """Rows or columns over the tensor axis and rows over the data axis: FSDP2 behind tensor parallelism."""
     mesh = make_mesh("cpu", 4, 1, 2)
     model = TwoMatrices(seed)
     parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -345,7 +364,7 @@ def sharded_twice(world, seed):
 
 
 def save_and_load_sharded_twice(world, folder):
-    blocks.BLOCK_BYTES = 100
+    pieces.PIECE_BYTES = 100
     model, whole = sharded_twice(world, 1), TwoMatrices(1)
     assert len(model.up.weight.placements) == len(model.down.weight.placements) == 2
     path = save(folder, 1, model, optimizer_state={"w": weights_of(model)})

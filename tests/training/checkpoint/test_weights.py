@@ -1,4 +1,4 @@
-"""Weights: files that Hugging Face's tools read and write, and what does not fit is refused by its header."""
+"""Weights: files that Hugging Face's tools read and write; damage and what does not fit are refused."""
 
 import itertools
 import json
@@ -9,10 +9,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.training.checkpoint.test_files import Model, assert_same_state, save, weights_of
+import train
+from model import MODEL_SIZES, Transformer
+from tests.checkpoints import save_checkpoint
+from tests.training.checkpoint.test_files import Model, assert_same_state, damage, save, weights_of
+from training import generate
 from training.checkpoint import weights as weights_module
-from training.checkpoint.blocks import read_header
+from training.checkpoint.pieces import read_header
 from training.checkpoint.weights import load_model_weights
+from training.evaluation import __main__ as evaluation
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -126,13 +131,46 @@ def test_weights_that_no_decoder_here_reads(tmp_path):
         read_header(file)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "manifest.json"])
+def test_damaged_weights_are_refused_by_every_command(name, tmp_path, monkeypatch, capsys):
+    """train.py refuses them ahead of the data, evaluation ahead of what an evaluator reads; --resume is in storm.py."""
+    text = tmp_path / "corpus.txt"
+    text.write_text("".join(f"line {i}\n" for i in range(600)))
+    good, bad = (
+        save_checkpoint(
+            tmp_path / folder, 1, weights=Transformer(MODEL_SIZES["tiny"]).state_dict(),
+            model_config=MODEL_SIZES["tiny"].to_hugging_face(), optimizer_state=None, trainer_state={},
+        )
+        for folder in ("good", "bad")
+    )  # fmt: skip
+    digit = (bad / "config.json").read_bytes().index(b'"rope_theta": 1') + len('"rope_theta": ')  # 1 becomes 5
+    damage(bad / name, digit if name == "config.json" else -2)
+    monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
+    monkeypatch.setattr(evaluation, "read_all", lambda *_: pytest.fail("the texts were read"))
+    data, cpu = ("--data", str(text)), ("--device", "cpu")
+    out = tmp_path / "out"
+    commands = [
+        (train.main, ["--init_from", str(bad), *data, *cpu, "--output_dir", str(out), "--context_length", "64"]),
+        (weights_module.main, ["export", str(bad), str(out / "exported")]),
+        (generate.main, [str(bad), *cpu, "abc"]),
+        (evaluation.main, [str(bad), *data, *cpu, "--samples", "0"]),
+        (evaluation.main, [str(bad), *data, *cpu, "--samples", "0", "--evaluator", str(good)]),
+        (evaluation.main, [str(good), *data, *cpu, "--samples", "0", "--evaluator", str(bad)]),
+    ]
+    for main, argv in commands:
+        assert main(argv) == 1
+        [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert f"{bad}" in error and (f"{name} is corrupted" in error or f"{name} is missing or damaged" in error), argv
+    assert not (out / "exported").exists()
+
+
 def test_only_the_header_is_read_before_the_check(tmp_path, monkeypatch):
     path = save(tmp_path, 1)
     shapes = {name: p.shape for name, p in weights_of(Model()).items()}
     reads = []
     real = weights_module._read_weight
-    monkeypatch.setattr(weights_module, "_read_weight", lambda place: reads.append(place.key) or real(place))
+    monkeypatch.setattr(weights_module, "_read_weight", lambda entry: reads.append(entry.shape) or real(entry))
     weights = load_model_weights(path, shapes)
     assert reads == []
     list(itertools.islice(weights, 1))
-    assert reads == ["model.embed_tokens.weight"]
+    assert reads == [(11, 6)]

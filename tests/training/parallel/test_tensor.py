@@ -29,7 +29,8 @@ from tests.training.parallel.test_ulysses import (
     check_on_gpus,
     loss_and_gradients,
 )
-from training.checkpoint.weights import find_weights, read_weights
+from training.checkpoint.pieces import read_tensors
+from training.checkpoint.weights import find_weights
 from training.host.errors import UserError
 from training.memory.execution import WHOLE, Placement
 from training.parallel.tensor import check_matrix_sharing
@@ -74,8 +75,8 @@ def check_streamed_weights(world: World, folder: Path) -> None:
     if world.is_main:
         save_file({f"model.{name}": weight for name, weight in released.items()}, folder / "model.safetensors")
     torch.distributed.barrier()
-    with mock.patch("training.checkpoint.blocks.BLOCK_BYTES", 2**9):
-        read_weights(find_weights(folder, shapes), dict(model.named_parameters()))
+    with mock.patch("training.checkpoint.pieces.PIECE_BYTES", 2**9):
+        read_tensors(find_weights(folder, shapes), dict(model.named_parameters()))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.detach().full_tensor(), released[name].float()), name
 

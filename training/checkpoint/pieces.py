@@ -1,7 +1,7 @@
 """Tensors in safetensors files that several ranks write and read, each rank its own part, in place.
 
-A file holds whole tensors, however they are sharded. What some ranks wrote, any other number of ranks reads, sharded in
-any other way. Nothing is gathered, and nothing here is larger than BLOCK_BYTES.
+A file holds whole tensors. Any number of ranks reads what any other number wrote, sharded in any other way, and nothing
+is gathered. Each rank cuts its part into pieces of at most PIECE_BYTES; IO_THREADS of them are on their way at a time.
 """
 
 import itertools
@@ -10,7 +10,8 @@ import math
 import operator
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +22,12 @@ from torch.distributed.tensor import DTensor
 from training.host.direct import BUFFER_BYTES, DirectFile
 from training.host.errors import UserError
 from training.host.torch_internals import compute_local_shape_and_global_offset
-from training.run.settings import IO_THREADS
 
-BLOCK_BYTES = 2**25  # 32 MiB: a thread copies, adds up and writes that much at a time
-# Host memory that saving takes: in each thread a pinned buffer for what comes from a GPU, that part in bf16, and the
-# buffer through which the file is written.
-SAVING_BYTES = IO_THREADS * (BLOCK_BYTES + BLOCK_BYTES // 2 + BUFFER_BYTES)
+IO_THREADS = 8
+PIECE_BYTES = 2**25  # 32 MiB: a thread copies, adds up and writes that much at a time
+# Host memory for saving. Each thread has a pinned buffer for a piece from a GPU, the same piece in bf16, and the buffer
+# of `DirectFile`.
+SAVING_BYTES = IO_THREADS * (PIECE_BYTES + PIECE_BYTES // 2 + BUFFER_BYTES)
 LONGEST_HEADER = 10**8  # bytes; safetensors' own limit
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -34,29 +35,30 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """A whole tensor of a file."""
+    """A whole tensor in a file."""
 
+    file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int  # byte of the file
+    start: int  # first byte in the file
 
 
 @dataclass(frozen=True)
-class Block:
+class Piece:
     """A box of a whole tensor."""
 
     name: str
-    offset: tuple[int, ...]  # of its first element
+    offset: tuple[int, ...]  # index of the first element
     shape: tuple[int, ...]
 
     def runs(self, entry: Entry) -> Iterator[tuple[int, int]]:
-        """(first byte of the file, bytes) of each contiguous run, in the order of the block's elements.
+        """(first byte in the file, bytes) of each contiguous run, in the order of the piece's elements.
 
         Rows 2 and 3, columns 4 to 7 of a tensor [8, 10] of 2-byte elements at byte 100: (148, 8), (168, 8).
         """
         whole, size = entry.shape, entry.dtype.itemsize
         strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
-        # Behind the last dimension of which the block has only a part, its elements follow one another.
+        # Elements follow one another behind the last dimension that the piece does not have in full.
         cut = max((dim for dim, n in enumerate(self.shape) if n != whole[dim]), default=0)
         length = math.prod(self.shape[cut:])
         ranges = (range(first, first + n) for first, n in zip(self.offset[:cut], self.shape))
@@ -65,48 +67,73 @@ class Block:
             yield entry.start + element * size, length * size
 
     def write(self, file: DirectFile, entry: Entry, content: memoryview) -> None:
-        """Put the block's elements, contiguous in `content`, into the file."""
+        """Put the piece's elements, contiguous in `content`, into the file."""
         for start, length in self.runs(entry):
             file.write(content[:length], start)
             content = content[length:]
 
-    def crc32(self, file: DirectFile, entry: Entry) -> int:
-        """The checksum of the block's elements in the file; another one where the file ends before them."""
-        crc = 0
-        for run in self.runs(entry):
-            for piece in file.read(*run):
-                crc = zlib.crc32(piece, crc)
-        return crc
+    def read(self, entry: Entry, content: memoryview) -> None:
+        """Fill `content` with the piece's elements. Raises UserError if the file ends before them."""
+        with entry.file.open("rb", buffering=0) as file:
+            for start, length in self.runs(entry):
+                run, content = content[:length], content[length:]
+                while run:
+                    count = os.preadv(file.fileno(), [run], start)
+                    if not count:
+                        raise UserError(f"{entry.file} is truncated: it ends before {self.name}")
+                    start, run = start + count, run[count:]
 
-    def read(self, descriptor: int, entry: Entry, content: memoryview) -> None:
-        """Fill `content` with the block's elements. Raises UserError where the file ends before them."""
-        for start, length in self.runs(entry):
-            run, content = content[:length], content[length:]
-            while run:
-                count = os.preadv(descriptor, [run], start)
-                if not count:
-                    raise UserError(f"{self.name} reaches past the end of its file")
-                start, run = start + count, run[count:]
+    def crc32(self, entry: Entry) -> int:
+        """The checksum of the piece's elements in the file. Raises UserError if the file ends before them."""
+        content = torch.empty(self.shape, dtype=entry.dtype)
+        self.read(entry, bytes_of(content))
+        return zlib.crc32(bytes_of(content))
 
 
-def header_of(tensors: dict[str, Tensor], dtypes: dict[str, torch.dtype]) -> bytes:
+@torch.no_grad()
+def read_tensors(entries: dict[str, Entry], tensors: dict[str, Tensor]) -> None:
+    """Fill tensors and DTensors of any dtype and device from the entries of the same names, each rank its own part.
+
+    No tensor has a second copy: at most IO_THREADS pieces exist twice. Raises UserError if a file ends before a tensor.
+    """
+
+    def read(piece_and_part: tuple[Piece, Tensor]) -> None:
+        piece, part = piece_and_part
+        entry = entries[piece.name]
+        is_read_in_place = part.dtype == entry.dtype and part.device.type == "cpu" and part.is_contiguous()
+        content = part if is_read_in_place else torch.empty(part.shape, dtype=entry.dtype)
+        piece.read(entry, bytes_of(content))
+        if content is not part:
+            part.copy_(content.to(part.device))  # travels in the file's dtype, then is cast
+
+    in_threads(read, local_pieces({name: tensors[name] for name in entries}))
+
+
+def header_of(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
     """A safetensors file up to its data: the header's length in 8 little-endian bytes, then the header in JSON.
 
     Each tensor's data_offsets count from the end of the header, which is padded with spaces to a multiple of 8 bytes:
     two tensors of 24 and 66 bytes have [0, 24] and [24, 90].
+
+    Args:
+        tensors: name -> (dtype, shape).
     """
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * dtypes[name].itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtypes[name]], "shape": [*tensor.shape], "data_offsets": [start, end]}
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": [*shape], "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def read_entries(header: bytes, file: Path) -> dict[str, Entry]:
-    """What `header_of` wrote into the file. Raises UserError where it is something else, as quantized."""
+    """The tensors that the header of `file` lists, by name.
+
+    Raises:
+        UserError: it is not such a header, or lists tensors of other dtypes, as of quantized weights.
+    """
     entries = {}
     try:
         for name, value in json.loads(header[8:]).items():
@@ -116,7 +143,7 @@ def read_entries(header: bytes, file: Path) -> dict[str, Entry]:
                         f"{file}: {name} is of dtype {str(value['dtype'])[:20]}, weights must be of {', '.join(DTYPES)}"
                     )
                 shape, (start, end) = tuple(map(operator.index, value["shape"])), value["data_offsets"]
-                entries[name] = entry = Entry(DTYPES[value["dtype"]], shape, len(header) + operator.index(start))
+                entries[name] = entry = Entry(file, DTYPES[value["dtype"]], shape, len(header) + operator.index(start))
                 if min(start, *shape, 0) < 0 or end - start != math.prod(shape) * entry.dtype.itemsize:
                     raise ValueError(name)
     except UserError:
@@ -127,7 +154,7 @@ def read_entries(header: bytes, file: Path) -> dict[str, Entry]:
 
 
 def read_header(file: Path) -> bytes:
-    """A safetensors file up to its data. Raises UserError where the file is no such file."""
+    """A safetensors file up to its data. Raises UserError if it cannot be read, or is not a safetensors file."""
     try:
         with file.open("rb") as opened:
             length = opened.read(8)
@@ -139,25 +166,25 @@ def read_header(file: Path) -> bytes:
     raise UserError(f"{file} is truncated or no safetensors file")
 
 
-def local_blocks(tensors: dict[str, Tensor]) -> Iterator[tuple[Block, Tensor]]:
-    """This rank's parts, in blocks of at most BLOCK_BYTES or one row: (where it belongs, a view of its elements)."""
+def local_pieces(tensors: dict[str, Tensor]) -> Iterator[tuple[Piece, Tensor]]:
+    """This rank's parts, in pieces of at most PIECE_BYTES or one row, each with a view of its elements."""
     for name, tensor in tensors.items():
         local, offset = _local_part(tensor)
         if local.ndim == 0:
-            yield Block(name, (), ()), local
+            yield Piece(name, (), ()), local
             continue
         if not local.numel():
             continue
-        rows = max(1, BLOCK_BYTES // (local[0].numel() * local.element_size()))
+        rows = max(1, PIECE_BYTES // (local[0].numel() * local.element_size()))
         for start in range(0, len(local), rows):
             part = local[start : start + rows]
-            yield Block(name, (offset[0] + start, *offset[1:]), tuple(part.shape)), part
+            yield Piece(name, (offset[0] + start, *offset[1:]), tuple(part.shape)), part
 
 
 def is_written_here(tensor: Tensor, rank: int) -> bool:
-    """Whether this rank writes its part: of the ranks that have the same part, the first one does.
+    """Whether this rank writes its part. Where several ranks have the same part, the first of them does.
 
-    A tensor on a mesh of some of the ranks is the same on the meshes of the others: the one with rank 0 writes it.
+    A DTensor on a mesh of some ranks is the same on the meshes of all others, and the mesh with rank 0 writes it.
     """
     if not isinstance(tensor, DTensor):
         return rank == 0
@@ -169,15 +196,21 @@ def is_written_here(tensor: Tensor, rank: int) -> bool:
 
 
 def _local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """(this rank's part, the offset of its first element in the whole tensor)."""
+    """(this rank's part, the index of its first element in the whole tensor)."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), (0,) * tensor.ndim
     local = tensor.detach().to_local()
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    assert tuple(local.shape) == tuple(shape), f"a part of {tuple(local.shape)} where PyTorch expects {shape}"
+    assert tuple(local.shape) == tuple(shape), f"a part of {tuple(local.shape)}, and PyTorch expects {shape}"
     return local, tuple(offset)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def in_threads(function: Callable, values: Iterable) -> list:
+    """The function's results, IO_THREADS at a time. Copies, checksums, reads and writes let go of Python's lock."""
+    with ThreadPoolExecutor(IO_THREADS) as pool:
+        return list(pool.map(function, values))

@@ -1,0 +1,125 @@
+"""A checkpoint's manifest.json: the size and checksums of each file, compared by whoever reads the checkpoint.
+
+    format_version
+    files    name -> [bytes, CRC-32]; for a file of tensors the CRC-32 is its header's
+    blocks   file of tensors -> [[tensor's name, offset, shape, CRC-32 of the elements in order], ...], a piece each
+    crc32    of all the above
+
+Checksums are computed from the memory that is written, as it is written. Ranks that compare them share the pieces out,
+on a file system that all of them see.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Collection
+from pathlib import Path
+
+from training.checkpoint.pieces import Entry, Piece, in_threads, read_entries, read_header
+from training.checkpoint.ranks import failing_together, rank_and_world_size
+from training.host.errors import UserError
+from training.host.files import read_json, write_file
+
+FORMAT_VERSION = 2
+MANIFEST, WEIGHTS, OPTIMIZER = "manifest.json", "model.safetensors", "optimizer.safetensors"
+MODEL_FILES = WEIGHTS, "config.json"
+
+
+def write_manifest(folder: Path, shares: list[tuple[dict[str, list[int]], dict[str, list]]]) -> None:
+    """Write the manifest of what all ranks have written: of each rank its files and its blocks, as above."""
+    manifest: dict = {"format_version": FORMAT_VERSION, "files": {}, "blocks": {}}
+    for files, blocks in shares:
+        manifest["files"] |= files
+        for file, more in blocks.items():
+            manifest["blocks"].setdefault(file, []).extend(more)
+    manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
+    write_file(folder / MANIFEST, json.dumps(manifest).encode())
+
+
+def check_files(path: Path, names: Collection[str] | None = None) -> list[tuple[Entry, Piece, int]]:
+    """Compare sizes, small files and headers of tensors with the manifest: damage that is seen in milliseconds.
+
+    Args:
+        names: the files to look at; None: all.
+
+    Returns:
+        (whole tensor, piece, CRC-32) of each piece of the tensors, still to be compared.
+
+    Raises:
+        UserError: one line naming the file that is missing, truncated or corrupted.
+    """
+    manifest = read_json(path / MANIFEST)
+    version, crc = manifest.get("format_version"), manifest.pop("crc32", None)
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"checkpoint {path} has format {version}, this code {FORMAT_VERSION}: it can only start from its weights, "
+            f"with --init_from {path} and another --output_dir"
+        )
+    if crc != zlib.crc32(json.dumps(manifest).encode()):
+        raise _corrupted(path, MANIFEST)
+    pieces = []
+    for name, (size, crc) in manifest["files"].items():
+        if names is not None and name not in names:
+            continue
+        file, blocks = path / name, manifest["blocks"].get(name)
+        if not file.is_file():
+            raise UserError(f"checkpoint {path} is incomplete: {name} is missing; use another checkpoint")
+        if (found := file.stat().st_size) != size:
+            raise UserError(f"checkpoint {path}: {name} is truncated or changed: {found} bytes, "
+                            f"saved with {size}; use another checkpoint")  # fmt: skip
+        content = file.read_bytes() if blocks is None else read_header(file)
+        if zlib.crc32(content) != crc:
+            raise _corrupted(path, name)
+        if blocks is not None:
+            entries = read_entries(content, file)
+            if any(t not in entries or len(entries[t].shape) != len(shape) for t, _, shape, _ in blocks):
+                raise _corrupted(path, name)
+            written = sum(math.prod(shape) * entries[tensor].dtype.itemsize for tensor, _, shape, _ in blocks)
+            if missing := size - len(content) - written:
+                raise UserError(f"checkpoint {path}: {missing} bytes of {name} were written by nobody")
+            pieces += [(entries[t], Piece(t, tuple(at), tuple(shape)), crc) for t, at, shape, crc in blocks]
+    return pieces
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Compare every byte of a checkpoint with its manifest. All ranks call this.
+
+    Raises:
+        UserError: one line naming the file that is missing, truncated or corrupted.
+    """
+    with failing_together():
+        _compare(path, check_files(path))
+
+
+def verify_weights(path: str | Path) -> None:
+    """Compare weights and config.json with the manifest beside them, if there is one. All ranks call this.
+
+    The other files of a checkpoint may change: weights can be used without the optimizer's state, or with another
+    tokenizer. A manifest of another program, or of a checkpoint from before 2026-11-22, is passed over.
+
+    Args:
+        path: a folder, or a file of weights in it.
+
+    Raises:
+        UserError: one line naming the file that is missing, truncated or corrupted.
+    """
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    with failing_together():
+        manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
+        if "format_version" in manifest or "crc32" in manifest:
+            _compare(folder, check_files(folder, [name for name in MODEL_FILES if (folder / name).exists()]))
+
+
+def _compare(path: Path, pieces: list[tuple[Entry, Piece, int]]) -> None:
+    rank, world_size = rank_and_world_size()
+
+    def compare(item: tuple[Entry, Piece, int]) -> None:
+        entry, piece, crc = item
+        if piece.crc32(entry) != crc:
+            raise _corrupted(path, entry.file.name)
+
+    in_threads(compare, pieces[rank::world_size])
+
+
+def _corrupted(path: Path, name: str) -> UserError:
+    return UserError(f"checkpoint {path}: {name} is corrupted (its CRC-32 differs); use another checkpoint")
