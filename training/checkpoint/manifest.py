@@ -5,8 +5,8 @@
     blocks   file of tensors -> [[tensor's name, offset, shape, CRC-32 of the elements in order], ...], a piece each
     crc32    of all the above
 
-Checksums are computed from the memory that is written, as it is written. Ranks that compare them share the pieces out,
-on a file system that all of them see.
+Checksums are computed from the memory that is written, as it is written. Ranks share the pieces out to compare them, on
+a file system that all of them see.
 """
 
 import json
@@ -26,7 +26,11 @@ MODEL_FILES = WEIGHTS, "config.json"
 
 
 def write_manifest(folder: Path, shares: list[tuple[dict[str, list[int]], dict[str, list]]]) -> None:
-    """Write the manifest of what all ranks have written: of each rank its files and its blocks, as above."""
+    """Write the manifest of the files that all ranks have written.
+
+    Args:
+        shares: each rank's (files, blocks), in the form above.
+    """
     manifest: dict = {"format_version": FORMAT_VERSION, "files": {}, "blocks": {}}
     for files, blocks in shares:
         manifest["files"] |= files
