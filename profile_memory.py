@@ -1,8 +1,8 @@
-"""What a training step takes, stage by stage: `python profile_memory.py --model_size 4B --context_length 131072`.
+"""Profile the memory of a training step, stage by stage: `python profile_memory.py --context_length 131072`.
 
 On a GPU a step is predicted and measured, side by side: a whole step as train.py runs it on one GPU (bf16 weights,
 float32 masters and Adam moments), of random tokens, one document a sequence. Without a GPU, or for another one that
---gpu names, a step is predicted. The step follows the plan that train.py would make for the memory there is;
+--gpu names, a step is predicted. The step follows the plan that train.py would make for the memory at hand;
 --gradient_checkpointing and --no-gradient_checkpointing profile a step without a plan instead.
 
 `--nproc 8 --context_parallel_size 4` predicts the step that train.py would run under torchrun on 8 GPUs of one machine,
@@ -10,7 +10,7 @@ float32 masters and Adam moments), of random tokens, one document a sequence. Wi
 
 `--find_max_context` says how long a context fits, `--compare` what the chunked loss, checkpointing and offloading save.
 `--measure` confirms either on the GPU. This file is the command line; training/memory/reports.py answers the questions.
-Memory sizes are in GiB, 2**30 bytes; "24GB" on the command line means that too.
+Memory sizes are in GiB, 2**30 bytes; "24GB" on the command line means 24 GiB.
 """
 
 import dataclasses
@@ -20,114 +20,107 @@ import math
 import signal
 import sys
 import time
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
 from kernels.attention.full import BACKENDS
 from model import MODEL_SIZES, ModelConfig
-from training.attention_flags import kinds_of
+from training.attention_flags import ATTENTION_TYPES, kinds_of
 from training.checkpoint.weights import shape_of_weights
+from training.flags import flag, read_flags, refuse_together
 from training.host.errors import UserError
 from training.host.files import check_can_write
 from training.host.memory import available_host_bytes, parse_bytes
 from training.host.processes import command
 from training.memory.cost_model import gib
-from training.memory.execution import Execution
+from training.memory.execution import LOSSES, Execution
 from training.memory.machine import DRIVER_BYTES, cap_gpu_memory, gpu_budget, measure_rates, parse_gpu, scale_rates
 from training.memory.reports import Machine, report_comparison, report_max_context, report_step
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, join_world
 from training.run.build import build_bench, settled_execution, shape_with, step_on_meta, without_plan
-from training.run.settings import ATTENTION_TYPES
 
 CONTEXT_LENGTH = 131_072
 
 
-def parse_flags(argv: list[str]) -> Namespace:
-    """Parse the flags, and check the value of each on its own.
+@dataclass
+class ProfileFlags:
+    """Profile the memory of a training step, stage by stage."""
 
-    Raises:
-        UserError: an unknown flag, or a value that its flag does not take.
-    """
-    parser = ArgumentParser(prog="profile_memory.py", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.error = _raise_user_error
-    add = parser.add_argument
-    add("--model_size", choices=MODEL_SIZES, help="default: 4B")
-    add("--init_from", help="folder of weights whose shape to take, in place of --model_size")
-    add("--context_length", type=int, help=f"default: {CONTEXT_LENGTH}")
-    add("--batch_size", type=int, default=1)
-    add("--gradient_accumulation_steps", type=int, default=1)
-    add("--attention_type", default="full", choices=ATTENTION_TYPES)
-    add("--selected_blocks", help="blocks of 64 that a token selects, by layer as 64x4,32; default: 32, nsa: 16")
-    add("--dense_below", type=int, help="of sparse: shorter documents attend to everything; default: 8192 tokens")
-    add("--attention_backend", default="auto", choices=[name for name in BACKENDS if name != "cpu"])
-    add("--loss_impl", choices=("auto", "chunked", "standard"), help="default: auto")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="cpu: prediction only")
-    add("--gradient_checkpointing", action=BooleanOptionalAction, help="no plan: checkpoint every block, or keep all")
-    add("--memory_budget", help="GPU memory to plan for and not to exceed: 24GB, or auto for what is free (default)")
-    add("--host_budget", help="host memory each GPU's process may pin; default: its share of 80%% of what is free here")
-    add("--nproc", type=int, default=1, help="predict for so many GPUs of one machine, as torchrun's --nproc_per_node")
-    add("--context_parallel_size", type=int, default=1, help="of them, so many share each sequence")
-    add("--tensor_parallel_size", type=int, default=1, help="of them, so many share each matrix")
-    add("--gpu", help="predict for another GPU: RTX4090, A100-80GB, H100 ..., or a size such as 24GB")
-    add("--find_max_context", action="store_true", help="the longest context that fits")
-    add("--compare", action="store_true", help="with and without chunked loss, checkpointing, a plan; 32k to 256k")
-    add("--measure", action="store_true", help="of --find_max_context and --compare: confirm on the GPU")
-    add("--num_layers", type=int, help="measure with so many of the layers, where a whole step takes too long")
-    add("--all_stages", action="store_true", help="a row for each stage; else equal neighbouring layers share rows")
-    add("--timeline", type=Path, help="draw the step there (.png, .svg)")
-    add("--snapshot", type=Path, help="write PyTorch's memory snapshot of the step there (.pickle)")
-    add("--json", type=Path, help="write everything there")
-    flags = parser.parse_args(argv)
-    if flags.model_size and flags.init_from:
-        raise UserError("model_size has no effect with init_from, whose weights have a shape; drop one")
-    flags.model_size = flags.model_size or (None if flags.init_from else "4B")
-    return flags
+    model_size: str | None = flag(None, "default: 4B, unless init_from is given", tuple(MODEL_SIZES))
+    init_from: str | None = flag(None, "folder of weights whose shape to take, in place of model_size")
+    context_length: int | None = flag(None, f"default: {CONTEXT_LENGTH}", least=2)
+    batch_size: int = flag(1, "sequences in a micro-batch", least=1)
+    gradient_accumulation_steps: int = flag(1, "micro-batches in a step", least=1)
+    attention_type: str = flag("full", "as train.py has it", ATTENTION_TYPES)
+    selected_blocks: str | None = flag(
+        None, "blocks of 64 that a token selects, by layer as 64x4,32; default: 32, nsa: 16"
+    )
+    dense_below: int | None = flag(
+        None, "of sparse: shorter documents attend to everything; default: 8192 tokens", least=1
+    )
+    attention_backend: str = flag("auto", "attention kernel", [name for name in BACKENDS if name != "cpu"])
+    loss_impl: str | None = flag(None, "default: auto", LOSSES)
+    device: str = flag("auto", "cpu: prediction only", ("auto", "cpu", "cuda"))
+    gradient_checkpointing: bool | None = flag(None, "no plan: checkpoint every block, or keep all")
+    memory_budget: str | None = flag(
+        None, "GPU memory to plan for and not to exceed: 24GB, or auto for what is free; default: auto"
+    )
+    host_budget: str | None = flag(
+        None, "host memory each GPU's process may pin; default: its share of 80% of what is free here"
+    )
+    nproc: int = flag(1, "predict for so many GPUs of one machine, as torchrun's --nproc_per_node", least=1)
+    context_parallel_size: int = flag(1, "GPUs that share each sequence", least=1)
+    tensor_parallel_size: int = flag(1, "GPUs that share each matrix", least=1)
+    gpu: str | None = flag(None, "predict for another GPU: RTX4090, A100-80GB, H100 ..., or a size such as 24GB")
+    find_max_context: bool = flag(False, "the longest context that fits")
+    compare: bool = flag(False, "with and without chunked loss, checkpointing, a plan; 32k to 256k")
+    measure: bool = flag(False, "with find_max_context and compare: confirm on the GPU")
+    num_layers: int | None = flag(None, "measure so many of the layers, where a whole step takes too long", least=1)
+    all_stages: bool = flag(False, "a row for each stage; else equal neighbouring layers share rows")
+    timeline: Path | None = flag(None, "draw the step there (.png, .svg)")
+    snapshot: Path | None = flag(None, "write PyTorch's memory snapshot of the step there (.pickle)")
+    json: Path | None = flag(None, "write everything there")
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """(tokens in a sequence, sequences in a micro-batch, micro-batches in a step)."""
+        return self.context_length or CONTEXT_LENGTH, self.batch_size, self.gradient_accumulation_steps
+
+    @property
+    def shape(self) -> ModelConfig:
+        """The shape of --init_from's weights or of --model_size, with the parameters of --attention_type."""
+        size = shape_of_weights(self.init_from) if self.init_from else MODEL_SIZES[self.model_size]
+        return shape_with(self.attention_type, size)
 
 
-def _raise_user_error(message: str) -> NoReturn:
-    raise UserError(message)
+FOR_ONE_STEP = ("context_length", "gradient_checkpointing", "num_layers", "all_stages", "timeline", "snapshot")
 
 
-def check_flags(flags: Namespace, can_measure: bool) -> None:
-    """Refuse values out of range, flags that would have no effect, and files that could not be written."""
-    layers = shape_of(flags).num_hidden_layers
-    positive = ("batch_size", "gradient_accumulation_steps", "nproc", "context_parallel_size", "tensor_parallel_size")
-    limits = {"context_length": (2, math.inf), "num_layers": (1, layers), **dict.fromkeys(positive, (1, math.inf))}
-    for name, (least, most) in limits.items():
-        value = getattr(flags, name)
-        if value is not None and not least <= value <= most:
-            limit = f"at least {least}" if value < least else f"at most {most}"
-            raise UserError(f"{name} must be {limit}, got {value}")
-    kinds_of(flags, shape_of(flags))
+def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
+    """Refuse flags that would have no effect, sizes that do not fit each other, and files that could not be written."""
+    layers = flags.shape.num_hidden_layers
+    if flags.num_layers is not None and flags.num_layers > layers:
+        raise UserError(f"num_layers must be at most {layers}, got {flags.num_layers}")
+    kinds_of(flags, flags.shape)
     check_mesh(flags)
-    given = {name for name, value in vars(flags).items() if value not in (None, False)}
-    if flags.gradient_checkpointing is not None:
-        given.add("gradient_checkpointing")
-    for_one_step = ("context_length", "gradient_checkpointing", "num_layers", "all_stages", "timeline", "snapshot")
-    without_effect = [
-        ("find_max_context", "compare"),
-        ("loss_impl", "compare"),
-        *((name, mode) for name in for_one_step for mode in ("find_max_context", "compare")),
-        ("memory_budget", "gradient_checkpointing"),  # nothing is planned with gradient_checkpointing
-        ("host_budget", "gradient_checkpointing"),
-    ]
-    for name, other in without_effect:
-        if {name, other} <= given:
-            raise UserError(f"{name} has no effect with {other}; drop one")
-    if flags.device == "cuda" and "gpu" in given:
+    refuse_together(
+        flags, ("find_max_context", "compare"), ("loss_impl", "compare"),
+        *((name, mode) for name in FOR_ONE_STEP for mode in ("find_max_context", "compare")),
+        ("memory_budget", "gradient_checkpointing"), ("host_budget", "gradient_checkpointing"),
+    )  # fmt: skip
+    if flags.device == "cuda" and flags.gpu:
         raise UserError("device cuda has no effect with gpu, which predicts for another; drop one")
-    if "measure" in given and not given & {"find_max_context", "compare"}:
+    if flags.measure and not (flags.find_max_context or flags.compare):
         raise UserError(
             "measure has no effect but with find_max_context or compare: on a GPU a step is measured anyway"
         )
     for name in ("measure", "num_layers", "snapshot"):
-        if name in given and not can_measure:
+        if getattr(flags, name) and not can_measure:
             raise UserError(f"{name} needs a GPU to measure on, without --gpu, --nproc or --device cpu; drop it")
     for name in ("timeline", "snapshot", "json"):
         path = getattr(flags, name)
@@ -141,9 +134,9 @@ def check_flags(flags: Namespace, can_measure: bool) -> None:
         raise UserError("--timeline needs matplotlib: pip install matplotlib")
 
 
-def check_mesh(flags: Namespace) -> None:
+def check_mesh(flags: ProfileFlags) -> None:
     """Refuse numbers of GPUs that cannot share sequences or matrices, and those for which no prediction is made."""
-    context, tensor, shape = flags.context_parallel_size, flags.tensor_parallel_size, shape_of(flags)
+    context, tensor, shape = flags.context_parallel_size, flags.tensor_parallel_size, flags.shape
     if flags.nproc % (context * tensor):
         raise UserError(
             f"context_parallel_size {context} x tensor_parallel_size {tensor} must divide nproc {flags.nproc}; give "
@@ -155,21 +148,15 @@ def check_mesh(flags: Namespace) -> None:
         raise UserError(f"{message}; lower context_parallel_size")
 
 
-def shape_of(flags: Namespace) -> ModelConfig:
-    """That of --init_from's weights or of --model_size, with the parameters of --attention_type."""
-    size = shape_of_weights(flags.init_from) if flags.init_from else MODEL_SIZES[flags.model_size]
-    return shape_with(flags.attention_type, size)
-
-
-def choose_machine(flags: Namespace, memory_budget: str | None, world: World) -> Machine:
+def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World) -> Machine:
     """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an H200."""
-    model = shape_of(flags)
+    model = flags.shape
     kinds, loss_impl = kinds_of(flags, model), flags.loss_impl or "auto"
     if world.device.type == "cuda":
         given = settled_execution(loss_impl, flags.attention_backend, world.device, kinds)
         gpu_bytes = gpu_budget(memory_budget or "auto", world.device)
         part = model.share(flags.tensor_parallel_size)
-        rates = measure_rates(part, given.attention_backend, world.device, lengths(flags)[0], given.kinds)
+        rates = measure_rates(part, given.attention_backend, world.device, flags.lengths[0], given.kinds)
         torch.cuda.empty_cache()
         name = torch.cuda.get_device_name(world.device)
         host_bytes = parse_bytes(flags.host_budget) if flags.host_budget else available_host_bytes() / flags.nproc
@@ -189,20 +176,15 @@ def choose_machine(flags: Namespace, memory_budget: str | None, world: World) ->
     return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend, given.kinds), model, given)
 
 
-def lengths(flags: Namespace) -> tuple[int, int, int]:
-    """(tokens in a sequence, sequences in a micro-batch, micro-batches in a step)."""
-    return flags.context_length or CONTEXT_LENGTH, flags.batch_size, flags.gradient_accumulation_steps
-
-
-def can_measure(flags: Namespace, world: World) -> bool:
+def can_measure(flags: ProfileFlags, world: World) -> bool:
     """Whether the step that the flags ask for runs in this process."""
     return world.device.type == "cuda" and flags.nproc == 1
 
 
-def report(flags: Namespace, machine: Machine, world: World) -> dict:
+def report(flags: ProfileFlags, machine: Machine, world: World) -> dict:
     """Print the answer that the flags ask for, and return what --json writes."""
     mesh = flags.nproc, flags.context_parallel_size, flags.tensor_parallel_size
-    step = step_on_meta(machine.model, *lengths(flags), machine.given, *mesh)
+    step = step_on_meta(machine.model, *flags.lengths, machine.given, *mesh)
     measures, build = can_measure(flags, world), functools.partial(build_bench, world=world)
     if flags.compare:
         return report_comparison(step, machine, flags.memory_budget, world.device, build if flags.measure else None)
@@ -215,7 +197,7 @@ def report(flags: Namespace, machine: Machine, world: World) -> dict:
     part = None
     if flags.num_layers is not None:
         shape = dataclasses.replace(machine.model, num_hidden_layers=flags.num_layers)
-        part = step_on_meta(shape, *lengths(flags), machine.given)
+        part = step_on_meta(shape, *flags.lengths, machine.given)
     return report_step(
         step, machine, gradient_checkpointing=flags.gradient_checkpointing, part=part, all_stages=flags.all_stages,
         timeline=flags.timeline, build_bench=build if measures else None, snapshot=flags.snapshot,
@@ -224,7 +206,10 @@ def report(flags: Namespace, machine: Machine, world: World) -> dict:
 
 @command
 def main(argv: list[str]) -> None:
-    flags = parse_flags(argv)
+    flags = read_flags(ProfileFlags, argv, "profile_memory.py")
+    refuse_together(flags, ("model_size", "init_from"))
+    if not flags.init_from:
+        flags.model_size = flags.model_size or "4B"
     with join_world("cpu" if flags.gpu else flags.device) as world:
         if world.size > 1:
             raise UserError("profile_memory.py profiles one GPU: start it with python, not torchrun")

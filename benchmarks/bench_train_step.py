@@ -61,9 +61,10 @@ from training.memory.cost_model import PackedDocuments
 from training.memory.planner import Plan
 from training.optimizer import MasterAdamW
 from training.parallel.world import World, join_world
-from training.run.build import Start, build, choose_model, configure_machine, resolve_memory_budget, train_step
+from training.run.build import build, choose_model, configure_machine, resolve_memory_budget
 from training.run.metrics import peak_flops
 from training.run.settings import PEAK_LEARNING_RATE, TrainConfig
+from training.run.step import train_step
 from training.run.stopping import LooksBetweenBlocks
 
 LONGEST_REPEATED, WARM_UP_TOKENS = 131_072, 16_384
@@ -262,7 +263,7 @@ def our_step(
     configure_machine(settings, model_config, world)
     documents = max(map(documents_of, steps), key=lambda documents: documents.longest)
     with mock.patch.object(Plan, "arena_bytes", property(arena_bytes)):
-        model, optimizer, plan = build(settings, model_config, Start(), documents, world)
+        model, optimizer, plan = build(settings, model_config, None, documents, world)
     looks = LooksBetweenBlocks(model.layers, received=[])
     blocks = 2 * model_config.num_hidden_layers * settings.gradient_accumulation_steps
     every = looks.every_in(world.min(plan.seconds)[0], blocks)

@@ -18,6 +18,7 @@ from tests.test_train import SMALL
 from training.checkpoint.manifest import MANIFEST, MODEL_FILES, verify_checkpoint, verify_weights
 from training.host.errors import UserError
 from training.parallel.world import join_world
+from training.run import resume
 
 ROOT = Path(__file__).parents[1]
 SECTOR = 512
@@ -45,8 +46,8 @@ def storm_of_damage(folder: Path, count: int, seed: int) -> dict[str, int]:
                 verify_weights(newer)
             passed_over: dict[Path, str] = {}
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(train.logger, "warning", lambda _, path, why, into=passed_over: into.update({path: why}))
-                _, start, _ = train.choose_start(given, world)
+                patch.setattr(resume.logger, "warning", lambda _, path, why, into=passed_over: into.update({path: why}))
+                start = resume.choose_start(given, world)
             assert start.checkpoint == older and name in passed_over[newer], (name, how, start, passed_over)
             shutil.copyfile(folder / "undamaged" / name, newer / name)
             seen[name] += 1

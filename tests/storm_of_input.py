@@ -63,7 +63,7 @@ def storm_of_input(folder: Path, count: int, seed: int) -> dict:
         make_files()
         for name in ("build", "report"):
             patch.setattr(train if name == "build" else profile_memory, name, accept)
-        profile_flags = [action.dest for action in profile_parser_actions()]
+        profile_flags = [field.name for field in fields(profile_memory.ProfileFlags)]
         for _ in range(count):
             kind = draws.choice(["flags", "profile flags", "file", "file"])
             if kind == "file":
@@ -126,21 +126,6 @@ def some_flags(names: list[str], draws: random.Random) -> list[str]:
         if (name, value) not in NOT_GIVEN and not (name == "data" and value.startswith(("/", "~", "."))):
             flags.append(draws.choice([f"--{name}={value}", f"--{name}"]) if draws.random() < 0.9 else f"--{text}")
     return [flag.replace("\0", "") for flag in flags]
-
-
-def profile_parser_actions() -> list:
-    """The flags of profile_memory.py, but for --help."""
-    made = []
-    with pytest.MonkeyPatch.context() as patch:
-        parse_args = profile_memory.ArgumentParser.parse_args
-
-        def take(parser, argv):
-            made.extend(parser._actions)
-            return parse_args(parser, argv)
-
-        patch.setattr(profile_memory.ArgumentParser, "parse_args", take)
-        profile_memory.parse_flags([])
-    return [action for action in made if action.dest != "help"]
 
 
 def make_files() -> None:

@@ -84,7 +84,7 @@ def test_toml(outcome, corpus, tmp_path):
     file.write_bytes(b"\xef\xbb\xbfseed = 3")  # as Windows' editors write it
     assert outcome("--config", str(file), *command(corpus)) is None
     file.write_text(f"learning_rate = {'9' * 400}")
-    assert "must be float" in outcome("--config", str(file), *command(corpus))
+    assert "must be between 1e-12 and 1.0" in outcome("--config", str(file), *command(corpus))
     file.write_text("data = []")
     assert outcome("--config", str(file), "--output_dir", "run") is not None
 

@@ -19,7 +19,7 @@ from training.memory.cost_model import PackedDocuments
 from training.memory.execution import Execution, Placement
 from training.memory.placement import apply_execution
 from training.parallel.world import World
-from training.run.build import Start, build, choose_model
+from training.run.build import build, choose_model
 from training.run.settings import TrainConfig
 
 SIZES = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2}
@@ -192,7 +192,7 @@ def test_weights_come_and_go_bit_for_bit(qwen2, tmp_path, capsys):
     config = TrainConfig(init_from=str(qwen2), save="none", device="cpu")
     model_config = choose_model(config)
     documents, world = PackedDocuments.one_each(512, 1), World(0, 1, torch.device("cpu"))
-    model, optimizer, _ = build(config, model_config, Start(), documents, world)
+    model, optimizer, _ = build(config, model_config, None, documents, world)
     released = {**load_file(qwen2 / "1.safetensors"), **load_file(qwen2 / "2.safetensors")}
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, released[f"model.{name}"].float())

@@ -164,7 +164,7 @@ def test_refusals_come_before_the_data(corpus, tmp_path, monkeypatch, capsys):
     assert train.main(arguments(corpus, tmp_path / "run", steps=1)) == 0
     assert train.main(arguments(corpus, tmp_path / "weights", "--save", "model", steps=1)) == 0
     monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
-    monkeypatch.setattr(train, "verify_checkpoint", lambda *_: pytest.fail("checksums were computed"))
+    monkeypatch.setattr(resume, "verify_checkpoint", lambda *_: pytest.fail("checksums were computed"))
     start = weights_of_another_shape(tmp_path / "start")
     config = json.loads((start / "config.json").read_text())
     (start / "config.json").write_text(json.dumps({**config, "intermediate_size": 300}))
@@ -434,7 +434,7 @@ def test_an_output_dir_that_cannot_be_written_is_one_line(corpus, tmp_path, caps
 
 
 def parse(argv):
-    return TrainConfig(**given_settings(TrainConfig, argv, ""))
+    return TrainConfig(**given_settings(argv))
 
 
 def test_two_machines_equal_one_process(corpus, tmp_path):
@@ -531,9 +531,9 @@ BAD_FLAGS = [
     (["--memory_budget", "24GB"], "memory_budget has no effect on a CPU"),
     (["--host_budget", "24GB"], "host_budget has no effect on a CPU"),
     (["--memory_budget", "24GB", "--gradient_checkpointing"], "no effect with memory_budget"),
-    (["--memory_budget", "auto", "--compile"], "no effect on the blocks that memory_budget places"),
+    (["--memory_budget", "auto", "--compile"], "compile has no effect with memory_budget; drop one"),
     (["--host_budget", "24GB", "--gradient_checkpointing"], "host_budget has no effect with gradient_checkpointing"),
-    (["--host_budget", "24GB", "--compile"], "host_budget has no effect with gradient_checkpointing or compile"),
+    (["--host_budget", "24GB", "--compile"], "host_budget has no effect with compile"),
     (["--kernels", "triton"], "needs a CUDA GPU"),
     (["--gradient_accumulation_steps", "1000000"], "lower --gradient_accumulation_steps"),
     (["--config", "no/such.toml"], "no/such.toml"),

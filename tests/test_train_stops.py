@@ -18,17 +18,15 @@ import torch
 from torch.multiprocessing import ProcessExitedException
 
 import train
-import training.run.build as train_module
 from model import MODEL_SIZES
 from tests.ranks import run_ranks
 from tests.test_train import ROOT, arguments, losses, metrics, only_resume, weights
 from training.checkpoint import files
 from training.checkpoint.pieces import Piece
 from training.host.errors import UserError
-from training.run import stopping
-from training.run.build import Start
+from training.run import resume, saving, step, stopping
 from training.run.settings import TrainConfig, given_settings
-from training.run.stopping import LOOKS_BEHIND, LooksBetweenBlocks
+from training.run.stopping import LOOKS_BEHIND, LooksBetweenBlocks, Stopping, promise_shutdown
 
 
 def start_training(*argv, ranks=1):
@@ -71,7 +69,6 @@ def signalled_at(look, monkeypatch):
                 time.sleep(0.001)
         look_between(self)
 
-    monkeypatch.setattr(train, "LONG_STEP_SECONDS", 0.0)
     monkeypatch.setattr(stopping, "LONG_STEP_SECONDS", 0.0)
     monkeypatch.setattr(stopping, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(LooksBetweenBlocks, "_look", signalled)
@@ -100,26 +97,26 @@ def test_a_signal_between_blocks_drops_the_step(corpus, tmp_path, monkeypatch):
 
 
 def test_a_signal_in_validation_drops_the_validation(corpus, tmp_path, monkeypatch, caplog):
-    stopping = train.Run.stopping
+    is_asked = Stopping.is_asked
 
     def once_noted(self):
         while not self.received:  # a thread takes note
             time.sleep(0.001)
-        return stopping(self)
+        return is_asked(self)
 
-    monkeypatch.setattr(train.Run, "stopping", once_noted)
+    monkeypatch.setattr(Stopping, "is_asked", once_noted)
     monkeypatch.setattr(train, "validation_batches", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM) or iter([1]))
-    for interval, step in (("2", 2), ("0", 4)):
+    for interval, last in (("2", 2), ("0", 4)):
         run = tmp_path / interval
         assert train.main(arguments(corpus, run, "--validation_interval", interval)) == 128 + signal.SIGTERM
-        assert len(metrics(run)) == step and "validation_loss" not in metrics(run)[-1]
-        assert [path.name for path in run.glob("*step_*")] == [f"step_0000000{step}"]
-        assert caplog.messages[-1] == f"the validation of step {step} is left out"
+        assert len(metrics(run)) == last and "validation_loss" not in metrics(run)[-1]
+        assert [path.name for path in run.glob("*step_*")] == [f"step_0000000{last}"]
+        assert caplog.messages[-1] == f"the validation of step {last} is left out"
 
 
 def test_a_signal_ends_the_sample(corpus, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(train.Run, "stopping", lambda self: self.done == 4)
+    monkeypatch.setattr(Stopping, "is_asked", lambda self: True)
     flags = "--sample_tokens", "99", "--validation_sequences", "0"
     assert train.main(arguments(corpus, tmp_path / "run", *flags)) == 0
     [sample] = [message for message in caplog.messages if message.startswith("sample")]
@@ -147,13 +144,13 @@ def test_a_run_outlives_who_reads_its_output(corpus, tmp_path, monkeypatch):
 
 def not_finite_in(steps, monkeypatch):
     """The loss of these calls, counted from 1, is NaN."""
-    run_model, calls = train_module.run_model, []
+    run_model, calls = step.run_model, []
 
     def failing(*args):
         calls.append(1)
         return run_model(*args) * (math.nan if len(calls) in steps else 1.0)
 
-    monkeypatch.setattr(train_module, "run_model", failing)
+    monkeypatch.setattr(step, "run_model", failing)
 
 
 def test_a_loss_that_is_not_finite_saves_what_was_before(corpus, tmp_path, monkeypatch, capsys):
@@ -233,9 +230,9 @@ def test_room_on_the_disk_is_looked_at_first(corpus, tmp_path, monkeypatch, caps
     (run / "step_00000009" / "model.safetensors").write_bytes(bytes(2000))
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1500))
     with pytest.raises(UserError, match=r"free some space, choose another --output_dir$"):
-        train.check_disk(TrainConfig(output_dir=str(run), max_steps=8, save="model"), Start(step=4), 1000)
+        saving.check_disk(TrainConfig(output_dir=str(run), max_steps=8, save="model"), 4, 1000)
     shutil.rmtree(run)
-    free = 2 * train.checkpoint_bytes(TrainConfig(), MODEL_SIZES["tiny"], torch.device("cpu"))
+    free = 2 * saving.checkpoint_bytes(TrainConfig(), MODEL_SIZES["tiny"], torch.device("cpu"))
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
     assert train.main(arguments(corpus, run, "--checkpoint_interval", "1")) == 0
     assert "old checkpoints will be deleted before new ones are complete" in caplog.text
@@ -244,7 +241,7 @@ def test_room_on_the_disk_is_looked_at_first(corpus, tmp_path, monkeypatch, caps
 def test_a_save_that_fails_does_not_end_the_run(corpus, tmp_path, monkeypatch, caplog):
     """The next one is complete, and leaves nothing of the one that failed."""
     run, write = tmp_path / "run", Piece.write
-    monkeypatch.setattr(train, "RETRY_SECONDS", 0)
+    monkeypatch.setattr(saving, "RETRY_SECONDS", 0)
 
     def no_room(piece, *args):
         if not caplog.messages:
@@ -261,11 +258,11 @@ def test_ranks_go_on_from_one_checkpoint(corpus, tmp_path):
     given, world = {"data": [corpus], "output_dir": str(tmp_path)}, mock.Mock(rank=1)
     world.broadcast = lambda ours: dict.fromkeys(ours, "step_00000004")
     with pytest.raises(UserError, match="to go on from is None on rank 1 and step_00000004 on rank 0; start all"):
-        train.choose_start(given, world)
+        resume.choose_start(given, world)
 
 
 def run_in_rank(world, corpus, run, *flags):
-    return train.train(given_settings(TrainConfig, arguments(corpus, run, *flags), ""), world)
+    return train.train(given_settings(arguments(corpus, run, *flags)), world)
 
 
 def stop_one_rank_and_start_unlike_ranks(world, corpus, folder):
@@ -296,14 +293,14 @@ def test_ranks_stop_together_and_refuse_other_settings(corpus, tmp_path):
 
 
 def test_a_hang_shows_where_it_is_and_a_spike_is_told(corpus, tmp_path, monkeypatch, capfd, caplog):
-    run_model = train_module.run_model
+    run_model = step.run_model
 
     def slow(*args):
         time.sleep(0.5)
         return run_model(*args)
 
-    monkeypatch.setattr(train, "HANG_SECONDS", 0.2)
-    monkeypatch.setattr(train_module, "run_model", slow)
+    monkeypatch.setattr(stopping, "HANG_SECONDS", 0.2)
+    monkeypatch.setattr(step, "run_model", slow)
     monkeypatch.setattr(train, "is_spike", lambda loss, recent: len(recent) == 1)
     assert train.main(arguments(corpus, tmp_path / "run", "--validation_sequences", "0", steps=2)) == 0
     error = capfd.readouterr().err
@@ -316,21 +313,21 @@ def test_the_time_that_a_shutdown_takes_is_promised_and_torchruns_patience_compa
     for name in ("TORCHELASTIC_RUN_ID", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
     promise = "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and exit within 40 s at most"
-    train.promise_shutdown(20, 10)
+    promise_shutdown(20, 10)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    train.promise_shutdown(4, 10)
+    promise_shutdown(4, 10)
     assert caplog.messages == [promise, promise.replace("40", "24")]
     from torch.distributed.launcher.api import LaunchConfig
 
     caplog.clear()
     monkeypatch.setattr(LaunchConfig, "shutdown_timeout", None, raising=False)
-    train.promise_shutdown(20, 10)
+    promise_shutdown(20, 10)
     assert caplog.messages == [
         promise, "torchrun kills after 30 s: start it with --shutdown-timeout 100, unless you did"
     ]  # fmt: skip
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
-    train.promise_shutdown(20, 10)
+    promise_shutdown(20, 10)
     assert caplog.messages[2:] == [promise]
     monkeypatch.delattr(LaunchConfig, "shutdown_timeout")
-    train.promise_shutdown(20, 10)  # a torch without the flag has no use for the variable
+    promise_shutdown(20, 10)  # a torch without the flag has no use for the variable
     assert caplog.messages[-1].startswith("torchrun kills after 30 s, and that of torch")

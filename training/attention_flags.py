@@ -11,6 +11,7 @@ from kernels.attention.full import Full
 from kernels.parts import AttentionKind
 from training.host.errors import UserError, refused_as_user_error
 
+ATTENTION_TYPES = ("full", "sparse", "nsa")  # kinds of attention that a flag can ask for
 ANNEALING_STAGES = 8  # numbers that annealing takes, both ends included: kernels are compiled anew for each
 ANNEALING_MULTIPLE = 4  # of blocks
 FLAGS = sorted({name for kind in KINDS.values() for name in kind.takes})  # that kinds of attention obey

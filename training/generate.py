@@ -1,54 +1,44 @@
 """Write with a trained model: `python -m training.generate FOLDER "Once upon a time"`.
 
-The prompt is an argument, files (each is a prompt) or standard input. Greedy unless a temperature is given. Weights,
-keys and values of prompt and answer, and working memory are counted before the weights are read: what does not fit
---memory_budget is refused with the longest text that would.
+The prompt is an argument, files (each is a prompt) or standard input. Greedy unless a temperature is given.
 """
 
 import logging
 import signal
 import sys
-from argparse import Namespace
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from training.data.chat import ChatTemplate
+from training.flags import SMALLEST, flag, read_flags
 from training.host.errors import UserError
 from training.host.files import read_file
 from training.host.processes import command
-from training.inference import Opened, add_model_flags, load, open_folder, write
-from training.parallel.world import join_world
-from training.run.settings import Parser
+from training.inference import ModelFlags, Opened, load, mending_out_of_memory, open_folder, write
+from training.parallel.world import World, join_world
 
 
-def parse_flags(argv: list[str]) -> Namespace:
-    parser = Parser(prog="python -m training.generate", description=__doc__.splitlines()[0], allow_abbrev=False)
-    add_model_flags(parser)
-    add = parser.add_argument
-    add("prompt", nargs="?", help="default: what --file or standard input holds")
-    add("--file", type=Path, nargs="+", default=[], help="text files, each of which is a prompt")
-    add("--chat", action="store_true", help="each prompt is a user's message, in the folder's chat template")
-    add("--system", help="with --chat: the system's message before it")
-    add("--max_new_tokens", type=int, default=256, help="default: 256")
-    add("--temperature", type=float, default=0.0, help="0, the default: the likeliest token each time")
-    add("--top_p", type=float, help="sample from the likeliest tokens of this share of the probability; default: 1")
-    add("--seed", type=int, help="of sampling; default: 0")
-    return parser.parse_intermixed_args(argv)  # flags may stand between the folder and the prompt
+@dataclass
+class GenerateFlags(ModelFlags):
+    """Write with a trained model."""
+
+    prompt: str | None = flag(None, "default: what --file or standard input holds", positional=True)
+    file: list[Path] = flag(list, "text files, each of which is a prompt")
+    chat: bool = flag(False, "each prompt is a user's message, in the folder's chat template")
+    system: str | None = flag(None, "with --chat: the system's message before it")
+    max_new_tokens: int = flag(256, "tokens to write at most", least=1)
+    temperature: float = flag(0.0, "0: the likeliest token each time", most=100)
+    top_p: float | None = flag(
+        None, "sample from the likeliest tokens of this share of the probability; default: 1", least=SMALLEST, most=1
+    )
+    seed: int | None = flag(None, "of sampling; default: 0", most=2**63 - 1)
 
 
-def check_flags(flags: Namespace) -> None:
-    """Refuse values out of range, and flags without effect."""
-    if flags.max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be at least 1, got {flags.max_new_tokens}")
-    if not 0 <= flags.temperature <= 100:
-        raise UserError(f"temperature must be between 0 and 100, got {flags.temperature}")
-    if flags.top_p is not None and not 0 < flags.top_p <= 1:
-        raise UserError(f"top_p must be above 0 and at most 1, got {flags.top_p}")
-    if flags.seed is not None and not 0 <= flags.seed < 2**63:
-        raise UserError(f"seed must be 0 or more, got {flags.seed}")
+def check_flags(flags: GenerateFlags) -> None:
+    """Refuse flags that have no effect."""
     for name in ("top_p", "seed"):
         if getattr(flags, name) is not None and flags.temperature == 0:
             raise UserError(f"{name} has no effect with temperature 0, which is greedy; give --temperature, or drop it")
@@ -58,8 +48,8 @@ def check_flags(flags: Namespace) -> None:
         raise UserError("both a prompt and --file are given; drop one")
 
 
-def read_prompts(flags: Namespace) -> list[str]:
-    """Texts to continue: the argument, the files' content, or standard input, none of them empty."""
+def read_prompts(flags: GenerateFlags) -> list[str]:
+    """Texts to continue: the argument, the files' content, or standard input. Raises UserError for an empty one."""
     if flags.prompt is not None:
         texts = {"the prompt": flags.prompt}
     elif flags.file:
@@ -86,8 +76,8 @@ def frame(texts: list[str], system: str | None, template: ChatTemplate) -> list[
 
 
 def decoded(tokens: Iterable[int], tokenizer) -> Iterator[str]:
-    """The text as it grows. A character that is not complete yet, of several tokens, waits for its last one."""
-    shown: list[int] = []  # the ids shown last: how a token is spelled may depend on the one before it
+    """The text as it grows. A character of several tokens waits for the last of them."""
+    shown: list[int] = []  # ids shown last: how a token is spelled may depend on the one before it
     waiting: list[int] = []
     for token in tokens:
         waiting.append(token)
@@ -98,8 +88,8 @@ def decoded(tokens: Iterable[int], tokenizer) -> Iterator[str]:
     yield tokenizer.decode(shown + waiting)[len(tokenizer.decode(shown)) :]
 
 
-def generate(flags: Namespace, opened: Opened, prompts: list[list[int]], world) -> None:
-    """Print what the model writes after each prompt, as it is known; prompts of several files with their names."""
+def generate(flags: GenerateFlags, opened: Opened, prompts: list[list[int]], world: World) -> None:
+    """Print what the model writes after each prompt, token by token; several files' texts under the files' names."""
     longest = max(map(len, prompts))
     cached = longest + flags.max_new_tokens
     model = load(opened, longest, cached, world, flags.memory_budget)
@@ -117,11 +107,11 @@ def generate(flags: Namespace, opened: Opened, prompts: list[list[int]], world) 
 @command
 def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    flags = parse_flags(argv)
+    flags = read_flags(GenerateFlags, argv, "python -m training.generate")
     check_flags(flags)
     texts = read_prompts(flags)
-    with join_world(flags.device) as world:
-        opened = open_folder(flags.checkpoint, flags, world)
+    with join_world(flags.device) as world, mending_out_of_memory():
+        opened = open_folder(flags, world)
         if flags.chat:
             template = ChatTemplate(opened.tokenizer)
             texts = frame(texts, flags.system, template)

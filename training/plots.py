@@ -1,21 +1,29 @@
-"""Pictures of a run from its metrics.jsonl: `python -m training.plots runs/default` writes metrics.png beside it.
+"""Draws a run: `python -m training.plots runs/default` makes metrics.png of the metrics.jsonl beside it.
 
-train.py draws the same at the end of a run where Matplotlib is installed.
+train.py draws the same at the end of a run if Matplotlib is installed.
 """
 
 import json
 import logging
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from training.flags import flag, read_flags
 from training.host.errors import UserError
 from training.host.files import read_file
 from training.host.processes import command
-from training.run.settings import Parser
 
 logger = logging.getLogger(__name__)
 FEWEST_STEPS = 20  # a run of fewer steps has no picture at its end
+
+
+@dataclass
+class PlotsFlags:
+    """Draw a run's metrics.jsonl as metrics.png."""
+
+    run: Path = flag(help="output_dir of a run, as runs/default", positional=True)
 
 
 def read_metrics(run: Path) -> list[dict]:
@@ -48,12 +56,12 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
     for row in rows:
         if row.get("loss", 0) is None:
             loss.axvline(row["step"], color="r", linewidth=0.5)
-    loss.set(ylabel="loss, nats a token; red line: left out")
+    loss.set(ylabel="loss, nats per token; red line: left out")
     loss.legend()
     rate.plot(*_points(rows, "learning_rate"))
     rate.set(ylabel="learning rate")
     speed.plot(*_points(rows, "tokens_per_second"), linewidth=0.8)
-    speed.set(ylabel="tokens a second", xlabel="step", ylim=(0, None))
+    speed.set(ylabel="tokens per second", xlabel="step", ylim=(0, None))
     if any("mfu" in row for row in rows):
         mfu = speed.twinx()
         mfu.plot(*_points(rows, "mfu"), "C1", linewidth=0.8)
@@ -72,7 +80,7 @@ def _points(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
 
 
 def draw_at_end(run: Path) -> None:
-    """Draw a finished run, if Matplotlib is there and the run is long enough."""
+    """Draw a finished run, if Matplotlib is installed and the run is long enough."""
     if find_spec("matplotlib") is None:
         return
     try:
@@ -84,9 +92,7 @@ def draw_at_end(run: Path) -> None:
 
 @command
 def main(argv: list[str]) -> None:
-    parser = Parser(prog="python -m training.plots", description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, help="output_dir of a run, as runs/default")
-    run = parser.parse_args(argv).run
+    run = read_flags(PlotsFlags, argv, "python -m training.plots").run
     if find_spec("matplotlib") is None:
         raise UserError("pictures need matplotlib: pip install matplotlib")
     print(draw_run(run, read_metrics(run)))

@@ -46,7 +46,8 @@ from training.memory.placement import apply_execution
 from training.optimizer import MasterAdamW, warmup_cosine
 from training.parallel.fsdp import initial_weights
 from training.parallel.world import World
-from training.run.build import model_on_meta, train_step
+from training.run.build import model_on_meta
+from training.run.step import train_step
 
 
 def from_scratch(shape: ModelConfig) -> ModelConfig:

@@ -38,13 +38,13 @@ from training.checkpoint.weights import load_model_weights, parameter_shapes, sh
 from training.data.corpus import open_stores
 from training.data.loader import Batch, validation_batches
 from training.data.tokens import join
+from training.flags import Parser
 from training.host.errors import UserError
 from training.host.processes import command
 from training.inference import open_tokenizer, token_losses
 from training.memory.placement import set_sparsity
 from training.parallel.fsdp import copy_weights
 from training.parallel.world import join_world
-from training.run.settings import Parser
 
 Choose = Callable[[Tensor, Tensor, Tensor | None, Sparsity], Tensor]
 MASSES_BYTES = 2**28  # limit on attention's probabilities that exist at once

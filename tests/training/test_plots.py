@@ -39,7 +39,10 @@ def test_what_is_refused_and_what_is_a_warning(tmp_path, capsys, monkeypatch, ca
     (tmp_path / "run" / "metrics.png").mkdir()
     draw_at_end(tmp_path / "run")
     assert "cannot be drawn" in caplog.text
-    for argv, message in (([], "arguments are required: run"), ([str(tmp_path)], "give the output_dir of a run")):
+    for argv, message in (
+        ([], "run is missing: output_dir of a run"),
+        ([str(tmp_path)], "give the output_dir of a run"),
+    ):
         assert main(argv) == 1 and message in capsys.readouterr().err
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
     draw_at_end(tmp_path / "run")

@@ -22,10 +22,10 @@ from model import ModelConfig, Transformer
 from training.checkpoint.manifest import verify_weights
 from training.checkpoint.pieces import Entry, bytes_of, header_of, read_entries, read_header, read_tensors
 from training.families import extend, from_config_json, to_config_json
+from training.flags import flag, read_command
 from training.host.errors import UserError, refused_as_user_error
 from training.host.files import read_file, read_json
 from training.host.processes import command
-from training.run.settings import Parser
 
 # Files beside weights that go along into checkpoints: a tokenizer, its chat template, defaults for generation.
 COMPANIONS = (
@@ -238,15 +238,19 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
     )
 
 
+@dataclass
+class ExportFlags:
+    """Write a folder in Hugging Face's form."""
+
+    source: Path = flag(help="a step_ folder of a run, or a folder in Hugging Face's form", positional=True)
+    target: Path = flag(help="the folder to make", positional=True)
+    dtype: str = flag("bf16", "of the weights", EXPORT_DTYPES)
+    rope_scaling: str | None = flag(None, "extend the context: yarn:4, yarn:4:32768 or linear:4")
+
+
 @command
 def main(argv: list[str]) -> None:
-    parser = Parser(prog="python -m training.checkpoint.weights", allow_abbrev=False)
-    exporting = parser.add_subparsers(required=True).add_parser("export", help="a folder in Hugging Face's form")
-    exporting.add_argument("source", type=Path, help="a step_ folder of a run, or a folder in Hugging Face's form")
-    exporting.add_argument("target", type=Path, help="the folder to make")
-    exporting.add_argument("--dtype", default="bf16", choices=EXPORT_DTYPES, help="default: bf16")
-    exporting.add_argument("--rope_scaling", help="extend the context: yarn:4, yarn:4:32768 or linear:4")
-    flags = parser.parse_args(argv)
+    flags = read_command({"export": ExportFlags}, argv, "python -m training.checkpoint.weights")
     print(export(flags.source, flags.target, EXPORT_DTYPES[flags.dtype], flags.rope_scaling))
 
 

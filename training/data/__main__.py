@@ -1,59 +1,61 @@
-"""`python -m training.data prepare IN OUT --tokenizer DIR`: tokenize a corpus once, for any number of runs."""
+"""Tokenize a corpus once, for any number of runs: `python -m training.data prepare IN OUT --tokenizer DIR`."""
 
-import argparse
 import multiprocessing
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from training.data.chat import REASONING
 from training.data.prepare import draw_histogram, histogram, prepare
 from training.data.prepared import PreparedStore, verify
 from training.data.tokenizer import load_tokenizer
-from training.host.errors import UserError
+from training.flags import flag, read_command
 from training.host.processes import command
+
+
+@dataclass
+class PrepareFlags:
+    """Tokenize a corpus into a folder; after a stop, the same command goes on."""
+
+    source: Path = flag(help="a file or folder of .txt .md .py .jsonl", positional=True)
+    out: Path = flag(help="the set's folder, to be given to train.py as --data", positional=True)
+    tokenizer: str = flag(help="a tokenizer.json or its folder, or bytes")
+    chat_reasoning: str = flag("template", "reasoning before a chat's last user message, as train.py has it", REASONING)
+    workers: int = flag(len(os.sched_getaffinity(0)), "processes", least=1)
+
+
+@dataclass
+class VerifyFlags:
+    """Compare every byte of a set with its hashes."""
+
+    out: Path = flag(help="the set's folder", positional=True)
 
 
 @command
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0, 1 after an error, 130 where it was interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m training.data", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    make = commands.add_parser(
-        "prepare", help="tokenize IN into the folder OUT; after a stop, the same command goes on"
-    )
-    make.add_argument("source", metavar="IN", type=Path, help="a file or folder of .txt .md .py .jsonl")
-    make.add_argument("out", metavar="OUT", type=Path, help="the set's folder, to be given to train.py as --data")
-    make.add_argument("--tokenizer", required=True, help="a tokenizer.json or its folder, or bytes")
-    make.add_argument("--chat_reasoning", choices=REASONING, default="template", help="as of train.py")
-    make.add_argument(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes; default: a core each"
-    )
-    check = commands.add_parser("verify", help="compare every byte of a set with its hashes")
-    check.add_argument("out", metavar="SET", type=Path)
-    arguments = parser.parse_args(argv)
-    if arguments.command == "verify":
-        verify(arguments.out)
-        print(f"{arguments.out}: every byte is as it was written")
+    """Returns the exit status: 0, 1 after an error, 130 after an interrupt."""
+    flags = read_command({"prepare": PrepareFlags, "verify": VerifyFlags}, argv, "python -m training.data")
+    if isinstance(flags, VerifyFlags):
+        verify(flags.out)
+        print(f"{flags.out}: every byte is as it was written")
         return 0
-    if arguments.workers < 1:
-        raise UserError(f"workers must be at least 1, got {arguments.workers}")
     try:
-        prepare(arguments.source, arguments.out, arguments.tokenizer, arguments.chat_reasoning, arguments.workers)
+        prepare(flags.source, flags.out, flags.tokenizer, flags.chat_reasoning, flags.workers)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 130
-    tokenizer = load_tokenizer(arguments.tokenizer)
-    lengths = PreparedStore(arguments.out, tokenizer, tokenizer.vocab_size).lengths
+    tokenizer = load_tokenizer(flags.tokenizer)
+    lengths = PreparedStore(flags.out, tokenizer, tokenizer.vocab_size).lengths
     print(histogram(lengths))
-    if draw_histogram(lengths, arguments.out / "lengths.png"):
-        print(f"drawn: {arguments.out / 'lengths.png'}")
+    if draw_histogram(lengths, flags.out / "lengths.png"):
+        print(f"drawn: {flags.out / 'lengths.png'}")
     return 0
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends as `head` does
-    # Workers are forked from a server that has imported what they need, once: that takes seconds.
+    # Workers are forked from a server that has imported prepare.py once: importing it takes seconds.
     multiprocessing.set_forkserver_preload(["training.data.prepare"])
     sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,7 @@
 """Evaluate how a model uses its context: loss by position, loss on tokens that need it, synthetic tasks by length.
 
-`python -m training.evaluation FOLDER` takes a checkpoint or weights in Hugging Face's form. positions.py defines the
-losses, tasks.py the tasks. Memory is counted before the weights are read: logits exist for some tokens at a time,
-attention works on some heads at a time, and keys and values stay within --memory_budget.
+`python -m training.evaluation FOLDER`, of a checkpoint or of weights in Hugging Face's form. training/evaluation/
+positions.py defines the losses, tasks.py the tasks.
 """
 
 import gc
@@ -11,7 +10,6 @@ import logging
 import math
 import signal
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -35,12 +33,12 @@ from training.evaluation.positions import (
     read_all,
 )
 from training.evaluation.tasks import TASKS, Result, Samples, judge
+from training.flags import flag, read_flags
 from training.host.errors import UserError
 from training.host.files import check_can_write, read_json
 from training.host.processes import command
-from training.inference import Opened, add_model_flags, load, open_folder, write
+from training.inference import ModelFlags, Opened, load, mending_out_of_memory, open_folder, write
 from training.parallel.world import World, join_world
-from training.run.settings import Parser
 
 LARGEST_DEFAULT_CONTEXT = 32_768
 SHORT_CONTEXT, MARGIN, CEILING = 4096, 2.0, 2.0  # LongPPL's values
@@ -48,49 +46,40 @@ OF_LOSS = ("data", "short_context", "margin", "ceiling", "evaluator")
 OF_TASKS = ("tasks", "lengths", "seed")
 
 
-def parse_flags(argv: list[str]) -> Namespace:
-    parser = Parser(prog="python -m training.evaluation", description=__doc__.splitlines()[0], allow_abbrev=False)
-    add_model_flags(parser)
-    add = parser.add_argument
-    add("--context_length", type=int, help="tokens read at most; default: as trained, of other weights up to 32768")
-    add("--output_dir", type=Path, help="evaluation.json and pictures go there; else nothing is written")
-    add("--beside", type=Path, nargs="+", default=[], help="evaluation.json of earlier ones, to be shown beside")
-    loss = parser.add_argument_group("loss")
-    add = loss.add_argument
-    add("--sequences", type=int, default=16, help="the longest pieces of the data, so many; 0: no losses; default: 16")
-    add("--data", nargs="+", help="as train.py's; default: what the run held out, else Python's standard library")
-    add("--short_context", type=int, help="tokens; default: 4096, at most a quarter of context_length")
-    add("--margin", type=float, help="nats by which a token that needs the context is better with it; default: 2")
-    add("--ceiling", type=float, help="nats of loss that such a token has at most; default: 2")
-    add("--evaluator", type=Path, help="folder of the model that says which tokens need the context; default: this one")
-    tasks = parser.add_argument_group("tasks")
-    add = tasks.add_argument
-    add("--samples", type=int, default=20, help="of each task and length; 0: no tasks; default: 20")
-    add("--tasks", nargs="+", choices=TASKS, help="default: all")
-    add("--lengths", type=int, nargs="+", help="tokens; default: a quarter, half and all of context_length")
-    add("--seed", type=int, help="of the samples; default: 0")
-    return parser.parse_args(argv)
+@dataclass
+class EvaluationFlags(ModelFlags):
+    """Judge what a model makes of its context: losses by position, and tasks by length."""
+
+    context_length: int | None = flag(
+        None, "tokens read at most; default: as trained, of other weights up to 32768", least=2
+    )
+    output_dir: Path | None = flag(None, "evaluation.json and pictures go there; else nothing is written")
+    beside: list[Path] = flag(list, "evaluation.json of earlier ones, to be shown beside")
+    # losses
+    sequences: int = flag(16, "the longest pieces of the data, so many; 0: no losses")
+    data: list[str] = flag(list, "as train.py's; default: what the run held out, else Python's standard library")
+    short_context: int | None = flag(None, "tokens; default: 4096, at most a quarter of context_length", least=2)
+    margin: float | None = flag(
+        None, "nats by which a token that needs the context is better with it; default: 2", most=1e6
+    )
+    ceiling: float | None = flag(None, "nats of loss that such a token has at most; default: 2", most=1e6)
+    evaluator: Path | None = flag(
+        None, "folder of the model that says which tokens need the context; default: this one"
+    )
+    # tasks
+    samples: int = flag(20, "of each task and length; 0: no tasks")
+    tasks: list[str] = flag(list, "default: all", TASKS)
+    lengths: list[int] = flag(list, "tokens; default: a quarter, half and all of context_length", least=2)
+    seed: int | None = flag(None, "of the samples; default: 0")
 
 
-def check_flags(flags: Namespace) -> None:
-    """Refuse values out of range, and flags without effect."""
-    least = {"context_length": 2, "sequences": 0, "short_context": 2, "samples": 0, "seed": 0}
-    for name, value in least.items():
-        given = getattr(flags, name)
-        if given is not None and given < value:
-            raise UserError(f"{name} must be at least {value}, got {given}")
-    for given in flags.lengths or []:
-        if given < 2:
-            raise UserError(f"lengths must be at least 2, got {given}")
-    for name in ("margin", "ceiling"):
-        given = getattr(flags, name)
-        if given is not None and not 0 <= given < 1e6:
-            raise UserError(f"{name} must be 0 or more nats, got {given}")
+def check_flags(flags: EvaluationFlags) -> None:
+    """Refuse flags that have no effect."""
     if not flags.sequences and not flags.samples:
         raise UserError("sequences 0 and samples 0 leave nothing to evaluate; give one of them")
     for switch, names in (("sequences", OF_LOSS), ("samples", OF_TASKS)):
         for name in names:
-            if not getattr(flags, switch) and getattr(flags, name) is not None:
+            if not getattr(flags, switch) and getattr(flags, name) not in (None, []):
                 raise UserError(f"{name} has no effect with {switch} 0; drop one")
     if flags.output_dir is not None and flags.output_dir.exists() and not flags.output_dir.is_dir():
         raise UserError(f"output_dir {flags.output_dir} is a file; give a folder")
@@ -117,12 +106,8 @@ class Questions:
         return max((samples.length for samples in self.samples if samples.size), default=0)
 
 
-def make_questions(flags: Namespace, opened: Opened) -> Questions:
-    """Make texts and tasks from the flags.
-
-    Raises:
-        UserError: the data cannot be read, or no text or task is as long as asked.
-    """
+def make_questions(flags: EvaluationFlags, opened: Opened) -> Questions:
+    """Raises UserError for data that cannot be read, and where no text or task is as long as asked."""
     declared = min(opened.shape.max_position_embeddings, LARGEST_DEFAULT_CONTEXT)
     context_length = flags.context_length or opened.settings.get("context_length", declared)
     pieces = longest_pieces(open_texts(flags, opened), context_length, flags.sequences) if flags.sequences else []
@@ -150,12 +135,12 @@ def make_questions(flags: Namespace, opened: Opened) -> Questions:
     return Questions(pieces, short, margin, ceiling, samples)
 
 
-def open_texts(flags: Namespace, opened: Opened) -> Store:
-    """The documents of --data, else the documents that the checkpoint's run held out."""
+def open_texts(flags: EvaluationFlags, opened: Opened) -> Store:
+    """The documents of --data, else those that the checkpoint's run held out."""
     settings = opened.settings
     paths, reasoning = flags.data or settings.get("data") or [], settings.get("chat_reasoning") or "template"
     store = join(open_stores(paths, opened.tokenizer, opened.shape.vocab_size, reasoning))
-    if flags.data is not None or not settings:
+    if flags.data or not settings:
         return store
     trained_on, held_out = split(store, settings["validation_fraction"], settings["seed"])
     if trained_on.identity != opened.corpus_crc32:
@@ -163,10 +148,10 @@ def open_texts(flags: Namespace, opened: Opened) -> Store:
     return held_out
 
 
-def evaluator_losses(flags: Namespace, opened: Opened, questions: Questions, world: World) -> tuple[list, list]:
-    """`read_all` by the --evaluator, before the judged model needs the memory; it attends as it was trained."""
-    as_trained = Namespace(attention_type=None, selected_blocks=None, dense_below=None, tokenizer=flags.tokenizer)
-    other = open_folder(flags.evaluator, as_trained, world)
+def evaluator_losses(flags: EvaluationFlags, opened: Opened, questions: Questions, world: World) -> tuple[list, list]:
+    """The losses of --evaluator, which has the memory before the judged model and attends as it was trained."""
+    assert flags.evaluator is not None, "without it the judged model says which tokens need the context"
+    other = open_folder(ModelFlags(flags.evaluator, tokenizer=flags.tokenizer), world)
     if other.tokenizer.identity != opened.tokenizer.identity:
         raise UserError(f"evaluator {flags.evaluator} has another tokenizer: its tokens are not this model's")
     verify_weights(opened.folder)  # `load` does so as well, but only after the evaluator has read everything
@@ -183,8 +168,8 @@ class Evaluation:
     tasks: list[Result] = field(default_factory=list)
 
 
-def evaluate(flags: Namespace, opened: Opened, questions: Questions, world: World, found: Evaluation) -> None:
-    """Add each answer to `found` when it is known: an error in the tasks does not lose the losses."""
+def evaluate(flags: EvaluationFlags, opened: Opened, questions: Questions, world: World, found: Evaluation) -> None:
+    """Add the answers to `found` one after the other, so that an error in the tasks leaves the losses there."""
     theirs = evaluator_losses(flags, opened, questions, world) if flags.evaluator else None
     gc.collect()  # the evaluator's weights are gone before the model's are read
     if world.device.type == "cuda":
@@ -259,8 +244,10 @@ def draw(folder: Path, content: dict, earlier: Sequence[tuple[str, dict]]) -> No
         draw_needles(folder / "needles.png", rows)
 
 
-def report(flags: Namespace, questions: Questions, found: Evaluation, earlier: Sequence[tuple[str, dict]]) -> None:
-    """Write the JSON, print the tables, draw the pictures."""
+def report(
+    flags: EvaluationFlags, questions: Questions, found: Evaluation, earlier: Sequence[tuple[str, dict]]
+) -> None:
+    """Write JSON, print the tables, draw the pictures."""
     content = {"settings": vars(flags), "torch": torch.__version__, **asdict(found)}
     content["is_complete"] = len(found.tasks) == len(questions.samples)
     text = json.dumps(content, indent=1, default=str)
@@ -280,19 +267,20 @@ def report(flags: Namespace, questions: Questions, found: Evaluation, earlier: S
 @command
 def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    flags = parse_flags(argv)
+    flags = read_flags(EvaluationFlags, argv, "python -m training.evaluation")
     check_flags(flags)
     earlier = read_earlier(flags.beside)
     if flags.output_dir:
         flags.output_dir.mkdir(parents=True, exist_ok=True)
         check_can_write(flags.output_dir / "evaluation.json", "--output_dir")
     with join_world(flags.device) as world:
-        opened = open_folder(flags.checkpoint, flags, world)
+        opened = open_folder(flags, world)
         questions = make_questions(flags, opened)
         found = Evaluation()
         try:
-            evaluate(flags, opened, questions, world, found)
-        finally:  # an evaluation that ends early is reported, too: memory may run out in the tasks
+            with mending_out_of_memory():
+                evaluate(flags, opened, questions, world, found)
+        finally:  # also of an evaluation that ends early, as when memory runs out in the tasks
             if found.loss_by_position or found.tasks:
                 report(flags, questions, found, earlier)
 

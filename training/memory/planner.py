@@ -4,7 +4,7 @@ import bisect
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from training.attention_flags import describe
 from training.checkpoint.pieces import SAVING_BYTES
@@ -30,7 +30,7 @@ class Plan:
     execution: Execution
     gpu_budget: float = math.inf
     host_budget: float = math.inf
-    rates: Rates = H200
+    rates: Rates = field(default_factory=lambda: H200)
 
     @functools.cached_property
     def peak(self) -> Stage:

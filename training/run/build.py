@@ -1,15 +1,12 @@
-"""What train.py, profile_memory.py and the benchmarks share: a model, its optimizer and its memory plan, and one step.
+"""Builds what a step needs: a model, its optimizer and its memory plan, for train.py, profile_memory.py and benchmarks.
 
-Top to bottom: the machine and the model's shape; the plan; building; one step.
+Top to bottom: the machine and the model's shape; the plan; building.
 """
 
 import dataclasses
 import functools
 import gc
 import logging
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +19,6 @@ from training.attention_flags import check_head_dim, kinds_at
 from training.checkpoint.files import load_optimizer_state, restore_rng
 from training.checkpoint.pieces import read_tensors
 from training.checkpoint.weights import find_weights, shape_of_weights
-from training.data.loader import Batch
 from training.families import extend
 from training.host.errors import UserError, refused_as_user_error
 from training.host.memory import available_host_bytes, parse_bytes
@@ -38,13 +34,12 @@ from training.parallel.tensor import share_matrices
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World
 from training.run.settings import TrainConfig
-from training.run.stopping import Stopped
 
 logger = logging.getLogger(__name__)
 
 
 def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | None:
-    """The run's --memory_budget: on a GPU "auto", unless another flag says what blocks keep. None: there is no plan.
+    """The run's --memory_budget, on a GPU "auto" by default. None: nothing is planned, as on a CPU.
 
     Raises:
         UserError: a budget on a CPU; kernels that no plan counts.
@@ -84,7 +79,7 @@ def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfi
     """The model_size's shape, or the one that the weights to start from declare, extended as --rope_scaling says.
 
     Args:
-        resumed: the checkpoint to go on from, if there is one; else the weights are those of --init_from.
+        resumed: the checkpoint to go on from; None: the run starts, from the weights of --init_from if it has them.
     """
     size = MODEL_SIZES[config.model_size or "tiny"]
     shape = shape_with(config.attention_type, size)
@@ -118,7 +113,7 @@ def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfi
 
 
 def _extended(shape: ModelConfig, rope_scaling: str, resumed: Path | None) -> ModelConfig:
-    """The shape with its context extended, which that of a resumed run is already."""
+    """The shape with its context extended; a resumed run's has been, and must be as --rope_scaling says."""
     if resumed is None:
         return extend(shape, rope_scaling)
     asked, found = (
@@ -138,7 +133,7 @@ def settled_execution(
     loss_impl: str, attention_backend: str, device: torch.device, kinds: tuple[AttentionKind, ...] = (),
     impl: str = "auto",
 ) -> Execution:  # fmt: skip
-    """What flags settle of an execution before anything is planned.
+    """The part of an execution that flags settle, before anything is planned.
 
     Raises:
         UserError: an attention backend that `device` or this installation does not have.
@@ -189,14 +184,14 @@ def step_on_meta(
     )  # fmt: skip
 
 
-@functools.cache  # tables and searches ask for those of one model many times
+@functools.cache  # tables and searches ask for one model's parameters many times
 def _parameters_on_meta(model_config: ModelConfig, tensor_ranks: int) -> list[torch.Tensor]:
     with torch.device("meta"):
         return list(Transformer(model_config, tensor_ranks).parameters())
 
 
 def memory_budgets(config: TrainConfig, world: World) -> tuple[float, float]:
-    """Bytes of --memory_budget and of --host_budget: of each, the smallest that any rank has."""
+    """Bytes of --memory_budget and of --host_budget, each the smallest that any rank has."""
     assert config.memory_budget is not None, "without it there is no plan"
     host_budget = parse_bytes(config.host_budget) if config.host_budget else available_host_bytes()
     gpu_bytes, host_bytes = world.min(gpu_budget(config.memory_budget, world.device), host_budget)
@@ -207,7 +202,7 @@ def check_fits(config: TrainConfig, model_config: ModelConfig, world: World) -> 
     """Refuse, before the data are read, a step for which there is no plan even if all documents are short.
 
     Raises:
-        UserError: no plan fits; names the largest context that would. Or ranks have copies of key/value heads.
+        UserError: no plan fits (the largest context that would is named), or ranks have copies of key/value heads.
     """
     if config.memory_budget is None:
         return
@@ -232,7 +227,7 @@ def plan_memory(
 ) -> Plan:
     """The fastest plan within --memory_budget and --host_budget, the same on every rank; caps the GPU's memory.
 
-    Without a budget nothing is searched: --gradient_checkpointing keeps each block's input, otherwise blocks keep all.
+    Without a budget nothing is searched: blocks keep their input with --gradient_checkpointing, and all without.
     """
     step = step_of(config, model, world, documents)
     if config.memory_budget is None:
@@ -251,7 +246,7 @@ def plan_memory(
 
 
 def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device) -> str:
-    """What the step was predicted to take, and a plan that should fit; computed without GPU memory."""
+    """A table of what the step was predicted to take, and a plan that should fit; computed without GPU memory."""
     if message := without_plan(config, plan.step.share):
         return f"{message}; raise --context_parallel_size, or lower --context_length"
     try:
@@ -269,20 +264,6 @@ def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device)
 
 
 # Building
-
-
-@dataclass
-class Start:
-    """Where a run starts: at step 0, or where a checkpoint was saved."""
-
-    checkpoint: Path | None = None
-    step: int = 0
-    tokens: int = 0
-    cosine_steps: int = 0  # steps from the run's first to the end of the learning rate's cosine
-    tokenizer: str | None = None  # the tokenizer's identity
-    validation_loss: float | None = None  # the last that was measured
-    loader: dict = dataclasses.field(default_factory=dict)  # the loader's state: its position in the data
-    skipped: int = 0  # steps before that were not finite and were left out
 
 
 def model_on_meta(model_config: ModelConfig, world: World) -> Transformer:
@@ -312,9 +293,9 @@ def build_model(
 
 
 def build(
-    config: TrainConfig, model_config: ModelConfig, start: Start, documents: PackedDocuments, world: World
+    config: TrainConfig, model_config: ModelConfig, checkpoint: Path | None, documents: PackedDocuments, world: World
 ) -> tuple[Transformer, MasterAdamW, Plan]:
-    """Model, optimizer and plan; weights are fresh, those of --init_from, or with all other state a checkpoint's."""
+    """Model, optimizer and plan, with all of their state from `checkpoint`; None: weights of --init_from, or fresh."""
     model, plan = build_model(config, model_config, world, documents)
     optimizer = MasterAdamW(
         model.named_parameters(),
@@ -322,13 +303,13 @@ def build(
         accumulate=config.gradient_accumulation_steps > 1,
         gpu_state_bytes=plan.execution.gpu_state_bytes,
     )
-    if start.checkpoint:
-        load_optimizer_state(start.checkpoint, optimizer.state_dict())
+    if checkpoint:
+        load_optimizer_state(checkpoint, optimizer.state_dict())
         optimizer.restore_parameters()
-        restore_rng(start.checkpoint)
+        restore_rng(checkpoint)
     elif config.init_from:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        if model_config.num_gates():  # the weights may lack gates; where they have them, they replace these
+        if model_config.num_gates():  # these gates stay if the weights have none
             fresh = initial_weights(model, config.seed)
             optimizer.load_weights((name, full) for name, full in fresh if GATES in name)
         masters = {name: tensors["master"] for name, tensors in optimizer.state_dict().items()}
@@ -340,7 +321,7 @@ def build(
 
 
 def build_bench(step: Step, execution: Execution, world: World) -> Bench:
-    """A model and an optimizer for `step`, with fresh weights, on which a profiler measures steps."""
+    """A model of fresh weights and an optimizer, on which a profiler measures `step`."""
     gc.collect()  # frees the memory of an earlier bench
     model = model_on_meta(ModelConfig(**vars(step.share)), world).to_empty(device=world.device)
     copy_weights(model, initial_weights(model, seed=0))
@@ -348,64 +329,3 @@ def build_bench(step: Step, execution: Execution, world: World) -> Bench:
         model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=execution.gpu_state_bytes
     )
     return Bench(model, optimizer)
-
-
-# One step
-
-
-def run_model(model: Transformer, batch: Batch, world: World, denominator: float | None = None) -> torch.Tensor:
-    """The summed loss of a micro-batch, divided by `denominator`; None: by the number of its targets."""
-    input_ids, targets = (x.to(world.device, non_blocking=True) for x in (batch.input_ids, batch.targets))
-    return model(input_ids, targets=targets, documents=batch.documents, denominator=denominator).loss
-
-
-class NoTarget(Exception):
-    """A step all of whose tokens are masked, padding, or the first of their documents."""
-
-
-class NotFinite(UserError):
-    """A step whose loss or gradient is not finite; the weights are as they were before it."""
-
-
-def train_step(
-    model: Transformer,
-    optimizer: MasterAdamW,
-    batches: list[Batch],
-    world: World,
-    learning_rate: float,
-    max_grad_norm: float,
-    before_update: Callable[[], None] = lambda: None,
-) -> tuple[float, float]:
-    """One optimizer step over all micro-batches of all ranks. Returns (mean loss a token, gradient norm).
-
-    Args:
-        batches: of whole sequences; ranks that share sequences have the same ones, and take each its part.
-        before_update: called ahead of the update, as `Saver.before_update`.
-
-    Raises:
-        NoTarget, NotFinite, Stopped: nothing to learn, a loss or gradient that is not finite, a run that was asked to
-            end as `LooksBetweenBlocks` saw. The weights are as they were.
-    """
-    batches = [batch.slice(world.context_rank, world.context_size) for batch in batches]
-    # Ranks that share matrices have the same tokens, and each the whole loss: these count once.
-    num_valid = world.sum(sum(batch.num_valid_tokens for batch in batches))[0] / world.tensor_size
-    if not num_valid:
-        raise NoTarget
-    losses: list[torch.Tensor] = []
-    try:
-        for batch in batches:
-            loss = run_model(model, batch, world, num_valid)
-            loss.backward()
-            losses.append(loss.detach())
-    except Stopped:
-        optimizer.zero_grad()
-        raise
-    norm = optimizer.clip_grad_norm(max_grad_norm)
-    loss = world.sum(float(torch.stack(losses).sum()))[0] / world.tensor_size
-    if not math.isfinite(loss + norm):
-        optimizer.zero_grad()
-        raise NotFinite(f"loss {loss}, gradient norm {norm}")
-    before_update()
-    optimizer.step(learning_rate)
-    torch.get_device_module(world.device).synchronize()  # a clock read after this has waited for the update
-    return loss, norm

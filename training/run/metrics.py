@@ -1,5 +1,6 @@
-"""What a step reports: throughput, model FLOP utilisation, memory; a line a step in metrics.jsonl."""
+"""Shows a run: its settings at the start, then each step on the progress bar and as a line of metrics.jsonl."""
 
+import dataclasses
 import json
 import logging
 import statistics
@@ -8,12 +9,58 @@ from itertools import count
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
+from model import ModelConfig
+from training.host.errors import UserError
 from training.host.files import read_file, replace_file
 from training.memory.machine import find_gpu
+from training.memory.planner import Plan
 from training.parallel.world import World
+from training.run.settings import TrainConfig
 
 logger = logging.getLogger(__name__)
+
+
+def describe(config: TrainConfig, model_config: ModelConfig, plan: Plan, world: World) -> None:
+    """Log a run's settings and its model."""
+    logger.info("config: %s", json.dumps(dataclasses.asdict(config)))
+    logger.info(
+        "model: %s, %s parameters; attention: %s, kernel: %s; device: %s x %d (data x context x tensor: %d x %d x %d)",
+        config.model_size or model_config.model_type, f"{model_config.num_parameters():,}", config.attention_type,
+        plan.execution.attention_backend, world.device.type, world.size,
+        world.data_size, world.context_size, world.tensor_size,
+    )  # fmt: skip
+
+
+def show(bar: tqdm, values: dict, unit: str) -> None:
+    """Show a step's metrics on the progress bar, and its validation, in nats per `unit`, on a line."""
+    loss = values["loss"]
+    shown = {"loss": "left out" if loss is None else f"{loss:.3f}", "tokens/s": f"{values['tokens_per_second']:,.0f}"}
+    if "is_spike" in values:
+        shown["loss"] += " (spike)"
+    if "mfu" in values:
+        shown["mfu"] = f"{values['mfu']:.1%}"
+    if "peak_memory_gib" in values:
+        shown["GiB"] = max(values["peak_memory_gib"])
+    bar.set_postfix(shown)
+    bar.update()
+    if "validation_loss" in values:
+        bar.write(f"step {values['step']}: validation loss {values['validation_loss']:.4f} nats per {unit}")
+
+
+def gpu_metrics(forward_flops: float, seconds: float, world: World) -> dict:
+    """Peak memory of every rank and model FLOP utilisation of a step; nothing on a CPU. All ranks call this.
+
+    Args:
+        forward_flops: of the model in this rank's forwards; a backward takes twice as many.
+        seconds: of the step.
+    """
+    found: dict = {"peak_memory_gib": peak_memory_gib(world)} if world.device.type == "cuda" else {}
+    if (most := peak_flops(world.device)) is not None:
+        flops_of_rank = 3 * world.sum(forward_flops)[0] / world.size / (world.context_size * world.tensor_size)
+        found["mfu"] = flops_of_rank / seconds / most
+    return found
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -38,20 +85,36 @@ def is_spike(loss: float, recent: Sequence[float]) -> bool:
 
 
 def set_aside(path: Path) -> None:
-    """Rename what an earlier run left of a metrics.jsonl to metrics.1.jsonl, or to the first number that is free."""
+    """Rename an earlier run's metrics.jsonl to metrics.1.jsonl, or to the first number that is free."""
     if path.exists() and path.stat().st_size:
         earlier = next(p for n in count(1) if not (p := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists())
         path.rename(earlier)
         logger.info("%s of an earlier run is kept as %s", path, earlier.name)
 
 
+def open_metrics(config: TrainConfig, from_step: int) -> "MetricsFile":
+    """Write the resolved settings into output_dir, and open metrics.jsonl beside them.
+
+    Raises:
+        UserError: output_dir cannot be written to.
+    """
+    folder = Path(config.output_dir)
+    try:
+        replace_file(folder / "config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+        if config.resume == "no":
+            set_aside(folder / "metrics.jsonl")
+        return MetricsFile(folder / "metrics.jsonl", from_step, config.tensorboard)
+    except OSError as error:
+        raise UserError(f"output_dir {folder} cannot be written to: {error}; choose another") from None
+
+
 class MetricsFile:
-    """metrics.jsonl of a run; written by one rank only, a line at a time, flushed.
+    """A run's metrics.jsonl, which one rank writes, a line at a time, flushed.
 
     Args:
-        path: appended to. Lines past `from_step` (of a run that went on after its last checkpoint) are dropped, and so
-            are lines that were cut short, by a kill or a full disk.
-        tensorboard: whether TensorBoard's event files are written as well, into the folder tensorboard beside it.
+        path: appended to. Lines past `from_step` are dropped: a run went on after its last checkpoint. Lines that a
+            kill or a full disk cut short are dropped.
+        tensorboard: whether TensorBoard's event files are written, too, into the folder tensorboard beside it.
     """
 
     def __init__(self, path: Path, from_step: int, tensorboard: bool = False):
@@ -77,10 +140,10 @@ class MetricsFile:
 
 
 class TensorBoardFiles:
-    """The numbers of steps as TensorBoard's event files, in a folder; of a list, as of memory by rank, the largest.
+    """Writes the numbers of steps as TensorBoard's event files; a list, such as memory by rank, is its largest number.
 
     Args:
-        folder: is added to. What it shows of steps past `from_step` is replaced.
+        folder: is added to. Numbers of steps past `from_step` are replaced.
     """
 
     def __init__(self, folder: Path, from_step: int):

@@ -1,27 +1,32 @@
-"""Where a run starts: at its first step, or at its newest checkpoint, whose settings it inherits."""
+"""Finds where a run starts: at its first step, or at its newest undamaged checkpoint, whose settings it inherits."""
 
 import dataclasses
 import logging
-import typing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from training.checkpoint.files import checkpoints, latest_checkpoint, load_trainer_state
-from training.checkpoint.manifest import OPTIMIZER
+from model import GATES, ModelConfig
+from training.attention_flags import kinds_at
+from training.checkpoint.files import checkpoints, latest_checkpoint, load_trainer_state, tokenizer_of
+from training.checkpoint.manifest import OPTIMIZER, verify_checkpoint, verify_weights
+from training.checkpoint.weights import NO_COMPANIONS, Companions, find_weights, parameter_shapes, read_companions
 from training.data.loader import check_same_data
+from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from training.flags import LARGE, has_type, refusal
 from training.host.errors import UserError
 from training.optimizer import warmup_cosine
+from training.parallel.tensor import check_matrix_sharing
+from training.parallel.ulysses import check_sharing
 from training.parallel.world import World
-from training.run.build import Start
+from training.run.build import choose_model
 from training.run.settings import (
     DEFAULT_STEPS,
-    LARGE,
     PEAK_LEARNING_RATE,
     TINY_PEAK_LEARNING_RATE,
     TrainConfig,
     check_config,
-    has_type,
 )
 
 logger = logging.getLogger(__name__)
@@ -33,13 +38,86 @@ REPLACED = {name: BUDGETS for name in ("gradient_checkpointing", "compile")}
 REPLACED |= {name: ("gradient_checkpointing", "compile") for name in BUDGETS}
 
 
-def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> tuple[TrainConfig, Start, list[str]]:
-    """The settings of a fresh run, or those of the newest checkpoint in output_dir changed by the given ones.
+@dataclass
+class Progress:
+    """How far a run has come, after a step that was taken. A step that is dropped half way leaves it alone."""
 
-    Also a line for each change, to be logged once the checkpoint is known to be undamaged.
+    cosine_steps: int  # steps from the run's first to the end of the learning rate's cosine
+    step: int = 0
+    tokens: int = 0
+    loader: dict = field(default_factory=dict)  # the loader's state: its position in the data
+    validation_loss: float | None = None  # the last that was measured
+    skipped: int = 0  # steps that were not finite and were left out
 
-    Nothing larger than the checkpoint's trainer.json is read yet. Without --max_steps a run that was stopped keeps the
-    number it had, and a finished one gets DEFAULT_STEPS more at its last learning rate; with --resume auto none.
+
+@dataclass
+class Start:
+    """Where a run starts, and with what settings.
+
+    Args:
+        checkpoint: the one to go on from; None: the run starts at its first step.
+        tokenizer: identity of the tokenizer that the checkpoint was trained with.
+        changes: a line for each setting that is not what it was.
+    """
+
+    config: TrainConfig
+    model_config: ModelConfig
+    progress: Progress
+    checkpoint: Path | None = None
+    tokenizer: str | None = None
+    changes: list[str] = field(default_factory=list)
+
+
+def choose_start(given: dict, world: World) -> Start:
+    """Where the run starts; a resumed run goes on from the newest checkpoint without damage.
+
+    What can be refused in seconds is refused before the checkpoint's bytes are compared.
+
+    Args:
+        given: the settings that flags and --config give, by the names of TrainConfig's fields.
+
+    Raises:
+        UserError: settings that do not fit the model, the checkpoint or each other.
+    """
+    passed_over: dict[Path, str] = {}
+    while True:
+        start = find_start(given, world, passed_over)
+        check_same_on_all_ranks({"the checkpoint to go on from": str(start.checkpoint)}, world)
+        config, model_config = start.config, start.model_config
+        kinds = kinds_at(config, model_config, step=1)
+        check_matrix_sharing(world.tensor_size, model_config)
+        check_sharing(world.context_size, model_config, any(k.list_length for k in kinds), world.tensor_size)
+        start.config = replace(config, tokenizer=choose_tokenizer(config, start.checkpoint))
+        if folder := start.checkpoint or config.init_from:
+            find_weights(folder, parameter_shapes(model_config), may_lack=GATES)
+        open_tokenizer(start)
+        if config.init_from and not (start.checkpoint or config.show_batch):
+            verify_weights(config.init_from)
+        if start.checkpoint:
+            try:
+                verify_checkpoint(start.checkpoint)  # reads every byte of the checkpoint
+            except UserError as error:
+                passed_over[start.checkpoint] = str(error)
+                continue
+        for path, why in passed_over.items():
+            logger.warning("passed over %s: %s", path, why)
+        for line in start.changes:
+            logger.info("%s", line)
+        return start
+
+
+def check_same_on_all_ranks(ours: dict, world: World) -> None:
+    """Refuse settings or data, by name, that differ from the main rank's."""
+    for name, value in world.broadcast(ours).items():
+        if ours[name] != value:
+            raise UserError(f"{name} is {ours[name]} on rank {world.rank} and {value} on rank 0; start all ranks alike")
+
+
+# The checkpoint and its settings
+
+
+def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> Start:
+    """A fresh start, or one from the newest checkpoint in output_dir; small files are read, and no tensor.
 
     Args:
         passed_over: checkpoints that are not to be taken, and why; gets those that can be seen to be damaged.
@@ -49,50 +127,73 @@ def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> tuple
     if config.resume == "no" and found:
         raise UserError(f"{found[-1]} is already there: --resume goes on from it, another --output_dir starts afresh")
     last = latest_checkpoint(Path(config.output_dir), passed_over)
-    if last is None and found:
+    if last is not None:
+        return resume(last, given, world)
+    if found:
         raise UserError(f"no checkpoint in {config.output_dir} can be used; of the newest: {passed_over[found[-1]]}")
-    if last is None and config.resume == "yes":
+    if config.resume == "yes":
         raise UserError(
             f"--resume: no checkpoint in {config.output_dir}; make it --resume auto to start a run all the same"
         )
-    if last is None:
-        config = with_defaults(config)
-        if config.init_from is None:
-            config = dataclasses.replace(config, model_size=config.model_size or "tiny")
-        assert config.max_steps is not None, "with_defaults fills it in"
-        return config, Start(cosine_steps=config.max_steps), []
-    if not (last / OPTIMIZER).is_file():
-        raise UserError(f"{last} was saved without optimizer state; use --init_from {last} and another --output_dir")
-    state = load_state(last)
+    config = with_defaults(config)
+    if config.init_from is None:
+        config = replace(config, model_size=config.model_size or "tiny")
+    assert config.max_steps is not None, "with_defaults fills it in"
+    return Start(config, choose_model(config), Progress(config.max_steps))
+
+
+def resume(checkpoint: Path, given: dict, world: World) -> Start:
+    """A start from a checkpoint, with its settings changed by the given ones.
+
+    Without --max_steps a run that was stopped keeps the number it had. A finished one gets DEFAULT_STEPS more at its
+    last learning rate, and with --resume auto none.
+    """
+    if not (checkpoint / OPTIMIZER).is_file():
+        raise UserError(
+            f"{checkpoint} was saved without optimizer state; use --init_from {checkpoint} and another --output_dir"
+        )
+    state = load_state(checkpoint)
     step, steps_before, cosine_before = state["step"], state["max_steps"], state["cosine_steps"]
     saved = {**known_settings(state["settings"]), "max_steps": steps_before}
     before = with_defaults(TrainConfig(**saved))
     config = with_defaults(inherit_settings(saved, given, world.device))
     if "max_steps" not in given and steps_before <= step and config.resume == "yes":
-        config = dataclasses.replace(config, max_steps=step + DEFAULT_STEPS)
+        config = replace(config, max_steps=step + DEFAULT_STEPS)
     if config.max_steps <= step and config.resume == "yes":
-        raise UserError(f"{last} is at step {step}, max_steps is {config.max_steps}; raise max_steps to go on")
+        raise UserError(f"{checkpoint} is at step {step}, max_steps is {config.max_steps}; raise max_steps to go on")
     check_config(config)
     check_same_data(state["loader"], {"context_length": config.context_length, "seed": config.seed})
-    changes = spell_changes(before, config, state, world)
     cosine_steps = given.get("max_steps", cosine_before)
+    changes = spell_changes(before, config, state, world)
     rates = learning_rate_of(step, before, cosine_before), learning_rate_of(step + 1, config, cosine_steps)
     if step >= cosine_steps:
         changes.append(f"learning rate: held at {rates[1]:.3g}, where its cosine ended; --max_steps stretches it")
     elif rates[1] != learning_rate_of(step + 1, before, cosine_before):
         changes.append(f"learning rate: {rates[0]:.3g} in step {step} -> {rates[1]:.3g} in step {step + 1}")
-    start = Start(
-        last, step, state["tokens"], cosine_steps, state["tokenizer"], state["validation_loss"], state["loader"],
-        state["skipped"],
-    )  # fmt: skip
-    return config, start, changes
+    progress = Progress(
+        cosine_steps, step, state["tokens"], state["loader"], state["validation_loss"], state["skipped"]
+    )
+    return Start(config, choose_model(config, checkpoint), progress, checkpoint, state["tokenizer"], changes)
 
 
-# What a checkpoint's trainer.json holds, as Run.save puts it there.
+# names and types of what `state_to_save` returns
 STATE = {
     "step": int, "tokens": int, "max_steps": int, "cosine_steps": int, "tokens_per_step": int, "ranks": int,
     "settings": dict, "tokenizer": str, "validation_loss": float | None, "loader": dict, "skipped": int,
 }  # fmt: skip
+
+
+def state_to_save(config: TrainConfig, progress: Progress, tokenizer: str, world: World) -> dict:
+    """The trainer_state of a checkpoint, which `load_state` reads.
+
+    Args:
+        config: the run's settings as given: a resumed run finds out anew what "auto" stands for.
+        tokenizer: identity of the tokenizer.
+    """
+    return dataclasses.asdict(progress) | {
+        "max_steps": config.max_steps, "tokens_per_step": tokens_per_step(config, world), "ranks": world.data_size,
+        "settings": dataclasses.asdict(config), "tokenizer": tokenizer,
+    }  # fmt: skip
 
 
 def load_state(checkpoint: Path) -> dict:
@@ -100,12 +201,8 @@ def load_state(checkpoint: Path) -> dict:
     state = {"skipped": 0, **load_trainer_state(checkpoint)}  # checkpoints of before 2026-11-23 do not count them
     wrong = [name for name, kind in STATE.items() if name not in state or not has_type(state[name], kind)]
     if not wrong:
-        kinds, settings = typing.get_type_hints(TrainConfig), state["settings"]
-        choices = {field.name: field.metadata["choices"] for field in dataclasses.fields(TrainConfig)}
-        wrong = [
-            name for name, value in settings.items()
-            if name in kinds and not (has_type(value, kinds[name]) and value in (None, *(choices[name] or [value])))
-        ]  # fmt: skip
+        known = {each.name: each for each in dataclasses.fields(TrainConfig)}
+        wrong = [name for name, value in state["settings"].items() if name in known and refusal(known[name], value)]
         wrong += [] if type(state["loader"].get("next_sequence")) is int else ["next_sequence"]
         wrong += [name for name in ("step", "max_steps", "cosine_steps") if not 0 < state[name] <= LARGE]
     if wrong:
@@ -117,7 +214,7 @@ def load_state(checkpoint: Path) -> dict:
 
 
 def parallel_sizes_of(given: dict) -> dict[str, int]:
-    """Those that are given, else those of the run to resume: the ranks' mesh is made before all other settings."""
+    """Sizes of the ranks' mesh, which is made before all other settings: as given, else of the run to resume."""
     config = TrainConfig(**given)
     last = latest_checkpoint(Path(config.output_dir), {}) if config.resume != "no" else None
     saved = {} if last is None else load_state(last)["settings"]
@@ -129,14 +226,14 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
     """The settings, with max_steps and learning_rate filled in where they were not given."""
     is_tiny = config.model_size == "tiny" or (config.model_size is None and config.init_from is None)
     default_rate = TINY_PEAK_LEARNING_RATE if is_tiny else PEAK_LEARNING_RATE
-    return dataclasses.replace(
+    return replace(
         config, max_steps=config.max_steps or DEFAULT_STEPS, learning_rate=config.learning_rate or default_rate
     )
 
 
 def known_settings(saved: dict) -> dict:
-    """Of the settings that a checkpoint's run had, those that this version knows."""
-    known = {f.name for f in dataclasses.fields(TrainConfig)}
+    """The settings of a checkpoint's run that this version knows."""
+    known = {each.name for each in dataclasses.fields(TrainConfig)}
     if unknown := sorted(saved.keys() - known):
         logger.info("settings of another version, ignored: %s", ", ".join(unknown))
     return {name: value for name, value in saved.items() if name in known}
@@ -173,9 +270,48 @@ def tokens_per_step(config: TrainConfig, world: World) -> int:
 
 
 def learning_rate_of(step: int, config: TrainConfig, cosine_steps: int) -> float:
-    """The learning rate of a step. Steps count from 1; those after `cosine_steps` have the cosine's last rate."""
+    """The learning rate of a step. Steps count from 1; a step after `cosine_steps` has the cosine's last rate."""
     assert config.learning_rate is not None, "with_defaults fills it in"
     return warmup_cosine(
         step - 1, learning_rate=config.learning_rate, warmup_steps=config.warmup_steps, max_steps=cosine_steps,
         final_ratio=config.final_learning_rate_ratio,
     )  # fmt: skip
+
+
+# The tokenizer
+
+
+def choose_tokenizer(config: TrainConfig, checkpoint: Path | None) -> str:
+    """The tokenizer to open: --tokenizer's, else the one that the weights of --init_from were trained with, else bytes.
+
+    A resumed run whose file is no longer there takes the copy in its checkpoint.
+    """
+    if checkpoint and config.tokenizer not in (None, "bytes") and not Path(config.tokenizer).exists():
+        own = checkpoint / "tokenizer.json"
+        return str(own if own.is_file() else config.tokenizer)
+    if config.tokenizer is not None or config.init_from is None:
+        return config.tokenizer or "bytes"
+    return tokenizer_of(Path(config.init_from))
+
+
+def open_tokenizer(start: Start) -> ByteTokenizer | FileTokenizer:
+    """Open the tokenizer of the run. A resumed run must have the one that it was trained with.
+
+    Raises:
+        UserError: the file is missing or invalid, or its content is not what the checkpoint's run had.
+    """
+    tokenizer = load_tokenizer(start.config.tokenizer)
+    if start.checkpoint and start.tokenizer != tokenizer.identity:
+        raise UserError(
+            f"cannot resume: {start.checkpoint} was trained with tokenizer {str(start.tokenizer)[:12]}, "
+            f"{tokenizer.name} is {tokenizer.identity[:12]} (first digits of the files' SHA-256); give that --tokenizer"
+        )
+    return tokenizer
+
+
+def companions_of(start: Start) -> Companions:
+    """Files that go along with the weights into checkpoints: the tokenizer's, with the ids that it ends texts with."""
+    if start.config.tokenizer in (None, "bytes"):
+        return NO_COMPANIONS
+    own = None if start.checkpoint is None else start.checkpoint / "tokenizer.json"
+    return read_companions(own if own is not None and own.is_file() else Path(str(start.config.tokenizer)))

@@ -1,4 +1,4 @@
-"""Signals that end a run early with nothing lost: noted here, obeyed between steps, and between blocks of long ones."""
+"""Ends a run early with nothing lost: signals are noted, and obeyed between steps, or between blocks of long steps."""
 
 import logging
 import math
@@ -8,20 +8,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from training.host.processes import Watchdog
+from training.parallel.world import World
+
 logger = logging.getLogger(__name__)
-# A scheduler's or torchrun's end, Ctrl-C, a closed terminal, and the notice that Slurm sends ahead of a preemption.
+# Signals of a scheduler or torchrun, of Ctrl-C, of a closed terminal, and of Slurm ahead of a preemption.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SECONDS_TOGETHER = 1.0
 SHUTDOWN_SECONDS = 30  # from torchrun's SIGTERM to its SIGKILL, unless it is told otherwise
-LONG_STEP_SECONDS = 5.0  # in longer steps the ranks agree between blocks whether to stop,
-LOOK_SECONDS = 0.5  # about so often where blocks are shorter: the host waits for the GPU there
-LOOKS_BEHIND = 2
+HANG_SECONDS = 600.0  # without an end of a step, or ten times as long as the last one where that is more
+LONG_STEP_SECONDS = 5.0  # in longer steps the ranks agree between blocks whether to stop
+LOOK_SECONDS = 0.5  # from one look between blocks to the next, about; the host waits for the GPU in a look
+LOOKS_BEHIND = 2  # looks begun since the look whose answer is read
 
 
 class Stopped(Exception):
@@ -30,13 +34,13 @@ class Stopped(Exception):
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """The numbers of the signals that have asked this process to end, while it is in the block.
+    """Notes the numbers of the signals that ask this process to end while it is in the block.
 
-    A signal that was ignored stays so, as SIGHUP under nohup. A second SIGINT ends the process at once, unless it comes
-    with the first: torchrun passes on a Ctrl-C that its workers have got themselves.
+    A signal that was ignored stays so, such as SIGHUP under nohup. A second SIGINT ends the process at once, unless it
+    comes with the first: torchrun passes on a Ctrl-C that its workers have got themselves.
 
-    A thread takes note of them. Python runs a signal's handler in the main thread alone, once that is back from a
-    library call; a GPU's backward, whose hooks run in a thread of autograd's, keeps it there for minutes.
+    A thread takes note. Python runs a signal's handler in the main thread alone, after the library call that it is in.
+    The backward of a GPU is one such call and takes minutes: its hooks run in a thread of autograd.
     """
     received: list[int] = []
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -75,11 +79,13 @@ class LooksBetweenBlocks:
     """Ends a forward or backward between two blocks, on all ranks between the same two, once a rank was asked to end.
 
     A step of a million tokens takes minutes, a block seconds. The ranks agree by sums on a gloo group of their own: a
-    rank begins one at each look and reads the one that it began LOOKS_BEHIND looks before. All ranks pass the looks in
-    one order, and none waits for what another does later: no collective of training can wait for a look in turn. The
-    host waits for the GPU likewise; it would else have queued the whole step by the time that the first block is done.
-    Nor does it fill the GPU's launch queue, in which other threads' calls would wait as well: a checkpoint of state on
-    a GPU takes half as long again then (MEMORY_REPORT.md, "Checkpoints beside training").
+    rank begins a sum at each look and reads the sum that it began LOOKS_BEHIND looks before. All ranks pass the looks
+    in one order, and none waits for a later act of another rank, so no collective of training waits for a look.
+
+    In a look the host waits for the GPU, LOOKS_BEHIND looks back. Otherwise it would have queued the whole step by the
+    time that the first block is done. The GPU's launch queue would be full then, and calls of other threads would wait
+    in it: a checkpoint of state on a GPU would take half as long again (MEMORY_REPORT.md, "Checkpoints beside
+    training").
 
     Args:
         blocks: of the model, called as block(x_BTD, ...).
@@ -99,10 +105,10 @@ class LooksBetweenBlocks:
 
     @contextmanager
     def looking(self, every: int) -> Iterator[None]:
-        """Look while in here.
+        """Look between blocks while in here.
 
         Args:
-            every: so many blocks' forwards or backwards lie between two looks, on all ranks alike; 0: nobody looks.
+            every: forwards and backwards of blocks from one look to the next, equal on all ranks; 0: nobody looks.
 
         Raises:
             Stopped: from a block's forward or backward.
@@ -117,11 +123,11 @@ class LooksBetweenBlocks:
 
     @staticmethod
     def every_in(step_seconds: float, num_blocks: int) -> int:
-        """What `looking` takes for a step that lasts so long; num_blocks counts forwards and backwards of blocks."""
+        """The argument of `looking` for a step of so many seconds and of `num_blocks` forwards and backwards."""
         return max(1, int(LOOK_SECONDS * num_blocks / step_seconds)) if step_seconds > LONG_STEP_SECONDS else 0
 
     def longest_seconds(self) -> float:
-        """From a signal to the end of the step that is dropped, at most, as far as the last `looking` has shown."""
+        """Seconds from a signal to the end of the step that is dropped, at most, by the last `looking`."""
         return self.longest * (1 + LOOKS_BEHIND)
 
     def _before(self, x_BTD: Tensor) -> None:
@@ -163,14 +169,65 @@ class LooksBetweenBlocks:
         self.last, self.longest = now, max(self.longest, now - self.last)
 
 
+class Stopping:
+    """Knows whether any rank was asked to end, lets long steps end early, and shows where a rank hangs.
+
+    Args:
+        received: numbers of the signals that this rank has got, which `stop_signals` adds to.
+        blocks: of the model.
+        micro_batches: of a step.
+        step_seconds: a step's seconds as predicted; 0: nobody knows.
+    """
+
+    def __init__(
+        self, received: list[int], world: World, blocks: nn.ModuleList, micro_batches: int, step_seconds: float
+    ):
+        self.received, self.world, self.step_seconds = received, world, step_seconds
+        self.look_seconds = 0.0  # from a signal to the end of the last step, at most
+        self.watchdog = Watchdog()
+        self._looks = LooksBetweenBlocks(blocks, received)
+        self._num_blocks = 2 * len(blocks) * micro_batches
+
+    def watch(self) -> None:
+        """Print what this rank's threads do if `watch` is not called again for long: the rank hangs."""
+        self.watchdog.expect(max(HANG_SECONDS, 10 * self.step_seconds))
+
+    def is_asked(self) -> bool:
+        """Whether any rank has been asked to end. All ranks call this, and get the same answer."""
+        self.watch()
+        return self.world.sum(len(self.received))[0] > 0
+
+    def looking(self) -> AbstractContextManager[None]:
+        """Look between blocks in here, if the last step was long: Stopped ends it once the run has been asked to."""
+        return self._looks.looking(LooksBetweenBlocks.every_in(self.step_seconds, self._num_blocks))
+
+    def note_step(self, seconds: float) -> None:
+        """Note how soon a signal would have ended the step that took so long."""
+        self.look_seconds = self._looks.longest_seconds() if self.step_seconds > LONG_STEP_SECONDS else seconds
+
+    def agree(self, is_due: bool, seconds: float) -> tuple[bool, bool]:
+        """(whether any rank has been asked to end, `is_due` of the main rank): all ranks call this after a step.
+
+        Args:
+            seconds: of the step.
+        """
+        of_main_rank = (is_due, seconds) if self.world.is_main else (0, 0)
+        signals, due, self.step_seconds = self.world.sum(len(self.received), *of_main_rank)
+        return signals > 0, due > 0
+
+    def first_signal(self) -> signal.Signals:
+        """A signal that a rank has got; all ranks call this, and get the same answer."""
+        return signal.Signals(-int(self.world.min(-max(self.received, default=0))[0]))
+
+
 def promise_shutdown(look_seconds: float, save_seconds: float) -> None:
-    """Say how long a run goes on after a signal that stops it; warn where torchrun would kill it before.
+    """Say how long a run goes on after a signal that stops it; warn if torchrun would kill it before.
 
     A worker reads torchrun's patience from its environment; torchrun's flag --shutdown-timeout is not shown to workers.
 
     Args:
         look_seconds: until the step is taken or dropped.
-        save_seconds: of a checkpoint; one that has begun is ended before the last one.
+        save_seconds: of a checkpoint. A checkpoint that has begun is finished before the last one is saved.
     """
     needed = math.ceil(look_seconds + 2 * save_seconds)
     logger.info("SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and exit within %d s at most", needed)

@@ -107,7 +107,10 @@ def test_what_was_finished_before_memory_ran_out_is_written(folders, tmp_path, m
     out, error = capsys.readouterr()
     assert "128 to 255" in out and "-: of the last task: not finished" in out
     assert ["variable_tracking", "1.00", "-"] in map(str.split, out.splitlines())
-    assert error.splitlines()[-1] == "error: CUDA out of memory. Tried to allocate 9.00 GiB."
+    assert error.splitlines()[-1] == (
+        "error: CUDA out of memory. Tried to allocate 9.00 GiB. Give shorter texts, fewer new tokens or a larger "
+        "--memory_budget, or end what else runs here"
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,12 +121,12 @@ def test_what_was_finished_before_memory_ran_out_is_written(folders, tmp_path, m
         (["--sequences", "0", "--margin", "1"], "margin has no effect with sequences 0"),
         (["--short_context", "300"], "no text is longer than short_context 300, the longest has 256 tokens"),
         (["--lengths", "20"], "no task fits 20 tokens"),
-        (["--lengths", "0", "300"], "lengths must be at least 2, got 0"),
-        (["--margin", "-1"], "margin must be 0 or more nats"),
+        (["--lengths", "0", "300"], "lengths must be between 2 and"),
+        (["--margin", "-1"], "margin must be between 0 and"),
         (["--tasks", "haystack"], "invalid choice: 'haystack'"),
         (["--beside", "no/such.json"], "no/such.json is missing or damaged"),
         (["--data", "no/such"], "data path no/such does not exist"),
-        (["--memory_budget", "1MB"], "not even one token would fit"),
+        (["--memory_budget", "1MB"], "the weights take 0.00 GiB"),
         (["--attention_type", "nsa"], "it has no gates of nsa"),
         (["--evaluator", "no/such"], "no/such has no config.json"),
     ],

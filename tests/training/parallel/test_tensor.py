@@ -120,7 +120,7 @@ def train_shared(world: World, folder: Path) -> None:
     start = arguments(str(folder / "corpus.txt"), folder / "shared", *STEADY, "--batch_size", "2", steps=1)
     start += ["--context_parallel_size", "2", "--tensor_parallel_size", "2", "--gradient_accumulation_steps", "2"]
     with (
-        mock.patch.object(train, "peak_flops", lambda device: 1e12),
+        mock.patch("training.run.metrics.peak_flops", lambda device: 1e12),
         mock.patch.object(train, "join_world", lambda device, **sizes: nullcontext(worlds[tuple(sizes.values())])),
     ):
         assert train.main([*start, "--gradient_checkpointing"]) == 0
@@ -134,7 +134,7 @@ def train_shared(world: World, folder: Path) -> None:
 def test_a_run_goes_on_with_any_split(tmp_path, monkeypatch):
     (tmp_path / "corpus.txt").write_text(" ".join((ROOT / "model.py").read_text().split()))
     run_ranks(4, train_shared, tmp_path)
-    monkeypatch.setattr(train, "peak_flops", lambda device: 1e12)
+    monkeypatch.setattr("training.run.metrics.peak_flops", lambda device: 1e12)
     one, shared = tmp_path / "one", tmp_path / "shared"
     assert train.main(arguments(str(tmp_path / "corpus.txt"), one, *STEADY, "--batch_size", "4", steps=4)) == 0
     assert train.main(only_resume(shared, "--tensor_parallel_size", "1", "--batch_size", "4", "--max_steps", "4")) == 0

@@ -29,7 +29,7 @@ from training.parallel.fsdp import copy_weights, initial_weights, shard_model
 from training.parallel.tensor import share_matrices
 from training.parallel.ulysses import check_sharing, share_sequences
 from training.parallel.world import World, make_mesh
-from training.run.build import run_model
+from training.run.step import run_model
 
 ROOT = Path(__file__).parents[3]
 SEQUENCES = 4  # sequences per step, over all ranks
@@ -202,11 +202,11 @@ def train_shared(world: World, folder: Path) -> None:
     start += ["--context_parallel_size", "4", "--gradient_accumulation_steps", "2", "--sample_tokens", "3"]
     once, worlds = ["--gradient_accumulation_steps", "1"], worlds_of(world)
     with (
-        mock.patch.object(train, "peak_flops", lambda device: 1e12),
+        mock.patch("training.run.metrics.peak_flops", lambda device: 1e12),
         mock.patch.object(
             train, "join_world", lambda device, **sizes: nullcontext(worlds[sizes["context_parallel_size"]])
         ),
-        mock.patch.object(train.logger, "info") as said,
+        mock.patch("training.run.metrics.logger.info") as said,
     ):
         assert train.main([*start, "--gradient_checkpointing"]) == 0
         [line] = [call.args[0] % call.args[1:] for call in said.call_args_list if "device: " in call.args[0]]
@@ -282,7 +282,7 @@ def test_two_gpus_equal_one():
 def test_a_run_goes_on_with_any_split(tmp_path, monkeypatch, capsys):
     (tmp_path / "corpus.txt").write_text(" ".join((ROOT / "model.py").read_text().split()))
     run_ranks(4, train_shared, tmp_path)
-    monkeypatch.setattr(train, "peak_flops", lambda device: 1e12)
+    monkeypatch.setattr("training.run.metrics.peak_flops", lambda device: 1e12)
     one, shared = tmp_path / "one", tmp_path / "shared"
     assert train.main(arguments(str(tmp_path / "corpus.txt"), one, *STEADY, "--batch_size", "4", steps=6)) == 0
     capsys.readouterr()

@@ -23,7 +23,7 @@ from training.parallel import world
 from training.parallel.fsdp import initial_weights, shard_model
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World, join_world, make_mesh
-from training.run.build import train_step
+from training.run.step import train_step
 
 DOCUMENTS = make_documents([40, 90, 15, 60, 50])
 
@@ -89,7 +89,7 @@ def test_a_rank_that_dies_ends_all_within_seconds(death, rank, message, device):
     [
         (["tests.training.parallel.dying_rank", "unlike sizes", "cpu"],
          "error: ranks differ in context_parallel_size: [1, 2]; start all ranks alike"),
-        (["training.plots"], "error: the following arguments are required: run"),
+        (["training.plots"], "error: run is missing: output_dir of a run"),
     ],
 )  # fmt: skip
 def test_what_ranks_refuse_before_they_have_met_is_shown_once_and_by_torchrun(module, message):

@@ -1,0 +1,60 @@
+"""Says when a run saves and how large its checkpoints are, and refuses a run that the disk has no room for."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from model import ModelConfig
+from training.checkpoint.files import SPARE_BYTES, check_room, checkpoints, clear_leftovers
+from training.host.errors import UserError
+from training.host.files import size_on_disk
+from training.run.settings import CHECKPOINT_INTERVAL, KEPT_CHECKPOINTS, TrainConfig, parse_interval
+
+logger = logging.getLogger(__name__)
+RETRY_SECONDS = 60  # from a checkpoint that failed to the next attempt
+
+
+def is_save_due(config: TrainConfig, step: int, since_save: float, has_failed: bool) -> bool:
+    """Whether a checkpoint is due after a step.
+
+    Args:
+        since_save: seconds since the last checkpoint was begun.
+        has_failed: whether the last checkpoint could not be written.
+    """
+    steps, seconds = parse_interval(config.checkpoint_interval or CHECKPOINT_INTERVAL)
+    is_time = 0 < seconds < since_save or (has_failed and since_save > RETRY_SECONDS)
+    return is_time or (steps > 0 and step % steps == 0)
+
+
+def checkpoint_bytes(config: TrainConfig, model_config: ModelConfig, device: torch.device) -> int:
+    """Bytes of a checkpoint on disk: bf16 weights on a GPU, float32 on a CPU; masters and two moments in float32."""
+    weight = 2 if device.type == "cuda" else 4
+    return model_config.num_parameters() * (weight + 12 * (config.save == "full")) + SPARE_BYTES
+
+
+def check_disk(config: TrainConfig, step: int, size: int) -> None:
+    """Refuse a run from `step` on whose checkpoints of `size` bytes do not fit on the disk.
+
+    Checkpoints that are there up to `step` count as free: the run deletes them.
+
+    Raises:
+        UserError: there is no room for two checkpoints: the last one, and the one that takes its place.
+    """
+    output_dir = Path(config.output_dir)
+    clear_leftovers(output_dir)
+    found = checkpoints(output_dir, step)
+    steps, seconds = parse_interval(config.checkpoint_interval or CHECKPOINT_INTERVAL)
+    assert config.max_steps is not None, "with_defaults fills it in"
+    steps_left = config.max_steps - step
+    saves = steps_left if seconds else 1 + (steps_left - 1) // (steps or steps_left)
+    kept = (config.keep_checkpoints or KEPT_CHECKPOINTS) + (config.validation_sequences > 0) + 1
+    for count, is_enough in ((kept, False), (2, True)):
+        try:
+            check_room(output_dir, min(count, saves + len(found)) * size, size_on_disk(found))
+            return
+        except OSError as error:
+            if is_enough:
+                or_else = "choose another --output_dir" + ", or --save model" * (config.save == "full")
+                raise UserError(f"{error.strerror}; free some space, {or_else}") from None
+            logger.warning("%s: old checkpoints will be deleted before new ones are complete", error.strerror)

@@ -1,0 +1,95 @@
+"""One training step, and a validation."""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+
+from model import Transformer
+from training.data.loader import Batch
+from training.host.errors import UserError
+from training.optimizer import MasterAdamW
+from training.parallel.world import World
+from training.run.stopping import Stopped
+
+
+class NoTarget(Exception):
+    """A step has no token to predict: all are masked, padding, or the first of their documents."""
+
+
+class NotFinite(UserError):
+    """A step's loss or gradient is not finite; the weights are as they were before it."""
+
+
+def run_model(model: Transformer, batch: Batch, world: World, denominator: float | None = None) -> torch.Tensor:
+    """The summed loss of a micro-batch, float32 [], divided by `denominator`; None: by the number of its targets."""
+    input_ids, targets = (x.to(world.device, non_blocking=True) for x in (batch.input_ids, batch.targets))
+    return model(input_ids, targets=targets, documents=batch.documents, denominator=denominator).loss
+
+
+def train_step(
+    model: Transformer,
+    optimizer: MasterAdamW,
+    batches: list[Batch],
+    world: World,
+    learning_rate: float,
+    max_grad_norm: float,
+    before_update: Callable[[], None] = lambda: None,
+) -> tuple[float, float]:
+    """One optimizer step over all micro-batches of all ranks. Returns (mean loss per token, gradient norm).
+
+    Args:
+        batches: of whole sequences; ranks that share sequences have the same ones, and each takes its part.
+        before_update: called ahead of the update, as `Saver.before_update`.
+
+    Raises:
+        NoTarget: there is nothing to learn.
+        NotFinite: the loss or the gradient is not finite.
+        Stopped: the run was asked to end, as `LooksBetweenBlocks` saw.
+        After each the weights are as they were.
+    """
+    batches = [batch.slice(world.context_rank, world.context_size) for batch in batches]
+    # Ranks that share matrices have the same tokens, and the whole loss each: both count once.
+    num_valid = world.sum(sum(batch.num_valid_tokens for batch in batches))[0] / world.tensor_size
+    if not num_valid:
+        raise NoTarget
+    losses: list[torch.Tensor] = []
+    try:
+        for batch in batches:
+            loss = run_model(model, batch, world, num_valid)
+            loss.backward()
+            losses.append(loss.detach())
+    except Stopped:
+        optimizer.zero_grad()
+        raise
+    norm = optimizer.clip_grad_norm(max_grad_norm)
+    loss = world.sum(float(torch.stack(losses).sum()))[0] / world.tensor_size
+    if not math.isfinite(loss + norm):
+        optimizer.zero_grad()
+        raise NotFinite(f"loss {loss}, gradient norm {norm}")
+    before_update()
+    optimizer.step(learning_rate)
+    torch.get_device_module(world.device).synchronize()  # a clock read after this has waited for the update
+    return loss, norm
+
+
+@torch.no_grad()
+def validate(model: Transformer, batches: Iterable[Batch], world: World, is_asked: Callable[[], bool]) -> float:
+    """Mean loss per held-out token, over all ranks.
+
+    Args:
+        batches: of whole sequences, as many on each rank.
+        is_asked: whether the run has been asked to end; called before each batch.
+
+    Raises:
+        Stopped: the run has been asked to end.
+    """
+    total, count = 0.0, 0
+    for batch in batches:
+        if is_asked():
+            raise Stopped
+        batch = batch.slice(world.context_rank, world.context_size)
+        total += float(run_model(model, batch, world, 1.0))
+        count += batch.num_valid_tokens
+    total, all_tokens = world.sum(total, count)
+    return total / all_tokens
