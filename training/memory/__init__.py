@@ -1,13 +1,17 @@
-"""Where the activations and the optimizer state of a training step live, and what that costs in bytes and seconds.
+"""Places of a training step's activations and optimizer state, and the bytes and seconds that they cost.
 
-Eight words that this project uses in its own way:
+Nine words have a meaning of their own here:
 
-block      One transformer layer: attention and MLP, each with its norm and its residual addition.
-placement  Where one block's activations wait for backward: on the GPU, in host memory, or nowhere.
-kept       An activation is kept if it is stored from forward to backward, on the GPU or in host memory.
-recompute  To compute an activation again in backward, because it was not kept.
-offload    To let tensors wait in page-locked host memory: activations for backward, optimizer state for the update.
-stage      A part of a step, such as the forward of one layer, with the bytes that are alive at its fullest moment.
-footprint  The bytes that an operation takes: what it keeps for backward, and what it needs while it runs.
-execution  How a step is run, apart from the model's shape: placements, kernels, tiles, and where optimizer state lives.
+Block      A transformer layer: attention and MLP, each with its norm and its residual addition. The blocks that sparse
+           attention chooses are called blocks of keys.
+Kind       How a layer attends: full, window, sparse or nsa, with its settings. `ModelConfig` has one per layer, and
+           `Execution.kinds` replaces them for a run.
+Placement  The places where the activations of a block wait for backward: on the GPU, in host memory, or nowhere.
+Kept       Stored from forward to backward, on the GPU or in host memory.
+Recompute  To compute an activation again in backward, because it was not kept.
+Offload    To let tensors wait in page-locked host memory: activations for backward, optimizer state for the update.
+Stage      A part of a step, such as the forward of one layer, with the bytes that are alive at its fullest moment.
+Footprint  The bytes and the work of one operation: kept for backward, needed while it runs, computed and moved.
+Execution  How a step is run, apart from the model's shape: placements, kinds, kernels, tiles, and where optimizer state
+           lives.
 """

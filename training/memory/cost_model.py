@@ -1,9 +1,9 @@
-"""The cost model: bytes and seconds of a training step under a given execution.
+"""The cost model predicts the bytes and seconds of a training step under an execution.
 
-Each operation says in its own file what it takes: a `kernels.common.Footprint`. Here footprints are composed. Bytes are
-counted stage by stage: of each stage of a step, what is alive at its fullest moment. Seconds are floating-point
-operations over measured rates, attention and matrix products apart, and copies where compute is too short to hide them.
-Copies to the host and what FSDP2 sends are counted as if they followed each other: without NVLink they share one link.
+Each operation declares in its own file what it takes, as a `kernels.parts.Footprint`. This file adds footprints up.
+Bytes are counted for each stage of a step, at the stage's fullest moment. Seconds are amounts of work divided by
+measured rates, and copies that compute is too short to hide. Copies to the host and the traffic of FSDP2 are counted
+one after the other: without NVLink they share one link.
 """
 
 import copy
@@ -30,15 +30,16 @@ from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
 
 # A search for a plan asks for the same few footprints many thousand times.
 _attention_footprint, _mlp_footprint = functools.cache(qkv_attention_footprint), functools.cache(gated_mlp_footprint)
-_NORMS_BYTES = 8  # a token: 1 / rms of a block's two norms, float32
+_NORMS_BYTES = 8  # per token: 1 / rms of a block's two norms, float32
 LIBRARY_BYTES = 160 * 2**20  # cuBLAS workspaces and the small tensors that nothing below counts
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a step, and what is alive at its fullest moment, bytes by category.
+    """A part of a step, with the bytes that are alive at its fullest moment, by category.
 
-    `idle` bytes are free, but for FSDP2's reduction alone: the allocator lends no CUDA stream another one's memory.
+    Args:
+        idle: bytes that only FSDP2's reduction can use: the allocator lends no CUDA stream the memory of another.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Stage:
 
     @property
     def bytes(self) -> int:
+        """Bytes alive in all categories, without `idle`."""
         return sum(self.categories.values())
 
 
@@ -55,11 +57,11 @@ LENGTHS_PER_OCTAVE = 8  # bins of document lengths between one power of two and 
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Documents of one rank's micro-batch.
+    """The documents of one rank's micro-batch, as a histogram of their lengths.
 
     Args:
         longest: tokens of the longest document that may come.
-        lengths: pairs of a length in tokens and the number of such documents in a micro-batch, on average.
+        lengths: pairs of a length in tokens and the average number of documents of that length in a micro-batch.
     """
 
     longest: int
@@ -67,11 +69,12 @@ class PackedDocuments:
 
     @property
     def count(self) -> float:
+        """Documents in a micro-batch, on average."""
         return sum(count for _, count in self.lengths)
 
     @classmethod
     def one_each(cls, context_length: int, batch_size: int) -> "PackedDocuments":
-        """Each sequence is one document."""
+        """Returns documents as long as their sequences, one in each."""
         return cls(context_length, ((context_length, batch_size),))
 
     @classmethod
@@ -84,15 +87,17 @@ class PackedDocuments:
         num_ranks: int,
         micro_batches: int = 1,
     ) -> "PackedDocuments":
-        """Averages over the micro-batches of an epoch, each on the rank with most pairs: the others wait for it.
+        """Returns the average over an epoch's micro-batches, each taken on its slowest rank: other ranks wait for it.
 
-        Documents of nearly one length are counted as of one length, with as many pairs of a query and a key as theirs.
+        The slowest rank has the most pairs of a query and a key. Documents of similar lengths are counted as documents
+        of one length that have as many pairs in total.
 
         Args:
             lengths: int [N], tokens of each document.
-            sequences: int [N], the sequence of the epoch that a document is in.
+            sequences: int [N], the number of each document's sequence in the epoch.
             longest: tokens of the longest document that any epoch may have.
-            batch_size, num_ranks, micro_batches: a step's sequences are their product; `packing.deal` gives them out.
+            batch_size, num_ranks, micro_batches: their product is the number of sequences of a step. `packing.deal`
+                gives them out to ranks.
         """
         step = batch_size * num_ranks * micro_batches
         used = (sequences.max() + 1) // step * step
@@ -112,19 +117,21 @@ class PackedDocuments:
 
 
 class Step:
-    """A training step of a model: its bytes and seconds under any execution.
+    """A training step of a model, with its bytes and seconds under any execution.
 
     Args:
-        share: what one rank has of the model, a model.Share.
-        parameters: the model's, on the meta device or any; where FSDP2 shards them, DTensors or a rank's shards alone.
-        context_length, batch_size, gradient_accumulation_steps: of one rank, or of those that share sequences.
-        documents: what is packed in a sequence. None, not known: bytes are counted as if several documents were and
-            one of them had nearly all of the sequence, seconds as if each sequence were one document.
-        given: what is settled before anything is planned: loss and attention backend.
-        element_size: bytes of an activation.
-        num_ranks: those that share each sequence, a divisor of the key/value heads.
-        num_shards: ranks over which FSDP2 shards each parameter, 1 where all ranks share matrices; None: no FSDP2.
-        tensor_ranks: those that share each matrix.
+        share: one rank's share of the model, a model.Share.
+        parameters: the model's parameters, on any device or the meta device. Where FSDP2 shards them, DTensors or a
+            rank's shards.
+        context_length, batch_size, gradient_accumulation_steps: for one rank, or for the ranks that share sequences.
+        documents: the documents of a micro-batch. None: not known. Bytes are then counted for sequences of several
+            documents, the longest of nearly the whole length, and seconds for sequences of one document.
+        given: the execution before anything is planned, with the settings that planning does not change: attention
+            backend, kinds and implementation, and the loss unless it is "auto".
+        element_size: bytes per element of an activation.
+        num_ranks: ranks that share each sequence, a divisor of the key/value heads.
+        num_shards: ranks over which FSDP2 shards each parameter; 1 where all ranks share matrices; None: no FSDP2.
+        tensor_ranks: ranks that share each matrix.
     """
 
     def __init__(
@@ -147,26 +154,30 @@ class Step:
         self.has_fsdp, self.num_shards = num_shards is not None, num_shards or 1
         self.num_ranks, self.tensor_ranks = num_ranks, tensor_ranks
         self.layers = share.num_hidden_layers
-        self.hidden_bytes = element_size * share.hidden_size  # of one token's hidden state
-        self.head = element_size * share.vocab_size * share.hidden_size
+        self.hidden_bytes = element_size * share.hidden_size  # per token
+        self.head = element_size * share.vocab_size * share.hidden_size  # bytes
         layer_elements = max(share.layer_matrix_parameters(layer) for layer in range(self.layers))
         self.layer_share = layer_elements / share.num_parameters()
         self.head_share = share.vocab_size * share.hidden_size / share.num_parameters()
         self.parameter_bytes = sum(_local_elements(p) * p.element_size() for p in self.parameters)
         if self.has_fsdp:
-            # Gathered are the embedding and the head, with the gradient of an untied head; one block; and the next
-            # block, both as it arrives and whole. A block's gradients exist in the activations' dtype and, on their
-            # way to other ranks, in float32.
+            # FSDP2 holds gathered: the embedding and an untied head with its gradient; one block; the next block, both
+            # as it arrives and whole. The gradients of one block exist in the activations' dtype and, on their way to
+            # other ranks, in float32.
             self.parameter_bytes += self.head * (1 if share.tie_word_embeddings else 3)
             self.parameter_bytes += layer_elements * (4 * element_size + 4)
-            # FSDP2's reduction stream allocates the gradients' shards and the float32 tensor that is summed,
-            # which is larger for the embedding and an untied head than for a block.
+            # FSDP2 allocates the gradients' shards and the float32 tensor that it sums on its reduction stream. That
+            # tensor is larger for the embedding and an untied head than for a block.
             head_elements = self.head // element_size * (1 if share.tie_word_embeddings else 2)
             self._reduction_bytes = 4 * max(0, head_elements - layer_elements)
         self._optimizer_bytes: dict[float, OptimizerBytes] = {}
 
     def at(self, context_length: int, documents: PackedDocuments | None = None) -> "Step":
-        """The same at another context: of these documents, else of one a sequence if this one is, else not known."""
+        """Returns the same step at another context length.
+
+        Args:
+            documents: None: one per sequence where this step has one per sequence, otherwise not known.
+        """
         step = copy.copy(self)
         step.context_length = context_length
         if documents is None and not self.is_packed:
@@ -176,7 +187,7 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch, on one rank."""
+        """Tokens of a micro-batch on one rank."""
         return -(-self.context_length // self.num_ranks) * self.batch_size
 
     @property
@@ -186,21 +197,22 @@ class Step:
 
     @property
     def kinds(self) -> tuple[AttentionKind, ...]:
-        """How each layer attends, as cheaply as the documents allow."""
+        """How each layer attends: the cheapest kind that computes the same for these documents."""
         longest = self.documents.longest if self.documents else self.context_length
         return tuple(kind.for_longest(longest) for kind in self.given.kinds or self.share.kinds)
 
     @property
     def longest_document(self) -> float:
-        """Tokens that a document may have at most."""
+        """Tokens of the longest document that every layer's attention takes."""
         return min(kind.longest_document for kind in self.kinds)
 
     @property
     def has_too_long_document(self) -> bool:
-        """Whether some document is known to be longer than that."""
+        """Whether a document is known to be longer than `longest_document`."""
         return self.documents is not None and self.documents.longest > self.longest_document
 
     def optimizer(self, execution: Execution) -> OptimizerBytes:
+        """Returns the bytes of the optimizer under an execution."""
         if execution.gpu_state_bytes not in self._optimizer_bytes:
             self._optimizer_bytes[execution.gpu_state_bytes] = optimizer_bytes(
                 self.parameters, accumulate=self.micro_batches > 1, gpu_state_bytes=execution.gpu_state_bytes
@@ -208,13 +220,13 @@ class Step:
         return self._optimizer_bytes[execution.gpu_state_bytes]
 
     def kept_bytes(self, name: str, layer: int = 0) -> int:
-        """Bytes of a block's "input", or of those of its "results" that are worth keeping."""
+        """Returns the bytes of a block's "input", or of the "results" that its attention keeps."""
         if name == "input":
             return self.tokens * self.hidden_bytes
         return self._footprints(self.given, self.kinds[layer])[0].keepable
 
     def arena_bytes(self, execution: Execution) -> int:
-        """Bytes of the pinned arena that `apply_placement` needs, with every slot aligned."""
+        """Returns the bytes of the pinned arena that `apply_placement` needs, with every slot aligned."""
         return sum(
             self.kept_bytes(name, layer) + 2 * SLOT_ALIGNMENT * (self.kinds[layer].branches if name == "results" else 1)
             for layer, placement in enumerate(execution.placements)
@@ -223,24 +235,26 @@ class Step:
         )
 
     def host_bytes(self, execution: Execution) -> int:
+        """Returns the bytes of pinned host memory, for activations and for the optimizer."""
         return self.arena_bytes(execution) + self.optimizer(execution).host
 
     def uses_chunked_loss(self, execution: Execution) -> bool:
+        """Whether an execution takes the chunked loss for a micro-batch of this step."""
         return self.share.uses_chunked_loss(self.tokens, self.element_size, execution.loss_impl)
 
     def peak(self, execution: Execution) -> Stage:
-        """The fullest stage."""
+        """Returns the fullest stage."""
         return max(self.stages(execution), key=lambda stage: stage.bytes)
 
     def stages(self, execution: Execution) -> Iterator[Stage]:
-        """The stages of a step in order, once the optimizer's state exists; the last micro-batch of several."""
+        """Yields the stages of a step in order: of its last micro-batch, and with the optimizer's state in place."""
         T, L, optimizer = self.tokens, self.layers, self.optimizer(execution)
         positions = self.num_ranks + (self.is_packed or self.num_ranks > 1)
         always = {
             "parameters": self.parameter_bytes,
             "optimizer": optimizer.gpu_state + optimizer.gpu_buffers,
-            # cos and sin, cached for whole sequences, and at the positions of packed documents or of a rank's tokens;
-            # token ids, labels, losses
+            # cos and sin: cached for whole sequences, and at the positions of packed documents or of a rank's tokens.
+            # 64 bytes per token: token ids, labels, losses.
             "workspace": LIBRARY_BYTES + T * (4 * self.share.head_dim * positions + 64),
             **dict.fromkeys(("gradients", "layer inputs", "attention", "MLP"), 0),
         }
@@ -261,7 +275,13 @@ class Step:
         def stage(
             name: str, layer: int, fetched: list[tuple[int, str]], ready: float, working: dict[str, int]
         ) -> Stage:
-            """`layer`: those before it keep what they have on the GPU; `ready`: the parameters that have gradients."""
+            """Returns a stage. The layers before `layer` keep activations on the GPU, see their placements.
+
+            Args:
+                fetched: pairs (layer, "input" or "results") that come back from the host.
+                ready: the share of the parameters that have gradients.
+                working: bytes by category beside all these.
+            """
             sizes = {**always, **working}
             ready = 1 if self.micro_batches > 1 else ready
             sizes["gradients"] += int(optimizer.gpu_gradients * ready)
@@ -272,7 +292,7 @@ class Step:
             sizes["MLP"] += mlp_before[layer]
             return Stage(name, sizes, idle=idle)
 
-        # Ranks that share the embedding have each the rows of its words, and their sum.
+        # Ranks that share the embedding have both the rows of their own words and the sum over the ranks.
         yield stage("embedding", 0, [], 0, {"layer inputs": input_bytes * min(2, self.tensor_ranks)})
         blocks = [*zip(execution.placements, self.kinds)]
         block_bytes = {block: self._block_bytes(execution, *block) for block in {*blocks}}
@@ -282,12 +302,12 @@ class Step:
         # 2 * input_bytes: the last norm's output, and the gradient of its input.
         yield stage("loss", L, [], 0, {"loss": self._loss_bytes(execution) + 2 * input_bytes})
 
-        # An untied head's gradient is ready after the loss; a tied head's waits for the embedding's gradient.
+        # An untied head's gradient is ready after the loss. A tied head's gradient waits for the embedding's.
         tied, head_share = (self.head, 0) if self.share.tie_word_embeddings else (0, self.head_share)
         needed = [needed_for_backward(execution.placements, layer) for layer in range(L)]
         for layer in reversed(range(L)):
-            # Fetched from the host: what this block is rebuilt from, and the next block's on its way. A whole block
-            # fetches nothing.
+            # Tensors that come back from the host: this block is rebuilt from some, others are on their way for the
+            # next. A whole block fetches nothing.
             keys = {*needed[layer], *needed[max(layer - 1, 0)]} if needed[layer] else ()
             fetched = [(i, kind) for i, kind in keys if i < layer and places[kind][i] == "host"]
             ready = head_share + self.layer_share * (L - 1 - layer)
@@ -296,21 +316,21 @@ class Step:
                 gradients = tied + min(LEAVING_BYTES, int(optimizer.leaving_gradients * ready))
                 sizes = {**sizes, "gradients": gradients}
                 yield stage(f"backward of layer {layer}, {part}", layer, fetched, ready, sizes)
-        gradients = tied + self.head + min(LEAVING_BYTES, optimizer.leaving_gradients)  # the head's as it is made
-        if self.has_fsdp and self.tensor_ranks > 1:  # autograd adds the two to a third, where they are DTensors
+        gradients = tied + self.head + min(LEAVING_BYTES, optimizer.leaving_gradients)  # self.head: as it is made
+        if self.has_fsdp and self.tensor_ranks > 1:  # autograd adds two DTensors into a third
             gradients += tied
         embedding = {"layer inputs": input_bytes, "gradients": gradients + self.embedding_sums()}
         yield stage("backward of embedding", 0, [], 1 - self.head_share, embedding)
         yield stage("update", 0, [], 1, {})
 
     def embedding_sums(self) -> int:
-        """Bytes of the float32 sums, of up to ten tokens of a word each, that the embedding's backward first makes."""
+        """Returns the bytes of float32 sums that the embedding's backward makes, each of up to ten tokens of a word."""
         return 4 * self.share.hidden_size * (min(self.tokens, self.share.vocab_size) + self.tokens // 10)
 
     def _attention_seconds(
         self, execution: Execution, kind: AttentionKind, documents: PackedDocuments, rates: Rates
     ) -> tuple[float, float, float]:
-        """Returns the seconds of forward, of choosing blocks of keys, once per step, and of backward, in one layer."""
+        """Returns the seconds of one layer: of forward, of choosing blocks of keys (once per step), of backward."""
         H, G, K = self.share.heads
         own_heads = G // self.num_ranks
         steps = own_heads // (execution.heads_at_a_time or own_heads)
@@ -341,38 +361,38 @@ class Step:
     def _block_bytes(
         self, execution: Execution, placement: Placement, kind: AttentionKind
     ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-        """Bytes by category of a block's fullest moments: in forward, in the backward of the MLP, in that of attention.
+        """Returns bytes by category at a block's fullest moments, in forward, the MLP's and attention's backward.
 
-        Its input and what was kept of it are included; x are the bytes of the hidden states.
+        They include the block's input and its kept results. `x` are the bytes of the hidden states.
         """
         x, inputs = self.kept_bytes("input"), {"layer inputs": self.kept_bytes("input")}
         attention, mlp = self._footprints(
             replace(execution, heads_at_a_time=None, mlp_tile_size=None) if placement.is_whole else execution, kind
         )
         saved = attention.saved + _NORMS_BYTES * self.tokens
-        if placement.is_whole:  # saved: the sum; 3 x: outputs of attention, MLP and block
+        if placement.is_whole:  # x: the residual sum; 3 x: outputs of attention, MLP and block
             forward = {**inputs, "attention": saved, "MLP": x + mlp.saved + 3 * x}
         else:
             kept = attention.choices + (attention.keepable if placement.results != "recompute" else 0)
-            # Attention's output, the residual sum and its norm; then the MLP's working memory, or its output and the
-            # block's output.
+            # 3 x: attention's output, the residual sum and its norm. Then the MLP's working memory, or 2 x: the outputs
+            # of MLP and block.
             working = 3 * x + max(mlp.forward, 2 * x)
             forward = {**inputs, "attention": kept, "MLP": working}
             attending = x + attention.forward  # attention works on its norm's output
             if self.num_ranks > 1 and not execution.heads_at_a_time:
-                # Attention's output, as it is sent and received. One branch's output is what is kept.
+                # Attention's output, as it is sent and as it is received. The output of a single branch may be kept.
                 output = self.element_size * self.share.num_attention_heads * self.share.head_dim * self.tokens
                 is_kept = placement.results != "recompute" and kind.branches == 1
                 outputs = (2 if is_kept else 3) * output
                 attending = max(attending, x + kept + outputs)
             if attending > kept + working:
                 forward = {**inputs, "attention": attending}
-        # 2 * x: the gradient of the block's output, and the residual sum. A placed block was just rebuilt: attention's
-        # output and the block's output are still there.
+        # 2 * x: the gradient of the block's output, and the residual sum. A placed block was just rebuilt, and the
+        # outputs of its attention and of the block still exist.
         mlp_backward = 2 * x + mlp.saved + max(mlp.backward, 0 if placement.is_whole else 2 * x)
         backward = {**inputs, "attention": saved, "MLP": mlp_backward}
         if placement.results == "recompute" and attention.forward > saved + mlp_backward - 2 * x:
-            backward = {**inputs, "attention": x + attention.forward, "MLP": x}  # as attention runs again
+            backward = {**inputs, "attention": x + attention.forward, "MLP": x}  # attention runs again
         return (
             forward,
             backward,
@@ -380,7 +400,7 @@ class Step:
         )
 
     def _rest_bytes(self, kind: AttentionKind, is_whole: bool) -> tuple[int, int]:
-        """Bytes of attention and of the MLP that a block keeps besides its input and the results worth keeping."""
+        """Returns the bytes of attention and of the MLP that a block keeps beside its input and attention's results."""
         attention, mlp = self._footprints(self.given, kind)
         if not is_whole:
             return attention.choices, 0
@@ -390,7 +410,7 @@ class Step:
         )
 
     def _loss_bytes(self, execution: Execution) -> int:
-        """Bytes of the logits that exist at a time, of the head's gradient and of the hidden states' gradient."""
+        """Returns the bytes of the logits that exist at a time, and of the gradients of the head and its input."""
         T, D, V, size = self.tokens, self.share.hidden_size, self.share.vocab_size, self.element_size
         if self.uses_chunked_loss(execution):
             return linear_cross_entropy_footprint(T, D, V, element_size=size).forward
@@ -401,14 +421,14 @@ class Step:
         share, L, placements = self.share, self.layers, execution.placements
         documents = self.documents or PackedDocuments.one_each(self.context_length, self.batch_size)
         of_kind = {kind: self._attention_seconds(execution, kind, documents, rates) for kind in {*self.kinds}}
-        # q, k and v go to other ranks, attention's output comes back.
+        # q, k and v go to other ranks, and attention's output comes back.
         heads = share.num_attention_heads + share.num_key_value_heads
         sent_bytes = 2 * self.element_size * heads * share.head_dim * self.tokens * (1 - 1 / self.num_ranks)
         exchange = sent_bytes / rates["gpu link"]
         attend = [of_kind[kind][0] + exchange for kind in self.kinds]
         choose = sum(of_kind[kind][1] for kind in self.kinds)
         attention_backward = sum(of_kind[kind][2] for kind in self.kinds)
-        # Some heads at a time, q, k, v and the output go there again.
+        # Backward sends q, k, v and the output again where it attends some heads at a time.
         attention_backward += L * exchange * (2 if execution.heads_at_a_time else 1)
         footprints = {kind: self._footprints(execution, kind) for kind in {*self.kinds}}
         mlp = footprints[self.kinds[0]][1]
@@ -417,7 +437,7 @@ class Step:
         moved_bytes = 9 * self.kept_bytes("input") + mlp.elementwise_bytes
         moves = [(moved_bytes + footprints[kind][0].elementwise_bytes) / rates["memory"] for kind in self.kinds]
         layers = [a + b for a, b in zip(products, moves)]
-        # Ranks that share matrices sum hidden states behind attention and the MLP, and in backward their gradients.
+        # Ranks that share matrices sum hidden states after attention and after the MLP; backward sums their gradients.
         reduction = 2 * self.kept_bytes("input") * (1 - 1 / self.tensor_ranks) / rates["gpu link"]
         placed = [i for i in range(L) if not placements[i].is_whole]
         longer = 1 + (0.01 * len(placed) / L if execution.heads_at_a_time else 0)  # 1% more time: smaller launches
@@ -429,23 +449,23 @@ class Step:
         for i in placed:
             start, _ = needed_for_backward(placements, i)[0]
             backward += products[i] + again / rates[PLAIN.rate] + (1 if mlp.is_skippable else 2) * reduction
-            backward += sum(layers[start:i]) + (i - start) * 2 * reduction  # blocks run again for this one's input
+            backward += sum(layers[start:i]) + (i - start) * 2 * reduction  # they run again for this block's input
             backward += sum(attend[j] for j in range(start, i + 1) if placements[j].results == "recompute")
-            if not execution.heads_at_a_time:  # what was kept is exchanged again
+            if not execution.heads_at_a_time:  # kept outputs are exchanged again
                 backward += exchange * sum(placements[j].results != "recompute" for j in range(start, i + 1))
         copies = self.arena_bytes(execution) / rates["link"]
         optimizer = self.optimizer(execution)
         loss = linear_cross_entropy_footprint(self.tokens, share.hidden_size, share.vocab_size).matrix_flops
-        loss /= rates[PLAIN.rate]  # as many where the logits are materialised
-        # FSDP2 gathers parameters and sums float32 gradients beside the compute of other blocks. Embedding and head are
-        # gathered before anything runs, stay until backward, and their gradients are summed after all. The rate
-        # is that of exchanges of heads, which pay for copies besides.
-        sent = share.num_parameters() * (1 - 1 / self.num_shards) / rates["gpu link"]  # seconds for a byte of each
+        loss /= rates[PLAIN.rate]  # the standard loss has the same products
+        # FSDP2 gathers parameters and sums float32 gradients while other blocks compute. Embedding and head are
+        # gathered before anything runs and stay until backward. Their gradients are summed last. The rate is measured
+        # with exchanges of heads, which also pay for copies.
+        sent = share.num_parameters() * (1 - 1 / self.num_shards) / rates["gpu link"]  # seconds, 1 byte each
         gather, add = self.element_size * sent, 4 * sent
         ends = self.head_share * (1 if share.tie_word_embeddings else 2)
         forward = max(forward, copies + (1 - ends) * gather)
         backward = max(backward, copies + (1 - ends) * (gather + add))
-        # Gradients leave for the host in the first micro-batch. In each later one the sums come back and leave again.
+        # Gradients leave for the host in the first micro-batch. In each later one, the sums come back and leave again.
         gradients = optimizer.leaving_gradients / rates["link"]
         backwards = max(backward, gradients) + (self.micro_batches - 1) * max(backward, 2 * gradients)
         update = optimizer.host / rates["link"] + 4 * optimizer.gpu_state / rates["memory"]
@@ -453,9 +473,10 @@ class Step:
 
 
 def _local_elements(parameter: Tensor) -> int:
+    """Returns the elements of a parameter on this rank."""
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
 
 
 def gib(num_bytes: float) -> str:
-    """A number of bytes as text: gib(3 * 2**29) is "1.50 GiB"."""
+    """Returns a number of bytes as text: gib(3 * 2**29) is "1.50 GiB"."""
     return f"{num_bytes / GIB:.2f} GiB"

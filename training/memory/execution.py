@@ -1,5 +1,7 @@
-"""How a step is run, apart from the model's shape: what the planner searches, the cost model prices, the plan prints,
-`training.memory.placement.apply_execution` applies and the profiler measures.
+"""The execution of a step: how the step is run, apart from the model's shape.
+
+The planner searches executions, the cost model prices them, and the plan prints the chosen one.
+`training.memory.placement.apply_execution` applies it to a model, and the profiler measures it.
 """
 
 import math
@@ -15,16 +17,16 @@ LOSSES = ("auto", "chunked", "standard")
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one block's activations wait for backward.
+    """The places where one block's activations wait for backward. "recompute": not kept, but computed again.
 
     Args:
-        input: "gpu", "host", or "recompute": from the input of the block before it, by running that block again.
-        results: of the operations that `kernels.common.operation` calls keepable, such as attention: "gpu", "host" or
-            "recompute".
-        rest: all its other activations, "gpu" or "recompute". On the GPU they need the two above there.
+        input: the block's input: "gpu", "host" or "recompute", by running the block before it again.
+        results: results of the operations that `kernels.common.operation` calls keepable, such as attention: "gpu",
+            "host" or "recompute".
+        rest: all other activations of the block: "gpu" or "recompute". "gpu" needs input and results on the GPU.
 
     Raises:
-        ValueError: another place.
+        ValueError: a place that does not exist, or `rest` on the GPU without input and results.
     """
 
     input: str = "gpu"
@@ -43,7 +45,7 @@ class Placement:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the block is left to autograd, which keeps all of it."""
+        """Whether the block is left to autograd, which keeps all of its activations."""
         return self.rest == "gpu"
 
 
@@ -55,19 +57,19 @@ class Execution:
     """How a step is run.
 
     Args:
-        placements: one a block; those of a model whose placements are yet to be chosen are ().
-        mlp_tile_size: rows that the MLP of a block works on at a time; None: all.
-        heads_at_a_time: key/value heads that the attention of a block works on at a time; None: all. Blocks that
-            are left whole to autograd work on all heads at once, and on all rows whatever mlp_tile_size is.
+        placements: one per block; () as long as none are chosen.
+        mlp_tile_size: tokens that a block's MLP works on at a time; None: all. Whole blocks work on all of them.
+        heads_at_a_time: key/value heads that a block's attention works on at a time; None: all. Whole blocks work on
+            all of them.
         gpu_state_bytes: bytes of the optimizer's masters and moments that stay on the GPU, see
             training.optimizer.MasterAdamW.
-        loss_impl: "auto" switches by the size of the logits; "chunked" or "standard" force one.
-        attention_backend: kernel that attends, see kernels.attention.full.BACKENDS.
-        kinds: how each block attends; (): as the model's configuration says.
-        impl: Triton's kernels or their PyTorch references, of kernels.common.IMPLEMENTATIONS.
+        loss_impl: "auto" switches by the size of the logits; "chunked" and "standard" force a loss.
+        attention_backend: the library kernel that attends, a name in kernels.attention.full.BACKENDS.
+        kinds: how each block attends, one kind per block; (): as the model's configuration says.
+        impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.
 
     Raises:
-        ValueError: another loss or implementation.
+        ValueError: a loss or an implementation that does not exist.
     """
 
     placements: tuple[Placement, ...] = ()
@@ -87,9 +89,10 @@ class Execution:
 
 
 def needed_for_backward(placements: Sequence[Placement], layer: int) -> list[tuple[int, str]]:
-    """What block `layer` is rebuilt from: pairs (block, "input" or "results"), the input it starts from first.
+    """Returns what backward needs to rebuild block `layer`: pairs (block, "input" or "results"), an input first.
 
-    A whole block is not rebuilt: nothing.
+    If the input of block 2 is recomputed from block 1, and both blocks keep their results, then block 2 needs
+    [(1, "input"), (1, "results"), (2, "results")]. A whole block is not rebuilt: [].
     """
     if placements[layer].is_whole:
         return []

@@ -1,7 +1,8 @@
-"""The machine that a step is planned for: what memory is free, what the GPU does in a second, and GPUs by data sheet.
+"""The machine that a step is planned for: its free memory, the rates of its GPU, and GPUs by data sheet.
 
-The cost model divides amounts of work by `Rates`: measured on the GPU at hand, or, for a GPU that is not here, an
-H200's scaled by NVIDIA's data sheets. The data sheets' peak also serves to compute a run's model FLOP utilisation.
+The cost model divides amounts of work by `Rates`. The rates of the GPU at hand are measured. For any other GPU, an
+H200's rates are scaled by NVIDIA's data sheets. The peak on a data sheet is also the base of a run's model FLOP
+utilisation (MFU).
 """
 
 import re
@@ -19,17 +20,19 @@ from training.host.errors import UserError
 from training.host.memory import GIB, MIB, PinnedArena, parse_bytes
 
 DRIVER_BYTES = GIB  # GPU memory that CUDA and NCCL take for themselves
-_PCIE_4, _PCIE_5 = 32e9, 64e9  # bytes/s each way of a link of sixteen lanes
+_PCIE_4, _PCIE_5 = 32e9, 64e9  # bytes/s each way over sixteen lanes
 
 
 # Memory
 
 
 def gpu_budget(text: str, device: torch.device) -> int:
-    """Bytes of a --memory_budget: a size, or "auto" for what is free or already this process's, less DRIVER_BYTES.
+    """Returns the bytes of a --memory_budget: a size, or "auto" for everything free on the GPU but DRIVER_BYTES.
+
+    Memory that this process has already reserved counts as free.
 
     Raises:
-        UserError: that much is not free.
+        UserError: more than is free.
     """
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     budget = free - DRIVER_BYTES if text == "auto" else parse_bytes(text)
@@ -42,7 +45,7 @@ def gpu_budget(text: str, device: torch.device) -> int:
 
 
 def cap_gpu_memory(num_bytes: int, device: torch.device) -> None:
-    """Make `num_bytes` the hard limit of this process's GPU allocator, everything reserved included."""
+    """Make `num_bytes` the hard limit of all that this process's GPU allocator reserves."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(num_bytes / total, device)
 
@@ -50,26 +53,28 @@ def cap_gpu_memory(num_bytes: int, device: torch.device) -> None:
 # Rates
 
 
-# Work per second by name: FLOP/s of matrix products and of kinds of attention by their own names, calls per second,
-# and bytes per second. "memory" counts bytes read plus bytes written; "link" bytes each way between host and GPU, in
-# both directions at once; "gpu link" bytes each way between GPUs of one host in an exchange of heads, the copies that
-# order them included.
+# Work per second, by name. Matrix products ("products") and attention ("full forward") are in FLOP/s, and names with
+# "calls" in calls/s. The names of _BYTES are in bytes/s. "memory": bytes read plus bytes written in the GPU's memory.
+# "link": bytes each way between GPU and host, copied in both directions at once. "gpu link": bytes each way between
+# GPUs of one host that exchange heads, including the copies that order the heads.
 Rates = dict[str, float]
-_BYTES: Rates = {"memory": 4.2e12, "link": 50e9, "gpu link": 170e9}
-_H200_PRODUCTS = 650e12
+_BYTES: Rates = {"memory": 4.2e12, "link": 50e9, "gpu link": 170e9}  # measured on an H200
+_H200_PRODUCTS = 650e12  # FLOP/s
 
 
 def measure_rates(
     share, attention_backend: str, device: torch.device, context_length: int, kinds: Sequence[AttentionKind] = ()
 ) -> Rates:
-    """Measures the rates of this GPU at the model's shapes; the 4B takes 1.2 to 5 GiB meanwhile. On a CPU, an H200's.
+    """Measures the rates of this GPU at the model's shapes, and returns them. On a CPU: returns an H200's rates.
+
+    The measurement takes 1.2 to 5 GiB of the GPU for the 4B.
 
     Args:
-        share: the model's shape, as model.Share names it.
-        attention_backend: as `kernels.attention.full.choose_backend` takes it.
+        share: a rank's share of the model, a model.Share.
+        attention_backend: a name in kernels.attention.full.BACKENDS.
         context_length: tokens.
-        kinds: how the layers attend, one per layer; (): as the configuration says. Of layers that differ in their
-            number of chosen blocks, the most common number is measured.
+        kinds: how the layers attend, one per layer; (): as the configuration says. Layers may differ in their number
+            of chosen blocks of keys; the most common number is measured.
     """
     if device.type != "cuda":
         return H200
@@ -83,11 +88,12 @@ def measure_rates(
 
 
 def _most_common(kinds: Sequence[AttentionKind]) -> list[AttentionKind]:
-    """Returns one kind of each name, as most layers have it."""
+    """Returns one kind of each name: the most common one."""
     return [*{kind.name: kind for kind, _ in reversed(Counter(kinds).most_common())}.values()]
 
 
 def _product_rate(share, device: torch.device) -> float:
+    """Returns the FLOP/s of a bf16 matrix product: 16,384 tokens through one matrix of the MLP."""
     x, weight = (
         torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
         for rows, columns in ((16_384, share.hidden_size), (share.hidden_size, share.intermediate_size))
@@ -96,7 +102,7 @@ def _product_rate(share, device: torch.device) -> float:
 
 
 def _copy_rates(device: torch.device) -> Rates:
-    """Returns bytes/s of copies within the GPU's memory, and each way of copies to and from the host at once."""
+    """Returns the rates "memory" and "link", bytes/s, of copies of 64 MiB."""
     source, target = (torch.empty(2**26, dtype=torch.uint8, device=device) for _ in range(2))
     arena, side = PinnedArena(2 * source.numel(), device), torch.cuda.Stream(device)
     sent, fetched = (arena.allocate(source.shape, torch.uint8) for _ in range(2))
@@ -113,7 +119,7 @@ def _copy_rates(device: torch.device) -> Rates:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Seconds of one call, averaged over enough calls (200 ms) for the GPU to settle at its clock under load."""
+    """Returns the seconds of one call, averaged over 200 ms of calls: the GPU settles at its clock under load."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     work()  # libraries choose their kernels
     calls, milliseconds = 1, 0.0
@@ -135,13 +141,14 @@ class GPU:
     """One model of GPU.
 
     Args:
-        device_name: pattern of a word that stands in the driver's name of it.
-        memory_bytes: what nvidia-smi shows, which is less than the round number in the name.
-        flops: dense bf16 peak of the tensor cores, float32 accumulation, FLOP/s.
-        memory_bandwidth, link_bandwidth: bytes/s of its memory, and each way of its link to the host.
-        attention_backend: what kernels.attention.full chooses there.
-        nvlink_bandwidth: bytes/s each way of all its links to other GPUs. 0: none, or a bridge of two GPUs, which a
-            host of more does not profit from; GPUs then exchange over their links to the host.
+        device_name: a regular expression that finds the GPU in the driver's name for it, as whole words.
+        memory_bytes: the memory that nvidia-smi shows: less than the round number in the GPU's name.
+        flops: dense bf16 peak of the tensor cores with float32 accumulation, FLOP/s.
+        memory_bandwidth: bytes/s of its memory.
+        link_bandwidth: bytes/s each way between GPU and host.
+        attention_backend: the backend that `kernels.attention.full.choose_backend` chooses on it.
+        nvlink_bandwidth: bytes/s each way of all its links to other GPUs together. 0: GPUs exchange over their links
+            to the host. A bridge between two GPUs counts as 0 too: a host of more GPUs gains nothing by it.
     """
 
     device_name: str
@@ -153,7 +160,7 @@ class GPU:
     nvlink_bandwidth: float = 0
 
 
-# The driver's name of a GPU may match two entries; the first of them counts.
+# The first entry that matches the driver's name counts. "NVIDIA A100 80GB PCIe" matches all entries of an A100.
 GPUS = {
     "RTX3090": GPU("RTX 3090", 24_576 * MIB, 71e12, 936e9, _PCIE_4),
     "RTX4090": GPU("RTX 4090", 24_564 * MIB, 165e12, 1008e9, _PCIE_4),
@@ -174,15 +181,15 @@ GPUS = {
 
 
 def find_gpu(device_name: str) -> GPU | None:
-    """The GPU that the driver calls so; None if the table does not know it."""
+    """Returns the GPU that has this name in the driver; None if the table does not have it."""
     return next((gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.device_name}\b", device_name)), None)
 
 
 def parse_gpu(text: str) -> GPU:
-    """A GPU of the table by its name, or one of an H200's speed that has another size.
+    """Returns a GPU of the table by its name ("RTX4090"), or a GPU of a size ("24GB") with an H200's speed.
 
     Raises:
-        UserError: neither.
+        UserError: neither a name of the table nor a size.
     """
     by_name = {name.lower(): gpu for name, gpu in GPUS.items()}
     if text.lower() in by_name:
@@ -194,10 +201,11 @@ def parse_gpu(text: str) -> GPU:
 
 
 def scale_rates(gpu: GPU, attention_backend: str, kinds: Iterable[AttentionKind] | None = None) -> Rates:
-    """Returns the rates of a `gpu` that is not here, if it comes as near to its data sheet as an H200 does to its own.
+    """Returns the rates of a GPU that is not here: it is assumed to come as near to its data sheet as an H200 does.
 
     Args:
-        kinds: of attention; None: all.
+        attention_backend: a name in kernels.attention.full.BACKENDS.
+        kinds: the kinds of attention to have rates for; None: all.
     """
     h200 = GPUS["H200"]
     flops, link = gpu.flops / h200.flops, _BYTES["link"] * gpu.link_bandwidth / h200.link_bandwidth
@@ -210,7 +218,11 @@ def scale_rates(gpu: GPU, attention_backend: str, kinds: Iterable[AttentionKind]
 
 
 def _gpu_link_rate(gpu: GPU | None, link_bytes: float) -> float:
-    """Bytes/s each way to the other GPUs of a host: by NVLink, or by the link to the host, which has `link_bytes`."""
+    """Returns bytes/s each way to the other GPUs of a host: over NVLink, else over the link to the host.
+
+    Args:
+        link_bytes: bytes/s each way between GPU and host.
+    """
     if gpu is None or not gpu.nvlink_bandwidth:
         return link_bytes
     return _BYTES["gpu link"] * gpu.nvlink_bandwidth / GPUS["H200"].nvlink_bandwidth

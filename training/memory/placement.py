@@ -1,10 +1,10 @@
-"""Where activations wait for backward: on the GPU, in pinned host memory, or nowhere, to be computed again.
+"""Placement of activations until backward: on the GPU, in pinned host memory, or nowhere, to be computed again.
 
 A placed block is one autograd function, after Chen et al., arXiv 1604.06174. Forward runs without a graph and keeps
-what the block's `Placement` says; backward builds the block again from its input and runs through that graph, so that
-one block's activations exist at a time. What `kernels.common.operation` declares is not computed twice: an operation
-whose results were kept, and one whose result no gradient needs. Where memory is plenty, a block is left whole to
-autograd: nothing is computed twice.
+the activations that the block's `Placement` names. Backward rebuilds the block from its input and runs through that
+graph, so only one block's activations exist at a time. An operation does not run again if its results were kept, or if
+no gradient needs its result: `kernels.common.operation` declares both. A block that fits into the GPU's memory is left
+whole to autograd, and nothing of it is computed twice.
 """
 
 import functools
@@ -25,14 +25,15 @@ from training.memory.execution import Execution, Placement, needed_for_backward
 
 
 def apply_execution(model: nn.Module, execution: Execution, arena_bytes: int = 0) -> None:
-    """Run a model.Transformer, on its device, as `execution` says.
+    """Make a model.Transformer run as `execution` says.
 
     Args:
-        arena_bytes: of pinned memory for what its placements keep on the host.
+        model: on the device on which it is to run.
+        arena_bytes: bytes of pinned host memory for the activations with placements on the host.
 
     Raises:
         UserError: the host does not let that much be pinned.
-        ValueError: as `apply_placement` and `set_kinds`.
+        ValueError: see `apply_placement` and `set_kinds`.
     """
     model.loss_impl = execution.loss_impl
     for module in model.modules():
@@ -49,10 +50,13 @@ def apply_execution(model: nn.Module, execution: Execution, arena_bytes: int = 0
 
 
 def set_kinds(model: nn.Module, kinds: Sequence[AttentionKind]) -> None:
-    """Let each block of a model.Transformer attend by its kind, one per block; (): as the configuration says.
+    """Set how each block of a model.Transformer attends.
+
+    Args:
+        kinds: one per block; (): as the model's configuration says.
 
     Raises:
-        ValueError: a kind whose gates the model's parameters do not make.
+        ValueError: a kind that needs other gates than the block has parameters for.
     """
     for block, kind, own in zip(model.layers, kinds or model.config.kinds, model.config.kinds):
         if kind.gates_per_head != own.gates_per_head:
@@ -63,18 +67,18 @@ def set_kinds(model: nn.Module, kinds: Sequence[AttentionKind]) -> None:
 def apply_placement(
     blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None = None, skips: bool = True
 ) -> None:
-    """Give each block a forward that keeps for backward what its placement says, and where.
+    """Give each block a forward that keeps activations for backward as the block's placement says.
 
-    Backward gives the same numbers as without it.
+    Gradients are the same numbers as without placements.
 
     Args:
-        blocks: of the model, called as block(x_BTD, context), in this order; each forward pass that is to have a
-            backward must have it before the next. They may be sharded by FSDP2.
-        placements: one a block. `Placement()` for all is gradient checkpointing as it is commonly understood. Whole
+        blocks: the model's blocks, called as block(x_BTD, context), in this order. FSDP2 may shard them. A forward
+            pass with gradients must have its backward before the next such pass begins.
+        placements: one per block. `Placement()` for all is gradient checkpointing as it is commonly understood. Whole
             blocks keep their own forward.
-        arena: the pinned memory that "host" stands for.
-        skips: whether skippable operations are looked for in backward, and in forward those that choose. Compiled
-            blocks cannot be looked into.
+        arena: pinned memory for everything placed on the "host".
+        skips: whether to keep the choices of operations in forward and to leave out skippable operations in backward.
+            False for compiled blocks, because their operations cannot be seen.
 
     Raises:
         ValueError: placements that do not fit the blocks or each other, or need an arena.
@@ -97,19 +101,19 @@ def apply_placement(
             block.forward = functools.partial(placed.run, layer)
 
 
-_KINDS = "results", "choices"  # of what operations declare, see `kernels.common.operation`
+_KINDS = "results", "choices"  # kept for an operation that declares them, see `kernels.common.operation`
 
 
 class _PlacedBlocks:
-    """All blocks' own forwards, and what those that are not whole keep between forward and backward."""
+    """The blocks' own forwards, and the tensors that placed blocks keep between forward and backward."""
 
     def __init__(self, blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None, skips: bool):
         self.blocks, self.placements, self.skips = blocks, placements, skips
         self.forwards = [block.forward for block in blocks]
         self.first = next((i for i, placement in enumerate(placements) if not placement.is_whole), None)
         self.copies = None if arena is None else HostCopies(arena)
-        self.on_gpu: dict[tuple[int, str], list[Sequence[Tensor]]] = {}  # by (layer, kind), one entry for each call
-        self.kept_calls: Counter = Counter()  # by (layer, kind): calls of `_keep` in the last forward
+        self.on_gpu: dict[tuple[int, str], list[Sequence[Tensor]]] = {}  # by (layer, name): tensors of each call
+        self.kept_calls: Counter = Counter()  # by (layer, name): calls of `_keep` in the last forward
         self.passes = [0] * len(blocks)
 
     def run(self, layer: int, x_BTD: Tensor, context) -> Tensor:
@@ -119,7 +123,7 @@ class _PlacedBlocks:
         return _PlacedBlock.apply(x_BTD, self, layer, context)
 
     def forward(self, layer: int, x_BTD: Tensor, context) -> Tensor:
-        if layer == self.first:  # a pass that was broken off may have left something
+        if layer == self.first:  # an earlier pass that was broken off may have left something
             if self.copies is not None:
                 self.copies.begin_pass()
             self.on_gpu.clear()
@@ -133,8 +137,8 @@ class _PlacedBlocks:
         return y_BTD
 
     def backward(self, layer: int, dy_BTD: Tensor, context) -> Tensor:
-        """Rebuild the block, run its graph: parameters get their gradients, x's is returned."""
-        self._fetch(layer)  # the backward of block layer + 1 began these copies; only the last block's begin here
+        """Rebuild the block and run backward through its graph. Returns dx_BTD; parameters get their gradients."""
+        self._fetch(layer)  # only for the last block: otherwise the backward of block layer + 1 began these copies
         if self.copies is not None:
             self.copies.finish_fetching()
         if layer > 0:
@@ -146,12 +150,12 @@ class _PlacedBlocks:
         with torch.enable_grad(), _Interception(kept=kept, skips=self.skips) if intercepted else nullcontext():
             y_BTD = self.forwards[layer](x_BTD, context)
         root = torch.autograd.graph.get_gradient_edge(y_BTD)
-        del kept, y_BTD  # backward needs neither; the graph lets go of what was kept when it has used it
+        del kept, y_BTD  # backward needs neither; the graph frees each kept tensor once it has used it
         torch.autograd.backward(root, dy_BTD)
         return x_BTD.grad
 
     def _input(self, layer: int, context) -> Tensor:
-        """The block's input, from where it was kept or from the blocks before."""
+        """Returns the block's input: as it was kept, or recomputed from the blocks before."""
         (start, _), *_ = needed_for_backward(self.placements, layer)
         [[x_BTD]] = self.on_gpu[start, "input"]
         for i in range(start, layer):
@@ -197,15 +201,16 @@ class _PlacedBlock(torch.autograd.Function):
 
 
 class _Interception(TorchDispatchMode):
-    """Sees the operations of a block while it runs: hands results of keepable ones to `keep`, or returns those `kept`.
+    """Sees each operation of a block: in forward to keep results, in the second forward to return the kept results.
 
-    Kept results are returned in the order of the calls that made them, and all must be asked for. An operation of which
-    only the choice was kept runs again, with that choice. With `skips` a skippable operation returns a tensor of its
-    first argument's shape that holds anything.
+    Kept results are returned in the order of the calls that made them, and all of them must be asked for. If only the
+    choice of an operation was kept, the operation runs again with that choice.
 
     Args:
-        keep: is called with "results" or "choices", and the tensors of one call.
-        kept: of each of the two, if any were kept, the tensors of each call.
+        keep: called for each keepable operation with "results" or "choices", and the tensors of the call.
+        kept: tensors of each call that was kept, by "results" and "choices".
+        skips: whether skippable operations do not run. They return a tensor of the first argument's shape with
+            arbitrary content.
     """
 
     def __init__(
@@ -226,7 +231,7 @@ class _Interception(TorchDispatchMode):
         if name not in KEEPABLE:
             return func(*args, **(kwargs or {}))
         kinds, choice = KEEPABLE[name].kinds, KEEPABLE[name].choice
-        # Autograd writes its graph into what is returned: not into what was kept.
+        # Autograd writes its graph into the tensors that are returned, so the kept tensors themselves are not returned.
         kept = {kind: [x.detach() for x in self.kept[kind].pop(0)] for kind in kinds if kind in self.kept}
         if len(kept) < len(kinds):
             if kept:

@@ -1,4 +1,4 @@
-"""The fastest placement of activations and optimizer state that fits: a search over what the cost model predicts."""
+"""The planner searches for the fastest execution of a step that fits, by the predictions of the cost model."""
 
 import bisect
 import functools
@@ -15,16 +15,21 @@ from training.memory.machine import H200, Rates
 
 # A plan's predicted peak must stay below budget / HEADROOM. The 4% cover allocator fragmentation and what the cost
 # model does not count. Where no plan stays below, a plan below budget / LEAST_HEADROOM will do: at the limit the
-# allocator gives free pages of its expandable segments back, which costs some time.
+# allocator gives back free pages of its expandable segments, and that costs some time.
 HEADROOM = 1.04
 LEAST_HEADROOM = 1.01
-MLP_TILE_SIZE = 8192  # rows, in every plan: tiles cost no time, and one matrix product less than all rows at once
-_CONTEXT_MULTIPLE = 1024  # tokens; the largest context is found to this
+# Tokens, in every plan. Tiles cost no time, and save one matrix product that a placed block otherwise recomputes.
+MLP_TILE_SIZE = 8192
+_CONTEXT_MULTIPLE = 1024  # tokens: the precision to which the largest context is found
 
 
 @dataclass(frozen=True)
 class Plan:
-    """An execution of a step, what it is predicted to take, and what it was made for."""
+    """An execution of a step, with its predicted bytes and seconds, and the budgets and rates it was made for.
+
+    Args:
+        gpu_budget, host_budget: bytes that the allocator may reserve, and bytes that may be pinned.
+    """
 
     step: Step
     execution: Execution
@@ -42,7 +47,7 @@ class Plan:
 
     @property
     def arena_bytes(self) -> int:
-        """What the arena for `apply_placement` must have; the optimizer makes its own."""
+        """Bytes of the arena that `apply_placement` needs. The optimizer makes an arena of its own."""
         return self.step.arena_bytes(self.execution)
 
     @property
@@ -79,16 +84,16 @@ class Plan:
 
 
 def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H200) -> Plan:
-    """The plan of the fewest predicted seconds within both budgets.
+    """Returns the plan of the fewest predicted seconds within both budgets.
 
     Args:
-        step: what is to be trained.
-        gpu_bytes: what the allocator may reserve; `HEADROOM` of it is left, or `LEAST_HEADROOM` if no plan leaves more.
-        host_bytes: what may be pinned.
-        rates: of this machine.
+        gpu_bytes: bytes that the allocator may reserve. A plan leaves `HEADROOM`, or `LEAST_HEADROOM` if none can.
+        host_bytes: bytes that may be pinned.
+        rates: the machine's.
 
     Raises:
-        UserError: none fits; names the largest context that would. Or attention takes no document of that length.
+        UserError: no plan fits, and the message names the largest context that would; or a document is longer than
+            some layer's attention takes.
     """
     if step.has_too_long_document:
         raise UserError(
@@ -114,7 +119,7 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
 
 
 def describe_budgets(gpu_bytes: float, host_bytes: float) -> str:
-    """Both budgets in GiB, for messages."""
+    """Returns both budgets in GiB as text."""
     host = "any amount" if math.isinf(host_bytes) else gib(host_bytes)
     return f"{gib(gpu_bytes)} of GPU and {host} of host memory"
 
@@ -124,12 +129,12 @@ def has_plan(step: Step, gpu_bytes: float, host_bytes: float) -> bool:
     return not step.has_too_long_document and any(
         _fitting_inputs(step, base, step.layers // 2, gpu_bytes / LEAST_HEADROOM, host_bytes)
         for base in _layouts(step)
-        if base.heads_at_a_time  # which takes the least, as recomputing half of the inputs does
+        if base.heads_at_a_time  # this, with half of the inputs recomputed, takes the least memory
     )
 
 
 def find_max_context(step: Step, gpu_bytes: float, host_bytes: float) -> int:
-    """The longest context for which a plan exists, a multiple of 1024 tokens; 0 if there is none."""
+    """Returns the longest context for which a plan exists, in tokens, a multiple of 1024; 0 if there is none."""
 
     def fits(multiple: int) -> bool:
         return has_plan(step.at(multiple * _CONTEXT_MULTIPLE), gpu_bytes, host_bytes)
@@ -137,13 +142,17 @@ def find_max_context(step: Step, gpu_bytes: float, host_bytes: float) -> int:
     too_long = 1
     while fits(too_long):
         too_long *= 2
-    # Half of that, or none of it, fits: the first that does not lies after it.
+    # too_long // 2 fits (0 counts as fitting), so the first multiple that does not fit lies after it.
     first = bisect.bisect_left(range(too_long), True, too_long // 2 + 1, key=lambda multiple: not fits(multiple))
     return (first - 1) * _CONTEXT_MULTIPLE
 
 
 def _search(step: Step, gpu_bytes: float, host_bytes: float) -> list[Execution]:
-    """For each layout and share of inputs on the host, the fastest execution whose peak is `gpu_bytes` at most."""
+    """Returns the executions that fit: the fastest for each layout and each number of inputs on the host.
+
+    Args:
+        gpu_bytes, host_bytes: limits of the predicted bytes, headroom already taken off.
+    """
     return [
         _keep(step, base, inputs, gpu_bytes, host_bytes)
         for base in _layouts(step)
@@ -152,26 +161,26 @@ def _search(step: Step, gpu_bytes: float, host_bytes: float) -> list[Execution]:
 
 
 def _fastest_inputs(step: Step, base: Execution, gpu_bytes: float, host_bytes: float) -> list[list[str]]:
-    """`_fitting_inputs` with as few of them recomputed as fit; more would only take longer."""
+    """Returns `_fitting_inputs` with as few inputs recomputed as possible: recomputing more only takes longer."""
     half = step.layers // 2
 
     @functools.cache
     def fitting(recomputed: int) -> list[list[str]]:
         return _fitting_inputs(step, base, recomputed, gpu_bytes, host_bytes)
 
-    if not fitting(half):  # which takes the least
+    if not fitting(half):  # half of the inputs recomputed takes the least memory
         return []
     return fitting(half - _largest(half, lambda fewer: bool(fitting(half - fewer))))
 
 
 def _fits(step: Step, execution: Execution, gpu_bytes: float, host_bytes: float) -> bool:
-    """Whether an execution fits. Stages are made up to the first one that is too full: most executions do not fit."""
+    """Whether an execution fits. Stages are computed up to the first that is too full: most executions do not fit."""
     fits_host = step.host_bytes(execution) <= host_bytes
     return fits_host and all(stage.bytes + stage.idle <= gpu_bytes for stage in step.stages(execution))
 
 
 def _layouts(step: Step) -> Iterator[Execution]:
-    """Executions without placements: each share of optimizer state on the GPU, heads at a time, and loss."""
+    """Yields executions without placements: all combinations of state on the GPU, heads at a time, and loss."""
     state = step.optimizer(step.given).gpu_state
     can_choose = step.given.loss_impl == "auto" and not step.uses_chunked_loss(step.given)
     for gpu_state in (math.inf, *(state * quarters / 4 for quarters in (3, 2, 1, 0))):
@@ -186,10 +195,10 @@ def _layouts(step: Step) -> Iterator[Execution]:
 def _fitting_inputs(
     step: Step, base: Execution, recomputed: int, gpu_bytes: float, host_bytes: float
 ) -> list[list[str]]:
-    """Places of all layers' inputs, `recomputed` of them recomputed, with which an execution fits.
+    """Returns all ways to place the layers' inputs with which an execution fits, as one place per layer.
 
-    Any number of the others may be on the host. The GPU's share is that of the last layers: backward needs theirs
-    first, and frees it as gradients come.
+    `recomputed` inputs are recomputed, and each way has another number of inputs on the host. The last layers' inputs
+    stay on the GPU: backward needs them first, and their memory is free when gradients need it.
     """
     candidates = []
     for on_host in range(step.layers - recomputed + 1):
@@ -197,7 +206,7 @@ def _fitting_inputs(
         for i in range(recomputed):
             places.insert(2 * i + 1, "recompute")
         candidates.append(places)
-    # Each next one takes more of the host, and of the GPU in no stage more: those that fit are neighbours.
+    # Each next candidate takes more of the host and in no stage more of the GPU, so all that fit are neighbours.
     stop = bisect.bisect_left(candidates, True, key=lambda inputs: step.host_bytes(_placed(base, inputs)) > host_bytes)
     start = bisect.bisect_left(
         candidates, True, hi=stop, key=lambda inputs: _fits(step, _placed(base, inputs), gpu_bytes, host_bytes)
@@ -206,9 +215,10 @@ def _fitting_inputs(
 
 
 def _keep(step: Step, base: Execution, inputs: list[str], gpu_bytes: float, host_bytes: float) -> Execution:
-    """As many attention outputs as fit on the GPU, then on the host; where nothing had to leave, whole blocks.
+    """Returns `base` with these inputs and as many attention outputs kept as fit: first on the GPU, then on the host.
 
-    The GPU's share is that of the last layers, as in `_fitting_inputs`.
+    If all inputs and outputs stay on the GPU, as many blocks as fit are left whole. The last layers come first here,
+    too, for the reason given in `_fitting_inputs`.
     """
 
     def largest(limit: int, place: Callable[[int], Execution]) -> int:
@@ -221,12 +231,17 @@ def _keep(step: Step, base: Execution, inputs: list[str], gpu_bytes: float, host
     return _placed(base, inputs, on_gpu, largest(L - on_gpu, lambda n: _placed(base, inputs, on_gpu, n)))
 
 
-_placement = functools.cache(Placement)  # a search asks for the same few many thousand times
+_placement = functools.cache(Placement)  # a search makes the same few placements many thousand times
 
 
 def _placed(
     base: Execution, inputs: list[str], attention_on_gpu: int = 0, attention_on_host: int = 0, whole: int = 0
 ) -> Execution:
+    """Returns `base` with placements.
+
+    The last layers keep attention's output on the GPU, layers before them on the host, and the first layers not at all.
+    The last `whole` blocks are left whole.
+    """
     recomputed = len(inputs) - attention_on_gpu - attention_on_host
     attention = ["recompute"] * recomputed + ["host"] * attention_on_host + ["gpu"] * attention_on_gpu
     rest = ["recompute"] * (len(inputs) - whole) + ["gpu"] * whole
@@ -234,7 +249,7 @@ def _placed(
 
 
 def _largest(limit: int, holds) -> int:
-    """The largest n in 0 .. limit for which `holds(n)`. `holds` is true from 0 up to some n and false from there on."""
+    """Returns the largest n in 0 .. limit with `holds(n)`, which is true from 0 up to some n and false beyond."""
     if limit and holds(limit):
         return limit
     return bisect.bisect_left(range(1, limit), True, key=lambda n: not holds(n))

@@ -1,10 +1,9 @@
-"""What a training step takes, measured: its memory stage by stage and category by category, beside the prediction.
+"""The profiler measures the memory and seconds of a training step, by stages and by categories.
 
-Hooks on the model split a step into the stages of cost_model.Step, so that measured and predicted rows pair up. Bytes
-are told apart in two ways. Exactly, from tensors that are known: parameters, gradients, optimizer state, blocks'
-inputs, the gradients that flow between blocks, attention outputs that placed blocks keep. And by who ran: between two
-readings of the allocator the rest of the change, and of the peak, is booked on the part of the block that ran
-(attention or MLP).
+Hooks on the model split a step into the stages of cost_model.Step, so each measured stage has a predicted one. Bytes
+get their category in two ways. Known tensors have theirs: parameters, gradients, optimizer state, blocks' inputs, the
+gradients that flow between blocks, and attention outputs that placed blocks keep. All other bytes are booked on the
+part of the block that ran between two readings of the allocator: attention or MLP.
 """
 
 import gc
@@ -29,15 +28,15 @@ from training.memory.placement import apply_execution
 from training.optimizer import MasterAdamW
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "layer inputs", "attention", "MLP", "loss", "workspace")
-# A step of up to 32,768 tokens of context runs twice, and the second run is measured. A longer step runs once, to save
-# time, after a warm-up step of 2,048 tokens, which compiles kernels and makes the libraries' workspaces.
+# A step of up to 32,768 tokens of context runs twice, and the second run is measured. A longer step runs once to save
+# time, after a warm-up step of 2,048 tokens that compiles kernels and makes the libraries' workspaces.
 LONGEST_REPEATED, WARM_UP_TOKENS = 32_768, 2048
 _CONTEXT_MULTIPLE = 128  # tokens
 
 
 @dataclass(frozen=True)
 class MeasuredStage(Stage):
-    """A stage as it was: bytes by category when it was fullest, the most reserved, and seconds."""
+    """A stage as measured: bytes by category at its fullest moment, the most bytes reserved, and seconds."""
 
     reserved: int
     seconds: float
@@ -45,7 +44,12 @@ class MeasuredStage(Stage):
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measured step. `host_bytes` are pinned; `alloc_retries` counts how often the allocator freed its cache."""
+    """A measured step: its stages and seconds.
+
+    Args:
+        host_bytes: pinned host memory.
+        alloc_retries: how often the allocator gave its cache back because memory ran out.
+    """
 
     stages: list[MeasuredStage]
     seconds: float
@@ -59,7 +63,7 @@ class Measurement:
 
     @property
     def reserved(self) -> int:
-        """The most that the allocator had of the GPU."""
+        """The most bytes of the GPU that the allocator had."""
         return max(stage.reserved for stage in self.stages)
 
 
@@ -72,27 +76,30 @@ class Reading(NamedTuple):
 
 
 class CudaCounter:
-    """PyTorch's allocator on one GPU, which counts when the host allocates, and its clock: nothing has to wait."""
+    """The allocator and the clock of one GPU. Readings do not wait: PyTorch counts bytes when the host allocates."""
 
     def __init__(self, device: torch.device):
         self.device = device
 
     def read(self) -> Reading:
+        """Returns bytes now, and their peaks since the last call."""
         cuda = torch.cuda
         peaks = cuda.max_memory_allocated(self.device), cuda.max_memory_reserved(self.device)
         cuda.reset_peak_memory_stats(self.device)
         return Reading(cuda.memory_allocated(self.device), *peaks)
 
     def alloc_retries(self) -> int:
+        """Returns how often the allocator has given its cache back because memory ran out."""
         return torch.cuda.memory_stats(self.device)["num_alloc_retries"]
 
     def mark(self) -> torch.cuda.Event:
-        """This moment of the compute stream."""
+        """Returns an event at this point of the compute stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
+        """Returns the seconds between two marks. Waits for the second."""
         stop.synchronize()
         return start.elapsed_time(stop) / 1000
 
@@ -101,15 +108,15 @@ class Recorder:
     """Splits the steps of a model into stages.
 
     Args:
-        model: a model.Transformer, with its placement applied.
-        optimizer: of its parameters.
-        counter: a `CudaCounter`, or what stands for one where nothing is real.
+        model: a model.Transformer, with its placements applied.
+        optimizer: the optimizer of its parameters.
+        counter: a `CudaCounter`, or a stand-in with the same methods where tensors are fake.
     """
 
     def __init__(self, model: nn.Module, optimizer: MasterAdamW, counter: CudaCounter):
         self.model, self.optimizer, self.counter = model, optimizer, counter
         placed = [block.forward.func.__self__ for block in model.layers if "forward" in vars(block)]
-        self.placed = placed[0] if placed else None  # None: all blocks are left to autograd
+        self.placed = placed[0] if placed else None  # None: all blocks are whole
         self.known: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()  # living storage: category
         self.booked: defaultdict[Any, Counter] = defaultdict(Counter)  # part of the model: bytes by category
         self.held: Counter = Counter()
@@ -124,7 +131,7 @@ class Recorder:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Stages are told apart in here."""
+        """While this is entered, hooks on the model split its forward and backward into stages."""
         model = self.model
         hooks = [
             model.embed_tokens.register_forward_pre_hook(lambda *_: self._run("embedding", "layer inputs")),
@@ -147,20 +154,23 @@ class Recorder:
                 hook.remove()
 
     def end_stage(self, name: str) -> None:
+        """End the stage that runs, give it a name, and begin the next."""
         self._read()
-        self.stages[name] = self.peak, self.reserved  # the last micro-batch's
+        self.stages[name] = self.peak, self.reserved  # the last micro-batch stays
         stop = self.counter.mark()
         self.spans[name].append((self.began, stop))
         self.began = stop
         self._start_stage()
 
     def end_backward(self) -> None:
+        """End a micro-batch's backward: no hook sees the end of its last stage."""
         self.end_stage("backward of embedding")
         self.booked.clear()
         self.in_backward = False
         self._run("update", "workspace")
 
     def measured(self) -> list[MeasuredStage]:
+        """Returns the stages in order. Waits for the GPU."""
         seconds = {name: sum(self.counter.seconds(*span) for span in spans) for name, spans in self.spans.items()}
         return [
             MeasuredStage(name, {category: categories[category] for category in CATEGORIES}, reserved, seconds[name])
@@ -179,14 +189,14 @@ class Recorder:
 
     def _enter_attention(self, x: Tensor) -> None:
         self._read()
-        if self.in_backward:  # the block is rebuilt: only its input and what was kept of it exist
+        if self.in_backward:  # the block is rebuilt: only its input and its kept results exist
             self._know("layer inputs", x)
             self.booked.pop(self.owner, None)
         self.category = "attention"
         self._read()
 
     def _enter_mlp(self, layer: int, attended: Tensor) -> None:
-        if attended.requires_grad:  # it belongs to a graph, whose backward gets here
+        if attended.requires_grad:  # part of a graph, so backward comes back to it
             attended.register_hook(lambda _: self._end_mlp_backward(layer))
         self._read()
         self.booked[self.owner]["attention"] -= attended.nbytes  # made by attention, kept by the MLP
@@ -197,7 +207,7 @@ class Recorder:
     def _leave_block(self, layer: int, y: Tensor) -> None:
         self._know("layer inputs", y)
         self.end_stage(f"forward of layer {layer}")
-        if self.placed and not self.placed.placements[layer].is_whole:  # what a placed block keeps is known
+        if self.placed and not self.placed.placements[layer].is_whole:  # the tensors that it keeps are known
             self.booked.pop(layer, None)
         self._run(layer + 1, "layer inputs")
 
@@ -210,7 +220,7 @@ class Recorder:
         self._know("MLP", dx)
         self.end_stage("loss")
         self.booked.pop("loss", None)
-        # Only the head's gradient is left of the loss; a tied head's waits for the embedding's gradient.
+        # Only the head's gradient is left of the loss. The gradient of a tied head waits for the embedding's.
         self._run("head", "gradients")
         self.in_backward = True
         self._run(len(self.model.layers) - 1, "MLP")
@@ -228,11 +238,12 @@ class Recorder:
     # Readings
 
     def _run(self, owner: Any, category: str) -> None:
-        """From here on `owner` runs: bytes that nothing else accounts for are booked on it, under `category`."""
+        """Begin to book the bytes of unknown tensors on `owner`, under `category`."""
         self.owner, self.category = owner, category
         self._read()
 
     def _know(self, category: str, *tensors: Tensor) -> None:
+        """Give known tensors their category for as long as they live."""
         for tensor in tensors:
             self.known[tensor.untyped_storage()] = category
 
@@ -240,6 +251,7 @@ class Recorder:
         self.peak, self.reserved = Counter(self.held), 0
 
     def _read(self) -> None:
+        """Read the counter: book what changed since the last reading, and update the stage's peak."""
         allocated, peak, reserved = self.counter.read()
         self.reserved = max(self.reserved, reserved)
         if peak > self.peak.total():
@@ -255,7 +267,7 @@ class Recorder:
         self.held = held
 
     def _state_bytes(self) -> Counter:
-        """Bytes of parameters, gradients and optimizer; notes the category of what placed blocks keep on the GPU."""
+        """Returns bytes of parameters, gradients and optimizer. Notes the category of tensors kept by placed blocks."""
         for (_, name), calls in self.placed.on_gpu.items() if self.placed else ():
             for tensors in calls:
                 self._know("layer inputs" if name == "input" else "attention", *tensors)
@@ -279,8 +291,8 @@ class Bench:
     """A model and its optimizer, built once, whose step is measured under one placement after another.
 
     Args:
-        model: a model.Transformer, without a placement.
-        optimizer: of its parameters; its choice of where state lives stays.
+        model: a model.Transformer without placements.
+        optimizer: the optimizer of its parameters. Its state stays where it is.
     """
 
     def __init__(self, model: nn.Module, optimizer: MasterAdamW):
@@ -290,13 +302,13 @@ class Bench:
     def measure(
         self, step: Step, execution: Execution, counter: CudaCounter | None = None, snapshot: Path | None = None
     ) -> Measurement:
-        """One step of random tokens, one document a sequence.
+        """Measures one step of random tokens, one document per sequence.
 
         Args:
-            snapshot: where PyTorch's memory snapshot of it goes, for pytorch.org/memory_viz.
+            snapshot: a file for PyTorch's memory snapshot of the step, for pytorch.org/memory_viz.
 
         Raises:
-            torch.OutOfMemoryError: then call `clear`, once the error is let go of.
+            torch.OutOfMemoryError: call `clear` once the error is gone; until then its traceback holds tensors.
             UserError: the host does not let the arena be pinned.
         """
         self.clear()
@@ -304,7 +316,7 @@ class Bench:
         warm_up = step if step.context_length <= LONGEST_REPEATED else step.at(WARM_UP_TOKENS)
         arena_bytes = sum(one.arena_bytes(execution) for one in {step, warm_up})
         apply_execution(self.model, execution, arena_bytes)
-        self.model.rotary.tables(step.context_length, self.device)  # in time to count as workspace
+        self.model.rotary.tables(step.context_length, self.device)  # early, so that they count as workspace
         self._run(warm_up, self._random_ids(warm_up))
 
         ids, retries = self._random_ids(step), counter.alloc_retries()
@@ -338,21 +350,21 @@ class Bench:
             recorder.end_stage("update")
 
     def clear(self) -> None:
-        """Take the placement off again, and what a step that was broken off has left."""
+        """Remove the placements from the model, and free everything that a broken-off step has left."""
         for block in self.model.layers:
             vars(block).pop("forward", None)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # copies to and from the arena
         self.optimizer.zero_grad()
-        gc.collect()  # the arena, before the next is pinned
+        gc.collect()  # frees the arena before the next is pinned
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def thin(execution: Execution, layers: int) -> Execution:
-    """The same execution for fewer layers, taken evenly, with these layers' share of the optimizer's state.
+    """Returns the same execution for fewer layers: an even sample, with its share of the optimizer's state.
 
-    As in a plan, no two layers in a row have their inputs recomputed, and the first ones do.
+    As many inputs as the sample has are recomputed, in the layers of a plan: every second, starting with the second.
     """
     every, state = len(execution.placements), execution.gpu_state_bytes
     taken = [execution.placements[i * every // layers] for i in range(layers)]
@@ -367,21 +379,23 @@ def thin(execution: Execution, layers: int) -> Execution:
 
 
 def extrapolate(measured: Measurement, part: Step, whole: Step) -> float:
-    """Seconds of a step of all layers: layers' stages by their number, the update by the parameters."""
+    """Returns the seconds of a step of all layers, from a measured step of some.
+
+    The stages of layers are scaled by the number of layers, the update by the bytes of parameters.
+    """
     scales = {"update": whole.parameter_bytes / part.parameter_bytes}
     layers = whole.layers / part.layers
     return sum(s.seconds * (layers if "of layer" in s.name else scales.get(s.name, 1)) for s in measured.stages)
 
 
 def largest_that_runs(predicted: int, runs: Callable[[int], bool]) -> int:
-    """The longest context that runs, to 1%: from `predicted` by 3% up or down to where it changes, then by halves.
+    """Returns the longest context that runs, to 1%: tokens, a multiple of 128; 0 if nothing runs.
+
+    Steps of 3% go up or down from the prediction until the answer changes. Then the interval is halved.
 
     Args:
         predicted: tokens to start from.
-        runs: whether so many tokens run, all multiples of 128; each is tried once.
-
-    Returns:
-        Tokens, a multiple of 128; 0 if nothing runs.
+        runs: whether a context of so many tokens runs. It is called once for each multiple of 128 that is tried.
     """
 
     def rounded(tokens: float) -> int:
@@ -405,10 +419,11 @@ def largest_that_runs(predicted: int, runs: Callable[[int], bool]) -> int:
 def format_table(
     stages: Sequence[Stage], measured: Sequence[MeasuredStage] | None = None, all_stages: bool = False
 ) -> str:
-    """A row a stage, GiB: its peak, as predicted and measured, and by category as measured, else as predicted.
+    """Returns a table with a row per stage, in GiB: its predicted and measured peak, and its bytes by category.
 
-    "fragmented" is what was reserved but not allocated. Unless `all_stages`, neighbouring layers whose stages are equal
-    share rows, "backward of layers 29 to 1, MLP": the bytes of the first of them, and their mean seconds.
+    Bytes by category are measured, or predicted where nothing is measured. "fragmented" bytes are reserved but not
+    allocated. Unless `all_stages`, neighbouring layers with equal stages share rows: "backward of layers 29 to 1, MLP"
+    has the bytes of layer 29, and mean seconds.
     """
     header = ["predicted", *(["measured", "differs", "fragmented", "seconds"] if measured else []), *CATEGORIES]
     rows = [("peak of each stage, GiB", header)]
@@ -435,14 +450,14 @@ _NUMBER = re.compile(r"\d+")
 
 
 def _fold(sides: list[Sequence[Stage]]) -> list[list[int]]:
-    """For each row of a table the indices of the stages that share it.
+    """Returns, for each row of a table, the indices of the stages that share it.
 
-    A layer has one stage in forward, and two in backward: of two equal layers whose backward are stages 5 to 8, rows
-    are [5, 7] and [6, 8]. A layer is compared with the first of its run, so that small differences do not add up. The
-    layer of a peak, predicted or measured, shares no row.
+    A layer has one stage in forward and two in backward. If stages 5 to 8 are the backward of two equal layers, the
+    rows are [5, 7] and [6, 8]. Each layer is compared with the first layer of its run, so that small differences do not
+    add up. The layer with a peak, predicted or measured, shares no row.
 
     Args:
-        sides: the predicted stages of a step, and the measured ones if there are any.
+        sides: the predicted stages of a step, and the measured stages if there are any.
     """
     count = range(len(sides[0]))
     peaks = {max(enumerate(side), key=lambda item: item[1].bytes)[0] for side in sides}
@@ -460,10 +475,10 @@ def _fold(sides: list[Sequence[Stage]]) -> list[list[int]]:
 def _are_equal(one: Stage, other: Stage) -> bool:
     """Whether two layers' stages may share a row.
 
-    Predicted bytes of each category may differ by the last digit shown, 0.001 GiB. Measured ones, and what was
-    reserved, may differ by 1% of the stage's peak, seconds by 10% or a millisecond.
+    Predicted bytes of each category may differ by the last digit shown, 0.001 GiB. Measured bytes, and reserved bytes,
+    may differ by 1% of the stage's peak, seconds by 10% or a millisecond.
     """
-    if _NUMBER.sub("", one.name) != _NUMBER.sub("", other.name):  # forward and backward, or no layers at all
+    if _NUMBER.sub("", one.name) != _NUMBER.sub("", other.name):  # forward and backward, or not layers
         return False
     sizes, tolerance = [(one.categories.get(name, 0), other.categories.get(name, 0)) for name in CATEGORIES], GIB / 1000
     if isinstance(one, MeasuredStage) and isinstance(other, MeasuredStage):
@@ -476,7 +491,7 @@ def _are_equal(one: Stage, other: Stage) -> bool:
 def draw_timeline(
     path: Path, stages: Sequence[Stage], measured: Sequence[MeasuredStage] | None = None, budget: float | None = None
 ) -> None:
-    """Write a picture of a step: a .png, .svg or .pdf file. The other arguments are those of `draw_stages`."""
+    """Write a picture of a step to a .png, .svg or .pdf file; for the other arguments see `draw_stages`."""
     from matplotlib.figure import Figure  # optional
 
     figure = Figure(figsize=(14, 6), layout="constrained")
@@ -490,11 +505,11 @@ def draw_timeline(
 def draw_stages(
     axes, stages: Sequence[Stage], measured: Sequence[MeasuredStage] | None = None, budget: float | None = None
 ) -> None:
-    """Draw a step on Matplotlib's axes: predicted categories as areas on top of each other, the rest as lines.
+    """Draw a step on Matplotlib's axes: predicted categories as areas on top of each other.
 
     Args:
-        measured: their peaks are a line.
-        budget: bytes, a line.
+        measured: measured stages, whose peaks are drawn as a line.
+        budget: bytes, drawn as a line.
     """
     positions = range(len(stages))
     heights = [[stage.categories.get(category, 0) / GIB for stage in stages] for category in CATEGORIES]

@@ -1,7 +1,7 @@
-"""Three questions about a step, answered in print: what it takes, the longest context, with and without each measure.
+"""Reports print one step, the longest context, or a comparison with and without checkpointing and the chunked loss.
 
-Every answer is predicted by the cost model. Given `build_bench` it is measured on the GPU too, beside the prediction.
-Each function returns what it printed as a dictionary for JSON.
+The cost model predicts each answer. With `build_bench` the GPU measures it as well. Each report returns what it printed
+as a dictionary for JSON.
 """
 
 import bisect
@@ -37,27 +37,28 @@ COMPARED_CONTEXTS = (32_768, 65_536, 131_072, 262_144)
 COMPARED_BUDGET = "24GB"
 LARGEST_GPU_GIB = 192
 LONGEST_COMPARED_SECONDS = 30.0  # a step that is predicted to take longer is not measured by a comparison
-BuildBench = Callable[[Step, Execution], Bench]  # a model and its optimizer, on the GPU that is measured
+BuildBench = Callable[[Step, Execution], Bench]  # makes a model and its optimizer on the GPU that is measured
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What is planned for: a GPU and its host, by their memory in bytes and their speed, and the model to run there."""
+    """The GPU and the host that are planned for, and the model to run on them."""
 
     description: str
-    gpu_bytes: float  # that PyTorch's allocator may reserve
-    host_bytes: float  # that may be page-locked
+    gpu_bytes: float  # PyTorch's allocator may reserve this much
+    host_bytes: float  # and this much may be page-locked
     rates: Rates
     model: ModelConfig
-    given: Execution  # the loss that was asked for, and the attention backend that runs on this machine
+    given: Execution  # the loss and the kinds that were asked for, and this machine's attention backend
 
     @property
     def limits(self) -> tuple[float, float, Rates]:
-        """What `make_plan` takes after the step."""
+        """The arguments of `make_plan` after the step."""
         return self.gpu_bytes, self.host_bytes, self.rates
 
     @property
     def budgets(self) -> str:
+        """Both memory budgets as text."""
         return describe_budgets(self.gpu_bytes, self.host_bytes)
 
 
@@ -75,15 +76,15 @@ def report_step(
     build_bench: BuildBench | None = None,
     snapshot: Path | None = None,
 ) -> dict:
-    """Print the plan, the table of stages, and what stands out of it.
+    """Print the plan, the table of stages, and a summary of the peak.
 
     Args:
-        gradient_checkpointing: None: planned; else nothing is planned, and all blocks are checkpointed or none.
-        part: the same step with fewer layers; the table, the measurement and the timeline are of it.
-        all_stages: a row for each stage in the table; else equal neighbouring layers share rows.
-        timeline: where a picture of the step goes.
-        build_bench: builds what the step is measured on; None: predicted only.
-        snapshot: where PyTorch's memory snapshot of the measured step goes.
+        gradient_checkpointing: None: the step is planned. Otherwise all blocks are checkpointed, or none.
+        part: the same step with fewer layers, for the table, the measurement and the timeline.
+        all_stages: whether each stage has its own row in the table. Otherwise equal neighbouring layers share rows.
+        timeline: a file for a picture of the step.
+        build_bench: builds the bench that measures the step; None: predicted only.
+        snapshot: a file for PyTorch's memory snapshot of the measured step.
 
     Raises:
         UserError: no plan fits, or the measured step ran out of memory.
@@ -141,7 +142,7 @@ def _measure_or_refuse(
     all_stages: bool,
     snapshot: Path | None,
 ) -> Measurement:
-    """One measured step; where memory runs out, the prediction is printed and an error raised."""
+    """Returns one measured step. If memory runs out, prints the prediction and raises UserError."""
     try:
         return build_bench(step, execution).measure(step, execution, snapshot=snapshot)
     except torch.OutOfMemoryError:
@@ -154,7 +155,7 @@ def _measure_or_refuse(
 
 
 def _print_summary(summary: dict, predicted: dict[str, int], measured: Measurement | None) -> None:
-    """Print the peak by category, then the figures of `summary`, predicted and measured."""
+    """Print the peak by category, then the numbers of `summary`, predicted and measured."""
     print(f"\n{'at the peak, GiB':<16}{'predicted':>12}" + (f"{'measured':>12}" if measured else ""))
     for category in CATEGORIES:
         measured_cell = f"{measured.peak.categories[category] / GIB:12.3f}" if measured else ""
@@ -177,14 +178,18 @@ def _print_summary(summary: dict, predicted: dict[str, int], measured: Measureme
 
 
 def report_max_context(step: Step, machine: Machine, build_bench: BuildBench | None = None) -> dict:
-    """Print the longest context that should fit and its plan; measured, also the longest that does fit."""
+    """Print the longest context that is predicted to fit, and its plan. With `build_bench`, find the longest that does.
+
+    Raises:
+        UserError: no context fits.
+    """
     budgets = machine.gpu_bytes, machine.host_bytes
     predicted = find_max_context(step, *budgets)
     plan = make_plan(step.at(predicted or step.context_length), *budgets, machine.rates)  # raises where none fits
     print(f"predicted: {predicted:,} tokens in {machine.budgets}\n{plan}")
     results = {"predicted_context": predicted, "plan": str(plan), "execution": dataclasses.asdict(plan.execution)}
     if build_bench:
-        # The placements that take the least: a context longer than predicted leaves no room for attention outputs.
+        # Placements that take the least: a context longer than predicted leaves no room for attention outputs.
         placements = tuple(Placement(placement.input) for placement in plan.execution.placements)
         execution = dataclasses.replace(plan.execution, placements=placements)
         probes: list[dict] = []
@@ -198,7 +203,7 @@ def report_max_context(step: Step, machine: Machine, build_bench: BuildBench | N
 def _make_probe(
     bench: Bench, step: Step, execution: Execution, machine: Machine, probes: list[dict]
 ) -> Callable[[int], bool]:
-    """A function that says whether a step of so many tokens runs, prints it, and appends a record to `probes`."""
+    """Returns a function that tells whether a step of so many tokens runs. It prints, and appends to `probes`."""
 
     def runs(context_length: int) -> bool:
         longer, start, measured = step.at(context_length), time.perf_counter(), None
@@ -219,11 +224,11 @@ def _make_probe(
     return runs
 
 
-# With and without
+# Comparison
 
 
 def compared_executions(given: Execution, layers: int) -> dict[str, Execution]:
-    """With and without checkpointing and the chunked loss, by name."""
+    """Returns executions with and without checkpointing, and with the standard and the chunked loss, by name."""
     return {
         f"{name}, {loss_impl} loss": dataclasses.replace(given, placements=(placement,) * layers, loss_impl=loss_impl)
         for name, placement in (("no checkpointing", WHOLE), ("checkpointing", Placement()))
@@ -234,12 +239,12 @@ def compared_executions(given: Execution, layers: int) -> dict[str, Execution]:
 def report_comparison(
     step: Step, machine: Machine, budget: str | None, device: torch.device, build_bench: BuildBench | None = None
 ) -> dict:
-    """Print what each way takes at each context, and the smallest GPU on which each context fits at all.
+    """Print the bytes and seconds of each way at each context, and the smallest GPU on which each context fits.
 
     Args:
-        budget: GPU memory of the planned way; None: COMPARED_BUDGET where the GPU has that much, else all there is.
-        device: whose allocator is capped for each way that is measured.
-        build_bench: builds what steps are measured on; None: predicted only.
+        budget: GPU memory of the planned way; None: COMPARED_BUDGET if the GPU has that much, otherwise all it has.
+        device: the GPU that measures. Its allocator is capped at each way's budget.
+        build_bench: builds the benches that measure steps; None: predicted only.
 
     Raises:
         UserError: a budget that is more than the GPU has.
@@ -281,10 +286,10 @@ def report_comparison(
 
 
 def _measure_compared(step: Step, execution: Execution, benches: dict[float, Bench], build_bench: BuildBench) -> dict:
-    """A measured step, as it stands in a row of the comparison.
+    """Returns the measured columns of a row of the comparison.
 
     Args:
-        benches: by execution.gpu_state_bytes, the last bench built, if any: it serves again where those are the same.
+        benches: the last bench that was built, by its execution.gpu_state_bytes. It is used again if they are the same.
     """
     if execution.gpu_state_bytes not in benches:
         benches.clear()  # frees its memory before the next is built
@@ -310,7 +315,7 @@ def _print_compared(row: dict) -> None:
 
 
 def smallest_gpus(step: Step, host_bytes: float) -> dict[int, float]:
-    """GiB, a multiple of a half, in which each of the compared contexts fits; infinite where the host is too small."""
+    """Returns the smallest GPU memory for each compared context, in steps of 0.5 GiB; inf if the host is too small."""
     halves = range(2 * LARGEST_GPU_GIB)
 
     def smallest(at: Step) -> float:
