@@ -1,4 +1,4 @@
-"""What flags say of attention: chosen blocks layer by layer, and annealed over the first steps of a run."""
+"""Flags of attention: the kind of each layer, and numbers of chosen blocks that fall over the first steps of a run."""
 
 import itertools
 import re
@@ -12,19 +12,19 @@ from kernels.parts import AttentionKind
 from training.host.errors import UserError, refused_as_user_error
 
 ATTENTION_TYPES = ("full", "sparse", "nsa")  # kinds of attention that a flag can ask for
-ANNEALING_STAGES = 8  # numbers that annealing takes, both ends included: kernels are compiled anew for each
-ANNEALING_MULTIPLE = 4  # of blocks
-FLAGS = sorted({name for kind in KINDS.values() for name in kind.takes})  # that kinds of attention obey
+ANNEALING_STAGES = 8  # numbers of blocks from start to end, both included: kernels are compiled anew for each
+ANNEALING_MULTIPLE = 4  # blocks
+FLAGS = sorted({name for kind in KINDS.values() for name in kind.takes})  # obeyed by some kind
 
 
 def numbers_by_layer(name: str, text: str, layers: int) -> list[int]:
-    """One number a layer, first layer first: of 4 layers "64x2,32" and "64,64,32" are [64, 64, 32, 32].
+    """Returns one number per layer: for 4 layers, "64x2,32" and "64,64,32" are [64, 64, 32, 32].
 
-    An entry is a number of blocks, or "number x layers" without the spaces. If the last one is a number alone, it holds
-    for all layers that are left.
+    An entry is a number of blocks, or "number x layers" without the spaces. A last entry without "x" holds for all
+    layers that are left.
 
     Args:
-        name: of the flag, for errors.
+        name: the flag, for errors.
 
     Raises:
         UserError: another form, a negative number, too many layers or too few.
@@ -43,17 +43,17 @@ def numbers_by_layer(name: str, text: str, layers: int) -> list[int]:
 
 
 def spell_by_layer(numbers: Sequence[int]) -> str:
-    """As `numbers_by_layer` reads it, short: [64, 64, 32, 32] is "64x2,32", and [32, 32] is "32"."""
+    """Returns the short text for `numbers_by_layer`: [64, 64, 32, 32] is "64x2,32", and [32, 32] is "32"."""
     runs = [(number, len(list(run))) for number, run in itertools.groupby(numbers)]
     before = [f"{number}x{count}" if count > 1 else str(number) for number, count in runs[:-1]]
     return ",".join([*before, str(runs[-1][0])])
 
 
 def annealed(start: int, final: int, step: int, steps: int) -> int:
-    """The number of chosen blocks in a step, counted from 1: `start` at first, and `final` from step `steps` + 1 on.
+    """Returns the number of chosen blocks in a step, counted from 1: `start` at first, `final` after `steps` steps.
 
-    Between them it falls linearly, in at most `ANNEALING_STAGES` - 1 equal intervals and by multiples of
-    `ANNEALING_MULTIPLE`: from 64 to 32 it is 64, 60, 56, 52, 44, 40, 36, 32.
+    In between the number falls linearly, in at most `ANNEALING_STAGES` - 1 equal intervals and by multiples of
+    `ANNEALING_MULTIPLE`. From 64 to 32 the numbers are 64, 60, 56, 52, 44, 40, 36, 32.
     """
     stage = min(ANNEALING_STAGES - 1, (step - 1) * (ANNEALING_STAGES - 1) // steps)
     fall = (start - final) * stage / (ANNEALING_STAGES - 1)
@@ -65,17 +65,17 @@ def annealed(start: int, final: int, step: int, steps: int) -> int:
 
 
 def kinds_of(flags, config) -> tuple[AttentionKind, ...]:
-    """Returns how each layer attends by --attention_type and the flags that its kind takes, as any command reads them.
+    """Returns how each layer attends by --attention_type and the flags of its kind; every command reads them here.
 
-    The flags are of layers that attend to everything, and of layers whose own kind is the one that is asked for. All
-    other layers, such as windows, keep their own kind.
+    The flags set layers that attend to everything in the configuration, and layers that have the asked kind already.
+    All other layers, such as windows, keep their own kind.
 
     Args:
         flags: attention_type, selected_blocks, dense_below and context_length as attributes, None where not given.
         config: a model.ModelConfig.
 
     Raises:
-        UserError: a value out of range, a flag without effect.
+        UserError: a value out of range, or a flag without effect.
     """
     kind = KINDS[flags.attention_type]
     given = {name: value for name in FLAGS if (value := getattr(flags, name)) is not None}
@@ -99,10 +99,16 @@ def kinds_of(flags, config) -> tuple[AttentionKind, ...]:
 
 
 def kinds_at(config, model_config, step: int) -> tuple[AttentionKind, ...]:
-    """Returns `kinds_of` a run in one of its steps, counted from 1; no step has more chosen blocks than the first.
+    """Returns how each layer attends in one step of a run, counted from 1: `kinds_of`, with annealed numbers of blocks.
+
+    The first step has the most chosen blocks.
+
+    Args:
+        config: the run's settings, a TrainConfig.
+        model_config: a model.ModelConfig.
 
     Raises:
-        UserError: as `kinds_of`; annealing without start or end, without effect, or to more blocks.
+        UserError: see `kinds_of`; annealing without start or end, without effect, or to more blocks.
     """
     final, start, steps = kinds_of(config, model_config), config.selected_blocks_start, config.selected_blocks_steps
     if start is None and steps is None:
@@ -127,7 +133,11 @@ def kinds_at(config, model_config, step: int) -> tuple[AttentionKind, ...]:
 
 
 def check_head_dim(kinds: Sequence[AttentionKind], head_dim: int, device: torch.device) -> None:
-    """Refuse a kind of attention whose GPU kernels do not take the model's heads."""
+    """Refuse a kind of attention without GPU kernels for the model's heads.
+
+    Raises:
+        UserError: the device is a GPU, and some kind's kernels do not take `head_dim`.
+    """
     for kind in kinds:
         if device.type == "cuda" and kind.gpu_head_dims and head_dim not in kind.gpu_head_dims:
             raise UserError(
@@ -137,7 +147,7 @@ def check_head_dim(kinds: Sequence[AttentionKind], head_dim: int, device: torch.
 
 
 def describe(kinds: Sequence[AttentionKind]) -> str:
-    """Returns how a model's layers attend, for people: each kind once, in the order of the layers."""
+    """Returns a text for people on how the layers attend: each kind once, in the order of the layers."""
     lines = []
     for name in dict.fromkeys(kind.name for kind in kinds):
         own = [kind for kind in kinds if kind.name == name]

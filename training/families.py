@@ -1,8 +1,8 @@
-"""Released families of models: the meaning of their config.json, as rows of data; config.json in and out.
+"""Released families of models: the meaning of their config.json as rows of data, and config.json in and out.
 
-`FAMILIES` has a row for each model_type. `from_config_json` reads a folder's config.json as transformers does, and
-refuses by name whatever the decoder would compute differently. `to_config_json` writes a file from which transformers
-makes the same model. `extend` scales the rotary frequencies of released weights (--rope_scaling).
+`FAMILIES` has a row for each model_type. `from_config_json` reads config.json as transformers does, and refuses by name
+each setting that the decoder would compute differently. `to_config_json` writes config.json for transformers to make
+the same model. `extend` scales the rotary frequencies of released weights (--rope_scaling).
 """
 
 import re
@@ -19,24 +19,24 @@ from training.host.errors import UserError, refused_as_user_error
 
 @dataclass(frozen=True)
 class Family:
-    """The meaning of one model_type. Settings that a row does not name mean the same in every family."""
+    """The meaning of one model_type. Settings that rows do not name mean the same in every family."""
 
     has_head_norms: bool = False
     has_qkv_biases: bool = False
-    head_dim: int | None = None  # taken if config.json gives none; None: hidden_size / num_attention_heads
-    defaults: dict = field(default_factory=dict)  # transformers' values of settings that config.json leaves out
-    fixed: dict = field(default_factory=dict)  # written with these values, and refused with any other
-    has_layer_types: bool = False  # whether use_sliding_window and layer_types give some layers a window
+    head_dim: int | None = None  # if config.json has none; None: hidden_size / num_attention_heads
+    defaults: dict = field(default_factory=dict)  # transformers' values for settings that config.json leaves out
+    fixed: dict = field(default_factory=dict)  # settings written with these values, and refused with others
+    has_layer_types: bool = False  # whether use_sliding_window and layer_types can give layers a window
 
 
-NO_BIASES = {"attention_bias": False}  # on q, k, v and o at once
+NO_BIASES = {"attention_bias": False}  # one setting for q, k, v and o
 FAMILIES = {
     "qwen3": Family(has_head_norms=True, head_dim=128, fixed=NO_BIASES, has_layer_types=True),
     "qwen2": Family(has_qkv_biases=True, has_layer_types=True),
     "llama": Family(defaults={"num_key_value_heads": None}, fixed=NO_BIASES),
     "mistral": Family(defaults={"sliding_window": 4096}, fixed={"sliding_window": None, **NO_BIASES}),
 }
-# transformers' values of settings that config.json leaves out, in every family
+# transformers' values for settings that config.json leaves out, in every family
 DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
 NOT_COMPUTED = (
     "mlp_bias", "quantization_config", "attn_logit_softcapping", "final_logit_softcapping",
@@ -48,21 +48,25 @@ FIELDS = (  # settings with one name and meaning in config.json and in ModelConf
     "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps", "initializer_range",
     "max_position_embeddings",
 )  # fmt: skip
-MOST_LAYERS = 4096  # modules are made before weights are looked for
+MOST_LAYERS = 4096  # a limit, because modules are made before weights are looked for
 
 
 def in_family(config: ModelConfig, model_type: str) -> ModelConfig:
-    """The same sizes with the norms and biases of a family. Raises KeyError for a model_type without a row."""
+    """Returns the same sizes with the norms and biases of a family.
+
+    Raises:
+        KeyError: no row of `FAMILIES` has this model_type.
+    """
     family = FAMILIES[model_type]
     norms, biases = family.has_head_norms, family.has_qkv_biases
     return replace(config, model_type=model_type, has_head_norms=norms, has_qkv_biases=biases)
 
 
 def to_config_json(config: ModelConfig) -> dict:
-    """The config.json of a model. transformers opens it, unless a kind of attention has parameters of its own.
+    """Returns the config.json of a model. transformers opens it unless attention has parameters of its own.
 
     Raises:
-        ValueError: no row of `FAMILIES` has this model_type, or its row has other norms, biases or kinds of layers.
+        ValueError: no row of `FAMILIES` has this model_type, or the row has other norms, biases or kinds of layers.
     """
     if config.model_type not in FAMILIES or config != in_family(config, config.model_type):
         raise ValueError(
@@ -92,7 +96,7 @@ def to_config_json(config: ModelConfig) -> dict:
 
 
 def from_config_json(content: dict) -> ModelConfig:
-    """The model that a config.json declares, in its older form or with `rope_parameters`.
+    """Returns the model that config.json declares. Rotary settings may be in `rope_scaling` or `rope_parameters`.
 
     Raises:
         ValueError: a model_type without a row in `FAMILIES`, a setting that the decoder does not compute, a missing
@@ -113,7 +117,7 @@ def from_config_json(content: dict) -> ModelConfig:
 
 
 def _read(content: dict) -> ModelConfig:
-    """`from_config_json` before the types and ranges of values are checked."""
+    """Returns the model for `from_config_json`, which then checks the types and ranges of values."""
     declared_type = str(content.get("model_type"))
     with_parameters = {f"_{name}": kind for name, kind in KINDS.items() if kind.gates_per_head}
     suffix = next((suffix for suffix in with_parameters if declared_type.endswith(suffix)), "")
@@ -143,7 +147,7 @@ def _read(content: dict) -> ModelConfig:
 
 
 def _refused(content: dict, family: Family) -> list[str]:
-    """Settings of a config.json, rotary positions aside, that the decoder does not compute."""
+    """Returns the settings that the decoder does not compute, as text, without rotary settings."""
     refused = [f"{name} {content[name]!r:.60}" for name in NOT_COMPUTED if content.get(name)]
     for name, value in family.fixed.items():
         found = content.get(name, family.defaults.get(name))
@@ -162,9 +166,9 @@ def _refused(content: dict, family: Family) -> list[str]:
 
 
 def _layer_kinds(content: dict, family: Family) -> tuple[AttentionKind, ...]:
-    """Kinds of attention where some layers have a window, which needs use_sliding_window; () where none has.
+    """Returns the kind of each layer if some layers have a window, otherwise ().
 
-    Without layer_types, layers from max_window_layers on have the window.
+    A window needs use_sliding_window. Without layer_types, the layers from max_window_layers on have it.
     """
     window, layers = content.get("sliding_window", 4096), content["num_hidden_layers"]
     if not (family.has_layer_types and content.get("use_sliding_window") and window is not None):
@@ -179,10 +183,10 @@ def _layer_kinds(content: dict, family: Family) -> tuple[AttentionKind, ...]:
 
 
 def _read_rope(content: dict) -> dict:
-    """rope_theta and rope_scaling as in ModelConfig; and "refused", a list of settings that are not computed here."""
+    """Returns "rope_theta" and "rope_scaling" for ModelConfig, and "refused", settings that are not computed here."""
     older, newer = content.get("rope_scaling") or {}, content.get("rope_parameters") or {}
     settings = {name: value for name, value in (older or newer).items() if value is not None}
-    # Older files say "type", some say both.
+    # Older files have "type", and some files have both.
     older_type = settings.pop("type", "default")
     rope_type = settings.pop("rope_type", older_type)
     theta = settings.pop("rope_theta", content.get("rope_theta", 1e4))
@@ -208,10 +212,10 @@ def _read_rope(content: dict) -> dict:
 
 
 def extend(config: ModelConfig, text: str) -> ModelConfig:
-    """The model with its rotary frequencies scaled, and with the length declared that they then reach.
+    """Returns the model with scaled rotary frequencies, and with max_position_embeddings set to what they now reach.
 
     Args:
-        text: "yarn:4" or "linear:4"; "yarn:4:32768" if the original length is not the declared one.
+        text: "yarn:4" or "linear:4"; "yarn:4:32768" if the original length is not the declared length.
 
     Raises:
         UserError: another form, a factor below 1, or a model whose frequencies are already scaled in another way.
@@ -226,7 +230,7 @@ def extend(config: ModelConfig, text: str) -> ModelConfig:
             f"{match[1]}; drop it, or give other weights"
         )
     length = config.max_position_embeddings
-    if isinstance(already, YarnScaling):  # another factor, of the same original length
+    if isinstance(already, YarnScaling):  # a new factor for the same original length
         length = already.original_max_position_embeddings
     elif isinstance(already, LinearScaling):
         length = round(length / already.factor)

@@ -1,4 +1,4 @@
-"""The one error class for what the person who started the program can mend."""
+"""The one class for errors that the person who started the program can mend."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,14 +7,14 @@ SHOWN_OF_A_PATH = 200  # characters
 
 
 class UserError(ValueError):
-    """Bad input: a flag, a file, a machine too small. Shown as one line, without a traceback, with exit status 1.
+    """Bad input: a flag, a file, a machine that is too small. It is shown as one line, and the exit status is 1.
 
     The message names the value, the limit and what to do. Any other exception is a defect and keeps its traceback.
     """
 
 
 def is_out_of_host_memory(error: BaseException) -> bool:
-    """Whether Python, NumPy or PyTorch's allocator for CPUs got no memory."""
+    """Whether the error is that Python, NumPy or PyTorch's CPU allocator got no memory."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
     )
@@ -22,7 +22,7 @@ def is_out_of_host_memory(error: BaseException) -> bool:
 
 @contextmanager
 def refused_as_user_error(prefix: str = "") -> Iterator[None]:
-    """A ValueError raised in here refuses a value that the user gave: it becomes a UserError of the same words."""
+    """Turn a ValueError into a UserError with `prefix` and the same words, for code that checks the user's values."""
     try:
         yield
     except ValueError as error:

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from training.host.errors import UserError
 
-MIB, GIB = 2**20, 2**30
+MIB, GIB = 2**20, 2**30  # bytes
 # Every slot starts at a multiple of 512 bytes, so that copies move whole cache lines and whole sectors.
 SLOT_ALIGNMENT = 512
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in "24GB" or "24GiB" (a GB is 2**30 bytes in both, as GPUs are sold), "512MB" or a plain number of bytes.
+    """Returns the bytes in "24GB", "24GiB", "512MB" or a plain number. A GB is 2**30 bytes too, as GPUs are sold.
 
     Raises:
         UserError: the text is not a size.
@@ -37,13 +37,16 @@ def parse_bytes(text: str) -> int:
 
 
 def available_host_bytes() -> int:
-    """This process's share of host memory: 80% of what the machine and the control groups have left, by local ranks."""
+    """Returns the bytes of host memory that this process may use.
+
+    The ranks of this machine share 80% of what the machine and their control groups have left.
+    """
     available = 1024 * int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0])
     return int(0.8 * min(available, *_bytes_left_in_groups())) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def _bytes_left_in_groups() -> Iterator[float]:
-    """Bytes left under each memory limit on this process: its control group's and its parents' (container, Slurm job).
+    """Yields the bytes left under each memory limit: of the process's control group and its parents.
 
     cgroup v2 lists one path with an empty controller, v1 one path for the controller "memory". In a container the path
     may be the host's and not exist here. The nearest folder above it that exists then has the limit.
@@ -98,7 +101,7 @@ class PinnedArena:
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, address)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor in the arena, on the CPU.
+        """Returns an uninitialised tensor in the arena, on the CPU.
 
         Raises:
             ValueError: the tensor does not fit into what is left.
@@ -113,6 +116,7 @@ class PinnedArena:
 
 
 def _refused(num_bytes: int, why: str) -> UserError:
+    """Returns the error for an arena that cannot be made."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     locked = "is unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**30:.3f} GB"
     left = available_host_bytes() / 2**30
@@ -126,45 +130,45 @@ class HostCopies:
     """Copies tensors to slots of the arena and back, on one stream for each direction; on a CPU, copies are plain.
 
     The GPU memory of every tensor here is allocated and freed on the compute stream. That stream waits for a copy
-    before the memory can be used again. With record_stream in place of waits, peak memory would depend on how far the
-    host runs ahead of the GPU.
+    before the memory can be used again. If record_stream took the place of these waits, peak memory would depend on how
+    far the host runs ahead of the GPU.
     """
 
     def __init__(self, arena: PinnedArena):
         self.arena = arena
-        self.slots: dict[tuple[int, str, int], list[Tensor]] = {}  # of this pass
+        self.slots: dict[tuple[int, str, int], list[Tensor]] = {}  # by the key of `send`, in this pass
         self.leaving: list[Sequence[Tensor]] = []
         self.device_module = torch.get_device_module(arena.device)  # torch.cpu's streams do nothing
         self.to_host, self.to_gpu = self.device_module.Stream(), self.device_module.Stream()
 
     def begin_pass(self) -> None:
-        """Give out the whole arena anew: the last forward's tensors have been fetched, or nobody will fetch them."""
+        """Give out the whole arena anew: the tensors of the last forward were fetched, or are not needed any more."""
         self.finish_fetching()
         self.slots.clear()
         self.arena.used_bytes = 0
 
     def send(self, key: tuple[int, str, int], tensors: Sequence[Tensor]) -> None:
-        """Copy tensors to the host, beside what the compute stream does next."""
+        """Copy tensors to the host while the compute stream goes on."""
         slots = self.slots[key] = [self.arena.allocate(t.shape, t.dtype) for t in tensors]
-        # The copy waits for the kernels that compute the tensors, and for all fetches of the last pass.
+        # The copy waits for the kernels that make the tensors, and for all fetches of the last pass.
         self._copy(slots, tensors, self.to_host)
         self.leaving.append(tensors)  # a reference, so that their memory is not reused while it is read
 
     def finish_sending(self) -> None:
-        """Release the tensors sent. Kernels queued from here on may reuse their memory, so they wait for the copies."""
+        """Release the tensors that were sent. Kernels queued later wait for the copies: they may reuse the memory."""
         self.device_module.current_stream().wait_stream(self.to_host)
         self.leaving.clear()
 
     def fetch(self, key: tuple[int, str, int]) -> list[Tensor]:
-        """Tensors that may be read after `finish_fetching`."""
+        """Returns tensors on the device that hold what was sent once `finish_fetching` has been called."""
         slots = self.slots[key]
         tensors = [torch.empty(slot.shape, dtype=slot.dtype, device=self.arena.device) for slot in slots]
-        # The copy waits for the last use of the memory that `tensors` got, and, after finish_sending, for full slots.
+        # The copy waits until the memory of `tensors` is free. After finish_sending, it waits for full slots as well.
         self._copy(tensors, slots, self.to_gpu)
         return tensors
 
     def finish_fetching(self) -> None:
-        """Kernels queued from here on wait for all fetches; only they use, and may free, what was fetched."""
+        """Make kernels queued from now on wait for all fetches. Only they may use or free the fetched tensors."""
         self.device_module.current_stream().wait_stream(self.to_gpu)
 
     def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: torch.Stream) -> None:

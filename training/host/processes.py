@@ -1,4 +1,4 @@
-"""How a process ends: errors of one line, outputs that nobody reads any more, hangs that show where they are."""
+"""Ends of a process: errors of one line, outputs without a reader, hangs with the stacks of all threads."""
 
 import functools
 import io
@@ -19,13 +19,14 @@ import torch
 from training.host.errors import SHOWN_OF_A_PATH, UserError, is_out_of_host_memory
 from training.host.memory import available_host_bytes
 
-GRACE_SECONDS = 2.0  # from a rank's death to its peers' end; torchrun, which looks every 0.1 s, sees who died first
+# From a rank's death to its peers' end: torchrun looks every 0.1 s, so it sees who died first.
+GRACE_SECONDS = 2.0
 
 
 def message_of(error: BaseException) -> str:
-    """What is shown of an error that ends a program: a line where the user can mend it, else the traceback.
+    """Returns the text to show for an error that ends a program: a line if the user can mend it, else the traceback.
 
-    A file that the system refuses is a line. So is memory that ran out, below the notes that were added to the error.
+    A file that the system refuses is shown as a line. So is GPU memory that ran out, below the notes of the error.
     """
     if is_out_of_host_memory(error):
         asked = str(error).strip().splitlines() or ["MemoryError"]
@@ -43,16 +44,16 @@ def message_of(error: BaseException) -> str:
 
 
 def can_be_mended(error: BaseException) -> bool:
-    """Whether `message_of` shows a line: bad input, a file that the system refuses, memory that ran out."""
+    """Whether `message_of` returns a line: bad input, a file that the system refuses, memory that ran out."""
     return isinstance(error, (UserError, OSError, torch.OutOfMemoryError)) or is_out_of_host_memory(error)
 
 
 def show_error(error: BaseException, is_main: bool, before: str = "") -> None:
-    """Print what ends this process, and have torchrun repeat it in its summary.
+    """Print the error that ends this process, and have torchrun repeat it in its summary.
 
-    Where every rank fails alike the main rank alone speaks, and what fails in a collective fails most often because a
-    peer died, whose own error is to be read: such errors are shown only where, after twice GRACE_SECONDS, nobody has
-    ended the rank.
+    Two sorts of errors wait for twice GRACE_SECONDS, and are shown only if nothing ends the rank meanwhile. Errors of
+    other ranks than the main rank: often every rank fails alike, and one message is enough. Errors in a collective:
+    often a peer died, and the peer's own error is the one to read.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not is_main or any("torch/distributed/" in frame.filename for frame in frames):
@@ -65,9 +66,10 @@ def show_error(error: BaseException, is_main: bool, before: str = "") -> None:
 
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
-    """A script's main(argv), returning the exit status: 1, with a line on stderr, after an error that can be mended.
+    """Decorator of a script's main(argv), which then returns the exit status.
 
-    130 after Ctrl-C, else main's own, None being 0. Everything else keeps its traceback.
+    An error that can be mended is printed as a line on stderr, and the status is 1. It is 130 after Ctrl-C, otherwise
+    main's own, with 0 for None. All other errors keep their traceback.
     """
 
     @functools.wraps(main)
@@ -86,7 +88,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
 
 
 class _Lasting:
-    """A stream of text. What it cannot write is lost, and nothing else: None is one that was closed at the start."""
+    """A text stream that drops whatever it cannot write. None: a stream that was closed when Python started."""
 
     def __init__(self, stream: typing.TextIO | None):
         self._stream = stream or open(os.devnull, "w")  # noqa: SIM115
@@ -108,24 +110,24 @@ class _Lasting:
 
 @contextmanager
 def outliving_its_output() -> Iterator[None]:
-    """In here a terminal that is closed, a pipe without a reader or a full disk below a log is no error."""
+    """Let prints fail in silence: a closed terminal, a pipe without a reader, or a full disk under a log."""
     with redirect_stdout(_Lasting(sys.stdout)), redirect_stderr(_Lasting(sys.stderr)):  # type: ignore[type-var]
         yield
 
 
 class Watchdog:
-    """Prints the stack of each thread of this process, once, where `expect` is not called again in time.
+    """Prints the stack of each thread of this process once if `expect` is not called again in time.
 
-    Python's faulthandler.dump_traceback_later walks the frames of threads that run meanwhile. In a step that was slow,
-    not stuck, that ended the process with a segmentation fault (Python 3.12, in a Triton launch). The thread here walks
-    them under the interpreter's lock, which every library call that waits gives back.
+    Python's faulthandler.dump_traceback_later walks the frames of threads while they run. In a step that was slow, not
+    stuck, this ended the process with a segmentation fault (Python 3.12, in a Triton launch). The thread here walks the
+    frames under the interpreter's lock, and every library call that waits gives the lock back.
     """
 
     def __init__(self) -> None:
         self._timer: threading.Timer | None = None
 
     def expect(self, seconds: float) -> None:
-        """The next call, or `cancel`, is due within so many seconds."""
+        """Expect the next call, or `cancel`, within so many seconds."""
         self.cancel()
         self._timer = threading.Timer(seconds, self._bark, [seconds])
         self._timer.daemon = True
