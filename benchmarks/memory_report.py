@@ -12,8 +12,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from kernels.attention.nsa.nsa import NSA
-from kernels.attention.sparse.sparse_attention import Sparsity
+from kernels.attention import KINDS
 from model import MODEL_SIZES
 from training.host.memory import GIB, parse_bytes
 from training.memory.cost_model import Stage
@@ -170,7 +169,7 @@ def sparse() -> list[list[str]]:
     }  # fmt: skip
     for (context, setting), (run, result) in latest.items():
         limit, _, kind = setting.partition("+")
-        if kind in ("sparse", "nsa") and (context, "auto") in latest:
+        if kind in KINDS and (context, "auto") in latest:
             dense = latest[context, "auto"][1]["seconds"]
             rows.append([
                 kind, f"{context:,}", cap(limit),
@@ -188,7 +187,7 @@ def sparse() -> list[list[str]]:
             other["summary"]["extrapolated_seconds"] for other in results("profile_step_*.json")
             if other["settings"]["context_length"] == context and other["settings"]["attention_type"] == "full"
         ]  # fmt: skip
-        flops = 3 * MODEL_SIZES["4B"].forward_flops([context], 36 * [NSA() if kind == "nsa" else Sparsity()])
+        flops = 3 * MODEL_SIZES["4B"].forward_flops([context], 36 * [KINDS[kind]()])
         rows.append([
             kind, f"{context:,}", "none",
             differing(result["summary"]["predicted_peak"] / GIB, peak), f"{peak:.2f}",
