@@ -55,13 +55,11 @@ def annealed(start: int, final: int, step: int, steps: int) -> int:
     In between the number falls linearly, in at most `ANNEALING_STAGES` - 1 equal intervals and by multiples of
     `ANNEALING_MULTIPLE`. From 64 to 32 the numbers are 64, 60, 56, 52, 44, 40, 36, 32.
     """
-    stage = min(ANNEALING_STAGES - 1, (step - 1) * (ANNEALING_STAGES - 1) // steps)
+    if step > steps:
+        return final
+    stage = (step - 1) * (ANNEALING_STAGES - 1) // steps
     fall = (start - final) * stage / (ANNEALING_STAGES - 1)
-    return (
-        final
-        if stage == ANNEALING_STAGES - 1
-        else max(final, start - ANNEALING_MULTIPLE * round(fall / ANNEALING_MULTIPLE))
-    )
+    return max(final, start - ANNEALING_MULTIPLE * round(fall / ANNEALING_MULTIPLE))
 
 
 def kinds_of(flags, config) -> tuple[AttentionKind, ...]:
@@ -120,15 +118,14 @@ def kinds_at(config, model_config, step: int) -> tuple[AttentionKind, ...]:
         raise UserError(f"{name} has no effect without {needed}; drop the one, or give the other")
     if steps < 1:
         raise UserError(f"selected_blocks_steps must be at least 1, got {steps}")
-    pairs = [*zip(numbers_by_layer("selected_blocks_start", str(start), len(final)), final)]
-    ends = [kind.selected_blocks for kind in final]
-    falls = [number - end for (number, kind), end in zip(pairs, ends) if "selected_blocks" in kind.takes]
+    starts = numbers_by_layer("selected_blocks_start", str(start), len(final))
+    falls = [n - kind.selected_blocks for n, kind in zip(starts, final) if "selected_blocks" in kind.takes]
     if max(falls) <= 0 or min(falls) < 0:
-        numbers = spell_by_layer(ends)
+        numbers = spell_by_layer([kind.selected_blocks for kind in final])
         raise UserError(f"selected_blocks_start {start} must be above selected_blocks {numbers}, in no layer below it")
     return tuple(
         kind.with_blocks(annealed(n, kind.selected_blocks, step, steps)) if "selected_blocks" in kind.takes else kind
-        for n, kind in pairs
+        for n, kind in zip(starts, final)
     )
 
 

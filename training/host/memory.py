@@ -118,10 +118,10 @@ class PinnedArena:
 def _refused(num_bytes: int, why: str) -> UserError:
     """Returns the error for an arena that cannot be made."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    locked = "is unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**30:.3f} GB"
-    left = available_host_bytes() / 2**30
+    locked = "is unlimited" if limit == resource.RLIM_INFINITY else f"{limit / GIB:.3f} GB"
+    left = available_host_bytes() / GIB
     return UserError(
-        f"cannot pin {num_bytes / 2**30:.1f} GB of host memory ({why}): {left:.1f} GB are left to this process, and "
+        f"cannot pin {num_bytes / GIB:.1f} GB of host memory ({why}): {left:.1f} GB are left to this process, and "
         f"ulimit -l {locked}; lower --host_budget, or raise ulimit -l where that is less"
     )
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from training.host.errors import SHOWN_OF_A_PATH, UserError, is_out_of_host_memory
-from training.host.memory import available_host_bytes
+from training.host.memory import GIB, available_host_bytes
 
 # From a rank's death to its peers' end: torchrun looks every 0.1 s, so it sees who died first.
 GRACE_SECONDS = 2.0
@@ -31,7 +31,7 @@ def message_of(error: BaseException) -> str:
     if is_out_of_host_memory(error):
         asked = str(error).strip().splitlines() or ["MemoryError"]
         return (
-            f"error: out of host memory, of which {available_host_bytes() / 2**30:.1f} GB are left to this process "
+            f"error: out of host memory, of which {available_host_bytes() / GIB:.1f} GB are left to this process "
             f"({asked[0][:300]}); lower --host_budget or --batch_size, or end what else runs here"
         )
     if isinstance(error, UserError):

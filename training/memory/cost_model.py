@@ -23,7 +23,7 @@ from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.parts import AttentionKind, Footprint
 from kernels.qkv_attention import qkv_attention_footprint
 from training.data.packing import deal
-from training.host.memory import GIB, SLOT_ALIGNMENT
+from training.host.memory import GIB, MIB, SLOT_ALIGNMENT
 from training.memory.execution import Execution, Placement, needed_for_backward
 from training.memory.machine import Rates
 from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
@@ -31,7 +31,7 @@ from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
 # A search for a plan asks for the same few footprints many thousand times.
 _attention_footprint, _mlp_footprint = functools.cache(qkv_attention_footprint), functools.cache(gated_mlp_footprint)
 _NORMS_BYTES = 8  # per token: 1 / rms of a block's two norms, float32
-LIBRARY_BYTES = 160 * 2**20  # cuBLAS workspaces and the small tensors that nothing below counts
+LIBRARY_BYTES = 160 * MIB  # cuBLAS workspaces and the small tensors that nothing below counts
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def measure_rates(
     """
     if device.type != "cuda":
         return H200
-    backend, rates = choose_backend(attention_backend, device), dict(_copy_rates(device))
+    backend, rates = choose_backend(attention_backend, device), _copy_rates(device)
     for kind in _most_common(kinds or share.kinds):
         kind = kind.for_longest(context_length)
         H, G, K = share.heads
