@@ -27,6 +27,7 @@ from training.data.corpus import load_corpus
 from training.data.loader import PackedLoader, check_can_validate, validation_batches
 from training.data.show import show_batch
 from training.data.tokens import Store
+from training.families import to_config_json
 from training.host.errors import UserError
 from training.host.files import only_run_in
 from training.host.processes import command, outliving_its_output

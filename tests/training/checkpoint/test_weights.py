@@ -139,7 +139,7 @@ def test_damaged_weights_are_refused_by_every_command(name, tmp_path, monkeypatc
     good, bad = (
         save_checkpoint(
             tmp_path / folder, 1, weights=Transformer(MODEL_SIZES["tiny"]).state_dict(),
-            model_config=MODEL_SIZES["tiny"].to_hugging_face(), optimizer_state=None, trainer_state={},
+            model_config=to_config_json(MODEL_SIZES["tiny"]), optimizer_state=None, trainer_state={},
         )
         for folder in ("good", "bad")
     )  # fmt: skip
