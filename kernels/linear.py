@@ -2,11 +2,11 @@
 
     dx = dy weight,  d_weight = dy^T x,  d_bias = sum of dy's rows
 
-`Plain` multiplies in the dtype of its inputs: bfloat16 on GPUs, float32 on CPUs. Its reference is `F.linear`. Products
-add up in float32 and are rounded once. Totals of a weight's gradient over tiles or chunks are float32, because a
-bfloat16 total loses small addends.
+`Plain` multiplies in the dtype of its inputs: bfloat16 on GPUs, float32 on CPUs. A product sums in float32 and rounds
+once. A weight's gradient that adds up over tiles or chunks stays float32: a bfloat16 sum of many tiles loses small
+addends. `F.linear` is the reference.
 
-Kept for backward: x and weight by a call of the part; nothing by its pieces, whose callers keep what they need.
+Kept for backward: x and weight by a call of the part itself; nothing by the pieces.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from .parts import Part
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
-    """Returns a @ b, written into `out` or added to it where it is given, in out's dtype.
+    """Returns a @ b. If `out` is given, a @ b is written into it or added to it, in out's dtype.
 
-    On CUDA, cuBLAS adds products of 16-bit factors to a float32 `out`. On a CPU, the factors are cast first.
+    On CUDA, cuBLAS adds products of 16-bit factors to a float32 `out`. On a CPU the factors are cast first.
     """
     if out is None:
         return a @ b

@@ -1,7 +1,7 @@
-"""What varies from model to model and plugs into operations, and what each operation takes.
+"""Parts that vary from model to model, such as kinds of attention and linear maps; and the footprint of an operation.
 
-Custom operations of PyTorch take tensors, numbers and strings, but no objects. A part therefore has a number, by which
-an operation is told of it and finds it again.
+PyTorch's custom operations take tensors, numbers and strings, but no objects. A part therefore has a number: callers
+pass `part.number` to an operation, and the operation calls `part_of(number)`.
 """
 
 import math
@@ -17,7 +17,7 @@ _PARTS: list["Part"] = []
 
 
 class Part:
-    """Base of the frozen dataclasses that operations find by `number`. Equal parts have the same number."""
+    """Base class of the frozen dataclasses that operations find by `number`. Equal parts have the same number."""
 
     number: int
 
@@ -33,14 +33,14 @@ def part_of(number: int):
 
 
 class Linear(Protocol):
-    """A linear map, y = x weight^T + bias, and the pieces of its backward.
+    """A linear map, y = x weight^T + bias, and the pieces of its forward and backward.
 
-    Operations with a backward of their own call the pieces: the tiled MLP, attention of some heads at a time and the
-    chunked loss. Everything else calls the object itself and leaves backward to autograd.
+    Code with a backward of its own calls the pieces: the tiled MLP, attention of some heads at a time and the chunked
+    loss. All other code calls the object itself and leaves backward to autograd.
 
     Attributes:
-        number: names the part to custom operations, see `Part`.
-        rate: name of the measured rate of its matrix products, a field of `training.memory.machine.Rates`.
+        number: the part's number, see `Part`.
+        rate: name of the measured rate of its matrix products, see `training.memory.machine.Rates`.
     """
 
     number: int
@@ -50,15 +50,19 @@ class Linear(Protocol):
         """Maps x [..., K] to [..., N] by weight [N, K] and bias [N]. Differentiable."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-        """Maps x [M, K] to [M, N] without a graph, into `out` where it is given."""
+        """Maps x [M, K] to [M, N] without a graph. The result is written into `out` if it is given."""
 
     def input_gradient(
         self, dy: Tensor, weight: Tensor, *, out: Tensor | None = None, accumulate: bool = False
     ) -> Tensor:
-        """Returns dx = dy weight [M, K] for dy [M, N], in `out` where it is given; `accumulate` adds to `out`."""
+        """Returns dx = dy weight, [M, K], for dy [M, N].
+
+        Args:
+            out: the result is written into it or, with `accumulate`, added to it.
+        """
 
     def weight_gradient(self, dy: Tensor, x: Tensor, *, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
-        """Returns dy^T x [N, K] for dy [M, N] and x [M, K], as `input_gradient` does; `out` may be float32."""
+        """Returns dy^T x, [N, K], for dy [M, N] and x [M, K]; `out` as in `input_gradient`, and it may be float32."""
 
 
 class AttentionBytes(NamedTuple):
@@ -66,20 +70,20 @@ class AttentionBytes(NamedTuple):
 
     results: int  # bytes per token of the outputs and log-sum-exps, which backward needs
     choices: int  # bytes per token of the lists of key blocks, which backward needs
-    forward: int  # bytes at the fullest moment of forward, beside the two above
-    backward: int  # bytes at the fullest moment of backward, beside dq, dk and dv
+    forward: int  # bytes at the fullest moment of forward, on top of results and choices
+    backward: int  # bytes at the fullest moment of backward, on top of its arguments, dq, dk and dv
 
 
 class AttentionFlops(NamedTuple):
     """Floating-point operations of attention to one document, from q, k and v to its output."""
 
     forward: float  # without the choice
-    choice: float  # choosing key blocks, which happens once per step
+    choice: float  # choosing key blocks: once per step, because the lists are kept
     backward: float
 
 
 class AttentionWork(NamedTuple):
-    """Amounts of work by the name of the measured rate that does it, see `training.memory.machine.Rates`."""
+    """Amounts of work, each under the name of the rate that divides it, see `training.memory.machine.Rates`."""
 
     forward: dict[str, float]
     choice: dict[str, float]
@@ -89,23 +93,26 @@ class AttentionWork(NamedTuple):
 class AttentionKind(Part, ABC):
     """A kind of causal attention, and everything that is its own. Kinds are frozen dataclasses.
 
-    A document is attended to by what it is alone: nothing depends on the documents packed beside it.
+    How a document attends depends on that document alone, not on the documents that are packed with it.
 
-    Tensors: q [B, T, H, K], k and v [B, T, G, K] after rotary positions. `segments` are the documents, int64 [S, 3] on
-    the CPU, rows (batch row, first token, one past the last token); None: each batch row is one document. `lists` are
-    int16 [B, T, G, `list_length`]: indices of key blocks within their document. `backend` is one of
-    `kernels.attention.full.BACKENDS` but "auto". `on_triton` says whether Triton's kernels run.
+    Arguments with one meaning in all methods:
+        q [B, T, H, K], k and v [B, T, G, K]: queries, keys and values after rotary positions.
+        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token);
+            None: each batch row is one document.
+        lists: the blocks of keys that each token chose, int16 [B, T, G, `list_length`], by index in their document.
+        backend: a name in `kernels.attention.full.BACKENDS`, but not "auto".
+        on_triton: whether Triton's kernels run.
 
     Attributes:
-        name: what flags call it.
+        name: the kind's name in flags.
         takes: names of the flags that it obeys.
-        branches: outputs that are kept for backward, each with a log-sum-exp.
-        gates_per_head: logits per token and query head that the model makes of a block's input for it.
-        selected_blocks: blocks of keys per token as flags count them; 0: nothing is chosen.
-        list_length: blocks of keys in a list, those that are not selected anyway.
+        branches: number of outputs that are kept for backward, each with a log-sum-exp.
+        gates_per_head: gate logits per token and query head, which the model computes from the layer's input.
+        selected_blocks: blocks of keys per token, as flags count them; 0: the kind chooses none.
+        list_length: blocks of keys in a list. `selected_blocks` may count more: blocks that every token has anyway.
         longest_document: tokens of the longest document that it takes.
         gpu_head_dims: head widths that its GPU kernels take; (): any.
-        h200_rates: rates on an H200, by name, see `measure_rates`.
+        h200_rates: its rates on an H200, by the names that `work` uses.
     """
 
     name: ClassVar[str]
@@ -126,7 +133,10 @@ class AttentionKind(Part, ABC):
 
     @classmethod
     def from_flags(cls, values: dict[str, int]) -> Self:
-        """Returns the kind of one layer that flags describe; `values` has some of `takes`.
+        """Returns the kind that flags describe for one layer.
+
+        Args:
+            values: numbers by the names in `takes`. A name that is missing has its default.
 
         Raises:
             ValueError: a value out of range.
@@ -139,11 +149,11 @@ class AttentionKind(Part, ABC):
 
     @abstractmethod
     def describe(self, selected_blocks: str) -> str:
-        """Returns a line for people. `selected_blocks` are the numbers of all layers as flags spell them."""
+        """Returns a line for people; `selected_blocks` is the number of blocks in each layer, such as "64x2,32"."""
 
     @abstractmethod
     def check(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, impl: str) -> bool:
-        """Returns `on_triton` for `impl` of `kernels.common.IMPLEMENTATIONS`.
+        """Returns `on_triton`: whether Triton's kernels run with `impl`, see `kernels.common.use_triton`.
 
         Raises:
             ValueError: shapes, dtypes or sizes that no kernel takes.
@@ -154,9 +164,9 @@ class AttentionKind(Part, ABC):
         self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, lists: Tensor | None, backend: str,
         on_triton: bool,
     ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:  # fmt: skip
-        """Returns outputs [B, T, H, K], log-sum-exps [B, T, H] float32, one each per branch, and the lists.
+        """Returns outputs [B, T, H, K] and log-sum-exps [B, T, H] float32, one each per branch, and the lists.
 
-        Lists are chosen where None are given; a kind that chooses nothing returns None.
+        If `lists` is None, the kind chooses them. A kind without lists returns None for them.
         """
 
     @abstractmethod
@@ -164,7 +174,7 @@ class AttentionKind(Part, ABC):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, outs: Sequence[Tensor],
         lses: Sequence[Tensor], lists: Tensor | None, segments: Tensor | None, backend: str, on_triton: bool,
     ) -> Sequence[Tensor]:  # fmt: skip
-        """Returns dq, dk, dv and, where there are gates, their gradient. The arguments are what `forward` returned."""
+        """Returns dq, dk, dv and, if there are gates, their gradient. `forward` returned `outs`, `lses` and `lists`."""
 
     def output(self, outs: Sequence[Tensor], gates: Tensor | None, on_triton: bool) -> Tensor:
         """Returns attention's output [B, T, H, K] from the branches' outputs and gates [B, T, H, gates_per_head]."""
@@ -172,14 +182,16 @@ class AttentionKind(Part, ABC):
 
     @abstractmethod
     def decode(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, state: Any) -> Tensor:
-        """Returns the output [B, 1, H, K] of one new token, q [B, 1, H, K], the last of the cached k and v.
+        """Returns the output [B, 1, H, K] of one new token.
 
         Args:
-            state: what `decoding_state` made for this sequence and layer.
+            q: the new token's queries [B, 1, H, K].
+            k, v: keys and values [B, S, G, K] of all S tokens so far. The new token is the last of them.
+            state: what `decoding_state` returned for this cache.
         """
 
     def decoding_state(self) -> Any:
-        """Returns what a key/value cache keeps for this kind beside keys and values."""
+        """Returns what a new key/value cache keeps for this kind besides keys and values; None: nothing."""
         return None
 
     def for_longest(self, longest: int) -> "AttentionKind":
@@ -191,14 +203,19 @@ class AttentionKind(Part, ABC):
         self, T: int, H: int, G: int, K: int, *, element_size: int = 2, backend: str = "auto",
         context_length: int | None = None, longest: int | None = None,
     ) -> AttentionBytes:  # fmt: skip
-        """Returns what T tokens take; the other arguments as `kernels.attention.full.backward_workspace` takes them."""
+        """Returns the bytes that T tokens take.
+
+        Args:
+            element_size: bytes of an element of q, k and v.
+            context_length, longest: as in `kernels.attention.full.backward_workspace`; context_length None: T.
+        """
 
     @abstractmethod
     def flops(self, length: int, H: int, G: int, K: int) -> AttentionFlops:
         """Returns the floating-point operations of one document of `length` tokens."""
 
     def forward_flops(self, lengths: Iterable[int], H: int, G: int, K: int) -> float:
-        """Returns the floating-point operations of forward and choice over documents of these lengths."""
+        """Returns the floating-point operations of forward and choice, summed over documents of these lengths."""
         flops = {length: self.flops(length, H, G, K) for length in {*lengths}}
         return sum(flops[length].forward + flops[length].choice for length in lengths)
 
@@ -206,10 +223,11 @@ class AttentionKind(Part, ABC):
         self, lengths: Iterable[tuple[float, float]], H: int, G: int, K: int, *, backend: str, steps: int,
         is_packed: bool = True,
     ) -> AttentionWork:  # fmt: skip
-        """Returns the work over documents: pairs of a length in tokens and a number of documents.
+        """Returns the work of attention to the given documents.
 
         Args:
-            steps: calls into which the heads are divided.
+            lengths: pairs of a length in tokens and the number of documents that have it.
+            steps: groups of heads that attend one after the other, each in calls of its own.
             is_packed: whether a batch row may hold several documents.
         """
         totals = [0.0, 0.0, 0.0]
@@ -219,7 +237,10 @@ class AttentionKind(Part, ABC):
         return AttentionWork(*({f"{self.name} {part}": n} for part, n in zip(AttentionWork._fields, totals)))
 
     def rates_with(self, backend: str, native: str) -> dict[str, float]:
-        """Returns an H200's rates with this backend, as they are on a GPU whose own best backend is `native`."""
+        """Returns rates of `backend` for a GPU whose best backend is `native`.
+
+        They assume an H200's peak FLOP/s, and the caller scales them to the GPU's own.
+        """
         return self.h200_rates
 
     @abstractmethod
@@ -227,10 +248,10 @@ class AttentionKind(Part, ABC):
         self, H: int, G: int, K: int, context_length: int, backend: str, seconds: Callable[[Callable], float],
         device: torch.device,
     ) -> dict[str, float]:  # fmt: skip
-        """Returns the rates of a GPU by the names that `work` uses, FLOP/s or calls per second.
+        """Measures the rates of this GPU, in FLOP/s or calls per second, by the names that `work` uses.
 
         Args:
-            seconds: times a function on the GPU.
+            seconds: runs a function on the GPU and returns the seconds of a call.
         """
 
     def time(
@@ -248,17 +269,20 @@ class AttentionKind(Part, ABC):
 
 @dataclass(frozen=True)
 class Footprint:
-    """What an operation takes for a number of tokens. Weights and their gradients are counted by whoever holds them.
+    """Memory and work of an operation on a number of tokens, without weights and their gradients.
+
+    Activation checkpointing runs a forward a second time, before backward. `kernels.common.operation` says which
+    results are kept from the first run, and which operations the second run leaves out.
 
     Args:
-        saved: bytes from forward to backward, its input included if backward needs it.
-        forward: bytes at the fullest moment of a forward that saves nothing, beside its input.
-        backward: bytes at the fullest moment of backward, beside what is saved.
-        keepable: bytes of what is saved that stands in for a second forward, see `operation`.
+        saved: bytes kept from forward to backward, the input included if backward needs it.
+        forward: bytes at the fullest moment of a forward that saves nothing, on top of its input.
+        backward: bytes at the fullest moment of backward, on top of `saved`.
+        keepable: part of `saved`: results that, if they are kept, spare the second forward their computation.
         matrix_flops, backward_matrix_flops: floating-point operations of the matrix products of forward and backward.
-        elementwise_bytes: read and written in forward by what is neither a matrix product nor attention.
-        choices: bytes of what is saved that is kept always, see `operation`.
-        is_skippable: whether forward need not run again for backward, see `operation`.
+        elementwise_bytes: bytes that forward reads and writes outside of matrix products and attention.
+        choices: part of `saved`: choices, which are always kept.
+        is_skippable: whether the second forward may leave the operation out.
     """
 
     saved: int

@@ -1,17 +1,16 @@
-"""A block's attention from its input to its output projection, all key/value heads at once or some at a time.
+"""Attention of a transformer block, from its input to its output projection, all heads at once or some at a time.
 
-With n of G key/value heads at a time, q, k, v and their gradients take n / G of their memory: each step projects the
-input to n key/value heads and their query heads, normalises and rotates these, and attends. Models differ in whether
-the projections have biases, and whether heads are normalised.
+Some heads at a time, each step projects the input to n of the G key/value heads and their query heads, normalises and
+rotates them, and attends. q, k, v and their gradients then take n / G of their memory. Models differ in whether the
+projections have biases, and whether heads are normalised.
 
-Kept for backward: the input, attention's output and log-sum-exp; with all heads at once also v, q and k after their
-rotation and, if they are normalised, before it. Some heads at a time, backward projects each step's q, k and v again.
-Attention costs the same as all heads at once; the matrix products are smaller.
+Kept for backward by all heads at once: the input, attention's outputs and log-sum-exps, v, and q and k after their
+rotation; if heads are normalised, q and k before it as well. Some heads at a time, q, k and v are not kept: backward
+projects them again, step by step. Attention itself costs the same either way; the matrix products are smaller.
 
 N ranks may share each sequence (`HeadExchange`). Each step then projects this rank's tokens to n key/value heads of
-every rank, and exchanges tokens for heads around attention: of 8 key/value heads and 2 ranks, one at a time, the first
-step has heads 0 and 4. Attention's output is kept for this rank's tokens, log-sum-exp and chosen blocks for its heads.
-
+every rank, and exchanges tokens for heads around attention. With 8 key/value heads, 2 ranks and n = 1, the first step
+has heads 0 and 4. A rank keeps attention's outputs for its own tokens, and log-sum-exps and lists for its own heads.
 """
 
 import itertools
@@ -33,7 +32,7 @@ from .torch_internals import resolve_process_group
 
 
 class QKVParameters(NamedTuple):
-    """Parameters that make q, k and v of a block's input."""
+    """Parameters that turn a transformer block's input into q, k and v."""
 
     weights: list[Tensor]  # q's [H K, D], k's [G K, D] and v's [G K, D]
     biases: list[Tensor]  # [H K], [G K] and [G K], or none
@@ -42,7 +41,7 @@ class QKVParameters(NamedTuple):
     head_dim: int
 
     def with_query_rows(self, count: int) -> "QKVParameters":
-        """Returns the same parameters with the first `count` rows alone of q's."""
+        """Returns the same parameters, with only the first `count` rows in the weight and bias of q."""
         weights, biases = ([rows[:count] for rows in of_qkv[:1]] + of_qkv[1:] for of_qkv in (self.weights, self.biases))
         return self._replace(weights=weights, biases=biases)
 
@@ -59,7 +58,10 @@ def project_heads(
     x_BTD: Tensor, parameters: QKVParameters, cos: Tensor | None, sin: Tensor | None, linear: Linear = PLAIN,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns q [B, T, H, K], k and v [B, T, G, K], normalised and rotated; arguments as `qkv_attention`."""
+    """Returns q [B, T, H, K], k and v [B, T, G, K], with q and k normalised and rotated.
+
+    Arguments are as in `qkv_attention`.
+    """
     weights, biases, norms, eps, K = parameters
     products = [linear(x_BTD, w, b) for w, b in zip(weights, biases or [None] * 3)]
     q, k, v = (x.unflatten(-1, (-1, K)) for x in products)
@@ -67,7 +69,10 @@ def project_heads(
 
 
 class _Division(NamedTuple):
-    """Of heads: first among ranks, then each rank's into steps. Methods take tensors whose dimension `dim` is heads."""
+    """A division of heads, first among ranks and then each rank's into steps.
+
+    With 8 heads, 2 ranks and 4 steps, step 0 has heads 0 and 4. Dimension `dim` of the tensors below counts heads.
+    """
 
     ranks: int
     steps: int
@@ -76,20 +81,20 @@ class _Division(NamedTuple):
         return x.unflatten(dim, (self.ranks, self.steps, -1)).select(dim + 1, step)
 
     def take(self, x, step: int, dim: int = 2):
-        """One step's heads of x, those of the first rank first, contiguous; None of None."""
+        """Returns one step's heads of x, contiguous, in the order of the ranks. Returns None if x is None."""
         return None if x is None else self._view(x, step, dim).flatten(dim, dim + 1).contiguous()
 
     def put(self, x: Tensor, step: int, heads: Tensor, dim: int = 2) -> None:
-        """Write into x what `take` is to return."""
+        """Writes one step's `heads` into x, where `take` finds them."""
         self._view(x, step, dim).copy_(heads.unflatten(dim, (self.ranks, -1)))
 
 
 def _divide(num_heads: int, n: int, group_name: str | None) -> tuple[HeadExchange, _Division, _Division]:
-    """The exchange between the ranks of a group, and the division of all heads and of a rank's own heads.
+    """Returns a group's exchange, the division of all ranks' heads, and the division of this rank's own heads.
 
     Args:
         num_heads: key/value heads of all ranks.
-        n: of a rank in one step.
+        n: key/value heads of one rank in one step.
     """
     exchange = HeadExchange(None if group_name is None else resolve_process_group(group_name))
     steps = num_heads // exchange.size // n
@@ -97,9 +102,9 @@ def _divide(num_heads: int, n: int, group_name: str | None) -> tuple[HeadExchang
 
 
 def _rows_of_step(parameters: Sequence[Tensor], step: int, division: _Division) -> Tensor | None:
-    """Rows of the q, k and v projections that make the n heads of one step, [(R + 2) n K, D]; R query heads a group.
+    """Returns one step's rows of the q, k and v projections, [(R + 2) n K, D], or of their biases, [(R + 2) n K].
 
-    Of their biases [(R + 2) n K]; None where there are none.
+    A step has n key/value heads, each with R query heads. Returns None if there are no parameters.
     """
     return torch.cat([division.take(rows, step, 0) for rows in parameters]) if parameters else None
 
@@ -107,7 +112,7 @@ def _rows_of_step(parameters: Sequence[Tensor], step: int, division: _Division) 
 def _split_heads(
     qkv: Tensor, norms: Sequence[Tensor], eps: float, n: int, cos: Tensor | None, sin: Tensor | None, K: int, impl: str
 ) -> list[Tensor]:
-    """[B, T, (R + 2) n K] -> q [B, T, R n, K], k and v [B, T, n, K], normalised and rotated as attention takes them."""
+    """[B, T, (R + 2) n K] -> q [B, T, R n, K], k and v [B, T, n, K], with q and k normalised and rotated."""
     heads = qkv.unflatten(-1, (-1, K)).split([qkv.shape[-1] // K - 2 * n, n, n], dim=2)
     q, k = _rotated(*_normalised(heads[0], heads[1], norms, eps, impl), cos, sin, impl)
     return [q, k, heads[2].contiguous()]
@@ -121,8 +126,8 @@ def _qkv_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x [B, T, D] -> outputs [branches, B, T, H, K], log-sum-exps [branches, B, T, H] and lists [B, T, G, blocks].
 
-    Biases and norms may be empty. Lists are chosen here where none are given. In a group of N ranks x and outputs have
-    this rank's tokens, log-sum-exps and lists have its heads of T N tokens.
+    Biases and norms may be empty. If `lists` is None, lists are chosen here. In a group of N ranks, x and outputs are
+    of this rank's T tokens and all heads; log-sum-exps and lists are of all T N tokens and this rank's heads.
     """
     own_kind, product, K = part_of(kind), part_of(linear), head_dim
     exchange, all_heads, own_heads = _divide(len(weights[1]) // K, n, group_name)
@@ -141,7 +146,7 @@ def _qkv_attention(
             own_heads.put(lse[branch], step, lses[branch])
         if lists is None and chosen_n is not None:
             own_heads.put(chosen, step, chosen_n)
-        del outs, lses, lists_n, chosen_n  # before those of the next step are made
+        del outs, lses, lists_n, chosen_n  # before the next step's are made
     return out, lse, chosen
 
 
@@ -165,7 +170,7 @@ def _(x, weights, biases, norms, eps, head_dim, cos, sin, segments, lists, kind,
 
 
 class _Options(NamedTuple):
-    """Arguments of `_QKVAttention` that are no tensors."""
+    """Arguments of `_QKVAttention` that are not tensors."""
 
     eps: float
     head_dim: int
@@ -176,11 +181,11 @@ class _Options(NamedTuple):
     impl: str
     n: int  # key/value heads of a rank in one step
     group_name: str | None
-    counts: tuple[int, int, int]  # weights, biases and norms
+    counts: tuple[int, int, int]  # numbers of weights, biases and norms
 
 
 class _QKVAttention(torch.autograd.Function):
-    """Attention of n key/value heads per step. Each step rounds the input's gradient to the input's dtype."""
+    """Attention of n key/value heads per step. Steps add to the input's gradient in the input's dtype."""
 
     @staticmethod
     def forward(ctx, x, o_weight, gates, cos, sin, segments, options, *qkv):
@@ -239,14 +244,14 @@ class _QKVAttention(torch.autograd.Function):
                 all_heads.put(d_bias, step, part, 0)
             for d_norm, part in zip(d_norms, d_norms_n):
                 d_norm += part
-            del qkv, heads, q, k, v, outs_n, lses_n, gates_n, lists_n, given, d_out  # before those of the next step
+            del qkv, heads, q, k, v, outs_n, lses_n, gates_n, lists_n, given, d_out  # before the next step's are made
             del d_heads, d_qkv, d_qkv_rows, parts, part
         d_norms = [d.to(w.dtype) for d, w in zip(d_norms, norms)]
         return dx_rows.view_as(x), d_o_weight, d_gates, *[None] * 4, *d_weights, *d_biases, *d_norms
 
 
 def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
-    """Lists of so many each: of the lengths 3, 0 and 2 the first three, none, and the last two."""
+    """Splits tensors into lists of the given lengths: counts 3, 0 and 2 give the first three, none, the last two."""
     remaining = iter(tensors)
     return [list(itertools.islice(remaining, count)) for count in counts]
 
@@ -267,29 +272,30 @@ def qkv_attention(
     backend: str = "auto",
     impl: str = "auto",
 ) -> Tensor:
-    """Projections, q/k RMSNorm, RoPE, causal grouped-query attention and the output projection.
+    """Projects to q, k and v, normalises and rotates q and k, attends causally, and applies the output projection.
 
     Args:
         x_BTD: [B, T, D], of the weights' dtype.
-        parameters: for H query heads and G key/value heads, a divisor of H.
+        parameters: for H query heads and G key/value heads; G divides H.
         o_weight: [D, H K].
         cos, sin: float32, as `rope` takes them; None: heads are not rotated.
-        segments, backend: as `kernels.attention.attend.attention` takes them.
+        segments, backend: as in `kernels.attention.attend.attention`.
         kind: what a token attends to.
         gates: logits [B, T, H, gates_per_head], for a kind that has gates.
-        heads_at_a_time: key/value heads that one step works on, a divisor of G, or of G / N where N ranks share each
-            sequence; None: all, and backward projects nothing again.
-        exchange: between the ranks that share each sequence: x_BTD, cos, sin and gates have this rank's tokens,
-            segments are of whole sequences. None: nothing is shared.
-        linear: how the matrix products are made.
+        heads_at_a_time: key/value heads per step, a divisor of G; if N ranks share each sequence, of G / N. None: all
+            at once, and backward projects nothing again.
+        exchange: the exchange between ranks that share each sequence. x_BTD, cos, sin and gates are then of this
+            rank's tokens, segments of whole sequences. None: nothing is shared.
+        linear: the linear map of all projections.
         impl: "auto", "triton" or "torch".
 
     Returns:
         [B, T, D].
 
     Raises:
-        ValueError: heads_at_a_time does not divide the key/value heads, or the ranks do not divide them where it is
-            given; an exchange that parts query heads that choose blocks together; an unavailable backend.
+        ValueError: heads_at_a_time does not divide a rank's key/value heads; with heads_at_a_time, the ranks do not
+            divide all key/value heads; an exchange would separate query heads that choose blocks together; an
+            unavailable backend.
         RuntimeError: in backward, create_graph=True.
     """
     exchange = exchange or HeadExchange(None)
@@ -333,14 +339,15 @@ def qkv_attention_footprint(
     num_ranks: int = 1,
     has_norms: bool = True,
 ) -> Footprint:
-    """Returns what `qkv_attention` takes; `context_length` and `longest` as `backward_workspace` takes them.
+    """Returns the footprint of `qkv_attention`, without biases, which are too small to count.
 
-    Attention's own floating-point operations are not counted: `AttentionKind.flops` are.
+    Floating-point operations count the projections alone: `AttentionKind.flops` has attention's own.
 
     Args:
         num_tokens: tokens of this rank.
+        context_length, longest: as in `kernels.attention.full.backward_workspace`.
         num_ranks: ranks that share each sequence, a divisor of the key/value heads.
-        has_norms: whether heads are normalised. Biases take nothing worth counting.
+        has_norms: whether heads are normalised.
     """
     T, N, own_heads = num_tokens, num_ranks, num_key_value_heads // num_ranks
     steps = 1 if heads_at_a_time is None else own_heads // heads_at_a_time
@@ -350,20 +357,20 @@ def qkv_attention_footprint(
         context_length=context_length, longest=longest,
     )  # fmt: skip
     results, choices = N * steps * attention.results, N * steps * attention.choices
-    # Branches beside the first have outputs of their own, their sum is what the output projection takes, and the
-    # model makes logits of their gates.
+    # A kind with several branches has an output for each, their gated sum for the output projection, and the gates'
+    # logits.
     gates = kind.gates_per_head * num_heads * element_size
     outs, gated = kind.branches * q, q if kind.branches > 1 else 0
     qkv = q + 2 * k
     projecting = 2 * q + 3 * k + (q + k) * has_norms  # q, k and v, normalised, and rotated
-    if longest is not None:  # a call's output of packed documents, before it is put beside the others
+    if longest is not None:  # packed documents: a call's output, before it is copied into the whole output
         projecting = max(projecting, 3 * q + 2 * k)
-    if N > 1:  # q, k and v as q is sent; all heads at once also as v is sent, when the first two have arrived
+    if N > 1:  # q, k and v while q is sent; all heads at once, also while v is sent and q and k have arrived
         projecting = max(projecting, 3 * q + 2 * k, (2 * q + 5 * k) * (heads_at_a_time is None))
     if heads_at_a_time is None:
-        # Saved are q and k after their rotation and v; normalised q and k before it, and 1 / rms of their heads.
-        # Backward has dout, dq, dk and dv. Where ranks share sequences the output projection takes this rank's tokens,
-        # attention's backward its heads.
+        # Saved: v, and q and k after their rotation; if heads are normalised, also q and k before it, and 1 / rms of
+        # each head. Backward has dout, dq, dk and dv. If ranks share sequences, attention's output is saved twice:
+        # for this rank's heads by attention, for this rank's tokens by the output projection.
         gated = q if N > 1 else gated
         saved = x + qkv + results + choices + gated + gates
         saved += (q + k + 4 * (num_heads + num_key_value_heads)) * has_norms
@@ -372,8 +379,9 @@ def qkv_attention_footprint(
             (2 * q + 2 * k - gated + gates) * T,  # the projection's input is gone by then
         )
     else:
-        # Forward holds the whole output, and one step's heads or the projection of all. Backward holds dx and one
-        # step's qkv, q, k, v, out, dout, dq, dk and dv. Ranks that share sequences hold what they send, too.
+        # Forward holds the whole output, and beside it first one step's heads, then the output's projection. Backward
+        # holds dx and one step's qkv, q, k, v, out, dout, dq, dk and dv. Ranks that share sequences also hold what
+        # they send.
         saved = x + results + choices + gates
         attending = (qkv + outs + choices) // steps * T + attention.forward
         working = max(max(projecting, (outs + 2 * q) * (N > 1)) // steps * T, attending)
