@@ -1,6 +1,6 @@
 """Causal attention: to everything, to a window, to chosen blocks of keys, and native sparse attention.
 
-A kind of attention is a file or folder that owns everything about itself, see `kernels.parts.AttentionKind`.
+Each kind is a file or a folder that owns everything about itself, see `kernels.parts.AttentionKind`.
 """
 
 from .full import Full

@@ -1,6 +1,7 @@
 """Attention of any kind, from q, k and v to its output, each document of a packed batch on its own.
 
-One operation runs every kind forward and one runs it backward. What a kind computes and keeps is in its own file.
+All kinds share two operations: `fathom::attend` runs a kind's forward, and `fathom::attend_backward` its backward.
+Each kind's own file says what it computes and keeps.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,13 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, lists: Tensor | None, kind: int, backend: str,
     on_triton: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Returns the outputs of all branches, their log-sum-exps, and the lists where they are chosen here."""
+    """Returns the outputs of all branches, their log-sum-exps, and the lists of blocks, in one list of tensors.
+
+    The last tensor has the lists if the kind chose them here. If they were given, or the kind has none, it is empty.
+
+    Args:
+        kind: the kind's number, see `kernels.parts.Part`.
+    """
     outs, lses, chosen = part_of(kind).forward(q, k, v, segments, lists, backend, on_triton)
     return [*outs, *lses, chosen if lists is None and chosen is not None else _no_lists(k)]
 
@@ -52,8 +59,8 @@ def attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, outs: Sequence[Tensor],
     lses: Sequence[Tensor], lists: Tensor, segments: Tensor | None, kind: AttentionKind, backend: str, on_triton: bool,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """Returns dq, dk, dv and, where there are gates, their gradient; arguments as `AttentionKind.backward`."""
-    if kind.gpu_head_dims and not on_triton:  # a reference, whose gradient may be autograd's: none inside an operation
+    """Returns dq, dk, dv and, if there are gates, their gradient. Arguments are as in `AttentionKind.backward`."""
+    if kind.gpu_head_dims and not on_triton:  # a reference, which may call autograd: not inside an operation
         return kind.backward(dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton)
     kept = list(outs), list(lses), lists, segments, kind.number, backend, on_triton
     return torch.ops.fathom.attend_backward(dout, q, k, v, gates, *kept)
@@ -90,7 +97,7 @@ def attention(
     backend: str = "auto",
     impl: str = "auto",
 ) -> Tensor:
-    """Causal grouped-query attention, each document of a packed sequence on its own.
+    """Attends causally with grouped queries, each document of a packed sequence on its own.
 
     Args:
         q_BTHK: queries [B, T, H, K]; bfloat16 or float16 on CUDA, any floating dtype on a CPU.
@@ -99,15 +106,15 @@ def attention(
             cover every token once; None: each batch row is one document.
         kind: what a token attends to.
         gates: logits [B, T, H, gates_per_head], for a kind that has gates.
-        lists: int16 [B, T, G, blocks], in place of the kind's own choice.
-        backend: kernel for attention to everything, see `kernels.attention.full.choose_backend`.
+        lists: chosen blocks, int16 [B, T, G, blocks], in place of the kind's own choice.
+        backend: the library's kernel for attention to everything, see `kernels.attention.full.choose_backend`.
         impl: "auto", "triton" or "torch", for all other kernels.
 
     Returns:
         [B, T, H, K] in q's dtype.
 
     Raises:
-        ValueError: heads that do not divide, shapes or a dtype that no kernel takes, an unavailable backend.
+        ValueError: an H that is not a multiple of G, shapes or a dtype that no kernel takes, an unavailable backend.
         RuntimeError: in backward, create_graph=True.
     """
     on_triton = kind.check(q_BTHK, k_BTGK, v_BTGK, segments, impl)

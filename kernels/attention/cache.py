@@ -1,4 +1,4 @@
-"""Keys and values that wait for the tokens to come, while generating."""
+"""The key/value cache: a token that is generated attends to the keys and values of the tokens before it."""
 
 from torch import Tensor
 
@@ -7,7 +7,12 @@ from .full import FULL
 
 
 class KeyValueCache:
-    """Keys and values of the tokens already seen, for one layer, while generating."""
+    """Keys and values of the tokens seen so far, for one layer.
+
+    Args:
+        max_length: most tokens that the cache has room for.
+        kind: the layer's kind of attention. `state` is what it keeps besides keys and values.
+    """
 
     def __init__(self, max_length: int, kind: AttentionKind = FULL):
         self.max_length, self.length = max_length, 0
@@ -15,7 +20,7 @@ class KeyValueCache:
         self.state = kind.decoding_state()
 
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the new tokens; returns the keys and values of all tokens so far."""
+        """Stores the keys and values of new tokens [B, T, G, K]; returns all of them so far, [B, S, G, K]."""
         if self._keys_values is None:
             B, _, G, K = k_BTGK.shape
             self._keys_values = tuple(k_BTGK.new_empty(B, self.max_length, G, K) for _ in range(2))

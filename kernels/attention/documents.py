@@ -1,10 +1,10 @@
 """Documents of a packed batch, and the calls of a library's kernels that attend to them.
 
-All rows of a batch are one line of tokens here: row 2 of rows of T tokens begins at token 2 T. A long document has a
+Tokens are counted through all rows of a batch: in rows of T tokens, row 2 begins at token 2 T. A long document has a
 call of its own. Neighbouring short documents attend together in one call, with a table of where each begins.
 
-A library that builds a plan for each new length gets few lengths: a document that attends alone is rounded up to a
-multiple of a sixteenth of the power of two below it. That adds 4% to its work on average and 13% at most.
+Some libraries build a plan for each new length. They get few lengths: `rounded_length` rounds up a document that
+attends alone, which adds 4% to its work on average and 13% at most.
 """
 
 import functools
@@ -15,20 +15,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Tokens of the longest document that attends together with others where cuDNN attends to long ones. cuDNN's kernel is
-# faster but costs more per call. Both take as long at 1,800 tokens with 8 key/value heads, at 5,000 with one
-# (`python -m benchmarks.bench_packed_attention`, one H200).
+# Tokens of the longest document that attends together with others, if cuDNN attends to longer ones. cuDNN's kernel is
+# faster but costs more per call. Both ways are equally fast at 1,800 tokens with 8 key/value heads, and at 5,000 with
+# one (`python -m benchmarks.bench_packed_attention`, one H200).
 LONGEST_TOGETHER = 2048
-TOGETHER_TOKENS = 32_768  # tokens of one call at most, each document counted with SPACING more: calls need memory
+TOGETHER_TOKENS = 32_768  # most tokens of one call, counting SPACING more per document: a call's memory grows with them
 SPACING = 128  # tokens between documents in the float32 sums of FlashAttention's backward
-_TILE = 128  # tokens of the library's tiles
+_TILE = 128  # tokens of a FlashAttention tile
 
 
 @dataclass
 class Documents:
-    """Documents packed in each row of a batch, on the CPU, because the host launches attention per document.
+    """Documents packed in each row of a batch. Tensors are on the CPU: the host launches attention by document.
 
-    Ranks that share a sequence have each their own positions, and the segments and lengths of whole sequences.
+    If ranks share a sequence, a rank has the positions of its own tokens, but segments and lengths of whole sequences.
     """
 
     segments: Tensor | None  # int64 [S, 3], rows (batch row, start, stop); None where each row is one document
@@ -42,7 +42,10 @@ class Documents:
 
 
 def find_documents(document_ids: Tensor) -> Documents:
-    """Returns the documents packed in each row, from integers [B, T] that do not decrease in a row.
+    """Returns the documents packed in each row.
+
+    Args:
+        document_ids: the document of each token, integers [B, T]. [[0, 0, 0, 1, 1]] has documents of 3 and 2 tokens.
 
     Raises:
         ValueError: ids that decrease within a row.
@@ -80,7 +83,7 @@ def split_by_length(segments: Tensor, T: int, long_from: int) -> tuple[Tensor, l
         long_from: tokens of the shortest long document.
 
     Returns:
-        The rows of `segments` that are short documents, and the spans in order.
+        The rows of `segments` that are short documents, and the spans, in order.
     """
     lengths = segments[:, 2] - segments[:, 1]
     long = segments[lengths >= long_from]
@@ -103,17 +106,17 @@ class Call(NamedTuple):
     stop: int
     ends: tuple[int, ...] = ()  # ends of documents that attend together, counted from `start`; (): one attends alone
     offsets: Tensor | None = None  # 0 and `ends`, int32 on the device
-    longest: int = 0  # tokens of the longest that attends together, or a little more; kernels skip what is not there
+    longest: int = 0  # tokens of the longest document that attends together, rounded up, see `_longest`
 
 
 def divide(documents: Iterable[tuple[int, int]], longest_together: float, most_tokens: int) -> list[Call]:
-    """Returns the calls that attend to documents (start, stop), in order. Neighbours alone attend together.
+    """Returns the calls that attend to documents (start, stop), in order. Only neighbours attend together.
 
-    Documents of 3, 2, 9, 4 and 3 tokens, where up to 4 tokens attend together, need three calls: (3, 2), 9 and (4, 3).
+    With longest_together=4, documents of 3, 2, 9, 4 and 3 tokens need three calls: (3, 2), 9 and (4, 3).
 
     Args:
         longest_together: tokens of the longest document that does not attend alone.
-        most_tokens: tokens of one call, each document counted with SPACING more; one document always fits.
+        most_tokens: most tokens of one call, counting SPACING more per document; one document always fits.
     """
     calls: list[Call] = []
     counted = 0  # tokens and SPACING of the documents of the last call
@@ -133,19 +136,19 @@ def divide(documents: Iterable[tuple[int, int]], longest_together: float, most_t
 
 
 def most_tokens_together(num_tokens: int, position_tokens: int = 1) -> int:
-    """Returns `divide`'s `most_tokens` for a batch of `num_tokens`, or of positions that stand for several tokens."""
+    """Returns `most_tokens` of `divide` for a batch of `num_tokens` positions of `position_tokens` tokens each."""
     return min(TOGETHER_TOKENS // position_tokens, 2 * num_tokens + 32 * SPACING)
 
 
 def document_calls(
     q_BTHK: Tensor, segments: Tensor, longest_together: float, position_tokens: int = 1
 ) -> tuple[Call, ...]:
-    """Returns the calls for q's documents. All layers of a step share them: they are sent to the device once.
+    """Returns the calls for q's documents. All layers of a step share them: tables are sent to the device once.
 
     Args:
         segments: the documents, int64 [S, 3] on the CPU, rows (batch row, start, stop).
         longest_together: tokens of the longest document that does not attend alone.
-        position_tokens: tokens that each of q's positions stands for.
+        position_tokens: tokens that each position of q and `segments` stands for.
     """
     (B, T), documents = q_BTHK.shape[:2], segments.long().contiguous().numpy().tobytes()
     limits = longest_together / position_tokens, most_tokens_together(B * T, position_tokens)
@@ -159,23 +162,26 @@ def _document_calls(
     segments = torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, 3)
     in_order = sorted((row * T + start, row * T + stop) for row, start, stop in segments.tolist())
     calls = divide(in_order, longest_together, most_tokens)
-    # One copy for all calls, without a wait of the host.
+    # One copy to the device serves all calls, and the host does not wait for it.
     offsets = torch.tensor([i for call in calls if call.ends for i in (0, *call.ends)], dtype=torch.int32)
     parts = iter(offsets.to(device, non_blocking=True).split([1 + len(call.ends) for call in calls if call.ends]))
     return tuple(call._replace(offsets=next(parts), longest=_longest(call)) if call.ends else call for call in calls)
 
 
 def _longest(call: Call) -> int:
-    """Returns a multiple of a tile, two at least: FlashAttention has other kernels for documents of one tile."""
+    """Returns the tokens of the longest document, rounded up to whole tiles, two at least.
+
+    FlashAttention's kernels skip what lies past a document's end. It has other kernels for documents of one tile.
+    """
     longest = max(stop - start for start, stop in zip((0, *call.ends), call.ends))
     return max(2 * _TILE, -(-longest // _TILE) * _TILE)
 
 
 def rounded_length(length: int, step: int) -> int:
-    """Returns the tokens of a call for one document of `length`, where a library builds a plan for each new number.
+    """Returns the tokens of a call for one document of `length` tokens, rounded up so that few lengths occur.
 
-    The result is a multiple of the sixteenth part of the largest power of two below `length`, and of `step` at least.
-    A step of 256 makes 2,304 of 2,100 tokens, 5,120 of 5,000, and 40,960 of 40,000. A step of 1 rounds nothing.
+    Results are multiples of `step`; for long documents, of 1/16 of the largest power of two below `length`. With a step
+    of 256, 2,100 becomes 2,304, 5,000 becomes 5,120 and 40,000 becomes 40,960. A step of 1 rounds nothing.
     """
     if step > 1:
         step = max(step, 1 << max(0, (length - 1).bit_length() - 5))

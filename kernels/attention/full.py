@@ -2,14 +2,15 @@
 
     out[t] = sum_s softmax_s(q[t] . k[s] / sqrt(K)) v[s],  s <= t and s in t's document
 
-This file chooses which library's kernel computes attention. Query head h reads key/value head h // (H / G); keys and
-values are never repeated in memory. Kept for backward, for each token: q, k, v and out, (2H + 2G) K elements, and the
-float32 log-sum-exp, H elements. `kernels.attention.documents` says which documents attend together in one call.
+Libraries' kernels compute it; this file chooses the library. Query head h reads key/value head h // (H / G); keys and
+values are never repeated in memory. documents.py says which documents attend together in one call.
 
-From run to run cuDNN's dq may differ in its last bits, and PyTorch offers no other. Under
-`torch.use_deterministic_algorithms(True)` "auto" is FlashAttention-2, whose backward then runs in its deterministic
-mode, as flash-attn-4's does: with more float32 sums of dq, which no plan counts. Set
-`torch.utils.deterministic.fill_uninitialized_memory` to False there, else PyTorch fills every new tensor.
+Kept for backward, per token: q, k, v and out, (2H + 2G) K elements, and the float32 log-sum-exp, H elements.
+
+cuDNN's dq may differ in its last bits from run to run, and PyTorch offers no deterministic mode of it. Under
+`torch.use_deterministic_algorithms(True)`, "auto" therefore means FlashAttention-2. Its backward is then deterministic,
+as flash-attn-4's is. That takes more float32 sums of dq, which no plan counts. Also set
+`torch.utils.deterministic.fill_uninitialized_memory` to False, or PyTorch fills every new tensor.
 
 Method: Dao et al., FlashAttention, arXiv 2205.14135; grouped-query attention: Ainslie et al., arXiv 2305.13245.
 """
@@ -34,15 +35,16 @@ from .documents import (
     rounded_length,
 )
 
-_CUDNN_SHORTEST = 64  # tokens; shorter rows run in FlashAttention-2, as cuDNN refuses a row of one token
-# Tokens; a document of more, rounded up, is copied one key/value head at a time to pad it at the end of the batch.
+_CUDNN_SHORTEST = 64  # tokens; shorter rows run in FlashAttention-2, because cuDNN refuses a row of one token
+# Tokens. A document whose rounded length runs past the end of the batch is copied, to pad it. If that length is above
+# this limit, one key/value head is copied at a time.
 _LONGEST_COPIED = 32_768
 _NEVER_ATTENDS = 1e30  # a log-sum-exp under which every probability is exactly 0
-BACKWARD_FLOPS = 2.5  # floating-point operations of backward over those of forward: five matrix products against two
+BACKWARD_FLOPS = 2.5  # backward's floating-point operations divided by forward's: five matrix products against two
 
 
 def attention_reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments: Tensor | None = None) -> Tensor:
-    """Attention with the T x T matrix written out, in the inputs' dtype. Arguments as `attention`."""
+    """Attention with the T x T matrix written out, in the inputs' dtype. Arguments are as in `attention`."""
     B, T, H, K = q_BTHK.shape
     G = k_BTGK.shape[2]
     document_BT = torch.zeros(B, T, dtype=torch.long)
@@ -57,21 +59,22 @@ def attention_reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments
 
 
 class Kernel(NamedTuple):
-    """A library's causal attention.
+    """A library's causal attention: functions for rows of one document each, and for documents that attend together.
 
     Args:
-        forward: over rows of one document each, q [B, T, H, K], k and v [B, T, G, K] -> out [B, T, H, K], log-sum-exp
-            [B, H, T] float32.
+        forward: q [B, T, H, K], k and v [B, T, G, K] -> out [B, T, H, K], log-sum-exp [B, H, T] float32. Each row is
+            one document.
         backward: dout, q, k, v, out, log-sum-exp -> dq, dk, dv, in the layouts of q, k and v.
-        forward_together: over documents that follow each other, q [N, H, K], k and v [N, G, K], where each document
-            begins, int32 [documents + 1] on their device, tokens of the longest -> out, log-sum-exp [H, N] float32.
+        forward_together: q [N, H, K], k and v [N, G, K], begins, longest -> out [N, H, K], log-sum-exp [H, N] float32.
+            Documents follow each other in the N tokens. `begins` has the first token of each document and N, int32 on
+            the device of q; `longest` is the number of tokens of the longest document.
         backward_together: dout, q, k, v, out, log-sum-exp, begins, longest -> dq, dk, dv.
-        workspace_rows: memory that backward allocates for itself, as a multiple of q's: float32 dq, dk, dv of each
-            query head. Measured.
-        rows_together: the same of backward_together, besides the float32 dq of SPACING tokens a document: float32 dq,
-            and dk and dv of each query head in bf16.
+        workspace_rows: bytes that `backward` allocates for itself, divided by q's bytes. They are for float32 dq, dk
+            and dv of each query head. Measured.
+        rows_together: the same number for `backward_together`, for float32 dq, and bf16 dk and dv of each query head.
+            The float32 dq of SPACING more tokens per document is not included.
         longest_together: tokens of the longest document that does not attend alone.
-        length_step: tokens; see `rounded_length`, for documents that attend alone.
+        length_step: tokens; `step` of `rounded_length`, for a document that attends alone.
     """
 
     forward: Callable
@@ -85,7 +88,7 @@ class Kernel(NamedTuple):
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    """[B, T, H, K] <-> [B, H, T, K]"""
+    """[B, T, H, K] -> [B, H, T, K], and back."""
     return [x.transpose(1, 2) for x in tensors]
 
 
@@ -132,12 +135,12 @@ def _flash_backward_together(
 
 
 def _unused_seed(q: Tensor) -> Tensor:
-    """The random seed that backward kernels take for dropout, which is off: no kernel reads it."""
+    """Returns the random seed that backward kernels take for dropout. Dropout is off, so no kernel reads it."""
     return torch.empty((), dtype=torch.int64, device=q.device)
 
 
 def _is_deterministic() -> bool:
-    """Whether backward must give the same bits from run to run."""
+    """Returns whether backward must give the same bits from run to run."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
@@ -152,7 +155,7 @@ def _cpu_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
 
 
 def _cpu_forward_together(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """One document after the other."""
+    """Attends to one document after the other: the CPU has no kernel for several."""
     documents = zip(*(x.split(begins.diff().tolist()) for x in (q, k, v)))
     outs, lses = zip(*(_cpu_forward(*(x[None] for x in document)) for document in documents))
     return torch.cat(outs, 1)[0], torch.cat(lses, 2)[0]
@@ -183,7 +186,7 @@ def _flash_attn_4_backward(
 
 
 def _flash_attn_4_lengths(begins: Tensor | None = None, longest: int = 0) -> dict:
-    """What flash-attn-4 is told of documents that attend together."""
+    """Returns flash-attn-4's arguments for documents that attend together; {} for rows of one document each."""
     if begins is None:
         return {}
     return {"cu_seqlens_q": begins, "cu_seqlens_k": begins, "max_seqlen_q": longest, "max_seqlen_k": longest}
@@ -207,10 +210,10 @@ BACKENDS = ("auto", *KERNELS)
 
 @torch.compiler.assume_constant_result  # the function asks the driver; a compiled graph cannot
 def choose_backend(requested: str, device: torch.device) -> str:
-    """The kernel that `attention` will run on `device`: never a slower one than was asked for.
+    """Returns the name of the kernel that attention runs on `device`. A name that is asked for is never replaced.
 
-    "auto" is cuDNN's kernel on Hopper and newer, FlashAttention-2 on older GPUs and where PyTorch is told to use
-    deterministic algorithms, PyTorch's CPU kernel on a CPU.
+    "auto" is cuDNN's kernel on Hopper and newer GPUs. It is FlashAttention-2 on older GPUs, and on all GPUs if PyTorch
+    is told to use deterministic algorithms. On a CPU it is PyTorch's CPU kernel.
 
     Raises:
         ValueError: unknown name, or a kernel that this device or installation does not have.
@@ -242,9 +245,10 @@ def choose_backend(requested: str, device: torch.device) -> str:
 
 
 def _window(x: Tensor, start: int, length: int) -> Tensor:
-    """`length` of x's [tokens, heads, K] from `start` on, [1, length, heads, K]; past x's end, zeros.
+    """Returns `length` rows of x [tokens, heads, K] from `start` on, as [1, length, heads, K], with zeros past x's end.
 
-    A window may run into the next documents, which causality hides from its own; the extra rows are thrown away.
+    A document is padded in this way: the rows after it may be the next document's. Causality hides them from the
+    document's own rows, and their results are thrown away.
     """
     window = x[start : start + length]
     return (window if len(window) == length else F.pad(window, (0, 0, 0, 0, 0, length - len(window))))[None]
@@ -253,7 +257,7 @@ def _window(x: Tensor, start: int, length: int) -> Tensor:
 def _alone(
     start: int, stop: int, q: Tensor, k: Tensor, kernel: Kernel, position_tokens: int
 ) -> tuple[int, list[tuple[slice, slice]]]:
-    """How one document attends: positions of its window, and ranges of query and of key/value heads, one a call."""
+    """Returns how a document attends alone: its padded length, and the query heads and key/value heads of each call."""
     padded = rounded_length(stop - start, max(1, kernel.length_step // position_tokens))
     is_copied = start + padded > len(q) and padded * position_tokens > _LONGEST_COPIED
     count = k.shape[1] if is_copied else 1
@@ -270,12 +274,12 @@ def full_forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, backend: str, position_tokens: int = 1,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns the output [B, T, H, K] and the log-sum-exp [B, T, H] float32 of one of `KERNELS`.
+    """Returns the output [B, T, H, K] and the log-sum-exp [B, T, H] float32, computed by `KERNELS[backend]`.
 
     Args:
         segments: the documents; with `into` they need not cover all tokens.
         position_tokens: tokens that each position stands for.
-        into: output and log-sum-exp that get the rows of the documents, in place.
+        into: output and log-sum-exp to be written to, at the rows of the documents; None: new tensors.
     """
     (B, T), kernel = q.shape[:2], KERNELS[backend]
     if segments is None:
@@ -283,7 +287,7 @@ def full_forward(
         return out.contiguous(), lse.transpose(1, 2).contiguous()
     calls = document_calls(q, segments, kernel.longest_together, position_tokens)
     shape, (q, k, v) = q.shape, (x.flatten(0, 1) for x in (q, k, v))
-    if into is None and len(calls) == 1 and calls[0].offsets is not None:  # nothing to be put together
+    if into is None and len(calls) == 1 and calls[0].offsets is not None:  # one call makes the whole result
         out, lse = kernel.forward_together(q, k, v, calls[0].offsets, calls[0].longest)
         return out.contiguous().view(shape), lse.T.contiguous().view(shape[:3])
     results = into or (q.new_empty(shape), q.new_empty(shape[:3], dtype=torch.float32))
@@ -292,7 +296,7 @@ def full_forward(
         if begins is not None:
             made = kernel.forward_together(q[start:stop], k[start:stop], v[start:stop], begins, longest)
             _put((made[0], made[1].T), (out[start:stop], lse[start:stop]))
-            del made  # before the next one is made
+            del made  # before the next call's is made
             continue
         padded, ranges = _alone(start, stop, q, k, kernel, position_tokens)
         for heads, groups in ranges:
@@ -308,7 +312,11 @@ def full_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor | None, backend: str,
     position_tokens: int = 1, into: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """Returns dq, dk and dv, in the layouts of q, k and v; arguments as `full_forward`, `lse` as it returns it."""
+    """Returns dq, dk and dv, in the layouts of q, k and v.
+
+    `out` and `lse` are what `full_forward` returned, and all other arguments are as it takes them. `into` are dq, dk
+    and dv to be written to, at the rows of the documents.
+    """
     (B, T), kernel = q.shape[:2], KERNELS[backend]
     dout = dout.contiguous()
     if segments is None:
@@ -331,7 +339,7 @@ def full_backward(
             continue
         padded, ranges = _alone(start, stop, q, k, kernel, position_tokens)
         for heads, groups in ranges:
-            # Rows past the document have no gradient and, by their log-sum-exp, no probabilities.
+            # Rows of padding add nothing: their dout is 0, and their log-sum-exp makes all probabilities 0.
             dout_n = _window(dout[start:stop, heads], 0, padded)
             lse_n = F.pad(lse[start:stop, heads].T, (0, padded - (stop - start)), value=_NEVER_ATTENDS).contiguous()
             windows = [_window(x, start, padded) for x in (q[:, heads], k[:, groups], v[:, groups], out[:, heads])]
@@ -349,7 +357,7 @@ class Full(AttentionKind):
     h200_rates: ClassVar[dict[str, float]] = {
         "full forward": 570e12,
         "full backward": 535e12,
-        # Long packed documents attend alone: calls per second, besides their floating-point operations.
+        # Calls per second: long packed documents attend alone, and a call costs time on top of its FLOPs.
         "full calls forward": 12_000,
         "full calls backward": 5_000,
         "together forward": 570e12 * 0.58,
@@ -416,7 +424,11 @@ class Full(AttentionKind):
         return rates | {f"together {part}": together * self.h200_rates[f"full {part}"] for part in _PARTS}
 
     def measure_rates(self, H, G, K, context_length, backend, seconds, device):
-        """Past 131,072 tokens, where forward gets slower, one key/value head is measured."""
+        """Measures one document of 16,384 tokens, and packed documents that attend together and alone.
+
+        Past 131,072 tokens forward gets slower. For such a context the one document has the context's length, 524,288
+        tokens at most, and one key/value head.
+        """
         group, T, groups = H // G, 16_384, G
         if context_length > 131_072:
             T, groups = min(context_length, 524_288), 1
@@ -452,17 +464,17 @@ _HOPPER_RATES = {"cudnn": 1.0, "flash": 0.58, "flash-attn-4": 1.14}
 
 
 def together_pairs(pairs: float, tokens: float) -> float:
-    """Pairs of query and key that documents which attend together cost as much as, whose own are `pairs`.
+    """Returns the pairs of query and key to count for documents that attend together and have `pairs` of their own.
 
-    Their memory traffic and what their last tiles lack cost as much as 360 more keys for each token: FlashAttention-2
-    takes 8.6 ms for the forward and backward of 131,072 tokens in documents of 128, and 498 ms in such of up to 65,536
-    (32 query and 8 key/value heads of 128, one H200).
+    Memory traffic and partly filled tiles cost as much as 360 more keys per token. Measured: forward and backward of
+    131,072 tokens in FlashAttention-2 take 8.6 ms in documents of 128, and 498 ms in documents of up to 65,536 (32
+    query and 8 key/value heads of 128, one H200).
     """
     return pairs + 360 * tokens
 
 
 def attention_flops(num_heads: int, head_dim: int, num_pairs: float) -> float:
-    """Floating-point operations of forward over `num_pairs` pairs of a query and a key that the query sees."""
+    """Returns forward's floating-point operations for `num_pairs` pairs of a query and a key that the query sees."""
     return 4 * num_heads * head_dim * num_pairs
 
 
@@ -470,17 +482,18 @@ def backward_workspace(
     backend: str, num_tokens: int, q_bytes: int, k_bytes: int, context_length: int, longest: int | None,
     position_tokens: int = 1, num_key_value_heads: int = 1,
 ) -> int:  # fmt: skip
-    """Bytes that backward takes beside its arguments and results.
+    """Returns the bytes that backward takes besides its arguments and results.
 
-    Rows of one document each run at once. Of packed rows one call runs after the other, with results of its own. A
-    document that attends alone has a copy of its dout, too, and at the end of the batch of q, k, v and out.
+    Rows of one document each run in one call. Packed rows run one call after another, each with results of its own. A
+    document that attends alone also has a padded copy of dout and, at the end of the batch, of q, k, v and out.
 
     Args:
-        num_tokens: of all rows, which have `context_length` each.
-        q_bytes, k_bytes: of one token's queries and keys.
+        num_tokens: tokens of all rows.
+        q_bytes, k_bytes: bytes of one token's queries, and of its keys.
+        context_length: tokens of a row.
         longest: tokens of the longest packed document; None: each row is one document.
-        position_tokens: where positions stand for several tokens, how many; all numbers above are then of positions.
-        num_key_value_heads: that attend at a time.
+        position_tokens: tokens that a position stands for. If not 1, all numbers above count positions, not tokens.
+        num_key_value_heads: key/value heads that attend at a time.
     """
     kernel = KERNELS["cudnn" if backend == "auto" else backend]
     row = kernel.workspace_rows * q_bytes

@@ -1,9 +1,9 @@
-"""Attention to a window: the last `window` tokens before a token, the token itself included.
+"""Attention to a window: each token attends to the last `window` tokens, itself included.
 
     out[t] = sum_s softmax_s(q[t] . k[s] / sqrt(K)) v[s],  t - window < s <= t and s in t's document
 
-The kernels are the exact bands of sparse/band.py. Kept for backward, per token: q, k, v and out, (2H + 2G) K elements,
-and the float32 log-sum-exp, H elements.
+The kernels are in sparse/band.py, as exact bands. Kept for backward, per token: q, k, v and out, (2H + 2G) K
+elements, and the float32 log-sum-exp, H elements.
 
 Method: Beltagy et al., Longformer, arXiv 2004.05150.
 """
@@ -23,7 +23,7 @@ from .sparse.layout import make_layout
 from .sparse.sparse_attention import HEAD_DIMS, check_inputs, flat
 
 BLOCK_SIZE = 64  # tokens of a block of keys
-BAND_BACKWARD_PRODUCTS = 7  # matrix products of backward: dq needs three, dk and dv four
+BAND_BACKWARD_PRODUCTS = 7  # matrix products of backward: three in dq's kernel, four in dk's and dv's
 
 
 def window_reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, window: int, segments=None) -> Tensor:
@@ -102,7 +102,7 @@ class Window(AttentionKind):
         return AttentionBytes(H * K * element_size + 4 * H, 0, 0, 4 * T * H)
 
     def flops(self, length, H, G, K):
-        """Counts whole blocks: a block of queries multiplies with its window's blocks and one block more."""
+        """Counts whole blocks of 64: a block of queries multiplies with one block of keys more than its window has."""
         blocks = np.arange(-(-length // BLOCK_SIZE))
         pairs = int((np.minimum(blocks, self.window // BLOCK_SIZE) + 1).sum())
         product = 2 * BLOCK_SIZE * BLOCK_SIZE * H * K
