@@ -1,1 +1,1 @@
-"""Block-sparse attention: the mathematics in ../README.md, the whole in sparse_attention.py, a file a piece."""
+"""Block-sparse attention: sparse_attention.py puts the other files together, ../README.md has the mathematics."""

@@ -1,17 +1,18 @@
 """The band: every token attends to its document's first block and to its window, causally, flash-attention style.
 
-The window of a token in block b is the blocks max(0, b - window_blocks + 1) to b, up to the token itself: between
-window - block_size + 1 and window tokens, so that no block is in part in the window. In backward, with the lse of the
-whole softmax (band and gathered blocks) and delta = sum(dout * out),
+The window of a token in block b is the blocks max(0, b - window_blocks + 1) to b, up to the token itself. It begins
+with a whole block, so it has between window - block_size + 1 and window tokens. In backward, with the lse of the whole
+softmax (band and chosen blocks) and delta = sum(dout * out),
 
     p = exp(scale q . k - lse),  ds = p (dout . v - delta) scale,  dq = ds k,  dk = ds^T q,  dv = p^T dout
 
-dq and delta come from a kernel with queries outside, dk and dv from one with keys outside. All later tokens of a
-document attend to its first block: those beyond the block's own window are taken in chunks of `window` tokens, whose
-float32 partial sums combine.py adds up.
+Backward has two kernels. A program of the first holds queries and loops over keys: it makes dq and delta. A program of
+the second holds a block of keys and loops over queries: it makes dk and dv. All later tokens of a document attend to
+its first block. Most of them lie past that block's window, and are taken in chunks of `window` tokens. combine.py adds
+up the chunks' float32 partial sums.
 
-With `exact` the band is the last `window` tokens, the token itself included, without the first block (NSA's window):
-one block more, of which a mask takes what is too far back. For a window of 512 token 700 sees 189 to 700.
+An exact band (`exact`) is the last `window` tokens, the token itself included, without the first block. It reaches into
+one block more, where a mask hides the keys that are too far back. With a window of 512, token 700 sees 189 to 700.
 """
 
 import math
@@ -44,10 +45,10 @@ def _load_tile(
     block_start_ptr, block_stop_ptr, first_block_ptr,
     BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The program's first token; where its block ends and its document begins; its block's index; blocks to visit.
+    """Returns a program's first token, its block's end, its document's start, and its block's index in the document.
 
-    The index of the first block to visit, and that of the window's first block: those between are not visited. For a
-    window from block 5 on the blocks are 0, 5, 6, ...: visits start at 4, which stands for block 0.
+    Also returns where to begin visiting blocks of keys, and `left`, the window's first block. A visit before `left`
+    stands for block 0: for a window from block 5 on, visits are to 4, 5, 6, ..., and blocks are 0, 5, 6, ...
     """
     tiles: tl.constexpr = BLOCK // BLOCK_T
     block = tl.program_id(0) // tiles
@@ -84,7 +85,7 @@ def _band_forward_kernel(
     offsets = rows[:, None] * K + columns[None, :]
     q = tl.load(q_ptr + offsets, mask=mask[:, None], other=0.0)  # [ROWS, K]
     scale *= LOG2_E
-    # Finite, below every score: of an exact window's first block a row may see nothing.
+    # Below every score but finite, because a row may see nothing of an exact window's first block.
     maximum = tl.full([BLOCK_T * GROUP_PAD], -1e30, tl.float32)
     total = tl.zeros([BLOCK_T * GROUP_PAD], tl.float32)
     out = tl.zeros([BLOCK_T * GROUP_PAD, K], tl.float32)
@@ -157,11 +158,14 @@ def _band_dkv_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, EXTRA: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block from `WINDOW` blocks of queries: its window, or with EXTRA a later chunk (item tables).
+    """Computes dk and dv of a block of keys from `WINDOW` blocks of queries.
 
-    An extra chunk's sums go to total_ptr [2, heads * chunks, BLOCK, K]; otherwise total_ptr [2, heads, all tokens, K]
-    holds what the gathered queries and the extra chunks gave, and the sum with it goes to dk and dv [tokens, G, K].
-    With EXACT there is no total.
+    With EXTRA, item tables name the block, a document's first, and an extra chunk of queries. The sums go to total_ptr
+    [2, heads * chunks, BLOCK, K].
+
+    Without EXTRA, the queries are those that have the block in their window. The sums are added to total_ptr [2, heads,
+    all tokens, K], which holds the part of gathered queries and extra chunks, and go to dk and dv [tokens, G, K]. With
+    EXACT there is no total.
     """
     item, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if EXTRA:
@@ -212,7 +216,7 @@ def _band_dkv_kernel(
 
 
 def band_reference(q: Tensor, k: Tensor, v: Tensor, layout: Layout, exact: bool = False) -> tuple[Tensor, Tensor]:
-    """As `band_forward`, with all scores written out, in the inputs' dtype."""
+    """Computes `band_forward` with all scores written out, in the inputs' dtype."""
     group, window = q.shape[1] // k.shape[1], layout.window_blocks * layout.block_size
     token = torch.arange(len(q), device=q.device)
     block = layout.token_block.long()
@@ -245,8 +249,8 @@ def band_forward(
     """q [tokens, H, K], k and v [tokens, G, K] -> out [tokens, H, K], lse [tokens, H] float32.
 
     Args:
-        exact: the last `window` tokens alone, see the top of this file.
-        into: out and lse to be written to; None: they are made.
+        exact: whether the band is exact, see the top of this file.
+        into: out and lse to be written to; None: new tensors.
     """
     out, lse = into or (torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
     constants = _constants(q, k, layout, config)
@@ -261,7 +265,7 @@ def band_dq(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, layout: Layout,
     config: TileConfig = DQ_CONFIG, *, exact: bool = False, add: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Writes the band's part of dq, or adds it, in place; returns delta = sum(dout * out) [tokens, H] float32."""
+    """Writes the band's part into dq, or adds it with `add`; returns delta = sum(dout * out) [tokens, H] float32."""
     delta = torch.empty_like(lse)
     constants = _constants(q, k, layout, config)
     _band_dq_kernel[_grid(q, k, layout, constants)](
@@ -282,9 +286,11 @@ def _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, config,
 def band_dkv_extra(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, layout: Layout, heads: range
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv of first blocks from queries past their window, by chunk: [2, heads * chunks, block_size, K] float32.
+    """Returns the parts of dk and dv that extra chunks of queries give to the documents' first blocks.
 
-    Also where each (head, block)'s chunks begin, [heads * blocks + 1] int32.
+    Returns:
+        The part of each chunk, [2, heads * chunks, block_size, K] float32, and the first chunk of each (head, block),
+        [heads * blocks + 1] int32.
     """
     num_extra = len(layout.extra_block)
     partial = torch.empty(
@@ -301,8 +307,9 @@ def band_dkv(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, total: Tensor | None, dk: Tensor,
     dv: Tensor, layout: Layout, heads: range, config: TileConfig = DKV_CONFIG,
 ) -> None:  # fmt: skip
-    """Fill dk and dv [tokens, G, K] of `heads`: total [2, heads, tokens, K] float32 and the windows' part.
+    """Writes dk and dv [tokens, G, K] of `heads`: the part of queries in the window, plus `total`.
 
-    Without a total the windows are exact, see the top of this file.
+    Args:
+        total: all other parts, [2, heads, tokens, K] float32; None: the band is exact, and has no other parts.
     """
     _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, config, exact=total is None)

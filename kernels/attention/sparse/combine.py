@@ -1,10 +1,11 @@
-"""Sums in a fixed order: a token's slots into its output or dq, a block's items into its dk and dv.
+"""Sums in a fixed order: a token's band and slots into its output or dq, a block's items into its dk and dv.
 
-With lse[s] and out[s] of a token's band and slots, each a softmax of its own keys,
+A slot has the output of a token's attention to one chosen block, see gather.py. The band and each slot s are a softmax
+over keys of their own, with output out[s] and log-sum-exp lse[s]. The softmax over all of them has
 
     lse = log sum_s exp(lse[s]),  out = sum_s exp(lse[s] - lse) out[s]
 
-Each slot is read once, s ascending. Nothing is kept for backward, in which dq is the plain sum of its slots.
+Each slot is read once, s ascending. Nothing is kept for backward: there dq is the plain sum of band and slots.
 """
 
 import triton
@@ -14,13 +15,18 @@ from torch import Tensor
 from .common import LN_2, LOG2_E, query_rows
 from .layout import EMPTY, Layout
 
-ROWS, NUM_WARPS = 16, 4  # rows of a tile, of which a row is a query head
-PARTIAL_ELEMENTS = 2048  # of a block's dk or dv that one program adds up
+ROWS, NUM_WARPS = 16, 4  # rows of a tile: a row is one query head of one token
+PARTIAL_ELEMENTS = 2048  # elements of a block's dk or dv that one program adds up
 
 
 def combine_reference(out: Tensor, lse: Tensor, slots: Tensor, slot_lse: Tensor, chosen: Tensor):
-    """out [tokens, group, K] and lse [tokens, group] of the band; slots [tokens, selected, group, K], slot_lse
-    [tokens, selected, group]; chosen [tokens, selected] says which slots count. One key/value head."""
+    """Returns output and log-sum-exp over band and slots, for one key/value head.
+
+    Args:
+        out, lse: the band's, [tokens, group, K] and [tokens, group].
+        slots, slot_lse: [tokens, selected, group, K] and [tokens, selected, group].
+        chosen: which slots count, [tokens, selected].
+    """
     slot_lse = slot_lse.masked_fill(~chosen[:, :, None], float("-inf"))
     slots = slots.masked_fill(~chosen[:, :, None, None], 0)
     lse_of_parts = slot_lse.new_empty(lse.shape[0], 1 + slots.shape[1], lse.shape[1])
@@ -35,7 +41,7 @@ def _combine_kernel(
     S: tl.constexpr, BLOCK_S: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     K: tl.constexpr, BLOCK_T: tl.constexpr, EMPTY: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Add slots to `out` in place: weighted by their log-sum-exps (out, lse), or plainly (dq)."""
+    """Adds slots to `out` in place. WEIGHTED: outputs, weighted by log-sum-exps, and `lse` is updated; else dq."""
     head = tl.program_id(1).to(tl.int64)
     t, r, mask = query_rows(tl.program_id(0) * BLOCK_T, GROUP, GROUP_PAD, BLOCK_T)  # [ROWS]
     mask &= t < num_tokens
@@ -82,7 +88,7 @@ def _add_partials_kernel(
     if start == stop:
         return
     num_heads = tl.num_programs(0) // num_blocks
-    here = tl.program_id(1) * PART + tl.arange(0, PART)  # of the BLOCK * K elements of a block
+    here = tl.program_id(1) * PART + tl.arange(0, PART)  # elements, among a block's BLOCK * K
     block_start = tl.load(block_start_ptr + row % num_blocks).to(tl.int64)
     target = total_ptr + (which * num_heads + row // num_blocks) * head_elements + block_start * K + here
     total = tl.load(target)
@@ -105,19 +111,19 @@ def _launch(out, lse, slots, slot_lse, blocks, heads, tokens, weighted):
 def combine(
     out: Tensor, lse: Tensor, slots: Tensor, slot_lse: Tensor, blocks: Tensor, heads: range, tokens: range
 ) -> None:
-    """Turn the band's out [all tokens, H, K] and lse [all tokens, H] into those of band and slots, in place."""
+    """Adds slots to the band's out [all tokens, H, K] and lse [all tokens, H], in place, as one softmax over both."""
     _launch(out, lse, slots, slot_lse, blocks, heads, tokens, weighted=True)
 
 
 def add_slots(dq: Tensor, slots: Tensor, blocks: Tensor, heads: range, tokens: range) -> None:
-    """dq [all tokens, H, K] of the band += the sum of its slots, in place."""
+    """Adds slots to the band's dq [all tokens, H, K], in place."""
     _launch(dq, None, slots, None, blocks, heads, tokens, weighted=False)
 
 
 def add_partials(total: Tensor, partial: Tensor, first_item: Tensor, layout: Layout) -> None:
-    """total [2, heads, all tokens, K] += partial [2, items, block_size, K]: row r has items from first_item[r] on.
+    """Adds the items' partial sums [2, items, block_size, K] to total [2, heads, all tokens, K], in place.
 
-    A row is head * num_blocks + block. Only blocks of full length have items.
+    Row r, head * num_blocks + block, has the items first_item[r] to first_item[r + 1] - 1. Only whole blocks have any.
     """
     _, num_heads, num_tokens, K = total.shape
     block_elements = layout.block_size * K

@@ -1,4 +1,4 @@
-"""What the kernels of this folder share: how queries are laid out in tiles, and the arithmetic of a softmax's parts."""
+"""Helpers that the kernels of this folder share: the rows of a tile, matrix products, a step of a softmax."""
 
 import os
 from typing import Any, NamedTuple
@@ -15,9 +15,10 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def query_rows(token, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_T: tl.constexpr):
-    """A tile's rows are query heads of one key/value head, head fastest: tokens first + [0, 0, 0, 0, 1, ...] of 4.
+    """Returns the token of each row of a tile, its query head within the group, and whether that is a real head.
 
-    Returns the rows' tokens, their heads within the group, and which of them stand for a head.
+    A row is one query head of one token, heads fastest. With GROUP_PAD = 4 rows have the tokens
+    token + [0, 0, 0, 0, 1, ...] and the heads [0, 1, 2, 3, 0, ...]; with GROUP = 3 the heads 3 are padding.
     """
     rows = tl.arange(0, BLOCK_T * GROUP_PAD)
     return token + rows // GROUP_PAD, rows % GROUP_PAD, rows % GROUP_PAD < GROUP
@@ -25,7 +26,7 @@ def query_rows(token, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_T: tl.
 
 @triton.jit
 def matmul(a, b):
-    """a @ b, accumulated in float32; float32 factors are not rounded to TF32."""
+    """Returns a @ b, accumulated in float32. Float32 factors are not rounded to TF32."""
     if INTERPRETED:  # The interpreter would multiply the bits of bfloat16 as integers.
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
@@ -33,7 +34,10 @@ def matmul(a, b):
 
 @triton.jit
 def softmax_step(scores, v, out, maximum, total):
-    """One step of an online softmax in base 2: scores [ROWS, BLOCK], v [BLOCK, K], out [ROWS, K]."""
+    """Takes one step of an online softmax in base 2: scores [ROWS, BLOCK], v [BLOCK, K], out [ROWS, K].
+
+    Returns the new out, which is not divided by the total yet, the rows' maxima and their totals.
+    """
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
     p = tl.exp2(scores - new_maximum[:, None])
     correction = tl.exp2(maximum - new_maximum)
@@ -42,22 +46,25 @@ def softmax_step(scores, v, out, maximum, total):
 
 
 def group_constants(q: Tensor, G: int) -> dict[str, Any]:
-    """Heads and head dimension as every kernel takes them; q [tokens, H, K]."""
+    """Returns the numbers of heads and the head dimension as every kernel takes them; q [tokens, H, K]."""
     _, H, K = q.shape
     return {"G": G, "GROUP": H // G, "GROUP_PAD": triton.next_power_of_2(H // G), "K": K}
 
 
 class TileConfig(NamedTuple):
-    """How a kernel over queries is cut: a tile's rows are tokens times the (padded) query heads of a group."""
+    """Tile sizes of a kernel over queries."""
 
-    rows: int
+    rows: int  # rows of a tile: its tokens times the padded query heads of a group
     num_warps: int
     num_stages: int
-    tiles: int = 1  # that a program of a gather kernel goes through at most
+    tiles: int = 1  # most tiles that a program of a gather kernel goes through
 
 
 def tile_options(config: TileConfig, q: Tensor, group_pad: int, block_size: int) -> dict[str, int]:
-    """Launch options of `config`; float32, of twice the shared memory, takes smaller tiles and no prefetch."""
+    """Returns the launch options of `config`.
+
+    float32 needs twice the shared memory of bfloat16, so its tiles are smaller and nothing is prefetched.
+    """
     rows, num_stages = (config.rows, config.num_stages) if q.element_size() == 2 else (FLOAT32_ROWS, 1)
     return {
         "BLOCK_T": min(block_size, max(1, rows // group_pad)),

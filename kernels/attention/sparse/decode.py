@@ -1,8 +1,8 @@
-"""One new token against cached keys and values: it chooses blocks and attends to first block, window and those alone.
+"""Decoding: one new token chooses blocks of the cached keys, and attends to them, its first block and its window.
 
-The choice is that of `select_blocks` for the last token of the cached sequence. A full block's mean keys never change,
-so `PooledKeys` keeps them beside the cache: a token reads three mean keys of each block of 64 to choose, and the
-keys and values of its visible blocks to attend. Plain PyTorch: one query is too little work for kernels.
+It chooses as `select_blocks` does for the last token of the cached sequence. A full block's mean keys never change, so
+`PooledKeys` keeps them next to the cache. To choose, a token reads three mean keys per block of 64; to attend, it reads
+the keys and values of its visible blocks. All is plain PyTorch: one query is too little work for kernels.
 """
 
 import torch
@@ -16,17 +16,20 @@ from .selection import (
     top_blocks_reference,
 )
 
-BLOCKS_AT_A_TIME = 1024  # that are pooled from a long prompt
+BLOCKS_AT_A_TIME = 1024  # blocks of a long prompt that are pooled at a time
 
 
 class PooledKeys:
-    """Mean keys of a cache's full blocks, [B, parts + 1, blocks, G, K] in the keys' dtype; see `selection.pool`."""
+    """Mean keys of a cache's full blocks, as `selection.pool` computes them: [B, parts + 1, blocks, G, K]."""
 
     def __init__(self):
         self._pooled: Tensor | None = None
 
     def of(self, k_BTGK: Tensor, block_size: int) -> Tensor:
-        """Those of all cached keys, of which blocks that were not full at the last call are pooled now."""
+        """Returns the mean keys of all full blocks of the cached keys.
+
+        Blocks that were full at the last call are not pooled again.
+        """
         parts = [] if self._pooled is None else [self._pooled]
         done, full = sum(part.shape[2] for part in parts), k_BTGK.shape[1] // block_size
         for blocks in ranges(full - done, BLOCKS_AT_A_TIME):
@@ -38,18 +41,18 @@ class PooledKeys:
 
 
 def _pool(k_BTGK: Tensor, block_size: int) -> Tensor:
-    """Blocks of `block_size` tokens -> [B, parts + 1, blocks, G, K], the last of the whole block."""
+    """Returns the mean keys of blocks of `block_size` tokens, [B, parts + 1, blocks, G, K]; last is the whole block."""
     keys = k_BTGK.unflatten(1, (k_BTGK.shape[1] // block_size, block_size)).float()  # [B, blocks, block_size, G, K]
     means = [part.mean(2) for part in keys.split(PART_KEYS, dim=2)]
     return torch.stack([*means, keys.mean(2)], dim=1).to(k_BTGK.dtype)
 
 
 def choose_for_last_token(q_BHK: Tensor, pooled: Tensor, num_tokens: int, kind) -> Tensor:
-    """Returns the last token's list [B, G, blocks] int64, ascending; all rows and heads have as many blocks.
+    """Returns the last token's list [B, G, blocks] int64, ascending; all rows and heads choose equally many blocks.
 
     Args:
         q_BHK: the last token's queries, after RoPE.
-        pooled: `PooledKeys.of` all `num_tokens` keys.
+        pooled: what `PooledKeys.of` returns for all `num_tokens` keys.
         kind: a `Sparse`.
     """
     B, G, own = len(q_BHK), pooled.shape[3], (num_tokens - 1) // kind.block_size
@@ -64,12 +67,12 @@ def choose_for_last_token(q_BHK: Tensor, pooled: Tensor, num_tokens: int, kind) 
 
 
 def attend_to_cache(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, pooled_keys: PooledKeys, kind) -> Tensor:
-    """Sparse attention of one new token to the S cached ones, itself the last of them.
+    """Attends sparsely from one new token to the S cached tokens, the last of which is the new token itself.
 
     Args:
         q_BTHK: queries [B, 1, H, K] of the new token.
         k_BSGK, v_BSGK: all keys and values of the sequence so far.
-        pooled_keys: mean keys of the same cache, which this call brings up to date.
+        pooled_keys: mean keys of the same cache; this call brings them up to date.
         kind: a `Sparse`.
 
     Returns:
@@ -78,7 +81,7 @@ def attend_to_cache(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, pooled_keys:
     (B, S, G, K), block_size = k_BSGK.shape, kind.block_size
     q_BHK, device = q_BTHK.squeeze(1), q_BTHK.device
     blocks = choose_for_last_token(q_BHK, pooled_keys.of(k_BSGK, block_size), S, kind)
-    left = max(1, (S - 1) // block_size - kind.window // block_size + 1)  # the first block that is in the window alone
+    left = max(1, (S - 1) // block_size - kind.window // block_size + 1)  # the window's first block besides block 0
     band = (0, min(S, block_size)), (left * block_size, max(S, left * block_size))
     chosen = (blocks[..., None] * block_size + torch.arange(block_size, device=device)).flatten(2)  # [B, G, tokens]
     visible = torch.cat([*(torch.arange(*part, device=device).expand(B, G, -1) for part in band), chosen], dim=-1)

@@ -1,17 +1,17 @@
-"""Attention to gathered blocks, key/value block outside: each block attends with all queries that chose it.
+"""Attention to chosen blocks: a program loads one block of keys and values, and gathers the queries that chose it.
 
-For query t of a head and block s of its list, with keys and values of that block alone,
+Slot (t, s) holds the attention of query t to the block at place s of its list. Over that block's keys j alone it is
 
     lse[t, s] = log sum_j exp(scale q[t] . k[j]),  out[t, s] = sum_j exp(scale q[t] . k[j] - lse[t, s]) v[j]
 
-go to the slot (t, s); combine.py makes one softmax of a token's slots and its band. A chosen block lies wholly before
-its query, hence no mask. Backward, with the lse of the whole softmax and delta = sum(dout * out), on the same grid:
+combine.py then makes one softmax of a token's slots and its band. A chosen block lies wholly before its query, so there
+is nothing to mask. Backward has the same grid, the lse of the whole softmax, and delta = sum(dout * out):
 
     p = exp(scale q . k - lse[t]),  ds = p (dout . v - delta[t]) scale
     dv[j] += p dout,  dk[j] += ds q,  dq of slot (t, s) = sum_j ds k[j]
 
-A program takes an item of the inverse index: up to `chunk` queries of one block, whose keys and values it loads once.
-dk and dv stay in registers and are written once, as float32 partial sums of the item, which combine.py adds up.
+A program takes one item of the inverse index: up to `chunk` queries of one block. dk and dv stay in registers and are
+written once, as float32 partial sums of the item. combine.py adds up the items.
 
 Kept for backward: nothing beyond what sparse_attention.py keeps.
 """
@@ -34,7 +34,7 @@ BACKWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=3, tiles=64)
 def gather_forward_reference(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Layout, heads: range, tokens: range
 ) -> tuple[Tensor, Tensor]:
-    """Slots [heads, tokens, selected, group, K] and their lse [heads, tokens, selected, group]; NaN where unused."""
+    """Returns slots [heads, tokens, selected, group, K] and their lse [heads, tokens, selected, group]; NaN: unused."""
     group, K, S = q.shape[1] // k.shape[1], q.shape[2], blocks.shape[-1]
     slots = q.new_full((len(heads), len(tokens), S, group, K), float("nan"))
     lse = q.new_full(slots.shape[:-1], float("nan"))
@@ -56,7 +56,10 @@ def _load_item(
     first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr, num_blocks, num_rows,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Head (of this call) and keys of the program's item, and where its entries lie; start = stop for surplus items."""
+    """Returns the head of the program's item, counted in this call, its keys, and the start and stop of its entries.
+
+    A surplus item has no entries: start = stop.
+    """
     item = tl.program_id(0)
     row = tl.load(item_row_ptr + item)
     surplus = row == num_rows
@@ -72,10 +75,11 @@ def _load_rows(
     entries_ptr, i, stop, first_token, before_head, kv_head,
     S: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Rows of q [tokens, G, GROUP] and of the slots for the entries from i on, and which of them count; all [ROWS].
+    """Returns the rows of q and the rows of the slots for the entries from i on, and which rows count; all [ROWS].
 
-    An entry is a place in the lists [heads, tokens, S]: those of `before_head` tokens lie before this head's, and those
-    of `first_token` tokens before the slots.
+    An entry is a place in the lists [heads, tokens, S], counted through. The lists of `before_head` tokens come before
+    this head's: entry e is of token e // S - before_head. Slots begin with token `first_token`: entry e has slot
+    e - first_token * S. Query heads are counted through q [tokens, G, GROUP] and through the slots [slot, GROUP].
     """
     position, r, mask = query_rows(i, GROUP, GROUP_PAD, BLOCK_T)
     mask &= position < stop
@@ -150,7 +154,7 @@ def _gather_backward_kernel(
         dp = matmul(v, tl.trans(dout))  # [BLOCK, ROWS]
         ds = (p * (dp - delta[None, :]) * scale).to(q.dtype)
         dk += matmul(ds, q)
-        # ds goes to shared memory as it is, and the result is transposed on its way out.
+        # Transposes the product instead of ds, which then goes to shared memory as it is.
         dq = tl.trans(matmul(tl.trans(k), ds))  # [ROWS, K]
         tl.store(slots_ptr + slot_rows[:, None] * K + columns[None, :], dq.to(q.dtype), mask=mask[:, None])
     item = tl.program_id(0).to(tl.int64)
@@ -160,7 +164,7 @@ def _gather_backward_kernel(
 
 
 def item_tokens(config: TileConfig, q: Tensor, k: Tensor, block_size: int) -> int:
-    """Tokens an item at most, the `chunk` of the inverse index."""
+    """Returns the most tokens of an item, `chunk` of the inverse index."""
     group_pad = group_constants(q, k.shape[1])["GROUP_PAD"]
     return config.tiles * tile_options(config, q, group_pad, block_size)["BLOCK_T"]
 
@@ -179,7 +183,7 @@ def gather_forward(
     q: Tensor, k: Tensor, v: Tensor, slots: Tensor, slot_lse: Tensor, index: InverseIndex, layout: Layout,
     heads: range, tokens: range, config: TileConfig = FORWARD_CONFIG,
 ) -> None:  # fmt: skip
-    """Fill `slots` [heads, tokens, selected, group, K] and `slot_lse` [heads, tokens, selected, group]."""
+    """Fills `slots` [heads, tokens, selected, group, K] and `slot_lse` [heads, tokens, selected, group]."""
     _launch(
         _gather_forward_kernel, config, (q, k, v, slots, slot_lse), q, k, index, layout, heads, tokens, slots.shape[2]
     )
@@ -189,9 +193,9 @@ def gather_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, slots: Tensor, index: InverseIndex,
     layout: Layout, heads: range, tokens: range, config: TileConfig = BACKWARD_CONFIG,
 ) -> Tensor:  # fmt: skip
-    """Fill `slots` with dq's parts; returns dk and dv of each item, [2, items, block_size, K] float32.
+    """Fills `slots` with the parts of dq; returns dk and dv of each item, [2, items, block_size, K] float32.
 
-    lse and delta are [tokens, H] float32. Surplus items are left unwritten.
+    lse and delta are [tokens, H] float32. The results of surplus items stay unwritten.
     """
     partial = torch.empty(
         2, len(index.item_row), layout.block_size, q.shape[-1], dtype=torch.float32, device=q.device

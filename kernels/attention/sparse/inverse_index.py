@@ -1,12 +1,13 @@
-"""From lists of blocks by token to lists of tokens by block: a stable sort.
+"""The inverse index: it turns each token's list of blocks into each block's list of tokens, by a stable sort.
 
-An entry is a place in the lists of blocks [heads, tokens, selected], counted through. The gather kernels want, for each
-range of tokens, head and block, the entries that name it, in the order of tokens. For the lists [[0], [1], [0, 1]] of a
-head, with 2 entries each, those of block 0 are 0 and 4, those of block 1 are 2 and 5.
+An entry is a place in the lists [heads, tokens, selected], counted through. The gather kernels take a range of tokens,
+a head and a block, and want the entries that name this block, in the order of tokens. Example: one head, three tokens,
+lists of 2. The lists [0, -], [1, -] and [0, 1] name block 0 in the entries 0 and 4, and block 1 in 2 and 5.
 
-A row is a (head, block) pair: head * num_blocks + block. Its entries are worked on in items of up to `chunk` of them,
-so that a block which all tokens chose is many items. Item i of a range belongs to the row r with first_item[r] <= i <
-first_item[r + 1]. There are at most rows + entries / chunk items: the grid is that large, and the surplus is idle.
+A row is a (head, block) pair, head * num_blocks + block. Its entries are cut into items of up to `chunk` entries, so
+that a block that all tokens chose is many items. In each range, row r has the items first_item[r] to
+first_item[r + 1] - 1. A range has at most rows + entries / chunk items. The grid is as large as that, and programs of
+surplus items do nothing.
 """
 
 from typing import NamedTuple
@@ -17,23 +18,23 @@ from torch import Tensor
 
 from .layout import EMPTY, Layout
 
-SORT_BYTES = 37  # an entry, while it is sorted: keys and places as they arrive and leave, and the sort's own copies
+SORT_BYTES = 37  # bytes per entry of a sort: keys and places before and after it, and the sort's own copies
 
 
 class InverseIndex(NamedTuple):
-    """Of one range of tokens; all ranges share `entries`."""
+    """The index of one range of tokens. All ranges share `entries`."""
 
     entries: Tensor  # [heads * tokens * selected] int32: entries, ordered by range, row and token
     first_entry: Tensor  # [rows + 1] int32: where a row's entries begin
     first_item: Tensor  # [rows + 1] int32: where a row's items begin
     item_row: Tensor  # [items] int32: an item's row; `rows` for surplus items
-    chunk: int  # entries an item
+    chunk: int  # most entries of an item
 
 
 def inverse_index_reference(
     blocks: Tensor, layout: Layout, heads: range, token_ranges: list[range]
 ) -> list[list[list[int]]]:
-    """Entries by range and row, in plain Python; blocks [tokens of all documents, G, selected]."""
+    """Returns entries by range and row, in plain Python; blocks [tokens of all documents, G, selected]."""
     N, _, S = blocks.shape
     rows: list[list[list[int]]] = [[[] for _ in range(len(heads) * layout.num_blocks)] for _ in token_ranges]
     for of_range, tokens in zip(rows, token_ranges):
@@ -49,9 +50,12 @@ def inverse_index_reference(
 def build_inverse_index(
     blocks: Tensor, layout: Layout, heads: range, token_ranges: list[range], chunk: int
 ) -> list[InverseIndex]:
-    """The indices of key/value `heads` and each range; blocks [tokens of all documents, G, selected] int16.
+    """Returns one index per range of tokens, for some key/value heads.
 
-    `token_ranges` are all tokens, in order, in ranges of one length of which the last may be shorter; or none.
+    Args:
+        blocks: the lists [tokens of all documents, G, selected] int16.
+        token_ranges: all tokens in order, in ranges of one length, but for the last, which may be shorter; or [].
+        chunk: most entries of an item.
     """
     if not token_ranges:
         return []
@@ -59,7 +63,7 @@ def build_inverse_index(
     N, _, S = blocks.shape
     range_tokens = len(token_ranges[0])
     lists = blocks[:, heads.start : heads.stop].transpose(0, 1)  # [heads, tokens, selected]
-    # Rows counted through all ranges, and the number of them for an entry that names no block.
+    # Rows are counted through all ranges. An entry that names no block gets the number behind the last row's.
     first_row = torch.arange(N, device=device) // range_tokens * rows + layout.first_block[layout.token_block]
     first_row = first_row + torch.arange(len(heads), device=device)[:, None] * layout.num_blocks  # [heads, tokens]
     dtype = torch.int16 if num_ranges * rows < 2**15 else torch.int32  # two bytes sort in half the passes of four

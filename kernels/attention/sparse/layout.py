@@ -1,7 +1,7 @@
-"""Where the documents of a packed batch lie, and their blocks: tables that every kernel of this folder reads.
+"""The layout of a packed batch: tables of its documents' blocks, which every kernel of this folder reads.
 
-The B * T tokens of a batch are counted through all rows, and so are the blocks: a document of L tokens has
-ceil(L / block_size) of them, counted from its first token, the last of which may be short. For documents of 100 and 30
+The B * T tokens of a batch are counted through all rows, and so are the blocks. A document of L tokens has
+ceil(L / block_size) blocks, counted from its first token; the last block may be short. For documents of 100 and 30
 tokens and blocks of 64, block_start is [0, 64, 100], block_stop [64, 100, 130] and first_block [0, 0, 2].
 """
 
@@ -26,33 +26,38 @@ class Layout(NamedTuple):
     first_block: Tensor  # [blocks] int32: the first block of its document
     document_stop: Tensor  # [blocks] int32: one past the last token of its document
     token_block: Tensor  # [tokens] int32: the block of a token
-    # A document's first block is in everybody's band. Its keys' gradients are computed in chunks of `window_blocks`
-    # blocks of queries, of which the first is the window of any other block; the others are "extra" chunks.
+    # All tokens of a document attend to its first block. The gradients of that block's keys are computed in chunks of
+    # queries, each `window_blocks` blocks long. The first chunk is handled as any other block's queries are; the chunks
+    # after it are "extra". With 7 blocks and window_blocks = 2, block 0 has extra chunks from blocks 2, 4 and 6 on.
     extra_block: Tensor  # [extra chunks] int32: the first block that a chunk belongs to
     extra_start: Tensor  # [extra chunks] int32: the chunk's first query
-    first_extra: Tensor  # [blocks + 1] int32: extra chunks of all blocks before this one
+    first_extra: Tensor  # [blocks + 1] int32: number of extra chunks of all blocks before this one
 
     @property
     def has_candidates(self) -> bool:
-        """True if some document is long enough that a token has blocks to choose from."""
+        """Whether some document is so long that a token has blocks to choose from."""
         return int(self.index_of_block.max()) > self.window_blocks
 
 
 def make_layout(q: Tensor, segments: Tensor | None, block_size: int, window: int) -> Layout:
-    """Tables on q's device; q is [B, T, ...] and segments [S, 3] (row, start, stop) on the CPU, or None.
+    """Returns the tables on q's device, for q [B, T, ...] and segments [S, 3] (row, start, stop) on the CPU, or None.
 
-    All layers of a step share their batch's tables: those of the last few batches are kept, 4 bytes a token.
+    All layers of a step share the tables. The last four layouts are kept, which takes 4 bytes per token each.
     """
     return _cached_layout(q.shape[0], q.shape[1], as_bytes(segments), q.device, block_size, window)
 
 
 def as_bytes(segments: Tensor | None) -> bytes | None:
-    """Returns segments as bytes, by which tables of a batch are cached."""
+    """Returns segments as bytes: unlike a tensor, they can be the key of a cache."""
     return None if segments is None else segments.long().contiguous().numpy().tobytes()
 
 
 def document_bounds(B: int, T: int, documents: bytes | None) -> tuple[Tensor, Tensor]:
-    """First token and length of each document, in order, on the CPU; `documents` are the bytes of int64 segments."""
+    """Returns the first token and the length of each document, in order, on the CPU.
+
+    Args:
+        documents: what `as_bytes` returned; None: each row is one document.
+    """
     if documents is None:
         return torch.arange(B) * T, torch.full((B,), T)
     row, start, stop = torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, 3).unbind(1)
@@ -61,7 +66,7 @@ def document_bounds(B: int, T: int, documents: bytes | None) -> tuple[Tensor, Te
 
 
 def build_layout(B: int, T: int, documents: bytes | None, device: torch.device, block_size: int, window: int) -> Layout:
-    """Builds the tables that `make_layout` returns; `documents` as `as_bytes` gives them."""
+    """Builds the tables that `make_layout` returns. `documents` are what `as_bytes` returned."""
     start, length = document_bounds(B, T, documents)
     window_blocks = window // block_size
     num_blocks = (length + block_size - 1) // block_size  # [documents]
@@ -77,13 +82,13 @@ def build_layout(B: int, T: int, documents: bytes | None, device: torch.device, 
     total_extra = int(num_extra.sum())
 
     def repeat(counts, size):
-        """For counts [2, 3] of sum `size`: documents [0, 0, 1, 1, 1] and indices within them [0, 1, 0, 1, 2]."""
+        """Counts [2, 3], whose sum is `size`, give documents [0, 0, 1, 1, 1] and indices in them [0, 1, 0, 1, 2]."""
         position, stop = torch.arange(size, device=counts.device), counts.cumsum(0)
         document = torch.searchsorted(stop, position, right=True)
         return document, position - (stop - counts)[document]
 
     index_of_block = repeat(num_blocks, total)[1].int()
-    # From here on everything is computed on the device, from one small copy.
+    # One small copy goes to the device, which computes everything below.
     table = torch.stack([start, length, num_blocks, first_block, num_extra, first_extra]).to(device)
     start, length, num_blocks, first_block, num_extra, first_extra = table
     document, index = repeat(num_blocks, total)
@@ -113,15 +118,18 @@ _cached_layout = functools.lru_cache(maxsize=4)(build_layout)
 
 
 def first_local_block(layout: Layout) -> Tensor:
-    """[tokens]: index in its document of the first block of a token's window; below 1 there is nothing to choose."""
+    """Returns the first block of each token's window, [tokens], by index in its document.
+
+    A token can choose from the blocks 1 to this one - 1. If the result is 1 or less, there are none.
+    """
     token_block = layout.token_block.long()
     return token_block - layout.first_block[token_block] - layout.window_blocks + 1
 
 
 def normalise_lists(blocks_BTGS: Tensor, layout: Layout) -> Tensor:
-    """`blocks_BTGS` as int16, sorted, without what a band holds already, what lies ahead, and duplicates.
+    """Returns lists as int16, sorted, without duplicates and without blocks that their token cannot choose.
 
-    With a window of 2 blocks, a token of block 6 chooses from 1 to 4: [9, 3, 3, 0, 5] becomes [3, EMPTY, ...].
+    With a window of 2 blocks, a token of block 6 chooses from blocks 1 to 4: [9, 3, 3, 0, 5] becomes [3, EMPTY, ...].
     """
     B, T = blocks_BTGS.shape[:2]
     first_local = first_local_block(layout).view(B, T, 1, 1)

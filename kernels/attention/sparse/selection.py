@@ -1,28 +1,28 @@
-"""Which blocks a token gathers: scores from mean-pooled keys, then the best `selected` of each list. No gradient.
+"""The choice of blocks: scores from mean keys, then the `selected` best blocks of each list. It carries no gradient.
 
-A block is scored by its parts of 32 keys, a block of 64 by its halves; k[j, w] is the mean key of part w of block j and
-k[j] that of the whole block. For token t in block b, whose window begins at
-block `left`, the candidates are the blocks 1 <= j < left, and for the query heads h of a key/value head
+A block is scored by its parts of 32 keys: a block of 64 has two. k[j, w] is the mean key of part w of block j, and k[j]
+is the mean key of the whole block. Let token t be in block b, and let its window begin at block `left`. Its candidates
+are the blocks 1 <= j < left. For the query heads h of a key/value head,
 
     lse[h] = log sum_{j < b} exp(scale q[h] . k[j])
     score[j] = max_w sum_h exp(scale q[h] . k[j, w] - lse[h])
 
-lse makes heads comparable; taken from whole blocks of 64 it costs half of the parts' work. exp's argument is capped
-at 80, so that a sum over 16 heads stays finite. Chosen are the highest scores, among equals the lowest index: a total
-order, hence the same list in every run. Scores exist for a range of tokens at a time, float32 [heads, tokens, blocks].
+lse makes heads comparable. It is taken from whole blocks, at half of the parts' work. exp's argument is capped at 80,
+so that a sum over 16 heads stays finite. The highest scores are chosen, and among equal scores the lowest index. This
+order is total, so every run makes the same list. Scores are float32 [heads, tokens, blocks] and exist for a range of
+tokens at a time. Score and sum follow InfLLM-V2 (arXiv 2509.24663), but its parts overlap.
 
-Score and sum follow InfLLM-V2 (arXiv 2509.24663), whose parts overlap; README.md says what that would bring.
-
-NSA (arXiv 2502.11089) scores blocks of 64 by the windows of its compressed branch (compression.py), 32 keys every 16,
-block j by windows 4 j - 1 to 4 j + 3, of which the outer two reach into its neighbours; lse is that branch's own:
+NSA (arXiv 2502.11089) scores blocks of 64 by its compressed branch, which has windows of 32 keys, one every 16 (see
+../nsa/compression.py). Windows 4 j - 1 to 4 j + 3 touch block j, and the outer two reach into its neighbours. With the
+lse of the compressed branch,
 
     score[j] = sum_w weight[w] sum_h exp(scale q[h] . k[4 j - 1 + w] - lse[h]),  weight = 1, 2, 2, 2, 1
 
-A candidate ends 64 tokens before t at least, so that t sees all of its windows.
+A candidate ends at least 64 tokens before t, so t sees all of these windows.
 
-The best blocks are found in two rounds: the best chunks of neighbouring blocks by the largest score of each, then the
-best blocks of these. At 131,072 tokens, 32 blocks are found among 128 chunks of 16 and then among 512 blocks, not among
-2,048.
+The best blocks are found in two rounds: first the best chunks of neighbouring blocks, by each chunk's largest score,
+then the best blocks of these chunks. At 131,072 tokens, 32 blocks are searched among 128 chunks of 16, then among the
+512 blocks of the best chunks, not among all 2,048.
 """
 
 import math
@@ -39,13 +39,16 @@ PART_KEYS = 32
 LARGEST_EXPONENT = 80.0
 SCORES_CONFIG, NSA_SCORES_CONFIG = (TileConfig(rows=128, num_warps=4, num_stages=stages) for stages in (2, 3))
 BLOCK_J = 64  # blocks of a tile of scores
-CHUNK = 16  # neighbouring blocks, the rows of a product that one warp has: their largest score costs least
-TOPK_ELEMENTS, WARP_ELEMENTS = 256, 1024  # scores of a program that chooses, unless one row has more; of a warp at most
-NSA_WEIGHTS = (1, 2, 2, 2, 1)  # of the windows that touch a block, as _scores_kernel has them
+CHUNK = 16  # neighbouring blocks: the rows of a product that one warp holds, so their largest score costs least
+TOPK_ELEMENTS, WARP_ELEMENTS = 256, 1024  # scores per program that chooses (or one row, if longer); most per warp
+NSA_WEIGHTS = (1, 2, 2, 2, 1)  # weights of the windows that touch a block; _scores_kernel has the same
 
 
 def pool_reference(k: Tensor, layout: Layout) -> Tensor:
-    """Mean keys [G, parts + 1, blocks, K] in k's dtype, the last of a whole block; 0 for a short block."""
+    """Returns mean keys [G, parts + 1, blocks, K] in k's dtype.
+
+    The last of parts + 1 is the mean of the whole block. Short blocks have 0: nobody can choose them.
+    """
     block_size, parts = layout.block_size, layout.block_size // PART_KEYS
     pooled = k.new_zeros(k.shape[1], parts + 1, layout.num_blocks, k.shape[2])
     for block, (start, stop) in enumerate(zip(layout.block_start.tolist(), layout.block_stop.tolist())):
@@ -56,7 +59,7 @@ def pool_reference(k: Tensor, layout: Layout) -> Tensor:
 
 
 def scores_reference(q: Tensor, pooled: Tensor, layout: Layout) -> Tensor:
-    """Scores [tokens, G, blocks of the longest document], -1 where a block is no candidate."""
+    """Returns scores [tokens, G, blocks of the longest document], -1 where a block is not a candidate."""
     (N, H, _), G = q.shape, pooled.shape[0]
     scores = q.new_full((N, G, int(layout.index_of_block.max()) + 1), -1.0)
     for block, (start, stop) in enumerate(zip(layout.block_start.tolist(), layout.block_stop.tolist())):
@@ -70,19 +73,23 @@ def scores_reference(q: Tensor, pooled: Tensor, layout: Layout) -> Tensor:
 
 
 def candidate_scores(q_TGRK: Tensor, pooled_GWJK: Tensor) -> Tensor:
-    """Scores [T, G, J] of J blocks for queries that see all J whole; W: a block's parts, and last the whole block."""
+    """Returns scores [T, G, J] of J blocks, for queries that see all of them.
+
+    W of the mean keys counts a block's parts, and last the whole block.
+    """
     logits = torch.einsum("tgrk,gwjk->tgrwj", q_TGRK, pooled_GWJK) / math.sqrt(q_TGRK.shape[-1])
     lse = logits[:, :, :, -1].logsumexp(-1)[..., None, None]
     return (logits[:, :, :, :-1] - lse).clamp(max=LARGEST_EXPONENT).exp().sum(2).amax(2)
 
 
 def nsa_scores_reference(q: Tensor, pooled: Tensor, lse: Tensor, left: Tensor, num_blocks: int) -> Tensor:
-    """Scores [tokens, G, num_blocks] of NSA in one document, -1 where a block is no candidate.
+    """Returns NSA's scores [tokens, G, num_blocks] in one document, -1 where a block is not a candidate.
 
     Args:
-        q, lse: [tokens, H, K], and of the compressed branch [tokens, H].
-        pooled: keys of the windows [windows, G, K].
-        left: [tokens], the first block of each token's local blocks.
+        q: queries [tokens, H, K].
+        pooled: mean keys of the compressed branch's windows [windows, G, K].
+        lse: log-sum-exp of the compressed branch [tokens, H].
+        left: each token's first local block [tokens].
     """
     (N, H, K), G = q.shape, pooled.shape[1]
     scores = q.new_full((N, G, num_blocks), -1.0)
@@ -97,7 +104,10 @@ def nsa_scores_reference(q: Tensor, pooled: Tensor, lse: Tensor, left: Tensor, n
 
 
 def top_blocks_reference(scores: Tensor, selected: int) -> Tensor:
-    """The `selected` highest scores' indices, ascending, int16 [..., selected]; EMPTY where candidates are fewer."""
+    """Returns the indices of the `selected` highest scores, ascending, int16 [..., selected].
+
+    Negative scores are not taken. A list with fewer candidates ends in EMPTY.
+    """
     values, order = scores.sort(dim=-1, descending=True, stable=True)
     order = torch.where(values >= 0, order, EMPTY)[..., :selected]
     padded = order.new_full((*order.shape[:-1], selected), EMPTY)
@@ -113,10 +123,10 @@ def _pool_kernel(
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     start = tl.load(block_start_ptr + block).to(tl.int64)
     columns = tl.arange(0, K)
-    # A block's length, as a tensor: Triton 3.9's interpreter takes no scalar as a mask.
+    # A tensor, though its elements are equal: Triton 3.9's interpreter takes no scalar as a mask.
     whole = tl.load(block_stop_ptr + block) - start + tl.zeros([1, K], tl.int64) == BLOCK
     parts: tl.constexpr = BLOCK // PART
-    target = pooled_ptr + (head * (parts + 1) * num_blocks + block) * K + columns  # of part 0; the next one's follow
+    target = pooled_ptr + (head * (parts + 1) * num_blocks + block) * K + columns  # part 0, and the others follow
     address = k_ptr + ((start + tl.arange(0, PART)[:, None]) * G + head) * K + columns[None, :]  # [PART, K]
     total = tl.zeros([K], tl.float32)
     for i in tl.static_range(parts):
@@ -128,9 +138,9 @@ def _pool_kernel(
 
 @triton.jit
 def _whole_block_lse(q, pooled_ptr, first_row, num_keys, scale, K: tl.constexpr, BLOCK_J: tl.constexpr):
-    """Log-sum-exp in base 2 of the rows of q [ROWS, K] over rows of pooled_ptr [..., K] from first_row on.
+    """Returns the base-2 log-sum-exp of the rows of q [ROWS, K] over `num_keys` rows of pooled_ptr from first_row on.
 
-    Keys are columns here, so that a row's maximum is found among the registers of four threads.
+    Keys are columns of the product here, so that a row's maximum is found among the registers of four threads.
     """
     ROWS: tl.constexpr = q.shape[0]
     columns = tl.arange(0, K)
@@ -156,11 +166,11 @@ def _scores_kernel(
     BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
     CHUNK: tl.constexpr, LARGEST_EXPONENT: tl.constexpr, NSA: tl.constexpr,
 ):  # fmt: skip
-    """Scores [heads, tokens of the query blocks, width], and the largest of each CHUNK of them.
+    """Computes scores [heads, tokens of the query blocks, width], and the largest of each CHUNK of blocks.
 
-    Scores of blocks that are no candidates stay unwritten. pooled_ptr is [G, PARTS + 1, num_blocks, K], of NSA
-    [G, num_windows, K]; lse_ptr [tokens, H] and first_window_ptr [blocks], the first window of a block's document, are
-    of NSA.
+    Scores of blocks that are not candidates stay unwritten. pooled_ptr is [G, PARTS + 1, num_blocks, K]. With NSA it is
+    [G, num_windows, K]; lse_ptr is then [tokens, H], and first_window_ptr [blocks] has the first window of a block's
+    document.
     """
     tiles: tl.constexpr = BLOCK // BLOCK_T
     query_block = first_query_block + tl.program_id(0) // tiles
@@ -180,7 +190,7 @@ def _scores_kernel(
     mask = (token < stop) & (r < GROUP)
     q = tl.load(q_ptr + q_rows[:, None] * K + columns[None, :], mask=mask[:, None], other=0.0)  # [ROWS, K]
     scale *= LOG2_E
-    # The mean key of part 0 of the document's block 0; the steps to the next part and to the next block.
+    # first_row is the mean key of part 0 of the document's block 0; the other two are steps to the next part and block.
     if NSA:  # Part 0 of block j is window 4 j - 1.
         first_row = (first_head + head) * num_windows + tl.load(first_window_ptr + query_block) - 1
         part_rows, block_rows = 1, 4
@@ -220,9 +230,9 @@ def _top_kernel(
     S: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, OF_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The S best of all chunks by their maxima, to [heads, queries, S]; or the S best blocks of those, to the lists.
+    """Writes the S best chunks by their maxima (OF_CHUNKS) to [heads, queries, S], or their S best blocks to the lists.
 
-    The S-th highest score is found by bisection of the scores' bits, whose order is that of the (positive) scores.
+    The S-th highest score is found by bisection of its bits: read as integers, positive floats keep their order.
     """
     head = tl.program_id(1).to(tl.int64)
     query = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # [BLOCK_T, 1]
@@ -238,7 +248,7 @@ def _top_kernel(
         index = column + tl.zeros([BLOCK_T, COLUMNS], tl.int32)
         is_candidate = inside & (tl.maximum(index * CHUNK, 1) < left)
         target = row
-    else:  # With chunks of 4, of which 2 and 5 were chosen: blocks 8, 9, 10, 11, 20, 21, 22, 23.
+    else:  # Chunks 2 and 5 of 4 blocks each, if chosen, are blocks 8, 9, 10, 11, 20, 21, 22, 23.
         in_list = inside & (column < S * CHUNK)
         chunk = tl.load(chunks_ptr + row * S + column // CHUNK, mask=in_list, other=0).to(tl.int32)
         index = chunk * CHUNK + column % CHUNK
@@ -259,7 +269,7 @@ def _top_kernel(
         unresolved = tl.max((reached > S).to(tl.int32), 0)
         bit -= 1
     chosen = key >= threshold[:, None]
-    if unresolved > 0:  # More than S in some row: of those equal to the threshold, the first ones.
+    if unresolved > 0:  # Some row has more than S: among keys equal to the threshold the first are taken.
         above = key > threshold[:, None]
         equal = chosen & (key == threshold[:, None])
         room = S - tl.sum(above.to(tl.int32), 1)
@@ -269,7 +279,7 @@ def _top_kernel(
 
 
 def pool(k: Tensor, layout: Layout) -> Tensor:
-    """As `pool_reference`; k [tokens, G, K]."""
+    """Returns what `pool_reference` returns; k [tokens, G, K]."""
     _, G, K = k.shape
     parts = layout.block_size // PART_KEYS
     pooled = torch.empty(G, parts + 1, layout.num_blocks, K, dtype=k.dtype, device=k.device)
@@ -284,10 +294,11 @@ def score_blocks(
     q: Tensor, pooled: Tensor, layout: Layout, heads: range, query_blocks: range, width: int,
     config: TileConfig | None = None, *, lse: Tensor | None = None, first_window: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Scores [heads, len(query_blocks) * block_size, width] float32, and the largest of each CHUNK of them.
+    """Returns scores [heads, len(query_blocks) * block_size, width] float32, and the largest of each CHUNK of blocks.
 
-    Scores are valid for 1 <= j < left only, and so is a maximum [..., width // CHUNK] of some of these. They are NSA's
-    where `lse` [tokens, H] float32 and `first_window` [blocks] are given; pooled is then [G, windows, K].
+    Scores are valid for candidates alone, 1 <= j < left. The maxima [..., width // CHUNK] are valid for chunks that
+    have a candidate. With `lse` [tokens, H] float32 and `first_window` [blocks] scores are NSA's, and pooled is
+    [G, windows, K].
     """
     is_nsa = lse is not None
     constants = group_constants(q, len(pooled))
@@ -308,10 +319,10 @@ def score_blocks(
 def top_blocks(
     scores: Tensor, maxima: Tensor, blocks: Tensor, layout: Layout, heads: range, query_blocks: range
 ) -> None:
-    """Write the chosen blocks to `blocks` [tokens, G, selected] int16, ascending; the rest of a list stays EMPTY.
+    """Writes the chosen blocks into `blocks` [tokens, G, selected] int16, ascending; the rest of a list stays EMPTY.
 
-    First the best chunks are chosen by their maxima, then the best blocks of these chunks. No other chunk has one of
-    the best blocks: it is behind `selected` chunks, each with a block that goes before all of its own.
+    First the best chunks are chosen by their maxima, then the best blocks of these chunks. Any other chunk has nothing
+    to add: `selected` chunks rank before it, and each of them has a block that ranks before all of its blocks.
     """
     (num_heads, num_queries, width), (_, G, S) = scores.shape, blocks.shape
     chunks = torch.full((num_heads, num_queries, S), EMPTY, dtype=torch.int16, device=blocks.device)
@@ -331,12 +342,12 @@ def ranges(total: int, step: int) -> list[range]:
 
 
 def score_columns(last: int, window_blocks: int) -> int:
-    """Columns of the scores of queries up to block `last`: a power of two above every candidate's index."""
+    """Returns the columns of scores for queries up to block `last`: a power of two above every candidate's index."""
     return max(16, triton.next_power_of_2(max(1, last - window_blocks + 1)))
 
 
 def query_bytes(columns: int, selected: int) -> int:
-    """Memory that one query's choice takes: scores, the largest of each chunk, and the chosen chunks."""
+    """Returns the bytes of a choice per query and key/value head: scores, chunks' largest scores, chosen chunks."""
     return 4 * (columns + columns // CHUNK) + 2 * selected
 
 
@@ -349,17 +360,19 @@ def choose_blocks(
     q: Tensor, k: Tensor, layout: Layout, chosen: Tensor, workspace_bytes: int, *, lse: Tensor | None = None,
     first_window: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes lists into `chosen` [tokens, G, selected] int16, full of EMPTY; scores take about `workspace_bytes`.
+    """Writes every token's list into `chosen` [tokens, G, selected] int16, which the caller has filled with EMPTY.
 
-    Scores are those of windows where `lse` and `first_window` are given, see `score_blocks`; k [tokens, G, K] are then
-    the windows' keys [G, windows, K].
+    Args:
+        k: keys [tokens, G, K]; with `lse` and `first_window`, mean keys of windows [G, windows, K].
+        workspace_bytes: bytes of the scores that exist at a time, about.
+        lse, first_window: as in `score_blocks`.
     """
     has_windows, (_, G, selected) = lse is not None, chosen.shape
     if selected == 0 or not layout.has_candidates:
         return
     pooled = k if has_windows else pool(k, layout)
     widest = score_width(layout, range(layout.num_blocks))
-    # Ranges of blocks first, heads of a range together: a range's scores are read while they are in the L2 cache.
+    # A range of blocks is scored for all heads, then chosen from: its scores are read while they are in the L2 cache.
     block_bytes = layout.block_size * G * query_bytes(widest, selected)
     for query_blocks in ranges(layout.num_blocks, max(1, workspace_bytes // block_bytes)):
         heads = range(G)
@@ -367,4 +380,4 @@ def choose_blocks(
         of_range = q, pooled, layout, heads, query_blocks, width
         scores, maxima = score_blocks(*of_range, lse=lse, first_window=first_window)
         top_blocks(scores, maxima, chosen, layout, heads, query_blocks)
-        del scores, maxima  # before the next range's
+        del scores, maxima  # before the next range's are made

@@ -1,13 +1,16 @@
 """Block-sparse causal attention without new parameters: first block, window and chosen blocks share one softmax.
 
-    out[t] = sum_s softmax_s(scale q[t] . k[s]) v[s],  s <= t, in t's document, in one of t's blocks
+    out[t] = sum_s softmax_s(scale q[t] . k[s]) v[s],  s <= t, in t's document, in t's blocks
 
-README.md has the mathematics. Heads are worked on in ranges of key/value heads, and of tokens where one head's slots
-are too many, so that slots take no more than `workspace_bytes`. Forward is band, then per range: inverse index,
-gather, combine. Backward is the band's dq, then per range of heads: gather by ranges of tokens, the band's dk and dv.
+../README.md has the mathematics. Each document decides for itself: one that is shorter than `dense_below` attends to
+everything, by full.py.
 
-Kept for backward, a token: q, k, v and out, (2H + 2G) K elements, the float32 log-sum-exp, H, and the lists of blocks,
-G * selected int16. The choice carries no gradient, and backward never chooses again.
+Slots are the largest buffers. They take up to `workspace_bytes`, because work goes by ranges of key/value heads and, if
+one head's slots are too many, by ranges of tokens. Forward is the band, then for each range: inverse index, gather,
+combine. Backward is the band's dq, then for each range of heads: gather, by ranges of tokens, and the band's dk and dv.
+
+Kept for backward, per token: q, k, v and out, (2H + 2G) K elements; the float32 log-sum-exp, H; and the lists of
+blocks, G * selected int16. The choice carries no gradient, and backward never chooses again.
 """
 
 import dataclasses
@@ -52,8 +55,8 @@ from .selection import (
 )
 
 BLOCK_SIZES, HEAD_DIMS, LARGEST_GROUP = (32, 64, 128), (64, 128), 16
-WORKSPACE_BYTES = 9 * 2**28  # half of one key/value head's slots at 131,072 tokens, 32 blocks: 2.03 GiB
-SCORES_BYTES = 2**29
+WORKSPACE_BYTES = 9 * 2**28  # holds half of one key/value head's slots at 131,072 tokens, 32 blocks: 2.03 GiB
+SCORES_BYTES = 2**29  # bytes of the scores that exist at a time, about
 
 
 def sparse_attention_reference(
@@ -67,7 +70,7 @@ def sparse_attention_reference(
 
 
 def _written_out(q, k, blocks_BTGS, segments, block_size, window) -> tuple[Tensor, Tensor]:
-    """Scores [B, G, R, T, T], and which of them count [B, G, 1, T, T]."""
+    """Returns scores [B, G, R, T, T], and which of them count [B, G, 1, T, T]."""
     B, T, H, K = q.shape
     G = k.shape[2]
     document_BT = torch.zeros(B, T, dtype=torch.long)
@@ -78,7 +81,7 @@ def _written_out(q, k, blocks_BTGS, segments, block_size, window) -> tuple[Tenso
     document_BT = document_BT.to(q.device)
     block_BT = (index_BT // block_size).to(q.device)
     in_band = (block_BT[:, None, :] == 0) | (block_BT[:, None, :] > block_BT[:, :, None] - window // block_size)
-    num_blocks = int(block_BT.max()) + 1  # of the longest document; EMPTY goes to a column behind these
+    num_blocks = int(block_BT.max()) + 1  # blocks of the longest document; EMPTY goes to one column more
     chosen = torch.zeros(B, T, G, num_blocks + 1, dtype=torch.bool, device=q.device)
     chosen = chosen.scatter_(-1, blocks_BTGS.long().clamp(max=num_blocks), True)[..., :num_blocks]
     in_lists = chosen.gather(-1, block_BT[:, None, None, :].expand(B, T, G, T)).permute(0, 2, 1, 3)  # [B, G, T, T]
@@ -94,7 +97,7 @@ def _put(places: Sequence[Tensor], made: Sequence[Tensor]) -> None:
 
 
 def _reference_forward(q, k, v, lists, segments, kind: "Sparse") -> tuple[Tensor, Tensor]:
-    """Tokens of one row -> out [T, H, K] and its log-sum-exp [T, H]."""
+    """Returns out [T, H, K] and its log-sum-exp [T, H] for one row of T tokens."""
     q, k, v, lists = (x[None] for x in (q, k, v, lists))
     scores, is_visible = _written_out(q, k, lists, segments, kind.block_size, kind.window)
     scores = scores.masked_fill(~is_visible, float("-inf"))
@@ -124,7 +127,7 @@ def select_blocks_reference(
     q_BTHK: Tensor, k_BTGK: Tensor, segments: Tensor | None = None, *,
     selected_blocks: int = 32, block_size: int = 64, window: int = 512,
 ) -> Tensor:  # fmt: skip
-    """`select_blocks` with every score written out."""
+    """Computes `select_blocks` with every score written out."""
     layout = make_layout(q_BTHK, segments, block_size, window)
     scores = scores_reference(q_BTHK.flatten(0, 1), pool_reference(k_BTGK.flatten(0, 1), layout), layout)
     return top_blocks_reference(scores, selected_blocks).unflatten(0, q_BTHK.shape[:2])
@@ -133,7 +136,10 @@ def select_blocks_reference(
 def work_ranges(
     layout: Layout, q: Tensor, G: int, selected: int, workspace_bytes: int
 ) -> list[tuple[range, list[range]]]:
-    """Ranges of key/value heads, and for each its ranges of tokens, whose slots take up to `workspace_bytes`."""
+    """Returns ranges of key/value heads, and for each its ranges of tokens.
+
+    The slots of one range of heads and one range of tokens take up to `workspace_bytes`.
+    """
     if selected == 0 or not layout.has_candidates:
         return [(range(G), [])]
     token_bytes = slot_bytes_per_token(q.shape[1] // G, q.shape[2], selected, q.element_size())
@@ -149,7 +155,8 @@ def sparse_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [tokens, H, K], k and v [tokens, G, K], blocks [tokens, G, selected] -> out, lse [tokens, H] float32.
 
-    into: out and lse to be written to; None: they are made.
+    Args:
+        into: out and lse to be written to; None: new tensors.
     """
     (_, H, K), G, S = q.shape, k.shape[1], blocks.shape[-1]
     out, lse = band_forward(q, k, v, layout, into=into)
@@ -160,8 +167,8 @@ def sparse_forward(
             slot_lse = lse.new_empty(slots.shape[:-1])
             gather_forward(q, k, v, slots, slot_lse, index, layout, heads, tokens, config)
             combine(out, lse, slots, slot_lse, blocks, heads, tokens)
-            del slots, slot_lse  # before the next range's
-        del indices  # before those of the next heads
+            del slots, slot_lse  # before the next range's are made
+        del indices  # before the next heads' are made
     return out, lse
 
 
@@ -174,7 +181,7 @@ def sparse_backward(
 
     Args:
         add_to: dq, dk and dv to be added to, in place.
-        into: dq, dk and dv to be written to. They are made where neither is given.
+        into: dq, dk and dv to be written to. If neither is given, new tensors.
     """
     (N, H, K), G, S = q.shape, k.shape[1], blocks.shape[-1]
     dq, dk, dv = add_to or into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
@@ -190,7 +197,7 @@ def sparse_backward(
             partial = gather_backward(dout, q, k, v, lse, delta, slots, index, layout, heads, tokens, config)
             add_slots(dq, slots, blocks, heads, tokens)
             add_partials(total, partial, index.first_item, layout)
-            del slots, partial  # before the next range's
+            del slots, partial  # before the next range's are made
         del indices
         if len(layout.extra_block):
             add_partials(total, *band_dkv_extra(dout, q, k, v, lse, delta, layout, heads), layout)
@@ -204,10 +211,10 @@ def flat(x: Tensor) -> Tensor:
 
 
 class _Batch(NamedTuple):
-    """Documents of a batch by length, and the tables of each span of long ones."""
+    """Documents of a batch, divided by length."""
 
-    short: Tensor | None  # segments of documents that attend to everything; None: there are none
-    long: list[tuple[Span, Layout]]
+    short: Tensor | None  # segments of documents that attend to everything; None: no document does
+    long: list[tuple[Span, Layout]]  # spans of documents that choose blocks, with their tables
 
 
 @functools.lru_cache(maxsize=4)
@@ -230,11 +237,11 @@ class Sparse(AttentionKind):
     """Attention to a document's first block of keys, a window, and blocks of keys that each token chooses.
 
     Args:
-        selected_blocks: chosen blocks per token at most.
-        block_size: tokens per block: 32, 64 or 128.
+        selected_blocks: most blocks that a token chooses.
+        block_size: tokens per block of keys: 32, 64 or 128.
         window: tokens, a multiple of `block_size`.
-        dense_below: tokens; a shorter document attends to everything.
-        workspace_bytes: bytes of slots at a time; fewer take more, smaller launches.
+        dense_below: tokens; a document that is shorter attends to everything, whatever it is packed with.
+        workspace_bytes: bytes of the slots that exist at a time; with fewer, launches are more and smaller.
 
     Raises:
         ValueError: dense_below or selected_blocks out of range.
@@ -284,7 +291,7 @@ class Sparse(AttentionKind):
         return _divide_batch(*q.shape[:2], as_bytes(segments), q.device, self)
 
     def choose(self, q: Tensor, k: Tensor, segments: Tensor | None, on_triton: bool) -> Tensor:
-        """Returns the lists of q's tokens, as `select_blocks`; empty ones in documents that attend to everything."""
+        """Returns the lists of q's tokens, as `select_blocks` does. In documents below `dense_below` they are empty."""
         lists = torch.full((*k.shape[:3], self.selected_blocks), EMPTY, dtype=torch.int16, device=q.device)
         tensors = flat(q), flat(k), lists.flatten(0, 1)
         for span, layout in self._divide(q, segments).long:
@@ -333,7 +340,7 @@ class Sparse(AttentionKind):
         return PooledKeys()
 
     def footprint(self, T, H, G, K, *, element_size=2, backend="auto", context_length=None, longest=None):
-        """Counts one document of T tokens, and where documents are packed short ones as well."""
+        """Counts the T tokens as one long document. If documents are packed, it takes the maximum with short ones."""
         lengths = {"element_size": element_size, "backend": backend, "context_length": context_length}
         of_short = None if longest is None else min(longest, self.dense_below - 1)
         full = FULL.footprint(T, H, G, K, **lengths, longest=of_short)
@@ -358,9 +365,9 @@ class Sparse(AttentionKind):
         return FULL.rates_with(backend, native) | self.h200_rates
 
     def measure_rates(self, H, G, K, context_length, backend, seconds, device):
-        """Measures at 65,536 tokens, past 131,072 at the context's length with one key/value head.
+        """Measures attention at 65,536 tokens, and the choice, whose share grows with length, at the context's length.
 
-        The choice, whose share grows with the context, is measured at the context's length.
+        Past 131,072 tokens both are measured at the context's length, with one key/value head.
         """
         rates = FULL.measure_rates(H, G, K, context_length, backend, seconds, device)
         whole, long = dataclasses.replace(self, dense_below=0), max(16_384, min(context_length, 1_048_576))
@@ -377,7 +384,7 @@ class Sparse(AttentionKind):
 
 
 def check_inputs(q, k, v, segments, block_size, window, impl) -> bool:
-    """Whether Triton's kernels are to run, see `use_triton`; raises a ValueError for what they do not take."""
+    """Returns whether Triton's kernels run, see `use_triton`. Raises ValueError for unsupported inputs."""
     (B, T, H, K), G = q.shape, k.shape[2]
     if k.shape != (B, T, G, K) or v.shape != k.shape or H % G:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
@@ -407,12 +414,12 @@ def select_blocks(
     q_BTHK: Tensor, k_BTGK: Tensor, segments: Tensor | None = None, *,
     selected_blocks: int = 32, block_size: int = 64, window: int = 512, impl: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """Chooses the blocks of keys that each token and key/value head gathers, beyond its first block and its window.
+    """Chooses the blocks of keys that each token and key/value head attends to, beyond first block and window.
 
     Args:
         q_BTHK, k_BTGK: queries [B, T, H, K] and keys [B, T, G, K], after RoPE.
         segments: the documents, as `kernels.attention.attend.attention` takes them.
-        selected_blocks: blocks in a list at most.
+        selected_blocks: most blocks in a list.
         block_size: tokens per block, counted from the document's start: 32, 64 or 128.
         window: tokens, a multiple of `block_size`, see `sparse_attention`.
         impl: "auto", "triton" or "torch".
@@ -433,21 +440,22 @@ def sparse_attention(
     selected_blocks: int = 32, block_size: int = 64, window: int = 512, workspace_bytes: int = WORKSPACE_BYTES,
     impl: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """Causal grouped-query attention to the first block, a window and the chosen blocks of a token's document.
+    """Attends causally to the first block, a window and the chosen blocks of each token's document.
 
-    Equals attention to everything where the lists name every block between the first one and the window.
+    Short documents do so as well: `dense_below` is an option of `Sparse` alone. If the lists name every block between
+    the first one and the window, the result equals attention to everything.
 
     Args:
         q_BTHK: queries [B, T, H, K], K of 64 or 128; bfloat16, float16 or float32.
         k_BTGK, v_BTGK: keys and values [B, T, G, K], H a multiple of G, up to 16 times.
         segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token) that
             cover every token once; None: each batch row is one document.
-        blocks: lists as `select_blocks` returns them. Their order, duplicates, and blocks that the band holds or that
-            lie ahead do not matter. None: chosen here, once, and kept for backward.
+        blocks: lists as `select_blocks` returns them. Their order does not matter; duplicates, and blocks that a token
+            cannot choose, are dropped. None: the lists are chosen here, once, and kept for backward.
         selected_blocks: as in `select_blocks`; without effect where `blocks` is given.
         block_size: tokens per block: 32, 64 or 128.
         window: a token in block b attends to blocks b - window / block_size + 1 to b, up to itself.
-        workspace_bytes: bytes of slots at a time; fewer take more, smaller launches.
+        workspace_bytes: bytes of the slots that exist at a time; with fewer, launches are more and smaller.
         impl: "auto", "triton" or "torch".
 
     Returns:
@@ -466,20 +474,23 @@ def sparse_attention(
 
 
 def slot_bytes_per_token(group: int, K: int, selected: int, element_size: int) -> int:
-    """Bytes per token of one key/value head: partial outputs or dq of its slots, and their log-sum-exps."""
+    """Returns the bytes of a token's slots in one key/value head: partial outputs (or dq) and log-sum-exps."""
     return selected * group * (K * element_size + 4)
 
 
 def scores_bytes(num_blocks: int, block_size: int, window_blocks: int, G: int, selected: int) -> int:
-    """Bytes of the scores that exist at a time."""
-    # Scores of one block of queries.
+    """Returns the bytes of the scores that exist at a time: of as many blocks of queries as SCORES_BYTES holds."""
+    # Bytes for one block of queries.
     row = block_size * G * query_bytes(score_columns(num_blocks - 1, window_blocks), selected)
     return row * min(num_blocks, max(1, SCORES_BYTES // row))
 
 
 @functools.cache
 def _pairs(T: int, kind: Sparse) -> tuple[int, int, int, int]:
-    """Pairs of a block of queries and a block of keys: candidates, gathered ones, band, and means below a query."""
+    """Returns how many pairs (block of queries, block of keys) are candidates, chosen, and in the band.
+
+    The fourth number counts pairs of a block of queries and a block of keys before it, as the choice's lse needs them.
+    """
     num_blocks, window_blocks = -(-T // kind.block_size), kind.window // kind.block_size
     blocks = np.arange(num_blocks)
     before_window = np.maximum(0, blocks - window_blocks)
@@ -492,14 +503,14 @@ def _pairs(T: int, kind: Sparse) -> tuple[int, int, int, int]:
 def sparse_flops(T: int, H: int, K: int, kind: Sparse) -> AttentionFlops:
     """Floating-point operations of one document of T tokens that attends to chosen blocks."""
     candidates, gathered, band, means = _pairs(T, kind)
-    product = 2 * kind.block_size * kind.block_size * H * K  # a block of queries times a block of keys
+    product = 2 * kind.block_size * kind.block_size * H * K  # one block of queries with one block of keys
     choice = (kind.block_size // PART_KEYS * candidates + means) * product // kind.block_size
     return AttentionFlops(2 * (gathered + band) * product, choice, (5 * gathered + 7 * band) * product)
 
 
 @functools.cache
 def sparse_workspace(T: int, H: int, G: int, K: int, kind: Sparse, element_size: int = 2) -> tuple[int, int]:
-    """Bytes of forward and of backward for one document of T tokens, tables of a few bytes per block left out."""
+    """Returns the bytes of forward and of backward for one document of T tokens, without tables by block."""
     S, block_size, group = kind.selected_blocks, kind.block_size, H // G
     num_blocks, window_blocks = -(-T // block_size), kind.window // block_size
     delta = 4 * T * H
@@ -515,6 +526,6 @@ def sparse_workspace(T: int, H: int, G: int, K: int, kind: Sparse, element_size:
     items = heads * num_blocks + heads * tokens * S // chunk
     partials = 8 * items * block_size * K  # float32 dk and dv of each item
     slots_of_dq = slots - 4 * heads * tokens * S * group  # no log-sum-exps
-    scores -= T * (H * K * element_size + 4 * H)  # output and log-sum-exp do not exist yet
+    scores -= T * (H * K * element_size + 4 * H)  # output and log-sum-exp do not exist yet while scores do
     sorting, totals = SORT_BYTES * entries, delta + 8 * heads * T * K  # float32 dk and dv of all tokens
     return max(slots + 4 * entries, sorting, scores), totals + max(slots_of_dq + 4 * entries + partials, sorting)
