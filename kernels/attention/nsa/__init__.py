@@ -1,1 +1,1 @@
-"""Native sparse attention: the mathematics in ../README.md, the whole in nsa.py, a file a piece."""
+"""Native sparse attention: nsa.py puts the other files together, ../README.md has the mathematics."""

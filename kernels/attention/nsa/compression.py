@@ -1,21 +1,25 @@
-"""NSA's compressed branch: attention to the mean key and value of windows of 32 tokens, one every 16.
+"""NSA's compressed branch: attention to the mean key and value of windows of 32 tokens, one every 16 tokens.
 
-Window i of a document is its tokens 16 i to 16 i + 31; a document of L tokens has floor(L / 16) - 1 of them. Token t of
-the document sees the windows that end by t, those of i <= (t - 31) / 16; the first 31 tokens see none, and have output
-and log-sum-exp 0. Keys are pooled after RoPE, as MoBA (arXiv 2502.13189) and flash-linear-attention's NSA pool them:
-that takes no parameters, the same pooled keys choose the blocks of the selected branch, and the mean of 32 keys keeps
-RoPE's slow frequencies, which tell long distances. What the mean loses, the other two branches have.
+Window i of a document is its tokens 16 i to 16 i + 31; a document of L tokens has floor(L / 16) - 1 windows. Token t of
+the document sees the windows that end at t or before: window i if 16 i + 31 <= t. The first 31 tokens see none; their
+output and log-sum-exp are 0.
 
-A library's causal kernel does the work. Tile n of a document is its tokens 31 + 16 n to 46 + 16 n, all of which see
-exactly the windows 0 to n. So, with a tile's 16 tokens as 16 times as many query heads, tiles attend to windows
-causally. A document of 100 tokens has windows and tiles 0 to 4, and tile 4 has the tokens 95 to 99. A tile's heads are
-ordered (key/value head, token, query head): key/value heads have their queries side by side.
+Keys are pooled after RoPE, as MoBA (arXiv 2502.13189) and flash-linear-attention's NSA pool them. This takes no
+parameters, and the same pooled keys choose the blocks of the selected branch. The mean of 32 keys keeps RoPE's slow
+frequencies, which tell long distances. The other two branches have what the mean loses.
 
-    [tokens, H, K] -> [windows, n * 16 * R, K] and back, for n key/value heads of R query heads at a time
+A library's causal kernel does the work. Tile n of a document is its tokens 31 + 16 n to 46 + 16 n, and each of them
+sees exactly the windows 0 to n. Let a tile be one position, and its 16 tokens 16 times as many query heads. Position n
+then sees windows 0 to n, which is causal attention. A document of 100 tokens has windows and tiles 0 to 4; tile 4 has
+only the tokens 95 to 99. With n key/value heads of R query heads at a time, copies go
 
-Rows are gathered in both directions and a token's gradient is gathered from the two windows that hold it: no atomics.
+    [tokens, H, K] -> [windows, n * 16 * R, K] and back
 
-Kept for backward, a token: the branch's output, H K elements, and float32 log-sum-exp, H. Windows are pooled again.
+A tile's heads are ordered (key/value head, token, query head), so that the queries of a key/value head are neighbours.
+No atomics are needed: copies gather rows both ways, and a token gathers its key's gradient from its two windows.
+
+Kept for backward, per token: the branch's output, H K elements, and the float32 log-sum-exp, H. Windows are pooled
+again.
 """
 
 import functools
@@ -33,33 +37,31 @@ from ..sparse.selection import ranges
 
 WINDOW_KEYS, WINDOW_STRIDE = 32, 16
 _NEVER_ATTENDS = 1e30  # a log-sum-exp under which every probability is exactly 0
-ROW_ELEMENTS = 4096  # that a program of _rows_kernel copies
-BLOCK_W = 16  # windows of a program of _pool_windows_kernel
-BLOCK_T = 32  # tokens of a program of _unpool_kernel
+ROW_ELEMENTS = 4096  # elements that a program of _rows_kernel copies
+BLOCK_W = 16  # windows per program of _pool_windows_kernel
+BLOCK_T = 32  # tokens per program of _unpool_kernel
 
 
 class Windows(NamedTuple):
-    """Where the windows and tiles of packed documents lie; both are counted through all documents."""
+    """Tables of the windows and tiles of packed documents. Both are counted through all documents."""
 
     num_windows: int
-    rows: int  # batch rows, of one document each, that the library's kernel gets
-    segments: Tensor | None  # or one row of several documents, as `kernels.attention.attend.attention` takes them
+    rows: int  # batch rows that the library's kernel gets, of one document each or, with segments, a single row
+    segments: Tensor | None  # the row's documents, int64 [S, 3], counted in windows; None: each row is one document
     window_start: Tensor  # [windows] int32: a window's first token
     first_window: Tensor  # [tokens] int32: the first window of a token's document
-    windows_of_token: (
-        Tensor  # [2, tokens] int32: the window that begins in the token's sixteenth, the one before; or -1
-    )
-    tile_of_token: Tensor  # [tokens] int32: the token's place in [windows, 16]; -1: it sees no window
-    token_of_tile: Tensor  # [windows * 16] int32; -1 past the end of a document
+    windows_of_token: Tensor  # [2, tokens] int32: the windows that hold a token, the later one first; -1: none
+    tile_of_token: Tensor  # [tokens] int32: the token's place in the tiles [windows, 16]; -1: it sees no window
+    token_of_tile: Tensor  # [windows * 16] int32: the token at a place in the tiles; -1 past a document's end
 
     @property
     def longest(self) -> int | None:
-        """Windows of the longest document, None where each row is one document; see `backward_workspace`."""
+        """Windows of the longest document; None: each row is one document, see `backward_workspace`."""
         return None if self.segments is None else int((self.segments[:, 2] - self.segments[:, 1]).max())
 
 
 def make_windows(q: Tensor, segments: Tensor | None) -> Windows:
-    """Tables on q's device, q [B, T, ...]; segments as of `make_layout`, and kept as its tables are."""
+    """Returns the tables on q's device, for q [B, T, ...]; segments as in `make_layout`. All layers share them."""
     documents = None if segments is None else segments.long().contiguous().numpy().tobytes()
     return _make_windows(q.shape[0], q.shape[1], documents, q.device)
 
@@ -74,7 +76,7 @@ def _make_windows(B: int, T: int, documents: bytes | None, device: torch.device)
 
     start, stop, first, count = torch.stack([start, start + length, first, count]).to(device)
     window = torch.arange(num_windows, device=device)
-    document = torch.searchsorted(first + count, window, right=True)  # documents without windows are passed over
+    document = torch.searchsorted(first + count, window, right=True)  # skips documents without windows
     window_start = start[document] + (window - first[document]) * WINDOW_STRIDE
     tile = window_start[:, None] + WINDOW_KEYS - 1 + torch.arange(WINDOW_STRIDE, device=device)  # [windows, 16]
     token = torch.arange(B * T, device=device)
@@ -99,7 +101,7 @@ def _make_windows(B: int, T: int, documents: bytes | None, device: torch.device)
 
 
 def pool_windows_reference(x: Tensor) -> Tensor:
-    """Means of windows of one document, [tokens, G, K] -> [windows, G, K]."""
+    """Returns the means of one document's windows: [tokens, G, K] -> [windows, G, K]."""
     if len(x) < WINDOW_KEYS:
         return x[:0]
     return x.unfold(0, WINDOW_KEYS, WINDOW_STRIDE).mean(-1)
@@ -128,7 +130,7 @@ def _unpool_kernel(
     d_pooled_ptr, target_ptr, windows_of_token_ptr, num_tokens, num_windows,
     G: tl.constexpr, K: tl.constexpr, KEYS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Add to dk or dv [tokens, G, K] what d_pooled_ptr [G, windows, K] gives to each token."""
+    """Adds to dk or dv [tokens, G, K] each token's part of d_pooled_ptr [G, windows, K], 1 / KEYS of its windows'."""
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # [BLOCK_T, 1]
     mask = token < num_tokens
@@ -149,10 +151,11 @@ def _rows_kernel(
     H: tl.constexpr, K: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
     BLOCK: tl.constexpr, TO_TILES: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows of some heads from tokens to tiles, or from tiles to tokens, where they may be added.
+    """Copies rows of some heads from tokens to tiles (TO_TILES), or from tiles to tokens; with ADD it adds them.
 
-    Of tokens [tokens, H, K] UNITS times WIDTH elements are taken, from first_head on; tiles are [windows, UNITS, 16,
-    WIDTH]. The target's row i is the source's row index_ptr[i], or 0 where that is -1.
+    Tokens are [tokens, H, K]. Of each, UNITS * WIDTH elements are copied, from head first_head on. Tiles are [windows,
+    UNITS, 16, WIDTH]: a unit is the query heads of one key/value head. Row i of the target is row index_ptr[i] of the
+    source, or 0 if index_ptr[i] is -1.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]  # [BLOCK, 1]
     unit = tl.program_id(1)
@@ -171,7 +174,7 @@ def _rows_kernel(
 
 
 def pool_windows(x: Tensor, windows: Windows) -> Tensor:
-    """Means [G, windows, K] of keys or values x [tokens, G, K], in their dtype."""
+    """Returns the windows' means [G, windows, K] of keys or values x [tokens, G, K], in their dtype."""
     _, G, K = x.shape
     pooled = x.new_empty(G, windows.num_windows, K)
     if windows.num_windows:
@@ -182,7 +185,7 @@ def pool_windows(x: Tensor, windows: Windows) -> Tensor:
 
 
 def add_unpooled(dk: Tensor, dv: Tensor, d_pooled: Tensor, windows: Windows) -> None:
-    """dk and dv [tokens, G, K] += what d_pooled [2, G, windows, K] float32, of pooled keys and values, gives them."""
+    """Adds the gradients of pooled keys and values, [2, G, windows, K] float32, to dk and dv [tokens, G, K]."""
     N, G, K = dk.shape
     if windows.num_windows:
         for target, gradient in zip((dk, dv), d_pooled):
@@ -193,7 +196,7 @@ def add_unpooled(dk: Tensor, dv: Tensor, d_pooled: Tensor, windows: Windows) -> 
 
 
 def _copy_rows(tokens: Tensor, tiles: Tensor, heads: range, units: int, windows: Windows, to_tiles: bool, add: bool):
-    """Between the `heads` of tokens [tokens, H, K] and tiles of as many elements for each token."""
+    """Copies rows of query `heads` between tokens [tokens, H, K] and tiles, see `_rows_kernel`."""
     _, H, K = tokens.shape
     width = len(heads) // units * K
     width_pad = triton.next_power_of_2(width)
@@ -207,14 +210,14 @@ def _copy_rows(tokens: Tensor, tiles: Tensor, heads: range, units: int, windows:
 
 
 def to_tiles(x: Tensor, heads: range, units: int, windows: Windows) -> Tensor:
-    """[tokens, H, K] -> [rows, windows of a row, 16 * heads, K]; rows past the end of a document are 0."""
+    """[tokens, H, K] -> [rows, windows of a row, 16 * heads, K]; places past the end of a document are 0."""
     tiles = x.new_empty(windows.rows, windows.num_windows // windows.rows, WINDOW_STRIDE * len(heads), x.shape[-1])
     _copy_rows(x, tiles, heads, units, windows, to_tiles=True, add=False)
     return tiles
 
 
 def _lse_to_tiles(lse: Tensor, heads: range, units: int, windows: Windows) -> Tensor:
-    """[tokens, H] -> [rows, windows of a row, 16 * heads]."""
+    """[tokens, H] -> [rows, windows of a row, 16 * heads]; places past a document's end never attend."""
     token = windows.token_of_tile.long()
     in_tiles = lse[token.clamp(min=0), heads.start : heads.stop].masked_fill_(token[:, None] < 0, _NEVER_ATTENDS)
     in_tiles = in_tiles.view(windows.rows, -1, WINDOW_STRIDE, units, len(heads) // units)
@@ -222,18 +225,19 @@ def _lse_to_tiles(lse: Tensor, heads: range, units: int, windows: Windows) -> Te
 
 
 def _lse_to_tokens(lse: Tensor, units: int, windows: Windows) -> Tensor:
-    """[rows, windows of a row, 16 * heads] -> [tokens, heads]."""
+    """[rows, windows of a row, 16 * heads] -> [tokens, heads]; tokens that see no window have 0."""
     in_tiles = lse.unflatten(2, (units, WINDOW_STRIDE, -1)).transpose(2, 3).flatten(0, 2).flatten(1)
     place = windows.tile_of_token.long()
     return in_tiles[place.clamp(min=0)].masked_fill_(place[:, None] < 0, 0.0)
 
 
 def head_bytes(backend: str, num_windows: int, row_windows: int, longest: int | None, K: int, element_size: int) -> int:
-    """Memory that one query head takes in backward: q, out, dout and dq in tiles, and what the library takes.
+    """Returns the bytes that one query head takes in backward: q, out, dout and dq in tiles, the library's workspace.
 
     Args:
-        num_windows, row_windows: of all rows, and of each.
-        longest: windows of the longest of packed documents; None: each row is one document.
+        num_windows: windows of all rows.
+        row_windows: windows of each row.
+        longest: windows of the longest packed document; None: each row is one document.
     """
     tile = WINDOW_STRIDE * K * element_size
     library = backward_workspace(backend, num_windows, tile, 0, row_windows, longest, WINDOW_STRIDE)
@@ -241,7 +245,10 @@ def head_bytes(backend: str, num_windows: int, row_windows: int, longest: int | 
 
 
 def heads_at_a_time(H: int, G: int, bytes_of_a_head: int, workspace_bytes: int) -> int:
-    """Query heads whose tiles fit: those of whole key/value heads, else an equal part of one's, at least 1."""
+    """Returns how many query heads' tiles fit: the heads of some key/value heads, else an equal part of one's heads.
+
+    For H = 32 and G = 8 it tries 32, 16, 8, 4, 2 and 1; the last is taken even if it does not fit.
+    """
     group = H // G
     sizes = [n * group for n in range(G, 0, -1) if G % n == 0] + [n for n in range(group - 1, 0, -1) if group % n == 0]
     return next((size for size in sizes if size * bytes_of_a_head <= workspace_bytes), 1)
@@ -250,7 +257,7 @@ def heads_at_a_time(H: int, G: int, bytes_of_a_head: int, workspace_bytes: int) 
 def head_ranges(
     q: Tensor, G: int, windows: Windows, backend: str, workspace_bytes: int
 ) -> Iterator[tuple[range, range]]:
-    """Ranges of query heads, and for each the key/value heads that they share."""
+    """Yields ranges of query heads, and for each the key/value heads that they share."""
     (_, H, K), group = q.shape, q.shape[1] // G
     row_windows = windows.num_windows // windows.rows
     taken = head_bytes(backend, windows.num_windows, row_windows, windows.longest, K, q.element_size())
@@ -259,7 +266,7 @@ def head_ranges(
 
 
 def _windows_first(pooled: Tensor, groups: range, windows: Windows) -> Tensor:
-    """[G, windows, K] -> [rows, windows of a row, groups, K], a view."""
+    """[G, windows, K] -> [rows, windows of a row, groups, K], a view of the key/value heads `groups`."""
     some = pooled[groups.start : groups.stop]
     return some.unflatten(1, (windows.rows, -1)).permute(1, 2, 0, 3)
 
@@ -277,7 +284,7 @@ def compressed_forward(
         tiles, lse_n = full_forward(tiles, k, v, windows.segments, backend, WINDOW_STRIDE)
         _copy_rows(out, tiles, heads, len(groups), windows, to_tiles=False, add=False)
         lse[:, heads.start : heads.stop] = _lse_to_tokens(lse_n, len(groups), windows)
-        del tiles, lse_n  # before those of the next heads are made
+        del tiles, lse_n  # before the next heads' are made
     return out, lse
 
 
@@ -285,7 +292,7 @@ def compressed_backward(
     dout: Tensor, q: Tensor, pooled_k: Tensor, pooled_v: Tensor, out: Tensor, lse: Tensor, windows: Windows,
     backend: str, workspace_bytes: int, dq: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Add to dq [tokens, H, K]; returns the gradients of pooled keys and values, [2, G, windows, K] float32."""
+    """Adds to dq [tokens, H, K]; returns the gradients of pooled keys and values, [2, G, windows, K] float32."""
     d_pooled = torch.zeros(2, *pooled_k.shape, dtype=torch.float32, device=q.device)
     if windows.num_windows == 0:
         return d_pooled
@@ -297,5 +304,5 @@ def compressed_backward(
         _copy_rows(dq, dq_n, heads, len(groups), windows, to_tiles=False, add=True)
         for total, gradient in zip(d_pooled, gradients):
             _windows_first(total, groups, windows).add_(gradient)
-        del tiles, arguments, dq_n, gradients, gradient  # before those of the next heads are made
+        del tiles, arguments, dq_n, gradients, gradient  # before the next heads' are made
     return d_pooled

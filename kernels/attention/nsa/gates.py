@@ -1,10 +1,10 @@
-"""The sum of NSA's branches: each is weighted by its gate, a sigmoid, for every token and query head.
+"""The gated sum of NSA's branches: every token and query head has a gate for each branch b, the sigmoid of a logit.
 
     out = sum_b g[b] out[b],  g = sigmoid(logits)
     d_out[b] = g[b] dout,  d_logits[b] = g[b] (1 - g[b]) (dout . out[b])
 
-Forward reads the three outputs and writes one. Backward takes one branch at a time, so that one d_out exists at a time.
-Kept for backward: the branches' outputs and the logits, 3 a token and head.
+Forward reads the three outputs and writes one. Backward takes one branch at a time, so that only one d_out exists.
+Kept for backward: the branches' outputs, and 3 logits per token and query head.
 """
 
 import torch
@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 BRANCHES = 3  # compressed, selected, window: the order of a head's logits
-ELEMENTS = 4096  # of a program's tile
+ELEMENTS = 4096  # elements of a program's tile
 
 
 def gated_sum_reference(outs: list[Tensor], logits: Tensor) -> Tensor:
-    """outs of [..., H, K] and logits [..., H, 3] -> [..., H, K], in the dtype of outs."""
+    """Returns the gated sum [..., H, K] of three outs [..., H, K] by logits [..., H, 3], in the dtype of outs."""
     gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
     return sum(out * gates[..., b, None] for b, out in enumerate(outs)).to(outs[0].dtype)
 
@@ -54,7 +54,7 @@ def _gate_backward_kernel(
 
 
 def gated_sum(outs: list[Tensor], logits: Tensor) -> Tensor:
-    """outs: three of [tokens, H, K]; logits [tokens, H, 3] -> [tokens, H, K] in their dtype."""
+    """Returns the gated sum [tokens, H, K] of three outs [tokens, H, K] by logits [tokens, H, 3], in outs' dtype."""
     out = torch.empty_like(outs[0])
     (N, H, K), block = out.shape, max(1, ELEMENTS // out.shape[-1])
     _gated_sum_kernel[(triton.cdiv(N * H, block),)](*outs, logits, out, N * H, K=K, BLOCK=block)
@@ -62,7 +62,7 @@ def gated_sum(outs: list[Tensor], logits: Tensor) -> Tensor:
 
 
 def gate_backward(dout: Tensor, out: Tensor, logits: Tensor, branch: int, d_logits: Tensor) -> Tensor:
-    """The gradient of one branch's output [tokens, H, K]; fills this branch's part of d_logits [tokens, H, 3]."""
+    """Returns the gradient of one branch's output [tokens, H, K]; fills its part of d_logits [tokens, H, 3]."""
     d_out = torch.empty_like(out)
     (N, H, K), block = out.shape, max(1, ELEMENTS // out.shape[-1])
     _gate_backward_kernel[(triton.cdiv(N * H, block),)](

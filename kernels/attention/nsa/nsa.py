@@ -3,15 +3,15 @@
     out[t] = g[compressed] out[compressed] + g[selected] out[selected] + g[window] out[window]
 
 - compressed: the mean keys and values of windows of 32 tokens, one every 16 (compression.py);
-- selected: a document's first block of 64, the token's own block and the one before, and the blocks that matter most to
-  the compressed branch, `selected_blocks` in all (selection.py; the kernels are those of sparse_attention.py);
-- window: the last `window` tokens, the token itself included (band.py).
+- selected: a document's first block of 64 tokens, the token's own block and the one before it, and the blocks with the
+  highest scores in the compressed branch, `selected_blocks` in all (../sparse/);
+- window: the last `window` tokens, the token itself included (../sparse/band.py, exact).
 
-g is a sigmoid of logits that the caller makes of the layer's input, for every token, query head and branch (gates.py).
-README.md has the rest of the mathematics. No gradient flows through the choice of blocks.
+g is a sigmoid of logits, for every token, query head and branch (gates.py). The caller computes the logits from the
+layer's input. ../README.md has the rest of the mathematics. No gradient flows through the choice of blocks.
 
-Kept for backward, a token: q, k and v, (H + 2G) K elements; of each branch the output, H K, and the float32
-log-sum-exp, H; the logits, 3 H; and the lists of blocks, G * (selected_blocks - 3) int16.
+Kept for backward, per token: q, k and v, (H + 2G) K elements; each branch's output, H K, and its float32 log-sum-exp,
+H; the logits, 3 H; and the lists of blocks, G * (selected_blocks - 3) int16.
 """
 
 import functools
@@ -57,19 +57,24 @@ from .compression import (
 from .gates import BRANCHES, gate_backward, gated_sum, gated_sum_reference
 
 BLOCK_SIZE, LOCAL_TOKENS = 64, 128  # tokens of a block, and of the selected branch's two local blocks
-FORCED_BLOCKS = 3  # the first one and the local ones
-WORKSPACE_BYTES = 7 * 2**28  # one key/value head's slots at 131,072 tokens, 13 chosen blocks: 1.65 GiB
+FORCED_BLOCKS = 3  # the first block and the two local blocks
+WORKSPACE_BYTES = 7 * 2**28  # holds one key/value head's slots at 131,072 tokens, 13 chosen blocks: 1.65 GiB
 
 
-# Reference: one document, whose last tokens the queries are
+# Reference, for one document: queries q [T, H, K] are the last T of its S tokens
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor) -> tuple[Tensor, Tensor]:
-    """q [T, H, K], k, v [S, G, K], is_visible [T, G or 1, S] -> out [T, H, K], lse [T, H]; 0 where nothing is seen."""
+    """Returns out [T, H, K] and lse [T, H]; 0 for rows that see nothing.
+
+    Args:
+        q, k, v: [T, H, K], [S, G, K] and [S, G, K].
+        is_visible: [T, G or 1, S].
+    """
     G = k.shape[1]
     scores = torch.einsum("tgrk,sgk->tgrs", q.unflatten(1, (G, q.shape[1] // G)), k) / math.sqrt(q.shape[-1])
     sees = is_visible.any(-1)[:, :, None, None]
-    is_visible = is_visible[:, :, None] | ~sees  # rows that see nothing are computed, without infinities, then dropped
+    is_visible = is_visible[:, :, None] | ~sees  # a row that sees nothing sees all for now, which avoids infinities
     scores = scores.masked_fill(~is_visible, float("-inf"))
     out = torch.einsum("tgrs,sgk->tgrk", scores.softmax(-1), v).where(sees, 0)
     lse = scores.logsumexp(-1).where(sees[..., 0], 0)
@@ -77,23 +82,23 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor) -> tuple[Tensor
 
 
 def _positions(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the queries [T, 1, 1] and of the keys [S] in their document."""
+    """Returns the positions of the queries [T, 1, 1] and of the keys [S] in their document."""
     position = torch.arange(len(k), device=q.device)
     return position[len(k) - len(q) :, None, None], position
 
 
 def compressed_reference(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse of the compressed branch."""
+    """Returns out and lse of the compressed branch."""
     token, _ = _positions(q, k)
     keys, values = pool_windows_reference(k), pool_windows_reference(v)
     if len(keys) == 0:
         return torch.zeros_like(q), q.new_zeros(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-    last = torch.arange(len(keys), device=q.device) * WINDOW_STRIDE + WINDOW_KEYS - 1  # token of each window
+    last = torch.arange(len(keys), device=q.device) * WINDOW_STRIDE + WINDOW_KEYS - 1  # each window's last token
     return _attend(q, keys, values, token >= last)
 
 
 def choose_reference(q: Tensor, k: Tensor, lse: Tensor, chosen_blocks: int) -> Tensor:
-    """Lists [T, G, chosen_blocks] int16 by the compressed branch's lse."""
+    """Returns the lists [T, G, chosen_blocks] int16, chosen by the compressed branch's lse."""
     token, _ = _positions(q, k)
     left, num_blocks = token[:, 0, 0] // BLOCK_SIZE - 1, -(-len(k) // BLOCK_SIZE)
     return top_blocks_reference(
@@ -102,7 +107,7 @@ def choose_reference(q: Tensor, k: Tensor, lse: Tensor, chosen_blocks: int) -> T
 
 
 def selected_reference(q: Tensor, k: Tensor, v: Tensor, lists: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse of the selected branch on lists [T, G, chosen_blocks]."""
+    """Returns out and lse of the selected branch, for lists [T, G, chosen_blocks]."""
     token, key = _positions(q, k)
     block, own = key // BLOCK_SIZE, token // BLOCK_SIZE
     is_listed = (lists[..., None] == block).any(2)  # [T, G, S]
@@ -110,7 +115,7 @@ def selected_reference(q: Tensor, k: Tensor, v: Tensor, lists: Tensor) -> tuple[
 
 
 def window_reference(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """out and lse of the window branch."""
+    """Returns out and lse of the window branch."""
     token, key = _positions(q, k)
     return _attend(q, k, v, (key <= token) & (key > token - window))
 
@@ -119,7 +124,10 @@ def nsa_attention_reference(
     q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, gates_BTHC: Tensor, segments: Tensor | None = None, *,
     selected_blocks: int = 16, window: int = 512, blocks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`nsa_attention` with all scores written out, in the inputs' dtype; the queries may be the last T of S tokens."""
+    """Computes `nsa_attention` with all scores written out, in the inputs' dtype.
+
+    q_BTHK may have the last T of the S tokens alone, as in decoding.
+    """
     (B, T), S = q_BTHK.shape[:2], k_BSGK.shape[1]
     out = torch.empty_like(q_BTHK)
     for row, start, stop in segments.tolist() if segments is not None else [(row, 0, S) for row in range(B)]:
@@ -135,7 +143,7 @@ def nsa_attention_reference(
 
 
 def _by_document(function: Callable, segments: Tensor | None, *tensors: Tensor) -> list[Tensor]:
-    """What `function` returns of each document's part of `tensors` [B, T, ...], put together again."""
+    """Calls `function` with each document's part of `tensors` [B, T, ...]; returns its results, put together again."""
     B, T = tensors[0].shape[:2]
     whole: list[Tensor] = []
     for row, start, stop in segments.tolist() if segments is not None else [(row, 0, T) for row in range(B)]:
@@ -151,7 +159,7 @@ def _by_document(function: Callable, segments: Tensor | None, *tensors: Tensor) 
 
 @torch.library.custom_op("fathom::nsa_gated_sum", mutates_args=())
 def _nsa_gated_sum(outs: list[Tensor], gates: Tensor, triton_kernels: bool) -> Tensor:
-    """Three of [B, T, H, K], gates [B, T, H, 3] -> [B, T, H, K]."""
+    """Returns the gated sum [B, T, H, K] of three outs [B, T, H, K]; gates are logits [B, T, H, 3]."""
     if not triton_kernels:
         return gated_sum_reference(outs, gates)
     return gated_sum([flat(out) for out in outs], flat(gates)).view(outs[0].shape)
@@ -164,12 +172,12 @@ def _(outs, gates, triton_kernels):
 
 @dataclass(frozen=True)
 class NSA(AttentionKind):
-    """Native sparse attention. Documents of all lengths have it: the model has learnt its gates.
+    """Native sparse attention. Documents of all lengths attend by it, because the model has learnt its gates.
 
     Args:
-        selected_blocks: blocks of 64 tokens, the first and the two local ones included; at least 4.
+        selected_blocks: blocks of 64 tokens, the first block and the two local blocks included; at least 4.
         window: tokens of the window branch, a multiple of 64.
-        workspace_bytes: bytes of tiles and slots at a time; fewer take more, smaller launches.
+        workspace_bytes: bytes of the tiles and slots that exist at a time; with fewer, launches are more and smaller.
 
     Raises:
         ValueError: too few selected blocks.
@@ -247,7 +255,7 @@ class NSA(AttentionKind):
         return [*outs], [*lses], lists
 
     def backward(self, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton):
-        """Branch by branch, each added to dq, dk and dv: one branch's dout exists at a time."""
+        """Takes one branch after the other, so that only one branch's d_out exists. Each adds to dq, dk and dv."""
         if not on_triton:
             with torch.enable_grad():
                 q, k, v, gates = (x.detach().requires_grad_() for x in (q, k, v, gates))
@@ -263,7 +271,7 @@ class NSA(AttentionKind):
         d_out = gate_backward(dout, outs[2], gates, 2, d_gates)
         delta = band_dq(d_out, q, k, v, outs[2], lses[2], dq, in_window, exact=True)
         band_dkv(d_out, q, k, v, lses[2], delta, None, dk, dv, in_window, range(k.shape[1]))
-        del d_out, delta  # before the next branch's
+        del d_out, delta  # before the next branch's d_out is made
         d_out = gate_backward(dout, outs[1], gates, 1, d_gates)
         own = outs[1], lses[1], lists, layout, self.workspace_bytes
         sparse_backward(d_out, q, k, v, *own, add_to=(dq, dk, dv))
@@ -288,8 +296,8 @@ class NSA(AttentionKind):
 
     def flops(self, length, H, G, K):
         num_blocks, num_windows = -(-length // BLOCK_SIZE), max(0, length // WINDOW_STRIDE - 1)
-        product = 2 * BLOCK_SIZE * BLOCK_SIZE * H * K  # a block of queries times a block of keys
-        # Of a tile's 16 queries, 1 to 16 in the last one, each sees the windows up to the tile's own.
+        product = 2 * BLOCK_SIZE * BLOCK_SIZE * H * K  # one block of queries with one block of keys
+        # Each query of tile n sees n + 1 windows. Tiles have 16 queries, but the last tile may have fewer.
         pairs = WINDOW_STRIDE * num_windows * (num_windows + 1) // 2
         pairs -= num_windows * (WINDOW_STRIDE * (num_windows + 1) + WINDOW_STRIDE - 1 - length) if num_windows else 0
         compressed = attention_flops(H, K, pairs)
@@ -302,7 +310,7 @@ class NSA(AttentionKind):
         return AttentionFlops(compressed + selected.forward + 2 * in_window, choice, backward)
 
     def work(self, lengths, H, G, K, *, backend, steps, is_packed=True):
-        """Adds the calls of a library's kernel, in the compressed branch, for long packed documents."""
+        """Adds the compressed branch's calls of a library's kernel, one for each long packed document."""
         lengths = [*lengths]
         work = super().work(lengths, H, G, K, backend=backend, steps=steps)
         calls = FULL.work(lengths, H, G, K, backend=backend, steps=steps, is_packed=is_packed)
@@ -314,7 +322,7 @@ class NSA(AttentionKind):
         return FULL.rates_with(backend, native) | self.h200_rates
 
     def measure_rates(self, H, G, K, context_length, backend, seconds, device):
-        """Measures at the context's length, past 131,072 tokens with one key/value head."""
+        """Measures at the context's length; past 131,072 tokens, with one key/value head."""
         T = max(16_384, min(context_length, 524_288))
         h, g = (H, G) if T <= 131_072 else (H // G, 1)
         flops = self.flops(T, h, g, K)
@@ -338,7 +346,7 @@ def _layout(q: Tensor, segments: Tensor | None) -> Layout:
 
 
 def _window_layout(layout: Layout, window: int) -> Layout:
-    """The window branch's: of the tables, an exact window's length decides this number alone."""
+    """Returns the layout of the window branch: exact windows of another length differ in one number alone."""
     return layout._replace(window_blocks=window // BLOCK_SIZE)
 
 
@@ -347,17 +355,17 @@ def nsa_attention(
     selected_blocks: int = 16, window: int = 512, blocks: Tensor | None = None, backend: str = "auto",
     workspace_bytes: int = WORKSPACE_BYTES, impl: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """Native sparse attention: gated sum of compressed, selected and window attention, each document on its own.
+    """Returns the gated sum of compressed, selected and window attention, each document on its own.
 
     Args:
         q_BTHK, k_BTGK, v_BTGK: as in `sparse_attention`, after RoPE; bfloat16 or float16 on CUDA.
         gates_BTHC: logits of each head's gates [B, T, H, 3]: compressed, selected, window.
-        segments: the documents, as `kernels.attention.full.attention` takes them.
-        selected_blocks: of 64 tokens, the first and the two local ones included; at least 4.
+        segments: the documents, as in `kernels.attention.attend.attention`.
+        selected_blocks: blocks of 64 tokens, the first block and the two local blocks included; at least 4.
         window: tokens of the window branch, a multiple of 64.
-        blocks: lists as `select_blocks` returns them, in place of the choice.
-        backend: of the compressed branch, as `kernels.attention.full.attention` takes it.
-        workspace_bytes: of tiles and slots at a time; fewer take more, smaller launches.
+        blocks: lists of chosen blocks, as `select_blocks` returns them, in place of the choice.
+        backend: the compressed branch's kernel, as in `kernels.attention.attend.attention`.
+        workspace_bytes: bytes of the tiles and slots that exist at a time; with fewer, launches are more and smaller.
         impl: as in `sparse_attention`.
 
     Returns:
@@ -381,7 +389,11 @@ def nsa_attention(
 def _footprint(
     T: int, H: int, G: int, K: int, nsa: NSA, element_size: int, backend: str, context_length: int, longest: int | None
 ) -> AttentionBytes:
-    """Returns what T tokens take. The three results all exist from the last branch on, in which their sum is made."""
+    """Returns the bytes that T tokens take.
+
+    `results` counts three outputs with log-sum-exps. Forward makes them one after the other: while an earlier branch
+    runs, the later ones' do not exist yet, and `forward` subtracts them.
+    """
     selected_forward, selected_backward = sparse_workspace(T, H, G, K, nsa._selected, element_size)
     windows, longest_windows = T // WINDOW_STRIDE, None if longest is None else longest // WINDOW_STRIDE
     of_a_head = head_bytes(backend, windows, context_length // WINDOW_STRIDE, longest_windows, K, element_size)
