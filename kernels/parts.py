@@ -7,7 +7,7 @@ pass `part.number` to an operation, and the operation calls `part_of(number)`.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
@@ -25,6 +25,10 @@ class Part:
         if self not in _PARTS:
             _PARTS.append(self)
         object.__setattr__(self, "number", _PARTS.index(self))
+
+    def __reduce__(self):
+        """Is made anew where it is unpickled: another process has other numbers."""
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
 
 
 def part_of(number: int):

@@ -18,6 +18,7 @@ from training.checkpoint import weights as weights_module
 from training.checkpoint.pieces import read_header
 from training.checkpoint.weights import load_model_weights
 from training.evaluation import __main__ as evaluation
+from training.families import to_config_json
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
