@@ -36,6 +36,16 @@ def part_of(number: int):
     return _PARTS[number]
 
 
+@torch.compiler.assume_constant_result  # a compiled graph cannot make parts
+def _number_of(cls: type[Part], *values) -> int:
+    return cls(*values).number
+
+
+def make_part(cls: type[Part], *values):
+    """Returns the part cls(*values), also where torch.compile traces the call."""
+    return part_of(_number_of(cls, *values))
+
+
 class Linear(Protocol):
     """A linear map, y = x weight^T + bias, and the pieces of its forward and backward.
 

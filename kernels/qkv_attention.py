@@ -135,6 +135,7 @@ def _qkv_attention(
     for step in range(own_heads.steps):
         rows, bias = _rows_of_step(weights, step, all_heads), _rows_of_step(biases, step, all_heads)
         qkv = product.forward(x.flatten(0, 1), rows, bias).unflatten(0, x.shape[:2])
+        del rows, bias
         heads = _split_heads(qkv, norms, eps, n * exchange.size, cos, sin, K, impl)
         del qkv
         q, k, v = (exchange.to_heads(heads.pop(0)) for _ in range(3))
@@ -230,7 +231,9 @@ class _QKVAttention(torch.autograd.Function):
             edges = [torch.autograd.graph.get_gradient_edge(head) for head in heads]
             q, k, v = (exchange.to_heads(heads.pop(0).detach()) for _ in range(3))
             given = gates_n, outs_n, lses_n, lists_n, ctx.segments, kind, options.backend, on_triton
-            d_heads = [exchange.to_tokens(d) for d in attend_backward(d_out, q, k, v, *given)]
+            d_heads = [*attend_backward(d_out, q, k, v, *given)]
+            del q, k, v, outs_n, lses_n, gates_n, lists_n, given, d_out  # before gradients are sent
+            d_heads = [exchange.to_tokens(d_heads.pop(0)) for _ in range(len(d_heads))]
             if d_gates is not None:
                 all_heads.put(d_gates, step, d_heads.pop())
             d_qkv, *d_norms_n = torch.autograd.grad(edges, [qkv, *norms], d_heads)
@@ -244,8 +247,7 @@ class _QKVAttention(torch.autograd.Function):
                 all_heads.put(d_bias, step, part, 0)
             for d_norm, part in zip(d_norms, d_norms_n):
                 d_norm += part
-            del qkv, heads, q, k, v, outs_n, lses_n, gates_n, lists_n, given, d_out  # before the next step's are made
-            del d_heads, d_qkv, d_qkv_rows, parts, part
+            del qkv, heads, d_heads, d_qkv, d_qkv_rows, parts, part  # before the next step's are made
         d_norms = [d.to(w.dtype) for d, w in zip(d_norms, norms)]
         return dx_rows.view_as(x), d_o_weight, d_gates, *[None] * 4, *d_weights, *d_biases, *d_norms
 

@@ -7,10 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
+from kernels.attention.documents import find_documents
+from kernels.attention.full import FULL
 from kernels.attention.nsa.nsa import NSA
-from kernels.attention.sparse.sparse_attention import Sparsity
-from kernels.rope import LinearScaling, Llama3Scaling, YarnScaling, rope_frequencies
-from model import MODEL_SIZES, KeyValueCache, ModelOutput, RotaryCache, Transformer, find_documents
+from kernels.attention.sparse.sparse_attention import Sparse
+from kernels.attention.window import Window
+from kernels.rope import LinearScaling, Llama3Scaling, RotaryTables, YarnScaling, rope_frequencies
+from model import MODEL_SIZES, KeyValueCache, ModelOutput, Transformer
 from training.data.loader import Batch
 from training.families import to_config_json
 from training.memory.execution import WHOLE, Execution
@@ -65,22 +68,58 @@ def test_loss_and_gradients_match_hugging_face(tied, hidden_act):
 
 def test_gates_of_nsa_are_counted():
     """The gates of a layer: 3 for each of 4 query heads, from 64 inputs."""
-    config = replace(TINY, attention_type="nsa")
+    config = replace(TINY, layer_kinds=(NSA(),))
     assert config.num_parameters() == TINY.num_parameters() + 2 * (12 * 64 + 12)
     model = Transformer(config)
     assert config.num_parameters() == sum(p.numel() for p in model.parameters())
     assert not any(layer.self_attn.g_proj.bias.any() for layer in model.layers)
-    with pytest.raises(ValueError, match="attention_type must be one of full, nsa, got 'sparse'"):
-        replace(TINY, attention_type="sparse")
-    with pytest.raises(ValueError, match="a model of attention_type nsa cannot attend by None"):
-        apply_execution(model, Execution((WHOLE,) * 2))
+    for kinds in ((FULL,) * 2, (NSA(), Sparse())):
+        with pytest.raises(ValueError, match=r"a layer whose own attention is nsa has no parameters for (full|sparse)"):
+            apply_execution(model, Execution((WHOLE,) * 2, kinds=kinds))
+    with pytest.raises(ValueError, match=r"a layer whose own attention is full has no parameters for nsa"):
+        apply_execution(Transformer(TINY), Execution((WHOLE,) * 2, kinds=(FULL, NSA())))
+
+
+def test_each_layer_has_its_kind_of_attention():
+    """A pattern repeats over the layers: gates for those of NSA alone, rotary positions for every second one."""
+    pattern = (Window(64), NSA(), FULL)
+    config = replace(TINY, num_hidden_layers=4, layer_kinds=pattern, layer_rotates=(True, False))
+    model = build(config)
+    assert [layer.self_attn.kind for layer in model.layers] == [*pattern, Window(64)] == list(config.kinds)
+    assert [layer.self_attn.rotates for layer in model.layers] == [True, False] * 2
+    assert [layer.self_attn.g_proj is not None for layer in model.layers] == [False, True, False, False]
+    assert config.num_parameters() == sum(p.numel() for p in model.parameters())
+    apply_execution(model, Execution((WHOLE,) * 4, kinds=(FULL, NSA(4), FULL, FULL)))
+    apply_execution(model, Execution((WHOLE,) * 4))
+    assert [layer.self_attn.kind for layer in model.layers] == list(config.kinds)
+    with pytest.raises(ValueError, match="layer_kinds and layer_rotates must not be empty"):
+        replace(TINY, layer_kinds=())
+
+
+def test_a_window_and_no_rotation_of_a_layer_are_hugging_faces():
+    """Two layers of 64 tokens and one of everything, against transformers' layer_types."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = replace(TINY, num_hidden_layers=3, layer_kinds=(Window(64), Window(64), FULL))
+    theirs = Qwen3ForCausalLM(Qwen3Config(**to_config_json(config), attn_implementation="eager")).double()
+    ours = build(config, dtype=torch.float64)
+    names = {n: f"model.{n}" for n, _ in ours.named_parameters()}
+    ours.load_state_dict({n: theirs.get_parameter(hf) for n, hf in names.items()})
+    ids = tokens(2, 200)
+    expected, output = theirs(ids, labels=ids), ours(ids, ids, return_logits=True)
+    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-6)
+    expected.loss.backward()
+    output.loss.backward()
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs.get_parameter(names[name]).grad, rtol=1e-4, atol=1e-7)
+    without = build(replace(config, layer_rotates=(True, False)), dtype=torch.float64)
+    without.load_state_dict(ours.state_dict())
+    assert (without(ids, return_logits=True).logits - output.logits).abs().max() > 1e-3
 
 
 def test_nsa_generates_with_a_cache_as_without():
     torch.manual_seed(0)
-    model = Transformer(replace(TINY, attention_type="nsa"))
-    for layer in model.layers:
-        layer.self_attn.sparsity = NSA(selected_blocks=4, window=64)
+    model = Transformer(replace(TINY, layer_kinds=(NSA(selected_blocks=4, window=64),)))
     ids = torch.randint(256, (1, 260))
     for _ in range(3):
         following = model(ids, return_logits=True).logits[:, -1:].argmax(-1)
@@ -123,8 +162,8 @@ def test_loss_choice_is_logged_once(caplog):
 def test_packed_documents_equal_separate_ones():
     model = build()
     ids = tokens(2, 48)
-    document_ids = torch.tensor([[0] * 10 + [1] * 1 + [2] * 37, [4] * 48])
-    packed = model(ids, document_ids=document_ids, return_hidden_states=True).hidden_states
+    documents = find_documents(torch.tensor([[0] * 10 + [1] * 1 + [2] * 37, [4] * 48]))
+    packed = model(ids, documents=documents, return_hidden_states=True).hidden_states
     for row, start, stop in [(0, 0, 10), (0, 10, 11), (0, 11, 48), (1, 0, 48)]:
         alone = model(ids[row : row + 1, start:stop], return_hidden_states=True).hidden_states
         torch.testing.assert_close(packed[row : row + 1, start:stop], alone, rtol=1e-4, atol=1e-5)
@@ -144,12 +183,10 @@ def test_documents_are_found():
 @pytest.mark.parametrize("loss_impl", ["chunked", "standard"])
 def test_no_token_is_trained_to_predict_the_next_document(loss_impl):
     model, ids = build(loss_impl=loss_impl), tokens(2, 12)
-    document_ids = torch.tensor([[0] * 5 + [1] * 7, [3] * 12])
+    documents = find_documents(torch.tensor([[0] * 5 + [1] * 7, [3] * 12]))
     labels = ids.clone()
     labels[0, 5] = -100  # the second document's first token
-    expected = model(ids, labels, document_ids=document_ids).loss
-    assert torch.equal(model(ids, ids, document_ids=document_ids).loss, expected)
-    documents = find_documents(document_ids)
+    expected = model(ids, labels, documents=documents).loss
     assert torch.equal(model(ids, ids, documents=documents).loss, expected)
     targets = F.pad(labels[:, 1:], (0, 1), value=-100)
     assert torch.equal(model(ids, targets=targets, documents=documents).loss, expected)
@@ -194,8 +231,6 @@ def test_targets_exclude_labels_and_have_none_at_the_end():
     documents = find_documents(torch.zeros_like(ids))
     with pytest.raises(ValueError, match="either labels or targets"):
         model(ids, ids, targets=ids)
-    with pytest.raises(ValueError, match="either document_ids or documents"):
-        model(ids, document_ids=torch.zeros_like(ids), documents=documents)
     with pytest.raises(ValueError, match="documents must have input_ids' shape"):
         model(ids[:, :4], documents=documents)
     with pytest.raises(RuntimeError, match="-100 at the last position"):
@@ -234,7 +269,7 @@ def test_rotary_tables_are_right_at_a_million_positions(scaling):
         expected, factor = ROPE_INIT_FUNCTIONS[scaling.rope_type](theirs, torch.device("cpu"))
         torch.testing.assert_close(frequencies.float(), expected, rtol=2e-6, atol=0)
         assert scaling.table_factor == pytest.approx(factor, rel=1e-12)
-    cache = RotaryCache(128, 1e6, scaling)
+    cache = RotaryTables(128, 1e6, scaling)
     cos, sin = cache.tables(2**20 if scaling is None or factor != 1 else 4096, torch.device("cpu"))
     for position in (0, 1, len(cos) // 8 - 1, len(cos) - 1):
         for i in (0, 1, 40, 63):
@@ -292,12 +327,12 @@ def test_sparse_generation_with_the_cache_equals_full_forwards():
     """The prompt has key blocks to choose from, and generation ends a block. Large weights make the choice matter."""
     model = build(replace(TINY, initializer_range=0.3))
     for blocks, layer in zip((2, 1), model.layers):
-        layer.self_attn.sparsity = Sparsity(blocks, block_size=32, window=32, dense_below=150)
+        layer.self_attn.kind = Sparse(blocks, block_size=32, window=32, dense_below=150)
     ids = tokens(2, 184)
     expected = greedy_by_full_forwards(model, ids, 20)
     assert torch.equal(model.generate(ids, 20), expected)
     for layer in model.layers:
-        layer.self_attn.sparsity = None
+        layer.self_attn.kind = FULL
     assert not torch.equal(model.generate(ids, 20), expected)
 
 
@@ -308,7 +343,7 @@ def test_caches_refuse_documents_and_chunks():
     with pytest.raises(ValueError, match="one token at a time"):
         model(ids, caches=caches)
     with pytest.raises(ValueError, match="one document"):
-        model(ids, document_ids=torch.zeros_like(ids), caches=[KeyValueCache(8) for _ in model.layers])
+        model(ids, documents=find_documents(torch.zeros_like(ids)), caches=[KeyValueCache(8) for _ in model.layers])
 
 
 def test_output_has_only_what_was_asked_for():

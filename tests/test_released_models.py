@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 
 import profile_memory
 import train
+from kernels.attention.documents import find_documents
+from kernels.attention.nsa.nsa import NSA
 from kernels.rope import YarnScaling
 from model import MODEL_SIZES, ModelConfig, Transformer
 from tests.test_train import arguments, only_resume, write_tokenizer
@@ -101,7 +103,7 @@ def loss_and_gradients(state, config, device, dtype, execution):
     if execution is not None:
         apply_execution(model, execution, 2**26)
     ids = torch.randint(131, (1, 2000), generator=torch.Generator().manual_seed(1)).to(device)
-    loss = model(ids, ids, document_ids=(torch.arange(2000)[None] >= 700).long()).loss
+    loss = model(ids, ids, documents=find_documents((torch.arange(2000)[None] >= 700).long())).loss
     loss.backward()
     return float(loss.detach()), {name: p.grad.cpu().float() for name, p in model.named_parameters()}
 
@@ -262,7 +264,7 @@ def test_exports_that_are_refused(qwen2, tmp_path, capsys):
     )
     (source / "config.json").write_text(json.dumps({**to_config_json(config), "num_hidden_layers": 10**7}))
     assert "num_hidden_layers is 10000000; at most 4096" in refused(source, tmp_path / "out")
-    nsa = to_config_json(replace(config, attention_type="nsa"))
+    nsa = to_config_json(replace(config, layer_kinds=(NSA(),)))
     (source / "config.json").write_text(json.dumps(nsa))
     assert "attends by nsa, which neither" in refused(source, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.tmp").exists()

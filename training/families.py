@@ -76,7 +76,11 @@ def to_config_json(config: ModelConfig) -> dict:
     family, scaling = FAMILIES[config.model_type], config.rope_scaling
     own = "".join({kind.name for kind in config.layer_kinds if kind.gates_per_head})
     windows = [kind.window if isinstance(kind, Window) else None for kind in config.kinds]
-    if not all(config.layer_rotates) or len({*windows} - {None}) > 1 or (any(windows) and not family.has_layer_types):
+    if own:
+        can_say = len({kind.name for kind in config.kinds}) == 1
+    else:
+        can_say = all(isinstance(kind, (Full, Window)) for kind in config.kinds) and len({*windows} - {None}) <= 1
+    if not can_say or not all(config.layer_rotates) or (any(windows) and not family.has_layer_types):
         raise ValueError(f"model_type {config.model_type!r} has no config.json for these kinds of layers")
     content = {
         "model_type": config.model_type + (own and f"_{own}"),
@@ -127,6 +131,8 @@ def _read(content: dict) -> ModelConfig:
         refused = _refused(content, family) + rope.pop("refused")
     else:
         refused = [f"model_type {content.get('model_type')!r} (it takes {', '.join(FAMILIES)})"]
+    if suffix and not refused and _has_windows(content, family):
+        refused = [f"windows in layers of {suffix[1:]}"]
     if refused:
         raise ValueError(f"config.json has {', '.join(refused)}, which this decoder does not compute")
     content = {**DEFAULTS, **family.defaults, **content, **rope}
@@ -140,7 +146,7 @@ def _read(content: dict) -> ModelConfig:
     config = ModelConfig(
         **{name: content[name] for name in FIELDS},
         hidden_act=ACTIVATIONS[content["hidden_act"]],
-        layer_kinds=_layer_kinds(content, family) or (kind(),),
+        layer_kinds=_layer_kinds(content) if _has_windows(content, family) else (kind(),),
         rope_scaling=content["rope_scaling"],
     )
     return in_family(config, model_type)
@@ -159,27 +165,30 @@ def _refused(content: dict, family: Family) -> list[str]:
         refused.append("code of its own in auto_map")
     if content.get("hidden_act") not in ACTIVATIONS:
         refused.append(f"hidden_act {content.get('hidden_act')!r}")
-    known = {"full_attention"} | ({"sliding_attention"} if family.has_layer_types else set())
+    known = {"full_attention"} | ({"sliding_attention"} if _has_windows(content, family) else set())
     if other_layers := sorted({*(content.get("layer_types") or ())} - known):
         refused.append(f"layers of {', '.join(other_layers)}")
     return refused
 
 
-def _layer_kinds(content: dict, family: Family) -> tuple[AttentionKind, ...]:
-    """Returns the kind of each layer if some layers have a window, otherwise ().
+def _has_windows(content: dict, family: Family) -> bool:
+    """Returns whether layers may have a window, which needs use_sliding_window."""
+    has_window = content.get("use_sliding_window") and content.get("sliding_window", 4096) is not None
+    return bool(family.has_layer_types and has_window)
 
-    A window needs use_sliding_window. Without layer_types, the layers from max_window_layers on have it.
-    """
+
+def _layer_kinds(content: dict) -> tuple[AttentionKind, ...]:
+    """Returns the kind of each layer. Without layer_types, layers from max_window_layers on have the window."""
     window, layers = content.get("sliding_window", 4096), content["num_hidden_layers"]
-    if not (family.has_layer_types and content.get("use_sliding_window") and window is not None):
-        return ()
+    if not isinstance(window, int):
+        raise TypeError(f"sliding_window is {window!r:.80}")
+    if layers > MOST_LAYERS:  # which the caller refuses
+        return (Full(),)
     first, types = content.get("max_window_layers", 28), content.get("layer_types")
-    has_window = (
-        [of_layer == "sliding_attention" for of_layer in types] if types else [i >= first for i in range(layers)]
-    )
+    has_window = [name == "sliding_attention" for name in types or ()] or [i >= first for i in range(layers)]
     if len(has_window) != layers:
         raise ValueError(f"layer_types names {len(has_window)} layers of {layers}")
-    return tuple(Window(window) if is_window else Full() for is_window in has_window) if any(has_window) else ()
+    return tuple(Window(window) if is_window else Full() for is_window in has_window) if any(has_window) else (Full(),)
 
 
 def _read_rope(content: dict) -> dict:

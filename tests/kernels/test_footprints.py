@@ -2,7 +2,7 @@
 
 import gc
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kernels.attention.full import backward_workspace
-from kernels.attention.nsa.nsa import NSA, nsa_workspace
-from kernels.attention.sparse.sparse_attention import Sparsity
+from kernels.attention.full import FULL
+from kernels.attention.nsa.nsa import NSA
+from kernels.attention.sparse.sparse_attention import Sparse
+from kernels.attention.window import Window
 from kernels.cross_entropy import cross_entropy, cross_entropy_footprint
 from kernels.gated_mlp import gated_mlp, gated_mlp_footprint
 from kernels.head_exchange import HeadExchange
@@ -31,55 +32,49 @@ def tensor(*shape):
     return torch.randn(shape, dtype=torch.bfloat16).requires_grad_()
 
 
-def attention_case(heads_at_a_time, num_ranks=1, sparsity=None, has_norms=True):
+def forward_as_an_operation(kind, q, k, v, segments, lists, backend, on_triton):
+    """`AttentionKind.forward` on fake tensors."""
+    *results, chosen = OPS.attend(q, k, v, segments, lists, kind.number, backend, on_triton)
+    return results[: kind.branches], results[kind.branches :], chosen
+
+
+def attention_case(heads_at_a_time, num_ranks=1, kind=FULL, has_norms=True):
     """Makes a case of `qkv_attention`. Where ranks share sequences, the counter sees inside the operation.
 
     The logits of NSA's gates, which the model makes, are inputs here.
     """
     inputs = [tensor(1, T, D), *(tensor(size, D) for size in (H * K, G * K, G * K)), tensor(D, H * K)]
     inputs += [tensor(K), tensor(K)] if has_norms else [tensor(size) for size in (H * K, G * K, G * K)]  # biases
-    inputs += [tensor(1, T, H, 3)] if isinstance(sparsity, NSA) else []
+    inputs += [tensor(1, T, H, kind.gates_per_head)] if kind.gates_per_head else []
     cos, sin = torch.rand(T, K // 2), torch.rand(T, K // 2)
-    options = {"heads_at_a_time": heads_at_a_time, "sparsity": sparsity}
+    options = {"heads_at_a_time": heads_at_a_time, "kind": kind}
     lengths = {"context_length": num_ranks * T, "num_ranks": num_ranks, "has_norms": has_norms}
     footprint = qkv_attention_footprint(T, D, H, G, K, **options, **lengths)
     exchange = HeadExchange(dist.group.WORLD) if num_ranks > 1 else None
     # Key/value heads of one call, and the call's shape.
     heads = heads_at_a_time or G // num_ranks
     of_call = num_ranks * T, H // G * heads, heads, K
-    heads_of_q, heads_of_k = (3 * H, 4 * G) if has_norms else (2 * H, 3 * G)  # before and after norms, and rotated
-    own = {OPS.qkv_attention.default: 2 * T * (heads_of_q + heads_of_k) * K * heads // G}
-    if sparsity is None:
-        bytes_of_token = 2 * of_call[1] * K, 2 * heads * K
-        own[OPS.attention_backward.default] = backward_workspace("auto", num_ranks * T, *bytes_of_token, T, None)
-    elif isinstance(sparsity, NSA):
-        workspace = nsa_workspace(*of_call, sparsity, 2, "auto", num_ranks * T, None)
-        attending = sparsity.footprint(*of_call).forward_workspace_bytes
-        own = {
-            OPS.nsa_compressed.default: workspace.compressed,
-            OPS.nsa_select.default: workspace.select,
-            OPS.nsa_selected.default: workspace.selected,
-            OPS.nsa_backward.default: workspace.backward,
-            OPS.qkv_attention.default: 2 * T * (4 * H + 2 * G) * K * heads // G + attending,
-        }
-    else:
-        attention = sparsity.footprint(*of_call)
-        own = {
-            OPS.select_blocks.default: attention.forward_workspace_bytes,
-            OPS.sparse_attention_forward.default: attention.forward_workspace_bytes,
-            OPS.sparse_attention_backward.default: attention.backward_workspace_bytes,
-            OPS.qkv_attention.default: 2 * T * (2 * H + 2 * G) * K * heads // G + attention.forward_workspace_bytes,
-        }
+    attention = kind.footprint(*of_call, context_length=num_ranks * T)
+    heads_of_qkv = 3 * H + 4 * G if has_norms else 2 * H + 3 * G  # before and after norms, and rotated
+    heads_of_attention = H + 2 * G + kind.branches * H  # q, k, v and outputs
+    projecting, attending = (2 * T * n * K * heads // G for n in (heads_of_qkv, heads_of_attention))
+    own = {
+        OPS.attend.default: attention.forward,
+        OPS.attend_backward.default: attention.backward,
+        OPS.qkv_attention.default: max(projecting, attending + attention.forward),
+    }
 
     def run(x, *weights):
-        inside = mock.patch.object(OPS, "qkv_attention", _qkv_attention._init_fn) if exchange else nullcontext()
-        with inside:
+        with ExitStack() as inside:
+            if exchange:
+                inside.enter_context(mock.patch.object(OPS, "qkv_attention", _qkv_attention._init_fn))
+                inside.enter_context(mock.patch.object(type(kind), "forward", forward_as_an_operation))
             qkv, (o_weight, *rest) = weights[:3], weights[3:]
             biases, norms = ([], rest[:2]) if has_norms else (rest[:3], [])
-            gates = rest[-1] if isinstance(sparsity, NSA) else None
-            parameters = QKVParameters([*qkv], biases, norms, 1e-6)
-            given = {"gates": gates, "exchange": exchange, "impl": "triton"}
-            return qkv_attention(x, parameters, o_weight, cos, sin, **given, **options)
+            gates = rest[-1] if kind.gates_per_head else None
+            parameters = QKVParameters([*qkv], biases, norms, 1e-6, K)
+            options_of_run = {**options, "gates": gates, "exchange": exchange, "impl": "triton"}
+            return qkv_attention(x, parameters, o_weight, cos, sin, **options_of_run)
 
     return run, inputs, footprint, own
 
@@ -116,10 +111,12 @@ CASES = {
     "attention by heads": lambda: attention_case(1),
     "attention without norms": lambda: attention_case(None, has_norms=False),
     "attention by heads, without norms": lambda: attention_case(1, has_norms=False),
-    "sparse": lambda: attention_case(None, sparsity=Sparsity()),
-    "sparse by heads": lambda: attention_case(1, sparsity=Sparsity()),
-    "nsa": lambda: attention_case(None, sparsity=NSA()),
-    "nsa by heads": lambda: attention_case(1, sparsity=NSA()),
+    "window": lambda: attention_case(None, kind=Window()),
+    "window by heads": lambda: attention_case(1, kind=Window()),
+    "sparse": lambda: attention_case(None, kind=Sparse()),
+    "sparse by heads": lambda: attention_case(1, kind=Sparse()),
+    "nsa": lambda: attention_case(None, kind=NSA()),
+    "nsa by heads": lambda: attention_case(1, kind=NSA()),
     "MLP": lambda: mlp_case(None),
     "MLP in tiles": lambda: mlp_case(2048),
     "chunked loss": chunked_loss_case,
@@ -158,14 +155,14 @@ def test_on_fake_tensors(case):
         check(case, counter)
 
 
-@pytest.mark.parametrize("sparsity", [None, Sparsity(), NSA()], ids=["full", "sparse", "nsa"])
+@pytest.mark.parametrize("kind", [FULL, Window(), Sparse(), NSA()], ids=lambda kind: kind.name)
 @pytest.mark.parametrize(
     ("num_ranks", "heads_at_a_time", "has_norms"),
     [(2, None, True), (2, 1, True), (4, 1, True), (8, 1, True), (2, 2, False), (4, None, False)],
 )
-def test_shared_sequences_on_fake_tensors(num_ranks, heads_at_a_time, has_norms, sparsity, monkeypatch):
-    """Shares 8 key/value heads. The process group exchanges nothing."""
-    monkeypatch.setitem(CASES, "shared", lambda: attention_case(heads_at_a_time, num_ranks, sparsity, has_norms))
+def test_shared_sequences_on_fake_tensors(num_ranks, heads_at_a_time, has_norms, kind, monkeypatch):
+    """8 key/value heads; the process group exchanges nothing."""
+    monkeypatch.setitem(CASES, "shared", lambda: attention_case(heads_at_a_time, num_ranks, kind, has_norms))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         with FakeTensorMode(), StorageCounter() as counter:

@@ -3,6 +3,10 @@ from dataclasses import replace
 
 import pytest
 
+from kernels.attention.full import FULL
+from kernels.attention.nsa.nsa import NSA
+from kernels.attention.sparse.sparse_attention import Sparse
+from kernels.attention.window import Window
 from kernels.rope import Llama3Scaling, YarnScaling
 from model import MODEL_SIZES
 from training.families import FAMILIES, extend, from_config_json, in_family, to_config_json
@@ -13,12 +17,12 @@ TINY = MODEL_SIZES["tiny"]
 def test_config_json_round_trip():
     extended = replace(MODEL_SIZES["4B"], rope_scaling=YarnScaling(4.0, 32_768))
     scaled = replace(TINY, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192), max_position_embeddings=777)
-    untied = replace(TINY, tie_word_embeddings=False, hidden_act="gelu_tanh", attention_type="nsa")
+    untied = replace(TINY, tie_word_embeddings=False, hidden_act="gelu_tanh", layer_kinds=(NSA(),))
     others = [in_family(config, model_type) for config in (scaled, untied) for model_type in FAMILIES]
     for config in (MODEL_SIZES["4B"], extended, *others):
         content = to_config_json(config)
         assert from_config_json(json.loads(json.dumps(content))) == config
-        assert content["model_type"] == config.model_type + "_nsa" * (config.attention_type == "nsa")
+        assert content["model_type"] == config.model_type + "_nsa" * (config.layer_kinds == (NSA(),))
         assert content["max_position_embeddings"] == config.max_position_embeddings
     newer = {k: v for k, v in to_config_json(MODEL_SIZES["4B"]).items() if k not in ("rope_theta", "rope_scaling")}
     newer["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6}
@@ -49,8 +53,13 @@ def test_config_json_round_trip():
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Other"}}, "code of its own in auto_map"),
         ({"rope_scaling": {"type": "default", "mrope_section": [8, 8]}}, "mrope_section"),
-        ({"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 64}, "use_sliding_window"),
-        ({"use_sliding_window": True}, "use_sliding_window"),  # 4,096 tokens from layer 28 on, in transformers
+        ({"use_sliding_window": True, "sliding_window": 100}, "window must be a multiple of 64, and not 0, got 100"),
+        ({"use_sliding_window": True, "sliding_window": 64.0}, "a value is of the wrong type .sliding_window is 64.0"),
+        ({"use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, "layer_types names 3 layers of 36"),
+        ({"use_sliding_window": True, "layer_types": ["chunked_attention"] * 36}, "layers of chunked_attention"),
+        ({"use_sliding_window": True, "model_type": "qwen3_nsa"}, "windows in layers of nsa"),
+        ({"use_sliding_window": True, "num_hidden_layers": 2**30}, "num_hidden_layers is 1073741824; at most 4096"),
+        ({"model_type": "llama", "layer_types": ["sliding_attention"] * 36}, "layers of sliding_attention"),
         ({"layer_types": ["full_attention"] * 35 + ["sliding_attention"]}, "layers of sliding_attention"),
         ({"is_causal": False}, "is_causal"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -77,6 +86,44 @@ def test_settings_that_would_compute_something_else_are_refused(settings, messag
 def test_settings_without_effect_are_taken(settings):
     config = MODEL_SIZES["4B"]
     assert from_config_json({**to_config_json(config), **settings}) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "kinds"),
+    [
+        ({"max_window_layers": 2, "sliding_window": 64}, [FULL] * 2 + [Window(64)] * 34),
+        ({}, [FULL] * 28 + [Window(4096)] * 8),  # as in transformers, where max_window_layers is 28
+        ({"layer_types": ["sliding_attention", "full_attention"] * 18}, [Window(4096), FULL] * 18),
+        ({"layer_types": ["full_attention"] * 36}, [FULL] * 36),
+    ],
+)
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen2"])
+def test_layers_with_a_window(settings, kinds, model_type):
+    content = {**to_config_json(in_family(MODEL_SIZES["4B"], model_type)), "use_sliding_window": True, **settings}
+    config = from_config_json(content)
+    assert config.kinds == tuple(kinds)
+    written = to_config_json(config)
+    assert from_config_json(written).kinds == config.kinds
+    assert written.get("layer_types") == (
+        ["full_attention" if kind == FULL else "sliding_attention" for kind in kinds] if {*kinds} != {FULL} else None
+    )
+    with pytest.raises(ValueError, match=r"model_type 'llama' has no config.json for these kinds of layers"):
+        to_config_json(in_family(replace(config, layer_kinds=(Window(64),)), "llama"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layer_kinds": (Window(64), Window(128))},
+        {"layer_kinds": (NSA(), FULL)},
+        {"layer_kinds": (Window(64), NSA())},
+        {"layer_kinds": (Sparse(),)},
+        {"layer_rotates": (True, False)},
+    ],
+)
+def test_kinds_of_layers_that_no_file_can_say_are_not_written(change):
+    with pytest.raises(ValueError, match=r"model_type 'qwen3' has no config.json for these kinds of layers"):
+        to_config_json(replace(TINY, **change))
 
 
 def test_what_a_file_leaves_out_is_what_transformers_takes():

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...parts import AttentionBytes, AttentionFlops, AttentionKind
+from ...parts import AttentionBytes, AttentionFlops, AttentionKind, make_part
 from ..attend import attention
 from ..full import BACKWARD_FLOPS, FULL, attention_flops
 from ..sparse.band import band_dkv, band_dq, band_forward
@@ -375,7 +375,7 @@ def nsa_attention(
         ValueError: as `sparse_attention`; too few selected blocks, float32 on CUDA, gates of another shape.
         RuntimeError: as `sparse_attention`.
     """
-    kind = NSA(selected_blocks, window, workspace_bytes)
+    kind = make_part(NSA, selected_blocks, window, workspace_bytes)
     if gates_BTHC.shape != (*q_BTHK.shape[:3], BRANCHES):
         raise ValueError(f"gates must be [B, T, H, 3] for q {tuple(q_BTHK.shape)}, got {tuple(gates_BTHC.shape)}")
     if blocks is not None:

@@ -26,7 +26,7 @@ import triton
 from torch import Tensor
 
 from ...common import use_triton
-from ...parts import AttentionBytes, AttentionFlops, AttentionKind, AttentionWork
+from ...parts import AttentionBytes, AttentionFlops, AttentionKind, AttentionWork, make_part
 from ..attend import attention
 from ..documents import Span, split_by_length
 from ..full import FULL, full_backward, full_forward
@@ -430,7 +430,7 @@ def select_blocks(
     Raises:
         ValueError: shapes, dtypes or sizes that no kernel takes.
     """
-    kind = Sparse(selected_blocks, block_size, window, dense_below=0)
+    kind = make_part(Sparse, selected_blocks, block_size, window, 0)
     on_triton = kind.check(q_BTHK, k_BTGK, k_BTGK, segments, impl)
     return kind.choose(q_BTHK.detach(), k_BTGK.detach(), segments, on_triton)
 
@@ -466,7 +466,7 @@ def sparse_attention(
         RuntimeError: in backward, create_graph=True.
     """
     selected = selected_blocks if blocks is None else blocks.shape[-1]
-    kind = Sparse(selected, block_size, window, dense_below=0, workspace_bytes=workspace_bytes)
+    kind = make_part(Sparse, selected, block_size, window, 0, workspace_bytes)
     if blocks is not None:
         check_inputs(q_BTHK, k_BTGK, v_BTGK, segments, block_size, window, impl)
         blocks = normalise_lists(blocks, make_layout(q_BTHK, segments, block_size, window))

@@ -42,11 +42,11 @@ LISTS = {"S": 32, "BLOCK_S": 32, "EMPTY": 32767}
 WINDOWS = {"G": 8, "K": 128, "KEYS": 32}
 ROWS = {"H": 32, "K": 128, "UNITS": 1, "WIDTH": 512, "WIDTH_PAD": 512, "BLOCK": 8}
 KERNELS_TO_COMPILE = {
-    "gather": [
+    "sparse.gather": [
         ("_gather_forward_kernel", GATHER, {"num_stages": 3}),
         ("_gather_backward_kernel", GATHER | {"CHUNK": 1024}, {"num_stages": 3}),
     ],
-    "combine": [
+    "sparse.combine": [
         ("_combine_kernel", HEADS | LISTS | {"BLOCK_T": 4, "WEIGHTED": True}, {}),
         (
             "_combine_kernel",
@@ -55,7 +55,7 @@ KERNELS_TO_COMPILE = {
         ),
         ("_add_partials_kernel", {"BLOCK": 64, "K": 128, "PART": 2048}, {}),
     ],
-    "band": [
+    "sparse.band": [
         ("_band_forward_kernel", BAND | {"BLOCK_T": 32}, {"num_warps": 8, "num_stages": 2}),
         ("_band_dq_kernel", BAND | {"ADD": True}, {"num_stages": 2}),
         ("_band_dkv_kernel", BAND | {"EXTRA": False}, {"num_stages": 2}),
@@ -64,17 +64,17 @@ KERNELS_TO_COMPILE = {
         ("_band_dq_kernel", BAND | {"EXACT": True, "ADD": False}, {"num_stages": 2}),
         ("_band_dkv_kernel", BAND | {"EXACT": True, "EXTRA": False, "total_ptr": None}, {"num_stages": 2}),
     ],
-    "compression": [
+    "nsa.compression": [
         ("_pool_windows_kernel", WINDOWS | {"BLOCK_W": 16}, {}),
         ("_unpool_kernel", WINDOWS | {"BLOCK_T": 32}, {}),
         ("_rows_kernel", ROWS | {"TO_TILES": True, "ADD": False}, {}),
         ("_rows_kernel", ROWS | {"TO_TILES": False, "ADD": True}, {}),
     ],
-    "gates": [
+    "nsa.gates": [
         ("_gated_sum_kernel", {"K": 128, "BLOCK": 32}, {}),
         ("_gate_backward_kernel", {"BRANCH": 1, "K": 128, "BLOCK": 32}, {}),
     ],
-    "selection": [
+    "sparse.selection": [
         ("_pool_kernel", {"G": 8, "K": 128, "BLOCK": 64, "PART": 32}, {}),
         (
             "_scores_kernel",
@@ -94,10 +94,10 @@ def main(*capabilities: str) -> None:
             types = {n: t for n, t in TYPES.items() if n not in constants}
             kernel = KernelToCompile(name, _Signature(types), constants, **options)
             for capability in map(int, capabilities or ("80", "90")):
-                c = compile_kernel(f"sparse_attention.{file}", kernel, capability)
+                c = compile_kernel(f"attention.{file}", kernel, capability)
                 print(
-                    f"{file}.{name} sm_{capability}: {c.registers} registers, {c.spill_bytes} bytes spilled, "
-                    f"{c.shared_bytes} bytes shared"
+                    f"{file.split('.')[1]}.{name} sm_{capability}: {c.registers} registers, "
+                    f"{c.spill_bytes} bytes spilled, {c.shared_bytes} bytes shared"
                 )
 
 

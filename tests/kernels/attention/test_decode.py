@@ -4,29 +4,26 @@ import pytest
 import torch
 
 from kernels.attention.sparse import decode
-from kernels.attention.sparse.decode import PooledKeys, attend_to_cache, choose_for_last_token
-from kernels.attention.sparse.sparse_attention import Sparsity, select_blocks, sparse_attention
+from kernels.attention.sparse.decode import PooledKeys, choose_for_last_token
+from kernels.attention.sparse.sparse_attention import Sparse, select_blocks, sparse_attention
 from tests.kernels.attention.inputs import make_qkv
 
 
-@pytest.mark.parametrize(
-    "sparsity", [Sparsity(2, 32, 64), Sparsity(0, 32, 32), Sparsity(20, 32, 96), Sparsity(1, 64, 64)]
-)
-def test_every_token_as_in_the_whole_sequence(sparsity, monkeypatch):
+@pytest.mark.parametrize("kind", [Sparse(2, 32, 64), Sparse(0, 32, 32), Sparse(20, 32, 96), Sparse(1, 64, 64)])
+def test_every_token_as_in_the_whole_sequence(kind, monkeypatch):
     """Token by token after a prompt of 70; blocks of the prompt are pooled two at a time."""
     monkeypatch.setattr(decode, "BLOCKS_AT_A_TIME", 2)
-    selected, block_size, window, _ = sparsity
-    options = {"selected_blocks": selected, "block_size": block_size, "window": window}
+    options = {name: getattr(kind, name) for name in ("selected_blocks", "block_size", "window")}
     q, k, v = make_qkv(2, 333, 6, 2, 32, torch.float32, "cpu")
     out = sparse_attention(q, k, v, **options)
     lists = select_blocks(q, k, **options)
-    pooled = PooledKeys()
-    torch.testing.assert_close(attend_to_cache(q[:, :70], k[:, :70], v[:, :70], pooled, sparsity), out[:, :70])
+    pooled = kind.decoding_state()
+    torch.testing.assert_close(sparse_attention(q[:, :70], k[:, :70], v[:, :70], **options), out[:, :70])
     for T in (71, 95, 96, 97, 128, 129, 161, 190, 224, 225, 257, 288, 289, 319, 320, 321, 333):
         last = slice(T - 1, T)
-        found = attend_to_cache(q[:, last], k[:, :T], v[:, :T], pooled, sparsity)
+        found = kind.decode(q[:, last], k[:, :T], v[:, :T], None, pooled)
         torch.testing.assert_close(found, out[:, last], rtol=1e-5, atol=1e-6)
-        chosen = choose_for_last_token(q[:, T - 1], pooled.of(k[:, :T], block_size), T, sparsity)
+        chosen = choose_for_last_token(q[:, T - 1], pooled.of(k[:, :T], kind.block_size), T, kind)
         count = chosen.shape[-1]
         assert torch.equal(chosen, lists[:, T - 1, :, :count].long()) and (lists[:, T - 1, :, count:] == 32767).all()
 
@@ -36,7 +33,7 @@ def test_the_kernels_choose_the_same_blocks(device):
     lists = select_blocks(q, k, selected_blocks=2, block_size=32, window=64, impl="triton")
     pooled = PooledKeys()
     for T in range(192, 301, 27):
-        chosen = choose_for_last_token(q[:, T - 1], pooled.of(k[:, :T], 32), T, Sparsity(2, 32, 64))
+        chosen = choose_for_last_token(q[:, T - 1], pooled.of(k[:, :T], 32), T, Sparse(2, 32, 64))
         assert torch.equal(chosen, lists[:, T - 1].long())
 
 

@@ -1,14 +1,20 @@
-import importlib
 import itertools
 
 import pytest
 import torch
 
 from kernels import torch_internals
+from kernels.attention import full as module
+from kernels.attention.attend import attend_backward, attention
 from kernels.attention.documents import document_calls
-from kernels.attention.full import attention, attention_reference, backward_workspace, choose_backend
-
-module = importlib.import_module("kernels.attention.full")
+from kernels.attention.full import (
+    FULL,
+    attention_reference,
+    backward_workspace,
+    choose_backend,
+    full_backward,
+    full_forward,
+)
 
 
 def make_qkv(B, T, H, G, K, dtype, device, seed=0):
@@ -121,9 +127,9 @@ def test_gpu_kernels_are_called_with_few_shapes(backend, monkeypatch):
         calls = document_calls(q, segments_of([lengths]), kernel.longest_together)
         monkeypatch.setattr(module, "document_calls", lambda *_, calls=calls: calls)
         k, v, segments = q[:, :, :G].contiguous(), q[:, :, :G].contiguous(), torch.empty(0)
-        out, lse = module._attention_forward._init_fn(q, k, v, segments, backend)
-        assert out.shape == q.shape and lse.shape == (1, H, T) and out.is_contiguous() and lse.is_contiguous()
-        gradients = module._attention_backward._init_fn(q, q, k, v, out, lse, segments, backend)
+        out, lse = full_forward(q, k, v, segments, backend)
+        assert out.shape == q.shape and lse.shape == (1, T, H) and out.is_contiguous() and lse.is_contiguous()
+        gradients = full_backward(q, q, k, v, out, lse, segments, backend)
         assert all(d.shape == x.shape and d.is_contiguous() for d, x in zip(gradients, (q, k, v)))
     if backend == "flash":
         shapes = {shape for shape, _ in recorders["varlen_flash_attention_backward"].queries}
@@ -142,7 +148,11 @@ def test_custom_ops_and_compile(device):
     segments, backend = segments_of([[10, 22], [32]]), choose_backend("auto", device)
     # CPU attention is not bitwise between strides, and opcheck's tolerances do not know bf16.
     utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(torch.ops.fathom.attention_forward, (q, k, v, segments, backend), test_utils=utils)
+    arguments = segments, None, FULL.number, backend, False
+    torch.library.opcheck(torch.ops.fathom.attend, (q, k, v, *arguments), test_utils=utils)
+    out, lse, lists = torch.ops.fathom.attend(q, k, v, *arguments)
+    kept = q, q, k, v, None, [out], [lse], lists, segments, *arguments[2:]
+    torch.library.opcheck(torch.ops.fathom.attend_backward, kept, test_utils=utils)
     compiled = torch.compile(lambda *x: attention(*x, segments), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, k, v), attention(q, k, v, segments))
 
@@ -151,7 +161,7 @@ def test_custom_ops_and_compile(device):
     ("change", "message"),
     [
         (lambda q, k, v: (q, k[:, :5], v), "got \\(1, 8, 4, 32\\), \\(1, 5"),
-        (lambda q, k, v: (q[:, :, :3], k, v), "multiple of G"),
+        (lambda q, k, v: (q[:, :, :3], k, v), "H = n G"),
     ],
 )
 def test_refuses_what_no_kernel_takes(change, message, device):
@@ -231,12 +241,13 @@ def test_gpu_gradients_are_the_same_from_run_to_run(device):
 def test_gpu_backward_takes_what_is_declared_at_most(backend, lengths, device):
     (H, G, K), T = (32, 8, 128), sum(lengths)
     q, k, v = (x.detach() for x in make_qkv(1, T, H, G, K, torch.bfloat16, device))
-    operations, segments = torch.ops.fathom, segments_of([lengths])
-    out, lse = operations.attention_forward(q, k, v, segments, backend)
-    operations.attention_backward(q, q, k, v, out, lse, segments, backend)  # makes the library's own workspaces
+    segments = segments_of([lengths])
+    out, lse, lists = torch.ops.fathom.attend(q, k, v, segments, None, FULL.number, backend, False)
+    arguments = q, q, k, v, None, [out], [lse], lists, segments, FULL, backend, False
+    attend_backward(*arguments)  # makes the library's own workspaces
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    gradients = operations.attention_backward(q, q, k, v, out, lse, segments, backend)
+    gradients = attend_backward(*arguments)
     taken = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in gradients)
     declared = backward_workspace(backend, T, 2 * H * K, 2 * G * K, T, max(lengths), num_key_value_heads=G)
     assert taken <= 1.02 * declared + 2**23, f"{taken / 2**20:.0f} MiB, declared are {declared / 2**20:.0f}"

@@ -1,16 +1,18 @@
 """Native sparse attention: each branch and the whole against references that have every score written out."""
 
 import functools
-import importlib
 
 import pytest
 import torch
 
+from kernels.attention import full
 from kernels.attention.nsa import compression, gates, nsa
 from kernels.attention.nsa.compression import (
     add_unpooled,
     compressed_backward,
     compressed_forward,
+    head_bytes,
+    heads_at_a_time,
     make_windows,
     pool_windows,
     pool_windows_reference,
@@ -19,20 +21,17 @@ from kernels.attention.nsa.gates import gate_backward, gated_sum, gated_sum_refe
 from kernels.attention.nsa.nsa import (
     BLOCK_SIZE,
     LOCAL_TOKENS,
+    NSA,
     compressed_reference,
     nsa_attention,
     nsa_attention_reference,
 )
-from kernels.attention.sparse import band, combine, common, gather, selection
+from kernels.attention.sparse import band, combine, common, gather, selection, sparse_attention
 from kernels.attention.sparse.layout import make_layout
 from tests.kernels.attention.inputs import NoLaunch, Peak, make_qkv, random_lists, segments_of
 from tests.kernels.compare import compare_with_float64, outputs_and_gradients, random
 
 bf16, fp32 = torch.bfloat16, torch.float32
-# Of both the package's attribute is the function.
-attention, sparse = (
-    importlib.import_module(f"kernels.attention.{name}") for name in ("full", "sparse.sparse_attention")
-)
 LENGTHS = [1, 31, 32, 47, 48, 63, 64, 65]  # tokens of documents; those of 32 and more have a window
 
 
@@ -193,7 +192,7 @@ def test_under_compile_and_no_second_derivative(device):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"selected_blocks": 3}, "at least 4 for NSA, got 3"),
+        ({"selected_blocks": 3}, "at least 4, got 3: nsa forces 3"),
         ({"window": 500}, "multiple of block_size"),
         ({"gates": torch.zeros(1, 8, 3, 2)}, r"gates must be \[B, T, H, 3\]"),
     ],
@@ -204,10 +203,18 @@ def test_refused(options, message, device):
         nsa_attention(q, k, v, options.pop("gates", gates), impl="triton", **options)
 
 
-@pytest.mark.parametrize("workspace_bytes", [2**20, 2**30], ids=["1 MiB", "1 GiB"])
-def test_footprint_is_what_is_allocated(workspace_bytes, monkeypatch):
+@pytest.mark.parametrize(
+    ("T", "selected_blocks", "workspace_bytes", "scores_bytes"),
+    [
+        (8192, 11, 2**20, 2**21),  # the sum of the branches is most of forward, the selected branch of backward
+        (8192, 11, 2**30, 2**21),  # the selected branch is most of both
+        (8192, 4, 2**30, 2**21),  # the compressed branch is most of backward
+        (32_768, 11, 2**20, 2**28),  # the choice is most of forward
+    ],
+)
+def test_footprint_is_what_is_allocated(T, selected_blocks, workspace_bytes, scores_bytes, monkeypatch):
     """Launches are left out. The library's kernel, whose own workspace is not tested here, returns memory."""
-    T, H, G, K = 8192, 8, 2, 64
+    H, G, K = 8, 2, 64
 
     def forward(q, k, v):
         return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=fp32)
@@ -215,51 +222,53 @@ def test_footprint_is_what_is_allocated(workspace_bytes, monkeypatch):
     def backward(dout, q, k, v, out, lse):
         return [x.new_empty(x.shape) for x in (q, k, v)]
 
-    kernel = attention.KERNELS["cpu"]._replace(forward=forward, backward=backward, workspace_rows=0)
-    monkeypatch.setitem(attention.KERNELS, "cpu", kernel)
+    kernel = full.KERNELS["cpu"]._replace(forward=forward, backward=backward, workspace_rows=0)
+    monkeypatch.setitem(full.KERNELS, "cpu", kernel)
     for module in (band, combine, compression, gates, gather, selection):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, NoLaunch())
-    monkeypatch.setattr(nsa, "WORKSPACE_BYTES", workspace_bytes)
-    for module in (nsa, sparse):
-        monkeypatch.setattr(module, "SCORES_BYTES", 2**21)
-    sizes = nsa.NSA(selected_blocks=11, window=256)
-    workspace = nsa.nsa_workspace.__wrapped__(T, H, G, K, sizes, 2, "cpu", T, None)
+    for module in (nsa, sparse_attention):
+        monkeypatch.setattr(module, "SCORES_BYTES", scores_bytes)
+    nsa._footprint.cache_clear()  # of scores that were another number of bytes
+    sparse_attention.sparse_workspace.cache_clear()
+    kind = NSA(selected_blocks, 256, workspace_bytes)
+    footprint = kind.footprint(T, H, G, K, backend="cpu")
     q, k, v, dout = (torch.empty(1, T, n, K, dtype=bf16) for n in (H, G, G, H))
     gates_BTHC = torch.empty(1, T, H, 3, dtype=bf16)
-    make_windows(q, None), make_layout(q, None, BLOCK_SIZE, LOCAL_TOKENS)  # tables are made once and kept
+    windows = make_windows(q, None)  # tables are made once and kept
+    make_layout(q, None, BLOCK_SIZE, LOCAL_TOKENS)
 
-    def check(operation, *arguments, expected):
-        with Peak() as counted:
-            results = operation._init_fn(*arguments)  # the mode does not look into operations
-        made = sum(x.nbytes for x in (results if isinstance(results, tuple) else (results,)))
-        assert counted.peak == pytest.approx(made + expected, rel=0.03), operation
-        return results
+    with Peak() as of_branch:
+        pooled = [pool_windows(x[0], windows) for x in (k, v)]
+        made = compressed_forward(q[0], *pooled, windows, "cpu", workspace_bytes)
+    heads = heads_at_a_time(H, G, head_bytes("cpu", T // 16, T // 16, None, K, 2), workspace_bytes)
+    expected = sum(x.nbytes for x in (*made, *pooled)) + 2 * heads * T * K * 2  # a head's tiles and their output
+    assert of_branch.peak == pytest.approx(expected, rel=0.03)
+    del pooled, made
 
-    options = workspace_bytes, True
-    compressed = check(nsa._nsa_compressed, q, k, v, None, "cpu", *options, expected=workspace.compressed)
-    lists = check(nsa._nsa_select, q, k, compressed[1], None, sizes.chosen_blocks, True, expected=workspace.select)
-    flat = (x[0] for x in (q, k, v, lists))
-    selected = [x[None] for x in sparse.sparse_forward(*flat, make_layout(q, None, **SIZES), workspace_bytes)]
-    in_window = check(nsa._nsa_window, q, k, v, None, 256, True, expected=0)
-    outs, lses = map(list, zip(compressed, selected, in_window))
-    kept = lists.nbytes + sum(x.nbytes for x in (*outs, *lses))
-    assert kept == T * sizes.footprint(T, H, G, K).kept_bytes_per_token
-    check(nsa._nsa_gated_sum, outs, gates_BTHC, True, expected=0)
-    arguments = dout, q, k, v, gates_BTHC, outs, lses, lists, None, 256, "cpu", workspace_bytes
-    check(nsa._nsa_backward, *arguments, expected=workspace.backward)
+    with Peak() as in_forward:
+        outs, lses, lists = kind.forward(q, k, v, None, None, "cpu", True)
+        # A mode does not look into operations.
+        out = nsa._nsa_gated_sum._init_fn(outs, gates_BTHC, True)
+    assert sum(x.nbytes for x in (*outs, *lses)) == T * footprint.results and lists.nbytes == T * footprint.choices
+    assert in_forward.peak == pytest.approx(T * (footprint.results + footprint.choices) + footprint.forward, rel=0.03)
+    del out
+    with Peak() as in_backward:
+        gradients = kind.backward(dout, q, k, v, gates_BTHC, outs, lses, lists, None, "cpu", True)
+    made = sum(x.nbytes for x in gradients)
+    assert in_backward.peak == pytest.approx(made + footprint.backward, rel=0.03)
 
 
 def test_flops():
     """Five blocks of 64 tokens: 19 windows, the last of which a single token sees; candidates of block b: b - 2."""
-    flops = nsa.NSA(4, window=64).footprint(64 * 5, 2, 1, 64)
+    flops = NSA(4, window=64).flops(64 * 5, 2, 1, 64)
     product = 2 * 64 * 64 * 2 * 64
     pairs = sum((t - 15) // 16 for t in range(31, 320))
     selected = sum((1, 2, 3, 3 + 1, 3 + 1))
     in_window = 1 + 2 + 2 + 2 + 2
     choice = 4 * (0 + 0 + 0 + 1 + 2) * product // 64
-    assert flops.choice_flops == choice
-    assert flops.forward_flops == 4 * 2 * 64 * pairs + choice + 2 * (selected + in_window) * product
+    assert flops.choice == choice
+    assert flops.forward == 4 * 2 * 64 * pairs + 2 * (selected + in_window) * product
     gathered = 2
-    backward = int(2.5 * 4 * 2 * 64 * pairs) + (5 * gathered + 7 * (selected - gathered + in_window)) * product
-    assert flops.backward_flops == backward
+    backward = 2.5 * 4 * 2 * 64 * pairs + (5 * gathered + 7 * (selected - gathered + in_window)) * product
+    assert flops.backward == backward

@@ -107,12 +107,13 @@ def test_exact_window(group, window, device, poisoned_memory):
     with torch.no_grad():
         out, lse = band_forward(q, k, v, layout, exact=True)
         torch.testing.assert_close((out, lse), (expected, expected_lse))
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
-        dq, delta = band_dq(dout, q, k, v, out, lse, layout, exact=True)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        delta = band_dq(dout, q, k, v, out, lse, dq, layout, exact=True)
         band_dkv(dout, q, k, v, lse, delta, None, dk, dv, layout, range(1))
         for found, gradient in zip((dq, dk, dv), gradients):
             torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
-        twice, _ = band_dq(dout, q, k, v, out, lse, layout, exact=True, add_to=dq.clone())
+        twice = dq.clone()
+        band_dq(dout, q, k, v, out, lse, twice, layout, exact=True, add=True)
         torch.testing.assert_close(twice, 2 * dq)
 
 
@@ -216,9 +217,15 @@ def test_top_blocks(kind, chunk, device, poisoned_memory, monkeypatch):
 def test_choosing_by_ranges_is_choosing_at_once(device):
     q, k, _ = (x.flatten(0, 1) for x in make_qkv(2, 300, 2, 1, 64, torch.float32, device))
     layout = make_layout(q.view(2, 300, 2, 64), SEGMENTS, **SMALL)
-    whole = choose_blocks(q, k, layout, 3, workspace_bytes=2**30)
-    assert torch.equal(whole, choose_blocks(q, k, layout, 3, workspace_bytes=1))
-    assert torch.equal(whole, choose_blocks(q, k, layout, 3, workspace_bytes=2**30))
+
+    def choose(workspace_bytes):
+        chosen = torch.full((600, 1, 3), EMPTY, dtype=torch.int16, device=device)
+        choose_blocks(q, k, layout, chosen, workspace_bytes)
+        return chosen
+
+    whole = choose(2**30)
+    assert torch.equal(whole, choose(1))
+    assert torch.equal(whole, choose(2**30))
     assert (whole != EMPTY).any()
 
 

@@ -1,5 +1,4 @@
 import functools
-import sys
 
 import pytest
 import torch
@@ -7,8 +6,10 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.attention.full import attention_reference
 from kernels.attention.sparse import band, combine, gather, selection
+from kernels.attention.sparse import sparse_attention as sparse
 from kernels.attention.sparse.layout import EMPTY, make_layout
 from kernels.attention.sparse.sparse_attention import (
+    Sparse,
     select_blocks,
     sparse_attention,
     sparse_attention_reference,
@@ -18,7 +19,6 @@ from tests.kernels.attention.inputs import NoLaunch, Peak, all_blocks, make_qkv,
 from tests.kernels.compare import compare_with_float64, outputs_and_gradients, random
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-sparse = sys.modules["kernels.attention.sparse.sparse_attention"]  # the package's attribute is the function
 SMALL = {"block_size": 32, "window": 32}
 
 
@@ -177,13 +177,18 @@ def test_under_compile_and_checkpoint(wrap, device):
 @pytest.mark.parametrize("given", [False, True])
 def test_custom_op(given, device):
     q, k, v = (x.requires_grad_() for x in make_qkv(1, 100, 2, 1, 64, fp32, device))
-    lists = random_lists(q, 1, None, 2, **SMALL) if given else select_blocks(q, k, selected_blocks=2, **SMALL)
-    arguments = (q, k, v, None, lists, 32, 32, 2**30, True)
+    lists = random_lists(q, 1, None, 2, **SMALL) if given else None
+    options = Sparse(2, **SMALL, dense_below=0).number, "cpu", True
     # AOT dispatch is covered by the test of compile; the others run forward once each.
     utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(torch.ops.fathom.sparse_attention_forward, arguments, test_utils=utils)
-    out, lse = torch.ops.fathom.sparse_attention_forward(*arguments)
-    assert out.requires_grad and not lse.requires_grad and lists.dtype == torch.int16
+    torch.library.opcheck(torch.ops.fathom.attend, (q, k, v, None, lists, *options), test_utils=utils)
+    out, lse, chosen = torch.ops.fathom.attend(q, k, v, None, lists, *options)
+    assert chosen.dtype == torch.int16 and chosen.shape == (1, 100, 1, 0 if given else 2)
+    assert given or torch.equal(chosen, select_blocks(q, k, selected_blocks=2, impl="triton", **SMALL))
+    kept = out, q, k, v, None, [out], [lse], lists if given else chosen, None, *options
+    torch.library.opcheck(torch.ops.fathom.attend_backward, kept, test_utils=utils)
+    attended = sparse_attention(q, k, v, blocks=lists, selected_blocks=2, impl="triton", **SMALL)
+    assert attended.requires_grad and torch.equal(attended, out)
 
 
 def test_log_sum_exp(device):
@@ -234,28 +239,29 @@ def test_footprint_is_what_is_allocated(workspace_bytes, monkeypatch):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, NoLaunch())
     monkeypatch.setattr(sparse, "SCORES_BYTES", 2**21)
-    q, k, v = (torch.empty(T, n, K, dtype=bf16) for n in (H, G, G))
-    layout = make_layout(q[None], None, 64, 256)
-    footprint = sparse.attention_footprint(T, H, G, K, sparse.Sparsity(8, window=256), workspace_bytes=workspace_bytes)
+    sparse.sparse_workspace.cache_clear()  # of scores that were another number of bytes
+    q, k, v = (torch.empty(1, T, n, K, dtype=bf16) for n in (H, G, G))
+    kind = Sparse(8, window=256, dense_below=0, workspace_bytes=workspace_bytes)
+    kind._divide(q, None)  # tables are made once and kept
+    footprint = kind.footprint(T, H, G, K)
     with Peak() as forward:
-        lists = selection.choose_blocks(q, k, layout, 8, sparse.SCORES_BYTES)
-        out, lse = sparse_forward(q, k, v, lists, layout, workspace_bytes)
+        [out], [lse], lists = kind.forward(q, k, v, None, None, "cpu", True)
+    assert out.nbytes + lse.nbytes == T * footprint.results and lists.nbytes == T * footprint.choices
     kept = out.nbytes + lse.nbytes + lists.nbytes
-    assert kept == T * footprint.kept_bytes_per_token
-    assert forward.peak == pytest.approx(kept + footprint.forward_workspace_bytes, rel=0.01)
+    assert forward.peak == pytest.approx(kept + footprint.forward, rel=0.01)
     with Peak() as backward:
-        gradients = sparse.sparse_backward(out, q, k, v, out, lse, lists, layout, workspace_bytes)
-    expected = sum(g.nbytes for g in gradients) + footprint.backward_workspace_bytes
+        gradients = kind.backward(out, q, k, v, None, [out], [lse], lists, None, "cpu", True)
+    expected = sum(g.nbytes for g in gradients) + footprint.backward
     assert backward.peak == pytest.approx(expected, rel=0.01)
 
 
 def test_flops():
     """Blocks of 64, window of 1: tokens of block b attend to block 0, b, and one of b - 1 candidates."""
-    flops = sparse.attention_footprint(64 * 5, 2, 1, 64, sparse.Sparsity(1, window=64))
+    flops = Sparse(1, window=64, dense_below=0).flops(64 * 5, 2, 1, 64)
     product = 2 * 64 * 64 * 2 * 64
     gathered, in_band, scored = 0 + 0 + 1 + 1 + 1, 1 + 2 + 2 + 2 + 2, 2 * (1 + 2 + 3) + (1 + 2 + 3 + 4)
-    assert flops.forward_flops == 2 * (gathered + in_band) * product + scored * product // 64
-    assert flops.backward_flops == (5 * gathered + 7 * in_band) * product
+    assert flops.forward == 2 * (gathered + in_band) * product and flops.choice == scored * product // 64
+    assert flops.backward == (5 * gathered + 7 * in_band) * product
 
 
 @pytest.mark.gpu
