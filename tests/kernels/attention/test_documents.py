@@ -6,8 +6,9 @@ import random
 import pytest
 import torch
 
-from kernels.attention.documents import SPACING, divide, document_calls, rounded_length
+from kernels.attention.documents import SPACING, divide, document_calls, rounded_length, split_by_length
 from kernels.qkv_attention import qkv_attention_footprint
+from tests.kernels.attention.inputs import segments_of
 
 
 def documents_of(*lengths):
@@ -52,6 +53,49 @@ def test_offsets_of_all_calls_and_rows():
     assert document_calls(q, segments.clone(), 5) is calls  # those of the other layers
     one = document_calls(q, segments, float("inf"))
     assert [call.offsets.tolist() for call in one] == [[0, 8, 10, 13, 20]]
+
+
+def test_long_neighbours_are_one_span():
+    """As documented; then over the ends of rows, which are no gaps."""
+    short, spans = split_by_length(segments_of([3, 9, 9, 4, 9]), 34, 9)
+    assert short.tolist() == [[0, 0, 3], [0, 21, 25]]
+    assert [span[:2] for span in spans] == [(3, 21), (25, 34)]
+    assert [span.segments.tolist() for span in spans] == [[[0, 0, 9], [0, 9, 18]], [[0, 0, 9]]]
+    rows = segments_of([1, 9], [10], [2, 8])
+    short, [span] = split_by_length(rows[[4, 2, 0, 1, 3]], 10, 9)
+    assert short.tolist() == [[2, 2, 10], [0, 0, 1], [2, 0, 2]]
+    assert span[:2] == (1, 20) and span.segments.tolist() == [[0, 0, 9], [0, 9, 19]]
+    assert span.segments.dtype == torch.int64
+
+
+@pytest.mark.parametrize(("long_from", "num_short", "num_spans"), [(0, 0, 1), (1, 0, 1), (10, 4, 0)])
+def test_documents_that_are_all_long_or_all_short(long_from, num_short, num_spans):
+    segments = segments_of([1, 9], [5, 5])
+    short, spans = split_by_length(segments, 10, long_from)
+    assert len(short) == num_short and len(spans) == num_spans and short.shape[1] == 3
+    assert all(span[:2] == (0, 20) for span in spans)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_short_documents_and_spans_cover_every_token_once(seed):
+    generator = random.Random(seed)
+    rows, T = [], 60
+    for _ in range(generator.randint(1, 4)):
+        ends = sorted({*generator.sample(range(1, T), generator.randint(0, 12)), T})
+        rows.append([b - a for a, b in itertools.pairwise([0, *ends])])
+    segments = segments_of(*rows)
+    shuffled = segments[torch.randperm(len(segments), generator=torch.Generator().manual_seed(seed))]
+    short, spans = split_by_length(shuffled, T, 8)
+    assert all(stop - start < 8 for _, start, stop in short.tolist())
+    long = []
+    for span in spans:
+        assert (span.segments[:, 0] == 0).all() and (span.segments[:, 2] - span.segments[:, 1] >= 8).all()
+        assert span.segments[0, 1] == 0 and span.segments[-1, 2] == span.stop - span.start
+        assert torch.equal(span.segments[1:, 1], span.segments[:-1, 2])
+        long += [(span.start + start, span.start + stop) for _, start, stop in span.segments.tolist()]
+    assert all(before.stop < after.start for before, after in itertools.pairwise(spans))
+    found = sorted([*long, *((row * T + start, row * T + stop) for row, start, stop in short.tolist())])
+    assert found == [(row * T + start, row * T + stop) for row, start, stop in segments.tolist()]
 
 
 def test_few_rounded_lengths():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from kernels.attention.attend import attention
 from kernels.attention.full import attention_reference
 from kernels.attention.sparse import band, combine, gather, selection
 from kernels.attention.sparse import sparse_attention as sparse
@@ -157,6 +158,46 @@ def test_chosen_lists_are_those_of_select_blocks(device):
     function = functools.partial(sparse_attention, selected_blocks=2, impl="triton", **SMALL)
     chosen, given = (outputs_and_gradients(functools.partial(function, blocks=b), [q, k, v]) for b in (None, blocks))
     assert all(torch.equal(a, b) for a, b in zip(chosen, given))
+
+
+def at_one_kind(kind, impl, inputs, segments):
+    attended = functools.partial(attention, segments=segments, kind=kind, impl=impl)
+    return outputs_and_gradients(attended, inputs)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize(
+    "lengths", [([40, 150, 101, 59], [200, 150]), ([150, 200], [100, 99, 151]), ([99, 52, 99, 100],)], ids=str
+)
+def test_a_document_does_not_depend_on_its_neighbours(lengths, impl, device, poisoned_memory):
+    """Below 100 tokens a document attends to everything, from 100 on to chosen blocks: packed as well as alone."""
+    if device.type == "cuda" and impl == "torch":
+        pytest.skip("float32 on a GPU has no dense kernel")
+    kind, dtype = Sparse(1, **SMALL, dense_below=100), bf16 if device.type == "cuda" else fp32
+    segments, T = segments_of(*lengths), sum(lengths[0])
+    inputs = make_qkv(len(lengths), T, 4, 2, 64, dtype, device)
+    packed = at_one_kind(kind, impl, inputs, segments)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == fp32 else {"rtol": 2e-2, "atol": 2e-2}
+    arriving = random(*inputs[0].shape, seed=1, dtype=dtype, device=device)
+    for row, start, stop in segments.tolist():
+        here = slice(row, row + 1), slice(start, stop)
+        alone = [x[here].detach().clone().requires_grad_() for x in inputs]
+        out = attention(*alone, kind=kind, impl=impl)
+        expected = [out, *torch.autograd.grad(out, alone, arriving[here])]
+        dense = attention_reference(*(x[here] for x in inputs))
+        is_dense = torch.allclose(out, dense, **tolerance)
+        assert is_dense == (stop - start < 100)
+        for e, found in zip(expected, packed):
+            torch.testing.assert_close(found[here], e, **tolerance)
+    # Lists are empty in documents that attend to everything; their choice does not depend on the others.
+    *_, lists = torch.ops.fathom.attend(*inputs, segments, None, kind.number, "cpu", impl == "triton")
+    for row, start, stop in segments.tolist():
+        of_document, here = lists[row, start:stop], (slice(row, row + 1), slice(start, stop))
+        if stop - start < 100:
+            assert (of_document == EMPTY).all()
+        else:
+            chosen = select_blocks(*(x[here] for x in inputs[:2]), selected_blocks=1, impl=impl, **SMALL)
+            assert torch.equal(of_document, chosen[0]) and (chosen != EMPTY).any()
 
 
 @pytest.mark.parametrize("wrap", ["compile", "checkpoint"])

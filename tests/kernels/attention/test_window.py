@@ -1,0 +1,162 @@
+"""Attention to a window: kernels and reference against float64, packed documents, and one token after the other."""
+
+import functools
+
+import pytest
+import torch
+
+from kernels.attention.attend import attention
+from kernels.attention.full import attention_reference
+from kernels.attention.sparse import band
+from kernels.attention.window import Window, window_reference
+from tests.kernels.attention.inputs import NoLaunch, Peak, make_qkv, segments_of
+from tests.kernels.compare import compare_with_float64, outputs_and_gradients
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def attend(window, impl="triton", segments=None):
+    return functools.partial(attention, segments=segments, kind=Window(window), impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize(
+    ("H", "G", "K", "dtype", "lengths", "window"),
+    [
+        (4, 1, 128, bf16, ([201],), 64),
+        (4, 2, 64, fp32, ([1, 63, 64, 65, 131],), 64),
+        (3, 1, 64, fp32, ([197], [33, 164]), 128),
+        (2, 2, 64, fp16, ([150, 1, 2],), 64),
+        (16, 1, 64, fp32, ([99],), 4096),
+        (1, 1, 64, bf16, ([71, 66, 129],), 64),
+    ],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+def test_matches_float64(H, G, K, dtype, lengths, window, impl, device, poisoned_memory):
+    """Output, dq, dk and dv; documents of odd lengths, shorter and longer than the window."""
+    segments = segments_of(*lengths)
+    inputs = make_qkv(len(lengths), sum(lengths[0]), H, G, K, dtype, device)
+    reference = functools.partial(window_reference, window=window, segments=segments)
+    compare_with_float64(reference, attend(window, impl, segments), inputs)
+
+
+@pytest.mark.parametrize("T", [1, 37, 64, 65, 193])
+def test_rows_that_are_one_document_each(T, device, poisoned_memory):
+    inputs = make_qkv(2, T, 2, 1, 64, fp32, device)
+    compare_with_float64(functools.partial(window_reference, window=64), attend(64), inputs)
+
+
+def test_the_window_is_exact(device):
+    """Token 100 sees tokens 37 to 100, and nothing else: not one of them more or less."""
+    q, k, v = make_qkv(1, 150, 2, 1, 64, fp32, device)
+    scores = torch.einsum("hk,sk->hs", q[0, 100], k[0, 37:101, 0]) / 8
+    expected = scores.softmax(-1) @ v[0, 37:101, 0]
+    for impl in ("triton", "torch"):
+        torch.testing.assert_close(attend(64, impl)(q, k, v)[0, 100], expected)
+    out, lse, _ = torch.ops.fathom.attend(q, k, v, None, None, Window(64).number, "cpu", True)
+    torch.testing.assert_close(lse[0, 100], scores.logsumexp(-1))
+    assert lse.dtype == fp32 and lse.shape == (1, 150, 2)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_a_window_as_long_as_the_documents_is_attention_to_everything(impl, device):
+    segments, inputs = segments_of([70, 128, 3]), make_qkv(1, 201, 4, 2, 64, fp32, device)
+    dense = outputs_and_gradients(lambda *x: attention_reference(*x, segments), inputs)
+    for expected, found in zip(dense, outputs_and_gradients(attend(128, impl, segments), inputs)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_packed_documents_equal_each_alone(impl, device):
+    lengths = ([45, 130, 26], [201])
+    segments, inputs = segments_of(*lengths), make_qkv(2, 201, 4, 2, 64, fp32, device)
+    packed = outputs_and_gradients(attend(64, impl, segments), inputs)
+    arriving = outputs_and_gradients(lambda x: x, [torch.zeros_like(inputs[0])])[1]  # the gradient that all outputs get
+    for row, start, stop in segments.tolist():
+        here = slice(row, row + 1), slice(start, stop)
+        alone = [x[here].detach().clone().requires_grad_() for x in inputs]
+        out = attend(64, impl)(*alone)
+        for expected, found in zip([out, *torch.autograd.grad(out, alone, arriving[here])], packed):
+            torch.testing.assert_close(found[here], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_two_runs_are_bitwise_equal(device, poisoned_memory):
+    segments, inputs = segments_of([130, 71]), make_qkv(1, 201, 4, 2, 64, bf16, device)
+    first, second = (outputs_and_gradients(attend(64, segments=segments), inputs) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_a_token_changes_what_its_window_says_and_nothing_else(device):
+    segments, inputs = segments_of([180, 20]), make_qkv(1, 200, 2, 1, 64, fp32, device)
+    before = attend(64, segments=segments)(*inputs)
+    for x in inputs:
+        x[:, 70] += 3
+    changed = (before != attend(64, segments=segments)(*inputs)).any(-1).any(-1)[0]
+    assert changed[70:134].all() and not changed[:70].any() and not changed[134:].any()
+
+
+@pytest.mark.parametrize("dtype", [fp32, bf16])
+def test_a_decoded_token_is_that_of_the_whole_sequence(dtype, device):
+    kind = Window(64)
+    q, k, v = make_qkv(2, 150, 6, 2, 64, dtype, device)
+    whole, state = attend(64, "torch")(q, k, v), kind.decoding_state()
+    tolerance = 1e-5 if dtype == fp32 else 2e-2
+    for T in (1, 2, 63, 64, 65, 66, 128, 129, 150):
+        found = kind.decode(q[:, T - 1 : T], k[:, :T], v[:, :T], None, state)
+        torch.testing.assert_close(found, whole[:, T - 1 : T], rtol=tolerance, atol=tolerance)
+
+
+def test_custom_operations_and_compile(device):
+    inputs = [x.requires_grad_() for x in make_qkv(1, 100, 2, 1, 64, fp32, device)]
+    segments, options = segments_of([70, 30]), (Window(64).number, "cpu", True)
+    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(torch.ops.fathom.attend, (*inputs, segments, None, *options), test_utils=utils)
+    out, lse, lists = torch.ops.fathom.attend(*inputs, segments, None, *options)
+    assert lists.shape == (1, 100, 1, 0)
+    kept = out, *inputs, None, [out], [lse], lists, segments, *options
+    torch.library.opcheck(torch.ops.fathom.attend_backward, kept, test_utils=utils)
+    function = attend(64, segments=segments)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    plain, ours = (outputs_and_gradients(f, inputs) for f in (function, compiled))
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(function(*inputs).square().sum(), inputs[0], create_graph=True)
+
+
+@pytest.mark.parametrize("window", [0, 63, 100, -64])
+def test_windows_that_are_refused(window):
+    with pytest.raises(ValueError, match=f"window must be a multiple of 64, and not 0, got {window}"):
+        Window(window)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [((1, 8, 3, 2, 64), "H = n G"), ((1, 8, 2, 2, 48), "head_dim"), ((1, 8, 32, 1, 64), "up to 16")],
+)
+def test_shapes_that_are_refused(shape, message, device):
+    B, T, H, G, K = shape
+    with pytest.raises(ValueError, match=message):
+        attend(64)(*make_qkv(B, T, H, G, K, fp32, device))
+
+
+def test_footprint_is_what_is_allocated(monkeypatch):
+    T, H, G, K, kind = 8192, 8, 2, 64, Window(256)
+    for name in [name for name in vars(band) if name.endswith("_kernel")]:
+        monkeypatch.setattr(band, name, NoLaunch())
+    q, k, v = (torch.empty(1, T, n, K, dtype=bf16) for n in (H, G, G))
+    kind.forward(q, k, v, None, None, "cpu", True)  # makes the tables, which are kept
+    footprint = kind.footprint(T, H, G, K)
+    with Peak() as forward:
+        [out], [lse], lists = kind.forward(q, k, v, None, None, "cpu", True)
+    assert lists is None and out.nbytes + lse.nbytes == T * footprint.results
+    assert forward.peak == T * footprint.results + footprint.forward
+    with Peak() as backward:
+        gradients = kind.backward(out, q, k, v, None, [out], [lse], None, None, "cpu", True)
+    assert backward.peak == sum(x.nbytes for x in gradients) + footprint.backward
+
+
+def test_flops():
+    """Windows of two blocks: block b multiplies with itself, with up to two before it."""
+    flops, product = Window(128).flops(64 * 5 - 3, 2, 1, 64), 2 * 64 * 64 * 2 * 64
+    pairs = 1 + 2 + 3 + 3 + 3
+    assert flops == (2 * pairs * product, 0, 7 * pairs * product)
