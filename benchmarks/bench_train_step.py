@@ -45,7 +45,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import print_json, print_table
-from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer, find_documents
+from kernels.attention.documents import find_documents
+from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer
 from training.checkpoint.files import SPARE_BYTES
 from training.checkpoint.pieces import SAVING_BYTES
 from training.checkpoint.saver import Saver
@@ -207,7 +208,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
         seconds = statistics.mean(every[-len(timed) :])
         if arguments.save_to is not None:
             batches = [ranks[world.data_rank] for ranks in timed] * arguments.steps
-            saving = time_saving(step, batches[: arguments.steps], optimizer, plan, arguments.save_to, world)
+            saving = time_saving(step, batches[: arguments.steps], optimizer, config, arguments.save_to, world)
         if arguments.communication and on_gpu:
             communication = communication_seconds(lambda: step(steps[-1][world.data_rank]), world)
     except torch.OutOfMemoryError as error:
@@ -219,8 +220,8 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
             plan.step.at(length, documents_of(ranks)).seconds(plan.execution, plan.rates) for ranks in timed
         )
     own = [batch.documents for ranks in timed for batch in ranks[world.data_rank]]
-    sparsity = plan.execution.sparsity if plan else ()
-    model_flops = sum(3 * config.forward_flops(documents.lengths, sparsity) for documents in own) / len(timed)
+    kinds = plan.execution.kinds if plan else ()
+    model_flops = sum(3 * config.forward_flops(documents.lengths, kinds) for documents in own) / len(timed)
     return {
         "seconds": seconds,
         "predicted_seconds": predicted,
@@ -262,8 +263,7 @@ def our_step(
     model_config = replace(choose_model(settings), num_hidden_layers=shape_of(arguments).num_hidden_layers)
     configure_machine(settings, model_config, world)
     documents = max(map(documents_of, steps), key=lambda documents: documents.longest)
-    with mock.patch.object(Plan, "arena_bytes", property(arena_bytes)):
-        model, optimizer, plan = build(settings, model_config, None, documents, world)
+    model, optimizer, plan = build(settings, model_config, None, documents, world)
     looks = LooksBetweenBlocks(model.layers, received=[])
     blocks = 2 * model_config.num_hidden_layers * settings.gradient_accumulation_steps
     every = looks.every_in(world.min(plan.seconds)[0], blocks)
@@ -277,8 +277,9 @@ def our_step(
 
 
 def time_saving(
-    step: Callable, steps: list[list[Batch]], optimizer: MasterAdamW, plan: Plan, save_to: Path, world: World
-) -> dict:
+    step: Callable, steps: list[list[Batch]], optimizer: MasterAdamW, config: ModelConfig, save_to: Path,
+    world: World,
+) -> dict:  # fmt: skip
     """Time steps with nothing saved, and as many while a full checkpoint is written during each."""
     name = tempfile.mkdtemp(prefix="bench_train_step_", dir=save_to) if world.is_main else ""
     folder, seconds, waited = Path(world.broadcast(name)), {False: [], True: []}, []
@@ -292,7 +293,7 @@ def time_saving(
                 began = time.perf_counter()
                 if saving:
                     saver.begin(
-                        number, weights=optimizer.parameters, model_config=to_config_json(plan.step.config),
+                        number, weights=optimizer.parameters, model_config=to_config_json(config),
                         optimizer_state=optimizer.state_dict(), trainer_state={},
                     )  # fmt: skip
                     waited.append(time.perf_counter() - began)
@@ -331,12 +332,6 @@ def check_saved(saver: Saver, step: int) -> None:
     """End the benchmark if the save of that step failed: its seconds would say nothing."""
     if step and saver.last != saver.output_dir / f"step_{step:08d}":
         raise RuntimeError(f"the checkpoint of step {step} failed, as a line above says")
-
-
-def arena_bytes(plan: Plan) -> int:
-    """Pinned bytes for the plan's step, and for a shorter first step: its tensors get their own slots."""
-    steps = [plan.step, *([plan.step.at(WARM_UP_TOKENS)] if plan.step.context_length > LONGEST_REPEATED else [])]
-    return sum(step.arena_bytes(plan.execution) for step in steps)
 
 
 def peer_step(config: ModelConfig, world: World) -> Callable:

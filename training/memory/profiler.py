@@ -314,7 +314,7 @@ class Bench:
         self.clear()
         counter = counter or CudaCounter(self.device)
         warm_up = step if step.context_length <= LONGEST_REPEATED else step.at(WARM_UP_TOKENS)
-        arena_bytes = sum(one.arena_bytes(execution) for one in {step, warm_up})
+        arena_bytes = max(one.arena_bytes(execution) for one in (step, warm_up))
         apply_execution(self.model, execution, arena_bytes)
         self.model.rotary.tables(step.context_length, self.device)  # early, so that they count as workspace
         self._run(warm_up, self._random_ids(warm_up))
