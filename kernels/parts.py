@@ -97,7 +97,7 @@ class AttentionFlops(NamedTuple):
 
 
 class AttentionWork(NamedTuple):
-    """Amounts of work, each under the name of the rate that divides it, see `training.memory.machine.Rates`."""
+    """Amounts of work by the name of a measured rate (`training.memory.machine.Rates`): amount / rate is seconds."""
 
     forward: dict[str, float]
     choice: dict[str, float]
@@ -188,7 +188,10 @@ class AttentionKind(Part, ABC):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, outs: Sequence[Tensor],
         lses: Sequence[Tensor], lists: Tensor | None, segments: Tensor | None, backend: str, on_triton: bool,
     ) -> Sequence[Tensor]:  # fmt: skip
-        """Returns dq, dk, dv and, if there are gates, their gradient. `forward` returned `outs`, `lses` and `lists`."""
+        """Returns dq, dk, dv and, if there are gates, their gradient.
+
+        `outs`, `lses` and `lists` are what `forward` returned.
+        """
 
     def output(self, outs: Sequence[Tensor], gates: Tensor | None, on_triton: bool) -> Tensor:
         """Returns attention's output [B, T, H, K] from the branches' outputs and gates [B, T, H, gates_per_head]."""

@@ -4,9 +4,9 @@ Some heads at a time, each step projects the input to n of the G key/value heads
 rotates them, and attends. q, k, v and their gradients then take n / G of their memory. Models differ in whether the
 projections have biases, and whether heads are normalised.
 
-Kept for backward by all heads at once: the input, attention's outputs and log-sum-exps, v, and q and k after their
-rotation; if heads are normalised, q and k before it as well. Some heads at a time, q, k and v are not kept: backward
-projects them again, step by step. Attention itself costs the same either way; the matrix products are smaller.
+All heads at once keep for backward: the input, attention's outputs and log-sum-exps, v, and q and k after their
+rotation; if heads are normalised, also q and k before it. Some heads at a time keep no q, k and v: backward projects
+them again, step by step. Attention itself costs the same either way, but the matrix products of a step are smaller.
 
 N ranks may share each sequence (`HeadExchange`). Each step then projects this rank's tokens to n key/value heads of
 every rank, and exchanges tokens for heads around attention. With 8 key/value heads, 2 ranks and n = 1, the first step
@@ -186,7 +186,7 @@ class _Options(NamedTuple):
 
 
 class _QKVAttention(torch.autograd.Function):
-    """Attention of n key/value heads per step. Steps add to the input's gradient in the input's dtype."""
+    """Attention of n key/value heads per step. The input's gradient is summed over steps in the input's dtype."""
 
     @staticmethod
     def forward(ctx, x, o_weight, gates, cos, sin, segments, options, *qkv):
@@ -364,7 +364,7 @@ def qkv_attention_footprint(
     gates = kind.gates_per_head * num_heads * element_size
     outs, gated = kind.branches * q, q if kind.branches > 1 else 0
     qkv = q + 2 * k
-    projecting = 2 * q + 3 * k + (q + k) * has_norms  # q, k and v, normalised, and rotated
+    projecting = 2 * q + 3 * k + (q + k) * has_norms  # q, k and v; rotated q and k; normalised q and k
     if longest is not None:  # packed documents: a call's output, before it is copied into the whole output
         projecting = max(projecting, 3 * q + 2 * k)
     if N > 1:  # q, k and v while q is sent; all heads at once, also while v is sent and q and k have arrived

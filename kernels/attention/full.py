@@ -210,7 +210,7 @@ BACKENDS = ("auto", *KERNELS)
 
 @torch.compiler.assume_constant_result  # the function asks the driver; a compiled graph cannot
 def choose_backend(requested: str, device: torch.device) -> str:
-    """Returns the name of the kernel that attention runs on `device`. A name that is asked for is never replaced.
+    """Returns the name of the kernel that attention runs on `device`. Names other than "auto" are taken or refused.
 
     "auto" is cuDNN's kernel on Hopper and newer GPUs. It is FlashAttention-2 on older GPUs, and on all GPUs if PyTorch
     is told to use deterministic algorithms. On a CPU it is PyTorch's CPU kernel.

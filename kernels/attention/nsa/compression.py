@@ -1,8 +1,8 @@
 """NSA's compressed branch: attention to the mean key and value of windows of 32 tokens, one every 16 tokens.
 
-Window i of a document is its tokens 16 i to 16 i + 31; a document of L tokens has floor(L / 16) - 1 windows. Token t of
-the document sees the windows that end at t or before: window i if 16 i + 31 <= t. The first 31 tokens see none; their
-output and log-sum-exp are 0.
+Window i of a document is its tokens 16 i to 16 i + 31; a document of L tokens has floor(L / 16) - 1 windows, or none
+if that is negative. Token t of the document sees the windows that end at t or before: window i if 16 i + 31 <= t. The
+first 31 tokens see none; their output and log-sum-exp are 0.
 
 Keys are pooled after RoPE, as MoBA (arXiv 2502.13189) and flash-linear-attention's NSA pool them. This takes no
 parameters, and the same pooled keys choose the blocks of the selected branch. The mean of 32 keys keeps RoPE's slow
@@ -130,7 +130,10 @@ def _unpool_kernel(
     d_pooled_ptr, target_ptr, windows_of_token_ptr, num_tokens, num_windows,
     G: tl.constexpr, K: tl.constexpr, KEYS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dk or dv [tokens, G, K] each token's part of d_pooled_ptr [G, windows, K], 1 / KEYS of its windows'."""
+    """Adds to dk or dv [tokens, G, K] each token's part of its windows' gradients, d_pooled_ptr [G, windows, K].
+
+    A window's mean is over KEYS tokens, so each of them gets 1 / KEYS of the window's gradient.
+    """
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # [BLOCK_T, 1]
     mask = token < num_tokens

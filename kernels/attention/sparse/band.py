@@ -8,8 +8,8 @@ softmax (band and chosen blocks) and delta = sum(dout * out),
 
 Backward has two kernels. A program of the first holds queries and loops over keys: it makes dq and delta. A program of
 the second holds a block of keys and loops over queries: it makes dk and dv. All later tokens of a document attend to
-its first block. Most of them lie past that block's window, and are taken in chunks of `window` tokens. combine.py adds
-up the chunks' float32 partial sums.
+its first block. Those past that block's window are taken in extra chunks of `window` tokens, and combine.py adds up the
+chunks' float32 partial sums.
 
 An exact band (`exact`) is the last `window` tokens, the token itself included, without the first block. It reaches into
 one block more, where a mask hides the keys that are too far back. With a window of 512, token 700 sees 189 to 700.
@@ -160,12 +160,12 @@ def _band_dkv_kernel(
 ):  # fmt: skip
     """Computes dk and dv of a block of keys from `WINDOW` blocks of queries.
 
-    With EXTRA, item tables name the block, a document's first, and an extra chunk of queries. The sums go to total_ptr
+    With EXTRA, item tables name a document's first block and an extra chunk of queries. The sums go to total_ptr
     [2, heads * chunks, BLOCK, K].
 
-    Without EXTRA, the queries are those that have the block in their window. The sums are added to total_ptr [2, heads,
-    all tokens, K], which holds the part of gathered queries and extra chunks, and go to dk and dv [tokens, G, K]. With
-    EXACT there is no total.
+    Without EXTRA, the queries are the tokens that have the block in their window. total_ptr [2, heads, all tokens, K]
+    then holds the sums of gathered queries and of extra chunks. They are added, and the result goes to dk and dv
+    [tokens, G, K]. With EXACT there is no total.
     """
     item, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if EXTRA:

@@ -41,7 +41,11 @@ def _combine_kernel(
     S: tl.constexpr, BLOCK_S: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     K: tl.constexpr, BLOCK_T: tl.constexpr, EMPTY: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Adds slots to `out` in place. WEIGHTED: outputs, weighted by log-sum-exps, and `lse` is updated; else dq."""
+    """Adds slots to `out` in place.
+
+    With WEIGHTED both are outputs: they are weighted by their log-sum-exps, and `lse` is updated. Without it both are
+    parts of dq, and are added as they are.
+    """
     head = tl.program_id(1).to(tl.int64)
     t, r, mask = query_rows(tl.program_id(0) * BLOCK_T, GROUP, GROUP_PAD, BLOCK_T)  # [ROWS]
     mask &= t < num_tokens

@@ -41,7 +41,10 @@ class PooledKeys:
 
 
 def _pool(k_BTGK: Tensor, block_size: int) -> Tensor:
-    """Returns the mean keys of blocks of `block_size` tokens, [B, parts + 1, blocks, G, K]; last is the whole block."""
+    """Returns the mean keys of blocks of `block_size` tokens, [B, parts + 1, blocks, G, K].
+
+    The last of parts + 1 is the mean of the whole block.
+    """
     keys = k_BTGK.unflatten(1, (k_BTGK.shape[1] // block_size, block_size)).float()  # [B, blocks, block_size, G, K]
     means = [part.mean(2) for part in keys.split(PART_KEYS, dim=2)]
     return torch.stack([*means, keys.mean(2)], dim=1).to(k_BTGK.dtype)

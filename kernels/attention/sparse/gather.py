@@ -34,7 +34,10 @@ BACKWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=3, tiles=64)
 def gather_forward_reference(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Layout, heads: range, tokens: range
 ) -> tuple[Tensor, Tensor]:
-    """Returns slots [heads, tokens, selected, group, K] and their lse [heads, tokens, selected, group]; NaN: unused."""
+    """Returns slots [heads, tokens, selected, group, K] and their lse [heads, tokens, selected, group].
+
+    Slots of EMPTY entries are NaN.
+    """
     group, K, S = q.shape[1] // k.shape[1], q.shape[2], blocks.shape[-1]
     slots = q.new_full((len(heads), len(tokens), S, group, K), float("nan"))
     lse = q.new_full(slots.shape[:-1], float("nan"))
@@ -56,9 +59,9 @@ def _load_item(
     first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr, num_blocks, num_rows,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Returns the head of the program's item, counted in this call, its keys, and the start and stop of its entries.
+    """Returns the head and the keys of the program's item, and the start and stop of its entries.
 
-    A surplus item has no entries: start = stop.
+    The head is counted among the heads of this call. A surplus item has no entries: start = stop.
     """
     item = tl.program_id(0)
     row = tl.load(item_row_ptr + item)
@@ -79,7 +82,7 @@ def _load_rows(
 
     An entry is a place in the lists [heads, tokens, S], counted through. The lists of `before_head` tokens come before
     this head's: entry e is of token e // S - before_head. Slots begin with token `first_token`: entry e has slot
-    e - first_token * S. Query heads are counted through q [tokens, G, GROUP] and through the slots [slot, GROUP].
+    e - first_token * S. A row is one query head, of q [tokens, G, GROUP] or of the slots [slots, GROUP].
     """
     position, r, mask = query_rows(i, GROUP, GROUP_PAD, BLOCK_T)
     mask &= position < stop

@@ -16,6 +16,8 @@ LONGEST_DOCUMENT = EMPTY  # blocks
 
 
 class Layout(NamedTuple):
+    """Tables of a packed batch. The top of this file has an example."""
+
     num_tokens: int
     num_blocks: int
     block_size: int
@@ -120,7 +122,7 @@ _cached_layout = functools.lru_cache(maxsize=4)(build_layout)
 def first_local_block(layout: Layout) -> Tensor:
     """Returns the first block of each token's window, [tokens], by index in its document.
 
-    A token can choose from the blocks 1 to this one - 1. If the result is 1 or less, there are none.
+    A token's candidates are the blocks from 1 to the block before this one. With 1 or less, it has none.
     """
     token_block = layout.token_block.long()
     return token_block - layout.first_block[token_block] - layout.window_blocks + 1
