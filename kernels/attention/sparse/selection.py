@@ -75,7 +75,7 @@ def scores_reference(q: Tensor, pooled: Tensor, layout: Layout) -> Tensor:
 def candidate_scores(q_TGRK: Tensor, pooled_GWJK: Tensor) -> Tensor:
     """Returns scores [T, G, J] of J blocks, for queries that see all of them.
 
-    W of the mean keys counts a block's parts, and last the whole block.
+    Dimension W of the mean keys has a block's parts, and last the whole block.
     """
     logits = torch.einsum("tgrk,gwjk->tgrwj", q_TGRK, pooled_GWJK) / math.sqrt(q_TGRK.shape[-1])
     lse = logits[:, :, :, -1].logsumexp(-1)[..., None, None]

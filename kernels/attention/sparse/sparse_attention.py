@@ -5,9 +5,10 @@
 ../README.md has the mathematics. Each document decides for itself: one that is shorter than `dense_below` attends to
 everything, by full.py.
 
-Slots are the largest buffers. They take up to `workspace_bytes`, because work goes by ranges of key/value heads and, if
-one head's slots are too many, by ranges of tokens. Forward is the band, then for each range: inverse index, gather,
-combine. Backward is the band's dq, then for each range of heads: gather, by ranges of tokens, and the band's dk and dv.
+A slot holds a token's attention to one chosen block. Slots are the largest buffers: to keep them within
+`workspace_bytes`, work goes by ranges of key/value heads and, if one head's slots are too many, by ranges of tokens.
+Forward is the band, then for each range: inverse index, gather, combine. Backward is the band's dq, then for each range
+of heads: gather, by ranges of tokens, and the band's dk and dv.
 
 Kept for backward, per token: q, k, v and out, (2H + 2G) K elements; the float32 log-sum-exp, H; and the lists of
 blocks, G * selected int16. The choice carries no gradient, and backward never chooses again.
@@ -97,7 +98,7 @@ def _put(places: Sequence[Tensor], made: Sequence[Tensor]) -> None:
 
 
 def _reference_forward(q, k, v, lists, segments, kind: "Sparse") -> tuple[Tensor, Tensor]:
-    """Returns out [T, H, K] and its log-sum-exp [T, H] for one row of T tokens."""
+    """Returns out [T, H, K] and its log-sum-exp [T, H] for a span of T tokens."""
     q, k, v, lists = (x[None] for x in (q, k, v, lists))
     scores, is_visible = _written_out(q, k, lists, segments, kind.block_size, kind.window)
     scores = scores.masked_fill(~is_visible, float("-inf"))
