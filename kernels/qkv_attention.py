@@ -247,7 +247,7 @@ class _QKVAttention(torch.autograd.Function):
                 all_heads.put(d_bias, step, part, 0)
             for d_norm, part in zip(d_norms, d_norms_n):
                 d_norm += part
-            del qkv, heads, d_heads, d_qkv, d_qkv_rows, parts, part  # before the next step's are made
+            del qkv, heads, edges, d_heads, d_qkv, d_qkv_rows, parts, part  # before the next step's are made
         d_norms = [d.to(w.dtype) for d, w in zip(d_norms, norms)]
         return dx_rows.view_as(x), d_o_weight, d_gates, *[None] * 4, *d_weights, *d_biases, *d_norms
 

@@ -8,19 +8,20 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 import profile_memory
+from kernels.attention.full import FULL
 from model import MODEL_SIZES
 from profile_memory import main
 from tests.training.memory.test_profiler import dry_run, run_dry, step_of  # noqa: F401
 from training.memory import reports
 from training.memory.cost_model import Execution
 from training.memory.execution import WHOLE, Placement
-from training.memory.machine import GPUS, H200, Rates, scale_rates
+from training.memory.machine import GPUS, H200, scale_rates
 from training.memory.planner import find_max_context, make_plan
 from training.memory.profiler import GIB
 from training.parallel.world import World
@@ -92,14 +93,14 @@ def test_another_gpu(tmp_path, capsys):
     flags = "--model_size", "0.6B", "--context_length", "16384"
     written = run_main(tmp_path, *flags, "--gpu", "RTX3090", "--host_budget", "32GB")
     step = step_of("0.6B", 16_384, backend="flash")
-    rates = scale_rates(GPUS["RTX3090"], "flash")
+    rates, h200 = scale_rates(GPUS["RTX3090"], "flash", [FULL]), scale_rates(GPUS["H200"], "cudnn", [FULL])
     plan = make_plan(step, GPUS["RTX3090"].memory_bytes - GIB, 32 * GIB, rates)
-    assert written["plan"] == str(plan) and written["environment"]["rates"] == asdict(rates)
+    assert written["plan"] == str(plan) and written["environment"]["rates"] == rates
     assert "RTX3090" in capsys.readouterr().out
     written = run_main(tmp_path, *flags, "--gpu", "8GB")
-    assert written["environment"]["gpu_bytes"] == 7 * GIB and written["environment"]["rates"] == asdict(H200)
+    assert written["environment"]["gpu_bytes"] == 7 * GIB and written["environment"]["rates"] == h200
     written = run_main(tmp_path, *flags, "--gpu", "RTX3090", "--memory_budget", "8GB")
-    assert written["environment"]["gpu_bytes"] == 8 * GIB and written["environment"]["rates"] == asdict(rates)
+    assert written["environment"]["gpu_bytes"] == 8 * GIB and written["environment"]["rates"] == rates
 
 
 def test_the_longest_context(tmp_path, capsys):
@@ -263,7 +264,7 @@ def pretended_gpu(monkeypatch, dry_run):  # noqa: F811
     world = World(0, 1, torch.device("cuda", 0))
     monkeypatch.setattr(profile_memory, "join_world", lambda device: contextlib.nullcontext(world))
     monkeypatch.setattr("training.run.build.choose_backend", lambda requested, device: "cudnn")
-    monkeypatch.setattr(profile_memory, "measure_rates", lambda *_: Rates())
+    monkeypatch.setattr(profile_memory, "measure_rates", lambda *_: H200)
     monkeypatch.setattr(profile_memory, "available_host_bytes", lambda: 100 * GIB)
     monkeypatch.setattr(profile_memory, "build_bench", DryBench)
     monkeypatch.setattr(DryBench, "built", 0)

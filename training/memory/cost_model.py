@@ -113,7 +113,8 @@ class PackedDocuments:
         in_bin, pairs_in_bin = (np.bincount(bins, weights=counts[sequences] * of) for of in (1, pairs))
         found = in_bin.nonzero()[0]
         typical = np.sqrt(2 * pairs_in_bin[found] / in_bin[found] + 0.25) - 0.5  # n with n (n + 1) / 2 pairs
-        return cls(longest, tuple(zip(typical.tolist(), in_bin[found].tolist())))
+        # Rounded, so that documents of 2,048 tokens each are not of 2,048.0000000001, which other kernels attend to.
+        return cls(longest, tuple(zip(typical.round(6).tolist(), in_bin[found].tolist())))
 
 
 class Step:

@@ -23,7 +23,7 @@ def share_matrices(model: nn.Module, world: World) -> None:
     each rank's part further.
 
     Args:
-        model: of the shape `ModelConfig.split`, on the meta device.
+        model: made for `world.tensor_size` ranks, on the meta device.
     """
     if world.tensor_size == 1:
         return

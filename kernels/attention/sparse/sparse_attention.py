@@ -268,6 +268,12 @@ class Sparse(AttentionKind):
             raise ValueError(f"selected_blocks and dense_below must not be negative, got {given}")
         super().__post_init__()
 
+    @classmethod
+    def from_flags(cls, values):
+        if values.get("dense_below", 1) < 1:
+            raise ValueError(f"dense_below must be at least 1, got {values['dense_below']}")
+        return cls(**values)
+
     @property
     def list_length(self) -> int:
         return self.selected_blocks

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from kernels.attention.full import FULL, attention_flops, together_pairs
 from model import MODEL_SIZES, Transformer
 from training.memory.cost_model import PackedDocuments, Step
 from training.memory.execution import Execution, Placement
@@ -23,8 +24,8 @@ GIB = 2**30
 def step_of(config, context_length, backend="cudnn", loss_impl="auto", **options):
     given = Execution(loss_impl=loss_impl, attention_backend=backend)
     with torch.device("meta"):
-        parameters = list(Transformer(config).to(torch.bfloat16).parameters())
-    return Step(config, parameters, context_length, given=given, **options)
+        model = Transformer(config, options.get("tensor_ranks", 1)).to(torch.bfloat16)
+    return Step(model.share, list(model.parameters()), context_length, given=given, **options)
 
 
 def test_today_measured():
@@ -40,22 +41,46 @@ def test_a_rank_waits_for_the_one_with_most_pairs():
     """Of sequences of 10, 6, 10 and 7 pairs, one rank takes 6 + 10, the other 7 + 10; or 6 and 7, then 10 each."""
     lengths, sequences = np.array([4, 2, 2, 4, 1, 3, 4]), np.array([0, 1, 1, 2, 3, 3, 4])
     documents = PackedDocuments.average(lengths, sequences, longest=4, batch_size=2, num_ranks=2)
-    assert documents == PackedDocuments(4, 3, 7 + 10, short_count=3, short_tokens=8, short_pairs=7 + 10)
+    assert documents == PackedDocuments(4, ((1, 1), (3, 1), (4, 1))) and documents.count == 3
     documents = PackedDocuments.average(lengths, sequences, 4, batch_size=1, num_ranks=2, micro_batches=2)
-    assert documents == PackedDocuments(4, 3 / 2, (7 + 10) / 2, 3 / 2, 4, (7 + 10) / 2)
+    assert documents == PackedDocuments(4, ((1, 1 / 2), (3, 1 / 2), (4, 1 / 2))) and documents.count == 3 / 2
     alone = PackedDocuments.average(lengths, sequences, longest=4, batch_size=1, num_ranks=1)
-    assert alone == PackedDocuments(4, 7 / 5, 43 / 5, 7 / 5, 4, 43 / 5)
-    assert PackedDocuments.one_each(4, 2) == PackedDocuments(4, 2, 20)
+    assert alone == PackedDocuments(4, ((1, 1 / 5), (2, 2 / 5), (3, 1 / 5), (4, pytest.approx(3 / 5))))
+    assert alone.count == pytest.approx(7 / 5)
+    assert PackedDocuments.one_each(4, 2) == PackedDocuments(4, ((4, 2),))
+
+
+def test_documents_of_nearly_one_length_are_counted_as_of_one():
+    """With as many pairs as theirs. Equal lengths stay what they are: limits of lengths are compared with them."""
+    lengths, sequences = np.array([310, 320, 315, 1500] * 3), np.arange(12) // 4
+    documents = PackedDocuments.average(lengths, sequences, longest=1500, batch_size=1, num_ranks=1)
+    [(near, of_near), (far, of_far)] = documents.lengths
+    assert 310 < near < 320 and (of_near, far, of_far) == (pytest.approx(3), 1500, pytest.approx(1))
+    pairs = sum(n * (n + 1) / 2 for n in (310, 320, 315))
+    assert of_near * near * (near + 1) / 2 == pytest.approx(pairs, rel=1e-6)
+    for sequences in range(1, 50):
+        same = np.full(sequences, 2048), np.arange(sequences)
+        documents = PackedDocuments.average(*same, longest=2048, batch_size=1, num_ranks=1)
+        assert documents.lengths == ((2048, pytest.approx(1)),)
 
 
 def test_short_and_long_documents_are_counted():
     """A sequence of documents of 3,000, 2,048 and 952 tokens, of which cuDNN attends to the longest alone."""
     lengths = np.array([3000, 2048, 952])
     documents = PackedDocuments.average(lengths, np.zeros(3, dtype=int), longest=3000, batch_size=1, num_ranks=1)
+    assert documents == PackedDocuments(3000, ((952, 1), (2048, 1), (3000, 1)))
     pairs = [n * (n + 1) / 2 for n in lengths.tolist()]
-    assert documents == PackedDocuments(3000, 3, sum(pairs), 2, 3000, sum(pairs[1:]))
-    assert documents.together("auto", 6000) == (2, 3000, sum(pairs[1:]))
-    assert documents.together("flash", 6000) == (3, 6000, sum(pairs))
+    for backend, alone, tokens in (("auto", 1, 3000), ("flash", 0, 6000)):
+        forward, choice, backward = FULL.work(documents.lengths, 4, 2, 32, backend=backend, steps=2)
+        flops = attention_flops(4, 32, sum(pairs[:alone]))
+        together = attention_flops(4, 32, together_pairs(sum(pairs[alone:]), tokens))
+        expected = {"full": flops, "together": pytest.approx(together), "full calls": 2 * alone}
+        assert forward == {f"{name} forward": amount for name, amount in expected.items()} and choice == {}
+        expected = {"full": 2.5 * flops, "together": pytest.approx(2.5 * together), "full calls": 2 * alone}
+        assert backward == {f"{name} backward": amount for name, amount in expected.items()}
+    whole, _, _ = FULL.work([(1000, 2)], 4, 2, 32, backend="auto", steps=2, is_packed=False)
+    flops = attention_flops(4, 32, 1000 * 1001)
+    assert whole == {"full forward": flops, "together forward": 0, "full calls forward": 0}
 
 
 @pytest.mark.parametrize("backend", ["cudnn", "flash"])
@@ -64,23 +89,24 @@ def test_seconds_of_documents_that_attend_together(backend):
     lengths = np.random.default_rng(0).exponential(273, 480).astype(int).clip(1, 2048)
     documents = PackedDocuments.average(lengths, np.zeros(480, dtype=int), 2048, batch_size=1, num_ranks=1)
     step = step_of(MODEL_SIZES["4B"], int(lengths.sum()), backend, documents=documents)
-    forward, choice, backward = step._attention_seconds(step.given, None, documents, H200)
+    forward, choice, backward = step._attention_seconds(step.given, FULL, documents, H200)
     assert 1000 * (forward + backward) == pytest.approx(18, rel=0.15) and choice == 0
 
 
 @pytest.mark.parametrize("heads_at_a_time", [None, 1])
 def test_short_documents_take_less_time_and_room(heads_at_a_time):
-    """64 documents of 2,048 tokens have a 64th of the pairs of one of 131,072; each costs a call, if alone."""
+    """32 documents of 4,096 tokens have a 32nd of the pairs of one of 131,072; each attends alone and costs a call."""
     execution = Execution((Placement("gpu", "gpu"),) * 36, 8192, heads_at_a_time)
     whole, short = (
         step_of(MODEL_SIZES["4B"], 131_072, documents=documents)
-        for documents in (PackedDocuments.one_each(131_072, 1), PackedDocuments(2048, 64, 64 * 2048 * 2049 / 2))
+        for documents in (PackedDocuments.one_each(131_072, 1), PackedDocuments(4096, ((4096, 32),)))
     )
     attention = 36 * 4 * 4096 * (131_072 * 131_073 / 2)
-    attention *= 1 / H200.attention_forward_flops + 2.5 / H200.attention_backward_flops
-    calls = 36 * 64 * (8 if heads_at_a_time else 1) * (1 / H200.forward_documents + 1 / H200.backward_documents)
+    attention *= 1 / H200["full forward"] + 2.5 / H200["full backward"]
+    calls = 1 / H200["full calls forward"] + 1 / H200["full calls backward"]
+    calls *= 36 * 32 * (8 if heads_at_a_time else 1)
     saved = whole.seconds(execution, H200) - short.seconds(execution, H200)
-    assert saved == pytest.approx(63 / 64 * attention - calls, rel=0.02)
+    assert saved == pytest.approx(31 / 32 * attention - calls, rel=0.02)
     assert short.peak(execution).bytes < whole.peak(execution).bytes
 
 
@@ -90,8 +116,8 @@ def test_ranks_that_share_a_sequence_share_its_work(num_ranks, heads_at_a_time):
     """All but the update, which FSDP2 would share. Exchanges go there, back and, in backward, there again."""
     execution = Execution((Placement("gpu", "gpu"),) * 36, 8192, heads_at_a_time)
     alone, shared = (step_of(MODEL_SIZES["4B"], 131_072, num_ranks=n) for n in (1, num_ranks))
-    update = 4 * alone.optimizer(execution).gpu_state / H200.memory_bytes
-    exchange = 2 * (2 * 4096 + 2 * 1024) * 131_072 / num_ranks * (num_ranks - 1) / num_ranks / H200.gpu_link_bytes
+    update = 4 * alone.optimizer(execution).gpu_state / H200["memory"]
+    exchange = 2 * (2 * 4096 + 2 * 1024) * 131_072 / num_ranks * (num_ranks - 1) / num_ranks / H200["gpu link"]
     waits = 36 * 3 * exchange * (1.01 if heads_at_a_time else 1)  # smaller launches
     expected = (alone.seconds(execution, H200) - update) / num_ranks + update + waits
     assert shared.seconds(execution, H200) == pytest.approx(expected, rel=1e-6)
@@ -106,11 +132,11 @@ def test_what_fsdp_sends_hides_behind_long_sequences():
 
     Of 131,072 tokens only the embedding, which is the head, is waited for: its gather before all, and its sum after.
     """
-    execution, rates = Execution((Placement("gpu", "gpu"),) * 36, 8192), replace(H200, gpu_link_bytes=25e9)
+    execution, rates = Execution((Placement("gpu", "gpu"),) * 36, 8192), H200 | {"gpu link": 25e9}
     byte, embedding = 7 / 8 * 4.0225e9 / 25e9, 7 / 8 * 151_936 * 2560 / 25e9  # s, for a byte of each parameter
     for context_length, sent in ((512, (2 + 2 + 4) * byte - 2 * embedding), (131_072, (2 + 4) * embedding)):
         step = step_on_meta(MODEL_SIZES["4B"], context_length, num_gpus=8)
-        alone = step.seconds(execution, replace(rates, gpu_link_bytes=math.inf))
+        alone = step.seconds(execution, rates | {"gpu link": math.inf})
         waits = step.seconds(execution, rates) - alone
         assert sent - (alone if context_length == 512 else 0) <= waits <= sent * 1.001
 
@@ -120,10 +146,10 @@ def test_what_fsdp_sends_hides_behind_long_sequences():
 def test_ranks_that_share_matrices_share_products_and_attention(tensor_ranks, heads_at_a_time):
     """Sums over ranks take their time: in a placed block two forward, two backward and attention's again."""
     execution = Execution((Placement("gpu", "gpu"),) * 36, 8192, heads_at_a_time)
-    config, rates = MODEL_SIZES["4B"], replace(H200, memory_bytes=float("inf"))
+    config, rates = MODEL_SIZES["4B"], H200 | {"memory": math.inf}
     alone = step_of(config, 131_072)
-    shared = step_of(config.split(tensor_ranks), 131_072, tensor_ranks=tensor_ranks)
-    sums = 36 * 5 * 2 * alone.kept_bytes("input") * (1 - 1 / tensor_ranks) / rates.gpu_link_bytes
+    shared = step_of(config, 131_072, tensor_ranks=tensor_ranks)
+    sums = 36 * 5 * 2 * alone.kept_bytes("input") * (1 - 1 / tensor_ranks) / rates["gpu link"]
     expected = alone.seconds(execution, rates) / tensor_ranks + sums
     assert shared.seconds(execution, rates) == pytest.approx(expected, rel=1e-6)
     assert shared.kept_bytes("input") == alone.kept_bytes("input")
@@ -158,22 +184,23 @@ def test_a_step_takes_as_long_as_its_gradients_on_the_link(micro_batches):
     """With state on the host: bf16 gradients once, or float32 sums there and, but for the first time, back."""
     step = step_of(MODEL_SIZES["4B"], 512, gradient_accumulation_steps=micro_batches)
     execution = Execution((Placement(),) * 36, gpu_state_bytes=0)
-    elements, update = 4.02e9, step.optimizer(execution).host / H200.link_bytes
+    elements, update = 4.02e9, step.optimizer(execution).host / H200["link"]
     link_bytes = 2 * elements if micro_batches == 1 else 4 * elements * (2 * micro_batches - 1)
-    assert step.seconds(execution, H200) - update > 0.99 * link_bytes / H200.link_bytes
+    assert step.seconds(execution, H200) - update > 0.99 * link_bytes / H200["link"]
 
 
 def test_a_head_that_is_not_the_embedding_is_gathered_too():
     """Under FSDP2: embedding, head, and the head's gradient, against the embedding alone where they are tied."""
     gathered = []
     for tied in (True, False):
-        step = step_on_meta(replace(MODEL_SIZES["tiny"], tie_word_embeddings=tied), 64, num_gpus=2)
+        config = replace(MODEL_SIZES["tiny"], tie_word_embeddings=tied)
+        step = step_on_meta(config, 64, num_gpus=2)
         gathered.append(step.parameter_bytes - 4 * sum(shard.numel() for shard in step.parameters))
-        check_that_the_reduction_keeps_its_memory(step)
+        check_that_the_reduction_keeps_its_memory(step, step_of(config, 64))
     assert gathered[1] - gathered[0] == 2 * step.head
 
 
-def check_that_the_reduction_keeps_its_memory(step):
+def check_that_the_reduction_keeps_its_memory(step, unsharded):
     """In each stage all gradients, alive or idle, and what the embedding's reduction took more than a block's.
 
     Without it the allocator gave back and took again 8 GiB in each step of the 4B on two GPUs: 0.6 s of 4.1.
@@ -185,5 +212,4 @@ def check_that_the_reduction_keeps_its_memory(step):
     assert stages[-1].categories["gradients"] == made and stages[-1].idle == stages[0].idle - made
     fullest = max(stage.bytes for stage in stages)
     assert _fits(step, execution, fullest + stages[0].idle, 0) and not _fits(step, execution, fullest, 0)
-    unsharded = step_of(step.config, step.context_length)
     assert all(stage.idle == 0 for stage in unsharded.stages(execution))

@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kernels.attention.full import KERNELS
-from kernels.attention.nsa.nsa import NSA
-from kernels.attention.sparse.sparse_attention import Sparsity
-from model import MODEL_SIZES, Attention, Transformer
+from kernels.attention import NSA, Sparse, Window
+from kernels.attention.documents import find_documents
+from kernels.attention.full import FULL, KERNELS
+from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
 from training.host.memory import PinnedArena
 from training.memory.cost_model import PackedDocuments, Step
@@ -42,11 +42,10 @@ WITH_WHOLE = {
 }
 
 
-def build(placements=None, dtype=torch.float32, mlp_tile_size=None, **options):
+def build(placements=None, dtype=torch.float32, mlp_tile_size=None, kinds=(FULL,), **options):
     """A tiny model, the same every time; without placements, of the same MLP."""
     torch.manual_seed(0)
-    is_nsa = isinstance(next(iter(options.get("sparsity", ())), None), NSA)
-    model = Transformer(replace(TINY, attention_type="nsa" if is_nsa else "full")).to(dtype)
+    model = Transformer(replace(TINY, layer_kinds=kinds)).to(dtype)
     for block in model.layers:
         block.mlp.tile_size = mlp_tile_size
     if placements is not None:
@@ -60,7 +59,7 @@ def make_batch(packed):
     documents = torch.zeros_like(ids)
     for row, start in ((0, 13), (0, 40), (1, 29)):
         documents[row, start:] += 1
-    return ids, documents if packed else None
+    return ids, find_documents(documents) if packed else None
 
 
 def run(model, packed=False):
@@ -68,7 +67,7 @@ def run(model, packed=False):
     ids, documents = make_batch(packed)
     for tokens in (ids.flip(0, 1), ids):
         model.zero_grad()
-        loss = model(tokens, tokens, document_ids=documents).loss
+        loss = model(tokens, tokens, documents=documents).loss
         loss.backward()
     return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -234,7 +233,7 @@ def test_nothing_grows_over_twenty_steps():
     ids, documents = make_batch(packed=True)
     seen = []
     for step in range(20):
-        model(ids, ids, document_ids=documents).loss.backward()
+        model(ids, ids, documents=documents).loss.backward()
         optimizer.step(1e-3)
         if step % 4 == 3:
             gc.collect()
@@ -247,7 +246,7 @@ def test_validation_and_generation_keep_nothing():
     ids, documents = make_batch(packed=True)
     plain, placed = build(), build(PLACEMENTS["pairs"], heads_at_a_time=1)
     with torch.no_grad():
-        losses = [model(ids, ids, document_ids=documents).loss for model in (plain, placed)]
+        losses = [model(ids, ids, documents=documents).loss for model in (plain, placed)]
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
     assert torch.equal(plain.generate(ids[:1], 5), placed.generate(ids[:1], 5))
     assert not placed.layers[0].forward.func.__self__.copies.slots
@@ -277,40 +276,17 @@ def test_a_block_may_attend_twice(placements):
     assert all(map(torch.equal, gradients(placements), gradients(None)))
 
 
-def test_by_groups_does_not_replace_an_attention_of_another_kind():
-    """A window of 4 tokens, by a forward of its own, stays one."""
-
-    class Window(Attention):
-        def forward(self, x_BTD, context):
-            T = x_BTD.shape[1]
-            segments = torch.tensor([[0, start, min(start + 4, T)] for start in range(0, T, 4)])
-            rows = [replace(context, segments=segments) for _ in x_BTD]
-            return torch.cat([super(Window, self).forward(x[None], c) for x, c in zip(x_BTD, rows)])
-
-    def gradients(**options):
-        model = build()
-        for block in model.layers:
-            block.self_attn.__class__ = Window
-        apply_execution(model, Execution((Placement(),) * 4, **options))
-        return run(model)
-
-    expected, found = gradients(), gradients(heads_at_a_time=1)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
-    assert (found[1] - expected[1]).abs().max() <= 1e-6 * expected[1].abs().max()
-
-
-SPARSE = Sparsity(selected_blocks=1, block_size=32, window=32, dense_below=200)  # of 7 blocks each sees 3 at most
+SPARSE = Sparse(selected_blocks=1, block_size=32, window=32, dense_below=200)  # of 7 blocks each sees 3 at most
 NATIVE = NSA(selected_blocks=4, window=64)
 
 
-def run_sparsely(*sparsity, placements=(WHOLE,) * 4, heads_at_a_time=None):
+def run_sparsely(*kinds, placements=(WHOLE,) * 4, heads_at_a_time=None):
     """Loss and all gradients over a sequence of 220 tokens, and one of two documents."""
-    sparsity = sparsity * 4 if len(sparsity) == 1 else sparsity
-    model = build(placements, sparsity=sparsity, heads_at_a_time=heads_at_a_time, mlp_tile_size=40)
+    model = build(placements, kinds=kinds or (FULL,), heads_at_a_time=heads_at_a_time, mlp_tile_size=40)
     ids = torch.randint(256, (2, 220), generator=torch.Generator().manual_seed(0))
     documents = torch.zeros_like(ids)
     documents[1, 90:] = 1
-    loss = model(ids, ids, document_ids=documents).loss
+    loss = model(ids, ids, documents=find_documents(documents)).loss
     loss.backward()
     return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -318,11 +294,37 @@ def run_sparsely(*sparsity, placements=(WHOLE,) * 4, heads_at_a_time=None):
 @pytest.mark.parametrize("heads_at_a_time", [None, 1])
 @pytest.mark.parametrize("name", ["gpu recompute", "gpu gpu", "host host", "chain"])
 def test_sparse_attention_under_every_placement(name, heads_at_a_time):
-    by_layer = [SPARSE._replace(selected_blocks=blocks) for blocks in (2, 1, 0, 1)]
+    by_layer = [SPARSE.with_blocks(blocks) for blocks in (2, 1, 0, 1)]
     placed = {"placements": PLACEMENTS[name], "heads_at_a_time": heads_at_a_time}
     expected, found = run_sparsely(*by_layer), run_sparsely(*by_layer, **placed)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
     assert (found[1] - expected[1]).abs().max() <= 2e-6 * expected[1].abs().max()
+
+
+@pytest.mark.parametrize("heads_at_a_time", [None, 1])
+@pytest.mark.parametrize("name", ["gpu gpu", "host host", "chain"])
+def test_layers_of_several_kinds_under_placements(name, heads_at_a_time):
+    """Windows, chosen blocks and attention to everything, which differ, in one model: each layer keeps its own kind."""
+    mixed = Window(64), SPARSE, FULL, Window(128)
+    expected = run_sparsely(*mixed)
+    found = run_sparsely(*mixed, placements=PLACEMENTS[name], heads_at_a_time=heads_at_a_time)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
+    assert (found[1] - expected[1]).abs().max() <= 2e-6 * expected[1].abs().max()
+    assert expected[0] not in [run_sparsely(*others)[0] for others in ([FULL], [*mixed[1:], FULL], mixed[::-1])]
+
+
+def test_an_execution_says_how_layers_attend():
+    """In place of the configuration, whose own kinds come back without it; layers keep the gates that they have."""
+    mixed = (Window(64), SPARSE) * 2
+    model, ids = build(), torch.randint(256, (1, 220), generator=torch.Generator().manual_seed(0))
+    own, expected = model(ids, ids).loss, build(kinds=mixed)(ids, ids).loss
+    apply_execution(model, Execution((WHOLE,) * 4, kinds=mixed))
+    assert model(ids, ids).loss == expected != own
+    apply_execution(model, Execution((WHOLE,) * 4))
+    assert model(ids, ids).loss == own
+    for kinds, asked in (((FULL,), NATIVE), ((NATIVE,), SPARSE)):
+        with pytest.raises(ValueError, match=f"own attention is {kinds[0].name} has no parameters for {asked.name}"):
+            apply_execution(build(kinds=kinds), Execution((WHOLE,) * 4, kinds=(asked,) * 4))
 
 
 @pytest.fixture(scope="module")
@@ -339,29 +341,29 @@ def test_nsa_under_placements(name, heads_at_a_time, native_alone):
 
 
 @pytest.mark.parametrize(
-    ("sparsity", "module", "function"),
+    ("kind", "module", "function"),
     [
-        (SPARSE, "sparse_attention", "select_blocks_reference"),
-        (NATIVE, "nsa", "choose_reference"),
+        (SPARSE, "sparse.sparse_attention", "top_blocks_reference"),
+        (NATIVE, "nsa.nsa", "choose_reference"),
     ],
     ids=["sparse", "nsa"],
 )
 @pytest.mark.parametrize("heads_at_a_time", [None, 1])
-def test_blocks_are_chosen_once(sparsity, module, function, heads_at_a_time, monkeypatch):
-    """In forward, whether or not attention's results are kept for backward; by NSA in each of three documents."""
-    module, chosen = importlib.import_module(f"kernels.attention.sparse.{module}"), []
+def test_blocks_are_chosen_once(kind, module, function, heads_at_a_time, monkeypatch):
+    """In forward, whether or not attention's results are kept for backward. NSA chooses in short documents as well."""
+    module, chosen = importlib.import_module(f"kernels.attention.{module}"), []
     select = getattr(module, function)
     monkeypatch.setattr(module, function, lambda *a, **k: chosen.append(1) or select(*a, **k))
-    for name in ("gpu recompute", "host gpu", "chain")[: 3 if sparsity is SPARSE else 1]:
+    for name in ("gpu recompute", "host gpu", "chain")[: 3 if kind is SPARSE else 1]:
         chosen.clear()
-        run_sparsely(sparsity, placements=PLACEMENTS[name], heads_at_a_time=heads_at_a_time)
+        run_sparsely(kind, placements=PLACEMENTS[name], heads_at_a_time=heads_at_a_time)
         calls = 4 * (TINY.num_key_value_heads if heads_at_a_time else 1)
-        assert len(chosen) == calls * (1 if sparsity is SPARSE else 3)
+        assert len(chosen) == calls * (1 if kind is SPARSE else 3)
 
 
 def test_sparse_attention_with_all_blocks_is_dense():
     dense, some = run_sparsely(), run_sparsely(SPARSE)
-    whole, short = run_sparsely(SPARSE._replace(selected_blocks=8)), run_sparsely(SPARSE._replace(dense_below=221))
+    whole, short = run_sparsely(SPARSE.with_blocks(8)), run_sparsely(replace(SPARSE, dense_below=221))
     torch.testing.assert_close(whole[0], dense[0], rtol=1e-6, atol=0)
     assert (whole[1] - dense[1]).abs().max() <= 1e-5 * dense[1].abs().max()
     assert torch.equal(short[1], dense[1]) and some[0] != dense[0]
@@ -435,7 +437,7 @@ def compare_sharded(world: World) -> None:
         ids, documents = make_batch(packed=True)
         for shift in range(2):  # gradients add up
             tokens = ids.roll(2 * shift + world.rank, dims=1)
-            model(tokens, tokens, document_ids=documents).loss.backward()
+            model(tokens, tokens, documents=documents).loss.backward()
         return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
 
     expected = gradients(None)
@@ -462,12 +464,12 @@ def build_on_gpu(config, tokens, execution=None):
 def test_placements_agree_on_a_gpu():
     """Up to bfloat16's rounding, which differs with tiles and groups; a copy not waited for would be far off."""
     ids = torch.randint(1024, (1, 16_384), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    documents = (torch.arange(16_384)[None] > 9_000).long()
+    documents = find_documents((torch.arange(16_384)[None] > 9_000).long())
 
     def gradients(model):
         for tokens in (ids.flip(1), ids.roll(5), ids):
             model.zero_grad()
-            loss = model(tokens, tokens, document_ids=documents).loss
+            loss = model(tokens, tokens, documents=documents).loss
             loss.backward()
         return float(loss.detach()), {n: p.grad.float() for n, p in model.named_parameters()}
 
@@ -551,7 +553,7 @@ def test_peak_is_as_predicted(name, length):
     execution = replace(execution, loss_impl="chunked")
     with torch.device("meta"):
         parameters = list(Transformer(config).to(torch.bfloat16).parameters())
-    documents = PackedDocuments(length, count=tokens / length + 1, pairs=0)
+    documents = PackedDocuments(length, ((length, tokens / length + 1),))
     predicted = Step(config, parameters, tokens, documents=documents).peak(execution)
     measured = measured_peak(config, tokens, execution, (torch.arange(tokens)[None] + length - 1001) // length)
     assert measured == pytest.approx(predicted.bytes, rel=0.05), predicted
@@ -569,6 +571,6 @@ def measured_peak(config, tokens, execution, documents=None):
         documents = (torch.arange(tokens)[None] > 1_000).long()
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
-        model(ids, ids, document_ids=documents).loss.backward()
+        model(ids, ids, documents=find_documents(documents)).loss.backward()
         optimizer.step(1e-4)
     return torch.cuda.max_memory_allocated() - before

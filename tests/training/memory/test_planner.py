@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kernels.attention.nsa.nsa import NSA
-from kernels.attention.sparse.sparse_attention import Sparsity
+from kernels.attention.sparse.sparse_attention import Sparse
 from model import MODEL_SIZES
 from tests.training.memory.test_cost_model import step_of
 from training.memory.execution import WHOLE, Execution
@@ -45,11 +45,11 @@ def test_blocks_stay_whole_where_memory_is_plenty():
     plan = make_plan(step, 139 * GIB, HOST)
     assert set(plan.execution.placements) == {WHOLE}
     assert "blocks kept whole      36" in str(plan).splitlines()
-    flops = 6 * step.tokens * (36 * step.config.layer_matrix_parameters() + 151_936 * 2560)
+    flops = 6 * step.tokens * (36 * step.share.layer_matrix_parameters() + 151_936 * 2560)
     attention = 36 * 4 * 4096 * (8192 * 8193 // 2)
-    compute = flops / H200.matrix_flops
-    compute += attention * (1 / H200.attention_forward_flops + 2.5 / H200.attention_backward_flops)
-    assert step.seconds(plan.execution, replace(H200, memory_bytes=math.inf)) == pytest.approx(compute)
+    compute = flops / H200["products"]
+    compute += attention * (1 / H200["full forward"] + 2.5 / H200["full backward"])
+    assert step.seconds(plan.execution, H200 | {"memory": math.inf}) == pytest.approx(compute)
     assert plan.seconds < 1.2 * compute
 
     plans = [make_plan(step, gib * GIB, HOST) for gib in (64, 72, 80)]
@@ -94,12 +94,11 @@ def test_the_largest_context_fits_and_the_next_does_not():
         make_plan(step, 1 * GIB, HOST)
 
 
-@pytest.mark.parametrize("sparsity", [Sparsity(), NSA()])
-def test_chosen_blocks_have_numbers_of_16_bits(sparsity):
+@pytest.mark.parametrize("kind", [Sparse(), NSA()])
+def test_chosen_blocks_have_numbers_of_16_bits(kind):
     """Past 32,767 blocks of 64 tokens no plan is made, whatever memory there is."""
-    attention_type = "nsa" if isinstance(sparsity, NSA) else "full"
-    config = replace(MODEL_SIZES["0.6B"], num_hidden_layers=2, attention_type=attention_type)
-    step = step_on_meta(config, 2_097_088, given=Execution(sparsity=(sparsity,) * 2))
+    config = replace(MODEL_SIZES["0.6B"], num_hidden_layers=2, layer_kinds=(kind,))
+    step = step_on_meta(config, 2_097_088)
     assert find_max_context(step, 1000 * GIB, HOST) == 2_097_088 // 1024 * 1024
     make_plan(step, 1000 * GIB, HOST)
     with pytest.raises(ValueError, match="up to 2,097,088 tokens, and context_length 2,097,089 has longer"):
@@ -126,8 +125,8 @@ def test_attention_to_chosen_blocks_is_faster_where_documents_are_long():
     """A million tokens of the 4B; below `dense_below` the same as attention to everything."""
     for context, most in ((2**20, 0.15), (4096, 1.0)):
         sparse, dense = (
-            make_plan(step_on_meta(MODEL_SIZES["4B"], context, given=Execution(sparsity=sparsity)), 138 * GIB, HOST)
-            for sparsity in ((Sparsity(64),) * 2 + (Sparsity(),) * 34, ())
+            make_plan(step_on_meta(MODEL_SIZES["4B"], context, given=Execution(kinds=kinds)), 138 * GIB, HOST)
+            for kinds in ((Sparse(64),) * 2 + (Sparse(),) * 34, ())
         )
         assert sparse.seconds <= most * dense.seconds and "64x2,32 chosen blocks of 64" in str(sparse)
     assert sparse.seconds == dense.seconds and sparse.peak.bytes == dense.peak.bytes

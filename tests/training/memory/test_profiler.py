@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kernels.attention.full import backward_workspace
-from kernels.attention.nsa.nsa import NSA, nsa_workspace
-from kernels.attention.sparse.sparse_attention import Sparsity
-from kernels.common import set_default_implementation
+from kernels.attention import NSA, Sparse, Window
+from kernels.attention.documents import Documents
+from kernels.attention.full import FULL
 from kernels.gated_mlp import gated_mlp_footprint
 from kernels.head_exchange import HeadExchange
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
+from kernels.parts import part_of
 from kernels.tensor_parallel import TensorRanks
-from model import MODEL_SIZES, Documents, Transformer
+from model import MODEL_SIZES, Transformer
 from tests.storage_counter import StorageCounter
 from training.families import in_family
 from training.memory import cost_model
@@ -49,57 +49,33 @@ def dry_run(monkeypatch):
         pytest.skip("fake tensors on the CPU need Triton's interpreter")
     monkeypatch.setattr(MasterAdamW, "clip_grad_norm", lambda self, max_norm: None)  # its result has no value
     monkeypatch.setattr(cost_model, "LIBRARY_BYTES", 0)
-    set_default_implementation("triton")
-    yield run_dry
-    set_default_implementation("auto")
+    return run_dry
+
+
+def attention_bytes(q, k, kind, backend):
+    """Workspace of attention to rows of one document each, as its kind counts it."""
+    (B, T, H, K), G = q.shape, k.shape[2]
+    return part_of(kind).footprint(B * T, H, G, K, backend=backend, context_length=T)
 
 
 def own_bytes(step, execution):
-    """Of operations that take memory inside, by what their footprints say of it."""
-    ops, config = torch.ops.fathom, step.config
-    D, H, G, K = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    attention = backward_workspace("cpu", step.tokens, 2 * H * K, 2 * G * K, step.context_length, None)
-    mlp = gated_mlp_footprint(step.tokens, D, config.intermediate_size, tile_size=execution.mlp_tile_size or 1)
-    loss = linear_cross_entropy_footprint(step.tokens, D, config.vocab_size)
-    hidden, mlp_weights = 2 * step.tokens * D, 2 * 3 * D * config.intermediate_size
-    # A rank attends to whole sequences with its heads.
-    tokens, groups = step.tokens * step.num_ranks, G if execution.heads_at_a_time else step.num_ranks
+    """Bytes that operations take inside, by what their footprints say of it; outputs are counted already."""
+    ops, share = torch.ops.fathom, step.share
+    D, width = share.hidden_size, share.intermediate_size
+    mlp = gated_mlp_footprint(step.tokens, D, width, tile_size=execution.mlp_tile_size or 1)
+    loss = linear_cross_entropy_footprint(step.tokens, D, share.vocab_size)
+    hidden, mlp_weights = 2 * step.tokens * D, 2 * 3 * D * width
 
-    def sparse(selected_blocks):
-        return Sparsity(selected_blocks).footprint(tokens, H // groups, G // groups, K)
+    def some_heads(*arguments):
+        kind = part_of(arguments[10])
+        attention, _ = step._footprints(execution, kind)
+        gates = 2 * step.tokens * kind.gates_per_head * share.num_attention_heads  # the operation is given them
+        return attention.forward - attention.keepable - attention.choices - gates
 
-    native = {}
-    if isinstance(next(iter(execution.sparsity), None), NSA):
-        sizes = execution.sparsity[0], 2, execution.attention_backend, step.context_length, None
-        workspace = nsa_workspace(tokens, H // groups, G // groups, K, *sizes)
-        attending = execution.sparsity[0].footprint(tokens, H // groups, G // groups, K).forward_workspace_bytes
-        native = {
-            ops.nsa_compressed.default: workspace.compressed,
-            ops.nsa_select.default: workspace.select,
-            ops.nsa_selected.default: workspace.selected,
-            ops.nsa_backward.default: workspace.backward,
-            # A step's q, k, v and three outputs.
-            ops.qkv_attention.default: 2 * step.tokens * (4 * H + 2 * G) * K // groups + attending,
-        }
-    if step.num_ranks > 1:
-
-        def shared(*arguments):
-            kind, sizes = arguments[9], arguments[11]
-            sparsity = {"full": lambda: None, "sparse": lambda *sizes: Sparsity(*sizes), "nsa": NSA}[kind](*sizes)
-            attention, _ = step._footprints(execution, sparsity)
-            gates = 2 * step.tokens * config.num_gates  # the operation is given them
-            return attention.forward - attention.keepable - attention.choices - gates
-
-        native[ops.qkv_attention.default] = shared
-    return native | {  # outputs are counted already
-        ops.select_blocks.default: lambda q, k, segments, selected, *_: sparse(selected).forward_workspace_bytes,
-        ops.sparse_attention_forward.default: (
-            lambda q, k, v, segments, lists, *_: sparse(lists.shape[-1]).forward_workspace_bytes
-        ),
-        ops.sparse_attention_backward.default: (
-            lambda dout, q, k, v, out, lse, lists, *_: sparse(lists.shape[-1]).backward_workspace_bytes
-        ),
-        ops.attention_backward.default: attention // (G // step.num_ranks if execution.heads_at_a_time else 1),
+    return {
+        ops.attend.default: lambda q, k, v, segments, lists, *kind: attention_bytes(q, k, *kind[:2]).forward,
+        ops.attend_backward.default: lambda dout, q, k, *more: attention_bytes(q, k, *more[6:8]).backward,
+        ops.qkv_attention.default: some_heads,
         ops.tiled_gated_mlp.default: mlp.forward - hidden,
         ops.tiled_gated_mlp_backward.default: mlp.backward - hidden - mlp_weights,
         torch.ops.aten.embedding_dense_backward.default: step.embedding_sums(),
@@ -143,7 +119,7 @@ def run_dry(step, *executions, warm_up=False):
         monkeypatch.setattr("training.optimizer.PinnedArena", FakeArena)
         torch.set_default_dtype(torch.bfloat16)  # fake parameters cannot be cast in place
         try:
-            model = Transformer(step.config)
+            model = Transformer(step.config, step.tensor_ranks)
         finally:
             torch.set_default_dtype(torch.float32)
         for module in model.modules() if step.tensor_ranks > 1 else ():
@@ -158,7 +134,7 @@ def run_dry(step, *executions, warm_up=False):
         measurements = []
         for execution in executions:
             counter.own_bytes = own_bytes(step, execution)
-            measurements.append(bench.measure(step, execution, counter))
+            measurements.append(bench.measure(step, replace(execution, impl="triton"), counter))
     return measurements
 
 
@@ -169,23 +145,24 @@ def step_of(
     backend="cpu",
     loss_impl="auto",
     num_hidden_layers=None,
-    nsa=False,
+    kinds=(FULL,),
     model_type="qwen3",
     **options,
 ):
-    """Of ranks that share matrices, of one of them."""
+    """A step that knows its model's whole configuration, too. Layers repeat `kinds`."""
     config, given = MODEL_SIZES[size], Execution(loss_impl=loss_impl, attention_backend=backend)
-    layers, attention_type = num_hidden_layers or config.num_hidden_layers, "nsa" if nsa else "full"
-    config = replace(in_family(config, model_type), num_hidden_layers=layers, attention_type=attention_type)
-    config = config.split(options.get("tensor_ranks", 1))
+    layers = num_hidden_layers or config.num_hidden_layers
+    config = replace(in_family(config, model_type), num_hidden_layers=layers, layer_kinds=kinds)
     with torch.device("meta"):
-        parameters = list(Transformer(config).to(torch.bfloat16).parameters())
+        model = Transformer(config, options.get("tensor_ranks", 1)).to(torch.bfloat16)
     documents = PackedDocuments.one_each(context_length, options.get("batch_size", 1))
-    return Step(config, parameters, context_length, documents=documents, given=given, **options)
+    step = Step(model.share, model.parameters(), context_length, documents=documents, given=given, **options)
+    step.config = config
+    return step
 
 
 GPU, ON_HOST = Placement("gpu", "gpu"), Placement("host", "host")
-BY_LAYER = tuple(map(Sparsity, (64, 32, 0, 128)))
+BY_LAYER = tuple(map(Sparse, (64, 32, 0, 128)))
 CASES = {
     "checkpointing": (131_072, [Placement()] * 4, None, None, {}),
     "whole": (16_384, [WHOLE] * 4, None, None, {}),
@@ -198,10 +175,12 @@ CASES = {
     "groups, attention again": (65_536, [Placement()] * 4, 8192, 1, {}),
     "host, then GPU": (131_072, [ON_HOST] * 2 + [GPU] * 2, 8192, 1, {}),
     "all on the host": (131_072, [ON_HOST] * 4, 8192, 1, {"gpu_state_bytes": 0}),
-    "sparse, kept, groups": (524_288, [ON_HOST] * 2 + [GPU] * 2, 8192, 1, {"sparsity": (Sparsity(),) * 4}),
-    "nsa": (131_072, [Placement()] * 2 + [GPU, WHOLE], 8192, None, {"sparsity": (NSA(),) * 4}),
-    "nsa, kept, groups": (524_288, [ON_HOST] * 2 + [GPU] * 2, 8192, 1, {"sparsity": (NSA(),) * 4}),
-    "sparse by layer": (131_072, [Placement()] * 2 + [GPU, WHOLE], 8192, None, {"sparsity": BY_LAYER}),
+    "sparse, kept, groups": (524_288, [ON_HOST] * 2 + [GPU] * 2, 8192, 1, {"kinds": (Sparse(),)}),
+    "nsa": (131_072, [Placement()] * 2 + [GPU, WHOLE], 8192, None, {"kinds": (NSA(),)}),
+    "nsa, kept, groups": (524_288, [ON_HOST] * 2 + [GPU] * 2, 8192, 1, {"kinds": (NSA(),)}),
+    "sparse by layer": (131_072, [Placement()] * 2 + [GPU, WHOLE], 8192, None, {"kinds": BY_LAYER}),
+    "windows and full": (131_072, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, {"kinds": (Window(), FULL)}),
+    "windows, kept, groups": (524_288, [ON_HOST, GPU] * 2, 8192, 1, {"kinds": (Window(), Window(), Sparse(), FULL)}),
     "pairs": (524_288, [Placement("host"), Placement("recompute", "gpu")] * 2, 8192, 1, {"gpu_state_bytes": 2e9}),
 }
 
@@ -210,40 +189,40 @@ CASES = {
 def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
     """Of the 4B with four layers: each stage within 1% of the step's peak, categories at the peak within 3%."""
     context_length, placements, tile_size, heads, more = CASES[case]
-    step = step_of("4B", context_length, loss_impl="chunked", num_hidden_layers=4, nsa="nsa" in case)
-    step.given = replace(step.given, sparsity=more.get("sparsity", ()))
+    kinds, state = more.get("kinds", (FULL,)), more.get("gpu_state_bytes", math.inf)
+    step = step_of("4B", context_length, loss_impl="chunked", num_hidden_layers=4, kinds=kinds)
     execution = replace(
-        step.given, placements=tuple(placements), mlp_tile_size=tile_size, heads_at_a_time=heads, **more
+        step.given, placements=tuple(placements), mlp_tile_size=tile_size, heads_at_a_time=heads, gpu_state_bytes=state
     )
     [measured] = dry_run(step, execution)
     check_stages(step, execution, measured)
 
 
 SHARED = {
-    "all heads": (2, [Placement(), GPU], None, ()),
-    "whole": (2, [WHOLE] * 2, None, ()),
-    "one head": (2, [Placement(), GPU], 1, ()),
-    "one head of four ranks": (4, [ON_HOST] * 2, 1, ()),
-    "one step": (8, [GPU] * 2, 1, ()),
-    "sparse, all heads": (2, [Placement(), GPU], None, (Sparsity(),) * 2),
-    "sparse, whole": (4, [WHOLE] * 2, None, (Sparsity(),) * 2),
-    "sparse, one head": (2, [ON_HOST, GPU], 1, (Sparsity(64), Sparsity())),
-    "sparse, one step": (8, [Placement()] * 2, 1, (Sparsity(),) * 2),
-    "nsa, all heads": (2, [Placement(), GPU], None, (NSA(),) * 2),
-    "nsa, whole": (4, [WHOLE] * 2, None, (NSA(),) * 2),
-    "nsa, one head": (2, [ON_HOST, GPU], 1, (NSA(),) * 2),
-    "nsa, two steps": (4, [GPU, Placement()], 1, (NSA(),) * 2),
-    "nsa, one step": (8, [Placement()] * 2, 1, (NSA(),) * 2),
+    "all heads": (2, [Placement(), GPU], None, (FULL,)),
+    "whole": (2, [WHOLE] * 2, None, (FULL,)),
+    "one head": (2, [Placement(), GPU], 1, (FULL,)),
+    "one head of four ranks": (4, [ON_HOST] * 2, 1, (FULL,)),
+    "one step": (8, [GPU] * 2, 1, (FULL,)),
+    "sparse, all heads": (2, [Placement(), GPU], None, (Sparse(),)),
+    "sparse, whole": (4, [WHOLE] * 2, None, (Sparse(),)),
+    "sparse, one head": (2, [ON_HOST, GPU], 1, (Sparse(64), Sparse())),
+    "sparse, one step": (8, [Placement()] * 2, 1, (Sparse(),)),
+    "nsa, all heads": (2, [Placement(), GPU], None, (NSA(),)),
+    "nsa, whole": (4, [WHOLE] * 2, None, (NSA(),)),
+    "nsa, one head": (2, [ON_HOST, GPU], 1, (NSA(),)),
+    "nsa, two steps": (4, [GPU, Placement()], 1, (NSA(),)),
+    "windows, one head": (2, [GPU, Placement()], 1, (Window(), FULL)),
+    "nsa, one step": (8, [Placement()] * 2, 1, (NSA(),)),
 }
 
 
 @pytest.mark.parametrize("case", SHARED)
 def test_the_prediction_for_ranks_that_share_sequences(case, dry_run):
-    num_ranks, placements, heads, sparsity = SHARED[case]
-    options = {"num_hidden_layers": 2, "num_ranks": num_ranks, "nsa": "nsa" in case}
+    num_ranks, placements, heads, kinds = SHARED[case]
+    options = {"num_hidden_layers": 2, "num_ranks": num_ranks, "kinds": kinds}
     options["model_type"] = "llama" if case in ("all heads", "one step") else "qwen3"
     step = step_of("4B", 262_144, loss_impl="chunked", **options)
-    step.given = replace(step.given, sparsity=sparsity)
     execution = replace(step.given, placements=tuple(placements), mlp_tile_size=8192, heads_at_a_time=heads)
     check_stages_of_ranks(num_ranks, step, execution, dry_run)
 
@@ -252,7 +231,7 @@ TENSOR = {
     "all heads": (2, [Placement(), GPU], None, None, {}),
     "whole": (2, [WHOLE] * 2, None, None, {"loss_impl": "standard"}),
     "one head": (4, [ON_HOST, Placement()], 1, 8192, {"model_type": "qwen2"}),
-    "nsa": (2, [Placement(), WHOLE], None, 8192, {"nsa": True}),
+    "nsa": (2, [Placement(), WHOLE], None, 8192, {"kinds": (NSA(),)}),
 }
 
 
@@ -261,7 +240,6 @@ def test_the_prediction_for_ranks_that_share_matrices(case, dry_run):
     tensor_ranks, placements, heads, tile_size, options = TENSOR[case]
     options = {"loss_impl": "chunked", "num_hidden_layers": 2, **options}
     step = step_of("4B", 65_536, tensor_ranks=tensor_ranks, **options)
-    step.given = replace(step.given, sparsity=(NSA(),) * 2 if options.get("nsa") else ())
     execution = replace(step.given, placements=tuple(placements), mlp_tile_size=tile_size, heads_at_a_time=heads)
     check_stages_of_ranks(tensor_ranks, step, execution, dry_run)
 
@@ -355,9 +333,9 @@ def test_what_a_broken_off_step_leaves_is_cleared():
 
 def test_fewer_layers():
     placements = tuple(Placement("host" if i < 24 else "gpu") for i in range(36))
-    sparsity = tuple(map(Sparsity, range(36)))
-    execution = thin(Execution(placements, 8192, 1, gpu_state_bytes=36e9, sparsity=sparsity), 6)
-    assert [one.selected_blocks for one in execution.sparsity] == [0, 6, 12, 18, 24, 30]
+    kinds = tuple(map(Sparse, range(36)))
+    execution = thin(Execution(placements, 8192, 1, gpu_state_bytes=36e9, kinds=kinds), 6)
+    assert [one.selected_blocks for one in execution.kinds] == [0, 6, 12, 18, 24, 30]
     assert [p.input for p in execution.placements] == ["host"] * 4 + ["gpu"] * 2
     assert execution.gpu_state_bytes == 6e9 and execution.mlp_tile_size == 8192
     assert thin(Execution(placements), 6).gpu_state_bytes == math.inf

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.attention.documents import find_documents
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
@@ -41,7 +42,7 @@ def make_batch(device):
 
 
 def loss_and_gradients(model, ids, documents):
-    loss = model(ids, ids, document_ids=documents, denominator=1000).loss
+    loss = model(ids, ids, documents=find_documents(documents), denominator=1000).loss
     loss.backward()
     gradients = {
         name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).double()
@@ -55,7 +56,9 @@ def compare_with_one_process(world: World) -> None:
     seen = []
     module = importlib.import_module("kernels.qkv_attention")  # the package's attribute of that name is the function
     rope = module.rope
-    module.rope = lambda q, k, cos, sin: seen.append((q.dtype, cos.dtype, sin.dtype)) or rope(q, k, cos, sin)
+    module.rope = lambda q, k, cos, sin, **options: (
+        seen.append((q.dtype, cos.dtype, sin.dtype)) or rope(q, k, cos, sin, **options)
+    )
     ids, documents = make_batch(world.device)
     row = slice(world.rank, world.rank + 1)
     sharded = build(world.device, world)

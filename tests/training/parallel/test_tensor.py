@@ -9,19 +9,19 @@ import torch
 from safetensors.torch import save_file
 
 import train
-from kernels.attention.nsa.nsa import NSA
-from kernels.attention.sparse.sparse_attention import Sparsity
 from model import MODEL_SIZES
 from tests.ranks import run_ranks
 from tests.test_train import arguments, metrics, only_resume, weights
 from tests.training.parallel.test_ulysses import (
     HOST,
     LLAMA,
+    NATIVE,
     ONE,
     PACKED,
     QWEN2,
     ROOT,
     SEQUENCES,
+    SPARSE,
     STEADY,
     Case,
     assert_equals_one_process,
@@ -37,7 +37,7 @@ from training.parallel.tensor import check_matrix_sharing
 from training.parallel.world import World, make_mesh
 
 AGAIN, KEPT, PAIR = Placement(), Placement("gpu", "host"), Placement("recompute", "gpu")
-SPARSE, SPARSE_LENGTHS, NSA_LENGTHS = Sparsity(1, 32, 64, 65), (150, 300, 41), (1200, 300, 77, 400)
+SPARSE_LENGTHS, NSA_LENGTHS = (150, 300, 41), (1200, 300, 77, 400)
 TILES = {"mlp_tile_size": 16}
 ONE_HEAD = {"heads_at_a_time": 1, **TILES}
 # Name -> (splits of 4 ranks: how many share each sequence and each matrix; the case).
@@ -48,8 +48,8 @@ CASES = {
     "sparse, one head": (
         [(2, 2)], Case(8, 4, 256, SPARSE_LENGTHS, (AGAIN, HOST), "chunked", SPARSE, **ONE_HEAD, **LLAMA),
     ),
-    "nsa": ([(1, 4)], Case(8, 4, 321, NSA_LENGTHS, (WHOLE, KEPT), "chunked", NSA(4, 64), **TILES, **LLAMA)),
-    "nsa, one head": ([(1, 2)], Case(8, 4, 321, NSA_LENGTHS, (AGAIN, KEPT), "standard", NSA(4, 64), **ONE_HEAD)),
+    "nsa": ([(1, 4)], Case(8, 4, 321, NSA_LENGTHS, (WHOLE, KEPT), "chunked", NATIVE, **TILES, **LLAMA)),
+    "nsa, one head": ([(1, 2)], Case(8, 4, 321, NSA_LENGTHS, (AGAIN, KEPT), "standard", NATIVE, **ONE_HEAD)),
     "bfloat16": ([(1, 2), (1, 4)], Case(8, 4, 64, PACKED, (KEPT, WHOLE), "chunked", dtype=torch.bfloat16, **TILES)),
     "bfloat16, standard": ([(2, 2)], Case(8, 4, 64, PACKED, (AGAIN, WHOLE), "standard", dtype=torch.bfloat16, **QWEN2)),
 }  # fmt: skip

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import train
-from kernels.attention.nsa.nsa import NSA
-from kernels.attention.sparse.sparse_attention import Sparsity
+from kernels.attention import NSA, Sparse, Window
+from kernels.attention.full import FULL
 from kernels.head_exchange import HeadExchange
+from kernels.parts import AttentionKind
 from model import MODEL_SIZES, Attention, Context, ModelConfig, Transformer
 from tests.ranks import run_ranks
 from tests.test_train import arguments, losses, metrics, only_resume
@@ -49,7 +50,7 @@ class Case(NamedTuple):
     lengths: tuple[int, ...]
     placements: tuple[Placement, Placement]
     loss_impl: str = "auto"
-    sparsity: Sparsity | NSA | None = None
+    kinds: tuple[AttentionKind, ...] = ()  # of the two layers; (): full
     dtype: torch.dtype = torch.float32
     heads_at_a_time: int | None = None
     K: int = 32
@@ -60,25 +61,31 @@ class Case(NamedTuple):
 
 PACKED, ONE = (50, 7, 120, 33, 64, 9, 90, 21), (700,)
 HOST = Placement("host", "host")
+SPARSE, NATIVE = (Sparse(1, 32, 64, 65),) * 2, (NSA(4, 64),) * 2
 QWEN2, LLAMA = {"model_type": "qwen2"}, {"model_type": "llama"}  # biases without norms of heads; neither
 CASES = {
     "dense, packed": Case(8, 2, 64, PACKED, (WHOLE, WHOLE), "chunked"),
     "one document of odd length": Case(8, 2, 67, ONE, (Placement(), Placement()), "standard"),
     "groups that ranks divide unevenly": Case(12, 6, 64, PACKED, (HOST, Placement("recompute")), "chunked", **QWEN2),
     "sparse": Case(
-        8, 4, 256, (150, 300, 41), (Placement("gpu", "gpu"), HOST), "standard", Sparsity(1, 32, 64, 65),
+        8, 4, 256, (150, 300, 41), (Placement("gpu", "gpu"), HOST), "standard", SPARSE,
         **LLAMA,
     ),
-    "nsa": Case(8, 4, 321, (1200, 300, 77, 400), (WHOLE, Placement("gpu", "host")), "chunked", NSA(4, 64)),
+    "nsa": Case(8, 4, 321, (1200, 300, 77, 400), (WHOLE, Placement("gpu", "host")), "chunked", NATIVE),
     "dense, one head at a time": Case(8, 4, 67, ONE, (Placement(), Placement("gpu", "gpu")), heads_at_a_time=1),
     "dense, packed, two heads": Case(8, 8, 64, PACKED, (HOST, Placement("recompute")), heads_at_a_time=2, **QWEN2),
     "sparse, one head": Case(
-        8, 4, 256, (150, 300, 41), (Placement(), HOST), "standard", Sparsity(1, 32, 64, 65), heads_at_a_time=1,
+        8, 4, 256, (150, 300, 41), (Placement(), HOST), "standard", SPARSE, heads_at_a_time=1,
         **QWEN2,
     ),
     "nsa, one head": Case(
-        8, 4, 321, (1200, 300, 77), (Placement(), Placement("gpu", "host")), "chunked", NSA(4, 64), heads_at_a_time=1,
+        8, 4, 321, (1200, 300, 77), (Placement(), Placement("gpu", "host")), "chunked", NATIVE, heads_at_a_time=1,
         **LLAMA,
+    ),
+    "window, full": Case(8, 2, 160, (300, 41, 150), (HOST, WHOLE), "chunked", (Window(64), FULL)),
+    "sparse, window, one head": Case(
+        8, 4, 256, (150, 300, 41), (HOST, Placement("gpu", "gpu")), "standard", (*SPARSE[:1], Window(64)),
+        heads_at_a_time=1,
     ),
     "bfloat16": Case(8, 2, 64, PACKED, (Placement(), WHOLE), "chunked", dtype=torch.bfloat16),
 }  # fmt: skip
@@ -112,11 +119,10 @@ def check_exchange(world: World) -> None:
 
 
 def build(case: Case, world: World) -> Transformer:
-    attention_type = "nsa" if isinstance(case.sparsity, NSA) else "full"
-    options = {"attention_type": attention_type, "tie_word_embeddings": case.tied}
+    options = {"layer_kinds": case.kinds or (FULL,), "tie_word_embeddings": case.tied}
     config = in_family(ModelConfig(256, 64, 96, 2, case.H, case.G, case.K, **options), case.model_type)
     with torch.device("meta"):
-        model = Transformer(config.split(world.tensor_size)).to(case.dtype if world.size == 1 else torch.float32)
+        model = Transformer(config, world.tensor_size).to(case.dtype if world.size == 1 else torch.float32)
     if world.size > 1:
         share_matrices(model, world)
         shard_model(model, model.layers, world, compute_dtype=case.dtype)
@@ -126,9 +132,8 @@ def build(case: Case, world: World) -> Transformer:
     drawn = ((name, torch.linspace(-0.1, 0.1, len(x)) if name.endswith(".bias") else x) for name, x in drawn)
     copy_weights(model, ((name, full.bfloat16().to(world.device)) for name, full in drawn))
     placements = case.placements if world.size > 1 else (WHOLE, WHOLE)
-    sparsity = () if case.sparsity is None else (case.sparsity,) * 2
     heads, tile_size = case.heads_at_a_time, case.mlp_tile_size
-    execution = Execution(placements, tile_size, heads, loss_impl=case.loss_impl, sparsity=sparsity)
+    execution = Execution(placements, tile_size, heads, loss_impl=case.loss_impl, kinds=case.kinds)
     apply_execution(model, execution, arena_bytes=2**22)
     return model
 
@@ -253,7 +258,14 @@ def test_four_ranks_equal_one_process():
 
 def check_two_gpus(world: World) -> None:
     check_exchange(world)
-    names = "dense, packed", "one document of odd length", "dense, packed, two heads", "sparse, one head", "nsa"
+    names = (
+        "dense, packed",
+        "one document of odd length",
+        "dense, packed, two heads",
+        "sparse, one head",
+        "nsa",
+        "window, full",
+    )
     check_on_gpus(world, {name: CASES[name] for name in names})
 
 
@@ -262,7 +274,7 @@ def in_bfloat16(case: Case) -> Case:
 
     Heads without norms choose other blocks in bfloat16 than in float32: gradients of random weights differ by 0.2.
     """
-    return case._replace(dtype=torch.bfloat16, K=64, model_type="qwen3" if case.sparsity else case.model_type)
+    return case._replace(dtype=torch.bfloat16, K=64, model_type="qwen3" if case.kinds else case.model_type)
 
 
 def check_on_gpus(world: World, cases: dict[str, Case]) -> None:

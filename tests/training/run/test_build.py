@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.attention import NSA, Window
+from kernels.attention.full import FULL
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
 from training.memory.cost_model import PackedDocuments, _local_elements
@@ -54,10 +56,10 @@ def test_the_reference_kernels_have_no_plan():
     assert resolve_memory_budget(config, torch.device("cuda")) is None
 
 
-@pytest.mark.parametrize("attention_type", ["full", "nsa"])
-def test_a_bench_has_the_steps_shape(attention_type):
+@pytest.mark.parametrize("kinds", [(FULL,), (NSA(),), (Window(), FULL)])
+def test_a_bench_has_the_steps_shape(kinds):
     """Of as many layers as the step's model has, not those of a size that a flag names."""
-    shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=7, attention_type=attention_type)
+    shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=7, layer_kinds=kinds)
     step = step_on_meta(shape, context_length=256)
     model = build_bench(step, step.given, World(0, 1, torch.device("cpu"))).model
     assert model.config == shape and len(model.layers) == 7
