@@ -28,7 +28,7 @@ import torch
 
 from kernels.attention.full import BACKENDS
 from model import MODEL_SIZES, ModelConfig
-from training.attention_flags import ATTENTION_TYPES, kinds_of
+from training.attention_flags import kinds_of
 from training.checkpoint.weights import shape_of_weights
 from training.flags import flag, read_flags, refuse_together
 from training.host.errors import UserError
@@ -36,46 +36,28 @@ from training.host.files import check_can_write
 from training.host.memory import available_host_bytes, parse_bytes
 from training.host.processes import command
 from training.memory.cost_model import gib
-from training.memory.execution import LOSSES, Execution
+from training.memory.execution import Execution
 from training.memory.machine import DRIVER_BYTES, cap_gpu_memory, gpu_budget, measure_rates, parse_gpu, scale_rates
 from training.memory.reports import Machine, report_comparison, report_max_context, report_step
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, join_world
 from training.run.build import build_bench, settled_execution, shape_with, step_on_meta, without_plan
+from training.run.settings import StepFlags
 
 CONTEXT_LENGTH = 131_072
 
 
 @dataclass
-class ProfileFlags:
+class ProfileFlags(StepFlags):
     """Profile the memory of a training step, stage by stage."""
 
-    model_size: str | None = flag(None, "default: 4B, unless init_from is given", tuple(MODEL_SIZES))
-    init_from: str | None = flag(None, "folder of weights whose shape to take, in place of model_size")
-    context_length: int | None = flag(None, f"default: {CONTEXT_LENGTH}", least=2)
+    model_size: str | None = flag(None, "default: 4B, unless init_from is given", MODEL_SIZES)
+    context_length: int | None = flag(None, f"tokens in a sequence; default: {CONTEXT_LENGTH}", least=2)
     batch_size: int = flag(1, "sequences in a micro-batch", least=1)
-    gradient_accumulation_steps: int = flag(1, "micro-batches in a step", least=1)
-    attention_type: str = flag("full", "as train.py has it", ATTENTION_TYPES)
-    selected_blocks: str | None = flag(
-        None, "blocks of 64 that a token selects, by layer as 64x4,32; default: 32, nsa: 16"
-    )
-    dense_below: int | None = flag(
-        None, "of sparse: shorter documents attend to everything; default: 8192 tokens", least=1
-    )
     attention_backend: str = flag("auto", "attention kernel", [name for name in BACKENDS if name != "cpu"])
-    loss_impl: str | None = flag(None, "default: auto", LOSSES)
-    device: str = flag("auto", "cpu: prediction only", ("auto", "cpu", "cuda"))
     gradient_checkpointing: bool | None = flag(None, "no plan: checkpoint every block, or keep all")
-    memory_budget: str | None = flag(
-        None, "GPU memory to plan for and not to exceed: 24GB, or auto for what is free; default: auto"
-    )
-    host_budget: str | None = flag(
-        None, "host memory each GPU's process may pin; default: its share of 80% of what is free here"
-    )
     nproc: int = flag(1, "predict for so many GPUs of one machine, as torchrun's --nproc_per_node", least=1)
-    context_parallel_size: int = flag(1, "GPUs that share each sequence", least=1)
-    tensor_parallel_size: int = flag(1, "GPUs that share each matrix", least=1)
     gpu: str | None = flag(None, "predict for another GPU: RTX4090, A100-80GB, H100 ..., or a size such as 24GB")
     find_max_context: bool = flag(False, "the longest context that fits")
     compare: bool = flag(False, "with and without chunked loss, checkpointing, a plan; 32k to 256k")
@@ -102,7 +84,7 @@ FOR_ONE_STEP = ("context_length", "gradient_checkpointing", "num_layers", "all_s
 
 
 def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
-    """Refuse flags that would have no effect, sizes that do not fit each other, and files that could not be written."""
+    """Refuse flags without effect, sizes that do not fit each other, and files that could not be written."""
     layers = flags.shape.num_hidden_layers
     if flags.num_layers is not None and flags.num_layers > layers:
         raise UserError(f"num_layers must be at most {layers}, got {flags.num_layers}")
@@ -151,7 +133,7 @@ def check_mesh(flags: ProfileFlags) -> None:
 def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World) -> Machine:
     """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an H200."""
     model = flags.shape
-    kinds, loss_impl = kinds_of(flags, model), flags.loss_impl or "auto"
+    kinds, loss_impl = kinds_of(flags, model), flags.loss_impl
     if world.device.type == "cuda":
         given = settled_execution(loss_impl, flags.attention_backend, world.device, kinds)
         gpu_bytes = gpu_budget(memory_budget or "auto", world.device)

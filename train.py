@@ -1,9 +1,9 @@
 """Train a decoder: `python train.py`, or `torchrun --nproc_per_node=N train.py` on N GPUs.
 
-This file reads from top to bottom: a run from its start to its end; its parts; its data; a step; what follows a step;
-the end. training/run has what a run is made with: its settings and which are refused (settings.py), where it starts
-(resume.py), model and memory plan (build.py), the step itself (step.py), early ends (stopping.py), checkpoints on the
-disk (saving.py), and what is shown (metrics.py).
+This file reads from top to bottom: a run from its start to its end; its parts; its data; a step; validation, metrics
+and checkpoints after a step; the end. The rest is in training/run: settings.py has the flags, resume.py the start of a
+resumed run, build.py the model and its memory plan, step.py the arithmetic of a step, stopping.py early ends, saving.py
+room on the disk, metrics.py metrics.jsonl and the progress bar.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ from training.run.stopping import Stopped, Stopping, promise_shutdown, stop_sign
 logger = logging.getLogger("train")
 PROMPT_TOKENS = 64
 LONG_FIRST_STEP_SECONDS = 60.0  # compiling kernels is a small part of such a step
-SAVED_BYTES_PER_SECOND = 5e8  # of a slow disk, before the first checkpoint has been measured
+SAVED_BYTES_PER_SECOND = 5e8  # guess for a slow disk, before the first checkpoint has been measured
 
 
 @command
@@ -81,12 +81,12 @@ def train(given: dict, world: World) -> int:
     """A run, from the checks to the final checkpoint and a sample; returns the process's exit status.
 
     Args:
-        given: the settings that flags and --config give, by the names of TrainConfig's fields, and the world's parallel
+        given: settings that flags and --config give, by the names of TrainConfig's fields, and the world's parallel
             sizes, which a checkpoint's settings do not change any more.
     """
     output_dir = Path(TrainConfig(**given).output_dir)
     with contextlib.ExitStack() as stack:
-        if not given.get("show_batch"):  # nothing is written then
+        if not given.get("show_batch"):  # it writes nothing
             if world.is_main:
                 check_is_for_a_run(output_dir)
                 stack.enter_context(only_run_in(output_dir))
@@ -125,7 +125,7 @@ def finish_again(start: Start, world: World) -> None:
 class Run:
     """The parts of a run, and how far it has come."""
 
-    config: TrainConfig  # of `start`, its memory budget resolved
+    config: TrainConfig  # start.config, its memory budget resolved
     start: Start
     world: World
     tokenizer: typing.Any
@@ -136,11 +136,11 @@ class Run:
     plan: Plan
     saver: Saver
     stopping: Stopping
-    metrics: MetricsFile | None  # of the main rank
+    metrics: MetricsFile | None  # on the main rank
     bar: tqdm
     progress: Progress
     saved: int  # the step of the last checkpoint
-    saved_at: float  # when that was begun
+    saved_at: float  # time.monotonic() when it was begun
     stopped: bool = False
     is_unvalidated: bool = False  # a signal has ended the last validation
     recent_losses: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=100))
@@ -285,7 +285,7 @@ def leave_out(run: Run, step: int, error: NotFinite) -> None:
     ) from None
 
 
-# What follows a step
+# After a step
 
 
 def validate_if_due(run: Run, values: dict) -> None:
@@ -308,10 +308,7 @@ def validate_if_due(run: Run, values: dict) -> None:
 
 
 def save_if_due(run: Run, values: dict) -> None:
-    """Write and show a step's metrics, agree over the ranks whether the run ends, and begin the checkpoint that is due.
-
-    The main rank's clock decides for all.
-    """
+    """Write and show a step's metrics; begin a checkpoint if the run ends, or one is due by the main rank's clock."""
     config, step, seconds = run.config, run.progress.step, values["seconds"]
     is_due = is_save_due(config, step, time.monotonic() - run.saved_at, run.saver.error is not None)
     run.stopped, saves = run.stopping.agree(is_due, seconds)
@@ -331,7 +328,7 @@ def save_if_due(run: Run, values: dict) -> None:
 
 
 def end(run: Run) -> int:
-    """The last checkpoint and a sample; returns the process's exit status."""
+    """Save the last checkpoint and log a sample; returns the process's exit status."""
     config, step = run.config, run.progress.step
     run.bar.close()
     if run.stopped:

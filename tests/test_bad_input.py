@@ -1,4 +1,4 @@
-"""Bad flags and files, 1,400 generated ones: each is refused in one line, or accepted; no hang, no traceback."""
+"""Refuses bad flags and files, 1,400 generated ones, in one line each, or accepts them; no hang, no traceback."""
 
 import copy
 import json
@@ -27,7 +27,7 @@ class Accepted(Exception):
 
 @pytest.fixture
 def outcome(tmp_path, monkeypatch, capsys):
-    """A function: the one line that a command is refused in, or None where it is accepted. A hang is an error."""
+    """A function that runs a command and returns the line that refuses it, or None. A hang is an error."""
 
     def build(*_):
         raise Accepted
@@ -62,7 +62,7 @@ def command(corpus, *extra):
 
 
 def test_flags(outcome, corpus):
-    """Every flag with every value; a boolean's value is a word too many. Of choices two values are enough."""
+    """Tries every flag with every value. A boolean's value is a word too many; two values will do for choices."""
     count = refused = 0
     for field in fields(TrainConfig):
         for value in VALUES[:2] if is_choice(field) else VALUES:
@@ -81,7 +81,7 @@ def test_toml(outcome, corpus, tmp_path):
     for content in (b"\xff", b"a = " + b"[" * DEEP, b"[" * DEEP, b"", b"\0"):
         file.write_bytes(content)
         assert (outcome("--config", str(file), *command(corpus)) is None) == (content == b""), content[:9]
-    file.write_bytes(b"\xef\xbb\xbfseed = 3")  # as Windows' editors write it
+    file.write_bytes(b"\xef\xbb\xbfseed = 3")  # Windows' editors begin files so
     assert outcome("--config", str(file), *command(corpus)) is None
     file.write_text(f"learning_rate = {'9' * 400}")
     assert "must be between 1e-12 and 1.0" in outcome("--config", str(file), *command(corpus))

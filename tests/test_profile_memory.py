@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from training.run.build import step_on_meta
 
 
 def run_main(tmp_path, *flags):
-    """What it wrote to --json."""
+    """Runs the command, and returns what it wrote to --json."""
     path = tmp_path / "memory.json"
     assert main([*flags, "--json", str(path)]) == 0
     return json.loads(path.read_text())
@@ -260,7 +260,7 @@ class DryBench:
 
 @pytest.fixture
 def pretended_gpu(monkeypatch, dry_run):  # noqa: F811
-    """Everything a GPU is asked for."""
+    """Answers everything that a GPU is asked; returns the caps that its memory gets."""
     world = World(0, 1, torch.device("cuda", 0))
     monkeypatch.setattr(profile_memory, "join_world", lambda device: contextlib.nullcontext(world))
     monkeypatch.setattr("training.run.build.choose_backend", lambda requested, device: "cudnn")
@@ -357,7 +357,7 @@ def test_measured_and_predicted_peaks_agree(tmp_path, gpu_memory, flags):
 
 @pytest.mark.gpu
 def test_the_predicted_context_is_the_longest_that_runs(tmp_path):
-    """In a process of its own: in this one CUDA may have started without expandable segments."""
+    """A process of its own starts CUDA with expandable segments, which another test may have left out here."""
     path = tmp_path / "memory.json"
     flags = ["--model_size", "0.6B", "--memory_budget", "4GB", "--host_budget", "16GB", "--json", str(path)]
     command = [sys.executable, profile_memory.__file__, "--find_max_context", "--measure", *flags]

@@ -182,7 +182,7 @@ def test_refusals_come_before_the_data(corpus, tmp_path, monkeypatch, capsys):
 
 
 def test_a_folder_that_is_not_for_a_run_is_refused(corpus, tmp_path, capsys):
-    """Its config.json would be replaced by the run's."""
+    """The run would replace its config.json."""
     run = tmp_path / "run"
     assert train.main(arguments(corpus, run, steps=1)) == 0
     (run / "step_00000001" / "model.safetensors").rename(tmp_path / "model.safetensors")
@@ -214,7 +214,7 @@ def test_inherited_settings_that_a_flag_contradicts_are_dropped(corpus, tmp_path
     assert train.main(only_resume(run, "--attention_type", "full", "--max_steps", "3", "--save", "model")) == 0
     assert {"selected_blocks: 4 -> None", "attention_type: sparse -> full"} <= {*caplog.messages}
     kept = sorted(path.name for path in run.glob("step_*"))
-    assert kept == ["step_00000002", "step_00000003"]  # the first is the last one to resume from
+    assert kept == ["step_00000002", "step_00000003"]  # the older is the newest with an optimizer's state
     (run / "step_00000003").rename(tmp_path / "weights")
     assert train.main(only_resume(run, "--save", "none", "--max_steps", "4")) == 0
     assert train.main(arguments(corpus, tmp_path / "auto", "--resume", "auto", "--save", "model")) == 1
@@ -306,7 +306,7 @@ def test_steps_past_the_end_hold_the_last_learning_rate(corpus, tmp_path, monkey
     assert train.main(only_resume(run, "--checkpoint_interval", "2")) == 0
     assert "learning rate: held at 0.0003, where its cosine ended; --max_steps stretches it" in caplog.messages
     interrupt(run, 6, tmp_path / "lost")
-    assert train.main(only_resume(run)) == 0  # stopped in these steps, and resumed: still held
+    assert train.main(only_resume(run)) == 0  # it was stopped in these steps: the rate is still held
     assert rates(run)[4:] == [pytest.approx(3e-4)] * 4
     caplog.clear()
     assert train.main(only_resume(run, "--max_steps", "16")) == 0
@@ -316,7 +316,7 @@ def test_steps_past_the_end_hold_the_last_learning_rate(corpus, tmp_path, monkey
 
 
 def test_nsa_from_dense_weights_on(corpus, tmp_path, caplog, capsys):
-    """A dense folder gets fresh gates; a folder with gates is nsa's alone. Runs resume, and end with a sample."""
+    """A dense folder gets fresh gates; only nsa takes a folder with gates. Runs resume, and end with a sample."""
     caplog.set_level(logging.INFO)
     dense, nsa, on = (tmp_path / name for name in ("dense", "nsa", "on"))
     assert train.main(arguments(corpus, dense, steps=1)) == 0
@@ -368,7 +368,7 @@ def test_released_weights_want_their_tokenizer(released, corpus, tmp_path, capsy
     assert train.main([*arguments(corpus, tmp_path / "file", steps=1), *command]) == 0
     state = trainer_state(tmp_path / "file", 1)
     assert state["tokenizer"] == hashlib.sha256((released / "tokenizer.json").read_bytes()).hexdigest()
-    assert train.main(only_resume(tmp_path / "file", "--max_steps", "2")) == 0  # with the same tokenizer
+    assert train.main(only_resume(tmp_path / "file", "--max_steps", "2")) == 0  # tokenizer.json is found again
 
 
 def test_checkpoints_trained_on_bytes_need_no_tokenizer(released, corpus, tmp_path, capsys):
@@ -438,7 +438,7 @@ def parse(argv):
 
 
 def test_two_machines_equal_one_process(corpus, tmp_path):
-    """What two machines of a process each have saved, one process goes on from, and equals one that did it all."""
+    """Two machines of one process each train and save; one process goes on, and equals a process that did it all."""
     one, two = tmp_path / "one", tmp_path / "two"
     assert train.main(arguments(corpus, one, "--gradient_accumulation_steps", "2")) == 0
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -578,7 +578,7 @@ def test_a_steps_seconds_hold_its_update(corpus, tmp_path, monkeypatch):
 
 
 def test_a_plan_that_cannot_be_is_refused_before_the_data_are_read(corpus, tmp_path, monkeypatch, capsys):
-    """On a pretended GPU of 24 GiB, of a 4B; the longest context is that of documents of any length."""
+    """A 4B on a pretended GPU of 24 GiB: the error names the longest context for documents of any length."""
     monkeypatch.setattr(train, "resolve_memory_budget", lambda config, device: "24GB")
     monkeypatch.setattr("training.run.build.gpu_budget", lambda text, device: 24 * GIB)
     monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
@@ -616,12 +616,12 @@ def test_out_of_memory_is_explained_before_the_one_line(corpus, tmp_path, monkey
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("context_lenght = 5", "unknown key 'context_lenght' in"),
-        ("context_length = 'long'", "context_length in .* must be int, got 'long'"),
-        ("context_length = true", "must be int, got True"),
-        ("data = 'a.txt'", "must be a list of str"),
-        ("model_size = '5B'", "must be one of tiny"),
-        ("context_length =", "cannot read --config"),
+        ("context_lenght = 5", r"bad.toml: unknown key 'context_lenght'; did you mean context_length\?"),
+        ("context_length = 'long'", "bad.toml: argument --context_length: invalid int value: 'long'"),
+        ("context_length = true", "bad.toml: argument --context_length: expected one argument"),
+        ("data = 1979-05-27", "bad.toml: data must be a word, a number, true, false or a list"),
+        ("model_size = '5B'", "bad.toml: argument --model_size: invalid choice: '5B'"),
+        ("context_length =", "bad.toml: Invalid value"),
     ],
 )
 def test_bad_toml_is_refused(text, message, tmp_path):

@@ -1,4 +1,4 @@
-"""A run that is stopped, fails or hangs: what it says, what its checkpoints hold, and its exit status."""
+"""Runs that are stopped, fail or hang: their messages, their checkpoints and their exit status."""
 
 import json
 import logging
@@ -45,7 +45,7 @@ def start_training(*argv, ranks=1):
 
 @pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_signal_saves_and_the_exit_status_says_unfinished(number, ranks, corpus, tmp_path):
-    """Of torchrun, which gets the signal and hands it on, the status is its own."""
+    """torchrun gets the signal, hands it on, and ends with a status of its own."""
     run = tmp_path / "run"
     process = start_training(*arguments(corpus, run, steps=100_000), ranks=ranks)
     process.send_signal(number)
@@ -58,7 +58,7 @@ def test_a_signal_saves_and_the_exit_status_says_unfinished(number, ranks, corpu
 
 
 def signalled_at(look, monkeypatch):
-    """All steps but a run's first count as long, and this process gets SIGUSR1 at that look between blocks."""
+    """Makes all steps but a run's first count as long, and sends this process SIGUSR1 at that look between blocks."""
     looks, look_between = [], LooksBetweenBlocks._look
 
     def signalled(self):
@@ -76,7 +76,7 @@ def signalled_at(look, monkeypatch):
 
 
 def test_a_signal_between_blocks_drops_the_step(corpus, tmp_path, monkeypatch):
-    """In the third step, in forward, and in a later micro-batch's backward; then it goes on as if nothing had been.
+    """Signals come in the third step: in a forward, and in the backward of a later micro-batch. Then the run goes on.
 
     Four blocks have eight looks in a micro-batch.
     """
@@ -143,7 +143,7 @@ def test_a_run_outlives_who_reads_its_output(corpus, tmp_path, monkeypatch):
 
 
 def not_finite_in(steps, monkeypatch):
-    """The loss of these calls, counted from 1, is NaN."""
+    """Makes the loss of these calls, counted from 1, NaN."""
     run_model, calls = step.run_model, []
 
     def failing(*args):
@@ -169,7 +169,7 @@ def test_a_loss_that_is_not_finite_saves_what_was_before(corpus, tmp_path, monke
 
 
 def test_steps_without_a_target_leave_the_weights_alone(tmp_path, caplog):
-    """Sequences in the middle of a prompt of 1,000 tokens, of which each step has one."""
+    """Each step has one sequence, in the middle of a prompt of 1,000 tokens."""
     file = tmp_path / "samples.jsonl"
     file.write_text((json.dumps({"prompt": "a" * 1000, "completion": "bcd"}) + "\n") * 4)
     command = arguments(str(file), tmp_path / "run", "--batch_size", "1", "--validation_sequences", "0", steps=40)
@@ -226,7 +226,7 @@ def test_room_on_the_disk_is_looked_at_first(corpus, tmp_path, monkeypatch, caps
     assert train.main(command) == 1
     assert f"GB are needed for checkpoints, {run} has 1.00 GB; free some space" in capsys.readouterr().err
     monkeypatch.undo()
-    (run / "step_00000009").mkdir()  # of a later step: nobody deletes it to make room
+    (run / "step_00000009").mkdir()  # nobody deletes a later step's checkpoint to make room
     (run / "step_00000009" / "model.safetensors").write_bytes(bytes(2000))
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1500))
     with pytest.raises(UserError, match=r"free some space, choose another --output_dir$"):
@@ -239,7 +239,7 @@ def test_room_on_the_disk_is_looked_at_first(corpus, tmp_path, monkeypatch, caps
 
 
 def test_a_save_that_fails_does_not_end_the_run(corpus, tmp_path, monkeypatch, caplog):
-    """The next one is complete, and leaves nothing of the one that failed."""
+    """The next save is complete, and leaves nothing of the failed one."""
     run, write = tmp_path / "run", Piece.write
     monkeypatch.setattr(saving, "RETRY_SECONDS", 0)
 
@@ -283,7 +283,7 @@ def stop_one_rank_and_start_unlike_ranks(world, corpus, folder):
 
 
 def test_ranks_stop_together_and_refuse_other_settings(corpus, tmp_path):
-    """The signal comes to the second rank alone, in the backward of the third step."""
+    """The second rank alone gets the signal, in the backward of the third step."""
     with pytest.raises(ProcessExitedException):
         run_ranks(2, stop_one_rank_and_start_unlike_ranks, corpus, tmp_path)
     assert (tmp_path / "error.txt").read_text() == "seed is 1 on rank 1 and 0 on rank 0; start all ranks alike"

@@ -38,15 +38,15 @@ def flag(
     bare: str | None = None,
     positional: bool = False,
 ):
-    """A field of a command's dataclass, of type bool, int, float, str, Path, a list of these, or one of these or None.
+    """Makes a field whose type is bool, int, float, str or Path, a list of such a type, or such a type or None.
 
     Args:
-        default: its value where nothing is given; `list` is an empty list. Without a default it must be given.
-        help: its line in --help.
-        choices: the words that it takes.
+        default: value of a flag that is not given; `list` stands for an empty list. Without it the flag must be given.
+        help: line in --help.
+        choices: words that the flag takes.
         least, most: range of a number, or of each number of a list.
-        bare: the value of a flag that stands without one.
-        positional: given by its place on the command line, without its name.
+        bare: value of a flag that stands without a value.
+        positional: given by place, without the name, and not in a file.
     """
     metadata = {"help": help, "choices": choices and tuple(choices), "least": least, "most": most, "bare": bare}
     made = {"default_factory": list} if default is list else {"default": default}
@@ -54,16 +54,12 @@ def flag(
 
 
 def read_flags(kind: type, argv: list[str], program: str):
-    """An object of the dataclass `kind` with the values that flags and --config give; `program` is its name in --help.
-
-    Raises:
-        UserError: as `given_flags`.
-    """
+    """Returns an object of the dataclass `kind`; the rest is as in `given_flags`."""
     return kind(**given_flags(kind, argv, program))
 
 
 def read_command(kinds: dict[str, type], argv: list[str], program: str):
-    """Like `read_flags`, for a program of several commands: the first word names one, and with it the dataclass."""
+    """Reads the flags of a program of several commands: the first word names the command, and so the dataclass."""
     parser = Parser(prog=program)
     parser.add_argument("command", choices=kinds, help="; ".join(f"{name}: {kinds[name].__doc__}" for name in kinds))
     name = parser.parse_args(argv[:1]).command
@@ -71,57 +67,64 @@ def read_command(kinds: dict[str, type], argv: list[str], program: str):
 
 
 def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.Any]:
-    """The values that --config's file and flags give, by the names of the fields of `kind`; defaults are left out.
+    """Returns the values that --config's file and flags give, by the names of the fields; defaults are left out.
+
+    Args:
+        kind: a dataclass whose fields `flag` made.
+        program: how the command is called, for --help.
 
     Raises:
-        UserError: an unknown flag or key (the nearest name is offered), a value that its flag does not take, a missing
-            one without a default, an unreadable file.
+        UserError: a flag or key is unknown (the nearest name is offered), is missing, or has a value of another type,
+            out of its range or choices; the file cannot be read.
     """
-    known = {each.name: each for each in fields(kind)}
     parser = Parser(prog=program, description=kind.__doc__, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="TOML file with the same names as the flags")
-    for each in known.values():
+    for each in fields(kind):
         _add_argument(parser, each)
-    arguments, unknown = parser.parse_known_intermixed_args(argv)
-    if unknown:
-        flags = ["--config", *(f"--{each.name}" for each in known.values() if not each.metadata["positional"])]
-        raise UserError(f"unknown flag {unknown[0]}{_nearest(unknown[0].split('=')[0], flags)}")
-    given = {name: value for name, value in vars(arguments).items() if value is not None and name != "config"}
-    for name, value in given.items():
-        if why := refusal(known[name], value):
-            raise UserError(f"{name} {why}")
-    given = (_read_toml(known, arguments.config) if arguments.config else {}) | given
-    for each in known.values():
-        if each.name not in given and each.default is each.default_factory is MISSING:
+    names = ["config", *(each.name for each in fields(kind) if not each.metadata["positional"])]
+
+    def parse(words: list[str]) -> dict[str, typing.Any]:
+        arguments, unknown = parser.parse_known_intermixed_args(words)
+        if unknown:
+            nearest = _nearest(unknown[0].split("=")[0], [f"--{name}" for name in names])
+            raise UserError(f"unknown flag {unknown[0]}{nearest}")
+        return {name: value for name, value in vars(arguments).items() if value is not None}
+
+    given = parse(argv)
+    if path := given.pop("config", None):
+        try:
+            given = parse(as_words(_read_toml(path), names[1:])) | given
+        except UserError as error:
+            raise UserError(f"--config {path}: {error}") from None
+    for each in fields(kind):
+        if each.name in given:
+            _check(each, given[each.name])
+        elif each.default is each.default_factory is MISSING:
             raise UserError(f"{each.name} is missing: {each.metadata['help']}")
     return given
 
 
-def refusal(each: Field, value) -> str | None:
-    """Why a field does not take a value, such as "must be int, got True"; None: it does."""
-    metadata, element = each.metadata, _element_type(each.type)
-    if not has_type(value, each.type):
-        return f"must be {'a list of ' * _is_list(each.type)}{element.__name__}, got {value!r}"
-    for one in value if isinstance(value, list) else [value]:
-        if metadata["choices"] and one not in (None, *metadata["choices"]):
-            return f"must be one of {', '.join(metadata['choices'])}, got {one!r}"
-        if type(one) in (int, float) and not metadata["least"] <= one <= metadata["most"]:
-            return f"must be between {metadata['least']} and {metadata['most']}, got {one}"
-        if isinstance(one, str) and (not one or "\0" in one):
-            return "is an empty string or has a NUL; give a value, or drop it"
-    return None
+def as_words(values: dict, names: list[str]) -> list[str]:
+    """Returns the words of a command line: {"times": 2, "aloud": False} is ["--times=2", "--no-aloud"].
 
-
-def has_type(value, annotation) -> bool:
-    """Whether a value is what the annotation says. A whole number will do for a float."""
-    if _is_list(annotation):
-        return isinstance(value, list) and all(has_type(one, _element_type(annotation)) for one in value)
-    kind, kinds = type(value), typing.get_args(annotation) or (annotation,)
-    return kind in kinds or (kind is int and float in kinds) or (isinstance(value, Path) and Path in kinds)
+    Raises:
+        UserError: a name that is not in `names`, a value that is neither a word, a number, true or false, nor a list.
+    """
+    words = []
+    for name, value in values.items():
+        if name not in names:
+            raise UserError(f"unknown key {name!r}{_nearest(name, names)}")
+        if not all(isinstance(one, (str, int, float)) for one in (value if isinstance(value, list) else [value])):
+            raise UserError(f"{name} must be a word, a number, true, false or a list, got {value!r}")
+        if isinstance(value, list):
+            words += [f"--{name}", *map(str, value)]
+        else:
+            words.append((f"--{name}" if value else f"--no-{name}") if isinstance(value, bool) else f"--{name}={value}")
+    return words
 
 
 def refuse_together(flags, *pairs: tuple[str, str]) -> None:
-    """Raise UserError where both flags of a pair have another value than their default: the first has no effect."""
+    """Raises UserError if both flags of a pair have another value than their default: the first has no effect."""
     given = {each.name for each in fields(flags) if getattr(flags, each.name) not in (each.default, [])}
     for name, other in pairs:
         if {name, other} <= given:
@@ -129,14 +132,15 @@ def refuse_together(flags, *pairs: tuple[str, str]) -> None:
 
 
 class Parser(ArgumentParser):
-    """An ArgumentParser whose errors are of one line."""
+    """Reports errors as UserError."""
 
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(message)
 
 
 def _add_argument(parser: Parser, each: Field) -> None:
-    metadata, element = each.metadata, _element_type(each.type)
+    metadata, is_list = each.metadata, typing.get_origin(each.type) is list
+    element: typing.Any = next(iter(typing.get_args(each.type)), each.type)  # int of `int | None` and of `list[int]`
     default = "" if each.default in (MISSING, None, False) else f"; default: {each.default}"
     options: dict[str, typing.Any] = {"help": (metadata["help"] + default).replace("%", "%%"), "default": None}
     if element is bool:
@@ -145,46 +149,30 @@ def _add_argument(parser: Parser, each: Field) -> None:
         options |= {"type": element, "choices": metadata["choices"]}
         if metadata["choices"] is None:
             options["metavar"] = each.name if metadata["positional"] else element.__name__.upper()
-        if _is_list(each.type):
+        if is_list:
             options["nargs"] = "+"
         elif metadata["positional"] or metadata["bare"] is not None:
             options |= {"nargs": "?", "const": metadata["bare"]}
     parser.add_argument(each.name if metadata["positional"] else f"--{each.name}", **options)
 
 
-def _is_list(annotation) -> bool:
-    return typing.get_origin(annotation) is list
+def _check(each: Field, value) -> None:
+    least, most = each.metadata["least"], each.metadata["most"]
+    for one in value if isinstance(value, list) else [value]:
+        if type(one) in (int, float) and not least <= one <= most:
+            raise UserError(f"{each.name} must be between {least} and {most}, got {one}")
+        if isinstance(one, str) and (not one or "\0" in one):
+            raise UserError(f"{each.name} is an empty string or has a NUL; give a value, or drop it")
 
 
-def _element_type(annotation) -> type:
-    """int of `int`, `int | None` and `list[int]`."""
-    return next((kind for kind in typing.get_args(annotation) if kind is not type(None)), annotation)
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
+def _nearest(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _read_toml(known: dict[str, Field], path: str) -> dict[str, typing.Any]:
+def _read_toml(path: str) -> dict:
     content = read_file(Path(path), "give --config a TOML file")
     try:
-        values = tomllib.loads(content.decode("utf-8-sig"))
+        return tomllib.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"cannot read --config {path}: {error}") from None
-    for name, value in values.items():
-        if name not in known:
-            raise UserError(f"unknown key {name!r} in {path}{_nearest(name, [*known])}")
-        value = values[name] = _from_toml(value, _element_type(known[name].type))
-        if why := "is an empty list; give at least one, or drop it" if value == [] else refusal(known[name], value):
-            raise UserError(f"{name} in {path} {why}")
-    return values
-
-
-def _from_toml(value, element: type):
-    """The value as its flag would read it: 32 is "32" of a flag of words, "a.png" a Path."""
-    if isinstance(value, list):
-        return [_from_toml(one, element) for one in value]
-    if type(value) is int and (element is str or (element is float and abs(value) <= LARGE)):
-        return element(value)
-    return Path(value) if element is Path and isinstance(value, str) else value
+        raise UserError(str(error)) from None

@@ -117,7 +117,7 @@ def open_tokenizer(name: str | None, folder: Path, vocab_size: int) -> ByteToken
     """The tokenizer of that name; None: the one that the folder's weights were trained with.
 
     Raises:
-        UserError: the folder does not say which that was, or the tokenizer has ids that the model does not have.
+        UserError: the folder does not say which, or the tokenizer has ids that the model does not have.
     """
     tokenizer = load_tokenizer(tokenizer_of(folder) if name is None else name)
     if tokenizer.vocab_size > vocab_size:
@@ -192,7 +192,7 @@ def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: st
 
 @contextmanager
 def mending_out_of_memory() -> Iterator[None]:
-    """Turn memory that runs out in here into a UserError that says what to change."""
+    """Turns memory that runs out in here into a UserError, with advice."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:

@@ -42,8 +42,9 @@ def test_flags_stand_anywhere_and_have_their_types():
 
 def test_a_file_gives_way_to_flags(tmp_path):
     file = tmp_path / "greeting.toml"
-    file.write_text('name = 7\ntimes = 3\npauses = [1, 2.5]\nfile = "a.txt"\naloud = true\n')
-    assert read("--config", str(file), "--times", "4") == Greeting("7", None, 4, "plain", [1, 2.5], Path("a.txt"), True)
+    file.write_text('times = 3\npauses = [1, 2.5]\nfile = "a.txt"\naloud = true\n')
+    given = read("--config", str(file), "Ada", "--times", "4")
+    assert given == Greeting("Ada", None, 4, "plain", [1, 2.5], Path("a.txt"), True)
 
 
 @pytest.mark.parametrize(
@@ -70,20 +71,22 @@ def test_flags_that_are_refused(argv, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("times = true", "times in .* must be int, got True"),
-        ("times = 10", "times in .* must be between 1 and 9, got 10"),
-        ("pauses = 1", "pauses in .* must be a list of float, got 1"),
-        ("pauses = ['a']", r"pauses in .* must be a list of float, got \['a'\]"),
-        ("pauses = []", "pauses in .* is an empty list; give at least one, or drop it"),
-        ("tone = 'cold'", "tone in .* must be one of plain, warm, got 'cold'"),
-        ("file = 3", "file in .* must be Path, got 3"),
-        ("time = 3", "unknown key 'time' in .*; did you mean times?"),
-        ("times =", "cannot read --config .*: "),
+        ("times = true", "argument --times: expected one argument"),
+        ("times = 10", "times must be between 1 and 9, got 10"),
+        ("pauses = ['a']", "argument --pauses: invalid float value: 'a'"),
+        ("pauses = [[1]]", r"pauses must be a word, a number, true, false or a list, got \[\[1\]\]"),
+        ("pauses = []", "argument --pauses: expected at least one argument"),
+        ("tone = 'cold'", "argument --tone: invalid choice: 'cold'"),
+        ("file = 1979-05-27", "file must be a word, a number, true, false or a list, got"),
+        ("time = 3", "unknown key 'time'; did you mean times?"),
+        ("name = 'Ada'", "unknown key 'name'"),
+        ("help = true", "unknown key 'help'"),
+        ("times =", "Invalid value"),
     ],
 )
 def test_files_that_are_refused(text, message, tmp_path):
     (tmp_path / "greeting.toml").write_text(text)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message if "between" in message else f"greeting.toml: {message}"):
         read("Ada", "--config", str(tmp_path / "greeting.toml"))
 
 

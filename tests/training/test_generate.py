@@ -82,7 +82,7 @@ def test_a_character_of_several_tokens_waits_for_its_last():
 
 
 def test_top_p_keeps_the_likeliest_tokens():
-    """Of probabilities 0.5, 0.3, 0.15 and 0.05 the likeliest are taken up to the one that reaches top_p."""
+    """Probabilities are 0.5, 0.3, 0.15 and 0.05: the likeliest tokens are kept up to the one that reaches top_p."""
     logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log().expand(2000, 4)
     generator = torch.Generator().manual_seed(0)
     for top_p, kept in ((0.4, {1}), (0.5, {1}), (0.7, {1, 3}), (0.9, {0, 1, 3}), (1.0, {0, 1, 2, 3})):

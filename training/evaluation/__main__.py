@@ -1,7 +1,7 @@
 """Evaluate how a model uses its context: loss by position, loss on tokens that need it, synthetic tasks by length.
 
-`python -m training.evaluation FOLDER`, of a checkpoint or of weights in Hugging Face's form. training/evaluation/
-positions.py defines the losses, tasks.py the tasks.
+`python -m training.evaluation FOLDER` takes a checkpoint, or weights in Hugging Face's form. positions.py defines the
+losses, tasks.py the tasks.
 """
 
 import gc
@@ -169,7 +169,7 @@ class Evaluation:
 
 
 def evaluate(flags: EvaluationFlags, opened: Opened, questions: Questions, world: World, found: Evaluation) -> None:
-    """Add the answers to `found` one after the other, so that an error in the tasks leaves the losses there."""
+    """Add the answers to `found` one after the other, so that an error in the tasks leaves it the losses."""
     theirs = evaluator_losses(flags, opened, questions, world) if flags.evaluator else None
     gc.collect()  # the evaluator's weights are gone before the model's are read
     if world.device.type == "cuda":

@@ -58,7 +58,7 @@ def show_error(error: BaseException, is_main: bool, before: str = "") -> None:
     frames = traceback.extract_tb(error.__traceback__)
     if not is_main or any("torch/distributed/" in frame.filename for frame in frames):
         time.sleep(2 * GRACE_SECONDS)
-    with suppress(OSError, ValueError):  # nobody reads it any more
+    with suppress(OSError, ValueError):  # nobody may be reading any more
         print(before + message_of(error), file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         told = {"py_callstack": message_of(error), "timestamp": int(time.time())}

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import statistics
+import typing
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -109,12 +110,13 @@ def open_metrics(config: TrainConfig, from_step: int) -> "MetricsFile":
 
 
 class MetricsFile:
-    """A run's metrics.jsonl, which one rank writes, a line at a time, flushed.
+    """Writes a run's metrics.jsonl, on one rank, a line at a time, flushed.
 
     Args:
-        path: appended to. Lines past `from_step` are dropped: a run went on after its last checkpoint. Lines that a
-            kill or a full disk cut short are dropped.
-        tensorboard: whether TensorBoard's event files are written, too, into the folder tensorboard beside it.
+        path: appended to. Lines past `from_step`, of a run that went on after its last checkpoint, are dropped, and so
+            are lines that a kill or a full disk cut short.
+        tensorboard: also write TensorBoard's event files, into the folder tensorboard beside it. A list, such as memory
+            by rank, is its largest number in them.
     """
 
     def __init__(self, path: Path, from_step: int, tensorboard: bool = False):
@@ -126,37 +128,25 @@ class MetricsFile:
         kept = (line for line, step in zip(lines, steps) if step is not None and step <= from_step)
         replace_file(path, "".join(f"{line}\n" for line in kept))
         self._file = path.open("a")
-        self._events = TensorBoardFiles(path.with_name("tensorboard"), from_step) if tensorboard else None
+        self._events: typing.Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard, which is optional
+
+            self._events = SummaryWriter(str(path.with_name("tensorboard")), purge_step=from_step + 1)
 
     def write(self, **values) -> None:
-        """Append a line. One that cannot be written is a warning: the run is worth more than its log."""
+        """Append a line. A line that cannot be written is a warning: the run is worth more than its log."""
         try:
             self._file.write(json.dumps(values) + "\n")
             self._file.flush()
-            if self._events is not None:
-                self._events.write(**values)
+            for name, value in values.items() if self._events else ():
+                number = max(value) if isinstance(value, list) else value
+                if name != "step" and isinstance(number, int | float):
+                    self._events.add_scalar(name, number, values["step"])
+            if self._events:
+                self._events.flush()
         except OSError as error:
             logger.warning("step %s cannot be written to %s: %s", values["step"], self._file.name, error)
-
-
-class TensorBoardFiles:
-    """Writes the numbers of steps as TensorBoard's event files; a list, such as memory by rank, is its largest number.
-
-    Args:
-        folder: is added to. Numbers of steps past `from_step` are replaced.
-    """
-
-    def __init__(self, folder: Path, from_step: int):
-        from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard, which is optional
-
-        self._writer = SummaryWriter(str(folder), purge_step=from_step + 1)
-
-    def write(self, **values) -> None:
-        for name, value in values.items():
-            value = max(value) if isinstance(value, list) else value
-            if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(name, value, values["step"])
-        self._writer.flush()
 
 
 def _step(line: str) -> int | None:

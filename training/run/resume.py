@@ -14,7 +14,7 @@ from training.checkpoint.manifest import OPTIMIZER, verify_checkpoint, verify_we
 from training.checkpoint.weights import NO_COMPANIONS, Companions, find_weights, parameter_shapes, read_companions
 from training.data.loader import check_same_data
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
-from training.flags import LARGE, has_type, refusal
+from training.flags import LARGE, as_words, given_flags
 from training.host.errors import UserError
 from training.optimizer import warmup_cosine
 from training.parallel.tensor import check_matrix_sharing
@@ -52,10 +52,10 @@ class Progress:
 
 @dataclass
 class Start:
-    """Where a run starts, and with what settings.
+    """The place where a run starts, and its settings.
 
     Args:
-        checkpoint: the one to go on from; None: the run starts at its first step.
+        checkpoint: the run goes on from it; None: the run starts at its first step.
         tokenizer: identity of the tokenizer that the checkpoint was trained with.
         changes: a line for each setting that is not what it was.
     """
@@ -69,9 +69,9 @@ class Start:
 
 
 def choose_start(given: dict, world: World) -> Start:
-    """Where the run starts; a resumed run goes on from the newest checkpoint without damage.
+    """Finds where the run starts; a resumed run goes on from the newest checkpoint without damage.
 
-    What can be refused in seconds is refused before the checkpoint's bytes are compared.
+    Refusals that take seconds come before the checkpoint's bytes are compared.
 
     Args:
         given: the settings that flags and --config give, by the names of TrainConfig's fields.
@@ -117,10 +117,10 @@ def check_same_on_all_ranks(ours: dict, world: World) -> None:
 
 
 def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> Start:
-    """A fresh start, or one from the newest checkpoint in output_dir; small files are read, and no tensor.
+    """Makes a fresh start, or a start from the newest checkpoint in output_dir. Reads small files, and no tensor.
 
     Args:
-        passed_over: checkpoints that are not to be taken, and why; gets those that can be seen to be damaged.
+        passed_over: checkpoints not to be taken, and why; newer ones that are visibly damaged are added.
     """
     config = TrainConfig(**given)
     found = checkpoints(Path(config.output_dir))
@@ -143,7 +143,7 @@ def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> Start
 
 
 def resume(checkpoint: Path, given: dict, world: World) -> Start:
-    """A start from a checkpoint, with its settings changed by the given ones.
+    """Makes a start from a checkpoint, with its settings changed by the given ones.
 
     Without --max_steps a run that was stopped keeps the number it had. A finished one gets DEFAULT_STEPS more at its
     last learning rate, and with --resume auto none.
@@ -154,7 +154,9 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
         )
     state = load_state(checkpoint)
     step, steps_before, cosine_before = state["step"], state["max_steps"], state["cosine_steps"]
-    saved = {**known_settings(state["settings"]), "max_steps": steps_before}
+    saved = state["settings"] | {"max_steps": steps_before}
+    if state["ignored"]:
+        logger.info("settings of another version, ignored: %s", ", ".join(state["ignored"]))
     before = with_defaults(TrainConfig(**saved))
     config = with_defaults(inherit_settings(saved, given, world.device))
     if "max_steps" not in given and steps_before <= step and config.resume == "yes":
@@ -176,13 +178,6 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
     return Start(config, choose_model(config, checkpoint), progress, checkpoint, state["tokenizer"], changes)
 
 
-# names and types of what `state_to_save` returns
-STATE = {
-    "step": int, "tokens": int, "max_steps": int, "cosine_steps": int, "tokens_per_step": int, "ranks": int,
-    "settings": dict, "tokenizer": str, "validation_loss": float | None, "loader": dict, "skipped": int,
-}  # fmt: skip
-
-
 def state_to_save(config: TrainConfig, progress: Progress, tokenizer: str, world: World) -> dict:
     """The trainer_state of a checkpoint, which `load_state` reads.
 
@@ -196,25 +191,41 @@ def state_to_save(config: TrainConfig, progress: Progress, tokenizer: str, world
     }  # fmt: skip
 
 
+STATE = {  # names and types of what `state_to_save` returns
+    "step": int, "tokens": int, "max_steps": int, "cosine_steps": int, "tokens_per_step": int, "ranks": int,
+    "settings": dict, "tokenizer": str, "validation_loss": float | None, "loader": dict, "skipped": int,
+}  # fmt: skip
+
+
 def load_state(checkpoint: Path) -> dict:
-    """The trainer_state of a checkpoint. Raises UserError where somebody has edited it to what no run has saved."""
+    """The trainer_state of a checkpoint, with the settings that this version knows, and "ignored", names of others.
+
+    Raises:
+        UserError: somebody has edited the file to what no run has saved.
+    """
     state = {"skipped": 0, **load_trainer_state(checkpoint)}  # checkpoints of before 2026-11-23 do not count them
-    wrong = [name for name, kind in STATE.items() if name not in state or not has_type(state[name], kind)]
-    if not wrong:
-        known = {each.name: each for each in dataclasses.fields(TrainConfig)}
-        wrong = [name for name, value in state["settings"].items() if name in known and refusal(known[name], value)]
-        wrong += [] if type(state["loader"].get("next_sequence")) is int else ["next_sequence"]
-        wrong += [name for name in ("step", "max_steps", "cosine_steps") if not 0 < state[name] <= LARGE]
-    if wrong:
+    known = [each.name for each in dataclasses.fields(TrainConfig)]
+    try:
+        for name, kind in STATE.items():
+            if not isinstance(state.get(name), kind) or isinstance(state.get(name), bool):
+                raise UserError(f"{name} is missing or has a wrong value")
+        if type(state["loader"].get("next_sequence")) is not int:
+            raise UserError("next_sequence is missing or has a wrong value")
+        for name in ("step", "max_steps", "cosine_steps"):
+            if not 0 < state[name] <= LARGE:
+                raise UserError(f"{name} must be between 1 and {LARGE}, got {state[name]}")
+        saved = {name: value for name, value in state["settings"].items() if name in known and value not in (None, [])}
+        settings = given_flags(TrainConfig, as_words(saved, known), "train.py")
+        return state | {"settings": settings, "ignored": sorted(state["settings"].keys() - {*known})}
+    except UserError as error:
         raise UserError(
-            f"{checkpoint}/trainer.json is damaged: {wrong[0]} is missing or has a wrong value; move that checkpoint "
-            "elsewhere, or start from its weights with --init_from and another --output_dir"
-        )
-    return state
+            f"{checkpoint}/trainer.json is damaged: {error}; move that checkpoint elsewhere, or start from its weights "
+            "with --init_from and another --output_dir"
+        ) from None
 
 
 def parallel_sizes_of(given: dict) -> dict[str, int]:
-    """Sizes of the ranks' mesh, which is made before all other settings: as given, else of the run to resume."""
+    """Sizes of the ranks' mesh as given, else as the run to resume had them: the mesh comes before other settings."""
     config = TrainConfig(**given)
     last = latest_checkpoint(Path(config.output_dir), {}) if config.resume != "no" else None
     saved = {} if last is None else load_state(last)["settings"]
@@ -231,16 +242,8 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
     )
 
 
-def known_settings(saved: dict) -> dict:
-    """The settings of a checkpoint's run that this version knows."""
-    known = {each.name for each in dataclasses.fields(TrainConfig)}
-    if unknown := sorted(saved.keys() - known):
-        logger.info("settings of another version, ignored: %s", ", ".join(unknown))
-    return {name: value for name, value in saved.items() if name in known}
-
-
 def inherit_settings(saved: dict, given: dict, device: torch.device) -> TrainConfig:
-    """The settings of a resumed run: its own, changed by the given ones and rid of what those contradict."""
+    """The settings of a resumed run: saved ones, changed by the given ones and rid of what the given contradict."""
     dropped = {*NOT_INHERITED, *(BUDGETS if device.type == "cpu" else ())}
     dropped.update(*(REPLACED.get(name, ()) for name, value in given.items() if value))
     if given.get("save") == "none":
@@ -282,9 +285,9 @@ def learning_rate_of(step: int, config: TrainConfig, cosine_steps: int) -> float
 
 
 def choose_tokenizer(config: TrainConfig, checkpoint: Path | None) -> str:
-    """The tokenizer to open: --tokenizer's, else the one that the weights of --init_from were trained with, else bytes.
+    """The tokenizer to open: --tokenizer's, else the tokenizer of --init_from's weights, else bytes.
 
-    A resumed run whose file is no longer there takes the copy in its checkpoint.
+    A resumed run takes the copy in its checkpoint if the file has gone.
     """
     if checkpoint and config.tokenizer not in (None, "bytes") and not Path(config.tokenizer).exists():
         own = checkpoint / "tokenizer.json"
@@ -295,10 +298,10 @@ def choose_tokenizer(config: TrainConfig, checkpoint: Path | None) -> str:
 
 
 def open_tokenizer(start: Start) -> ByteTokenizer | FileTokenizer:
-    """Open the tokenizer of the run. A resumed run must have the one that it was trained with.
+    """Opens the tokenizer of the run, which a resumed run must have been trained with.
 
     Raises:
-        UserError: the file is missing or invalid, or its content is not what the checkpoint's run had.
+        UserError: the file is missing or invalid, or the checkpoint's run had another content.
     """
     tokenizer = load_tokenizer(start.config.tokenizer)
     if start.checkpoint and start.tokenizer != tokenizer.identity:
@@ -310,7 +313,7 @@ def open_tokenizer(start: Start) -> ByteTokenizer | FileTokenizer:
 
 
 def companions_of(start: Start) -> Companions:
-    """Files that go along with the weights into checkpoints: the tokenizer's, with the ids that it ends texts with."""
+    """Files and settings that go along with the weights into checkpoints: the tokenizer's, and its special ids."""
     if start.config.tokenizer in (None, "bytes"):
         return NO_COMPANIONS
     own = None if start.checkpoint is None else start.checkpoint / "tokenizer.json"

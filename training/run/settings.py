@@ -12,112 +12,84 @@ from training.data.chat import REASONING
 from training.data.packing import PACKINGS
 from training.flags import SMALLEST, flag, given_flags, refuse_together
 from training.host.errors import UserError
+from training.memory.execution import LOSSES
 
 DEFAULT_STEPS = 300
 PEAK_LEARNING_RATE = 2e-5  # suits continued training; training from scratch wants more, and a far longer warm-up
 TINY_PEAK_LEARNING_RATE = 3e-3
+OVERLONG, RESUME = ("refuse", "drop", "split"), ("no", "yes", "auto")
 CHECKPOINT_INTERVAL, KEPT_CHECKPOINTS = "30min", 2
 
 
 @dataclass
-class TrainConfig:
-    """Train a decoder; torchrun --nproc_per_node=N train.py trains it on N GPUs."""
+class StepFlags:
+    """Flags of a training step, which train.py takes and profile_memory.py profiles."""
 
-    # model
-    model_size: str | None = flag(None, "shape of the model; default: init_from's, else tiny", tuple(MODEL_SIZES))
+    model_size: str | None = flag(None, "shape of the model; default: init_from's, else tiny", MODEL_SIZES)
+    init_from: str | None = flag(None, "weights to start from: folder of Qwen3, Qwen2, Llama, Mistral, or a checkpoint")
     context_length: int = flag(512, "tokens in a sequence", least=2, most=2**27)
-    attention_type: str = flag(
-        "full", "sparse: to chosen blocks; nsa: native sparse attention; see kernels/attention/sparse", ATTENTION_TYPES
-    )
-    selected_blocks: str | None = flag(
-        None, "blocks of 64 that a token selects, by layer as 64x4,32 (the first four 64); default: 32, nsa: 16"
-    )
-    selected_blocks_start: str | None = flag(
-        None, "selected_blocks of the first step; falls to selected_blocks over selected_blocks_steps"
-    )
-    selected_blocks_steps: int | None = flag(None, "steps from selected_blocks_start to selected_blocks", least=1)
-    dense_below: int | None = flag(
-        None, "of sparse: shorter documents attend to everything; default: 8192 tokens", least=1
-    )
-    attention_backend: str = flag("auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu")
-    loss_impl: str = flag("auto", "auto: chunked above 10 GB of logits", ("auto", "chunked", "standard"))
-    kernels: str = flag("auto", "auto: Triton on GPUs, PyTorch references on CPUs", IMPLEMENTATIONS)
-    # data
-    data: list[str] = flag(
-        list, "files or folders of .txt .md .py .jsonl, or prepared sets; default: Python's standard library"
-    )
-    data_weights: str | None = flag(None, "shares of the sequences by path of data, as 3,1; default: all as one corpus")
-    packing: str | None = flag(
-        None, "how documents fill sequences; default: best_fit for data with samples, else concatenate", PACKINGS
-    )
-    overlong: str | None = flag(
-        None, "documents longer than context_length, with best_fit; default: refuse", ("refuse", "drop", "split")
-    )
-    chat_reasoning: str | None = flag(
-        None, "reasoning before a chat's last user message; default: as the chat template does", REASONING
-    )
-    tokenizer: str | None = flag(
-        None, "a tokenizer.json or its folder, or bytes; default: init_from's, without init_from bytes"
-    )
-    validation_fraction: float = flag(
-        0.02, "share of the tokens held out, whole documents", least=SMALLEST, most=1 - SMALLEST
-    )
-    # run
-    init_from: str | None = flag(
-        None, "folder of weights to start from: of Qwen3, Qwen2, Llama or Mistral, or a checkpoint"
-    )
-    rope_scaling: str | None = flag(
-        None, "extends the context of init_from: yarn:4, or yarn:4:32768 with the original length; or linear:4"
-    )
-    max_steps: int | None = flag(None, f"steps in all; default: {DEFAULT_STEPS} from where the run starts", least=1)
     batch_size: int = flag(8, "sequences in a micro-batch of one data-parallel rank", least=1, most=2**20)
     gradient_accumulation_steps: int = flag(1, "micro-batches in a step", least=1, most=2**20)
+    attention_type: str = flag("full", "sparse: to chosen blocks; nsa: native sparse attention", ATTENTION_TYPES)
+    selected_blocks: str | None = flag(None, "blocks of 64 a token chooses, by layer: 64x4,32; default: 32, nsa: 16")
+    dense_below: int | None = flag(None, "sparse: shorter documents attend to everything; default: 8192", least=1)
+    attention_backend: str = flag("auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu")
+    loss_impl: str = flag("auto", "auto: chunked above 10 GB of logits", LOSSES)
+    device: str = flag("auto", "auto: a GPU if there is one", ("auto", "cuda", "cpu"))
+    gradient_checkpointing: bool = flag(False, "no plan: keep each block's input, recompute the rest in backward")
+    memory_budget: str | None = flag(
+        None, "GPU memory to plan for and not to exceed: 24GB; default: auto, what is free"
+    )
+    host_budget: str | None = flag(None, "host memory each process may pin; default: its share of 80% of what is free")
+    context_parallel_size: int = flag(1, "GPUs that share each sequence, by heads in attention", least=1, most=2**20)
+    tensor_parallel_size: int = flag(1, "GPUs that share each matrix", least=1, most=2**20)
+
+
+@dataclass
+class TrainConfig(StepFlags):
+    """Train a decoder; torchrun --nproc_per_node=N train.py trains it on N GPUs."""
+
+    rope_scaling: str | None = flag(None, "extends the context of init_from: yarn:4, yarn:4:32768 or linear:4")
+    selected_blocks_start: str | None = flag(None, "selected_blocks of the first step; it falls to selected_blocks")
+    selected_blocks_steps: int | None = flag(None, "steps from selected_blocks_start to selected_blocks", least=1)
+    kernels: str = flag("auto", "auto: Triton on GPUs, PyTorch references on CPUs", IMPLEMENTATIONS)
+    compile: bool = flag(False, "no plan: torch.compile each block")
+    # data
+    data: list[str] = flag(list, "files or folders of .txt .md .py .jsonl, or prepared sets; default: Python's library")
+    data_weights: str | None = flag(None, "shares of the sequences by path of data: 3,1; default: all as one corpus")
+    packing: str | None = flag(None, "default: best_fit for data with samples, else concatenate", PACKINGS)
+    overlong: str | None = flag(None, "best_fit: documents longer than a sequence; default: refuse", OVERLONG)
+    chat_reasoning: str | None = flag(None, "reasoning before a chat's last user message; default: template", REASONING)
+    tokenizer: str | None = flag(None, "a tokenizer.json or its folder, or bytes; default: init_from's, else bytes")
+    validation_fraction: float = flag(0.02, "share of the tokens held out", least=SMALLEST, most=1 - SMALLEST)
+    show_batch: bool = flag(False, "print a batch, with what is trained on between [[ and ]], and exit")
+    # optimizer
+    max_steps: int | None = flag(None, f"steps in all; default: {DEFAULT_STEPS} from where the run starts", least=1)
     learning_rate: float | None = flag(
-        None, f"peak; default: {TINY_PEAK_LEARNING_RATE} for tiny, {PEAK_LEARNING_RATE} else", least=SMALLEST, most=1.0
+        None, f"peak; default: {PEAK_LEARNING_RATE}, for tiny {TINY_PEAK_LEARNING_RATE}", least=SMALLEST, most=1.0
     )
     final_learning_rate_ratio: float = flag(0.1, "the cosine ends at this share of the peak", least=0.0, most=1.0)
     warmup_steps: int = flag(20, "steps of linear warm-up")
     weight_decay: float = flag(0.1, "decay of the matrices, and of nothing else", least=0.0, most=10.0)
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm", least=SMALLEST, most=1e9)
-    skip_nonfinite_steps: int = flag(0, "so many steps may be left out because their loss or gradient is not finite")
+    skip_nonfinite_steps: int = flag(0, "steps that may be left out because their loss or gradient is not finite")
     seed: int = flag(0, "draws the initial weights, the data's order and the sample")
-    show_batch: bool = flag(False, "print a batch, with what is trained on between [[ and ]], and exit")
     # files
     output_dir: str = flag("runs/default", "checkpoints, metrics.jsonl and the resolved configuration")
     resume: str = flag(
-        "no",
-        "go on from the newest checkpoint in output_dir that is undamaged, with its settings; flags change them; auto: "
-        "where there is none, start",
-        ("no", "yes", "auto"),
-        bare="yes",
+        "no", "go on from the newest checkpoint in output_dir; auto: if there is one", RESUME, bare="yes"
     )
     save: str = flag("full", "a checkpoint holds: full, to resume from; model; or none", ("full", "model", "none"))
     checkpoint_interval: str | None = flag(
-        None, f"steps between checkpoints, or time as 30min; 0: only at the end; default: {CHECKPOINT_INTERVAL}"
+        None, f"steps, or minutes as 30min; 0: at the end; default: {CHECKPOINT_INTERVAL}"
     )
     keep_checkpoints: int | None = flag(
-        None,
-        f"how many of the last to keep, and the one of the lowest validation loss; default: {KEPT_CHECKPOINTS}",
-        least=1,
+        None, f"last ones to keep, besides the best one; default: {KEPT_CHECKPOINTS}", least=1
     )
     validation_interval: int = flag(100, "steps between validations; 0: only at the end")
     validation_sequences: int = flag(128, "held-out sequences in one validation at most; 0: no validation")
     sample_tokens: int = flag(200, "tokens to generate at the end; 0: none", most=2**27)
     tensorboard: bool = flag(False, "also write TensorBoard's event files, into output_dir/tensorboard")
-    # machine
-    device: str = flag("auto", "auto: a GPU if there is one", ("auto", "cuda", "cpu"))
-    gradient_checkpointing: bool = flag(False, "no plan: keep each block's input, recompute the rest in backward")
-    memory_budget: str | None = flag(
-        None, "GPU memory to plan for and not to exceed: 24GB, or auto for what is free; default on a GPU: auto"
-    )
-    host_budget: str | None = flag(None, "host memory each process may pin; default: its share of 80% of what is free")
-    context_parallel_size: int = flag(
-        1, "GPUs that share each sequence, each with some of the heads in attention", least=1, most=2**20
-    )
-    tensor_parallel_size: int = flag(
-        1, "GPUs that share each matrix: heads, the MLP's width and the vocabulary", least=1, most=2**20
-    )
-    compile: bool = flag(False, "no plan: torch.compile each block")
 
 
 def given_settings(argv: list[str]) -> dict:

@@ -173,16 +173,17 @@ class Stopping:
     """Knows whether any rank was asked to end, lets long steps end early, and shows where a rank hangs.
 
     Args:
-        received: numbers of the signals that this rank has got, which `stop_signals` adds to.
+        received: numbers of the signals that this rank has got, to which `stop_signals` adds.
         blocks: of the model.
         micro_batches: of a step.
-        step_seconds: a step's seconds as predicted; 0: nobody knows.
+        step_seconds: predicted for the first step; 0: not known.
     """
 
     def __init__(
         self, received: list[int], world: World, blocks: nn.ModuleList, micro_batches: int, step_seconds: float
     ):
-        self.received, self.world, self.step_seconds = received, world, step_seconds
+        self.received, self.world = received, world
+        self.step_seconds = step_seconds  # predicted, then the main rank's last step
         self.look_seconds = 0.0  # from a signal to the end of the last step, at most
         self.watchdog = Watchdog()
         self._looks = LooksBetweenBlocks(blocks, received)
@@ -192,31 +193,29 @@ class Stopping:
         """Print what this rank's threads do if `watch` is not called again for long: the rank hangs."""
         self.watchdog.expect(max(HANG_SECONDS, 10 * self.step_seconds))
 
-    def is_asked(self) -> bool:
-        """Whether any rank has been asked to end. All ranks call this, and get the same answer."""
-        self.watch()
-        return self.world.sum(len(self.received))[0] > 0
-
     def looking(self) -> AbstractContextManager[None]:
-        """Look between blocks in here, if the last step was long: Stopped ends it once the run has been asked to."""
+        """Raise Stopped from a block in here, if the last step was long and a rank has been asked to end."""
         return self._looks.looking(LooksBetweenBlocks.every_in(self.step_seconds, self._num_blocks))
 
     def note_step(self, seconds: float) -> None:
-        """Note how soon a signal would have ended the step that took so long."""
+        """Note the seconds of a step, and with them how soon a signal would have ended it."""
         self.look_seconds = self._looks.longest_seconds() if self.step_seconds > LONG_STEP_SECONDS else seconds
 
-    def agree(self, is_due: bool, seconds: float) -> tuple[bool, bool]:
-        """(whether any rank has been asked to end, `is_due` of the main rank): all ranks call this after a step.
+    # All ranks call these together, and get the same answer.
 
-        Args:
-            seconds: of the step.
-        """
+    def is_asked(self) -> bool:
+        """Whether any rank has been asked to end."""
+        self.watch()
+        return self.world.sum(len(self.received))[0] > 0
+
+    def agree(self, is_due: bool, seconds: float) -> tuple[bool, bool]:
+        """(whether any rank has been asked to end, the main rank's `is_due`), after a step of so many seconds."""
         of_main_rank = (is_due, seconds) if self.world.is_main else (0, 0)
         signals, due, self.step_seconds = self.world.sum(len(self.received), *of_main_rank)
         return signals > 0, due > 0
 
     def first_signal(self) -> signal.Signals:
-        """A signal that a rank has got; all ranks call this, and get the same answer."""
+        """A signal that some rank has got."""
         return signal.Signals(-int(self.world.min(-max(self.received, default=0))[0]))
 
 

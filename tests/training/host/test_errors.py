@@ -1,4 +1,4 @@
-"""What is shown of memory that ran out, and of files that could not be written."""
+"""Memory that runs out and files that cannot be written are shown in one line."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def test_host_memory_that_runs_out_is_a_line(make):
 
 def test_pages_that_cannot_be_had_are_told_with_what_there_is():
     pattern = r"cannot pin 1073741824\.0 GB of host memory \(.+\): \d+\.\d GB are left .*, and ulimit -l .+; lower"
-    for device in ("cpu", "cuda"):  # on a GPU, too, the pages are asked for first
+    for device in ("cpu", "cuda"):  # the pages are asked for before the GPU
         with pytest.raises(UserError, match=pattern):
             PinnedArena(2**60, torch.device(device))
 

@@ -1,4 +1,4 @@
-"""Which runs have a plan, and what is said of a step that ran out of memory."""
+"""Runs have a plan or none; a step that ran out of memory is explained."""
 
 import math
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_the_reference_kernels_have_no_plan():
 
 @pytest.mark.parametrize("kinds", [(FULL,), (NSA(),), (Window(), FULL)])
 def test_a_bench_has_the_steps_shape(kinds):
-    """Of as many layers as the step's model has, not those of a size that a flag names."""
+    """A bench has as many layers as the step's model, not as the size that a flag names."""
     shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=7, layer_kinds=kinds)
     step = step_on_meta(shape, context_length=256)
     model = build_bench(step, step.given, World(0, 1, torch.device("cpu"))).model
@@ -67,7 +67,7 @@ def test_a_bench_has_the_steps_shape(kinds):
 
 
 def compare_with_a_prediction(world):
-    """This rank's step with that of GPUs that are not there; no rank has more of a parameter than the first."""
+    """Compares this rank's step with a step of pretended GPUs; no rank has more of a parameter than the first."""
     shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=3)
     sizes = {"context_parallel_size": world.context_size, "tensor_parallel_size": world.tensor_size}
     config = TrainConfig(context_length=1000, batch_size=2, **sizes)
@@ -100,7 +100,7 @@ def pretended_gpu(monkeypatch):
 
 
 def explain_out_of_memory(plan_budget=None, **settings):
-    """What is said of a 4B without a planned placement, or with one for `plan_budget` bytes; its plan."""
+    """Returns (the explanation for a 4B without a planned placement, or with one for `plan_budget` bytes; its plan)."""
     config = TrainConfig(**{"context_length": 32_768, "batch_size": 1, **settings})
     with torch.device("meta"):
         model = Transformer(MODEL_SIZES["4B"]).to(torch.bfloat16)

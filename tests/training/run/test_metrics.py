@@ -1,4 +1,4 @@
-"""metrics.jsonl: what a resumed run keeps of it, and what a full disk does to it."""
+"""metrics.jsonl: a resumed run keeps its lines up to the checkpoint, and a full disk costs a line."""
 
 import json
 import logging
@@ -67,7 +67,7 @@ def test_a_spike_stands_out_of_what_came_before():
 
 
 def test_tensorboard_gets_the_numbers(tmp_path, monkeypatch):
-    """Of a list the largest; what is no number is left out. The package is optional, so its writer is a stand-in."""
+    """A list gives its largest number; other values are left out. A stand-in is the writer: the package is optional."""
     calls = []
     writer = SimpleNamespace(add_scalar=lambda *call: calls.append(call), flush=lambda: calls.append("flushed"))
 

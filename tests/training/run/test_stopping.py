@@ -1,4 +1,4 @@
-"""Looks between blocks: where a forward and a backward end, and how far ahead of the GPU the host may be."""
+"""Looks between blocks end a forward or a backward, and keep the host few blocks ahead of the GPU."""
 
 import os
 import signal
@@ -62,7 +62,7 @@ def test_a_signal_ends_forward_and_backward(device):
 
 
 def test_a_signal_is_noted_while_the_main_thread_is_in_a_library():
-    """As in a GPU's backward: Python's own handlers wait until the library returns."""
+    """Python's own handlers wait until the library returns, which takes minutes in a GPU's backward."""
     x, noted = torch.ones(800, 800), []
 
     def signalled():
