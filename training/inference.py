@@ -45,9 +45,9 @@ class ModelFlags:
     """Flags that say which model is opened, and how it attends."""
 
     checkpoint: Path = flag(help="a step_ folder of a run, or a folder in Hugging Face's form", positional=True)
-    attention_type: str | None = flag(None, "default: as the checkpoint was trained, else full or nsa", ATTENTION_TYPES)
+    attention_type: str | None = flag(None, "default: as the checkpoint was trained, else its own", ATTENTION_TYPES)
     selected_blocks: str | None = flag(
-        None, "by layer as 64x4,32; default: as the checkpoint was trained, else 32, nsa: 16"
+        None, "by layer as 64x4,32; default: as the checkpoint was trained, else as train.py has it"
     )
     dense_below: int | None = flag(
         None, "of sparse: shorter texts attend to everything; default: as trained, else 8192", least=1

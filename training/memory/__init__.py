@@ -4,7 +4,7 @@ Nine words have a meaning of their own here:
 
 Block      A transformer layer: attention and MLP, each with its norm and its residual addition. The blocks that sparse
            attention chooses are called blocks of keys.
-Kind       How a layer attends: full, window, sparse or nsa, with its settings. `ModelConfig` has one per layer, and
+Kind       How a layer attends, such as full or window, with its settings. `ModelConfig` has one per layer, and
            `Execution.kinds` replaces them for a run.
 Placement  The places where the activations of a block wait for backward: on the GPU, in host memory, or nowhere.
 Kept       Stored from forward to backward, on the GPU or in host memory.

@@ -29,7 +29,7 @@ from ..attend import attention
 from ..full import BACKWARD_FLOPS, FULL, attention_flops
 from ..sparse.band import band_dkv, band_dq, band_forward
 from ..sparse.layout import EMPTY, LONGEST_DOCUMENT, Layout, make_layout, normalise_lists
-from ..sparse.selection import choose_blocks, nsa_scores_reference, top_blocks_reference
+from ..sparse.selection import choose_blocks, top_blocks_reference, window_scores_reference
 from ..sparse.sparse_attention import (
     HEAD_DIMS,
     SCORES_BYTES,
@@ -102,7 +102,7 @@ def choose_reference(q: Tensor, k: Tensor, lse: Tensor, chosen_blocks: int) -> T
     token, _ = _positions(q, k)
     left, num_blocks = token[:, 0, 0] // BLOCK_SIZE - 1, -(-len(k) // BLOCK_SIZE)
     return top_blocks_reference(
-        nsa_scores_reference(q, pool_windows_reference(k), lse, left, num_blocks), chosen_blocks
+        window_scores_reference(q, pool_windows_reference(k), lse, left, num_blocks), chosen_blocks
     )
 
 

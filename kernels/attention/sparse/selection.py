@@ -12,9 +12,9 @@ so that a sum over 16 heads stays finite. The highest scores are chosen, and amo
 order is total, so every run makes the same list. Scores are float32 [heads, tokens, blocks] and exist for a range of
 tokens at a time. Score and sum follow InfLLM-V2 (arXiv 2509.24663), but its parts overlap.
 
-NSA (arXiv 2502.11089) scores blocks of 64 by its compressed branch, which has windows of 32 keys, one every 16 (see
-../nsa/compression.py). Windows 4 j - 1 to 4 j + 3 touch block j, and the outer two reach into its neighbours. With the
-lse of the compressed branch,
+Scores by windows follow native sparse attention (arXiv 2502.11089): blocks of 64, and windows of 32 keys, one every 16,
+to which each token has attended before. Windows 4 j - 1 to 4 j + 3 touch block j, and the outer two reach into its
+neighbours. With the lse of the attention to windows,
 
     score[j] = sum_w weight[w] sum_h exp(scale q[h] . k[4 j - 1 + w] - lse[h]),  weight = 1, 2, 2, 2, 1
 
@@ -37,11 +37,11 @@ from .layout import EMPTY, Layout
 
 PART_KEYS = 32
 LARGEST_EXPONENT = 80.0
-SCORES_CONFIG, NSA_SCORES_CONFIG = (TileConfig(rows=128, num_warps=4, num_stages=stages) for stages in (2, 3))
+SCORES_CONFIG, WINDOW_SCORES_CONFIG = (TileConfig(rows=128, num_warps=4, num_stages=stages) for stages in (2, 3))
 BLOCK_J = 64  # blocks of a tile of scores
 CHUNK = 16  # neighbouring blocks: the rows of a product that one warp holds, so their largest score costs least
 TOPK_ELEMENTS, WARP_ELEMENTS = 256, 1024  # scores per program that chooses (or one row, if longer); most per warp
-NSA_WEIGHTS = (1, 2, 2, 2, 1)  # weights of the windows that touch a block; _scores_kernel has the same
+WINDOW_WEIGHTS = (1, 2, 2, 2, 1)  # weights of the windows that touch a block; _scores_kernel has the same
 
 
 def pool_reference(k: Tensor, layout: Layout) -> Tensor:
@@ -82,8 +82,8 @@ def candidate_scores(q_TGRK: Tensor, pooled_GWJK: Tensor) -> Tensor:
     return (logits[:, :, :, :-1] - lse).clamp(max=LARGEST_EXPONENT).exp().sum(2).amax(2)
 
 
-def nsa_scores_reference(q: Tensor, pooled: Tensor, lse: Tensor, left: Tensor, num_blocks: int) -> Tensor:
-    """Returns NSA's scores [tokens, G, num_blocks] in one document, -1 where a block is not a candidate.
+def window_scores_reference(q: Tensor, pooled: Tensor, lse: Tensor, left: Tensor, num_blocks: int) -> Tensor:
+    """Returns scores by windows, [tokens, G, num_blocks] in one document, -1 where a block is not a candidate.
 
     Args:
         q: queries [tokens, H, K].
@@ -98,7 +98,7 @@ def nsa_scores_reference(q: Tensor, pooled: Tensor, lse: Tensor, left: Tensor, n
     shares = shares.clamp(max=LARGEST_EXPONENT).exp().sum(2)  # [tokens, G, windows]
     for j in range(1, int(left.max()) if N else 0):
         windows = shares[:, :, 4 * j - 1 : 4 * j + 4]
-        score = (windows * windows.new_tensor(NSA_WEIGHTS)).sum(-1)
+        score = (windows * windows.new_tensor(WINDOW_WEIGHTS)).sum(-1)
         scores[:, :, j] = torch.where(j < left[:, None], score, -1.0)
     return scores
 
@@ -164,12 +164,12 @@ def _scores_kernel(
     first_block_ptr, first_query_block, first_head, num_blocks, num_windows, width, scale,
     G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
-    CHUNK: tl.constexpr, LARGEST_EXPONENT: tl.constexpr, NSA: tl.constexpr,
+    CHUNK: tl.constexpr, LARGEST_EXPONENT: tl.constexpr, BY_WINDOWS: tl.constexpr,
 ):  # fmt: skip
     """Computes scores [heads, tokens of the query blocks, width], and the largest of each CHUNK of blocks.
 
-    Scores of blocks that are not candidates stay unwritten. pooled_ptr is [G, PARTS + 1, num_blocks, K]. With NSA it is
-    [G, num_windows, K]; lse_ptr is then [tokens, H], and first_window_ptr [blocks] has the first window of a block's
+    Scores of blocks that are not candidates stay unwritten. pooled_ptr is [G, PARTS + 1, num_blocks, K]. BY_WINDOWS, it
+    is [G, num_windows, K]; lse_ptr is then [tokens, H], and first_window_ptr [blocks] has the first window of a block's
     document.
     """
     tiles: tl.constexpr = BLOCK // BLOCK_T
@@ -191,7 +191,7 @@ def _scores_kernel(
     q = tl.load(q_ptr + q_rows[:, None] * K + columns[None, :], mask=mask[:, None], other=0.0)  # [ROWS, K]
     scale *= LOG2_E
     # first_row is the mean key of part 0 of the document's block 0; the other two are steps to the next part and block.
-    if NSA:  # Part 0 of block j is window 4 j - 1.
+    if BY_WINDOWS:  # Part 0 of block j is window 4 j - 1.
         first_row = (first_head + head) * num_windows + tl.load(first_window_ptr + query_block) - 1
         part_rows, block_rows = 1, 4
         lse = tl.load(lse_ptr + q_rows, mask=mask, other=float("inf")) * LOG2_E
@@ -211,7 +211,7 @@ def _scores_kernel(
         logits = matmul(tl.load(address, mask=is_candidate, other=0.0), q_t) * scale - lse[None, :]
         shares = tl.exp2(tl.minimum(logits, LARGEST_EXPONENT * LOG2_E))
         score = tl.sum(tl.reshape(shares, [BLOCK_J, GROUP_PAD, BLOCK_T]), 1)
-        if NSA:
+        if BY_WINDOWS:
             best = tl.where(part == 0, score, best + tl.where(part == PARTS - 1, 1.0, 2.0) * score)
         else:
             best = tl.where(part == 0, score, tl.maximum(best, score))
@@ -297,12 +297,12 @@ def score_blocks(
     """Returns scores [heads, len(query_blocks) * block_size, width] float32, and the largest of each CHUNK of blocks.
 
     Scores are valid for candidates alone, 1 <= j < left. The maxima [..., width // CHUNK] are valid for chunks that
-    have a candidate. With `lse` [tokens, H] float32 and `first_window` [blocks] scores are NSA's, and pooled is
+    have a candidate. With `lse` [tokens, H] float32 and `first_window` [blocks] scores are by windows, and pooled is
     [G, windows, K].
     """
-    is_nsa = lse is not None
+    by_windows = lse is not None
     constants = group_constants(q, len(pooled))
-    config = config or (NSA_SCORES_CONFIG if is_nsa else SCORES_CONFIG)
+    config = config or (WINDOW_SCORES_CONFIG if by_windows else SCORES_CONFIG)
     tile = tile_options(config, q, constants["GROUP_PAD"], layout.block_size)
     rows = len(heads), len(query_blocks) * layout.block_size
     scores, maxima = (torch.empty(*rows, n, dtype=torch.float32, device=q.device) for n in (width, width // CHUNK))
@@ -310,8 +310,8 @@ def score_blocks(
         q, pooled, lse, first_window, scores, maxima, layout.block_start, layout.block_stop, layout.first_block,
         query_blocks.start, heads.start, layout.num_blocks, pooled.shape[1], width, 1 / math.sqrt(q.shape[-1]),
         **constants, **tile, BLOCK=layout.block_size, BLOCK_J=BLOCK_J, WINDOW=layout.window_blocks,
-        PARTS=len(NSA_WEIGHTS) if is_nsa else pooled.shape[1] - 1, CHUNK=CHUNK, LARGEST_EXPONENT=LARGEST_EXPONENT,
-        NSA=is_nsa,
+        PARTS=len(WINDOW_WEIGHTS) if by_windows else pooled.shape[1] - 1, CHUNK=CHUNK,
+        LARGEST_EXPONENT=LARGEST_EXPONENT, BY_WINDOWS=by_windows,
     )  # fmt: skip
     return scores, maxima
 

@@ -78,10 +78,10 @@ KERNELS_TO_COMPILE = {
         ("_pool_kernel", {"G": 8, "K": 128, "BLOCK": 64, "PART": 32}, {}),
         (
             "_scores_kernel",
-            SCORES | {"WINDOW": 8, "PARTS": 2, "NSA": False, "lse_ptr": None, "first_window_ptr": None},
+            SCORES | {"WINDOW": 8, "PARTS": 2, "BY_WINDOWS": False, "lse_ptr": None, "first_window_ptr": None},
             {"num_stages": 2},
         ),
-        ("_scores_kernel", SCORES | {"WINDOW": 2, "PARTS": 5, "NSA": True}, {"num_stages": 3}),
+        ("_scores_kernel", SCORES | {"WINDOW": 2, "PARTS": 5, "BY_WINDOWS": True}, {"num_stages": 3}),
         ("_top_kernel", TOP | {"OF_CHUNKS": True}, {"num_warps": 1}),
         ("_top_kernel", TOP | {"OF_CHUNKS": False}, {"num_warps": 1}),
     ],

@@ -13,9 +13,8 @@ from kernels.attention.sparse.gather import gather_forward, gather_forward_refer
 from kernels.attention.sparse.inverse_index import build_inverse_index, inverse_index_reference
 from kernels.attention.sparse.layout import EMPTY, make_layout, normalise_lists
 from kernels.attention.sparse.selection import (
-    NSA_WEIGHTS,
+    WINDOW_WEIGHTS,
     choose_blocks,
-    nsa_scores_reference,
     pool,
     pool_reference,
     ranges,
@@ -24,6 +23,7 @@ from kernels.attention.sparse.selection import (
     scores_reference,
     top_blocks,
     top_blocks_reference,
+    window_scores_reference,
 )
 from kernels.attention.sparse.sparse_attention import select_blocks, select_blocks_reference
 from tests.kernels.attention.inputs import make_qkv, random_lists, segments_of
@@ -178,13 +178,13 @@ def test_nsa_scores(group, dtype, device, monkeypatch):
     for start, length, window, row in ((0, 370, 0, 0), (370, 260, 22, 384)):
         tokens, left = slice(start, start + length), torch.arange(length, device=device) // 64 - 1
         keys = pooled[:, window:].transpose(0, 1).double()
-        expected = nsa_scores_reference(q[tokens].double(), keys, lse[tokens], left, -(-length // 64))[:, 1]
+        expected = window_scores_reference(q[tokens].double(), keys, lse[tokens], left, -(-length // 64))[:, 1]
         found = scores[0, row : row + length, : expected.shape[1]].double()
         tolerance = 1e-5 if dtype == torch.float32 else 1e-3
         is_candidate = expected >= 0
         torch.testing.assert_close(found[is_candidate], expected[is_candidate], rtol=tolerance, atol=0)
         compared += int(is_candidate.sum())
-    assert compared > 400 and sum(NSA_WEIGHTS) == 8
+    assert compared > 400 and sum(WINDOW_WEIGHTS) == 8
 
 
 @pytest.mark.parametrize("chunk", [2, 4])
