@@ -54,19 +54,21 @@ class DirectFile:
         _write(self._cached, content[last - start :], last)
 
     def close(self) -> None:
+        """Close the file. No thread may write to it any more."""
         for descriptor in (self._cached, self._direct):
             if descriptor is not None:
                 os.close(descriptor)
 
 
 def _buffer() -> memoryview:
-    """This thread's buffer, which starts at a page."""
+    """Returns this thread's buffer, which starts at a page."""
     if not hasattr(_buffers, "of_thread"):
         _buffers.of_thread = memoryview(mmap.mmap(-1, BUFFER_BYTES))
     return _buffers.of_thread
 
 
 def _write(descriptor: int, content: memoryview, start: int) -> None:
+    """Write all bytes at `start`, in as many calls as the system needs."""
     while content:
         written = os.pwrite(descriptor, content, start)
         start, content = start + written, content[written:]

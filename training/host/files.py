@@ -1,4 +1,4 @@
-"""Small files read and written with errors of one line, replaced as a whole, flushed; a folder that one run has."""
+"""Small files, read and written with errors of one line, and replaced as a whole. A folder that belongs to one run."""
 
 import contextlib
 import fcntl
@@ -32,7 +32,12 @@ def check_can_write(file: Path, flag: str) -> None:
 
 
 def read_file(file: Path, what_to_do: str) -> bytes:
-    """The content of a regular file; a pipe would be waited for. Raises UserError, which ends with `what_to_do`."""
+    """Returns the content of a file.
+
+    Raises:
+        UserError: the file cannot be read, or is not a regular file, such as a pipe that would be waited for. The
+            message ends with `what_to_do`.
+    """
     try:
         if file.exists() and not file.is_file():
             raise UserError(f"cannot read {file}: it is no regular file; {what_to_do}")
@@ -42,7 +47,11 @@ def read_file(file: Path, what_to_do: str) -> bytes:
 
 
 def read_json(file: Path) -> dict:
-    """The object in a JSON file. Raises UserError, naming the file, if it is missing, damaged or not an object."""
+    """Returns the object in a JSON file.
+
+    Raises:
+        UserError: the file is missing or damaged, or holds something other than an object. The message names it.
+    """
     try:
         content = json.loads(read_file(file, "give another folder"))
     except (ValueError, RecursionError) as error:
@@ -74,7 +83,7 @@ def replace_file(file: Path, content: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have the content of a file or folder on the disk."""
+    """Wait until the content of a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -83,16 +92,16 @@ def flush(path: Path) -> None:
 
 
 def size_on_disk(folders: list[Path]) -> int:
-    """Bytes of all files in these folders."""
+    """Returns the bytes of all files in these folders."""
     return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
 
 
 @contextlib.contextmanager
 def only_run_in(folder: Path) -> Iterator[None]:
-    """Make the folder and lock it until the block ends, or the process.
+    """Make the folder, and lock it while this context lasts. The end of the process ends the lock as well.
 
     Raises:
-        UserError: another process has the lock; the folder cannot be written to.
+        UserError: another process has the lock, or the folder cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
