@@ -172,7 +172,7 @@ def _refused(content: dict, family: Family) -> list[str]:
 
 
 def _has_windows(content: dict, family: Family) -> bool:
-    """Returns whether layers may have a window, which needs use_sliding_window."""
+    """Whether layers may have a window, as use_sliding_window says."""
     has_window = content.get("use_sliding_window") and content.get("sliding_window", 4096) is not None
     return bool(family.has_layer_types and has_window)
 
@@ -182,7 +182,7 @@ def _layer_kinds(content: dict) -> tuple[AttentionKind, ...]:
     window, layers = content.get("sliding_window", 4096), content["num_hidden_layers"]
     if not isinstance(window, int):
         raise TypeError(f"sliding_window is {window!r:.80}")
-    if layers > MOST_LAYERS:  # which the caller refuses
+    if layers > MOST_LAYERS:  # the caller refuses so many
         return (Full(),)
     first, types = content.get("max_window_layers", 28), content.get("layer_types")
     has_window = [name == "sliding_attention" for name in types or ()] or [i >= first for i in range(layers)]
