@@ -11,7 +11,8 @@ import statistics
 import torch
 
 from benchmarks.common import extra_gib, parse_flags, print_json, print_results, require_close, time_once
-from kernels.attention.full import BACKWARD_FLOPS, attention, attention_flops, attention_reference, choose_backend
+from kernels.attention.attend import attention
+from kernels.attention.full import BACKWARD_FLOPS, attention_flops, attention_reference, choose_backend
 
 
 def main() -> None:

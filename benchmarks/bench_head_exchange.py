@@ -14,16 +14,19 @@ from unittest import mock
 import torch
 
 from benchmarks.common import extra_gib, parse_flags, print_json, print_results, relative_error, time_interleaved
-from kernels.attention.sparse.sparse_attention import Sparsity
+from kernels.attention import KINDS
 from kernels.head_exchange import HeadExchange
-from model import MODEL_SIZES, Attention, Context, RotaryCache
+from kernels.rope import RotaryTables
+from model import MODEL_SIZES, Attention, Context
 from training.parallel.world import World, join_world
 
 all_to_all = torch.distributed.all_to_all_single
 
 
 def main() -> None:
-    arguments = parse_flags(__doc__, cpu_tokens=256, attention_type={"choices": ("full", "sparse"), "default": "full"})
+    arguments = parse_flags(
+        __doc__, cpu_tokens=256, attention_type={"choices": ("full", "window", "sparse"), "default": "full"}
+    )
     with join_world(arguments.device.type, context_parallel_size=int(os.environ["WORLD_SIZE"])) as world:
         exchange = HeadExchange(world.mesh.get_group("context"))
         results = {
@@ -55,10 +58,10 @@ def bench_attention(
     torch.manual_seed(0)
     attention = Attention(config, layer=0).to(device, torch.bfloat16)
     attention.exchange = exchange
-    if attention_type == "sparse":
-        attention.sparsity = Sparsity(dense_below=1)
+    kind = KINDS[attention_type]
+    attention.kind = kind.from_flags({"dense_below": 0} if "dense_below" in kind.takes else {})
     own = slice(world.rank * tokens // world.size, (world.rank + 1) * tokens // world.size)
-    cos, sin = (table[own] for table in RotaryCache(config.head_dim, config.rope_theta).tables(tokens, device))
+    cos, sin = (table[own] for table in RotaryTables(config.head_dim, config.rope_theta).tables(tokens, device))
     context = Context(cos, sin, longest=tokens)
     x = torch.randn(1, len(cos), config.hidden_size, dtype=torch.bfloat16, device=device, requires_grad=True)
     dy = torch.randn_like(x)

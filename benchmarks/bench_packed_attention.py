@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import parse_flags, print_json, print_table, require_close, time_once
+from kernels.attention.attend import attention
 from kernels.attention.documents import LONGEST_TOGETHER, document_calls, rounded_length
 from kernels.attention.full import (
     BACKWARD_FLOPS,
     KERNELS,
-    attention,
     attention_flops,
     attention_reference,
     choose_backend,

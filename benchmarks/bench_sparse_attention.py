@@ -157,7 +157,7 @@ class Bench:
         self.H, self.G, self.K = H, G, K
         self.selected, self.device, self.repeats = selected, device, repeats
         self.layout = make_layout(self.q[None], None, 64, 512)
-        self.lists = selection.choose_blocks(self.q, self.k, self.layout, selected, SCORES_BYTES)
+        self.lists = self.choose()
         entries = int((self.lists != EMPTY).sum())
         pair_flops = 2 * (H // G) * 64 * K  # one product of a token's heads with one block of keys
         own = self.layout.index_of_block.double()
@@ -168,6 +168,12 @@ class Bench:
         self.score_flops = (2 * candidates + float(own.sum()) * 64 * G) * pair_flops / 64
         self.slot_bytes = entries * (H // G) * K * 2
         self.score_bytes = candidates * 4
+
+    def choose(self) -> Tensor:
+        """Returns the lists of all tokens."""
+        lists = _empty_lists(self.k, self.selected)
+        selection.choose_blocks(self.q, self.k, self.layout, lists, SCORES_BYTES)
+        return lists
 
     def inputs(self) -> list[Tensor]:
         """Inputs of `attend`, without the dimension of rows."""
@@ -219,7 +225,7 @@ class Bench:
             rows.append([name, ms, flops / ms / 1e9 if flops else "", num_bytes / ms / 1e6 if num_bytes else ""])
 
         out, lse = sparse_forward(q, k, v, lists, layout, workspace_bytes)
-        add("choose (pool, scores, top-k)", lambda: selection.choose_blocks(q, k, layout, self.selected, SCORES_BYTES))
+        add("choose (pool, scores, top-k)", self.choose)
         add("  pool", lambda: selection.pool(k, layout), num_bytes=k.nbytes * (1 + 4 / 64))
         add("  scores", lambda: self.all_scores(None), self.score_flops, self.score_bytes)
         add("  top-k", self.top_blocks_of_random_scores(), num_bytes=self.score_bytes)
@@ -239,8 +245,9 @@ class Bench:
         add("gather forward", forward, 2 * self.gather_flops, 2 * self.slot_bytes)
         add("combine", lambda: combined(out.clone(), lse.clone()), num_bytes=self.slot_bytes + 4 * out.nbytes)
 
-        dq, delta = band.band_dq(dout, q, k, v, out, lse, layout)
-        add("band dq", lambda: band.band_dq(dout, q, k, v, out, lse, layout), 3 * self.band_flops)
+        dq = torch.empty_like(q)
+        delta = band.band_dq(dout, q, k, v, out, lse, dq, layout)
+        add("band dq", lambda: band.band_dq(dout, q, k, v, out, lse, dq, layout), 3 * self.band_flops)
         dk, dv, total = torch.empty_like(k), torch.empty_like(v), torch.zeros(2, 1, len(q), self.K, device=q.device)
         heads = [range(g, g + 1) for g in range(self.G)]
         add(
@@ -353,7 +360,8 @@ class Bench:
             print_table(f"{name}, {title}", ["rows, warps, stages, tiles", "ms"], [list(row) for row in table])
 
         out, lse = band.band_forward(q, k, v, layout)
-        _, delta = band.band_dq(dout, q, k, v, out, lse, layout)
+        dq = torch.empty_like(q)
+        delta = band.band_dq(dout, q, k, v, out, lse, dq, layout)
         if "gather" in parts:
             heads, token_ranges = work_ranges(layout, q, self.G, self.selected, workspace_bytes)[0]
             work = [(heads, tokens) for tokens in token_ranges]
@@ -369,7 +377,7 @@ class Bench:
             compare("gather backward and its partial sums", GATHER_CONFIGS, backward_and_sums, scale)
         if "band" in parts:
             compare("band forward", BAND_CONFIGS, lambda c: lambda: band.band_forward(q, k, v, layout, c))
-            compare("band dq", BAND_CONFIGS, lambda c: lambda: band.band_dq(dout, q, k, v, out, lse, layout, c))
+            compare("band dq", BAND_CONFIGS, lambda c: lambda: band.band_dq(dout, q, k, v, out, lse, dq, layout, c))
             total, dk, dv = torch.zeros(2, 1, len(q), self.K, device=q.device), torch.empty_like(k), torch.empty_like(v)
             compare(
                 "band dk, dv", BAND_CONFIGS,
@@ -411,7 +419,7 @@ class NSABench(Bench):
         self.selected, self.device, self.repeats = selected, device, repeats
         self.backend = choose_backend(backend, device)
         self.nsa = NSA(selected)
-        self.footprint = self.nsa.footprint(tokens, H, G, K, backend=self.backend)
+        self.flops = self.nsa.flops(tokens, H, G, K)
 
     def inputs(self) -> list[Tensor]:
         return [self.q, self.k, self.v, self.gates]
@@ -421,10 +429,10 @@ class NSABench(Bench):
 
     def layer(self, title: str, workspace_bytes: int) -> dict[str, float]:
         results = super().layer(title, workspace_bytes)
-        flops = self.footprint.forward_flops, self.footprint.backward_flops
+        flops = self.flops
         rates = {
-            "forward_tflops": flops[0] / results["forward_ms"] / 1e9,
-            "backward_tflops": flops[1] / results["backward_ms"] / 1e9,
+            "forward_tflops": (flops.forward + flops.choice) / results["forward_ms"] / 1e9,
+            "backward_tflops": flops.backward / results["backward_ms"] / 1e9,
         }
         print_table(f"rates, {title}", [*rates], [[*rates.values()]])
         return results | rates
@@ -438,45 +446,50 @@ class NSABench(Bench):
             results[name] = ms
             rows.append([name, ms, flops / ms / 1e9 if flops else "", num_bytes / ms / 1e6 if num_bytes else ""])
 
-        ops, backend = torch.ops.fathom, self.backend
-        q, k, v = (x[None] for x in (self.q, self.k, self.v))
-        (_, H, K), G = self.q.shape, self.k.shape[1]
-        layout, windows = make_layout(q, None, nsa.BLOCK_SIZE, nsa.LOCAL_TOKENS), make_windows(q, None)
+        q, k, v, backend = self.q, self.k, self.v, self.backend
+        (_, H, K), G = q.shape, k.shape[1]
+        layout, windows = make_layout(q[None], None, nsa.BLOCK_SIZE, nsa.LOCAL_TOKENS), make_windows(q[None], None)
         in_window = layout._replace(window_blocks=self.nsa.window // nsa.BLOCK_SIZE)
         library_flops = attention_flops(H, K, 8 * windows.num_windows * (windows.num_windows + 1))
         tiles_bytes = 2 * self.q.nbytes  # read and written by a copy of the rows of all heads
 
         # Each is called at least once before it is timed; its results go into the next.
-        pooled = [compression.pool_windows(x, windows) for x in (self.k, self.v)]
-        out_c, lse_c = ops.nsa_compressed(q, k, v, None, backend, workspace_bytes, True)
-        lists = ops.nsa_select(q, k, lse_c, None, self.nsa.chosen_blocks, True)
-        out_s, lse_s = ops.nsa_selected(q, k, v, None, lists, workspace_bytes, True)
-        out_w, lse_w = ops.nsa_window(q, k, v, None, self.nsa.window, True)
-        outs, lses = [out_c[0], out_s[0], out_w[0]], [lse_c[0], lse_s[0], lse_w[0]]
+        pooled = [compression.pool_windows(x, windows) for x in (k, v)]
 
-        add(
-            "pool windows of keys", lambda: compression.pool_windows(self.k, windows), num_bytes=self.k.nbytes * 17 / 16
-        )
-        compressed = functools.partial(ops.nsa_compressed, q, k, v, None, backend, workspace_bytes, True)
+        def compressed() -> tuple[Tensor, Tensor]:
+            pooled = [compression.pool_windows(x, windows) for x in (k, v)]
+            return compression.compressed_forward(q, *pooled, windows, backend, workspace_bytes)
+
+        def choose() -> Tensor:
+            lists, scores = _empty_lists(k, self.nsa.list_length), {"lse": lse_c, "first_window": first_window}
+            selection.choose_blocks(q, pooled[0], layout, lists, SCORES_BYTES, **scores)
+            return lists
+
+        (out_c, lse_c), first_window = compressed(), windows.first_window[layout.block_start]
+        lists = choose()
+        selected = functools.partial(sparse_forward, q, k, v, lists, layout, workspace_bytes)
+        window = functools.partial(band.band_forward, q, k, v, in_window, exact=True)
+        outs, lses = zip((out_c, lse_c), selected(), window())
+
+        add("pool windows of keys", lambda: compression.pool_windows(k, windows), num_bytes=k.nbytes * 17 / 16)
         add("compressed forward", compressed, library_flops)
         add("  tiles of q alone", lambda: self.all_tiles(windows, workspace_bytes), num_bytes=tiles_bytes)
-        select = functools.partial(ops.nsa_select, q, k, lse_c, None, self.nsa.chosen_blocks, True)
-        add("choose (scores, top-k)", select, self.footprint.choice_flops)
-        add("selected forward", lambda: ops.nsa_selected(q, k, v, None, lists, workspace_bytes, True))
-        add("window forward", lambda: ops.nsa_window(q, k, v, None, self.nsa.window, True))
+        add("choose (scores, top-k)", choose, self.flops.choice)
+        add("selected forward", selected)
+        add("window forward", window)
         add("gated sum", lambda: gates.gated_sum(outs, self.gates), num_bytes=4 * self.q.nbytes)
 
         d_gates, dq, dk, dv = (torch.zeros_like(x) for x in (self.gates, self.q, self.k, self.v))
         gate_backward = functools.partial(gates.gate_backward, self.dout, outs[0], self.gates, 0, d_gates)
         add("gate backward, one branch", gate_backward, num_bytes=3 * self.q.nbytes)
         flat = self.dout, self.q, self.k, self.v
-        _, delta = band.band_dq(*flat, outs[2], lses[2], in_window, exact=True)
-        add("window dq", lambda: band.band_dq(*flat, outs[2], lses[2], in_window, exact=True))
+        delta = band.band_dq(*flat, outs[2], lses[2], dq, in_window, exact=True)
+        add("window dq", lambda: band.band_dq(*flat, outs[2], lses[2], dq, in_window, exact=True))
         add("window dk, dv", lambda: band.band_dkv(*flat, lses[2], delta, None, dk, dv, in_window, range(G)))
-        selected = functools.partial(
-            sparse_backward, *flat, outs[1], lses[1], lists[0], layout, workspace_bytes, add_to=(dq, dk, dv)
+        backward = functools.partial(
+            sparse_backward, *flat, outs[1], lses[1], lists, layout, workspace_bytes, add_to=(dq, dk, dv)
         )
-        add("selected backward", selected)
+        add("selected backward", backward)
         arguments = self.dout, self.q, *pooled, outs[0], lses[0], windows, backend, workspace_bytes, dq
         add("compressed backward", lambda: compression.compressed_backward(*arguments), BACKWARD_FLOPS * library_flops)
         d_pooled = torch.zeros(2, *pooled[0].shape, device=self.device)
@@ -488,6 +501,10 @@ class NSABench(Bench):
         """Copy q's rows into tiles, in the branch's ranges of heads."""
         for heads, groups in compression.head_ranges(self.q, self.k.shape[1], windows, self.backend, workspace_bytes):
             compression.to_tiles(self.q, heads, len(groups), windows)
+
+
+def _empty_lists(k: Tensor, selected: int) -> Tensor:
+    return torch.full((*k.shape[:2], selected), EMPTY, dtype=torch.int16, device=k.device)
 
 
 def _slots(buffer: Tensor, work: tuple[range, range]) -> Tensor:

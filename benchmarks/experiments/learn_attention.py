@@ -33,10 +33,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import environment, parse_flags, print_table
-from kernels.attention.full import choose_backend
+from kernels.attention.documents import Documents, find_documents
+from kernels.attention.full import FULL, choose_backend
 from kernels.attention.nsa.nsa import BLOCK_SIZE, NSA
-from kernels.attention.sparse.sparse_attention import Sparsity
-from model import IGNORE_INDEX, MODEL_SIZES, Documents, ModelConfig, Transformer, find_documents
+from kernels.attention.sparse.sparse_attention import Sparse
+from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer
 from training.data.corpus import open_stores
 from training.data.loader import Batch
 from training.data.tokenizer import ByteTokenizer
@@ -162,22 +163,19 @@ def train(arguments: argparse.Namespace) -> None:
 
 def build(arguments: argparse.Namespace, world: World) -> tuple[Transformer, MasterAdamW]:
     """The model in train.py's dtype (bf16 on a GPU) and its optimizer; layers keep all their activations."""
-    config, kind, window = MODELS[arguments.model], arguments.attention_type, arguments.window
-    if kind == "nsa":
-        config = dataclasses.replace(config, attention_type="nsa")
-        if arguments.block_size != BLOCK_SIZE:
-            sys.exit(f"--block_size {arguments.block_size} has no effect: blocks of nsa have {BLOCK_SIZE} tokens")
-    of_a_layer = {
-        "full": [],
-        "sparse": [Sparsity(arguments.selected_blocks, arguments.block_size, window, dense_below=0)],
-        "nsa": [NSA(arguments.selected_blocks, window)],
-        "window": [Sparsity(0, arguments.block_size, window, dense_below=0)],
-    }[kind]
-    layers = config.num_hidden_layers
+    name, window = arguments.attention_type, arguments.window
+    if name == "nsa" and arguments.block_size != BLOCK_SIZE:
+        sys.exit(f"--block_size {arguments.block_size} has no effect: blocks of nsa have {BLOCK_SIZE} tokens")
+    make = {
+        "full": lambda: FULL,
+        "sparse": lambda: Sparse(arguments.selected_blocks, arguments.block_size, window, dense_below=0),
+        "nsa": lambda: NSA(arguments.selected_blocks, window),
+        "window": lambda: Sparse(0, arguments.block_size, window, dense_below=0),
+    }[name]
+    config = dataclasses.replace(MODELS[arguments.model], layer_kinds=(make(),))
     model = model_on_meta(config, world).to_empty(device=world.device)
     backend = choose_backend("auto", world.device)
-    execution = Execution((WHOLE,) * layers, attention_backend=backend, sparsity=tuple(of_a_layer * layers))
-    apply_execution(model, execution)
+    apply_execution(model, Execution((WHOLE,) * config.num_hidden_layers, attention_backend=backend))
     optimizer = MasterAdamW(model.named_parameters(), accumulate=False)
     optimizer.load_weights(initial_weights(model, arguments.seed))
     return model, optimizer

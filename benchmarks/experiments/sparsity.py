@@ -28,8 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.attention.full import FULL
 from kernels.attention.sparse.layout import Layout, first_local_block, make_layout
-from kernels.attention.sparse.sparse_attention import HEAD_DIMS, Sparsity, select_blocks
+from kernels.attention.sparse.sparse_attention import HEAD_DIMS, Sparse, select_blocks
 from kernels.qkv_attention import project_heads
 from model import IGNORE_INDEX, Transformer
 from training.attention_flags import numbers_by_layer
@@ -42,19 +43,19 @@ from training.flags import Parser
 from training.host.errors import UserError
 from training.host.processes import command
 from training.inference import open_tokenizer, token_losses
-from training.memory.placement import set_sparsity
+from training.memory.placement import set_kinds
 from training.parallel.fsdp import copy_weights
 from training.parallel.world import join_world
 
-Choose = Callable[[Tensor, Tensor, Tensor | None, Sparsity], Tensor]
+Choose = Callable[[Tensor, Tensor, Tensor | None, Sparse], Tensor]
 MASSES_BYTES = 2**28  # limit on attention's probabilities that exist at once
 FIRST_BUCKET = 64  # positions: the first bucket is 0 to 63, the next ones 64 to 127, 128 to 255, ...
 
 
-def choose_blocks(q_BTHK: Tensor, k_BTGK: Tensor, segments: Tensor | None, sparsity: Sparsity) -> Tensor:
+def choose_blocks(q_BTHK: Tensor, k_BTGK: Tensor, segments: Tensor | None, kind: Sparse) -> Tensor:
     """The lists that training and generation choose, int16 [B, T, G, blocks]; another `Choose` may take its place."""
-    selected, block_size, window, _ = sparsity
-    return select_blocks(q_BTHK, k_BTGK, segments, selected_blocks=selected, block_size=block_size, window=window)
+    sizes = {name: getattr(kind, name) for name in ("selected_blocks", "block_size", "window")}
+    return select_blocks(q_BTHK, k_BTGK, segments, **sizes)
 
 
 class Captured:
@@ -102,11 +103,11 @@ def block_masses(q: Tensor, k: Tensor, layout: Layout, queries: Tensor, head: in
 
 
 def probe(
-    q_BTHK: Tensor, k_BTGK: Tensor, lists_BTGS: Tensor, segments: Tensor | None, queries: Tensor, sparsity: Sparsity,
+    q_BTHK: Tensor, k_BTGK: Tensor, lists_BTGS: Tensor, segments: Tensor | None, queries: Tensor, kind: Sparse,
     captured: Captured,
 ) -> None:  # fmt: skip
     """Add to `captured` the mass of `queries` that `lists_BTGS` see; ascending indices into the B * T tokens."""
-    layout = make_layout(q_BTHK, segments, sparsity.block_size, sparsity.window)
+    layout = make_layout(q_BTHK, segments, kind.block_size, kind.window)
     q, k, lists = (x.flatten(0, 1) for x in (q_BTHK, k_BTGK, lists_BTGS))
     (_, H, _), G, S = q.shape, k.shape[1], lists.shape[-1]
     first_local = first_local_block(layout)
@@ -140,32 +141,32 @@ def spread_queries(layout: Layout, targets: Tensor, selected: int, count: int) -
 
 @torch.no_grad()
 def probe_model(
-    model: Transformer, batch: Batch, sparsity: Sequence[Sparsity | None], num_queries: int,
+    model: Transformer, batch: Batch, kinds: Sequence[Sparse | None], num_queries: int,
     captured: dict[int, Captured], choose: Choose = choose_blocks,
 ) -> Tensor:  # fmt: skip
     """Run a forward that attends to everything, and probe each layer that it reaches.
 
     Args:
-        sparsity: for each layer; None: the layer is not probed.
+        kinds: for each layer; None: the layer is not probed.
         captured: sums by layer, to be added to.
         choose: gives the lists that are probed.
 
     Returns:
         The hidden states [B, T, D].
     """
-    most = max(one.selected_blocks for one in sparsity if one is not None)
+    most = max(kind.selected_blocks for kind in kinds if kind is not None)
 
     def before(attention, arguments):
         x, context = arguments
         q, k, _ = project_heads(x, attention.qkv_parameters(), context.cos, context.sin)
-        of_layer = sparsity[attention.layer]
+        of_layer = kinds[attention.layer]
         layout = make_layout(q, context.segments, of_layer.block_size, of_layer.window)
         queries = spread_queries(layout, batch.targets, most, num_queries)
         lists = choose(q, k, context.segments, of_layer)
         probe(q, k, lists, context.segments, queries, of_layer, captured[attention.layer])
 
-    set_sparsity(model, ())
-    probed = [block.self_attn for block, of_layer in zip(model.layers, sparsity) if of_layer is not None]
+    set_kinds(model, [FULL] * len(kinds))
+    probed = [block.self_attn for block, of_layer in zip(model.layers, kinds) if of_layer is not None]
     hooks = [attention.register_forward_pre_hook(before) for attention in probed]
     try:
         return hidden_states(model, batch)
@@ -203,22 +204,22 @@ def add_losses(buckets: dict[int, Bucket], batch: Batch, dense: Tensor, sparse: 
 
 
 def evaluate(
-    model: Transformer, batches: Iterable[Batch], sparsity: Sequence[Sparsity | None], num_queries: int,
+    model: Transformer, batches: Iterable[Batch], kinds: Sequence[Sparse | None], num_queries: int,
     choose: Choose = choose_blocks,
 ) -> dict:  # fmt: skip
     """Shares of mass and losses over all batches, in the form of --json.
 
     Args:
-        sparsity: for each layer; None: the layer attends to everything and is not probed.
+        kinds: for each layer; None: the layer attends to everything and is not probed.
         num_queries: queries per layer and batch.
         choose: gives the lists that are probed; the loss is always measured with the model's own choice.
     """
     heads = model.config.num_attention_heads
-    captured = {layer: Captured(heads) for layer, of_layer in enumerate(sparsity) if of_layer is not None}
+    captured = {layer: Captured(heads) for layer, of_layer in enumerate(kinds) if of_layer is not None}
     buckets: dict[int, Bucket] = defaultdict(Bucket)
     for batch in batches:
-        dense = token_losses(model, probe_model(model, batch, sparsity, num_queries, captured, choose), batch.targets)
-        set_sparsity(model, sparsity)
+        dense = token_losses(model, probe_model(model, batch, kinds, num_queries, captured, choose), batch.targets)
+        set_kinds(model, [kind or FULL for kind in kinds])
         with torch.no_grad():
             sparse = token_losses(model, hidden_states(model, batch), batch.targets)
         add_losses(buckets, batch, dense, sparse)
@@ -287,8 +288,8 @@ def parse_flags(argv: list[str]) -> Namespace:
 def load_model(checkpoint: Path, device: torch.device) -> Transformer:
     """A checkpoint's model, bf16 on a GPU and float32 on a CPU."""
     config = shape_of_weights(checkpoint)
-    if config.attention_type == "nsa":
-        raise UserError(f"{checkpoint} attends by nsa, whose gates no other attention has; give another checkpoint")
+    if others := {kind.name for kind in config.kinds} - {FULL.name}:
+        raise UserError(f"{checkpoint} attends by {', '.join(others)}; give one whose layers can attend to everything")
     if device.type == "cuda" and config.head_dim not in HEAD_DIMS:
         raise UserError(f"sparse attention has GPU kernels for head_dim {HEAD_DIMS}, not {config.head_dim}; use cpu")
     with torch.device("meta"):
@@ -298,17 +299,17 @@ def load_model(checkpoint: Path, device: torch.device) -> Transformer:
     return model
 
 
-def sparsity_by_layer(flags: Namespace, checkpoint: Path, layers: int) -> list[Sparsity | None]:
-    """Sparsity of each layer, for documents of any length; None for layers that --layers leaves out."""
+def kinds_by_layer(flags: Namespace, checkpoint: Path, layers: int) -> list[Sparse | None]:
+    """The kind of each layer, for documents of any length; None for layers that --layers leaves out."""
     file = checkpoint / "trainer.json"
     settings = load_trainer_state(checkpoint).get("settings", {}) if file.is_file() else {}
-    blocks = flags.selected_blocks or settings.get("selected_blocks") or Sparsity().selected_blocks
+    blocks = flags.selected_blocks or settings.get("selected_blocks") or Sparse().selected_blocks
     numbers = numbers_by_layer("selected_blocks", str(blocks), layers)
     for layer in flags.layers or ():
         if not 0 <= layer < layers:
             raise UserError(f"layers must be from 0 to {layers - 1}, got {layer}")
     probed = range(layers) if flags.layers is None else flags.layers
-    return [Sparsity(number, dense_below=1) if i in probed else None for i, number in enumerate(numbers)]
+    return [Sparse(number, dense_below=1) if i in probed else None for i, number in enumerate(numbers)]
 
 
 def load_batches(flags: Namespace, checkpoint: Path, vocab_size: int) -> list[Batch]:
@@ -335,19 +336,19 @@ def main(argv: list[str]) -> None:
         if world.size > 1:
             raise UserError("the probe runs in one process: start it with python, not torchrun")
         model = load_model(checkpoint, world.device)
-        sparsity = sparsity_by_layer(flags, checkpoint, model.config.num_hidden_layers)
+        kinds = kinds_by_layer(flags, checkpoint, model.config.num_hidden_layers)
         batches = load_batches(flags, checkpoint, model.config.vocab_size)
-        check_lengths(batches, sparsity)
-        results = evaluate(model, batches, sparsity, flags.queries)
+        check_lengths(batches, kinds)
+        results = evaluate(model, batches, kinds, flags.queries)
     print(format_results(results))
     if flags.json:
         settings = {name: value for name, value in vars(flags).items() if name != "json"}
         flags.json.write_text(json.dumps({"settings": settings, "torch": torch.__version__, **results}) + "\n")
 
 
-def check_lengths(batches: list[Batch], sparsity: Sequence[Sparsity | None]) -> None:
+def check_lengths(batches: list[Batch], kinds: Sequence[Sparse | None]) -> None:
     """Refuse data in which no token has more blocks to choose from than it may choose."""
-    most = max((one for one in sparsity if one is not None), key=lambda one: one.selected_blocks)
+    most = max((kind for kind in kinds if kind is not None), key=lambda kind: kind.selected_blocks)
     positions = torch.cat([batch.documents.positions_BT[batch.targets != IGNORE_INDEX] for batch in batches])
     longest = int(positions.max()) + 1 if len(positions) else 0
     seen = most.block_size * (most.selected_blocks + 1) + most.window

@@ -20,13 +20,13 @@ from benchmarks.experiments.sparsity import (
     spread_queries,
 )
 from kernels.attention.sparse.layout import EMPTY, make_layout
-from kernels.attention.sparse.sparse_attention import Sparsity, select_blocks
+from kernels.attention.sparse.sparse_attention import Sparse, select_blocks
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
 from tests.kernels.attention.inputs import all_blocks, make_qkv, segments_of
 from training.families import to_config_json
 
-SPARSITY = Sparsity(2, block_size=32, window=64)
+KIND = Sparse(2, block_size=32, window=64)
 SEGMENTS, LENGTHS = segments_of([300, 17], [317]), [(0, 0, 300), (0, 300, 317), (1, 0, 317)]
 
 
@@ -35,19 +35,19 @@ def qk():
     return make_qkv(2, 317, 6, 2, 32, torch.float32, "cpu")[:2]
 
 
-def probed(q, k, lists, sparsity=SPARSITY):
+def probed(q, k, lists):
     targets = torch.zeros(2, 317, dtype=torch.long)
     targets[1, 250:] = -100
-    queries = spread_queries(make_layout(q, SEGMENTS, *sparsity[1:3]), targets, 2, 50)
+    queries = spread_queries(make_layout(q, SEGMENTS, KIND.block_size, KIND.window), targets, 2, 50)
     assert queries.max() < 317 + 250
     captured = Captured(q.shape[2])
-    probe(q, k, lists, SEGMENTS, queries, sparsity, captured)
+    probe(q, k, lists, SEGMENTS, queries, KIND, captured)
     return queries, captured
 
 
 def test_against_written_out_masses(qk, monkeypatch):
     q, k = qk
-    lists = select_blocks(q, k, SEGMENTS, **{name: getattr(SPARSITY, name) for name in SPARSITY._fields[:3]})
+    lists = select_blocks(q, k, SEGMENTS, selected_blocks=2, block_size=32, window=64)
     queries, captured = probed(q, k, lists)
     assert 40 <= len(queries) <= 50 and captured.queries == len(queries)
     visible, best, recall = torch.zeros(6, dtype=torch.float64), torch.zeros(6, dtype=torch.float64), 0.0
@@ -125,7 +125,7 @@ def test_some_layers_and_another_choice(checkpoint, tmp_path):
     batches = load_batches(parsed, Path(checkpoint), 256)
     captured = {1: Captured(4)}
     none = lambda *arguments: choose_blocks(*arguments).fill_(EMPTY)  # noqa: E731
-    probe_model(model, batches[0], [None, Sparsity(1, dense_below=1)], 20, captured, none)
+    probe_model(model, batches[0], [None, Sparse(1, dense_below=1)], 20, captured, none)
     without = captured[1].shares()
     assert row["layer"] == 1 and row["recall"] > without["recall"] == 0
     assert without["captured"] < row["captured"] and without["best"] == pytest.approx(row["best"])
