@@ -81,7 +81,7 @@ def test_gates_of_nsa_are_counted():
 
 
 def test_each_layer_has_its_kind_of_attention():
-    """A pattern repeats over the layers: gates for those of NSA alone, rotary positions for every second one."""
+    """A pattern repeats over the layers: layers of NSA alone have gates, and every second layer rotates."""
     pattern = (Window(64), NSA(), FULL)
     config = replace(TINY, num_hidden_layers=4, layer_kinds=pattern, layer_rotates=(True, False))
     model = build(config)
@@ -97,7 +97,7 @@ def test_each_layer_has_its_kind_of_attention():
 
 
 def test_a_window_and_no_rotation_of_a_layer_are_hugging_faces():
-    """Two layers of 64 tokens and one of everything, against transformers' layer_types."""
+    """Two layers with a window of 64 and one full layer, against transformers' layer_types."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = replace(TINY, num_hidden_layers=3, layer_kinds=(Window(64), Window(64), FULL))

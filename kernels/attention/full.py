@@ -290,7 +290,8 @@ def full_forward(
     if into is None and len(calls) == 1 and calls[0].offsets is not None:  # one call makes the whole result
         out, lse = kernel.forward_together(q, k, v, calls[0].offsets, calls[0].longest)
         return out.contiguous().view(shape), lse.T.contiguous().view(shape[:3])
-    results = into or (q.new_empty(shape), q.new_empty(shape[:3], dtype=torch.float32))
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    results = into or (q.new_empty(shape), q.new_empty(shape[:3], dtype=lse_dtype))
     out, lse = (x.view(B * T, *x.shape[2:]) for x in results)
     for start, stop, _, begins, longest in calls:
         if begins is not None:

@@ -92,7 +92,7 @@ def test_settings_without_effect_are_taken(settings):
     ("settings", "kinds"),
     [
         ({"max_window_layers": 2, "sliding_window": 64}, [FULL] * 2 + [Window(64)] * 34),
-        ({}, [FULL] * 28 + [Window(4096)] * 8),  # as in transformers, where max_window_layers is 28
+        ({}, [FULL] * 28 + [Window(4096)] * 8),  # transformers' max_window_layers is 28
         ({"layer_types": ["sliding_attention", "full_attention"] * 18}, [Window(4096), FULL] * 18),
         ({"layer_types": ["full_attention"] * 36}, [FULL] * 36),
     ],

@@ -47,7 +47,7 @@ def test_rows_that_are_one_document_each(T, device, poisoned_memory):
 
 
 def test_the_window_is_exact(device):
-    """Token 100 sees tokens 37 to 100, and nothing else: not one of them more or less."""
+    """Token 100 sees tokens 37 to 100, and no other token."""
     q, k, v = make_qkv(1, 150, 2, 1, 64, fp32, device)
     scores = torch.einsum("hk,sk->hs", q[0, 100], k[0, 37:101, 0]) / 8
     expected = scores.softmax(-1) @ v[0, 37:101, 0]
