@@ -23,6 +23,7 @@ from model import Transformer
 from training.attention_flags import kinds_at, spell_by_layer
 from training.checkpoint.files import check_is_for_a_run, check_is_shared, clear_leftovers, delete_old
 from training.checkpoint.saver import Saver
+from training.checkpoint.weights import NO_COMPANIONS, read_companions
 from training.data.corpus import load_corpus
 from training.data.loader import PackedLoader, check_can_validate, validation_batches
 from training.data.show import show_batch
@@ -44,7 +45,6 @@ from training.run.resume import (
     Start,
     check_same_on_all_ranks,
     choose_start,
-    companions_of,
     learning_rate_of,
     open_tokenizer,
     parallel_sizes_of,
@@ -173,8 +173,10 @@ def set_up(start: Start, world: World, stack: contextlib.ExitStack) -> Run:
     )  # fmt: skip
     model, optimizer, plan = build(config, model_config, start.checkpoint, documents, world)
     metrics = open_metrics(config, first_step) if world.is_main else None
-    kept, companions = config.keep_checkpoints or KEPT_CHECKPOINTS, companions_of(start)
-    saver = Saver(Path(config.output_dir), kept, start.checkpoint, companions)
+    companions = NO_COMPANIONS if tokenizer.name == "bytes" else read_companions(Path(tokenizer.name))
+    saver = Saver(
+        Path(config.output_dir), config.keep_checkpoints or KEPT_CHECKPOINTS, start.checkpoint, companions
+    )  # fmt: skip
     stack.callback(saver.wait)  # an error ends the run once the checkpoint that was begun is complete
     received = stack.enter_context(stop_signals())
     seconds = world.min(plan.seconds)[0] if world.device.type == "cuda" else 0.0

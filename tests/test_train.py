@@ -369,6 +369,8 @@ def test_released_weights_want_their_tokenizer(released, corpus, tmp_path, capsy
     state = trainer_state(tmp_path / "file", 1)
     assert state["tokenizer"] == hashlib.sha256((released / "tokenizer.json").read_bytes()).hexdigest()
     assert train.main(only_resume(tmp_path / "file", "--max_steps", "2")) == 0  # tokenizer.json is found again
+    folder = arguments(corpus, tmp_path / "folder", *command, "--tokenizer", str(released), steps=1)
+    assert train.main(folder) == 0 and (tmp_path / "folder" / "step_00000001" / "tokenizer.json").is_file()
 
 
 def test_checkpoints_trained_on_bytes_need_no_tokenizer(released, corpus, tmp_path, capsys):

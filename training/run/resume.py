@@ -11,7 +11,7 @@ from model import GATES, ModelConfig
 from training.attention_flags import kinds_at
 from training.checkpoint.files import checkpoints, latest_checkpoint, load_trainer_state, tokenizer_of
 from training.checkpoint.manifest import OPTIMIZER, verify_checkpoint, verify_weights
-from training.checkpoint.weights import NO_COMPANIONS, Companions, find_weights, parameter_shapes, read_companions
+from training.checkpoint.weights import find_weights, parameter_shapes
 from training.data.loader import check_same_data
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from training.flags import LARGE, as_words, given_flags
@@ -310,11 +310,3 @@ def open_tokenizer(start: Start) -> ByteTokenizer | FileTokenizer:
             f"{tokenizer.name} is {tokenizer.identity[:12]} (first digits of the files' SHA-256); give that --tokenizer"
         )
     return tokenizer
-
-
-def companions_of(start: Start) -> Companions:
-    """Files and settings that go along with the weights into checkpoints: the tokenizer's, and its special ids."""
-    if start.config.tokenizer in (None, "bytes"):
-        return NO_COMPANIONS
-    own = None if start.checkpoint is None else start.checkpoint / "tokenizer.json"
-    return read_companions(own if own is not None and own.is_file() else Path(str(start.config.tokenizer)))
