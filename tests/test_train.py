@@ -404,7 +404,7 @@ def test_resume_refuses_another_tokenizer_before_the_data(released, corpus, tmp_
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "use_sliding_window"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "window must be a multiple of 64"),
         ({"rope_scaling": {"type": "longrope"}, "rope_parameters": None}, "rope_type 'longrope'"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling beside other rope_parameters"),
     ],
@@ -514,7 +514,7 @@ BAD_FLAGS = [
     (["--selected_blocks=-1", *SPARSE], "selected_blocks must be a number, 0 or more, or"),
     (["--selected_blocks", "8x2,4x1", *SPARSE], "selected_blocks 8x2,4x1 names 3 layers, the model has 4"),
     ([*ANNEALED, "5", "--compile", *SPARSE], "past PyTorch's limit; drop one"),
-    (["--selected_blocks_start", "16"], "selected_blocks_start has no effect without attention_type sparse"),
+    (["--selected_blocks_start", "16"], "selected_blocks_start has no effect without an attention_type"),
     (["--selected_blocks_start", "40", *SPARSE], "selected_blocks_start has no effect without selected_blocks_steps"),
     (["--selected_blocks_steps", "40", *SPARSE], "selected_blocks_steps has no effect without selected_blocks_start"),
     ([*ANNEALED, "0", *SPARSE], "selected_blocks_steps must be between 1 and 2147483647, got 0"),

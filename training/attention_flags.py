@@ -111,7 +111,7 @@ def kinds_at(config, model_config, step: int) -> tuple[AttentionKind, ...]:
     final, start, steps = kinds_of(config, model_config), config.selected_blocks_start, config.selected_blocks_steps
     if start is None and steps is None:
         return final
-    chooses = any(kind.selected_blocks for kind in final)
+    chooses = any("selected_blocks" in kind.takes for kind in final)
     if start is None or steps is None or not chooses:
         name, needed = ("selected_blocks_start", "selected_blocks_steps")[:: 1 if steps is None else -1]
         needed = needed if chooses else "an attention_type that chooses blocks"

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.attention.sparse.sparse_attention import Sparsity
+from kernels.attention import Sparse
+from kernels.attention.full import FULL
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
 from training import inference
@@ -36,10 +37,10 @@ def folder(tmp_path_factory):
 
 def test_attention_is_as_trained_unless_flags_say_otherwise(folder, tmp_path):
     opened = open_folder(ModelFlags(folder), WORLD)
-    assert opened.sparsity == (Sparsity(2, dense_below=40),) * 2 and opened.stop_ids == {0}
-    assert open_folder(ModelFlags(folder, attention_type="full"), WORLD).sparsity == ()
+    assert opened.kinds == (Sparse(2, dense_below=40),) * 2 and opened.stop_ids == {0}
+    assert open_folder(ModelFlags(folder, attention_type="full"), WORLD).kinds == (FULL,) * 2
     flags = ModelFlags(folder, attention_type="sparse", selected_blocks="3,1", dense_below=7)
-    assert [one.selected_blocks for one in open_folder(flags, WORLD).sparsity] == [3, 1]
+    assert [one.selected_blocks for one in open_folder(flags, WORLD).kinds] == [3, 1]
     for changed, message in (
         ({"attention_type": "nsa"}, "it has no gates of nsa"),
         ({"attention_type": "full", "selected_blocks": "3"}, "selected_blocks has no effect with attention_type full"),
@@ -97,7 +98,9 @@ def test_a_long_text_is_read_in_little_memory(folder):
     weights = ((name, torch.zeros(tensor.shape, dtype=torch.bfloat16)) for name, tensor in names.items())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inference, "load_model_weights", lambda *_: weights)
-        model = load(replace(open_folder(ModelFlags(folder), WORLD), shape=shape, sparsity=()), 131_072, 0, world, None)
+        model = load(
+            replace(open_folder(ModelFlags(folder), WORLD), shape=shape, kinds=(FULL,) * 2), 131_072, 0, world, None
+        )
     ids = torch.zeros(1, 131_072, dtype=torch.long, device=world.device)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -110,7 +113,7 @@ def test_a_long_text_is_read_in_little_memory(folder):
 def test_a_loaded_model_writes_the_same_by_groups_of_heads(folder, monkeypatch):
     opened = open_folder(ModelFlags(folder), WORLD)
     model, ids = load(opened, 100, 120, WORLD, None), [int(i) for i in torch.arange(100) * 7 % 256]
-    assert model.layers[0].self_attn.sparsity == opened.sparsity[0] and not model.norm.weight.requires_grad
+    assert model.layers[0].self_attn.kind == opened.kinds[0] and not model.norm.weight.requires_grad
     written = [*write(model, ids, 20)]
     monkeypatch.setattr(inference, "LONG_TEXT", 100)
     by_heads = load(opened, 100, 120, WORLD, None)

@@ -20,7 +20,7 @@ from kernels.head_exchange import HeadExchange
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.parts import part_of
 from kernels.tensor_parallel import TensorRanks
-from model import MODEL_SIZES, Transformer
+from model import MODEL_SIZES, ModelConfig, Transformer
 from tests.storage_counter import StorageCounter
 from training.families import in_family
 from training.memory import cost_model
@@ -98,6 +98,11 @@ class SharedBench(Bench):
         hook.remove()
 
 
+def model_of(step):
+    """A model of the shape that one rank has."""
+    return Transformer(ModelConfig(**vars(step.share)))
+
+
 def run_dry(step, *executions, warm_up=False):
     """Measurements under one choice after another, of one model and optimizer; a step to warm up takes as long."""
     first, run = executions[0], Bench._run
@@ -119,7 +124,7 @@ def run_dry(step, *executions, warm_up=False):
         monkeypatch.setattr("training.optimizer.PinnedArena", FakeArena)
         torch.set_default_dtype(torch.bfloat16)  # fake parameters cannot be cast in place
         try:
-            model = Transformer(step.config, step.tensor_ranks)
+            model = model_of(step)
         finally:
             torch.set_default_dtype(torch.float32)
         for module in model.modules() if step.tensor_ranks > 1 else ():
@@ -149,16 +154,14 @@ def step_of(
     model_type="qwen3",
     **options,
 ):
-    """A step that knows its model's whole configuration, too. Layers repeat `kinds`."""
+    """Layers repeat `kinds`; `tensor_ranks` in the options share each matrix."""
     config, given = MODEL_SIZES[size], Execution(loss_impl=loss_impl, attention_backend=backend)
     layers = num_hidden_layers or config.num_hidden_layers
     config = replace(in_family(config, model_type), num_hidden_layers=layers, layer_kinds=kinds)
     with torch.device("meta"):
         model = Transformer(config, options.get("tensor_ranks", 1)).to(torch.bfloat16)
     documents = PackedDocuments.one_each(context_length, options.get("batch_size", 1))
-    step = Step(model.share, model.parameters(), context_length, documents=documents, given=given, **options)
-    step.config = config
-    return step
+    return Step(model.share, model.parameters(), context_length, documents=documents, given=given, **options)
 
 
 GPU, ON_HOST = Placement("gpu", "gpu"), Placement("host", "host")
@@ -303,7 +306,7 @@ def test_one_model_under_one_placement_after_another(dry_run):
 def test_what_a_broken_off_step_leaves_is_cleared():
     torch.manual_seed(0)
     step, execution = step_of("tiny", 64), Execution((Placement("gpu", "gpu"), ON_HOST, GPU, WHOLE))
-    model = Transformer(step.config).to(torch.bfloat16)
+    model = model_of(step).to(torch.bfloat16)
     bench = Bench(model, MasterAdamW(model.named_parameters(), accumulate=False))
 
     def measure():

@@ -62,7 +62,7 @@ def test_a_bench_has_the_steps_shape(kinds):
     shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=7, layer_kinds=kinds)
     step = step_on_meta(shape, context_length=256)
     model = build_bench(step, step.given, World(0, 1, torch.device("cpu"))).model
-    assert model.config == shape and len(model.layers) == 7
+    assert model.share == step.share == shape.share() and len(model.layers) == 7
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
