@@ -192,9 +192,9 @@ class NSA(AttentionKind):
     branches: ClassVar[int] = BRANCHES
     gates_per_head: ClassVar[int] = BRANCHES
     h200_rates: ClassVar[dict[str, float]] = {
-        "nsa forward": 570e12 * 0.55,
-        "nsa choice": 570e12 * 0.55,
-        "nsa backward": 535e12 * 0.62,
+        "nsa forward": 324e12,
+        "nsa choice": 282e12,
+        "nsa backward": 343e12,
     }
 
     def __post_init__(self):
