@@ -66,7 +66,7 @@ from training.run.build import build, choose_model, configure_machine, resolve_m
 from training.run.metrics import peak_flops
 from training.run.settings import PEAK_LEARNING_RATE, TrainConfig
 from training.run.step import train_step
-from training.run.stopping import LooksBetweenBlocks
+from training.run.stopping import Stopping
 
 LONGEST_REPEATED, WARM_UP_TOKENS = 131_072, 16_384
 
@@ -264,13 +264,11 @@ def our_step(
     configure_machine(settings, model_config, world)
     documents = max(map(documents_of, steps), key=lambda documents: documents.longest)
     model, optimizer, plan = build(settings, model_config, None, documents, world)
-    looks = LooksBetweenBlocks(model.layers, received=[])
-    blocks = 2 * model_config.num_hidden_layers * settings.gradient_accumulation_steps
-    every = looks.every_in(world.min(plan.seconds)[0], blocks)
+    stopping = Stopping([], world, model.layers, settings.gradient_accumulation_steps, world.min(plan.seconds)[0])
 
     def step(batches: list[Batch], before_update: Callable[[], None] = lambda: None) -> float:
         rate, norm = PEAK_LEARNING_RATE, settings.max_grad_norm
-        with looks.looking(every):
+        with stopping.looking():
             return train_step(model, optimizer, batches, world, rate, norm, before_update)[0]
 
     return step, plan, optimizer

@@ -26,7 +26,7 @@ from training.checkpoint.pieces import Piece
 from training.host.errors import UserError
 from training.run import resume, saving, step, stopping
 from training.run.settings import TrainConfig, given_settings
-from training.run.stopping import LOOKS_BEHIND, LooksBetweenBlocks, Stopping, promise_shutdown
+from training.run.stopping import LOOKS_BEHIND, Stopping, promise_shutdown
 
 
 def start_training(*argv, ranks=1):
@@ -59,7 +59,7 @@ def test_a_signal_saves_and_the_exit_status_says_unfinished(number, ranks, corpu
 
 def signalled_at(look, monkeypatch):
     """Makes all steps but a run's first count as long, and sends this process SIGUSR1 at that look between blocks."""
-    looks, look_between = [], LooksBetweenBlocks._look
+    looks, look_between = [], Stopping._look
 
     def signalled(self):
         looks.append(1)
@@ -71,7 +71,7 @@ def signalled_at(look, monkeypatch):
 
     monkeypatch.setattr(stopping, "LONG_STEP_SECONDS", 0.0)
     monkeypatch.setattr(stopping, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(LooksBetweenBlocks, "_look", signalled)
+    monkeypatch.setattr(Stopping, "_look", signalled)
     return looks
 
 

@@ -45,7 +45,7 @@ def train_step(
     Raises:
         NoTarget: there is nothing to learn.
         NotFinite: the loss or the gradient is not finite.
-        Stopped: the run was asked to end, as `LooksBetweenBlocks` saw.
+        Stopped: the run was asked to end, as `Stopping.looking` saw.
         After each the weights are as they were.
     """
     batches = [batch.slice(world.context_rank, world.context_size) for batch in batches]

@@ -7,8 +7,8 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -75,12 +75,13 @@ def _listen(reading: int, noted: Container[int], received: list[int]) -> None:
             received.append(number)
 
 
-class LooksBetweenBlocks:
-    """Ends a forward or backward between two blocks, on all ranks between the same two, once a rank was asked to end.
+class Stopping:
+    """Knows whether a rank was asked to end, ends long steps between two blocks, and shows where a rank hangs.
 
-    A step of a million tokens takes minutes, a block seconds. The ranks agree by sums on a gloo group of their own: a
-    rank begins a sum at each look and reads the sum that it began LOOKS_BEHIND looks before. All ranks pass the looks
-    in one order, and none waits for a later act of another rank, so no collective of training waits for a look.
+    A step of a million tokens takes minutes, a block seconds. So in long steps the ranks look between blocks whether to
+    end, all between the same two, by sums on a gloo group of their own: a rank begins a sum at each look and reads the
+    sum that it began LOOKS_BEHIND looks before. All ranks pass the looks in one order, and none waits for a later act
+    of another rank, so no collective of training waits for a look.
 
     In a look the host waits for the GPU, LOOKS_BEHIND looks back. Otherwise it would have queued the whole step by the
     time that the first block is done. The GPU's launch queue would be full then, and calls of other threads would wait
@@ -88,93 +89,8 @@ class LooksBetweenBlocks:
     training").
 
     Args:
-        blocks: of the model, called as block(x_BTD, ...).
-        received: numbers of the signals that this process has got.
-
-    Attributes:
-        longest: seconds from one look to the next, at most, since `looking` began.
-    """
-
-    def __init__(self, blocks: Iterable[nn.Module], received: list[int]):
-        self.received = received
-        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self.every, self.passed, self.last, self.longest = 0, 0, 0.0, 0.0
-        self.begun: deque[tuple[Tensor, dist.Work | None, torch.cuda.Event | None]] = deque()
-        for block in blocks:
-            block.register_forward_pre_hook(lambda _, inputs: self._before(inputs[0]))
-
-    @contextmanager
-    def looking(self, every: int) -> Iterator[None]:
-        """Look between blocks while in here.
-
-        Args:
-            every: forwards and backwards of blocks from one look to the next, equal on all ranks; 0: nobody looks.
-
-        Raises:
-            Stopped: from a block's forward or backward.
-        """
-        self.every, self.passed, self.last, self.longest = every, 0, time.monotonic(), 0.0
-        try:
-            yield
-            self._note_time()
-            self._finish()
-        finally:
-            self.every = 0
-
-    @staticmethod
-    def every_in(step_seconds: float, num_blocks: int) -> int:
-        """The argument of `looking` for a step of so many seconds and of `num_blocks` forwards and backwards."""
-        return max(1, int(LOOK_SECONDS * num_blocks / step_seconds)) if step_seconds > LONG_STEP_SECONDS else 0
-
-    def longest_seconds(self) -> float:
-        """Seconds from a signal to the end of the step that is dropped, at most, by the last `looking`."""
-        return self.longest * (1 + LOOKS_BEHIND)
-
-    def _before(self, x_BTD: Tensor) -> None:
-        if self.every:
-            self._pass()
-            if x_BTD.requires_grad:
-                x_BTD.register_hook(lambda _: self._pass())  # when this block's backward is done
-
-    def _pass(self) -> None:
-        self.passed += 1
-        if self.passed % self.every == 0:
-            self._look()
-
-    def _look(self) -> None:
-        self._note_time()
-        asked = torch.tensor([float(bool(self.received))])
-        work = None if self.group is None else dist.all_reduce(asked, group=self.group, async_op=True)
-        queued = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
-        self.begun.append((asked, work, queued))
-        if len(self.begun) > LOOKS_BEHIND and self._read():
-            self._finish()
-            raise Stopped
-
-    def _read(self) -> bool:
-        """Whether any rank had been asked to end at the first look that has not been read."""
-        asked, work, queued = self.begun.popleft()
-        if work is not None:
-            work.wait()
-        if queued is not None:
-            queued.synchronize()
-        return asked.item() > 0
-
-    def _finish(self) -> None:
-        while self.begun:
-            self._read()
-
-    def _note_time(self) -> None:
-        now = time.monotonic()
-        self.last, self.longest = now, max(self.longest, now - self.last)
-
-
-class Stopping:
-    """Knows whether any rank was asked to end, lets long steps end early, and shows where a rank hangs.
-
-    Args:
         received: numbers of the signals that this rank has got, to which `stop_signals` adds.
-        blocks: of the model.
+        blocks: of the model, called as block(x_BTD, ...).
         micro_batches: of a step.
         step_seconds: predicted for the first step; 0: not known.
     """
@@ -186,22 +102,41 @@ class Stopping:
         self.step_seconds = step_seconds  # predicted, then the main rank's last step
         self.look_seconds = 0.0  # from a signal to the end of the last step, at most
         self.watchdog = Watchdog()
-        self._looks = LooksBetweenBlocks(blocks, received)
-        self._num_blocks = 2 * len(blocks) * micro_batches
+        self._num_blocks = 2 * len(blocks) * micro_batches  # forwards and backwards of blocks in a step
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._every = 0  # forwards and backwards from one look to the next; 0: nobody looks
+        self._passed, self._last, self._longest = 0, 0.0, 0.0
+        self._begun: deque[tuple[Tensor, dist.Work | None, torch.cuda.Event | None]] = deque()
+        for block in blocks:
+            block.register_forward_pre_hook(lambda _, inputs: self._before(inputs[0]))
 
     def watch(self) -> None:
         """Print what this rank's threads do if `watch` is not called again for long: the rank hangs."""
         self.watchdog.expect(max(HANG_SECONDS, 10 * self.step_seconds))
 
-    def looking(self) -> AbstractContextManager[None]:
-        """Raise Stopped from a block in here, if the last step was long and a rank has been asked to end."""
-        return self._looks.looking(LooksBetweenBlocks.every_in(self.step_seconds, self._num_blocks))
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look between blocks in here, if the last step was long: a rank that was asked to end ends them all.
+
+        Raises:
+            Stopped: from a block's forward or backward.
+        """
+        is_long = self.step_seconds > LONG_STEP_SECONDS
+        self._every = max(1, int(LOOK_SECONDS * self._num_blocks / self.step_seconds)) if is_long else 0
+        self._passed, self._last, self._longest = 0, time.monotonic(), 0.0
+        try:
+            yield
+            self._note_time()
+            self._finish()
+        finally:
+            self._every = 0
 
     def note_step(self, seconds: float) -> None:
-        """Note the seconds of a step, and with them how soon a signal would have ended it."""
-        self.look_seconds = self._looks.longest_seconds() if self.step_seconds > LONG_STEP_SECONDS else seconds
+        """Note the seconds of a step, right after `looking`, and with them how soon a signal would have ended it."""
+        is_long = self.step_seconds > LONG_STEP_SECONDS
+        self.look_seconds = self._longest * (1 + LOOKS_BEHIND) if is_long else seconds
 
-    # All ranks call these together, and get the same answer.
+    # All ranks call the next three together, and get the same answer.
 
     def is_asked(self) -> bool:
         """Whether any rank has been asked to end."""
@@ -217,6 +152,44 @@ class Stopping:
     def first_signal(self) -> signal.Signals:
         """A signal that some rank has got."""
         return signal.Signals(-int(self.world.min(-max(self.received, default=0))[0]))
+
+    def _before(self, x_BTD: Tensor) -> None:
+        if self._every:
+            self._pass()
+            if x_BTD.requires_grad:
+                x_BTD.register_hook(lambda _: self._pass())  # when this block's backward is done
+
+    def _pass(self) -> None:
+        self._passed += 1
+        if self._passed % self._every == 0:
+            self._look()
+
+    def _look(self) -> None:
+        self._note_time()
+        asked = torch.tensor([float(bool(self.received))])
+        work = None if self._group is None else dist.all_reduce(asked, group=self._group, async_op=True)
+        queued = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+        self._begun.append((asked, work, queued))
+        if len(self._begun) > LOOKS_BEHIND and self._read():
+            self._finish()
+            raise Stopped
+
+    def _read(self) -> bool:
+        """Whether any rank had been asked to end at the first look that has not been read."""
+        asked, work, queued = self._begun.popleft()
+        if work is not None:
+            work.wait()
+        if queued is not None:
+            queued.synchronize()
+        return asked.item() > 0
+
+    def _finish(self) -> None:
+        while self._begun:
+            self._read()
+
+    def _note_time(self) -> None:
+        now = time.monotonic()
+        self._last, self._longest = now, max(self._longest, now - self._last)
 
 
 def promise_shutdown(look_seconds: float, save_seconds: float) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from training.run.stopping import LOOKS_BEHIND, LooksBetweenBlocks, Stopped, stop_signals
+from training.parallel.world import World
+from training.run.stopping import LOOK_SECONDS, LOOKS_BEHIND, Stopped, Stopping, stop_signals
 
 BLOCKS = 8
 
@@ -27,9 +28,14 @@ class Slow(nn.Module):
 
 
 def blocks_on(device):
-    log, received = [], []
+    log = []
     blocks = nn.ModuleList(Slow(log) for _ in range(BLOCKS)).to(device)
-    return blocks, log, received, LooksBetweenBlocks(blocks, received), torch.ones(4, device=device, requires_grad=True)
+    return blocks, log, torch.ones(4, device=device, requires_grad=True)
+
+
+def stopping_of(blocks, received, every=1):
+    """Looks after so many forwards and backwards of blocks."""
+    return Stopping(received, World(0, 1, torch.device("cpu")), blocks, 100, LOOK_SECONDS * 2 * BLOCKS * 100 / every)
 
 
 def run(blocks, x):
@@ -40,22 +46,25 @@ def run(blocks, x):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_signal_ends_forward_and_backward(device):
-    blocks, log, received, looks, x = blocks_on(device)
-    with looks.looking(1):
+    blocks, log, x = blocks_on(device)
+    received = []
+    stopping, seldom = stopping_of(blocks, received), stopping_of(blocks, received, every=2)
+    with stopping.looking():
         run(blocks, x).sum().backward()
-    assert looks.longest_seconds() > 0 and len(log) == BLOCKS
+    stopping.note_step(1000.0)
+    assert 0 < stopping.look_seconds < 1000 and len(log) == BLOCKS
     received.append(signal.SIGTERM)
     run(blocks, x)  # nobody looks
     log.clear()
-    with pytest.raises(Stopped), looks.looking(1):
+    with pytest.raises(Stopped), stopping.looking():
         run(blocks, x)
     assert len(log) == LOOKS_BEHIND
     log.clear()
-    with pytest.raises(Stopped), looks.looking(2):
+    with pytest.raises(Stopped), seldom.looking():
         run(blocks, x)
     assert len(log) == 2 * (LOOKS_BEHIND + 1) - 1
     received.clear()
-    with pytest.raises(Stopped), looks.looking(1):  # in autograd's own thread, on a GPU
+    with pytest.raises(Stopped), stopping.looking():  # in autograd's own thread, on a GPU
         y = run(blocks, x).sum()
         received.append(signal.SIGTERM)
         y.backward()
@@ -85,7 +94,8 @@ def test_a_signal_is_noted_while_the_main_thread_is_in_a_library():
 
 @pytest.mark.gpu
 def test_the_host_is_few_blocks_ahead_of_the_gpu():
-    blocks, _, _, looks, x = blocks_on("cuda")
+    blocks, _, x = blocks_on("cuda")
+    stopping = stopping_of(blocks, [])
     done = []  # an event behind each block
     for block in blocks:
         block.register_forward_hook(lambda *_: done.append(torch.cuda.current_stream().record_event()))
@@ -101,21 +111,19 @@ def test_the_host_is_few_blocks_ahead_of_the_gpu():
     torch.cuda.synchronize()
     assert blocks_ahead() == BLOCKS
     torch.cuda.synchronize()
-    with looks.looking(1):
+    with stopping.looking():
         assert blocks_ahead() <= LOOKS_BEHIND + 1
 
 
 @pytest.mark.gpu
 def test_a_signal_ends_a_gpus_backward():
     """Autograd's own thread runs it, while the main thread waits in the library."""
-    blocks, _, _, _, y = blocks_on("cuda")
-    with stop_signals() as received:
-        looks = LooksBetweenBlocks(blocks, received)
-        with looks.looking(1):
-            for block in blocks:
-                y = block(y)
-                y.register_hook(lambda _: torch.cuda._sleep(400_000_000))  # cycles: about 0.2 s of 1.6
-            torch.cuda.synchronize()
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-            with pytest.raises(Stopped):
-                y.sum().backward()
+    blocks, _, y = blocks_on("cuda")
+    with stop_signals() as received, stopping_of(blocks, received).looking():
+        for block in blocks:
+            y = block(y)
+            y.register_hook(lambda _: torch.cuda._sleep(400_000_000))  # cycles: about 0.2 s of 1.6
+        torch.cuda.synchronize()
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(Stopped):
+            y.sum().backward()
