@@ -304,7 +304,7 @@ class NSA(AttentionKind):
         blocks = np.arange(num_blocks)
         candidates = int(np.maximum(0, blocks - LOCAL_TOKENS // BLOCK_SIZE).sum())
         choice = BLOCK_SIZE // WINDOW_STRIDE * candidates * product // BLOCK_SIZE
-        selected = sparse_flops(length, H, K, self._selected)
+        selected = sparse_flops(length, H, K, self.selected)
         in_window = int((np.minimum(blocks, self.window // BLOCK_SIZE) + 1).sum()) * product
         backward = BACKWARD_FLOPS * compressed + selected.backward + 7 * in_window
         return AttentionFlops(compressed + selected.forward + 2 * in_window, choice, backward)
@@ -336,7 +336,7 @@ class NSA(AttentionKind):
         }
 
     @property
-    def _selected(self) -> Sparse:
+    def selected(self) -> Sparse:
         """The selected branch as a kind of its own."""
         return Sparse(self.list_length, BLOCK_SIZE, LOCAL_TOKENS, 0, self.workspace_bytes)
 
@@ -394,7 +394,7 @@ def _footprint(
     `results` counts three outputs with log-sum-exps. Forward makes them one after the other: while an earlier branch
     runs, the later ones' do not exist yet, and `forward` subtracts them.
     """
-    selected_forward, selected_backward = sparse_workspace(T, H, G, K, nsa._selected, element_size)
+    selected_forward, selected_backward = sparse_workspace(T, H, G, K, nsa.selected, element_size)
     windows, longest_windows = T // WINDOW_STRIDE, None if longest is None else longest // WINDOW_STRIDE
     of_a_head = head_bytes(backend, windows, context_length // WINDOW_STRIDE, longest_windows, K, element_size)
     heads = heads_at_a_time(H, G, of_a_head, nsa.workspace_bytes)

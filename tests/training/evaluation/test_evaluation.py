@@ -19,6 +19,7 @@ from training.evaluation import __main__ as command
 from training.evaluation.__main__ import main
 from training.families import to_config_json
 from training.parallel.fsdp import copy_weights, initial_weights
+from training.run.build import shape_with
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def folders(tmp_path_factory):
         (data / f"{i}.txt").write_text("".join(f"line {j} of {i * j}\n" for j in range(10 + 5 * i)))
     found = {"data": str(data)}
     for kind, heads in (("full", "qwen3"), ("nsa", "qwen3_nsa")):
-        shape = replace(TINY, num_hidden_layers=1, attention_type=kind)
+        shape = shape_with(kind, replace(TINY, num_hidden_layers=1))
         model = Transformer(shape)
         copy_weights(model, initial_weights(model, seed=0))
         settings = {"data": [str(data)], "validation_fraction": 0.3, "seed": 1, "context_length": 256}

@@ -300,7 +300,7 @@ def test_one_model_under_one_placement_after_another(dry_run):
     alone = [dry_run(step, one)[0] for one in execution]
     in_turn = dry_run(step, *execution, execution[0], warm_up=True)
     assert [m.stages for m in in_turn] == [m.stages for m in (*alone, alone[0])]
-    assert in_turn[0].host_bytes > step.host_bytes(execution[0]) > 0 == in_turn[1].host_bytes
+    assert in_turn[0].host_bytes >= step.host_bytes(execution[0]) > 0 == in_turn[1].host_bytes
 
 
 def test_what_a_broken_off_step_leaves_is_cleared():
