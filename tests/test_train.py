@@ -206,6 +206,13 @@ def test_what_a_run_writes_is_not_its_data(corpus, tmp_path, capsys):
     assert f"output_dir {tmp_path}/run lies in data {tmp_path}, which would be read" in capsys.readouterr().err
 
 
+def test_data_of_a_symbolic_link_to_itself(tmp_path, capsys):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert train.main(arguments(str(loop), tmp_path / "run")) == 1
+    assert f"data path {loop} does not exist" in capsys.readouterr().err
+
+
 def test_inherited_settings_that_a_flag_contradicts_are_dropped(corpus, tmp_path, caplog, capsys):
     caplog.set_level(logging.INFO)
     run = tmp_path / "run"

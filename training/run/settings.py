@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
+from os.path import realpath
 from pathlib import Path
 
 from kernels.common import IMPLEMENTATIONS
@@ -129,7 +130,7 @@ def check_config(config: TrainConfig) -> None:
     if config.tensorboard and find_spec("tensorboard") is None:
         raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard")
     for path in config.data:
-        if not config.show_batch and Path(config.output_dir).resolve().is_relative_to(Path(path).resolve()):
+        if not config.show_batch and Path(realpath(config.output_dir)).is_relative_to(realpath(path)):
             raise UserError(
                 f"output_dir {config.output_dir} lies in data {path}, which would be read with what the run writes; "
                 "give another output_dir"
