@@ -316,7 +316,7 @@ def time_saving(
         "seconds_of_each_without": [round(value, 2) for value in seconds[False]],
         "seconds_of_each_beside": [round(value, 2) for value in seconds[True]],
         "seconds_waited_for_the_save_before": [round(value, 2) for value in waited],
-        "checkpoint_gb": size / 1e9,  # of the last one alone
+        "checkpoint_gb": size / 1e9,  # the last checkpoint, the only one kept
         "seconds_until_read": saver.seconds_read,
         "written_gb_per_second": size / 1e9 / saver.seconds_read,
         "seconds_of_a_save": saver.seconds,  # until it is flushed and renamed
