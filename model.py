@@ -332,14 +332,12 @@ class Transformer(nn.Module):
         """
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
-            return
-        if name.endswith("bias"):
+        elif name.endswith("bias"):
             tensor.zero_()
-            return
-        std = self.config.initializer_range
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            std *= (2 * self.config.num_hidden_layers) ** -0.5
-        tensor.normal_(0.0, std, generator=generator)
+        else:
+            writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+            scale = (2 * self.config.num_hidden_layers) ** -0.5 if writes else 1.0
+            tensor.normal_(0.0, scale * self.config.initializer_range, generator=generator)
 
     @property
     def output_weight(self) -> Tensor:
@@ -383,38 +381,28 @@ class Transformer(nn.Module):
             if tensor is not None and tensor.shape != input_ids.shape:
                 expected, got = tuple(input_ids.shape), tuple(tensor.shape)
                 raise ValueError(f"{name} must have input_ids' shape {expected}, got {got}")
-        x_BTD = self.embed_tokens(input_ids)
-        if documents is not None:
-            positions_BT = documents.positions_BT.to(input_ids.device, non_blocking=True)
         # The last position of a whole sequence has no target and is left out of the loss. Were it kept, the chunked
         # loss would have to gather the rows that have a target.
         if labels is not None:
-            labels = labels if documents is None else labels.masked_fill(positions_BT == 0, IGNORE_INDEX)
+            if positions_BT is not None:
+                labels = labels.masked_fill(positions_BT.to(labels.device) == 0, IGNORE_INDEX)
             targets = labels[:, 1:]
         elif targets is not None and (documents is None or documents.are_whole):
             has_none = (targets[:, -1] == IGNORE_INDEX).all()
             assert_async(has_none, "targets must be -100 at the last position of a whole sequence")
             targets = targets[:, :-1]
-        context = self._context(input_ids, documents, positions_BT, caches)
+        x_BTD, context = self.embed_tokens(input_ids), self._context(input_ids, documents, caches)
         for layer in self.layers:
             x_BTD = layer(x_BTD, context)
         x_BTD = self.norm(x_BTD)
-        output = ModelOutput(hidden_states=x_BTD if return_hidden_states else None)
-        logits_BTV = None
-        if return_logits:
-            logits_BTV = self.linear(self.tensor_ranks.enter(x_BTD), self.output_weight)
-            output.logits = self.tensor_ranks.gather(logits_BTV)
-        if targets is not None:
-            output.loss = self._loss(x_BTD, targets, logits_BTV, denominator)
-        return output
+        logits_BTV = self.linear(self.tensor_ranks.enter(x_BTD), self.output_weight) if return_logits else None
+        return ModelOutput(
+            loss=self._loss(x_BTD, targets, logits_BTV, denominator) if targets is not None else None,
+            logits=self.tensor_ranks.gather(logits_BTV) if logits_BTV is not None else None,
+            hidden_states=x_BTD if return_hidden_states else None,
+        )
 
-    def _context(
-        self,
-        input_ids: Tensor,
-        documents: Documents | None,
-        positions_BT: Tensor | None,
-        caches: list[KeyValueCache] | None,
-    ) -> Context:
+    def _context(self, input_ids: Tensor, documents: Documents | None, caches: list[KeyValueCache] | None) -> Context:
         (_, T), device = input_ids.shape, input_ids.device
         start = caches[0].length if caches else 0
         if caches and (documents is not None or (start and T > 1)):
@@ -423,42 +411,30 @@ class Transformer(nn.Module):
             cos, sin = self.rotary.tables(start + T, device)
             return Context(cos[start : start + T], sin[start : start + T], start + T, caches=caches)
         # The positions in a share of a sequence reach as far as the whole sequence's longest document.
-        longest = max(documents.lengths)
+        longest, positions_BT = max(documents.lengths), documents.positions_BT.to(device, non_blocking=True)
         cos, sin = self.rotary.tables(max(T, longest), device)
         return Context(cos[positions_BT], sin[positions_BT], longest, documents.segments)
 
     def _loss(self, x_BTD: Tensor, targets: Tensor, logits_BTV: Tensor | None, denominator) -> Tensor:
         """Cross-entropy of the first positions against their targets [B, T or T - 1], float32 scalar.
 
-        The loss reads `logits_BTV` where they are given. Without them, `ModelConfig.uses_chunked_loss` chooses between
-        the chunked and the standard loss.
+        The loss reads `logits_BTV` where they are given. Without them, `Share.uses_chunked_loss` chooses.
         """
-        size = x_BTD.shape[:2].numel(), x_BTD.element_size()
-        ranks = self.tensor_ranks
-        options = {"ignore_index": IGNORE_INDEX, "denominator": denominator, "process_group": ranks.group}
-        options["impl"] = self.impl
+        ranks, size = self.tensor_ranks, (x_BTD.shape[:2].numel(), x_BTD.element_size(), self.loss_impl)
+        options = dict(ignore_index=IGNORE_INDEX, denominator=denominator, process_group=ranks.group, impl=self.impl)
         num_without = x_BTD.shape[1] - targets.shape[1]
         x_BTD = x_BTD[:, : targets.shape[1]]
-        if logits_BTV is None and self.share.uses_chunked_loss(*size, self.loss_impl):
-            log_loss_choice("chunked", self.share, *size, self.loss_impl)
+        is_chunked = logits_BTV is None and self.share.uses_chunked_loss(*size)
+        log_loss_choice(is_chunked, self.share, *size)
+        if is_chunked:
             return linear_cross_entropy(x_BTD, self.output_weight, targets, linear=self.linear, **options)
-        log_loss_choice("standard", self.share, *size, self.loss_impl)
         if logits_BTV is None:  # no caller reads these logits, so their gradient may overwrite them
             logits_BTV = self.linear(ranks.enter(x_BTD), self.output_weight)
             return cross_entropy(logits_BTV, targets, inplace=True, **options)
         return cross_entropy(logits_BTV, F.pad(targets, (0, num_without), value=IGNORE_INDEX), **options)
 
-    def generate(
-        self,
-        input_ids: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
+    def generate(self, input_ids: Tensor, max_new_tokens: int, **options) -> Tensor:
         """`input_ids` [B, T >= 1] and what `next_tokens` yields after them, int64 [B, T + max_new_tokens]."""
-        options = {"temperature": temperature, "top_p": top_p, "generator": generator}
         return torch.cat([input_ids, *self.next_tokens(input_ids, max_new_tokens, **options)], dim=1)
 
     @torch.no_grad()
@@ -514,8 +490,9 @@ def choose_tokens(
 
 
 @functools.lru_cache(maxsize=64)
-def log_loss_choice(choice: str, share: Share, num_tokens: int, bytes_per_logit: int, loss_impl: str) -> None:
+def log_loss_choice(is_chunked: bool, share: Share, num_tokens: int, bytes_per_logit: int, loss_impl: str) -> None:
     """Say once for each size which loss runs, and why."""
     gb = share.projected_logits_bytes(num_tokens, bytes_per_logit) / 2**30
+    choice = "chunked" if is_chunked else "standard"
     reason = "forced by loss_impl" if loss_impl != "auto" else "the threshold is 10 GB"
     logger.info("loss: %s (%d tokens would project to %.2f GB of logits; %s)", choice, num_tokens, gb, reason)

@@ -204,7 +204,8 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
             synchronize(world)
             every.append(time.perf_counter() - start)
             if world.is_main:
-                print(f"{setting}, step {len(every)}: {every[-1]:.2f} s, loss {losses[-1]}", file=sys.stderr)
+                peak = f", {torch.cuda.max_memory_allocated() / GIB:.2f} GiB" if on_gpu else ""
+                print(f"{setting}, step {len(every)}: {every[-1]:.2f} s{peak}, loss {losses[-1]}", file=sys.stderr)
         seconds = statistics.mean(every[-len(timed) :])
         if arguments.save_to is not None:
             batches = [ranks[world.data_rank] for ranks in timed] * arguments.steps

@@ -195,10 +195,10 @@ def check_loss_choice(world: World) -> None:
     """The switch to the chunked loss counts the logits of a rank's own tokens."""
     case = CASES["dense, packed"]._replace(loss_impl="auto")
     own_logits = 2 * case.T // world.context_size * 256 * 4  # bytes of 2 sequences of float32
-    for threshold, choice in ((own_logits, "standard"), (own_logits - 1, "chunked")):
+    for threshold, is_chunked in ((own_logits, False), (own_logits - 1, True)):
         with mock.patch("model.CHUNKED_LOSS_THRESHOLD_BYTES", threshold), mock.patch("model.log_loss_choice") as log:
             loss_and_gradients(case, world, batch_size=2)
-        assert {call.args[0] for call in log.call_args_list} == {choice}
+        assert {call.args[0] for call in log.call_args_list} == {is_chunked}
 
 
 def train_shared(world: World, folder: Path) -> None:
