@@ -167,10 +167,17 @@ def sparse() -> list[list[str]]:
         (run["context_length"], setting): (run, result)
         for run in step_runs() for setting, result in run["results"].items()
     }  # fmt: skip
+    dense_seconds = {  # extrapolated where no whole step was measured
+        result["settings"]["context_length"]: result["summary"].get("extrapolated_seconds")
+        for result in results("profile_step_*.json") if result["settings"]["attention_type"] == "full"
+    }  # fmt: skip
+    dense_seconds |= {
+        context: result["seconds"] for (context, setting), (_, result) in latest.items() if setting == "auto"
+    }
     for (context, setting), (run, result) in latest.items():
         limit, _, kind = setting.partition("+")
-        if kind in KINDS and (context, "auto") in latest:
-            dense = latest[context, "auto"][1]["seconds"]
+        if kind in KINDS:
+            dense = dense_seconds[context]
             rows.append([
                 kind, f"{context:,}", cap(limit),
                 differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
@@ -183,10 +190,7 @@ def sparse() -> list[list[str]]:
             continue
         context, peak = result["settings"]["context_length"], result["summary"]["measured_peak"] / GIB
         seconds = result["summary"]["measured_seconds"]
-        [dense] = [  # extrapolated
-            other["summary"]["extrapolated_seconds"] for other in results("profile_step_*.json")
-            if other["settings"]["context_length"] == context and other["settings"]["attention_type"] == "full"
-        ]  # fmt: skip
+        dense = dense_seconds[context]
         flops = 3 * MODEL_SIZES["4B"].forward_flops([context], 36 * [KINDS[kind]()])
         rows.append([
             kind, f"{context:,}", "none",
