@@ -5,8 +5,8 @@ moment of starting, training or saving; half of the kills come while a save goes
 as a checkpoint must verify, and the newest must not be older than before: only the steps since then are lost. A run
 that reaches its end must equal an undisturbed run bit for bit, and leave the same files. Then another run begins.
 
-`python -m tests.storm damage --count 500` damages checkpoints, `python -m tests.storm bad_input --count 600` generates
-bad input.
+`python -m tests.storm signals --count 100` sends signals, `damage --count 500` damages checkpoints, and `bad_input
+--count 1000` generates bad input of all commands.
 """
 
 import argparse
@@ -40,15 +40,19 @@ FLAGS = "--context_length 64 --batch_size 2 --warmup_steps 2 --sample_tokens 0 -
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", nargs="?", default="kills", choices=("kills", "damage", "bad_input"))
+    parser.add_argument("kind", nargs="?", default="kills", choices=("kills", "signals", "damage", "bad_input"))
     parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--ranks", type=int, default=1, help="processes of a run that is killed")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of a run that is killed or signalled")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder, count, seed = Path(name), arguments.count, arguments.seed
         if arguments.kind == "kills":
             print(storm(folder, count, arguments.ranks, seed))
+        elif arguments.kind == "signals":
+            from tests.storm_of_signals import storm_of_signals  # imports this module
+
+            print(storm_of_signals(folder, count, arguments.ranks, seed))
         elif arguments.kind == "damage":
             print(storm_of_damage(folder, count, seed))
         else:

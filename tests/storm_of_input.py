@@ -1,10 +1,9 @@
 """Generated bad input: `python -m tests.storm bad_input --count 600`.
 
-Each case is a command of train.py or profile_memory.py. It has a few flags of generated values, or a file of it is
-spoiled: bytes are changed, cut or inserted; a value of its JSON is replaced, removed or nested deeply; or a pipe, a
-folder, a device or a loop of links takes its place. Half of the time a checkpoint's manifest is made to agree, as if
-somebody had edited both by hand. A command must be refused in one line, or get as far as building a model; it must not
-hang.
+Each case is one of COMMANDS. It has a few flags of generated values, or a file that it reads is spoiled: bytes are
+changed, cut or inserted; a value of its JSON is replaced, removed or nested deeply; or a pipe, a folder, a device or a
+loop of links takes its place. Half of the time a checkpoint's manifest is made to agree, as if somebody had edited both
+by hand. A command must be refused in one line, or get as far as building a model or to its end; it must not hang.
 """
 
 import contextlib
@@ -12,22 +11,29 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import string
 import traceback
 import zlib
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 import profile_memory
 import train
+import training.data.__main__ as data
+import training.evaluation.__main__ as evaluation
 from model import MODEL_SIZES, Transformer
 from tests.test_train import ROOT, SMALL
 from tests.training.data.test_tokenizer import write_tokenizer
+from training import generate, plots
+from training.checkpoint import weights
 from training.run.settings import TrainConfig
 
 SECONDS = 60  # a command that takes longer hangs
@@ -40,15 +46,49 @@ OTHERS = [None, True, 0, -1, 2.5, 10**30, float("nan"), float("inf"), "", "x", "
 DEEP = 50_000
 # Values with which train.py would read a whole machine's files, or write outside of the test's folder.
 NOT_GIVEN = {("data", "~"), ("data", "--"), ("output_dir", "~"), ("data", "/dev/null")}
-FILES = {
-    "run.toml": ["--config", "run.toml"],
-    "corpus.txt": ["--data", "corpus.txt"], "chat.jsonl": ["--data", "chat.jsonl"],
-    "tokenizer.json": ["--tokenizer", "tokenizer.json"],
-    **{f"weights/{name}": ["--init_from", "weights", "--tokenizer", "bytes"] for name in
+STEP = "run/step_00000002"
+
+
+class Command(NamedTuple):
+    """A command that a case calls: its main function, the dataclass of its flags, and the flags that each case has."""
+
+    main: Callable
+    flags: type
+    base: list[str]
+
+
+COMMANDS = {
+    "train": Command(
+        train.main, TrainConfig,
+        ["--data", "corpus.txt", "--output_dir", "fresh", *SMALL, "--validation_sequences", "2"],
+    ),
+    "profile": Command(profile_memory.main, profile_memory.ProfileFlags, ["--device=cpu"]),
+    "generate": Command(generate.main, generate.GenerateFlags, [STEP, "a text", "--max_new_tokens=2"]),
+    "evaluation": Command(
+        evaluation.main, evaluation.EvaluationFlags, [STEP, "--sequences=1", "--samples=1", "--context_length=64"]
+    ),
+    "export": Command(weights.main, weights.ExportFlags, ["export", STEP, "fresh"]),
+    "prepare": Command(
+        data.main, data.PrepareFlags, ["prepare", "corpus.txt", "fresh", "--tokenizer=bytes", "--workers=1"]
+    ),
+    "verify": Command(data.main, data.VerifyFlags, ["verify", "prepared"]),
+    "plots": Command(plots.main, plots.PlotsFlags, ["run"]),
+}  # fmt: skip
+RESUME = ["--output_dir", "run", "--resume"]
+# What reads a file: a command, and flags beside its base. A folder stands for its files.
+FILES: dict[str, list[tuple[str, list[str]]]] = {
+    "run.toml": [("train", ["--config", "run.toml"])],
+    "corpus.txt": [("train", []), ("prepare", [])],
+    "chat.jsonl": [("train", ["--data", "chat.jsonl"])],
+    "tokenizer.json": [("train", ["--tokenizer", "tokenizer.json"])],
+    **{f"weights/{name}": [("train", ["--init_from", "weights", "--tokenizer", "bytes"])] for name in
        ("config.json", "manifest.json", "model.safetensors", "trainer.json")},
-    "shards/model.safetensors.index.json": ["--init_from", "shards", "--tokenizer", "bytes"],
-    **{f"run/step_00000002/{name}": ["--output_dir", "run", "--resume"] for name in
-       ("config.json", "manifest.json", "trainer.json", "rng_0.json", "model.safetensors", "optimizer.safetensors")},
+    "shards/model.safetensors.index.json": [("train", ["--init_from", "shards", "--tokenizer", "bytes"])],
+    **{f"{STEP}/{name}": [("train", RESUME)] for name in ("rng_0.json", "optimizer.safetensors")},
+    **{f"{STEP}/{name}": [("train", RESUME), ("generate", []), ("evaluation", []), ("export", [])] for name in
+       ("config.json", "manifest.json", "trainer.json", "model.safetensors")},
+    "run/metrics.jsonl": [("plots", [])],
+    "prepared": [("verify", []), ("train", ["--data", "prepared"])],
 }  # fmt: skip
 
 
@@ -60,36 +100,29 @@ def storm_of_input(folder: Path, count: int, seed: int) -> dict:
     """Run `count` cases; returns how many were refused and accepted, and under "bad" each traceback or hang."""
     draws, seen, bad = random.Random(seed), Counter(), []
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
-        make_files()
-        for name in ("build", "report"):
-            patch.setattr(train if name == "build" else profile_memory, name, accept)
-        profile_flags = [field.name for field in fields(profile_memory.ProfileFlags)]
+        files = make_files()
+        for module, name in ((train, "build"), (profile_memory, "report"), (generate, "load"), (evaluation, "load")):
+            patch.setattr(module, name, accept)
         for _ in range(count):
-            kind = draws.choice(["flags", "profile flags", "file", "file"])
-            if kind == "file":
-                name = draws.choice([*FILES])
-                how = spoil(Path(name), draws)
-                argv, main = [*base(), *FILES[name]], train.main
-                kind = f"file {name}, {how}"
-            elif kind == "flags":
-                argv, main = [*base(), *some_flags([field.name for field in fields(TrainConfig)], draws)], train.main
+            if draws.random() < 0.5:
+                name = draws.choice([*COMMANDS])
+                command = COMMANDS[name]
+                case, argv = f"flags of {name}", some_flags([field.name for field in fields(command.flags)], draws)
             else:
-                argv, main = [*some_flags(profile_flags, draws), "--device=cpu"], profile_memory.main
-            outcome = run(main, argv)
+                file = draws.choice([*files])
+                name, argv = draws.choice(files[file])
+                command, case = COMMANDS[name], f"{name}, file {file}, {spoil(Path(file), draws)}"
+            outcome = run(command.main, [*command.base, *argv])
             if outcome in ("refused", "accepted"):
                 seen[outcome] += 1
             else:
-                bad.append((kind, [word[:200] for word in argv], outcome))
-            restore()
+                bad.append((case, [word[:200] for word in argv], outcome))
+            restore(files)
     return {**seen, "bad": bad}
 
 
 def accept(*_, **__):
     raise Accepted
-
-
-def base() -> list[str]:
-    return ["--data", "corpus.txt", "--output_dir", "fresh", *SMALL, "--validation_sequences", "2"]
 
 
 def run(main, argv: list[str]) -> str:
@@ -110,16 +143,16 @@ def run(main, argv: list[str]) -> str:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-    line = error.getvalue().strip()
     if status == 0:
         return "accepted"
+    line = re.sub(r".*B/s.*[\r\n]\s*", "", error.getvalue().strip())  # without progress bars
     is_line = line.startswith("error: ") and ("\n" not in line or any("\n" in word for word in argv))
     return "refused" if status == 1 and is_line and len(line) < 12_000 else f"status {status}: {line}"
 
 
 def some_flags(names: list[str], draws: random.Random) -> list[str]:
     flags = []
-    for name in draws.sample(names, draws.randint(1, 3)):
+    for name in draws.sample(names, min(len(names), draws.randint(1, 3))):
         digits = "".join(draws.choices("0123456789", k=draws.choice([1, 3, 10, 20, 400, 5000])))
         text = "".join(draws.choices(string.printable + "é→\U0001f600", k=draws.choice([1, 5, 300, 5000])))
         value = draws.choice([draws.choice(WORDS), digits, f"-{digits}", f"{digits}e{digits[:3]}", text])
@@ -128,10 +161,11 @@ def some_flags(names: list[str], draws: random.Random) -> list[str]:
     return [flag.replace("\0", "") for flag in flags]
 
 
-def make_files() -> None:
-    """Write the files of FILES as they should be, and other files that no command can read."""
+def make_files() -> dict[str, list[tuple[str, list[str]]]]:
+    """Write the files of FILES as they should be, and files that no command can read; returns FILES without folders."""
     Path("corpus.txt").write_text((ROOT / "model.py").read_text())
-    assert train.main([*base(), "--output_dir", "run", "--max_steps", "2", "--sample_tokens", "0"]) == 0
+    assert train.main([*COMMANDS["train"].base, "--output_dir", "run", "--max_steps", "2", "--sample_tokens", "0"]) == 0
+    assert data.main(["prepare", "corpus.txt", "prepared", "--tokenizer=bytes", "--workers=1"]) == 0
     Path("run.toml").write_text(
         'max_steps = 3\nlearning_rate = 0.1\ndata = ["corpus.txt"]\n[table]\nkey = 1979-05-27\n'
     )
@@ -148,12 +182,15 @@ def make_files() -> None:
     os.mkfifo("pipe")
     os.symlink("loop", "loop")
     os.mkdir("folder")
-    for name in FILES:
+    files = {str(path): readers for name, readers in FILES.items() for path in sorted(Path(name).glob("*")) or [name]}
+    for name in files:
         shutil.copyfile(name, Path("folder") / name.replace("/", "_"))
+    return files
 
 
-def restore() -> None:
-    for name in FILES:
+def restore(files: Iterable[str]) -> None:
+    """Write the files anew, and delete what a command wrote."""
+    for name in files:
         path = Path(name)
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)

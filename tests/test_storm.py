@@ -3,10 +3,15 @@
 from tests.storm import storm
 from tests.storm_of_damage import storm_of_damage
 from tests.storm_of_input import storm_of_input
+from tests.storm_of_signals import storm_of_signals
 
 
 def test_kills_lose_nothing(tmp_path):
     assert storm(tmp_path, count=3, ranks=2, seed=1, seconds=3, steps=10)["kills"] == 3
+
+
+def test_signals_lose_nothing(tmp_path):
+    assert sum(storm_of_signals(tmp_path, count=2, ranks=1, seed=2).values()) >= 2
 
 
 def test_damage_is_seen(tmp_path):

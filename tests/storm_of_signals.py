@@ -1,0 +1,66 @@
+"""Signals at random moments: `python -m tests.storm signals --count 100 --ranks 2`.
+
+A run of `train.py --resume auto` gets one or two signals, in one rank or in all, and is started again until it ends. A
+rank that had begun must end with 128 + the signal's number, within SECONDS_TO_SAVE and without a traceback, and no step
+may be lost. The last checkpoint must equal an undisturbed run's bit for bit.
+"""
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.storm import FLAGS, INTERVAL, ROOT, SECONDS, STEPS, last_step, start, wait
+from training.checkpoint.files import checkpoints, step_of
+from training.checkpoint.manifest import verify_checkpoint
+
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+SECONDS_TO_SAVE = 30.0
+
+
+def storm_of_signals(folder: Path, count: int, ranks: int, seed: int) -> dict:
+    """Send signals `count` times; returns what was seen. Raises AssertionError if a run lost a step or ended badly."""
+    draws, seen, runs = random.Random(seed), Counter(), 0
+    flags = ["--data", str(ROOT / "model.py"), "--max_steps", str(STEPS), "--checkpoint_interval", str(INTERVAL)]
+    flags += [*FLAGS.split(), "--resume", "auto", "--output_dir"]
+    whole, log = folder / "whole", folder / "log"
+    assert wait(start([*flags, str(whole)], ranks, log)) == [0] * ranks, log.read_text()
+    while sum(seen.values()) - seen["whole runs"] < count:
+        run, before = folder / f"run{runs}", log.stat().st_size
+        processes = start([*flags, str(run)], ranks, log)
+        deadline = time.monotonic() + draws.uniform(0, SECONDS / 3)  # most runs end sooner
+        while time.monotonic() < deadline and any(process.is_alive() for process in processes):
+            time.sleep(0.002)
+        targets = processes[: draws.choice([1, ranks])]
+        for number in draws.sample(SIGNALS, draws.choice([1, 1, 2])):
+            for process in targets:
+                if process.is_alive():
+                    os.kill(process.pid, number)
+            time.sleep(draws.uniform(0, 0.1))
+        began = time.monotonic()
+        for process in processes:
+            process.join(SECONDS_TO_SAVE)
+        assert not any(process.is_alive() for process in processes), f"it runs on after {SECONDS_TO_SAVE} s: {run}"
+        codes, said = wait(processes), log.read_text()[before:]
+        if all(code == 0 for code in codes):
+            for name in ("model.safetensors", "optimizer.safetensors"):
+                ours, theirs = (checkpoints(each)[-1] / name for each in (run, whole))
+                assert ours.read_bytes() == theirs.read_bytes(), f"{ours} is not what an undisturbed run saves"
+            seen["whole runs"] += 1
+            runs += 1
+            continue
+        if any(-code in SIGNALS for code in codes):
+            seen["before a handler was there"] += 1
+        else:
+            stopped = {128 + number for number in SIGNALS}
+            assert "Traceback" not in said and stopped.issuperset(codes), f"exit statuses {codes}:\n{said[-10_000:]}"
+            seen[f"ended within {1 if time.monotonic() - began < 1 else SECONDS_TO_SAVE:.0f} s"] += 1
+        found = checkpoints(run)
+        for path in found:
+            verify_checkpoint(path)
+        newest = max(map(step_of, found), default=0)
+        begun = min(-code not in SIGNALS for code in codes)
+        assert newest == last_step(run) or not begun, f"{last_step(run)} steps were taken, {newest} is the newest"
+    return seen
