@@ -18,7 +18,7 @@ from benchmarks.common import (
     relative_error,
     time_interleaved,
 )
-from kernels.cross_entropy import RowOptions, cross_entropy, cross_entropy_reference, row_step
+from kernels.cross_entropy import RowOptions, Shard, cross_entropy, cross_entropy_reference, row_step
 
 # (warps in a program, columns that a thread takes at once)
 CONFIGURATIONS = [(32, 8), (32, 16), (16, 8), (16, 16), (16, 32), (8, 16), (8, 32), (8, 64)]
@@ -76,7 +76,7 @@ def sweep(num_rows: int, vocab: int, copy_rate: float, device: torch.device) -> 
 
     def step(num_warps, per_thread):
         module.launch_configuration = lambda *_: {"BLOCK": 32 * num_warps * per_thread, "num_warps": num_warps}
-        row_step(logits, target, None, options, gradient=logits)
+        row_step(logits, target, None, options, Shard(None, 0, vocab), gradient=logits)
 
     chosen = module.launch_configuration
     steps = {f"{w} warps, {n} columns a thread": lambda w=w, n=n: step(w, n) for w, n in CONFIGURATIONS}

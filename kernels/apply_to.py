@@ -59,15 +59,10 @@ def _attention_forward(original: FunctionType, impl: str):
     torch.compile guards the copy: with the name, it would guard the module, which has another function.
     """
     if "apply_rotary_pos_emb" not in original.__code__.co_names:
-        raise ValueError(
-            f"{original.__qualname__} calls no apply_rotary_pos_emb: an unsupported version of transformers"
-        )
+        raise ValueError(f"{original.__qualname__} has no apply_rotary_pos_emb: transformers of an unsupported version")
 
     def apply_rotary_pos_emb(q, k, cos, sin):
-        """Rotates q [B, H, T, K] and k [B, G, T, K], views of [B, T, heads, K].
-
-        cos and sin are [B or 1, T, K], and their second half repeats the first.
-        """
+        """Rotates q [B, H, T, K] and k [B, G, T, K] by cos and sin [B or 1, T, K], whose halves are equal."""
         cos, sin = (table[..., : table.shape[-1] // 2].squeeze(0) for table in (cos, sin))
         q, k = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, impl=impl)
         return q.transpose(1, 2), k.transpose(1, 2)
@@ -113,18 +108,13 @@ def _causal_lm_forward(original, impl: str):
         all_logits = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is None or not all_logits:
             return original(self, **inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
-        return_dict = kwargs.pop("return_dict", None)
-        if return_dict is None:
-            return_dict = self.config.return_dict
+        asked = kwargs.pop("return_dict", None)
+        return_dict = self.config.return_dict if asked is None else asked
         loss_arguments = {name: kwargs.pop(name) for name in LOSS_ARGUMENTS if name in kwargs}
         outputs = self.model(**inputs, **kwargs, return_dict=True)
         loss = _loss(self, outputs.last_hidden_state, labels, impl, **loss_arguments)
-        outputs = output_class(
-            loss=loss,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        others = {name: getattr(outputs, name) for name in ("past_key_values", "hidden_states", "attentions")}
+        outputs = output_class(loss=loss, **others)
         return outputs if return_dict else outputs.to_tuple()
 
     return forward
@@ -133,9 +123,9 @@ def _causal_lm_forward(original, impl: str):
 def apply_to(model: nn.Module, *, impl: str = "auto", loss: bool = True) -> dict[str, int]:
     """Replaces RMSNorm, RoPE, the gated MLP and the loss of a Hugging Face model instance, in place.
 
-    Called with `labels`, the model then returns the loss without logits (`logits` is None), in training and in
-    evaluation. `num_items_in_batch`, `shift_labels` and `ignore_index` keep their meaning from transformers. The
-    model's own forward runs without `labels`, and where `logits_to_keep` asks for logits.
+    Called with `labels`, the model then returns the loss without logits (`logits` is None), in training and evaluation.
+    `num_items_in_batch`, `shift_labels` and `ignore_index` mean what they mean in transformers. The model's own forward
+    runs without `labels`, and where `logits_to_keep` asks for logits.
 
     Args:
         model: Llama, Mistral, Qwen2, Qwen3 or Gemma2, with or without its language-model head, or wrapped by PEFT.
@@ -169,9 +159,8 @@ def apply_to(model: nn.Module, *, impl: str = "auto", loss: bool = True) -> dict
             replacements.append(("gated_mlp", module, _gated_mlp_forward(activation, impl)))
         elif loss and "lm_head" in dict(module.named_children()):
             if module.loss_function.__name__ != "ForCausalLMLoss":
-                raise ValueError(
-                    f"the model's loss is {module.loss_function.__name__}, not ForCausalLMLoss; use loss=False"
-                )
+                name = module.loss_function.__name__
+                raise ValueError(f"the model's loss is {name}, not ForCausalLMLoss; use loss=False")
             replacements.append(("loss", module, _causal_lm_forward(original, impl)))
     for _, module, _ in replacements:
         if "forward" in vars(module):

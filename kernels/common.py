@@ -15,12 +15,8 @@ SKIPPABLE: set[str] = set()
 class Keepable(NamedTuple):
     """Declaration of an operation's results that are worth keeping, see `operation`."""
 
-    kind: str  # "results" or "choices"
+    kinds: tuple[str, ...]  # "results", "choices" or both
     choice: int | None  # position of the argument that takes a kept choice
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return (self.kind,) if self.choice is None else (self.kind, "choices")
 
 
 KEEPABLE: dict[str, Keepable] = {}  # by the operation's name
@@ -31,8 +27,8 @@ def operation(
 ) -> Callable:
     """Decorator that makes a `torch.library.custom_op` without mutated arguments, known to activation checkpointing.
 
-    Activation checkpointing runs the forward of a transformer block again in backward, to build its graph again.
-    Operations that are declared keepable or skippable need not run in this second forward.
+    Activation checkpointing runs the forward of a transformer block again in backward. Operations that are declared
+    keepable or skippable need not run in this second forward.
 
     Args:
         name: "fathom::...".
@@ -47,7 +43,7 @@ def operation(
     def register(function: Callable):
         if keepable:
             choice = [*inspect.signature(function).parameters].index(chooses) if chooses else None
-            KEEPABLE[name] = Keepable(keepable, choice)
+            KEEPABLE[name] = Keepable((keepable, "choices") if chooses else (keepable,), choice)
         if skippable:
             SKIPPABLE.add(name)
         return torch.library.custom_op(name, function, mutates_args=())

@@ -12,9 +12,6 @@ z[y]; and, for label smoothing, sum_v w[v] * (z[v] - z[y]). The label's own term
 nor p[y] - 1 cancels where the model is sure of the label, and an offset common to all logits costs no digits.
 Statistics leave the kernel because ranks that share V combine theirs (`process_group`).
 
-The kernel reads a row twice and writes it once. Its second pass runs backwards, to read first what is still in the
-caches. One large program per row keeps few enough rows in flight for this.
-
 Kept for backward: logits and 16 bytes per row; with inplace=True only the gradient, in the logits' storage.
 """
 
@@ -214,8 +211,8 @@ def _cross_entropy_kernel(
     """Computes or reads the statistics of a row, then stores its gradient if gradient_ptr is given.
 
     Whole blocks of columns without the label need no masks, and so half the instructions. The gradient goes through
-    the columns backwards, because the columns that were read last are still in the L2 cache. Column 0 is class
-    first_class. The gradient may overwrite the logits.
+    the columns backwards, because the columns that were read last are still in the L2 cache. It may overwrite the
+    logits. Column 0 is class first_class.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
@@ -334,24 +331,39 @@ def launch_configuration(num_columns: int, itemsize: int) -> dict[str, int]:
     return {"BLOCK": num_warps * 32 * thread_bytes // itemsize, "num_warps": num_warps}
 
 
+class Shard(NamedTuple):
+    """Classes of the columns of this rank's logits."""
+
+    group: dist.ProcessGroup | None
+    first_class: int
+    num_classes: int  # over all ranks
+
+
+def shard_of(group_name: str | None, num_columns: int) -> Shard:
+    """Returns this rank's shard where each rank of a group has `num_columns`, in the order of ranks; None: no group."""
+    if group_name is None:
+        return Shard(None, 0, num_columns)
+    group = resolve_process_group(group_name)
+    return Shard(group, dist.get_rank(group) * num_columns, dist.get_world_size(group) * num_columns)
+
+
 def row_step(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
     options: RowOptions,
+    shard: Shard,
     *,
     statistics: Tensor | None = None,
     gradient: Tensor | None = None,
     scale: Tensor | None = None,
-    first_class: int = 0,
-    num_classes: int | None = None,
 ) -> Tensor:
-    """Returns the statistics of rows, and writes their gradients times `scale` into `gradient`. Not differentiable.
+    """Returns the statistics of this rank's columns, and writes gradients times `scale` into `gradient`.
 
     Args:
-        logits: [N, C], the classes first_class to first_class + C of num_classes (default C). Rows are contiguous.
+        logits: [N, C], the classes shard.first_class to shard.first_class + C. Rows are contiguous.
         target: [N] int64, contiguous.
-        weight: [num_classes], contiguous, or None.
+        weight: [shard.num_classes], contiguous, or None.
         statistics: [4, N], of whole rows where C is a shard; computed if None.
         gradient: [N, C], may be `logits`.
         scale: [] or [N], of the statistics' dtype.
@@ -359,11 +371,9 @@ def row_step(
     Returns:
         The statistics, [4, N] float32 (float64 for float64 logits).
     """
-    (num_rows, num_columns), num_classes = logits.shape, num_classes or logits.shape[1]
     if not options.use_triton:
-        return _row_step_in_torch(
-            logits, target, weight, options, statistics, gradient, scale, first_class, num_classes
-        )
+        return _row_step_in_torch(logits, target, weight, options, shard, statistics, gradient, scale)
+    num_rows, num_columns = logits.shape
     has_statistics = statistics is not None
     if not has_statistics:
         statistics = torch.empty(4, num_rows, dtype=torch.float32, device=logits.device)
@@ -372,7 +382,7 @@ def row_step(
             logits, logits.stride(0), target, weight, None if weight is None else weight.sum(dtype=torch.float32),
             statistics, gradient, 0 if gradient is None else gradient.stride(0),
             scale, scale.stride(0) if scale is not None and scale.dim() else 0,
-            num_rows, num_columns, first_class, num_classes,
+            num_rows, num_columns, shard.first_class, shard.num_classes,
             IGNORE_INDEX=options.ignore_index, LABEL_SMOOTHING=options.label_smoothing, Z_LOSS=options.z_loss,
             SOFTCAP=options.softcap, HAS_STATISTICS=has_statistics, VECTOR=VECTOR,
             **launch_configuration(num_columns, logits.element_size()),
@@ -380,14 +390,14 @@ def row_step(
     return statistics
 
 
-def _row_step_in_torch(logits, target, weight, options, statistics, gradient, scale, first_class, num_classes):
+def _row_step_in_torch(logits, target, weight, options, shard, statistics, gradient, scale):
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if options.softcap is not None:
         z = options.softcap * torch.tanh(z / options.softcap)
     valid = target != options.ignore_index
-    is_label = torch.arange(z.shape[1], device=z.device) == (target - first_class)[:, None]  # [N, C]
-    class_weight = z.new_ones(num_classes) if weight is None else weight.to(z.dtype)
-    here = slice(first_class, first_class + z.shape[1])
+    is_label = torch.arange(z.shape[1], device=z.device) == (target - shard.first_class)[:, None]  # [N, C]
+    class_weight = z.new_ones(shard.num_classes) if weight is None else weight.to(z.dtype)
+    here = slice(shard.first_class, shard.first_class + z.shape[1])
 
     if statistics is None:
         maximum = z.amax(1)
@@ -405,7 +415,7 @@ def _row_step_in_torch(logits, target, weight, options, statistics, gradient, sc
         excess = options.label_smoothing * class_weight.mean() + 2 * options.z_loss * (maximum + total.log())
         factor = (label_weight + excess) / total
         dz = torch.where(is_label, (excess - factor * others)[:, None], (z - maximum[:, None]).exp() * factor[:, None])
-        dz -= options.label_smoothing / num_classes * class_weight[here]
+        dz -= options.label_smoothing / shard.num_classes * class_weight[here]
         if options.softcap is not None:
             dz *= 1 - (z / options.softcap).square()
         if scale is not None:
@@ -414,28 +424,11 @@ def _row_step_in_torch(logits, target, weight, options, statistics, gradient, sc
     return statistics
 
 
-class Shard(NamedTuple):
-    """Classes of the columns of this rank's logits."""
-
-    group: dist.ProcessGroup | None
-    first_class: int
-    num_classes: int  # over all ranks
-
-
-def shard_of(group_name: str | None, num_columns: int) -> Shard:
-    """Returns this rank's shard where each rank of a group has `num_columns`, in the order of ranks; None: no group."""
-    if group_name is None:
-        return Shard(None, 0, num_columns)
-    group = resolve_process_group(group_name)
-    return Shard(group, dist.get_rank(group) * num_columns, dist.get_world_size(group) * num_columns)
-
-
 def sharded_row_step(logits, labels, weight, options, shard, gradient=None, scale=None):
     """Does `row_step` where each rank holds a shard of every row, with one all-gather of [4, n] statistics."""
     if shard.group is None:
-        return row_step(logits, labels, weight, options, gradient=gradient, scale=scale)
-    classes = {"first_class": shard.first_class, "num_classes": shard.num_classes}
-    own = row_step(logits, labels, weight, options, **classes)
+        return row_step(logits, labels, weight, options, shard, gradient=gradient, scale=scale)
+    own = row_step(logits, labels, weight, options, shard)
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(shard.group))]
     dist.all_gather(gathered, own, group=shard.group)
     maxima, others, true_logits, deviations = torch.stack(gathered, dim=1)  # [N, n] each
@@ -448,7 +441,7 @@ def sharded_row_step(logits, labels, weight, options, shard, gradient=None, scal
     deviation = deviations.sum(0) - (shard_sums.sum() - shard_sums[owner]) * true_logit
     statistics = torch.stack([maximum, others, true_logit, deviation])
     if gradient is not None:
-        row_step(logits, labels, weight, options, statistics=statistics, gradient=gradient, scale=scale, **classes)
+        row_step(logits, labels, weight, options, shard, statistics=statistics, gradient=gradient, scale=scale)
     return statistics
 
 
@@ -498,11 +491,8 @@ def _backward(
     """Returns the gradient of the logits, each row times its d_losses."""
     gradient = logits.new_empty(logits.shape)
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
-    _, first_class, num_classes = shard_of(group_name, logits.shape[1])
-    row_step(
-        logits, target, weight, options, statistics=statistics, gradient=gradient, scale=d_losses,
-        first_class=first_class, num_classes=num_classes,
-    )  # fmt: skip
+    shard = shard_of(group_name, logits.shape[1])
+    row_step(logits, target, weight, options, shard, statistics=statistics, gradient=gradient, scale=d_losses)
     return gradient
 
 
@@ -600,7 +590,7 @@ def cross_entropy(
         target: [...] int64 labels in [0, V), or `ignore_index`.
         weight: [V] class weights (of all ranks' classes under `process_group`). Not differentiated.
         reduction: "mean", "sum" or "none".
-        ignore_index: rows with this label count for nothing: loss and gradient are 0.
+        ignore_index: rows with this label have a loss and a gradient of 0.
         label_smoothing: in [0, 1] (Szegedy et al. 2016, arXiv:1512.00567).
         z_loss: adds z_loss * log_sum_exp^2 to each row's loss (Chowdhery et al. 2022, arXiv:2204.02311).
         softcap: replaces logits by softcap * tanh(logits / softcap), as Gemma 2 does (arXiv:2408.00118).
@@ -626,10 +616,9 @@ def cross_entropy(
     on_triton = use_triton(impl, logits)
     group_name, num_shards = (None, 1) if process_group is None else (process_group.group_name, process_group.size())
     num_classes = num_shards * logits.shape[-1]
-    check_options(logits, target, weight, num_classes, reduction, label_smoothing, softcap)
+    labels, weight = checked_labels_and_weight(logits, target, weight, num_classes, reduction, label_smoothing, softcap)
     if inplace and not logits.is_contiguous():
         raise ValueError(f"inplace=True needs contiguous logits, got strides {logits.stride()}")
-    labels, weight = flat_labels_and_weight(target, weight)
     rows = logits.reshape(-1, logits.shape[-1])
     if rows.stride(1) != 1:
         rows = rows.contiguous()
@@ -648,13 +637,11 @@ def cross_entropy(
     return details(loss, losses, log_sum_exp, target.shape) if return_details else loss
 
 
-def flat_labels_and_weight(target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Returns labels, [N] int64, and class weights as the kernel reads them: contiguous, without a gradient."""
-    return target.reshape(-1).long().contiguous(), None if weight is None else weight.detach().contiguous()
+def checked_labels_and_weight(logits, target, weight, num_classes, reduction, label_smoothing, softcap):
+    """Returns labels [N] int64 and class weights as the kernel reads them: contiguous, without a gradient.
 
-
-def check_options(logits, target, weight, num_classes, reduction, label_smoothing, softcap):
-    """Raises the errors that both losses share; `logits` may be the hidden states from which logits are made."""
+    `logits` may be the hidden states that logits are made of. Raises ValueError for the errors that both losses share.
+    """
     if target.shape != logits.shape[:-1]:
         raise ValueError(f"target must be {list(logits.shape[:-1])}, got {list(target.shape)}")
     if target.is_floating_point() or target.dtype == torch.bool:
@@ -667,6 +654,7 @@ def check_options(logits, target, weight, num_classes, reduction, label_smoothin
         raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
+    return target.reshape(-1).long().contiguous(), None if weight is None else weight.detach().contiguous()
 
 
 def cross_entropy_footprint(num_tokens: int, vocab_size: int, *, element_size: int = 2) -> Footprint:

@@ -11,9 +11,9 @@ Kept for backward: gate and up by `swiglu` and `geglu`, which compute the activa
 `gated_mlp` in tiles.
 
 A tile is some rows of the input. Tiles go through the layer one after another, in buffers of one tile. Backward
-computes a tile's gate and up again. Then d_gate overwrites gate, d_up overwrites up, and the activation, which the
-gradient of down_weight needs, overwrites d. Two of eleven matrix products are repetitions. In return, memory grows with
-the rows by the input, the output and their gradients only. Weight gradients add up over tiles in float32.
+computes a tile's gate and up again, two of its eleven matrix products. Then d_gate overwrites gate, d_up overwrites up,
+and a * up, which the gradient of down_weight needs, overwrites d. Memory grows with the rows by the input, the output
+and their gradients only. Weight gradients add up over tiles in float32.
 """
 
 import torch
@@ -39,12 +39,7 @@ def gated_activation_reference(gate: Tensor, up: Tensor, activation: str) -> Ten
 
 
 def gated_mlp_reference(
-    input: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    *,
-    activation: str = "silu",
+    input: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, *, activation: str = "silu"
 ) -> Tensor:
     """Plain PyTorch with the contract of `gated_mlp`, untiled."""
     gate, up = F.linear(input, gate_weight), F.linear(input, up_weight)
@@ -145,8 +140,8 @@ def _(d_output, gate, up, activation):
 
 
 def _setup_activation(ctx, inputs, output):
-    gate, up, ctx.activation = inputs
-    ctx.save_for_backward(gate, up)
+    *tensors, ctx.activation = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _activation_gradients(ctx, d_output):
@@ -264,7 +259,7 @@ def swiglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
         [..., F], contiguous, in the dtype of gate and up.
 
     Raises:
-        ValueError: unequal shapes or dtypes; with Triton, a dtype other than these three.
+        ValueError: unequal shapes or dtypes; with Triton, another dtype.
     """
     return _gated(gate, up, "silu", impl)
 
@@ -276,10 +271,8 @@ def geglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
 
 def _gated(gate: Tensor, up: Tensor, activation: str, impl: str) -> Tensor:
     if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(
-            "gate and up must be of one shape and dtype, "
-            f"got {list(gate.shape)} {gate.dtype} and {list(up.shape)} {up.dtype}"
-        )
+        got = " and ".join(f"{list(x.shape)} {x.dtype}" for x in (gate, up))
+        raise ValueError(f"gate and up must be of one shape and dtype, got {got}")
     function = _gated_activation if use_triton(impl, gate) else gated_activation_reference
     return function(gate, up, activation)
 
@@ -302,9 +295,9 @@ def gated_mlp(
         gate_weight, up_weight: [F, D].
         down_weight: [D, F]. All weights are laid out as in `torch.nn.Linear`, without biases.
         activation: "silu" or "gelu_tanh".
-        tile_size: None runs all rows at once and keeps gate and up for backward. A number of rows runs one operation
-            over tiles, which keeps the input only. It needs 3 * tile_size * F elements at a time, 0.45 GiB for the
-            4B's MLP in tiles of 8192, and in backward the three weight gradients in float32.
+        tile_size: rows of a tile; None runs all rows at once and keeps gate and up for backward. Tiles need
+            3 * tile_size * F elements at a time, 0.45 GiB for the 4B's MLP in tiles of 8192, and in backward the three
+            weight gradients in float32.
         linear: the part that makes the matrix products.
         impl: "auto", "triton" or "torch".
 
@@ -312,8 +305,7 @@ def gated_mlp(
         [..., D].
 
     Raises:
-        ValueError: unknown activation, tile_size below 1, shapes or dtypes that do not fit; with Triton, a dtype other
-            than float32, bfloat16 and float16.
+        ValueError: unknown activation, tile_size below 1, shapes or dtypes that do not fit.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")

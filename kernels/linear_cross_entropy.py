@@ -7,9 +7,8 @@ loss of a row.
     g = d(sum of the chunk's losses) / d(logits)                one kernel, in place
     dx = g W,  dW += g^T x,  d_bias += sum of g's rows          two GEMMs; dW is float32
 
-A loss and both gradients need these three GEMMs and no fewer. g is not scaled. Backward multiplies dx and the float32
-dW by 1 / tokens and by the incoming gradient, once, so that neither factor underflows g's 16 bits. Rows with an ignored
-label take part in no GEMM.
+Backward multiplies dx and the float32 dW by 1 / tokens and by the incoming gradient, once, so that neither factor
+underflows g's 16 bits. Rows with an ignored label take part in no GEMM.
 
 With reduction="none" each row has an incoming gradient of its own, and only backward knows it. Forward then computes
 the losses alone. Backward runs the chunks again and scales g's rows.
@@ -26,10 +25,9 @@ from .common import operation, use_triton
 from .cross_entropy import (
     Details,
     RowOptions,
-    check_options,
+    checked_labels_and_weight,
     cross_entropy_reference,
     details,
-    flat_labels_and_weight,
     loss_scale,
     row_losses,
     shard_of,
@@ -43,12 +41,7 @@ CHUNK_SIZE = 4096  # tokens with logits at one time
 
 
 def linear_cross_entropy_reference(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    **options,
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, **options
 ) -> Tensor | Details:
     """Plain PyTorch with full logits; `cross_entropy_reference` takes the `options`."""
     return cross_entropy_reference(F.linear(input, linear_weight, linear_bias), target, **options)
@@ -122,10 +115,8 @@ def _loss_and_gradients(
     if needs_input and shard.group is not None:
         dist.all_reduce(d_input, group=shard.group)
     computed = slice(None) if rows is None else rows
-    for output, values in zip(
-        (losses, log_sum_exp), row_losses(statistics, target[computed], weight, options, shard.num_classes)
-    ):
-        output.zero_()[computed] = values
+    values = row_losses(statistics, target[computed], weight, options, shard.num_classes)
+    losses.zero_()[computed], log_sum_exp.zero_()[computed] = values
     return (losses * scale).sum(), losses, log_sum_exp, d_input, d_weight, d_bias
 
 
@@ -201,28 +192,24 @@ def linear_cross_entropy(
 ) -> Tensor | Details:
     """Cross-entropy of `input @ linear_weight.T + linear_bias`, with logits of one chunk of tokens at a time.
 
-    The signature follows PyTorch's `F.linear_cross_entropy`. Gradients in forward follow mgmalek's
-    efficient_cross_entropy and Liger-Kernel (arXiv:2410.10989). On top of the inputs and the gradients this takes
-    chunk_size * V * 2 bytes for 16-bit logits and 4 * V * D bytes for dW in float32. Autocast casts the input, head
-    and bias as for F.linear.
+    The signature follows PyTorch's `F.linear_cross_entropy`; gradients in forward follow mgmalek's
+    efficient_cross_entropy and Liger-Kernel (arXiv:2410.10989). It takes chunk_size * V * 2 bytes for 16-bit logits,
+    and 4 * V * D bytes for dW in float32, on top of inputs and gradients. Autocast casts as for F.linear.
 
     Args:
         input: [..., D] hidden states, float32, bfloat16 or float16 (float64 too with impl="torch").
         linear_weight: [V, D], the head, of the input's dtype. A DTensor is gathered once. Its gradient is summed over
             the ranks of its mesh, which are taken to have different rows of the input.
-        target: [...] int64 labels in [0, V), or `ignore_index`.
+        target, weight, label_smoothing, z_loss, softcap, denominator, return_details: as in `cross_entropy`.
         linear_bias: [V], of the input's dtype.
-        weight: [V] class weights (of all ranks' classes under `process_group`). Not differentiated.
         reduction: "mean", "sum" or "none". "none" costs a fourth GEMM in backward.
         ignore_index: rows with this label count for nothing and cost nothing.
-        label_smoothing, z_loss, softcap, denominator: as in `cross_entropy`.
         num_valid_tokens: number of labels other than `ignore_index`. A caller that knows it spares the host a wait for
             the device. A wrong number is an error (on CUDA a device-side assertion).
         chunk_size: tokens per chunk.
         process_group: shards the vocabulary. Each rank calls with the same input and target, and with its own rows of
             linear_weight and linear_bias: equally many on every rank, in the order of ranks. Every rank returns the
             loss over all classes, and the whole gradient of the input.
-        return_details: also return each row's loss and log-sum-exp.
         linear: the part that makes the matrix products.
         impl: "auto", "triton" or "torch", for a chunk's loss and gradient between the GEMMs.
 
@@ -244,19 +231,17 @@ def linear_cross_entropy(
         input, linear_weight = input.to(dtype), linear_weight.to(dtype)
         linear_bias = None if linear_bias is None else linear_bias.to(dtype)
     on_triton = use_triton(impl, input)
-    num_shards = 1 if process_group is None else process_group.size()
+    group_name, num_shards = (None, 1) if process_group is None else (process_group.group_name, process_group.size())
     num_classes = num_shards * linear_weight.shape[0]
-    check_options(input, target, weight, num_classes, reduction, label_smoothing, softcap)
+    labels, weight = checked_labels_and_weight(input, target, weight, num_classes, reduction, label_smoothing, softcap)
     _check(input, linear_weight, linear_bias, target, num_valid_tokens, chunk_size)
 
     x = input.reshape(-1, input.shape[-1])
-    labels, weight = flat_labels_and_weight(target, weight)
     dtype = torch.promote_types(input.dtype, torch.float32)
     scale = loss_scale(labels, weight, reduction, ignore_index, denominator, dtype)
     # Forward computes the gradients, except for reduction="none".
     computes_gradients = torch.is_grad_enabled() and reduction != "none"
     needs = [computes_gradients and t is not None and t.requires_grad for t in (x, linear_weight, linear_bias)]
-    group_name = None if process_group is None else process_group.group_name
     loss, losses, log_sum_exp, *_ = _loss_and_gradients(
         x, linear_weight, labels, linear_bias, weight, scale, *needs, linear.number, num_valid_tokens, chunk_size,
         group_name, ignore_index, label_smoothing, z_loss, softcap, on_triton,

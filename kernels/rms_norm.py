@@ -168,7 +168,8 @@ def _backward(
     """Returns the gradients of x (the input, or the total) and of the weight."""
     rows = _evenly_spaced_rows(x)
     blocks = _blocks(x.shape[-1], BACKWARD_BLOCK)
-    num_programs = min(_num_programs(x.device), triton.cdiv(rstd.numel(), blocks["BLOCK_ROWS"]))
+    num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    num_programs = min(PROGRAMS_PER_SM * num_sms, triton.cdiv(rstd.numel(), blocks["BLOCK_ROWS"]))
     dx, partial = x.new_empty(x.shape), x.new_empty(num_programs, x.shape[-1], dtype=torch.float32)
     _rms_norm_backward_kernel[(num_programs,)](
         d_normed.contiguous(), None if d_total is None else d_total.contiguous(), rows, weight.contiguous(), rstd,
@@ -176,12 +177,6 @@ def _backward(
         NUM_STAGES=4 if blocks["BLOCK_D"] <= BACKWARD_BLOCK else 1, num_warps=max(8, blocks["BLOCK_D"] // 512),
     )  # fmt: skip
     return dx, partial.sum(0).to(weight.dtype)
-
-
-def _num_programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return PROGRAMS_PER_SM
-    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @_backward.register_fake
@@ -227,24 +222,21 @@ def rms_norm(
         eps: added to the mean of squares.
         residual: of the input's shape and dtype; added to the input before the norm.
         weight_offset: added to the weight in float32; 1.0 is Gemma's convention.
-        cast_before_weight: True rounds the normalised row to the input's dtype before the product with the weight, as
-            Llama and Qwen3 do in transformers. False keeps float32 until the end, as Gemma does.
+        cast_before_weight: rounds to the input's dtype before the product with the weight, as Llama and Qwen3 do in
+            transformers. False keeps float32 until the end, as Gemma does.
         impl: "auto", "triton" or "torch".
 
     Returns:
         The normalised input, in the input's dtype; with `residual`, a pair of it and input + residual.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together; with Triton, a dtype other than these three or D above
-            8,192.
+        ValueError: shapes or dtypes that do not fit together; with Triton, another dtype, or D above 8,192.
     """
     if weight.shape != input.shape[-1:]:
         raise ValueError(f"weight must be [{input.shape[-1]}], the input's last dimension, got {list(weight.shape)}")
     if residual is not None and (residual.shape, residual.dtype) != (input.shape, input.dtype):
-        raise ValueError(
-            f"residual must be {list(input.shape)} {input.dtype} as the input is, "
-            f"got {list(residual.shape)} {residual.dtype}"
-        )
+        expected, got = (f"{list(x.shape)} {x.dtype}" for x in (input, residual))
+        raise ValueError(f"residual must be {expected} as the input is, got {got}")
     if not use_triton(impl, input):
         return rms_norm_reference(
             input, weight, eps, residual=residual, weight_offset=weight_offset, cast_before_weight=cast_before_weight

@@ -10,8 +10,7 @@ is the rotation by the negated angle, so that backward runs the same kernel.
 Kept for backward: the tables, nothing of q and k.
 
 A head of K elements is K / 2 pairs. A token at position t turns pair i by t theta^(-2i / K). Models with an extended
-context turn some pairs more slowly: `LinearScaling`, `Llama3Scaling` and `YarnScaling`. Their fields are those that
-config.json has.
+context turn some pairs more slowly: `LinearScaling`, `Llama3Scaling` and `YarnScaling`, with the fields of config.json.
 """
 
 import math
@@ -249,8 +248,7 @@ class YarnScaling:
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
-_SCALINGS: tuple[type[RopeScaling], ...] = (LinearScaling, Llama3Scaling, YarnScaling)
-ROPE_TYPES = {scaling.rope_type: scaling for scaling in _SCALINGS}
+ROPE_TYPES: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 
 
 def _check_numbers(scaling) -> None:
@@ -277,22 +275,18 @@ def rope_frequencies(
 
 
 class RotaryTables:
-    """cos and sin of position x frequency, [positions, K/2] float32, grown on demand on the device that asks.
+    """cos and sin of position x frequency, [positions, K / 2] float32, grown on demand on the device that asks.
 
-    A scaling of the frequencies may have a factor of its own, by which cos and sin are multiplied.
-
-    The angles are formed in float64, so that they are right at a million positions. The cache is a
-    plain object, not a buffer: there is nothing to move, cast, shard or save, and a model that was built on the meta
-    device or moved later asks again.
-    Method: Su et al., RoFormer, arXiv 2104.09864.
+    Angles are formed in float64, so that they are right at a million positions. The cache is a plain object, not a
+    buffer: there is nothing to move, cast, shard or save.
     """
 
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None):
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
-        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._tables: tuple[Tensor, Tensor] | None = None
 
-    def tables(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin for positions 0 .. length-1 at least, on `device`."""
+    def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin for positions 0 to length - 1 at least, on `device`."""
         cached = 0 if self._tables is None else len(self._tables[0])
         if self._tables is None or cached < length or self._tables[0].device != device:
             length = max(length, 2 * cached) if cached < length else cached

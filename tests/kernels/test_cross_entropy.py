@@ -341,24 +341,19 @@ def test_shards_of_the_classes(device, impl):
     weight = torch.rand(4202, device=device)
     options = module.RowOptions(-100, 0.1, 1e-3, 5.0, use_triton=impl == "triton")
     whole = torch.empty_like(logits)
-    statistics = module.row_step(logits, target, weight, options, gradient=whole)
+    statistics = module.row_step(logits, target, weight, options, module.Shard(None, 0, 4202), gradient=whole)
 
-    shards = logits[:, :2101], logits[:, 2101:]
-    own = [
-        module.row_step(shard, target, weight, options, first_class=first, num_classes=4202)
-        for shard, first in zip(shards, (0, 2101))
-    ]
+    shards = [(module.Shard(None, first, 4202), logits[:, first : first + 2101]) for first in (0, 2101)]
+    own = [module.row_step(columns, target, weight, options, shard) for shard, columns in shards]
     maximum = torch.maximum(own[0][0], own[1][0])
     torch.testing.assert_close(maximum, statistics[0])
     others = sum(s[1] * (s[0] - maximum).exp() for s in own)
     torch.testing.assert_close(others, statistics[1])
     torch.testing.assert_close(torch.maximum(own[0][2], own[1][2]), statistics[2])
-    for shard, first in zip(shards, (0, 2101)):
-        expected = whole[:, first : first + 2101].clone()
-        module.row_step(
-            shard, target, weight, options, statistics=statistics, gradient=shard, first_class=first, num_classes=4202
-        )
-        torch.testing.assert_close(shard, expected)
+    for shard, columns in shards:
+        expected = whole[:, shard.first_class : shard.first_class + 2101].clone()
+        module.row_step(columns, target, weight, options, shard, statistics=statistics, gradient=columns)
+        torch.testing.assert_close(columns, expected)
 
 
 def test_no_rows(device):

@@ -230,7 +230,7 @@ class _Interception(TorchDispatchMode):
             return args[0].new_empty(1).expand(args[0].shape)
         if name not in KEEPABLE:
             return func(*args, **(kwargs or {}))
-        kinds, choice = KEEPABLE[name].kinds, KEEPABLE[name].choice
+        kinds, choice = KEEPABLE[name]
         # Autograd writes its graph into the tensors that are returned, so the kept tensors themselves are not returned.
         kept = {kind: [x.detach() for x in self.kept[kind].pop(0)] for kind in kinds if kind in self.kept}
         if len(kept) < len(kinds):
