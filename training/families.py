@@ -1,8 +1,7 @@
 """Released families of models: the meaning of their config.json as rows of data, and config.json in and out.
 
-`FAMILIES` has a row for each model_type. `from_config_json` reads config.json as transformers does, and refuses by name
-each setting that the decoder would compute differently. `to_config_json` writes config.json for transformers to make
-the same model. `extend` scales the rotary frequencies of released weights (--rope_scaling).
+`FAMILIES` has a row for each model_type. config.json is read as transformers does, and each setting that the decoder
+would compute differently is refused by name. It is written for transformers to make the same model.
 """
 
 import re
@@ -76,10 +75,8 @@ def to_config_json(config: ModelConfig) -> dict:
     family, scaling = FAMILIES[config.model_type], config.rope_scaling
     own = "".join({kind.name for kind in config.layer_kinds if kind.gates_per_head})
     windows = [kind.window if isinstance(kind, Window) else None for kind in config.kinds]
-    if own:
-        can_say = len({kind.name for kind in config.kinds}) == 1
-    else:
-        can_say = all(isinstance(kind, (Full, Window)) for kind in config.kinds) and len({*windows} - {None}) <= 1
+    is_plain = all(isinstance(kind, (Full, Window)) for kind in config.kinds) and len({*windows} - {None}) <= 1
+    can_say = len({kind.name for kind in config.kinds}) == 1 if own else is_plain
     if not can_say or not all(config.layer_rotates) or (any(windows) and not family.has_layer_types):
         raise ValueError(f"model_type {config.model_type!r} has no config.json for these kinds of layers")
     content = {
@@ -195,8 +192,7 @@ def _read_rope(content: dict) -> dict:
     """Returns "rope_theta" and "rope_scaling" for ModelConfig, and "refused", settings that are not computed here."""
     older, newer = content.get("rope_scaling") or {}, content.get("rope_parameters") or {}
     settings = {name: value for name, value in (older or newer).items() if value is not None}
-    # Older files have "type", and some files have both.
-    older_type = settings.pop("type", "default")
+    older_type = settings.pop("type", "default")  # some files have both
     rope_type = settings.pop("rope_type", older_type)
     theta = settings.pop("rope_theta", content.get("rope_theta", 1e4))
     rotated = settings.pop("partial_rotary_factor", content.get("partial_rotary_factor") or 1.0)
@@ -234,10 +230,8 @@ def extend(config: ModelConfig, text: str) -> ModelConfig:
         raise UserError(f"rope_scaling must look like yarn:4, yarn:4:32768 or linear:4, got {text!r}")
     already, factor = config.rope_scaling, float(match[2])
     if already is not None and already.rope_type != match[1]:
-        raise UserError(
-            f"rope_scaling {text}: these weights have rope_type {already.rope_type}, which does not go together with "
-            f"{match[1]}; drop it, or give other weights"
-        )
+        has = f"these weights have rope_type {already.rope_type}"
+        raise UserError(f"rope_scaling {text}: {has}, not {match[1]}; drop it, or give other weights")
     length = config.max_position_embeddings
     if isinstance(already, YarnScaling):  # a new factor for the same original length
         length = already.original_max_position_embeddings

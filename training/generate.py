@@ -49,7 +49,7 @@ def check_flags(flags: GenerateFlags) -> None:
 
 
 def read_prompts(flags: GenerateFlags) -> list[str]:
-    """Texts to continue: the argument, the files' content, or standard input. Raises UserError for an empty one."""
+    """Returns the argument, the files' content, or standard input. Raises UserError if one of the texts is empty."""
     if flags.prompt is not None:
         texts = {"the prompt": flags.prompt}
     elif flags.file:
@@ -69,14 +69,8 @@ def _decode(raw: bytes, where: str) -> str:
         raise UserError(f"{where} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}") from None
 
 
-def frame(texts: list[str], system: str | None, template: ChatTemplate) -> list[str]:
-    """Each text as a user's message in the chat template, for the assistant to answer."""
-    before = [] if system is None else [{"role": "system", "content": system}]
-    return [template.prompt([*before, {"role": "user", "content": text}]) for text in texts]
-
-
 def decoded(tokens: Iterable[int], tokenizer) -> Iterator[str]:
-    """The text as it grows. A character of several tokens waits for the last of them."""
+    """Yields the text as it grows. A character of several tokens waits for the last of them."""
     shown: list[int] = []  # ids shown last: how a token is spelled may depend on the one before it
     waiting: list[int] = []
     for token in tokens:
@@ -91,8 +85,7 @@ def decoded(tokens: Iterable[int], tokenizer) -> Iterator[str]:
 def generate(flags: GenerateFlags, opened: Opened, prompts: list[list[int]], world: World) -> None:
     """Print what the model writes after each prompt, token by token; several files' texts under the files' names."""
     longest = max(map(len, prompts))
-    cached = longest + flags.max_new_tokens
-    model = load(opened, longest, cached, world, flags.memory_budget)
+    model = load(opened, longest, longest + flags.max_new_tokens, world, flags.memory_budget)
     for number, ids in enumerate(prompts):
         if len(prompts) > 1:
             print(f"{'' if number == 0 else chr(10)}==> {flags.file[number]} <==")
@@ -114,7 +107,8 @@ def main(argv: list[str]) -> None:
         opened = open_folder(flags, world)
         if flags.chat:
             template = ChatTemplate(opened.tokenizer)
-            texts = frame(texts, flags.system, template)
+            before = [] if flags.system is None else [{"role": "system", "content": flags.system}]
+            texts = [template.prompt([*before, {"role": "user", "content": text}]) for text in texts]
             opened = replace(opened, stop_ids=opened.stop_ids | template.end_ids)
         # A chat's template writes what begins a text.
         encode = opened.tokenizer.encode if flags.chat else opened.tokenizer.encode_from_start

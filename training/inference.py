@@ -1,8 +1,8 @@
 """Opens a trained model to read and to write with; training.evaluation and training.generate share it.
 
-Weights, keys and values that do not fit the memory budget are refused before a weight is read. What a forward takes
-beyond them is kept small: the MLP works on some rows at a time, attention to long texts on one key/value head at a
-time, and logits exist for some tokens at a time. Where memory runs out all the same, the error says what to change.
+Weights, keys and values that do not fit the memory budget are refused before a weight is read. A forward takes little
+beyond them: the MLP works on some rows at a time, attention to long texts on one key/value head at a time, and logits
+exist for some tokens at a time.
 """
 
 import logging
@@ -114,10 +114,10 @@ def attention_of(
 
 
 def open_tokenizer(name: str | None, folder: Path, vocab_size: int) -> ByteTokenizer | FileTokenizer:
-    """The tokenizer of that name; None: the one that the folder's weights were trained with.
+    """Returns the tokenizer of that name; None: the tokenizer that the folder's weights were trained with.
 
     Raises:
-        UserError: the folder does not say which, or the tokenizer has ids that the model does not have.
+        UserError: the folder names none, or the tokenizer has ids that the model does not have.
     """
     tokenizer = load_tokenizer(tokenizer_of(folder) if name is None else name)
     if tokenizer.vocab_size > vocab_size:
@@ -140,11 +140,7 @@ def _stop_ids(folder: Path, tokenizer: ByteTokenizer | FileTokenizer) -> frozens
 
 
 def memory_budget(text: str | None, device: torch.device) -> int:
-    """Bytes of a --memory_budget, of GPU memory or on a CPU of host memory; None: what is free.
-
-    Raises:
-        UserError: more than what is free.
-    """
+    """Returns the bytes of a --memory_budget; None: what is free. Raises UserError for more than that."""
     if device.type == "cuda":
         return gpu_budget(text or "auto", device)
     free = available_host_bytes()
@@ -155,12 +151,12 @@ def memory_budget(text: str | None, device: torch.device) -> int:
 
 
 def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: str | None) -> Transformer:
-    """The model on its device, bf16 on a GPU and float32 on a CPU.
+    """Returns the model on its device, bf16 on a GPU and float32 on a CPU.
 
     Args:
-        tokens: of the longest forward.
+        tokens: length of the longest forward.
         cached: tokens of the longest text that is read and written with a key/value cache; 0: none is.
-        budget_text: the --memory_budget, which a GPU's memory is capped to.
+        budget_text: the --memory_budget, to which a GPU's memory is capped.
 
     Raises:
         UserError: the weights and a cache of `cached` tokens do not fit the budget. Nothing has been read then.
@@ -199,9 +195,8 @@ def mending_out_of_memory() -> Iterator[None]:
         if not isinstance(error, torch.OutOfMemoryError) and not is_out_of_host_memory(error):
             raise
         first = (str(error).strip().splitlines() or ["out of host memory."])[0]
-        raise UserError(
-            f"{first} Give shorter texts, fewer new tokens or a larger --memory_budget, or end what else runs here"
-        ) from None
+        advice = "Give shorter texts, fewer new tokens or a larger --memory_budget, or end what else runs here"
+        raise UserError(f"{first} {advice}") from None
 
 
 # Reading and writing
@@ -209,25 +204,24 @@ def mending_out_of_memory() -> Iterator[None]:
 
 @torch.no_grad()
 def token_losses(model: Transformer, hidden_BTD: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of each token, float32 [B * T] on the CPU; 0 without a target. Few logits exist at a time.
+    """Returns the loss of each token, float32 [B * T] on the CPU, 0 without a target. Few logits exist at a time.
 
     Args:
         hidden_BTD: what the head gets, already normalised.
         targets: ids, int64 [B, T].
     """
     num_rows = max(1, LOSS_BYTES // ((hidden_BTD.element_size() + 8) * model.config.vocab_size))
-    rows = zip(hidden_BTD.flatten(0, 1).split(num_rows), targets.flatten().to(hidden_BTD.device).split(num_rows))
-    losses = [
-        F.cross_entropy(F.linear(x, model.output_weight).float(), y, ignore_index=IGNORE_INDEX, reduction="none").cpu()
-        for x, y in rows
-    ]
+    losses = []
+    for x, y in zip(hidden_BTD.flatten(0, 1).split(num_rows), targets.flatten().to(hidden_BTD.device).split(num_rows)):
+        logits = F.linear(x, model.output_weight).float()
+        losses.append(F.cross_entropy(logits, y, ignore_index=IGNORE_INDEX, reduction="none").cpu())
     return torch.cat(losses)
 
 
 def write(
     model: Transformer, ids: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset(), **options
 ) -> Iterator[int]:
-    """The tokens that follow `ids`, up to the first of `stop_ids`, which is left out; `next_tokens` has the options."""
+    """Yields the tokens after `ids`, up to the first of `stop_ids`, which is left out; options as in `next_tokens`."""
     prompt = torch.as_tensor([int(i) for i in ids]).to(model.embed_tokens.weight.device)[None]
     for next_ids in model.next_tokens(prompt, max_new_tokens, **options):
         token = int(next_ids)

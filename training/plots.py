@@ -27,7 +27,7 @@ class PlotsFlags:
 
 
 def read_metrics(run: Path) -> list[dict]:
-    """The lines of a run's metrics.jsonl, without damaged ones. Raises UserError where there is none."""
+    """Returns the lines of a run's metrics.jsonl without damaged ones. Raises UserError where there is none."""
     file = run / "metrics.jsonl"
     rows = []
     for line in read_file(file, "give the output_dir of a run").decode(errors="replace").splitlines():
@@ -43,7 +43,7 @@ def read_metrics(run: Path) -> list[dict]:
 
 
 def draw_run(run: Path, rows: list[dict]) -> Path:
-    """Loss, learning rate, throughput and memory by step; returns the picture's path."""
+    """Draws loss, learning rate, throughput and memory by step, and returns the picture's path."""
     from matplotlib.figure import Figure  # optional
 
     figure = Figure(figsize=(12, 7), layout="constrained")
@@ -74,7 +74,7 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
 
 
 def _points(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
-    """(steps, values) of the rows that have a value of this name."""
+    """Returns steps and values of the rows that have a value of this name."""
     found = [row for row in rows if row.get(name) is not None]
     return [row["step"] for row in found], [row[name] for row in found]
 
