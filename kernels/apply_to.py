@@ -74,10 +74,8 @@ def _attention_forward(original: FunctionType, impl: str):
 
 def _loss(model, hidden_states, labels, impl, num_items_in_batch=None, ignore_index=-100, shift_labels=None):
     if not isinstance(model.lm_head, nn.Linear):
-        raise ValueError(
-            f"the fused loss reads lm_head's weight, but lm_head is now a {type(model.lm_head).__name__}; "
-            "use apply_to(model, loss=False)"
-        )
+        found = type(model.lm_head).__name__
+        raise ValueError(f"the fused loss reads lm_head's weight, but lm_head is now a {found}; use loss=False")
     if shift_labels is None:
         shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
     return linear_cross_entropy(

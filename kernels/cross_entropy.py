@@ -112,9 +112,7 @@ def _reciprocal(denominator: Tensor, name: str) -> Tensor:
     return 1 / denominator
 
 
-@_reciprocal.register_fake
-def _(denominator, name):
-    return torch.empty_like(denominator)
+_reciprocal.register_fake(lambda denominator, name: torch.empty_like(denominator))
 
 
 def _check_denominator(is_valid, value, name):
@@ -358,19 +356,23 @@ def row_step(
     gradient: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """Returns the statistics of this rank's columns, and writes gradients times `scale` into `gradient`.
+    """Returns the statistics of whole rows, and writes gradients times `scale` into `gradient`. Not differentiable.
+
+    Where each rank of a group holds a shard of every row, one all-gather of [4, N] makes the statistics.
 
     Args:
         logits: [N, C], the classes shard.first_class to shard.first_class + C. Rows are contiguous.
         target: [N] int64, contiguous.
         weight: [shard.num_classes], contiguous, or None.
-        statistics: [4, N], of whole rows where C is a shard; computed if None.
+        statistics: [4, N] float32 (float64 for float64 logits); computed if None.
         gradient: [N, C], may be `logits`.
         scale: [] or [N], of the statistics' dtype.
-
-    Returns:
-        The statistics, [4, N] float32 (float64 for float64 logits).
     """
+    if shard.group is not None and statistics is None:
+        own = row_step(logits, target, weight, options, shard._replace(group=None))
+        statistics = _statistics_of_whole_rows(own, target, weight, shard)
+        if gradient is None:
+            return statistics
     if not options.use_triton:
         return _row_step_in_torch(logits, target, weight, options, shard, statistics, gradient, scale)
     num_rows, num_columns = logits.shape
@@ -424,11 +426,8 @@ def _row_step_in_torch(logits, target, weight, options, shard, statistics, gradi
     return statistics
 
 
-def sharded_row_step(logits, labels, weight, options, shard, gradient=None, scale=None):
-    """Does `row_step` where each rank holds a shard of every row, with one all-gather of [4, n] statistics."""
-    if shard.group is None:
-        return row_step(logits, labels, weight, options, shard, gradient=gradient, scale=scale)
-    own = row_step(logits, labels, weight, options, shard)
+def _statistics_of_whole_rows(own: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> Tensor:
+    """Combines each rank's statistics of its own columns, [4, N]."""
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(shard.group))]
     dist.all_gather(gathered, own, group=shard.group)
     maxima, others, true_logits, deviations = torch.stack(gathered, dim=1)  # [N, n] each
@@ -437,12 +436,9 @@ def sharded_row_step(logits, labels, weight, options, shard, gradient=None, scal
     # Ranks without the label measured their deviations from 0 instead of z[label].
     class_weight = own.new_ones(shard.num_classes) if weight is None else weight.to(own.dtype)
     shard_sums = class_weight.view(len(gathered), -1).sum(1)
-    owner = (labels // logits.shape[1]).clamp(0, len(gathered) - 1)
+    owner = (target * len(gathered) // shard.num_classes).clamp(0, len(gathered) - 1)
     deviation = deviations.sum(0) - (shard_sums.sum() - shard_sums[owner]) * true_logit
-    statistics = torch.stack([maximum, others, true_logit, deviation])
-    if gradient is not None:
-        row_step(logits, labels, weight, options, shard, statistics=statistics, gradient=gradient, scale=scale)
-    return statistics
+    return torch.stack([maximum, others, true_logit, deviation])
 
 
 def row_losses(
@@ -473,7 +469,7 @@ def _forward(
     """Returns losses, log-sum-exps and statistics."""
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
     shard = shard_of(group_name, logits.shape[1])
-    statistics = sharded_row_step(logits, target, weight, options, shard)
+    statistics = row_step(logits, target, weight, options, shard)
     return *row_losses(statistics, target, weight, options, shard.num_classes), statistics
 
 
@@ -496,9 +492,7 @@ def _backward(
     return gradient
 
 
-@_backward.register_fake
-def _(d_losses, logits, *rest):
-    return logits.new_empty(logits.shape)
+_backward.register_fake(lambda d_losses, logits, *rest: logits.new_empty(logits.shape))
 
 
 def _setup_context(ctx, inputs, output):
@@ -522,7 +516,7 @@ def _forward_in_place(
     """Returns losses and log-sum-exps, and overwrites the logits by their gradients times scale."""
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
     shard = shard_of(group_name, logits.shape[1])
-    statistics = sharded_row_step(logits, target, weight, options, shard, gradient=logits, scale=scale)
+    statistics = row_step(logits, target, weight, options, shard, gradient=logits, scale=scale)
     return row_losses(statistics, target, weight, options, shard.num_classes)
 
 

@@ -121,9 +121,7 @@ def _gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return output
 
 
-@_gated_activation.register_fake
-def _(gate, up, activation):
-    return gate.new_empty(gate.shape)
+_gated_activation.register_fake(lambda gate, up, activation: gate.new_empty(gate.shape))
 
 
 @operation("fathom::gated_activation_backward")
@@ -134,9 +132,9 @@ def _gated_activation_backward(d_output: Tensor, gate: Tensor, up: Tensor, activ
     return d_gate, d_up
 
 
-@_gated_activation_backward.register_fake
-def _(d_output, gate, up, activation):
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+_gated_activation_backward.register_fake(
+    lambda dy, gate, up, name: (gate.new_empty(gate.shape), up.new_empty(up.shape))
+)
 
 
 def _setup_activation(ctx, inputs, output):
@@ -171,9 +169,7 @@ def _tiled_mlp(
     return output
 
 
-@_tiled_mlp.register_fake
-def _(x, gate_weight, up_weight, down_weight, *options):
-    return x.new_empty(len(x), len(down_weight))
+_tiled_mlp.register_fake(lambda x, gate_weight, up_weight, down_weight, *options: x.new_empty(len(x), len(down_weight)))
 
 
 @operation("fathom::tiled_gated_mlp_backward")

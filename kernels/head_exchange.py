@@ -1,9 +1,8 @@
 """Ulysses: the ranks that share a sequence exchange tokens for heads around attention.
 
 Outside attention each of N ranks has T / N neighbouring tokens of every sequence, with all heads. Inside, it has all T
-tokens with 1 / N of the query heads. Attention thus sees whole sequences, with their documents and their causality, and
-all ranks have equal work. q, k and v are exchanged before attention, its output after it. Backward makes the opposite
-exchanges. Nothing is kept for it.
+tokens with 1 / N of the query heads: attention sees whole sequences, and all ranks have equal work. q, k and v are
+exchanged before attention, its output after it. Backward makes the opposite exchanges, and nothing is kept for it.
 
 Method: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509.
 """

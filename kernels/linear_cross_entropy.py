@@ -30,8 +30,8 @@ from .cross_entropy import (
     details,
     loss_scale,
     row_losses,
+    row_step,
     shard_of,
-    sharded_row_step,
 )
 from .linear import PLAIN
 from .parts import Footprint, Linear, part_of
@@ -99,7 +99,7 @@ def _loss_and_gradients(
         x, labels, row_scale = input[chunk], target[chunk], scale[chunk] if scale.dim() else None
         logits = linear.forward(x, linear_weight, linear_bias, out=logits_buffer[: len(x)])
         gradient = logits if needs_gradient else None  # the gradient overwrites the logits
-        statistics[:, here] = sharded_row_step(logits, labels, weight, options, shard, gradient, row_scale)
+        statistics[:, here] = row_step(logits, labels, weight, options, shard, gradient=gradient, scale=row_scale)
         if gradient is None:
             continue
         if needs_input:

@@ -156,9 +156,7 @@ def _empty_outputs(input, residual):
     return input.new_empty(input.shape), total, input.new_empty(input.shape[:-1], dtype=torch.float32)
 
 
-@_forward.register_fake
-def _(input, residual, *_):
-    return _empty_outputs(input, residual)
+_forward.register_fake(lambda input, residual, *rest: _empty_outputs(input, residual))
 
 
 @operation("fathom::rms_norm_backward")
@@ -179,9 +177,7 @@ def _backward(
     return dx, partial.sum(0).to(weight.dtype)
 
 
-@_backward.register_fake
-def _(d_normed, d_total, x, weight, *_):
-    return x.new_empty(x.shape), torch.empty_like(weight)
+_backward.register_fake(lambda d_normed, d_total, x, weight, *rest: (x.new_empty(x.shape), torch.empty_like(weight)))
 
 
 def _setup_context(ctx, inputs, output):

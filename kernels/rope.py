@@ -93,9 +93,7 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tu
     return q_out, k_out
 
 
-@_rotate.register_fake
-def _(q, k, cos, sin, inverse):
-    return q.new_empty(q.shape), k.new_empty(k.shape)
+_rotate.register_fake(lambda q, k, cos, sin, inverse: (q.new_empty(q.shape), k.new_empty(k.shape)))
 
 
 def _setup_context(ctx, inputs, output):
@@ -123,8 +121,8 @@ def rope(q_BTHK: Tensor, k_BTGK: Tensor, cos: Tensor, sin: Tensor, *, impl: str 
         The rotated q and k, contiguous, in their dtype. Gradients flow to q and k only.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together, or an odd head_dim; with Triton, a dtype other than these
-            three, or more than 16,384 elements in the half heads of a token.
+        ValueError: shapes or dtypes that do not fit together, or an odd head_dim; with Triton, another dtype, or more
+            than 16,384 elements in the half heads of a token.
     """
     _check(q_BTHK, k_BTGK, cos, sin)
     if not use_triton(impl, q_BTHK):
@@ -139,14 +137,11 @@ def rope(q_BTHK: Tensor, k_BTGK: Tensor, cos: Tensor, sin: Tensor, *, impl: str 
 def _check(q, k, cos, sin) -> None:
     B, T, _, K = q.shape
     if K % 2 or k.shape != (B, T, k.shape[2], K) or k.dtype != q.dtype:
-        raise ValueError(
-            "q and k must be [B, T, heads, K] of one dtype with an even K, "
-            f"got {list(q.shape)} {q.dtype} and {list(k.shape)} {k.dtype}"
-        )
+        got = " and ".join(f"{list(x.shape)} {x.dtype}" for x in (q, k))
+        raise ValueError(f"q and k must be [B, T, heads, K] of one dtype with an even K, got {got}")
     if cos.shape != sin.shape or cos.shape not in ((T, K // 2), (B, T, K // 2)):
-        raise ValueError(
-            f"cos and sin must be [{T}, {K // 2}] or [{B}, {T}, {K // 2}], got {list(cos.shape)} and {list(sin.shape)}"
-        )
+        got = f"{list(cos.shape)} and {list(sin.shape)}"
+        raise ValueError(f"cos and sin must be [{T}, {K // 2}] or [{B}, {T}, {K // 2}], got {got}")
 
 
 # Frequencies
@@ -184,9 +179,8 @@ class Llama3Scaling:
     def __post_init__(self):
         _check_numbers(self)
         if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor must be above low_freq_factor {self.low_freq_factor}, got {self.high_freq_factor}"
-            )
+            low, high = self.low_freq_factor, self.high_freq_factor
+            raise ValueError(f"high_freq_factor must be above low_freq_factor {low}, got {high}")
 
     def scale(self, frequencies: Tensor, theta: float) -> Tensor:
         turns = frequencies * self.original_max_position_embeddings / (2 * math.pi)

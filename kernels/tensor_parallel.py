@@ -1,14 +1,13 @@
 """Tensor parallelism: N ranks share each matrix. They have the same tokens, and between blocks the same hidden states.
 
 Each rank has whole heads: an N-th of the rows of the q, k and v projections, and the columns of the output projection
-that take its heads. In the same way it has rows of the MLP's gate and up projections and columns of down. Each rank's
-output is then one term of a sum:
+that take its heads. It also has rows of the MLP's gate and up projections, and columns of down. Its output is one term
+of a sum:
 
     y = sum over ranks r of  down[:, r] (act(gate[r] x) * (up[r] x))
 
-An all-reduce after the last product makes the sum in forward (`leave`). In backward, the gradient of x is a sum over
-ranks as well, and another all-reduce makes it (`enter`). Each rank has the rows of the embedding and of the head for an
-N-th of the vocabulary.
+An all-reduce after the last product makes the sum in forward (`leave`), and another the gradient of x in backward
+(`enter`). Each rank has the rows of the embedding and of the head for an N-th of the vocabulary.
 
 Nothing is kept for backward. A block that is built again in backward sums its attention output again. It sums its MLP
 output again only where no operation is skipped in backward (`apply_execution`).

@@ -68,10 +68,9 @@ def to_config_json(config: ModelConfig) -> dict:
         ValueError: no row of `FAMILIES` has this model_type, or the row has other norms, biases or kinds of layers.
     """
     if config.model_type not in FAMILIES or config != in_family(config, config.model_type):
-        raise ValueError(
-            f"no family has model_type {config.model_type!r}, has_head_norms {config.has_head_norms} and "
-            f"has_qkv_biases {config.has_qkv_biases}; training/families.py has a row for {', '.join(FAMILIES)}"
-        )
+        names = "model_type", "has_head_norms", "has_qkv_biases"
+        unknown = ", ".join(f"{name} {getattr(config, name)!r}" for name in names)
+        raise ValueError(f"no family has {unknown}; training/families.py has a row for {', '.join(FAMILIES)}")
     family, scaling = FAMILIES[config.model_type], config.rope_scaling
     own = "".join({kind.name for kind in config.layer_kinds if kind.gates_per_head})
     windows = [kind.window if isinstance(kind, Window) else None for kind in config.kinds]
