@@ -49,7 +49,7 @@ def check_flags(flags: GenerateFlags) -> None:
 
 
 def read_prompts(flags: GenerateFlags) -> list[str]:
-    """Returns the argument, the files' content, or standard input. Raises UserError if one of the texts is empty."""
+    """Returns the argument, the files' content, or standard input. Raises UserError for an empty text."""
     if flags.prompt is not None:
         texts = {"the prompt": flags.prompt}
     elif flags.file:
