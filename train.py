@@ -168,7 +168,7 @@ def set_up(start: Start, world: World, stack: contextlib.ExitStack) -> Run:
         check_disk(config, first_step, checkpoint_bytes(config, model_config, world.device))
     tokenizer, loader, held_out = open_data(start, world)
     documents = PackedDocuments.average(
-        *loader.document_lengths(), loader.longest_document,
+        *loader.packing.document_lengths(), loader.packing.longest_document,
         config.batch_size, world.data_size, config.gradient_accumulation_steps,
     )  # fmt: skip
     model, optimizer, plan = build(config, model_config, start.checkpoint, documents, world)

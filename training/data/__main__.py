@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from training.data.chat import REASONING
-from training.data.prepare import draw_histogram, histogram, prepare
+from training.data.prepare import histogram, prepare
 from training.data.prepared import PreparedStore, verify
 from training.data.tokenizer import load_tokenizer
 from training.flags import flag, read_command
@@ -47,10 +47,7 @@ def main(argv: list[str]) -> int:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 130
     tokenizer = load_tokenizer(flags.tokenizer)
-    lengths = PreparedStore(flags.out, tokenizer, tokenizer.vocab_size).lengths
-    print(histogram(lengths))
-    if draw_histogram(lengths, flags.out / "lengths.png"):
-        print(f"drawn: {flags.out / 'lengths.png'}")
+    print(histogram(PreparedStore(flags.out, tokenizer, tokenizer.vocab_size).lengths))
     return 0
 
 

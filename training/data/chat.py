@@ -14,7 +14,7 @@ import numpy as np
 
 from training.data.tokenizer import FileTokenizer
 from training.host.errors import UserError
-from training.host.files import read_file
+from training.host.files import read_file, read_json
 
 REASONING = ("template", "keep", "drop")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -24,7 +24,6 @@ UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 # Marks around the output of a template's {% generation %}. Unicode keeps these two for a program's own use.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 MARK = f"[{OPEN}{CLOSE}]"
-SHOWN = 200  # characters of a template's error
 # Roles that may follow, by the role of the message before.
 ROLES_AFTER = {
     "nothing": ("system", "developer", "user"),
@@ -83,32 +82,31 @@ class ChatTemplate:
         ids = self._tokenizer.encode(self._end).tolist()
         return frozenset(ids if len(ids) == 1 else [])
 
-    def encode(self, record: dict, where: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, record: dict) -> tuple[np.ndarray, np.ndarray]:
         """Returns (ids, is_masked) of a chat, uint32 and bool [N]. A token that begins before its turn is masked.
 
         Args:
             record: {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}.
-            where: file and line, for error messages.
 
         Raises:
             UserError: the messages are not a chat; the template refuses them, or leaves out a turn, tools, calls or
                 reasoning, which nobody would learn then.
         """
-        messages, tools = _check_messages(record, where), record.get("tools")
+        messages, tools = _check_messages(record["messages"]), record.get("tools")
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            raise UserError(f'{where}: "tools" must be a list of objects')
+            raise UserError('"tools" must be a list of objects')
         try:
             self._check_words([messages, tools])
             text, turns = self._whole(messages, tools)
-            self._check_shown(messages, tools or [], text, turns)
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from None
         except RecursionError:
-            raise UserError(f"{where}: objects within objects, too deep; remove the line") from None
+            raise UserError("objects within objects, too deep; remove the line") from None
+        self._check_shown(messages, tools or [], text, turns)
         ids, starts = self._tokenizer.encode_with_starts(text)
         masked = np.ones(len(ids), dtype=bool)
         for start, stop in turns:
             masked[np.searchsorted(starts, start) : np.searchsorted(starts, stop)] = False
+        if masked[1:].all():
+            raise UserError("no trainable token: the assistant's turns are empty; remove the line")
         return ids, masked
 
     def prompt(self, messages: list[dict]) -> str:
@@ -169,9 +167,8 @@ class ChatTemplate:
             stop, position = end + len(self._end), text.find(self._header, start)
             crosses = stop > position >= 0 or any(opener in text[start:stop] for opener in self._openers)
             if end < 0 or crosses:
-                raise UserError(
-                    f"turn {len(turns) + 1} of the assistant does not end with {self._end!r} in the template"
-                )
+                number = len(turns) + 1
+                raise UserError(f"turn {number} of the assistant does not end with {self._end!r} in the template")
             turns.append((start, stop))
         if len(turns) != count:
             raise UserError(f"the template shows {len(turns)} turns of the assistant, the messages are {count}")
@@ -226,27 +223,19 @@ class ChatTemplate:
 def _failure(file: Path, how: str, error: Exception) -> UserError:
     """Returns one line for an error of a template, which may have any type and any length."""
     message = str(error) or type(error).__name__
-    return UserError(f"chat template {file} {how}: {message.splitlines()[0][:SHOWN]}")
+    return UserError(f"chat template {file} {how}: {message.splitlines()[0][:200]}")
 
 
 def _shared_start(one: str, other: str) -> str:
     """Returns what both texts begin with: "ab" for "abc" and "abd"."""
-    length = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
-    return one[:length]
+    return "".join(a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
 
 
 def _read_template(folder: Path) -> tuple[Path, str, dict[str, str]]:
     """Returns (file, template, special tokens by the names that templates call them) of a tokenizer's folder."""
     file, settings_file = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    settings: dict = {}
-    template = None
-    if settings_file.exists():
-        try:
-            settings = json.loads(read_file(settings_file, "give --tokenizer another folder"))
-        except (ValueError, RecursionError) as error:
-            raise error if isinstance(error, UserError) else UserError(f"{settings_file} is not JSON") from None
-        if not isinstance(settings, dict):
-            raise UserError(f"{settings_file} is no JSON object")
+    settings = read_json(settings_file) if settings_file.exists() else {}
+    template: object = None
     if file.exists():
         try:
             template = read_file(file, "give --tokenizer another folder").decode()
@@ -255,18 +244,17 @@ def _read_template(folder: Path) -> tuple[Path, str, dict[str, str]]:
     else:
         file, template = settings_file, settings.get("chat_template")
         if isinstance(template, list):  # several templates, each with a name
-            named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-            template = named.get("default")
+            named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
+            template = named[0].get("template") if named else None
     if not isinstance(template, str):
         raise UserError(f'data with "messages" need a chat template, and {folder} has none: add chat_template.jinja')
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    tokens = {name: settings.get(name) for name in names}
+    tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
     return file, template, {name: value for name, value in tokens.items() if isinstance(value, str)}
 
 
 def _compile(source: str, file: Path):
-    """Compiles a template in a sandbox: it reads no file, leaves its arguments as they are, and cannot reach out."""
+    """Compiles a template in a sandbox: it reads no file, and leaves its arguments as they are."""
     try:
         import jinja2
         from jinja2 import ext, nodes, sandbox
@@ -299,22 +287,20 @@ def _compile(source: str, file: Path):
         raise _failure(file, "cannot be read", error) from None
 
 
-def _check_messages(record: dict, where: str) -> list[dict]:
+def _check_messages(messages) -> list[dict]:
     """Returns the messages of a chat, with each content as one string and reasoning under the name that templates read.
 
     A chat is [system], then user and assistant by turns. Results of tools follow a message that calls tools.
     """
-    messages = record["messages"]
     if not isinstance(messages, list) or not messages:
-        raise UserError(f'{where}: "messages" is {"an empty list" if messages == [] else "no list"}; remove the line')
+        raise UserError(f'"messages" is {"an empty list" if messages == [] else "no list"}; remove the line')
     checked: list[dict] = []
     before = "nothing"
     for number, message in enumerate(messages, start=1):
         role = message.get("role") if isinstance(message, dict) else None
-        what = f"{where}: message {number} ({str(role)[:40]})"
-        allowed = ROLES_AFTER[before]
-        if role not in allowed:
-            raise UserError(f"{what} follows {before}, where there should be {' or '.join(allowed)}")
+        what = f"message {number} ({str(role)[:40]})"
+        if role not in ROLES_AFTER[before]:
+            raise UserError(f"{what} follows {before}, where there should be {' or '.join(ROLES_AFTER[before])}")
         message = {**message, "content": _join_parts(message.get("content"), what)}
         calls = message.get("tool_calls")
         thoughts = [message[name] for name in REASONING_FIELDS if message.get(name)]
@@ -327,7 +313,7 @@ def _check_messages(record: dict, where: str) -> list[dict]:
         before = "an assistant that calls tools" if calls else role
         checked.append(message)
     if role != "assistant":
-        raise UserError(f"{where}: the last of {len(messages)} messages is of {role}; it must be the assistant's")
+        raise UserError(f"the last of {len(messages)} messages is of {role}; it must be the assistant's")
     return checked
 
 
@@ -352,8 +338,8 @@ def _names(tools: list[dict]) -> list[str]:
 def _without_reasoning(message: dict) -> dict:
     if message["role"] != "assistant":
         return message
-    message = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
-    return {**message, "content": THINKING.sub("", message["content"])}
+    rest = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+    return rest | {"content": THINKING.sub("", message["content"])}
 
 
 def _join(parts: list[str]) -> tuple[str, list[Turn]]:

@@ -27,7 +27,7 @@ def open_stores(paths: list[str] | None, tokenizer, vocab_size: int, reasoning: 
 
 
 def parse_weights(text: str, count: int) -> list[float]:
-    """Returns `count` numbers above 0 from a text such as "3,1", a weight for each path. Raises UserError."""
+    """Returns `count` numbers above 0 from a text such as "3,1", a weight for each path."""
     try:
         weights = [float(part) for part in text.split(",")]
     except ValueError:
@@ -50,10 +50,7 @@ def pack(
     Args:
         train: the training documents of the joined stores.
         kind: "best_fit", "concatenate", or None: best_fit for data with samples, which must not be cut.
-        overlong: "refuse", "drop" or "split" documents longer than context_length; None: "refuse".
-
-    Raises:
-        UserError: documents are longer than context_length, `overlong` has no effect, or a path has no document left.
+        overlong: what best_fit does with documents longer than context_length: "drop", "split", or None: refuse them.
     """
     borders = np.cumsum([0] + [len(store.lengths) for store in stores])
     firsts = np.searchsorted(train.documents, borders) if weights else np.array([0, len(train.documents)])

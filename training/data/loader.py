@@ -31,22 +31,17 @@ class Batch:
 
         With 8 tokens and 4 ranks, rank 1 has positions 2 and 3. The documents' segments and lengths describe whole
         sequences, because each rank attends over whole sequences with some of the heads. Sequences are padded first to
-        a multiple of `size`.
+        a multiple of `size`, by a document without targets.
         """
-        length = self.input_ids.shape[1]
-        if length % size:
-            return self._padded(-length % size).slice(rank, size)
-        own = slice(rank * length // size, (rank + 1) * length // size)
-        targets = self.targets[:, own]
-        documents = replace(self.documents, positions_BT=self.documents.positions_BT[:, own])
-        return Batch(self.input_ids[:, own], targets, documents, int((targets != IGNORE_INDEX).sum()))
-
-    def _padded(self, count: int) -> "Batch":
-        """Returns the batch with `count` more tokens behind each sequence: a document without targets."""
-        document_ids = (self.documents.positions_BT == 0).cumsum(1)
-        documents = find_documents(F.pad(document_ids, (0, count), value=self.input_ids.shape[1] + 1))
-        targets = F.pad(self.targets, (0, count), value=IGNORE_INDEX)
-        return Batch(F.pad(self.input_ids, (0, count)), targets, documents, self.num_valid_tokens)
+        input_ids, targets, documents, length = self.input_ids, self.targets, self.documents, self.input_ids.shape[1]
+        if count := -length % size:
+            document_ids = (documents.positions_BT == 0).cumsum(1)
+            documents = find_documents(F.pad(document_ids, (0, count), value=length + 1))
+            input_ids, targets = F.pad(input_ids, (0, count)), F.pad(targets, (0, count), value=IGNORE_INDEX)
+        share = (length + count) // size
+        own = slice(rank * share, (rank + 1) * share)
+        documents, targets = replace(documents, positions_BT=documents.positions_BT[:, own]), targets[:, own]
+        return Batch(input_ids[:, own], targets, documents, int((targets != IGNORE_INDEX).sum()))
 
 
 def longest_first(spans: list[Span]) -> list[Span]:
@@ -82,16 +77,14 @@ class PackedLoader:
     The position, and so a resumed run, does not depend on the number of ranks.
 
     Args:
-        store: the training documents.
-        packing: made of the store's lengths.
+        packing: made of the lengths of `store`, the training documents.
         batch_size: sequences of a micro-batch on this rank.
         rank, world_size: this process in the data-parallel group.
         read_ahead: make the next step's batches in a thread, while the present step is trained.
 
     Attributes:
-        store, packing, batch_size, rank, world_size: as given.
         num_tokens: tokens of the store, the documents' ends included.
-        sequences_per_epoch, longest_document, document_lengths: the packing's.
+        sequences_per_epoch: the packing's.
         next_sequence: the position in the global order, over all epochs and ranks.
     """
 
@@ -102,7 +95,6 @@ class PackedLoader:
         self.store, self.packing, self.batch_size = store, packing, batch_size
         self.rank, self.world_size = rank, world_size
         self.num_tokens, self.sequences_per_epoch = int(store.lengths.sum()), packing.sequences_per_epoch
-        self.longest_document, self.document_lengths = packing.longest_document, packing.document_lengths
         self.next_sequence = 0
         self._thread = ThreadPoolExecutor(1, "read ahead") if read_ahead else None
         # The next step's (first sequence, number of micro-batches), and its batches.
@@ -130,22 +122,19 @@ class PackedLoader:
         first, count = self.next_sequence, micro_batches * self.batch_size * self.world_size
         self.next_sequence = first + count
         asked, self._ahead = self._ahead, None
-        batches = (
-            asked[1].result() if asked and asked[0] == (first, micro_batches) else self._make(first, micro_batches)
-        )
+        is_made = asked is not None and asked[0] == (first, micro_batches)
+        batches = asked[1].result() if asked and is_made else self._make(first, micro_batches)
         if self._thread is not None:
             self._ahead = (first + count, micro_batches), self._thread.submit(self._make, first + count, micro_batches)
         return batches
 
     def _make(self, first: int, micro_batches: int) -> list[Batch]:
         indices = range(first, first + micro_batches * self.batch_size * self.world_size)
-        sequences = [self.spans(index) for index in indices]
+        sequences, length = [self.spans(index) for index in indices], self.packing.context_length
         # Pairs of tokens that attend to each other are the cost of a sequence.
         lengths = [[stop - start for _, start, stop in spans] for spans in sequences]
-        lengths = [[*each, *padding_lengths(self.packing.context_length - sum(each))] for each in lengths]
-        pairs = np.array([sum(n * (n + 1) // 2 for n in each) for each in lengths])
-        own = deal(pairs, self.world_size)[:, self.rank].reshape(micro_batches, self.batch_size)
-        length = self.packing.context_length
+        pairs = [sum(n * (n + 1) // 2 for n in [*each, *padding_lengths(length - sum(each))]) for each in lengths]
+        own = deal(np.array(pairs), self.world_size)[:, self.rank].reshape(micro_batches, self.batch_size)
         return [make_batch(self.store, [sequences[i] for i in positions], length) for positions in own]
 
     def spans(self, index: int) -> list[Span]:
@@ -162,11 +151,7 @@ class PackedLoader:
         return {"next_sequence": self.next_sequence, **self._identity}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from a state, on any number of ranks.
-
-        Raises:
-            UserError: the state belongs to another corpus, packing, tokenizer, seed or context_length.
-        """
+        """Goes on from a state, on any number of ranks. Raises UserError for the state of other data."""
         check_same_data(state, self._identity)
         self.next_sequence = state["next_sequence"]
 
@@ -191,16 +176,13 @@ def validation_batches(
     behind the last sequence is padding only.
 
     Args:
-        store: the held-out documents.
-        context_length: tokens of a sequence, at least 2.
-        batch_size, rank, world_size: see PackedLoader.
+        context_length, batch_size, rank, world_size: see PackedLoader.
         limit: most sequences over all ranks, so that the result does not depend on the number of ranks.
     """
     stream = Stream(store.lengths, np.arange(len(store.lengths)))
     stride = context_length - 1
     num_sequences = -(-(int(stream.ends[-1]) - 1) // stride)
-    if limit is not None:
-        num_sequences = min(num_sequences, limit)
+    num_sequences = num_sequences if limit is None else min(num_sequences, limit)
     for first in range(rank, num_sequences + rank, batch_size * world_size):
         indices = range(first, first + batch_size * world_size, world_size)
         sequences = [stream.cut(i * stride, i * stride + context_length) if i < num_sequences else [] for i in indices]

@@ -19,16 +19,22 @@ Span = tuple[int, int, int]
 
 
 class Packing(Protocol):
-    """Endless sequences of spans, epoch by epoch. ConcatenatedPacking explains the attributes."""
+    """Endless sequences of spans, epoch by epoch."""
 
-    context_length: int
-    identity: dict
+    context_length: int  # tokens of a sequence, at least 2
+    identity: dict  # settings that decide the sequences of a given corpus; a resumed run must have the same
     sequences_per_epoch: int
-    longest_document: int
+    longest_document: int  # tokens, at most context_length
 
-    def spans(self, epoch: int, index: int) -> list[Span]: ...
+    def spans(self, epoch: int, index: int) -> list[Span]:
+        """Returns the spans of an epoch's sequence `index`, at most context_length tokens together."""
 
-    def document_lengths(self) -> tuple[np.ndarray, np.ndarray]: ...
+    def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (tokens, sequence) of each document of the first epoch, int64 [P] both.
+
+        `sequence` is the index of its sequence. Documents of padding come last. Documents of 3 and 5 tokens, end to end
+        in sequences of 4, give ([3, 1, 4], [0, 0, 1]).
+        """
 
 
 def padding_lengths(count: int) -> list[int]:
@@ -88,17 +94,7 @@ class ConcatenatedPacking:
 
     Args:
         lengths: int64 [N], tokens of each document, its end included.
-        context_length: tokens of a sequence, at least 2.
         seed: each epoch's orders are drawn from (seed, epoch).
-
-    Attributes:
-        context_length: as given.
-        identity: the settings that decide the sequences of a given corpus; a resumed run must have the same.
-        sequences_per_epoch: full sequences of context_length tokens.
-        longest_document: tokens of the longest document, at most context_length.
-
-    Raises:
-        UserError: the corpus is shorter than one sequence.
     """
 
     def __init__(self, lengths: np.ndarray, context_length: int, seed: int):
@@ -114,16 +110,11 @@ class ConcatenatedPacking:
         self._draw = functools.lru_cache(maxsize=1)(self._draw_anew)
 
     def spans(self, epoch: int, index: int) -> list[Span]:
-        """Returns the spans of an epoch's sequence `index`, context_length tokens together."""
         stream, places = self._draw(epoch)
         start = int(places[index]) * self.context_length
         return stream.cut(start, start + self.context_length)
 
     def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (tokens, sequence) of each span of the first epoch, int64 [P] both, `sequence` being its index.
-
-        Documents of 3 and 5 tokens and a context_length of 4 give ([3, 1, 4], [0, 0, 1]).
-        """
         stream, places = self._draw(0)
         last = self.sequences_per_epoch * self.context_length
         borders = np.arange(self.context_length, last + 1, self.context_length)
@@ -146,15 +137,10 @@ class BestFitPacking:
     and in which order the sequences are taken.
 
     Args:
-        lengths, context_length, seed: see ConcatenatedPacking.
         split: cut longer documents every context_length tokens. Without it they are left out.
 
     Attributes:
-        context_length, identity, sequences_per_epoch, longest_document: see ConcatenatedPacking.
         filled: share of the sequences' tokens that are not padding.
-
-    Raises:
-        UserError: no document fits.
     """
 
     def __init__(self, lengths: np.ndarray, context_length: int, seed: int, split: bool = False):
@@ -180,7 +166,6 @@ class BestFitPacking:
         self._draw = functools.lru_cache(maxsize=1)(self._draw_anew)
 
     def spans(self, epoch: int, index: int) -> list[Span]:
-        """Returns the spans of an epoch's sequence `index`, at most context_length tokens together."""
         order, sequences = self._draw(epoch)
         places = self._places[self._borders[sequences[index]] : self._borders[sequences[index] + 1]]
         chosen = order[places]
@@ -188,7 +173,6 @@ class BestFitPacking:
         return list(zip(*(x.tolist() for x in (self._document[chosen], starts, starts + self._sizes[chosen]))))
 
     def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (tokens, sequence) as ConcatenatedPacking does; documents of padding come last."""
         _, sequences = self._draw(0)
         taken = np.argsort(sequences)  # the index at which each sequence is taken
         sizes, of_span = self._sizes[self._places], np.repeat(taken, np.diff(self._borders))
@@ -257,15 +241,12 @@ MIX_PERIOD = 10_000
 class MixedPacking:
     """Takes sequences of several packings in turn, in shares given by weights. A packing that ends begins anew.
 
-    An epoch has as many sequences as the epochs of all packings together. Attributes: see ConcatenatedPacking.
+    An epoch has as many sequences as the epochs of all packings together.
 
     Args:
         packings: packings of the same context_length.
         first_documents: offset of each packing's document numbers.
-        weights: numbers above 0; their ratios matter.
-
-    Raises:
-        UserError: a weight is below a 10,000th of their sum.
+        weights: numbers above 0; their ratios matter. None may be below a 10,000th of their sum.
     """
 
     def __init__(self, packings: Sequence[Packing], first_documents: np.ndarray, weights: list[float]):
@@ -296,14 +277,13 @@ class MixedPacking:
         return packing, periods * self._counts[packing] + self._before[packing, within]
 
     def spans(self, epoch: int, index: int) -> list[Span]:
-        """Returns the spans of an epoch's sequence `index`."""
         which, place = (int(x) for x in self._locate(np.array(epoch * self.sequences_per_epoch + index)))
         packing, first = self._packings[which], self._first_documents[which]
         found = packing.spans(*divmod(place, packing.sequences_per_epoch))
         return [(document + first, start, stop) for document, start, stop in found]
 
     def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (tokens, sequence) as ConcatenatedPacking does; a packing's second epoch counts as its first."""
+        # A packing's second epoch counts as its first.
         which, _ = self._locate(np.arange(self.sequences_per_epoch))
         all_lengths, all_sequences = [], []
         for number, packing in enumerate(self._packings):

@@ -1,13 +1,12 @@
 """Tokenizes a corpus in parallel into a prepared set; prepared.py describes the folder.
 
 The corpus is cut into parts of about 16 MB, each made by one process. A part's name is a hash of all that decides its
-content: the files with their sizes and times, tokenizer, chat template and settings. Parts that exist are not made
-again: after a stop the same command goes on, and after a change of some files it makes only the parts of these.
+content: files, their sizes and times, tokenizer, chat template and settings. Parts that exist are not made again: after
+a stop the same command goes on, and after a change of some files it makes only their parts.
 """
 
 import contextlib
 import hashlib
-import io
 import json
 import multiprocessing
 import os
@@ -15,7 +14,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
@@ -23,20 +22,11 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from training.data.prepared import (
-    DOCUMENT,
-    FORMAT,
-    INDEX,
-    MASKED,
-    TOKEN,
-    PreparedStore,
-    canonical,
-    hash_of_index,
-)
+from training.data.prepared import DOCUMENT, FORMAT, INDEX, MASKED, TOKEN, PreparedStore, canonical, hash_of_index
 from training.data.sources import SUFFIXES, Document, DocumentReader, find_files
 from training.data.tokenizer import load_tokenizer
 from training.host.errors import UserError
-from training.host.files import only_run_in
+from training.host.files import only_run_in, write_file
 
 PART_BYTES = 2**24  # of text
 OURS = re.compile(r"part-[0-9a-f]{16}\.(tokens|documents|json)(\.new)?")
@@ -55,24 +45,19 @@ class Extent(NamedTuple):
 
 
 def prepare(source: Path, out: Path, tokenizer: str, reasoning: str = "template", workers: int = 1) -> dict:
-    """Makes a prepared set of `source`, a file or a folder, in the folder `out`; returns its index.
-
-    Raises:
-        UserError: a line has nothing to learn; `out` has text or another set in it; a worker died.
-    """
+    """Makes a prepared set of `source`, a file or a folder, in the folder `out`; returns its index."""
     opened, files = load_tokenizer(tokenizer), find_files(source)
     identity = opened.identity + _hash_of_templates(opened)
     if out.is_dir() and any(file.suffix.lower() in SUFFIXES for file in out.iterdir()):
         raise UserError(f"{out} has text in it, which its set would hide from --data; choose another folder")
     with only_run_in(out):
         parts = _find_parts(files, identity, reasoning)
+        done = {name: found for name in parts if (found := _read_part(out / name)) is not None}
         if (out / INDEX).exists():
             store = PreparedStore(out, opened, opened.vocab_size)
-            summaries = {name: _read_part(out / name) for name in parts}
-            if set(store.parts) != {name for name, found in summaries.items() if found is None or found["documents"]}:
+            if set(store.parts) != {name for name in parts if name not in done or done[name]["documents"]}:
                 raise UserError(f"{out} has another set in it, of other files or settings; choose another folder")
             return json.loads((out / INDEX).read_bytes())
-        done = {name: found for name in parts if (found := _read_part(out / name)) is not None}
         done |= _make_parts(parts, done, out, (tokenizer, reasoning), workers)
         for file in out.iterdir():
             if OURS.fullmatch(file.name) and file.name.split(".")[0] not in parts:
@@ -101,11 +86,6 @@ def _hash_of_templates(tokenizer) -> str:
     return found.hexdigest()
 
 
-def _name_of(extents: list[Extent], identity: str, reasoning: str) -> str:
-    content = {"format": FORMAT, "pieces": extents, "identity": identity, "reasoning": reasoning}
-    return f"part-{hashlib.sha256(canonical(content)).hexdigest()[:16]}"
-
-
 def _bytes_of(extents: list[Extent]) -> int:
     return sum(extent.stop - extent.start for extent in extents)
 
@@ -116,38 +96,33 @@ def _find_parts(files: list[Path], identity: str, reasoning: str) -> dict[str, l
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="finding lines", leave=False) as progress:
         for extents in _plan(files):
-            parts[_name_of(extents, identity, reasoning)] = extents
+            content = {"format": FORMAT, "pieces": extents, "identity": identity, "reasoning": reasoning}
+            parts[f"part-{hashlib.sha256(canonical(content)).hexdigest()[:16]}"] = extents
             progress.update(_bytes_of(extents))
     return parts
 
 
 def _plan(files: list[Path]) -> Iterator[list[Extent]]:
-    """Yields the parts, each some whole text files, or some lines of one .jsonl file."""
+    """Yields the parts, each some whole text files, or some whole lines of one .jsonl file."""
     whole: list[Extent] = []
     total = 0
     for file in files:
         status = file.stat()
+        extent = Extent(str(file), status.st_size, status.st_mtime_ns, 0, status.st_size, 0)
         if file.suffix.lower() == ".jsonl":
-            for start, stop, line in _cut_lines(file, status.st_size):
-                yield [Extent(str(file), status.st_size, status.st_mtime_ns, start, stop, line)]
+            start, line = 0, 1
+            with file.open("rb") as stream:
+                while lines := stream.read(PART_BYTES) + stream.readline():
+                    yield [extent._replace(start=start, stop=start + len(lines), line=line)]
+                    start, line = start + len(lines), line + lines.count(b"\n")
             continue
-        whole.append(Extent(str(file), status.st_size, status.st_mtime_ns, 0, status.st_size, 0))
+        whole.append(extent)
         total += status.st_size
         if total >= PART_BYTES or len(whole) == 10_000:
             yield whole
             whole, total = [], 0
     if whole:
         yield whole
-
-
-def _cut_lines(file: Path, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (start, stop, number of the first line) of stretches of whole lines, at bytes start .. stop - 1."""
-    start, line = 0, 1
-    with file.open("rb") as stream:
-        while start < size:
-            lines = stream.read(PART_BYTES) + stream.readline()
-            yield start, start + len(lines), line
-            start, line = start + len(lines), line + lines.count(b"\n")
 
 
 def _read_part(path: Path) -> dict | None:
@@ -168,14 +143,13 @@ def _make_parts(
     missing = [name for name in parts if name not in done]
     if not missing:
         return made
-    total, before = sum(map(_bytes_of, parts.values())), sum(_bytes_of(parts[name]) for name in done)
+    total, before = (sum(_bytes_of(parts[name]) for name in names) for names in (parts, done))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process
     context = multiprocessing.get_context("forkserver")
     pool = ProcessPoolExecutor(min(workers, len(missing)), context, _open_reader, settings)
     try:
         with tqdm(total=total, initial=before, unit="B", unit_scale=True, desc="tokenizing") as progress:
-            tasks: dict[Future[dict], str] = {}
-            tasks |= {pool.submit(_make_part, out / name, parts[name]): name for name in missing}
+            tasks = {pool.submit(_make_part, out / name, parts[name]): name for name in missing}
             for task in as_completed(tasks):
                 made[tasks[task]] = task.result()
                 progress.set_postfix(tokens=f"{sum(part['tokens'] for part in made.values()):,}")
@@ -193,7 +167,7 @@ _reader: DocumentReader | None = None  # a worker's
 
 
 def _open_reader(path: str, reasoning: str) -> None:
-    """Prepare a worker, which calls this once."""
+    """Begins a worker."""
     global _reader
     if multiprocessing.parent_process() is not None:
         # Ctrl-C ends the worker. KeyboardInterrupt would end the part at hand, and the worker would begin the next.
@@ -204,7 +178,7 @@ def _open_reader(path: str, reasoning: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this worker when its parent ends: without the parent it would wait for work for ever."""
+    """Ends this worker when its parent ends: otherwise it would wait for work for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -216,11 +190,10 @@ def _read_extent(extent: Extent, reader: DocumentReader) -> Iterator[Document]:
     if (status.st_size, status.st_mtime_ns) != (extent.size, extent.time_ns):
         raise UserError(f"{path} has changed since the command began: start it again, it goes on from here")
     if not extent.line:
-        yield from reader.read(path)
-        return
+        return reader.read(path)
     with path.open("rb") as stream:
         stream.seek(extent.start)
-        yield from reader.read_lines(stream.read(extent.stop - extent.start), path, extent.line)
+        return reader.read_lines(stream.read(extent.stop - extent.start), path, extent.line)
 
 
 def _make_part(path: Path, extents: list[Extent]) -> dict:
@@ -264,17 +237,14 @@ def _write(file: Path, content: bytes) -> None:
     """Write a file and rename it when it is on the disk, so that it is complete or absent. Raises UserError."""
     new = file.with_name(file.name + ".new")
     try:
-        with new.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
+        write_file(new, content)
         new.rename(file)
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}; {GOES_ON}") from None
 
 
 def histogram(lengths: np.ndarray) -> str:
-    """Returns the lengths of documents as a table by powers of two, with bars for the shares of the tokens."""
+    """Returns the lengths of documents as a table by powers of two, with bars for their shares of the tokens."""
     exponents = np.log2(lengths).astype(int)
     quantiles = np.quantile(lengths, [0.5, 0.95]).astype(int)
     lines = [
@@ -288,21 +258,3 @@ def histogram(lengths: np.ndarray) -> str:
         span = f"{2**exponent:,} to {2 ** (exponent + 1) - 1:,}"
         lines.append(f"{span:>25} {len(inside):>12,} {share:>14.1%} {'#' * round(50 * share)}".rstrip())
     return "\n".join(lines)
-
-
-def draw_histogram(lengths: np.ndarray, file: Path) -> bool:
-    """Draws `histogram` as a picture; returns False if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    bins = 2.0 ** np.arange(0, np.log2(lengths.max()) + 1.25, 0.25)
-    axes.hist(lengths, bins.tolist(), weights=lengths / lengths.sum())
-    axes.set(xscale="log", xlabel="tokens in a document", ylabel="share of all tokens")
-    axes.set_title(f"{len(lengths):,} documents, {lengths.sum():,} tokens")
-    picture = io.BytesIO()
-    figure.savefig(picture)
-    _write(file, picture.getvalue())
-    return True

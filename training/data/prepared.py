@@ -21,7 +21,7 @@ import numpy as np
 from training.data.tokenizer import check_ids
 from training.data.tokens import Store
 from training.host.errors import UserError
-from training.host.files import read_file
+from training.host.files import read_json
 
 FORMAT = "fathom tokens 1"
 INDEX = "set.json"
@@ -54,20 +54,12 @@ def is_prepared(path: Path) -> bool:
 
 
 def read_index(folder: Path) -> dict:
-    """Returns the content of a set's set.json.
-
-    Raises:
-        UserError: it is larger than any index, has another format or types, is damaged, or names a part outside the
-            folder.
-    """
+    """Returns a set's set.json. Raises UserError if it is damaged, or names a part outside the folder."""
     file = folder / INDEX
     if file.exists() and file.stat().st_size > MOST_INDEX_BYTES:
         raise UserError(f"{file} has {file.stat().st_size:,} bytes, more than {MOST_INDEX_BYTES:,}; {AGAIN}")
-    try:
-        index = json.loads(read_file(file, f"give a folder with {INDEX}, as prepare makes it"))
-    except (ValueError, RecursionError) as error:
-        raise error if isinstance(error, UserError) else UserError(f"{file} is not JSON; {AGAIN}") from None
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
+    index = read_json(file)
+    if index.get("format") != FORMAT:
         raise UserError(f'{file} is not of format "{FORMAT}": it is no set, or one to be made anew with this version')
     if index.get("sha256") != hash_of_index(index):
         raise UserError(f"{file} does not have the hash that it says: it is damaged or was edited; {AGAIN}")
@@ -91,14 +83,9 @@ def _check_types(found, types: dict[str, type], where: str) -> None:
 class PreparedStore(Store):
     """The documents of a prepared set, read from disk when they are asked for.
 
-    Args:
-        folder: the set's.
-        tokenizer: see load_tokenizer; the set must have been made with the same tokenizer.
-        vocab_size: the model's; every id must be below it.
-
     Raises:
-        UserError: see read_index; another tokenizer; an id that is not below vocab_size; files that do not fit the
-            index by their sizes or by their documents' ends.
+        UserError: see read_index; the set was made with another tokenizer; an id is not below the model's vocab_size;
+            a file does not fit the index by its size or by its documents' ends.
     """
 
     def __init__(self, folder: Path, tokenizer, vocab_size: int):
@@ -141,7 +128,7 @@ class PreparedStore(Store):
         return zlib.crc32(canonical(self._hashes))
 
     def _find(self, document: int) -> tuple[str, int]:
-        """Returns (part, the document's number in that part)."""
+        """Returns (part's name, the document's number in that part)."""
         index = int(np.searchsorted(self._first, document, side="right")) - 1
         return self.parts[index], document - int(self._first[index])
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from training.data.chat import UNSTORABLE, ChatTemplate
 from training.data.tokenizer import check_ids
-from training.host.errors import UserError
+from training.host.errors import UserError, refused_as_user_error
 from training.host.files import read_file
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
@@ -31,15 +31,12 @@ class Document:
 
 
 def load_documents(path: str | None, tokenizer, vocab_size: int, reasoning: str = "template") -> list[Document]:
-    """Read and tokenize a corpus: a text file is one document, a .jsonl line is one document.
+    """Reads and tokenizes a corpus: each text file and each line of a .jsonl file is a document.
 
     Args:
         path: a .txt, .md, .py or .jsonl file, or a folder, whose subfolders are searched, too, in sorted order. None:
             the sources of Python's standard library on this machine. Blank text files are left out.
         tokenizer, vocab_size, reasoning: see DocumentReader.
-
-    Returns:
-        The documents, at least one.
 
     Raises:
         UserError: see find_files and DocumentReader; or the path holds no text.
@@ -56,11 +53,7 @@ def load_documents(path: str | None, tokenizer, vocab_size: int, reasoning: str 
 
 
 def find_files(path: Path) -> list[Path]:
-    """Returns the files of text at a path of --data: the file itself, or all files in the folder, sorted.
-
-    Raises:
-        UserError: the path is missing, cannot be read, or is a file of another type.
-    """
+    """Returns the files of text at a path of --data: the file itself, or all files in the folder, sorted."""
     if not path.exists():
         raise UserError(f"data path {path} does not exist; give --data a file or a folder")
     if path.is_dir():
@@ -94,12 +87,7 @@ class DocumentReader:
         return ChatTemplate(self._tokenizer, self._reasoning)
 
     def read(self, file: Path) -> Iterator[Document]:
-        """Yields the documents of a file; none if it is empty.
-
-        Raises:
-            UserError: the file is unreadable or binary, a line has nothing to learn, or an id is not below vocab_size.
-                The message names the file, and the offset or the line.
-        """
+        """Yields the documents of a file; none if it is empty. A UserError names the file, and the offset or line."""
         raw = read_file(file, "give --data a readable file")
         is_lines = file.suffix.lower() == ".jsonl"
         return self.read_lines(raw, file) if is_lines else self.read_text(_decode(raw, str(file)), file)
@@ -107,7 +95,7 @@ class DocumentReader:
     def read_text(self, text: str, file: Path) -> Iterator[Document]:
         """Yields a text file's one document; none if the text is blank."""
         if text.strip():
-            yield Document(self._encode_from_start(text, str(file)), source=str(file))
+            yield self._document(str(file), self._tokenizer.encode_from_start(text))
 
     def read_lines(self, raw: bytes, file: Path, first_number: int = 1) -> Iterator[Document]:
         """Yields the documents of lines of a .jsonl file. The first line has the number `first_number`."""
@@ -120,38 +108,31 @@ class DocumentReader:
                 record = json.loads(text)
             except (ValueError, RecursionError) as error:  # ValueError also for 5,000 digits
                 raise UserError(f"{where}: not JSON ({str(error)[:100]}); each line must be one JSON object") from None
-            yield self._read_record(record if isinstance(record, dict) else {}, where)
+            with refused_as_user_error(f"{where}: "):
+                encoded = self._encode(record if isinstance(record, dict) else {})
+            yield self._document(where, *encoded)
 
-    def _read_record(self, record: dict, where: str) -> Document:
+    def _encode(self, record: dict) -> tuple[np.ndarray, np.ndarray | None, bool]:
+        """Returns (tokens, masked, is_complete) of a line; see Document."""
         if "messages" in record:
-            return self._read_chat(record, where)
+            return *self._chat.encode(record), True
         is_sample = "completion" in record
         prompt, text = (record.get("prompt"), record["completion"]) if is_sample else ("", record.get("text"))
         if not isinstance(text, str) or not isinstance(prompt, str):
-            raise UserError(f'{where}: needs a string "text", strings "prompt" and "completion", or a list "messages"')
+            raise UserError('needs a string "text", strings "prompt" and "completion", or a list "messages"')
         if not text.strip():
-            raise UserError(f"{where}: empty text leaves nothing to learn from; remove the line")
+            raise UserError("empty text leaves nothing to learn from; remove the line")
         if UNSTORABLE.search(prompt + text):
-            raise UserError(f"{where}: escaped NUL or lone surrogate in the text; remove it")
+            raise UserError("escaped NUL or lone surrogate in the text; remove it")
         if not is_sample:
-            return Document(self._encode_from_start(text, where), source=where)
-        before = self._encode_from_start(prompt, where)
-        tokens = np.concatenate([before, self._checked(self._tokenizer.encode(text), where)])
-        return Document(tokens, np.arange(len(tokens)) < len(before), where)
+            return self._tokenizer.encode_from_start(text), None, False
+        before = self._tokenizer.encode_from_start(prompt)
+        tokens = np.concatenate([before, self._tokenizer.encode(text)])
+        return tokens, np.arange(len(tokens)) < len(before), False
 
-    def _read_chat(self, record: dict, where: str) -> Document:
-        tokens, masked = self._chat.encode(record, where)
-        self._checked(tokens, where)
-        if masked[1:].all():
-            raise UserError(f"{where}: no trainable token: the assistant's turns are empty; remove the line")
-        return Document(tokens, masked, where, is_complete=True)
-
-    def _encode_from_start(self, text: str, where: str) -> np.ndarray:
-        return self._checked(self._tokenizer.encode_from_start(text), where)
-
-    def _checked(self, tokens: np.ndarray, where: str) -> np.ndarray:
+    def _document(self, where: str, tokens: np.ndarray, masked=None, is_complete: bool = False) -> Document:
         check_ids(int(tokens.max(initial=0)), self._tokenizer, self._vocab_size, where)
-        return tokens
+        return Document(tokens, masked, where, is_complete)
 
 
 def _standard_library(reader: DocumentReader) -> Iterator[Document]:
@@ -171,7 +152,7 @@ def _standard_library(reader: DocumentReader) -> Iterator[Document]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Returns the regular files below a folder, sorted. Raises UserError for an unreadable or linked subfolder."""
+    """Returns the regular files below a folder, sorted. Refuses an unreadable or linked subfolder."""
 
     def refuse(error: OSError):
         raise UserError(f"cannot read {error.filename}: {error.strerror}; make it readable, or give other --data")

@@ -122,18 +122,12 @@ class FileTokenizer:
 
 
 def load_tokenizer(path: str | None) -> ByteTokenizer | FileTokenizer:
-    """Opens a run's tokenizer.
-
-    Args:
-        path: a tokenizer.json, or the folder that has it; "bytes" or None for bytes.
+    """Opens a run's tokenizer: a tokenizer.json, or the folder that has it; "bytes" or None for bytes.
 
     Returns:
         An object with these names: name; identity ("bytes", or the file's SHA-256); vocab_size, added tokens included;
         eos_id; encode(text) -> ids, uint8 or uint32; encode_from_start(text) -> ids, which begin as the file begins
         every text; decode(ids, with_special=False) -> text.
-
-    Raises:
-        UserError: the tokenizers package is absent, the file is missing or invalid, or no end-of-text token is known.
     """
     return ByteTokenizer() if path in (None, "bytes") else FileTokenizer(Path(path))
 

@@ -1,7 +1,4 @@
-"""Stores of tokens: the length of each document, and any part of any document.
-
-The stores here are in memory; prepared.py has the store on disk.
-"""
+"""Stores of tokens, from which any part of any document is read. prepared.py has the store on disk."""
 
 import functools
 import zlib
@@ -23,7 +20,7 @@ class Store(Protocol):
 
     @property
     def identity(self) -> int:
-        """A checksum of 32 bits over the documents, their order and their masks."""
+        """A checksum of 32 bits over the documents, their order and their masks. The first call may read them all."""
 
     def source(self, document: int) -> str:
         """Returns a document's file; for a .jsonl file with the line's number."""
@@ -50,7 +47,6 @@ class TokenStore(Store):
 
     @functools.cached_property
     def identity(self) -> int:
-        """The CRC-32 of all lengths, masks and tokens. The first call reads the whole corpus."""
         crc = 0
         for length, document in zip(self.lengths, self._documents):
             crc = zlib.crc32(f"{length};".encode(), crc)
@@ -100,30 +96,26 @@ class JoinedStore(Store):
 
 
 def join(stores: Sequence[Store]) -> Store:
-    """Returns one store with the documents of all."""
     return stores[0] if len(stores) == 1 else JoinedStore(stores)
 
 
 class Selection(Store):
-    """Some documents of a store, or a part of each, with numbers from 0.
+    """Some documents of a store, with numbers from 0.
 
     Args:
         documents: int64 [N], their numbers in `store`.
-        starts, stops: int64 [N], the borders of each document's part; None: the whole document.
+        part: (start, stop) of the positions that are selected of each document; None: the whole documents.
     """
 
-    def __init__(
-        self, store: Store, documents: np.ndarray, starts: np.ndarray | None = None, stops: np.ndarray | None = None
-    ):
+    def __init__(self, store: Store, documents: np.ndarray, part: tuple[int, int] | None = None):
         self._store, self.eos_id, self.are_samples = store, store.eos_id, store.are_samples
-        self.documents = documents
-        self._starts = np.zeros(len(documents), dtype=np.int64) if starts is None else starts
-        self.lengths = (store.lengths[documents] if stops is None else stops) - self._starts
+        self.documents, self._start = documents, part[0] if part else 0
+        self.lengths = np.full(len(documents), part[1] - part[0]) if part else store.lengths[documents]
 
     @functools.cached_property
     def identity(self) -> int:
         crc = self._store.identity
-        for array in (self.documents, self._starts, self.lengths):
+        for array in (self.documents, np.full_like(self.documents, self._start), self.lengths):
             crc = zlib.crc32(np.ascontiguousarray(array).data, crc)
         return crc
 
@@ -131,17 +123,13 @@ class Selection(Store):
         return self._store.source(int(self.documents[document]))
 
     def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        first = int(self._starts[document])
-        return self._store.read_masked(int(self.documents[document]), first + start, first + stop)
+        return self._store.read_masked(int(self.documents[document]), self._start + start, self._start + stop)
 
 
 def split(store: Store, validation_fraction: float, seed: int) -> tuple[Selection, Selection]:
-    """Hold out whole documents, drawn by `seed`: at least one, and at most a fraction of all tokens.
+    """Holds out whole documents, drawn by `seed`: at least one, and at most `validation_fraction` of all tokens.
 
     A corpus of one document is cut, and its tail is held out.
-
-    Args:
-        validation_fraction: above 0 and below 1.
 
     Returns:
         (training documents in their order, held-out documents), neither empty. The held-out documents are in random
@@ -152,12 +140,12 @@ def split(store: Store, validation_fraction: float, seed: int) -> tuple[Selectio
     """
     lengths = store.lengths
     if len(lengths) == 1:
-        whole, zero = int(lengths[0]), np.zeros(1, dtype=np.int64)
+        whole, only = int(lengths[0]), np.zeros(1, dtype=np.int64)
         cut = whole - max(2, int(whole * validation_fraction))  # at least a token and the one it predicts
         if cut < 2 or store.are_samples:
             what = "sample" if store.are_samples else f"document of {whole} tokens"
             raise UserError(f"the data are one {what}, too short to hold some out; give more --data")
-        return Selection(store, zero, zero, zero + cut), Selection(store, zero, zero + cut, zero + whole)
+        return Selection(store, only, (0, cut)), Selection(store, only, (cut, whole))
     allowed, shortest = validation_fraction * lengths.sum(), lengths.min()
     held_out = []
     for i in np.random.default_rng(seed).permutation(len(lengths)).tolist():

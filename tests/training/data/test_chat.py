@@ -97,7 +97,7 @@ def shown(folder):
         record = {"messages": record} if isinstance(record, list) else record
         (folder / "chat_template.jinja").write_text(template)
         tokenizer = load_tokenizer(str(folder))
-        ids, masked = ChatTemplate(tokenizer, reasoning).encode(record, "a.jsonl:7")
+        ids, masked = ChatTemplate(tokenizer, reasoning).encode(record)
         text, before = "", True
         for i, is_masked in zip([*ids.tolist(), None], [*masked, True]):
             text += "" if is_masked == before else "[]"[int(is_masked)]
@@ -193,7 +193,7 @@ def test_what_the_template_leaves_out_is_refused(shown, template):
         ([question, {**answer, **thought}], "template", r"the reasoning of message 2 \('so'\)"),
         ([question, {**answer, **thought}, question, answer], "keep", "the reasoning of message 2"),
     ):
-        with pytest.raises(ValueError, match=f"a.jsonl:7: .*chat_template.jinja does not write {message}.*"):
+        with pytest.raises(ValueError, match=f"chat_template.jinja does not write {message}.*"):
             shown(template, record, reasoning)
     earlier = [question, {**answer, **thought}, question, answer]
     assert shown(template, earlier, "drop") == shown(template, earlier) == shown(template, [question, answer] * 2)
@@ -214,12 +214,12 @@ def test_marked_templates_have_the_mask_of_transformers(shown, folder):
         )
         for template in (MARKED, CHATML):  # CHATML has no marks, and the same turns
             (folder / "chat_template.jinja").write_text(template)
-            ids, masked = ChatTemplate(load_tokenizer(str(folder))).encode({"messages": talk}, "")
+            ids, masked = ChatTemplate(load_tokenizer(str(folder))).encode({"messages": talk})
             assert ids.tolist() == expected["input_ids"]
             assert (~masked).astype(int).tolist() == expected["assistant_masks"]
         for template in (CHATML, LLAMA3, QWEN3, DEEPSEEK):
             (folder / "chat_template.jinja").write_text(template)
-            ids, _ = ChatTemplate(load_tokenizer(str(folder))).encode({"messages": talk}, "")
+            ids, _ = ChatTemplate(load_tokenizer(str(folder))).encode({"messages": talk})
             assert ids.tolist() == theirs.apply_chat_template(talk, chat_template=template, return_dict=False)
 
 
@@ -312,12 +312,10 @@ def test_sigterm_ends_a_template_that_does_not_end(folder):
 def test_templates_whose_turns_run_on_or_vanish(shown):
     """The borders learnt from two short chats are looked for in each chat."""
     unended = CHATML.replace("'<|im_end|>\n' }}", "('' if m.content == 'Hello. ' else '<|im_end|>\n') }}")
-    with pytest.raises(ValueError, match=r"a\.jsonl:7: turn 1 of the assistant does not end with '<\|im_end\|>'"):
+    with pytest.raises(ValueError, match=r"turn 1 of the assistant does not end with '<\|im_end\|>'"):
         shown(unended, TALK)
     skipped = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.content != 'Hello. ' %}")
-    with pytest.raises(
-        ValueError, match=r"a\.jsonl:7: the template shows 1 turns of the assistant, the messages are 2"
-    ):
+    with pytest.raises(ValueError, match=r"the template shows 1 turns of the assistant, the messages are 2"):
         shown(skipped, TALK)
     nested = MARKED.replace("{{ m.content + '<", "{% generation %}{{ m.content }}{% endgeneration %}{{ '<")
     half = MARKED.replace("{% generation %}", "{% set turn %}{% generation %}")
@@ -330,8 +328,8 @@ def test_templates_whose_turns_run_on_or_vanish(shown):
 def test_where_the_template_is(folder, tmp_path):
     for file, content, message in [
         (None, None, "has none: add chat_template.jinja"),
-        ("tokenizer_config.json", "[", "is not JSON"),
-        ("tokenizer_config.json", "[]", "is no JSON object"),
+        ("tokenizer_config.json", "[", "is missing or damaged: Expecting value"),
+        ("tokenizer_config.json", "[]", "it holds no JSON object"),
         ("tokenizer_config.json", '{"chat_template": 3}', "has none"),
         ("chat_template.jinja", b"\xff", "is not UTF-8"),
     ]:
@@ -343,5 +341,5 @@ def test_where_the_template_is(folder, tmp_path):
     (tmp_path / "chat_template.jinja").unlink()
     for value in (CHATML, [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
-        ids, _ = ChatTemplate(load_tokenizer(str(tmp_path / "tokenizer.json"))).encode({"messages": TALK}, "")
+        ids, _ = ChatTemplate(load_tokenizer(str(tmp_path / "tokenizer.json"))).encode({"messages": TALK})
         assert len(ids) > 10

@@ -140,8 +140,10 @@ def test_lengths_of_packed_documents_are_those_of_the_batches():
     """The lengths are the first epoch's, in the order of its sequences. The longest holds for every epoch."""
     documents = [Document(np.full(size, 7, dtype=np.uint8)) for size in (3, 30, 1, 11, 2, 9, 0, 21)]
     loader = make_loader(documents, 12, 1, seed=3)
-    lengths, sequences = loader.document_lengths()
-    assert loader.longest_document == 12 and make_loader(documents, 50, 1, seed=3).longest_document == 31
+    lengths, sequences = loader.packing.document_lengths()
+    assert (
+        loader.packing.longest_document == 12 and make_loader(documents, 50, 1, seed=3).packing.longest_document == 31
+    )
     for index in range(loader.sequences_per_epoch):
         [batch] = loader.next_step()
         assert sorted(batch.documents.lengths) == sorted(lengths[sequences == index].tolist())
@@ -152,7 +154,7 @@ def test_padding_is_short_documents(monkeypatch):
     monkeypatch.setattr("training.data.packing.PADDING_TOKENS", 4)
     loader = make_loader(make_documents([7, 7, 7]), 15, 1, packing=BestFitPacking)
     assert loader.next_step()[0].documents.lengths == [8, 4, 3]
-    assert loader.document_lengths()[0].tolist() == [8, 8, 8] + 3 * [4, 3]
+    assert loader.packing.document_lengths()[0].tolist() == [8, 8, 8] + 3 * [4, 3]
     [batch] = validation_batches(TokenStore(make_documents([7]), EOS), 8, 1, rank=1, world_size=2)
     assert batch.num_valid_tokens == 0 and batch.documents.lengths == [4, 4]
 
