@@ -1,5 +1,6 @@
 """The data of a run: the stores at the paths of --data, the held-out share, and the packing."""
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -28,17 +29,14 @@ def open_stores(paths: list[str] | None, tokenizer, vocab_size: int, reasoning: 
 
 def parse_weights(text: str, count: int) -> list[float]:
     """Returns `count` numbers above 0 from a text such as "3,1", a weight for each path."""
-    try:
-        weights = [float(part) for part in text.split(",")]
-    except ValueError:
-        weights = []
     if count < 2:
         raise UserError(f"data_weights mix several paths of --data: got {count}; drop it, or give more paths")
-    if len(weights) != count or not all(0 < weight < float("inf") for weight in weights):
-        raise UserError(
-            f"data_weights must be {count} numbers above 0, one for each path of --data, as 3,1: got {text[:50]!r}"
-        )
-    return weights
+    with contextlib.suppress(ValueError):
+        weights = [float(part) for part in text.split(",")]
+        if len(weights) == count and all(0 < weight < float("inf") for weight in weights):
+            return weights
+    what = f"data_weights must be {count} numbers above 0, one for each path of --data, as 3,1"
+    raise UserError(f"{what}: got {text[:50]!r}")
 
 
 def pack(

@@ -264,17 +264,15 @@ class MixedPacking:
             raise UserError(f"data_weights: {weights[int(counts.argmin())]:g} is less than 1 / {MIX_PERIOD:,} of all")
         # Sequence k of a packing's n is due at (k + 1/2) / n of the period.
         packing = np.repeat(np.arange(len(counts)), counts)
-        within = np.arange(MIX_PERIOD) - np.repeat(np.cumsum(counts) - counts, counts)
-        self._turns = packing[np.argsort((within + 0.5) / counts[packing], kind="stable")]
-        is_turn = self._turns == np.arange(len(counts))[:, None]
-        self._before = np.cumsum(is_turn, axis=1) - is_turn  # [packings, MIX_PERIOD]: turns earlier in the period
-        self._counts = counts
+        number = np.arange(MIX_PERIOD) - np.repeat(np.cumsum(counts) - counts, counts)
+        turns = np.argsort((number + 0.5) / counts[packing], kind="stable")
+        self._packing, self._number, self._counts = packing[turns], number[turns], counts
 
     def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the packing at each place of the order over all epochs, and the place in that packing's own order."""
         periods, within = np.divmod(indices, MIX_PERIOD)
-        packing = self._turns[within]
-        return packing, periods * self._counts[packing] + self._before[packing, within]
+        packing = self._packing[within]
+        return packing, periods * self._counts[packing] + self._number[within]
 
     def spans(self, epoch: int, index: int) -> list[Span]:
         which, place = (int(x) for x in self._locate(np.array(epoch * self.sequences_per_epoch + index)))

@@ -58,7 +58,7 @@ def prepare(source: Path, out: Path, tokenizer: str, reasoning: str = "template"
             if set(store.parts) != {name for name in parts if name not in done or done[name]["documents"]}:
                 raise UserError(f"{out} has another set in it, of other files or settings; choose another folder")
             return json.loads((out / INDEX).read_bytes())
-        done |= _make_parts(parts, done, out, (tokenizer, reasoning), workers)
+        _make_parts(parts, done, out, (tokenizer, reasoning), workers)
         for file in out.iterdir():
             if OURS.fullmatch(file.name) and file.name.split(".")[0] not in parts:
                 file.unlink()  # its files have changed
@@ -137,12 +137,11 @@ def _read_part(path: Path) -> dict | None:
 
 def _make_parts(
     parts: dict[str, list[Extent]], done: dict[str, dict], out: Path, settings: tuple[str, str], workers: int
-) -> dict[str, dict]:
-    """Makes the parts that are not done, in parallel and with a progress bar; returns their summaries."""
-    made: dict[str, dict] = {}
+) -> None:
+    """Makes the parts that are not done, in parallel and with a progress bar, and adds their summaries to `done`."""
     missing = [name for name in parts if name not in done]
     if not missing:
-        return made
+        return
     total, before = (sum(_bytes_of(parts[name]) for name in names) for names in (parts, done))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process
     context = multiprocessing.get_context("forkserver")
@@ -151,8 +150,8 @@ def _make_parts(
         with tqdm(total=total, initial=before, unit="B", unit_scale=True, desc="tokenizing") as progress:
             tasks = {pool.submit(_make_part, out / name, parts[name]): name for name in missing}
             for task in as_completed(tasks):
-                made[tasks[task]] = task.result()
-                progress.set_postfix(tokens=f"{sum(part['tokens'] for part in made.values()):,}")
+                done[tasks[task]] = task.result()
+                progress.set_postfix(tokens=f"{sum(part['tokens'] for part in done.values()):,}")
                 progress.update(_bytes_of(parts[tasks[task]]))
     except BrokenProcessPool:
         raise UserError(
@@ -160,7 +159,6 @@ def _make_parts(
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
-    return made
 
 
 _reader: DocumentReader | None = None  # a worker's
@@ -247,9 +245,9 @@ def histogram(lengths: np.ndarray) -> str:
     """Returns the lengths of documents as a table by powers of two, with bars for their shares of the tokens."""
     exponents = np.log2(lengths).astype(int)
     quantiles = np.quantile(lengths, [0.5, 0.95]).astype(int)
+    counts = f"{len(lengths):,} documents, {lengths.sum():,} tokens"
     lines = [
-        f"{len(lengths):,} documents, {lengths.sum():,} tokens: median {quantiles[0]:,}, 95% below {quantiles[1]:,}, "
-        f"longest {lengths.max():,}",
+        f"{counts}: median {quantiles[0]:,}, 95% below {quantiles[1]:,}, longest {lengths.max():,}",
         f"{'tokens in a document':>25} {'documents':>12} {'of all tokens':>14}",
     ]
     for exponent in range(exponents.min(), exponents.max() + 1):

@@ -27,13 +27,11 @@ def show_batch(loader: PackedLoader, tokenizer, color: bool = False) -> str:
         position = 0
         for document, start, stop in longest_first(spans):
             places = range(position, position + stop - start)
-            count = sum(is_target[i] for i in places)
-            source = loader.store.source(document)
+            source, count = loader.store.source(document), sum(is_target[i] for i in places)
             lines.append(f"--- {source}, tokens {start:,} to {stop - 1:,}, {count:,} of them trained on")
-            stretches = [(kind, list(group)) for kind, group in groupby(places, key=is_target.__getitem__)]
-            ids = batch.input_ids[0]
-            lines.append("".join(_shown(ids[group].tolist(), kind, tokenizer, color) for kind, group in stretches))
-            position += stop - start
+            stretches = [(batch.input_ids[0, [*group]], kind) for kind, group in groupby(places, is_target.__getitem__)]
+            lines.append("".join(_shown(ids.tolist(), kind, tokenizer, color) for ids, kind in stretches))
+            position = places.stop
     return "\n".join(lines)
 
 

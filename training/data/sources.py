@@ -1,5 +1,6 @@
 """Documents: read from files and folders, and tokenized."""
 
+import contextlib
 import functools
 import json
 import os
@@ -43,21 +44,32 @@ def load_documents(path: str | None, tokenizer, vocab_size: int, reasoning: str 
     """
     reader = DocumentReader(tokenizer, vocab_size, reasoning)
     if path is None:
-        return list(_standard_library(reader))
-    documents = [document for file in find_files(Path(path)) for document in reader.read(file)]
+        documents = list(_standard_library(reader))
+    else:
+        documents = [document for file in find_files(Path(path)) for document in reader.read(file)]
     if not documents:
-        is_folder = Path(path).is_dir()
-        what = f"folder {path} has no text in any {', '.join(SUFFIXES)} file" if is_folder else f"{path} is empty"
+        is_file = path is not None and Path(path).is_file()
+        where = f"folder {path}" if path else "Python's standard library"
+        what = f"{path} is empty" if is_file else f"{where} has no text in any {', '.join(SUFFIXES)} file"
         raise UserError(f"data {what}; give --data a path that holds text")
     return documents
 
 
 def find_files(path: Path) -> list[Path]:
     """Returns the files of text at a path of --data: the file itself, or all files in the folder, sorted."""
+
+    def refuse(error: OSError):
+        raise UserError(f"cannot read {error.filename}: {error.strerror}; make it readable, or give other --data")
+
     if not path.exists():
         raise UserError(f"data path {path} does not exist; give --data a file or a folder")
     if path.is_dir():
-        return [file for file in _files_in(path) if file.suffix.lower() in SUFFIXES]
+        files: list[Path] = []
+        for root, folders, names in os.walk(path, onerror=refuse):
+            if links := [Path(root, name) for name in folders if Path(root, name).is_symlink()]:
+                raise UserError(f"{links[0]} is a link to a folder, which is not followed; give its target to --data")
+            files += [Path(root, name) for name in names]
+        return sorted(file for file in files if file.suffix.lower() in SUFFIXES and file.is_file())
     if not path.is_file():  # a pipe would be waited for
         raise UserError(f"cannot read {path}: it is no regular file; give --data a file or a folder")
     if path.suffix.lower() not in SUFFIXES:
@@ -137,32 +149,10 @@ class DocumentReader:
 
 def _standard_library(reader: DocumentReader) -> Iterator[Document]:
     root = Path(sysconfig.get_path("stdlib"))
-    found = False
     for file in sorted(root.rglob("*.py")):
         if STANDARD_LIBRARY_SKIPS.isdisjoint(file.relative_to(root).parts):
-            try:
-                text = _decode(file.read_bytes(), str(file))
-            except (OSError, ValueError):  # tests of lib2to3 and others cannot be decoded on purpose
-                continue
-            for document in reader.read_text(text, file):
-                found = True
-                yield document
-    if not found:
-        raise UserError(f"no Python sources in {root} to serve as the default corpus; give --data a file or a folder")
-
-
-def _files_in(folder: Path) -> list[Path]:
-    """Returns the regular files below a folder, sorted. Refuses an unreadable or linked subfolder."""
-
-    def refuse(error: OSError):
-        raise UserError(f"cannot read {error.filename}: {error.strerror}; make it readable, or give other --data")
-
-    files: list[Path] = []
-    for root, folders, names in os.walk(folder, onerror=refuse):
-        if links := [Path(root, name) for name in folders if Path(root, name).is_symlink()]:
-            raise UserError(f"{links[0]} is a link to a folder, which is not followed; give its target to --data too")
-        files += [Path(root, name) for name in names]
-    return sorted(file for file in files if file.is_file())
+            with contextlib.suppress(OSError, UnicodeDecodeError):  # some tests cannot be decoded, on purpose
+                yield from reader.read_text(file.read_bytes().decode(), file)
 
 
 def _decode(raw: bytes, where: str) -> str:
