@@ -59,7 +59,7 @@ def bench_attention(
     attention = Attention(config, layer=0).to(device, torch.bfloat16)
     attention.exchange = exchange
     kind = KINDS[attention_type]
-    attention.kind = kind.from_flags({"dense_below": 0} if "dense_below" in kind.takes else {})
+    attention.kind = kind(**({"dense_below": 0} if "dense_below" in kind.takes else {}))
     own = slice(world.rank * tokens // world.size, (world.rank + 1) * tokens // world.size)
     cos, sin = (table[own] for table in RotaryTables(config.head_dim, config.rope_theta).tables(tokens, device))
     context = Context(cos, sin, longest=tokens)

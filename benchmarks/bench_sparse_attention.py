@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import environment, extra_gib, print_json, print_table, relative_error, time_interleaved
+from kernels.attention.attend import attention
 from kernels.attention.full import BACKWARD_FLOPS, attention_flops, choose_backend
 from kernels.attention.nsa import compression, gates, nsa
 from kernels.attention.nsa.compression import make_windows
-from kernels.attention.nsa.nsa import NSA, nsa_attention, nsa_attention_reference
+from kernels.attention.nsa.nsa import NSA, nsa_attention_reference
 from kernels.attention.sparse import band, combine, gather, inverse_index, selection
 from kernels.attention.sparse.common import TileConfig
 from kernels.attention.sparse.layout import EMPTY, first_local_block, make_layout
 from kernels.attention.sparse.sparse_attention import (
     SCORES_BYTES,
     WORKSPACE_BYTES,
-    sparse_attention,
+    Sparse,
     sparse_attention_reference,
     sparse_backward,
     sparse_forward,
@@ -116,10 +117,11 @@ def check(device: torch.device, full: bool, is_nsa: bool) -> None:
 
         if is_nsa:
             reference = functools.partial(nsa_attention_reference, blocks=lists, segments=segments)
-            ours = functools.partial(nsa_attention, segments=segments, blocks=lists, impl="triton")
+            own = {}
         else:
             reference = functools.partial(sparse_attention_reference, blocks_BTGS=lists, segments=segments, **sizes)
-            ours = functools.partial(sparse_attention, segments=segments, blocks=lists, impl="triton", **sizes)
+            own = sizes
+        ours = functools.partial(_attend, segments=segments, lists=lists, **own)
         exact, plain, found = outputs(reference, torch.float64), outputs(reference, dtype), outputs(ours, dtype)
         small = functools.partial(ours, workspace_bytes=2**20)  # several ranges of heads and tokens
         ranged = outputs(small, dtype)
@@ -131,6 +133,13 @@ def check(device: torch.device, full: bool, is_nsa: bool) -> None:
     print_table(title, ["case", "dtype", *columns, "worst by ranges"], rows)
     if not all(error <= (30 if row[1] == "float32" else 2.5) for row in rows for error in row[2:]):
         sys.exit("sparse attention is wrong on this machine: not measured")
+
+
+def _attend(q, k, v, gates=None, *, segments=None, lists=None, backend="auto", **options) -> Tensor:
+    """Attends by Triton's kernels: natively if there are gates, else to chosen blocks, in short documents too."""
+    kind = NSA(**options) if gates is not None else Sparse(dense_below=0, **options)
+    given = {"segments": segments, "gates": gates, "lists": lists}
+    return attention(q, k, v, kind=kind, backend=backend, impl="triton", **given)
 
 
 def _random_lists(q, kv_heads, segments, selected, block_size, window) -> Tensor:
@@ -180,7 +189,7 @@ class Bench:
         return [self.q, self.k, self.v]
 
     def attend(self, *inputs: Tensor, **options) -> Tensor:
-        return sparse_attention(*inputs, **options)
+        return _attend(*inputs, **options)
 
     def time(self, function) -> float:
         return time_interleaved({"": function}, self.device, self.repeats)[""]
@@ -188,7 +197,7 @@ class Bench:
     def layer(self, title: str, workspace_bytes: int) -> dict[str, float]:
         """Measure the public function forward and backward; two runs must be bitwise equal."""
         inputs = [x[None].requires_grad_() for x in self.inputs()]
-        options = {"selected_blocks": self.selected, "workspace_bytes": workspace_bytes, "impl": "triton"}
+        options = {"selected_blocks": self.selected, "workspace_bytes": workspace_bytes}
         function = functools.partial(self.attend, *inputs, **options)
 
         def forward_and_backward():
@@ -425,7 +434,7 @@ class NSABench(Bench):
         return [self.q, self.k, self.v, self.gates]
 
     def attend(self, *inputs: Tensor, **options) -> Tensor:
-        return nsa_attention(*inputs, backend=self.backend, **options)
+        return _attend(*inputs, backend=self.backend, **options)
 
     def layer(self, title: str, workspace_bytes: int) -> dict[str, float]:
         results = super().layer(title, workspace_bytes)

@@ -7,8 +7,8 @@ pass `part.number` to an operation, and the operation calls `part_of(number)`.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,16 +34,6 @@ class Part:
 def part_of(number: int):
     """Returns the part that has this number in this process."""
     return _PARTS[number]
-
-
-@torch.compiler.assume_constant_result  # a compiled graph cannot make parts
-def _number_of(cls: type[Part], *values) -> int:
-    return cls(*values).number
-
-
-def make_part(cls: type[Part], *values):
-    """Returns the part cls(*values), also where torch.compile traces the call."""
-    return part_of(_number_of(cls, *values))
 
 
 class Linear(Protocol):
@@ -145,22 +135,6 @@ class AttentionKind(Part, ABC):
     def longest_document(self) -> float:
         return math.inf
 
-    @classmethod
-    def from_flags(cls, values: dict[str, int]) -> Self:
-        """Returns the kind that flags describe for one layer.
-
-        Args:
-            values: numbers by the names in `takes`. A name that is missing has its default.
-
-        Raises:
-            ValueError: a value out of range.
-        """
-        return cls(**values)
-
-    def with_blocks(self, selected_blocks: int) -> Self:
-        """Returns the same kind with another number of selected blocks."""
-        return replace(self, selected_blocks=selected_blocks)  # type: ignore[type-var]
-
     @abstractmethod
     def describe(self, selected_blocks: str) -> str:
         """Returns a line for people; `selected_blocks` is the number of blocks in each layer, such as "64x2,32"."""
@@ -192,6 +166,10 @@ class AttentionKind(Part, ABC):
 
         `outs`, `lses` and `lists` are what `forward` returned.
         """
+
+    def normalise_lists(self, lists: Tensor, q: Tensor, segments: Tensor | None) -> Tensor:
+        """Returns a caller's lists as `backward` takes them, without blocks that their token cannot choose."""
+        raise ValueError(f"{self.name} attention chooses no blocks of keys; give no lists")
 
     def output(self, outs: Sequence[Tensor], gates: Tensor | None, on_triton: bool) -> Tensor:
         """Returns attention's output [B, T, H, K] from the branches' outputs and gates [B, T, H, gates_per_head]."""
@@ -270,6 +248,13 @@ class AttentionKind(Part, ABC):
         Args:
             seconds: runs a function on the GPU and returns the seconds of a call.
         """
+
+    def rates_at(
+        self, T: int, H: int, G: int, K: int, backend: str, seconds: Callable[[Callable], float], device: torch.device
+    ) -> dict[str, float]:
+        """Measures the FLOP/s of forward and backward over one document of T tokens."""
+        flops, taken = self.flops(T, H, G, K), self.time(T, H, G, K, backend, seconds, device)
+        return {f"{self.name} {part}": getattr(flops, part) / s for part, s in zip(("forward", "backward"), taken)}
 
     def time(
         self, T: int, H: int, G: int, K: int, backend: str, seconds: Callable[[Callable], float],

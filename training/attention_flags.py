@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -80,12 +81,14 @@ def kinds_of(flags, config) -> tuple[AttentionKind, ...]:
     for name in given:
         if name not in kind.takes:
             raise UserError(f"{name} has no effect with attention_type {kind.name}; drop it, or use sparse")
+    if given.get("dense_below", 1) < 1:
+        raise UserError(f"dense_below must be at least 1, got {given['dense_below']}")
     values = [{name: value for name, value in given.items() if name != "selected_blocks"}] * config.num_hidden_layers
     if "selected_blocks" in given:
         numbers = numbers_by_layer("selected_blocks", str(given["selected_blocks"]), len(values))
         values = [{**of_layer, "selected_blocks": number} for of_layer, number in zip(values, numbers)]
     with refused_as_user_error():
-        asked = [kind.from_flags(of_layer) for of_layer in values]
+        asked = [kind(**of_layer) for of_layer in values]
     if flags.context_length is not None and asked[0] != asked[0].for_longest(flags.context_length):
         shorter = f"documents shorter than dense_below {getattr(asked[0], 'dense_below', 0)} attend to everything"
         raise UserError(
@@ -123,10 +126,13 @@ def kinds_at(config, model_config, step: int) -> tuple[AttentionKind, ...]:
     if max(falls) <= 0 or min(falls) < 0:
         numbers = spell_by_layer([kind.selected_blocks for kind in final])
         raise UserError(f"selected_blocks_start {start} must be above selected_blocks {numbers}, in no layer below it")
-    return tuple(
-        kind.with_blocks(annealed(n, kind.selected_blocks, step, steps)) if "selected_blocks" in kind.takes else kind
-        for n, kind in zip(starts, final)
-    )
+
+    def in_step(kind: AttentionKind, n: int) -> AttentionKind:
+        if "selected_blocks" not in kind.takes:
+            return kind
+        return replace(kind, selected_blocks=annealed(n, kind.selected_blocks, step, steps))  # type: ignore[type-var]
+
+    return tuple(map(in_step, final, starts))
 
 
 def check_head_dim(kinds: Sequence[AttentionKind], head_dim: int, device: torch.device) -> None:

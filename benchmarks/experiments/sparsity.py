@@ -21,7 +21,7 @@ import sys
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,7 +30,8 @@ from torch import Tensor
 
 from kernels.attention.full import FULL
 from kernels.attention.sparse.layout import Layout, first_local_block, make_layout
-from kernels.attention.sparse.sparse_attention import HEAD_DIMS, Sparse, select_blocks
+from kernels.attention.sparse.sparse_attention import HEAD_DIMS, Sparse
+from kernels.common import use_triton
 from kernels.qkv_attention import project_heads
 from model import IGNORE_INDEX, Transformer
 from training.attention_flags import numbers_by_layer
@@ -54,8 +55,7 @@ FIRST_BUCKET = 64  # positions: the first bucket is 0 to 63, the next ones 64 to
 
 def choose_blocks(q_BTHK: Tensor, k_BTGK: Tensor, segments: Tensor | None, kind: Sparse) -> Tensor:
     """The lists that training and generation choose, int16 [B, T, G, blocks]; another `Choose` may take its place."""
-    sizes = {name: getattr(kind, name) for name in ("selected_blocks", "block_size", "window")}
-    return select_blocks(q_BTHK, k_BTGK, segments, **sizes)
+    return replace(kind, dense_below=0).choose(q_BTHK, k_BTGK, segments, use_triton("auto", q_BTHK))
 
 
 class Captured:

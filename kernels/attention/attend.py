@@ -106,7 +106,8 @@ def attention(
             cover every token once; None: each batch row is one document.
         kind: what a token attends to.
         gates: logits [B, T, H, gates_per_head], for a kind that has gates.
-        lists: chosen blocks, int16 [B, T, G, blocks], in place of the kind's own choice.
+        lists: chosen blocks [B, T, G, blocks] by index in their document, in place of the kind's own choice. Their
+            order does not matter. Duplicates, and blocks that a token cannot choose, are dropped.
         backend: the library's kernel for attention to everything, see `kernels.attention.full.choose_backend`.
         impl: "auto", "triton" or "torch", for all other kernels.
 
@@ -114,9 +115,15 @@ def attention(
         [B, T, H, K] in q's dtype.
 
     Raises:
-        ValueError: an H that is not a multiple of G, shapes or a dtype that no kernel takes, an unavailable backend.
+        ValueError: an H that is not a multiple of G, shapes or a dtype that no kernel takes, an unavailable backend,
+            lists for a kind without a choice.
         RuntimeError: in backward, create_graph=True.
     """
     on_triton = kind.check(q_BTHK, k_BTGK, v_BTGK, segments, impl)
+    if kind.gates_per_head and (gates is None or gates.shape != (*q_BTHK.shape[:3], kind.gates_per_head)):
+        given = None if gates is None else tuple(gates.shape)
+        raise ValueError(f"gates must be [B, T, H, {kind.gates_per_head}] for q {tuple(q_BTHK.shape)}, got {given}")
+    if lists is not None:
+        lists = kind.normalise_lists(lists, q_BTHK, segments)
     options = kind.number, choose_backend(backend, q_BTHK.device), on_triton
     return _Attention.apply(q_BTHK, k_BTGK, v_BTGK, gates, segments, lists, *options)

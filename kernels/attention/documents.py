@@ -140,6 +140,29 @@ def most_tokens_together(num_tokens: int, position_tokens: int = 1) -> int:
     return min(TOGETHER_TOKENS // position_tokens, 2 * num_tokens + 32 * SPACING)
 
 
+def all_segments(segments: Tensor | None, B: int, T: int) -> Tensor:
+    """Returns `segments`, or, if they are None, the B rows of T tokens as documents."""
+    return torch.tensor([(row, 0, T) for row in range(B)]) if segments is None else segments
+
+
+def as_bytes(segments: Tensor | None) -> bytes | None:
+    """Returns segments as bytes: unlike a tensor, they can be the key of a cache."""
+    return None if segments is None else segments.long().contiguous().numpy().tobytes()
+
+
+def from_bytes(documents: bytes | None, B: int, T: int) -> Tensor:
+    """Returns the segments of which `as_bytes` made `documents`; the rows, if it is None."""
+    given = None if documents is None else torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, 3)
+    return all_segments(given, B, T)
+
+
+def document_bounds(B: int, T: int, documents: bytes | None) -> tuple[Tensor, Tensor]:
+    """Returns the first token and the length of each document, in order, on the CPU; `documents` as in `from_bytes`."""
+    row, start, stop = from_bytes(documents, B, T).unbind(1)
+    first, order = (row * T + start).sort()
+    return first, (stop - start)[order]
+
+
 def document_calls(
     q_BTHK: Tensor, segments: Tensor, longest_together: float, position_tokens: int = 1
 ) -> tuple[Call, ...]:
@@ -150,18 +173,17 @@ def document_calls(
         longest_together: tokens of the longest document that does not attend alone.
         position_tokens: tokens that each position of q and `segments` stands for.
     """
-    (B, T), documents = q_BTHK.shape[:2], segments.long().contiguous().numpy().tobytes()
+    B, T = q_BTHK.shape[:2]
     limits = longest_together / position_tokens, most_tokens_together(B * T, position_tokens)
-    return _document_calls(documents, T, *limits, q_BTHK.device)
+    return _document_calls(as_bytes(segments), T, *limits, q_BTHK.device)
 
 
 @functools.lru_cache(maxsize=16)
 def _document_calls(
     documents: bytes, T: int, longest_together: float, most_tokens: int, device: torch.device
 ) -> tuple[Call, ...]:
-    segments = torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, 3)
-    in_order = sorted((row * T + start, row * T + stop) for row, start, stop in segments.tolist())
-    calls = divide(in_order, longest_together, most_tokens)
+    first, length = document_bounds(0, T, documents)
+    calls = divide(zip(first.tolist(), (first + length).tolist()), longest_together, most_tokens)
     # One copy to the device serves all calls, and the host does not wait for it.
     offsets = torch.tensor([i for call in calls if call.ends for i in (0, *call.ends)], dtype=torch.int32)
     parts = iter(offsets.to(device, non_blocking=True).split([1 + len(call.ends) for call in calls if call.ends]))

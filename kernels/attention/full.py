@@ -27,13 +27,8 @@ from torch import Tensor
 
 from .. import torch_internals
 from ..parts import AttentionBytes, AttentionFlops, AttentionKind, AttentionWork
-from .documents import (
-    LONGEST_TOGETHER,
-    SPACING,
-    document_calls,
-    most_tokens_together,
-    rounded_length,
-)
+from .documents import LONGEST_TOGETHER, SPACING, document_calls, most_tokens_together, rounded_length
+from .reference import attend_written_out, within_documents
 
 _CUDNN_SHORTEST = 64  # tokens; shorter rows run in FlashAttention-2, because cuDNN refuses a row of one token
 # Tokens. A document whose rounded length runs past the end of the batch is copied, to pad it. If that length is above
@@ -45,17 +40,8 @@ BACKWARD_FLOPS = 2.5  # backward's floating-point operations divided by forward'
 
 def attention_reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments: Tensor | None = None) -> Tensor:
     """Attention with the T x T matrix written out, in the inputs' dtype. Arguments are as in `attention`."""
-    B, T, H, K = q_BTHK.shape
-    G = k_BTGK.shape[2]
-    document_BT = torch.zeros(B, T, dtype=torch.long)
-    for i, (row, start, stop) in enumerate(segments.tolist() if segments is not None else []):
-        document_BT[row, start:stop] = i
-    document_BT = document_BT.to(q_BTHK.device)
-    visible_BTT = (document_BT[:, :, None] == document_BT[:, None, :]).tril()
-    q_BTGRK = q_BTHK.unflatten(2, (G, H // G))
-    scores = torch.einsum("btgrk,bsgk->bgrts", q_BTGRK, k_BTGK) / math.sqrt(K)
-    probabilities = scores.masked_fill(~visible_BTT[:, None, None], float("-inf")).softmax(-1)
-    return torch.einsum("bgrts,bsgk->btgrk", probabilities, v_BTGK).flatten(2, 3)
+    is_earlier, _ = within_documents(q_BTHK, segments)
+    return attend_written_out(q_BTHK, k_BTGK, v_BTGK, is_earlier[:, None, None])[0]
 
 
 class Kernel(NamedTuple):
@@ -265,7 +251,8 @@ def _alone(
     return padded, [(slice(i * H, (i + 1) * H), slice(i * G, (i + 1) * G)) for i in range(count)]
 
 
-def _put(parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+def put(parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    """Copies each part into its place."""
     for part, place in zip(parts, places):
         place.copy_(part)
 
@@ -296,7 +283,7 @@ def full_forward(
     for start, stop, _, begins, longest in calls:
         if begins is not None:
             made = kernel.forward_together(q[start:stop], k[start:stop], v[start:stop], begins, longest)
-            _put((made[0], made[1].T), (out[start:stop], lse[start:stop]))
+            put((made[0], made[1].T), (out[start:stop], lse[start:stop]))
             del made  # before the next call's is made
             continue
         padded, ranges = _alone(start, stop, q, k, kernel, position_tokens)
@@ -304,7 +291,7 @@ def full_forward(
             windows = (_window(x, start, padded) for x in (q[:, heads], k[:, groups], v[:, groups]))
             out_n, lse_n = kernel.forward(*windows)
             made = out_n[0, : stop - start], lse_n[0, :, : stop - start].T
-            _put(made, (out[start:stop, heads], lse[start:stop, heads]))
+            put(made, (out[start:stop, heads], lse[start:stop, heads]))
             del out_n, lse_n, made
     return results
 
@@ -335,7 +322,7 @@ def full_backward(
         if begins is not None:
             own = [x[start:stop] for x in (dout, q, k, v, out)]
             made = kernel.backward_together(*own, lse[start:stop].T.contiguous(), begins, longest)
-            _put(made, [x[start:stop] for x in gradients])
+            put(made, [x[start:stop] for x in gradients])
             del made
             continue
         padded, ranges = _alone(start, stop, q, k, kernel, position_tokens)
@@ -345,9 +332,19 @@ def full_backward(
             lse_n = F.pad(lse[start:stop, heads].T, (0, padded - (stop - start)), value=_NEVER_ATTENDS).contiguous()
             windows = [_window(x, start, padded) for x in (q[:, heads], k[:, groups], v[:, groups], out[:, heads])]
             parts = [x[0, : stop - start] for x in kernel.backward(dout_n, *windows, lse_n[None])]
-            _put(parts, [x[start:stop, own] for x, own in zip(gradients, (heads, groups, groups))])
+            put(parts, [x[start:stop, own] for x, own in zip(gradients, (heads, groups, groups))])
             del dout_n, lse_n, windows, parts  # before the next ones are made
     return results
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> None:
+    """Raises ValueError for shapes that no kind of attention takes, and for segments on a GPU."""
+    (B, T, H, K), G = q.shape, k.shape[2]
+    if k.shape != (B, T, G, K) or v.shape != k.shape or H % G:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"attention needs q [B, T, H, K] and k, v [B, T, G, K] with H = n G, got {shapes}")
+    if segments is not None and segments.is_cuda:
+        raise ValueError("segments must lie on the CPU: they decide what is launched")
 
 
 @dataclass(frozen=True)
@@ -369,16 +366,12 @@ class Full(AttentionKind):
         return "everything before a token"
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, impl: str) -> bool:
-        (B, T, H, K), G = q.shape, k.shape[2]
-        if k.shape != (B, T, G, K) or v.shape != k.shape or H % G:
-            shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-            raise ValueError(f"attention needs q [B, T, H, K] and k, v [B, T, G, K] with H = n G, got {shapes}")
+        check_shapes(q, k, v, segments)
+        K = q.shape[-1]
         if q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"attention on CUDA needs bfloat16 or float16, got {q.dtype}; cast q, k and v")
         if q.is_cuda and (K > 256 or K % 8):
             raise ValueError(f"attention on CUDA needs a head_dim that is a multiple of 8 up to 256, got {K}")
-        if segments is not None and segments.is_cuda:
-            raise ValueError("segments must lie on the CPU: they decide what is launched")
         return False
 
     def forward(self, q, k, v, segments, lists, backend, on_triton):
@@ -433,9 +426,7 @@ class Full(AttentionKind):
         group, T, groups = H // G, 16_384, G
         if context_length > 131_072:
             T, groups = min(context_length, 524_288), 1
-        flops = self.flops(T, group * groups, groups, K)
-        alone = dict(zip(_PARTS, self.time(T, group * groups, groups, K, backend, seconds, device)))
-        rates = {f"full {part}": getattr(flops, part) / alone[part] for part in _PARTS}
+        rates = self.rates_at(T, group * groups, groups, K, backend, seconds, device)
 
         def packed(count: int, length: int) -> dict[str, float]:
             segments = torch.tensor([[0, i * length, (i + 1) * length] for i in range(count)])

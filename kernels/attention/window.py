@@ -8,7 +8,6 @@ elements, and the float32 log-sum-exp, H elements.
 Method: Beltagy et al., Longformer, arXiv 2004.05150.
 """
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..parts import AttentionBytes, AttentionFlops, AttentionKind
+from .reference import attend_written_out, within_documents
 from .sparse.band import band_dkv, band_dq, band_forward
 from .sparse.layout import make_layout
 from .sparse.sparse_attention import HEAD_DIMS, check_inputs, flat
@@ -26,25 +26,13 @@ BLOCK_SIZE = 64  # tokens of a block of keys
 BAND_BACKWARD_PRODUCTS = 7  # matrix products of backward: three in dq's kernel, four in dk's and dv's
 
 
-def window_reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, window: int, segments=None) -> Tensor:
-    """Attention to a window with the T x T matrix written out, in the inputs' dtype."""
-    out, _ = _written_out(q_BTHK, k_BTGK, v_BTGK, window, segments)
-    return out
-
-
-def _written_out(q, k, v, window, segments) -> tuple[Tensor, Tensor]:
-    """Returns the output and the log-sum-exp [B, T, H]."""
-    B, T, _, K = q.shape
-    document_BT = torch.zeros(B, T, dtype=torch.long)
-    for i, (row, start, stop) in enumerate(segments.tolist() if segments is not None else []):
-        document_BT[row, start:stop] = i
-    token = torch.arange(T)
-    is_visible = (document_BT[:, :, None] == document_BT[:, None, :]) & (token[:, None] - token < window)
-    is_visible = is_visible.tril().to(q.device)[:, None, None]
-    scores = torch.einsum("btgrk,bsgk->bgrts", q.unflatten(2, (k.shape[2], -1)), k) / math.sqrt(K)
-    scores = scores.masked_fill(~is_visible, float("-inf"))
-    out = torch.einsum("bgrts,bsgk->btgrk", scores.softmax(-1), v).flatten(2, 3)
-    return out, scores.logsumexp(-1).permute(0, 3, 1, 2).flatten(2)
+def window_reference(
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, window: int, segments: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns the output [B, T, H, K] and the log-sum-exp [B, T, H], with the T x T matrix written out."""
+    is_earlier, index_BT = within_documents(q_BTHK, segments)
+    is_visible = is_earlier & (index_BT[:, :, None] - index_BT[:, None, :] < window)
+    return attend_written_out(q_BTHK, k_BTGK, v_BTGK, is_visible[:, None, None])
 
 
 @dataclass(frozen=True)
@@ -76,7 +64,7 @@ class Window(AttentionKind):
 
     def forward(self, q, k, v, segments, lists, backend, on_triton):
         if not on_triton:
-            out, lse = _written_out(q, k, v, self.window, segments)
+            out, lse = window_reference(q, k, v, self.window, segments)
             return [out], [lse.to(torch.promote_types(lse.dtype, torch.float32))], None
         out, lse = band_forward(flat(q), flat(k), flat(v), self._layout(q, segments), exact=True)
         return [out.view(q.shape)], [lse.view(q.shape[:3])], None
@@ -85,7 +73,7 @@ class Window(AttentionKind):
         if not on_triton:
             with torch.enable_grad():
                 q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-                out = window_reference(q, k, v, self.window, segments)
+                out, _ = window_reference(q, k, v, self.window, segments)
             return torch.autograd.grad(out, (q, k, v), dout)
         layout, shapes = self._layout(q, segments), (q.shape, k.shape, v.shape)
         dout, q, k, v, out, lse = map(flat, (dout, q, k, v, outs[0], lses[0]))
@@ -109,7 +97,4 @@ class Window(AttentionKind):
         return AttentionFlops(2 * pairs * product, 0, BAND_BACKWARD_PRODUCTS * pairs * product)
 
     def measure_rates(self, H, G, K, context_length, backend, seconds, device):
-        T = max(2 * self.window, 65_536)
-        forward, backward = self.time(T, H, G, K, backend, seconds, device)
-        flops = self.flops(T, H, G, K)
-        return {"window forward": flops.forward / forward, "window backward": flops.backward / backward}
+        return self.rates_at(max(2 * self.window, 65_536), H, G, K, backend, seconds, device)

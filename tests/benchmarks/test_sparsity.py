@@ -20,7 +20,7 @@ from benchmarks.experiments.sparsity import (
     spread_queries,
 )
 from kernels.attention.sparse.layout import EMPTY, make_layout
-from kernels.attention.sparse.sparse_attention import Sparse, select_blocks
+from kernels.attention.sparse.sparse_attention import Sparse
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
 from tests.kernels.attention.inputs import all_blocks, make_qkv, segments_of
@@ -47,7 +47,7 @@ def probed(q, k, lists):
 
 def test_against_written_out_masses(qk, monkeypatch):
     q, k = qk
-    lists = select_blocks(q, k, SEGMENTS, selected_blocks=2, block_size=32, window=64)
+    lists = Sparse(2, 32, 64, dense_below=0).choose(q, k, SEGMENTS, False)
     queries, captured = probed(q, k, lists)
     assert 40 <= len(queries) <= 50 and captured.queries == len(queries)
     visible, best, recall = torch.zeros(6, dtype=torch.float64), torch.zeros(6, dtype=torch.float64), 0.0

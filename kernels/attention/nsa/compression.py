@@ -31,8 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..documents import as_bytes, document_bounds
 from ..full import backward_workspace, full_backward, full_forward
-from ..sparse.layout import document_bounds
 from ..sparse.selection import ranges
 
 WINDOW_KEYS, WINDOW_STRIDE = 32, 16
@@ -62,8 +62,7 @@ class Windows(NamedTuple):
 
 def make_windows(q: Tensor, segments: Tensor | None) -> Windows:
     """Returns the tables on q's device, for q [B, T, ...]; segments as in `make_layout`. All layers share them."""
-    documents = None if segments is None else segments.long().contiguous().numpy().tobytes()
-    return _make_windows(q.shape[0], q.shape[1], documents, q.device)
+    return _make_windows(q.shape[0], q.shape[1], as_bytes(segments), q.device)
 
 
 @functools.lru_cache(maxsize=2)

@@ -15,7 +15,6 @@ H; the logits, 3 H; and the lists of blocks, G * (selected_blocks - 3) int16.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -24,11 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...parts import AttentionBytes, AttentionFlops, AttentionKind, make_part
-from ..attend import attention
+from ...parts import AttentionBytes, AttentionFlops, AttentionKind
+from ..documents import all_segments
 from ..full import BACKWARD_FLOPS, FULL, attention_flops
+from ..reference import attend_written_out
 from ..sparse.band import band_dkv, band_dq, band_forward
-from ..sparse.layout import EMPTY, LONGEST_DOCUMENT, Layout, make_layout, normalise_lists
+from ..sparse.layout import EMPTY, LONGEST_DOCUMENT, Layout, make_layout
 from ..sparse.selection import choose_blocks, top_blocks_reference, window_scores_reference
 from ..sparse.sparse_attention import (
     HEAD_DIMS,
@@ -71,14 +71,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor) -> tuple[Tensor
         q, k, v: [T, H, K], [S, G, K] and [S, G, K].
         is_visible: [T, G or 1, S].
     """
-    G = k.shape[1]
-    scores = torch.einsum("tgrk,sgk->tgrs", q.unflatten(1, (G, q.shape[1] // G)), k) / math.sqrt(q.shape[-1])
-    sees = is_visible.any(-1)[:, :, None, None]
-    is_visible = is_visible[:, :, None] | ~sees  # a row that sees nothing sees all for now, which avoids infinities
-    scores = scores.masked_fill(~is_visible, float("-inf"))
-    out = torch.einsum("tgrs,sgk->tgrk", scores.softmax(-1), v).where(sees, 0)
-    lse = scores.logsumexp(-1).where(sees[..., 0], 0)
-    return out.flatten(1, 2), lse.flatten(1).to(torch.promote_types(lse.dtype, torch.float32))
+    is_visible = is_visible.transpose(0, 1)[:, None]  # [G or 1, 1, T, S]
+    sees = is_visible.any(-1, keepdim=True)  # a row that sees nothing sees all for now, which avoids infinities
+    out, lse = (x[0] for x in attend_written_out(q[None], k[None], v[None], is_visible | ~sees))
+    sees = sees[:, 0, :, 0].T.repeat_interleave(q.shape[1] // len(sees), 1)  # [T, H]
+    return out.where(sees[..., None], 0), lse.where(sees, 0).to(torch.promote_types(lse.dtype, torch.float32))
 
 
 def _positions(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +127,7 @@ def nsa_attention_reference(
     """
     (B, T), S = q_BTHK.shape[:2], k_BSGK.shape[1]
     out = torch.empty_like(q_BTHK)
-    for row, start, stop in segments.tolist() if segments is not None else [(row, 0, S) for row in range(B)]:
+    for row, start, stop in all_segments(segments, B, S).tolist():
         here = row, slice(max(0, start - S + T), stop - S + T)
         q, k, v = q_BTHK[here], k_BSGK[row, start:stop], v_BSGK[row, start:stop]
         compressed, lse = compressed_reference(q, k, v)
@@ -146,7 +143,7 @@ def _by_document(function: Callable, segments: Tensor | None, *tensors: Tensor) 
     """Calls `function` with each document's part of `tensors` [B, T, ...]; returns its results, put together again."""
     B, T = tensors[0].shape[:2]
     whole: list[Tensor] = []
-    for row, start, stop in segments.tolist() if segments is not None else [(row, 0, T) for row in range(B)]:
+    for row, start, stop in all_segments(segments, B, T).tolist():
         parts = function(*(x[row, start:stop] for x in tensors))
         whole = whole or [part.new_empty(B, T, *part.shape[1:]) for part in parts]
         for x, part in zip(whole, parts):
@@ -285,11 +282,13 @@ class NSA(AttentionKind):
     def output(self, outs, gates, on_triton):
         return torch.ops.fathom.nsa_gated_sum(list(outs), gates, on_triton)
 
+    def normalise_lists(self, lists, q, segments):
+        return self.selected.normalise_lists(lists, q, segments)
+
     def decode(self, q, k, v, gates, state):
         """Pools all windows anew, in plain PyTorch: one query is too little work for kernels."""
-        return nsa_attention_reference(
-            q, k, v, gates, selected_blocks=self.selected_blocks, window=self.window
-        )  # fmt: skip
+        options = {"selected_blocks": self.selected_blocks, "window": self.window}
+        return nsa_attention_reference(q, k, v, gates, **options)
 
     def footprint(self, T, H, G, K, *, element_size=2, backend="auto", context_length=None, longest=None):
         return _footprint(T, H, G, K, self, element_size, backend, context_length or T, longest)
@@ -325,15 +324,11 @@ class NSA(AttentionKind):
         """Measures at the context's length; past 131,072 tokens, with one key/value head."""
         T = max(16_384, min(context_length, 524_288))
         h, g = (H, G) if T <= 131_072 else (H // G, 1)
-        flops = self.flops(T, h, g, K)
-        forward, backward = self.time(T, h, g, K, backend, seconds, device)
+        flops, rates = self.flops(T, h, g, K), self.rates_at(T, h, g, K, backend, seconds, device)
         q, k, v = (torch.randn(1, T, n, K, device=device, dtype=torch.bfloat16) for n in (h, g, g))
-        choice = seconds(lambda: self.forward(q, k, v, None, None, backend, True)) - forward
-        return FULL.measure_rates(H, G, K, context_length, backend, seconds, device) | {
-            "nsa forward": flops.forward / forward,
-            "nsa choice": flops.choice / max(choice, 1e-9),
-            "nsa backward": flops.backward / backward,
-        }
+        both = seconds(lambda: self.forward(q, k, v, None, None, backend, True))
+        rates["nsa choice"] = flops.choice / max(both - flops.forward / rates["nsa forward"], 1e-9)
+        return FULL.measure_rates(H, G, K, context_length, backend, seconds, device) | rates
 
     @property
     def selected(self) -> Sparse:
@@ -348,41 +343,6 @@ def _layout(q: Tensor, segments: Tensor | None) -> Layout:
 def _window_layout(layout: Layout, window: int) -> Layout:
     """Returns the layout of the window branch: exact windows of another length differ in one number alone."""
     return layout._replace(window_blocks=window // BLOCK_SIZE)
-
-
-def nsa_attention(
-    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, gates_BTHC: Tensor, segments: Tensor | None = None, *,
-    selected_blocks: int = 16, window: int = 512, blocks: Tensor | None = None, backend: str = "auto",
-    workspace_bytes: int = WORKSPACE_BYTES, impl: str = "auto",
-) -> Tensor:  # fmt: skip
-    """Returns the gated sum of compressed, selected and window attention, each document on its own.
-
-    Args:
-        q_BTHK, k_BTGK, v_BTGK: as in `sparse_attention`, after RoPE; bfloat16 or float16 on CUDA.
-        gates_BTHC: logits of each head's gates [B, T, H, 3]: compressed, selected, window.
-        segments: the documents, as in `kernels.attention.attend.attention`.
-        selected_blocks: blocks of 64 tokens, the first block and the two local blocks included; at least 4.
-        window: tokens of the window branch, a multiple of 64.
-        blocks: lists of chosen blocks, as `select_blocks` returns them, in place of the choice.
-        backend: the compressed branch's kernel, as in `kernels.attention.attend.attention`.
-        workspace_bytes: bytes of the tiles and slots that exist at a time; with fewer, launches are more and smaller.
-        impl: as in `sparse_attention`.
-
-    Returns:
-        [B, T, H, K] in q's dtype.
-
-    Raises:
-        ValueError: as `sparse_attention`; too few selected blocks, float32 on CUDA, gates of another shape.
-        RuntimeError: as `sparse_attention`.
-    """
-    kind = make_part(NSA, selected_blocks, window, workspace_bytes)
-    if gates_BTHC.shape != (*q_BTHK.shape[:3], BRANCHES):
-        raise ValueError(f"gates must be [B, T, H, 3] for q {tuple(q_BTHK.shape)}, got {tuple(gates_BTHC.shape)}")
-    if blocks is not None:
-        check_inputs(q_BTHK, k_BTGK, v_BTGK, segments, BLOCK_SIZE, window, impl)
-        blocks = normalise_lists(blocks, _layout(q_BTHK, segments))
-    options = {"kind": kind, "gates": gates_BTHC, "lists": blocks, "backend": backend, "impl": impl}
-    return attention(q_BTHK, k_BTGK, v_BTGK, segments, **options)
 
 
 @functools.cache

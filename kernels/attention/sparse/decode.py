@@ -1,6 +1,6 @@
 """Decoding: one new token chooses blocks of the cached keys, and attends to them, its first block and its window.
 
-It chooses as `select_blocks` does for the last token of the cached sequence. A full block's mean keys never change, so
+It chooses as `Sparse.choose` does for the last token of the cached sequence. A full block's mean keys never change, so
 `PooledKeys` keeps them next to the cache. To choose, a token reads three mean keys per block of 64; to attend, it reads
 the keys and values of its visible blocks. All is plain PyTorch: one query is too little work for kernels.
 """
@@ -9,12 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .selection import (
-    PART_KEYS,
-    candidate_scores,
-    ranges,
-    top_blocks_reference,
-)
+from .selection import PART_KEYS, candidate_scores, ranges, top_blocks_reference
 
 BLOCKS_AT_A_TIME = 1024  # blocks of a long prompt that are pooled at a time
 

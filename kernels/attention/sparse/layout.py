@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..documents import as_bytes, document_bounds
+
 EMPTY = 32767  # marks an entry of a list that names no block; lists are int16
 LONGEST_DOCUMENT = EMPTY  # blocks
 
@@ -47,24 +49,6 @@ def make_layout(q: Tensor, segments: Tensor | None, block_size: int, window: int
     All layers of a step share the tables. The last four layouts are kept, which takes 4 bytes per token each.
     """
     return _cached_layout(q.shape[0], q.shape[1], as_bytes(segments), q.device, block_size, window)
-
-
-def as_bytes(segments: Tensor | None) -> bytes | None:
-    """Returns segments as bytes: unlike a tensor, they can be the key of a cache."""
-    return None if segments is None else segments.long().contiguous().numpy().tobytes()
-
-
-def document_bounds(B: int, T: int, documents: bytes | None) -> tuple[Tensor, Tensor]:
-    """Returns the first token and the length of each document, in order, on the CPU.
-
-    Args:
-        documents: what `as_bytes` returned; None: each row is one document.
-    """
-    if documents is None:
-        return torch.arange(B) * T, torch.full((B,), T)
-    row, start, stop = torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, 3).unbind(1)
-    start, order = (row * T + start).sort()
-    return start, (row * T + stop)[order] - start
 
 
 def build_layout(B: int, T: int, documents: bytes | None, device: torch.device, block_size: int, window: int) -> Layout:

@@ -27,23 +27,17 @@ import triton
 from torch import Tensor
 
 from ...common import use_triton
-from ...parts import AttentionBytes, AttentionFlops, AttentionKind, AttentionWork, make_part
-from ..attend import attention
-from ..documents import Span, split_by_length
-from ..full import FULL, full_backward, full_forward
+from ...parts import AttentionBytes, AttentionFlops, AttentionKind, AttentionWork
+from ..documents import Span, as_bytes, from_bytes, split_by_length
+from ..full import FULL, check_shapes, full_backward, full_forward, put
+from ..reference import attend_written_out, scores_written_out, within_documents
 from .band import band_dkv, band_dkv_extra, band_dq, band_forward
 from .combine import add_partials, add_slots, combine
 from .common import TileConfig
 from .decode import PooledKeys, attend_to_cache
-from .gather import (
-    BACKWARD_CONFIG,
-    FORWARD_CONFIG,
-    gather_backward,
-    gather_forward,
-    item_tokens,
-)
+from .gather import BACKWARD_CONFIG, FORWARD_CONFIG, gather_backward, gather_forward, item_tokens
 from .inverse_index import SORT_BYTES, build_inverse_index
-from .layout import EMPTY, LONGEST_DOCUMENT, Layout, as_bytes, build_layout, make_layout, normalise_lists
+from .layout import EMPTY, LONGEST_DOCUMENT, Layout, build_layout, make_layout, normalise_lists
 from .selection import (
     PART_KEYS,
     choose_blocks,
@@ -65,73 +59,39 @@ def sparse_attention_reference(
     block_size: int = 64, window: int = 512,
 ) -> Tensor:  # fmt: skip
     """Attention with the T x T matrix written out, in the inputs' dtype, on given lists."""
-    scores, is_visible = _written_out(q_BTHK, k_BTGK, blocks_BTGS, segments, block_size, window)
-    probabilities = scores.masked_fill(~is_visible, float("-inf")).softmax(-1)
-    return torch.einsum("bgrts,bsgk->btgrk", probabilities, v_BTGK).flatten(2, 3)
+    visible = _visible(q_BTHK, blocks_BTGS, segments, block_size, window)
+    return attend_written_out(q_BTHK, k_BTGK, v_BTGK, visible)[0]
 
 
-def _written_out(q, k, blocks_BTGS, segments, block_size, window) -> tuple[Tensor, Tensor]:
-    """Returns scores [B, G, R, T, T], and which of them count [B, G, 1, T, T]."""
-    B, T, H, K = q.shape
-    G = k.shape[2]
-    document_BT = torch.zeros(B, T, dtype=torch.long)
-    index_BT = torch.arange(T).expand(B, T).clone()  # a token's index within its document
-    for i, (row, start, stop) in enumerate(segments.tolist() if segments is not None else []):
-        document_BT[row, start:stop] = i
-        index_BT[row, start:stop] = torch.arange(stop - start)
-    document_BT = document_BT.to(q.device)
-    block_BT = (index_BT // block_size).to(q.device)
+def _visible(q: Tensor, blocks_BTGS: Tensor, segments: Tensor | None, block_size: int, window: int) -> Tensor:
+    """Returns which keys a query sees, [B, G, 1, T, T]."""
+    (B, T), G = q.shape[:2], blocks_BTGS.shape[2]
+    is_earlier, index_BT = within_documents(q, segments)
+    block_BT = index_BT // block_size
     in_band = (block_BT[:, None, :] == 0) | (block_BT[:, None, :] > block_BT[:, :, None] - window // block_size)
     num_blocks = int(block_BT.max()) + 1  # blocks of the longest document; EMPTY goes to one column more
     chosen = torch.zeros(B, T, G, num_blocks + 1, dtype=torch.bool, device=q.device)
     chosen = chosen.scatter_(-1, blocks_BTGS.long().clamp(max=num_blocks), True)[..., :num_blocks]
     in_lists = chosen.gather(-1, block_BT[:, None, None, :].expand(B, T, G, T)).permute(0, 2, 1, 3)  # [B, G, T, T]
-    within_document = (document_BT[:, :, None] == document_BT[:, None, :]).tril()
-    is_visible = within_document[:, None] & (in_band[:, None] | in_lists)
-    scores = torch.einsum("btgrk,bsgk->bgrts", q.unflatten(2, (G, H // G)), k) / math.sqrt(K)
-    return scores, is_visible[:, :, None]
+    return (is_earlier[:, None] & (in_band[:, None] | in_lists))[:, :, None]
 
 
-def _put(places: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-    for place, tensor in zip(places, made):
-        place.copy_(tensor)
-
-
-def _reference_forward(q, k, v, lists, segments, kind: "Sparse") -> tuple[Tensor, Tensor]:
-    """Returns out [T, H, K] and its log-sum-exp [T, H] for a span of T tokens."""
-    q, k, v, lists = (x[None] for x in (q, k, v, lists))
-    scores, is_visible = _written_out(q, k, lists, segments, kind.block_size, kind.window)
-    scores = scores.masked_fill(~is_visible, float("-inf"))
-    out = torch.einsum("bgrts,bsgk->btgrk", scores.softmax(-1), v).flatten(2, 3)
-    return out[0], scores.logsumexp(-1).permute(0, 3, 1, 2).flatten(2)[0]
-
-
-def _reference_backward(dout, q, k, v, out, lse, lists, segments, kind: "Sparse") -> Sequence[Tensor]:
-    dout, q, k, v, out, lse, lists = (x[None] for x in (dout, q, k, v, out, lse, lists))
-    scores, is_visible = _written_out(q, k, lists, segments, kind.block_size, kind.window)
+def _reference_backward(dout, q, k, v, out, lse, is_visible) -> Sequence[Tensor]:
+    """Returns dq, dk and dv, with the T x T matrix written out."""
 
     def by_group(x: Tensor) -> Tensor:
         """[B, T, H, ...] -> [B, T, G, R, ...]"""
         return x.unflatten(2, (k.shape[2], -1))
 
+    scores = scores_written_out(q, k)
     p = (scores - by_group(lse).permute(0, 2, 3, 1)[..., None].to(scores)).exp().masked_fill(~is_visible, 0)
     delta = by_group((dout * out).sum(-1)).permute(0, 2, 3, 1)[..., None]  # [B, G, R, T, 1]
     ds = p * (torch.einsum("btgrk,bsgk->bgrts", by_group(dout), v) - delta) / math.sqrt(q.shape[-1])
     return (
-        torch.einsum("bgrts,bsgk->btgrk", ds, k).flatten(2, 3)[0],
-        torch.einsum("bgrts,btgrk->bsgk", ds, by_group(q))[0],
-        torch.einsum("bgrts,btgrk->bsgk", p, by_group(dout))[0],
+        torch.einsum("bgrts,bsgk->btgrk", ds, k).flatten(2, 3),
+        torch.einsum("bgrts,btgrk->bsgk", ds, by_group(q)),
+        torch.einsum("bgrts,btgrk->bsgk", p, by_group(dout)),
     )
-
-
-def select_blocks_reference(
-    q_BTHK: Tensor, k_BTGK: Tensor, segments: Tensor | None = None, *,
-    selected_blocks: int = 32, block_size: int = 64, window: int = 512,
-) -> Tensor:  # fmt: skip
-    """Computes `select_blocks` with every score written out."""
-    layout = make_layout(q_BTHK, segments, block_size, window)
-    scores = scores_reference(q_BTHK.flatten(0, 1), pool_reference(k_BTGK.flatten(0, 1), layout), layout)
-    return top_blocks_reference(scores, selected_blocks).unflatten(0, q_BTHK.shape[:2])
 
 
 def work_ranges(
@@ -221,11 +181,7 @@ class _Batch(NamedTuple):
 @functools.lru_cache(maxsize=4)
 def _divide_batch(B: int, T: int, documents: bytes | None, device: torch.device, kind: "Sparse") -> _Batch:
     """Divides a batch into short and long documents. All layers of a step share its tables."""
-    if documents is None:  # each row is one document
-        segments = torch.tensor([(row, 0, T) for row in range(B)])
-    else:
-        segments = torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, 3)
-    short, spans = split_by_length(segments, T, kind.dense_below)
+    short, spans = split_by_length(from_bytes(documents, B, T), T, kind.dense_below)
     layouts = [
         build_layout(1, span.stop - span.start, as_bytes(span.segments), device, kind.block_size, kind.window)
         for span in spans
@@ -268,12 +224,6 @@ class Sparse(AttentionKind):
             raise ValueError(f"selected_blocks and dense_below must not be negative, got {given}")
         super().__post_init__()
 
-    @classmethod
-    def from_flags(cls, values):
-        if values.get("dense_below", 1) < 1:
-            raise ValueError(f"dense_below must be at least 1, got {values['dense_below']}")
-        return cls(**values)
-
     @property
     def list_length(self) -> int:
         return self.selected_blocks
@@ -291,6 +241,9 @@ class Sparse(AttentionKind):
             FULL.check(q, k, v, segments, impl)
         return check_inputs(q, k, v, segments, self.block_size, self.window, impl)
 
+    def normalise_lists(self, lists, q, segments):
+        return normalise_lists(lists, make_layout(q, segments, self.block_size, self.window))
+
     def for_longest(self, longest):
         return FULL if longest < self.dense_below else self
 
@@ -298,7 +251,12 @@ class Sparse(AttentionKind):
         return _divide_batch(*q.shape[:2], as_bytes(segments), q.device, self)
 
     def choose(self, q: Tensor, k: Tensor, segments: Tensor | None, on_triton: bool) -> Tensor:
-        """Returns the lists of q's tokens, as `select_blocks` does. In documents below `dense_below` they are empty."""
+        """Returns the blocks of keys that each token and key/value head attends to, beyond first block and window.
+
+        Returns:
+            int16 [B, T, G, selected_blocks]: block indices within the document, ascending, then `EMPTY` (32767). In
+            documents below `dense_below` all are EMPTY.
+        """
         lists = torch.full((*k.shape[:3], self.selected_blocks), EMPTY, dtype=torch.int16, device=q.device)
         tensors = flat(q), flat(k), lists.flatten(0, 1)
         for span, layout in self._divide(q, segments).long:
@@ -323,7 +281,8 @@ class Sparse(AttentionKind):
             if on_triton:
                 sparse_forward(q_n, k_n, v_n, lists_n, layout, self.workspace_bytes, into=into)
             else:
-                _put(into, _reference_forward(q_n, k_n, v_n, lists_n, span.segments, self))
+                visible = _visible(q_n[None], lists_n[None], span.segments, self.block_size, self.window)
+                put([x[0] for x in attend_written_out(q_n[None], k_n[None], v_n[None], visible)], into)
         return [out], [lse], lists
 
     def backward(self, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton):
@@ -337,7 +296,9 @@ class Sparse(AttentionKind):
             if on_triton:
                 sparse_backward(dout, q, k, v, out, lse, lists, layout, self.workspace_bytes, into=into)
             else:
-                _put(into, _reference_backward(dout, q, k, v, out, lse, lists, span.segments, self))
+                dout, q, k, v, out, lse, lists = (x[None] for x in (dout, q, k, v, out, lse, lists))
+                visible = _visible(q, lists, span.segments, self.block_size, self.window)
+                put([x[0] for x in _reference_backward(dout, q, k, v, out, lse, visible)], into)
         return gradients
 
     def decode(self, q, k, v, gates, state):
@@ -379,29 +340,20 @@ class Sparse(AttentionKind):
         rates = FULL.measure_rates(H, G, K, context_length, backend, seconds, device)
         whole, long = dataclasses.replace(self, dense_below=0), max(16_384, min(context_length, 1_048_576))
         h, g = (H, G) if long <= 131_072 else (H // G, 1)
-        T = 65_536 if long <= 131_072 else long
-        forward, backward = whole.time(T, h, g, K, backend, seconds, device)
-        flops, choice = whole.flops(T, h, g, K), max(1, whole.flops(long, h, g, K).choice)  # 0 where none is chosen
+        rates |= whole.rates_at(65_536 if long <= 131_072 else long, h, g, K, backend, seconds, device)
+        choice = max(1, whole.flops(long, h, g, K).choice)  # 0 where none is chosen
         q, k = (torch.randn(1, long, n, K, device=device, dtype=torch.bfloat16) for n in (h, g))
-        return rates | {
-            "sparse forward": flops.forward / forward,
-            "sparse choice": choice / seconds(lambda: whole.choose(q, k, None, True)),
-            "sparse backward": flops.backward / backward,
-        }
+        return rates | {"sparse choice": choice / seconds(lambda: whole.choose(q, k, None, True))}
 
 
 def check_inputs(q, k, v, segments, block_size, window, impl) -> bool:
     """Returns whether Triton's kernels run, see `use_triton`. Raises ValueError for unsupported inputs."""
-    (B, T, H, K), G = q.shape, k.shape[2]
-    if k.shape != (B, T, G, K) or v.shape != k.shape or H % G:
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        raise ValueError(f"sparse attention needs q [B, T, H, K] and k, v [B, T, G, K] with H = n G, got {shapes}")
+    check_shapes(q, k, v, segments)
+    (_, _, H, K), G = q.shape, k.shape[2]
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size}")
     if window < block_size or window % block_size:
         raise ValueError(f"window must be a multiple of block_size, {block_size}, and not 0, got {window}")
-    if segments is not None and segments.is_cuda:
-        raise ValueError("segments must lie on the CPU: they decide what is launched")
     if not use_triton(impl, q):
         return False
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
@@ -415,69 +367,6 @@ def check_inputs(q, k, v, segments, block_size, window, impl) -> bool:
             f"key/value head, got {K} and {H // G}"
         )
     return True
-
-
-def select_blocks(
-    q_BTHK: Tensor, k_BTGK: Tensor, segments: Tensor | None = None, *,
-    selected_blocks: int = 32, block_size: int = 64, window: int = 512, impl: str = "auto",
-) -> Tensor:  # fmt: skip
-    """Chooses the blocks of keys that each token and key/value head attends to, beyond first block and window.
-
-    Args:
-        q_BTHK, k_BTGK: queries [B, T, H, K] and keys [B, T, G, K], after RoPE.
-        segments: the documents, as `kernels.attention.attend.attention` takes them.
-        selected_blocks: most blocks in a list.
-        block_size: tokens per block, counted from the document's start: 32, 64 or 128.
-        window: tokens, a multiple of `block_size`, see `sparse_attention`.
-        impl: "auto", "triton" or "torch".
-
-    Returns:
-        int16 [B, T, G, selected_blocks]: block indices within the document, ascending, then `EMPTY` (32767).
-
-    Raises:
-        ValueError: shapes, dtypes or sizes that no kernel takes.
-    """
-    kind = make_part(Sparse, selected_blocks, block_size, window, 0)
-    on_triton = kind.check(q_BTHK, k_BTGK, k_BTGK, segments, impl)
-    return kind.choose(q_BTHK.detach(), k_BTGK.detach(), segments, on_triton)
-
-
-def sparse_attention(
-    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments: Tensor | None = None, *, blocks: Tensor | None = None,
-    selected_blocks: int = 32, block_size: int = 64, window: int = 512, workspace_bytes: int = WORKSPACE_BYTES,
-    impl: str = "auto",
-) -> Tensor:  # fmt: skip
-    """Attends causally to the first block, a window and the chosen blocks of each token's document.
-
-    Short documents do so as well: `dense_below` is an option of `Sparse` alone. If the lists name every block between
-    the first one and the window, the result equals attention to everything.
-
-    Args:
-        q_BTHK: queries [B, T, H, K], K of 64 or 128; bfloat16, float16 or float32.
-        k_BTGK, v_BTGK: keys and values [B, T, G, K], H a multiple of G, up to 16 times.
-        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token) that
-            cover every token once; None: each batch row is one document.
-        blocks: lists as `select_blocks` returns them. Their order does not matter; duplicates, and blocks that a token
-            cannot choose, are dropped. None: the lists are chosen here, once, and kept for backward.
-        selected_blocks: as in `select_blocks`; without effect where `blocks` is given.
-        block_size: tokens per block: 32, 64 or 128.
-        window: a token in block b attends to blocks b - window / block_size + 1 to b, up to itself.
-        workspace_bytes: bytes of the slots that exist at a time; with fewer, launches are more and smaller.
-        impl: "auto", "triton" or "torch".
-
-    Returns:
-        [B, T, H, K] in q's dtype.
-
-    Raises:
-        ValueError: shapes, dtypes or sizes that no kernel takes.
-        RuntimeError: in backward, create_graph=True.
-    """
-    selected = selected_blocks if blocks is None else blocks.shape[-1]
-    kind = make_part(Sparse, selected, block_size, window, 0, workspace_bytes)
-    if blocks is not None:
-        check_inputs(q_BTHK, k_BTGK, v_BTGK, segments, block_size, window, impl)
-        blocks = normalise_lists(blocks, make_layout(q_BTHK, segments, block_size, window))
-    return attention(q_BTHK, k_BTGK, v_BTGK, segments, kind=kind, lists=blocks, impl=impl)
 
 
 def slot_bytes_per_token(group: int, K: int, selected: int, element_size: int) -> int:

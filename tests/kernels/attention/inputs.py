@@ -7,7 +7,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.attention.attend import attention
 from kernels.attention.sparse.layout import EMPTY, first_local_block, make_layout
+from kernels.attention.sparse.sparse_attention import Sparse
 from tests.kernels.compare import random
 
 
@@ -22,6 +24,16 @@ def segments_of(*lengths_by_row):
 
 def make_qkv(B, T, H, G, K, dtype, device, seed=0):
     return [random(B, T, n, K, seed=seed + i, dtype=dtype, device=device) for i, n in enumerate((H, G, G))]
+
+
+def attend_sparsely(q, k, v, segments=None, *, blocks=None, impl="auto", **sizes):
+    """Attention to chosen blocks, in short documents too."""
+    return attention(q, k, v, segments, kind=Sparse(dense_below=0, **sizes), lists=blocks, impl=impl)
+
+
+def select_blocks(q, k, segments=None, *, impl="torch", **sizes):
+    """The lists that `attend_sparsely` chooses."""
+    return Sparse(dense_below=0, **sizes).choose(q, k, segments, impl == "triton")
 
 
 def random_lists(q, G, segments, selected, block_size, window, seed=0, share=0.8):

@@ -5,8 +5,8 @@ import torch
 
 from kernels.attention.sparse import decode
 from kernels.attention.sparse.decode import PooledKeys, choose_for_last_token
-from kernels.attention.sparse.sparse_attention import Sparse, select_blocks, sparse_attention
-from tests.kernels.attention.inputs import make_qkv
+from kernels.attention.sparse.sparse_attention import Sparse
+from tests.kernels.attention.inputs import attend_sparsely, make_qkv, select_blocks
 
 
 @pytest.mark.parametrize("kind", [Sparse(2, 32, 64), Sparse(0, 32, 32), Sparse(20, 32, 96), Sparse(1, 64, 64)])
@@ -15,10 +15,10 @@ def test_every_token_as_in_the_whole_sequence(kind, monkeypatch):
     monkeypatch.setattr(decode, "BLOCKS_AT_A_TIME", 2)
     options = {name: getattr(kind, name) for name in ("selected_blocks", "block_size", "window")}
     q, k, v = make_qkv(2, 333, 6, 2, 32, torch.float32, "cpu")
-    out = sparse_attention(q, k, v, **options)
+    out = attend_sparsely(q, k, v, **options)
     lists = select_blocks(q, k, **options)
     pooled = kind.decoding_state()
-    torch.testing.assert_close(sparse_attention(q[:, :70], k[:, :70], v[:, :70], **options), out[:, :70])
+    torch.testing.assert_close(attend_sparsely(q[:, :70], k[:, :70], v[:, :70], **options), out[:, :70])
     for T in (71, 95, 96, 97, 128, 129, 161, 190, 224, 225, 257, 288, 289, 319, 320, 321, 333):
         last = slice(T - 1, T)
         found = kind.decode(q[:, last], k[:, :T], v[:, :T], None, pooled)

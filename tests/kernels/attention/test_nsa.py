@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.attention import full
+from kernels.attention.attend import attention
 from kernels.attention.nsa import compression, gates, nsa
 from kernels.attention.nsa.compression import (
     add_unpooled,
@@ -23,7 +24,6 @@ from kernels.attention.nsa.nsa import (
     LOCAL_TOKENS,
     NSA,
     compressed_reference,
-    nsa_attention,
     nsa_attention_reference,
 )
 from kernels.attention.sparse import band, combine, common, gather, selection, sparse_attention
@@ -118,6 +118,10 @@ def test_gates(dtype, device, poisoned_memory):
     compare_with_float64(lambda *x: gated_sum_reference(list(x[:3]), x[3]), Ours.apply, [*outs, logits])
 
 
+def attend_natively(q, k, v, gates, segments=None, *, blocks=None, impl="triton", **options):
+    return attention(q, k, v, segments, kind=NSA(**options), gates=gates, lists=blocks, impl=impl)
+
+
 SIZES = {"block_size": BLOCK_SIZE, "window": LOCAL_TOKENS}
 
 
@@ -139,7 +143,7 @@ def test_matches_float64_on_given_lists(H, G, K, dtype, lengths, window, device,
     options = {"blocks": random_lists(inputs[0], G, segments, 2, **SIZES), "window": window, "selected_blocks": 5}
     compare_with_float64(
         lambda *x: nsa_attention_reference(*x, segments, **options),
-        lambda *x: nsa_attention(*x, segments, impl="triton", **options),
+        lambda *x: attend_natively(*x, segments, **options),
         inputs,
     )
 
@@ -150,7 +154,7 @@ def test_implementations_choose_the_same_blocks_and_runs_are_bitwise_equal(devic
     segments, inputs = segments_of([260, 20]), make_inputs(1, 280, 2, 1, 64, dtype, device)
     options = {"selected_blocks": 4, "window": 64}
     plain, ours, again = (
-        outputs_and_gradients(functools.partial(nsa_attention, impl=impl, segments=segments, **options), inputs)
+        outputs_and_gradients(functools.partial(attend_natively, impl=impl, segments=segments, **options), inputs)
         for impl in ("torch", "triton", "triton")
     )
     for expected, found in zip(plain, ours):
@@ -161,7 +165,7 @@ def test_implementations_choose_the_same_blocks_and_runs_are_bitwise_equal(devic
 def test_a_token_changes_nothing_before_it_nor_in_another_document(device):
     dtype = bf16 if device.type == "cuda" else fp32
     segments, inputs = segments_of([280, 80]), make_inputs(1, 360, 2, 1, 64, dtype, device)
-    function = functools.partial(nsa_attention, segments=segments, selected_blocks=4, window=64, impl="triton")
+    function = functools.partial(attend_natively, segments=segments, selected_blocks=4, window=64)
     before = function(*inputs)
     for x in inputs:
         x[:, 70] += 3
@@ -181,7 +185,11 @@ def test_the_last_token_alone(device):
 def test_under_compile_and_no_second_derivative(device):
     dtype = bf16 if device.type == "cuda" else fp32
     inputs = [x.requires_grad_() for x in make_inputs(1, 70, 2, 1, 64, dtype, device)]
-    function = functools.partial(nsa_attention, selected_blocks=4, window=64, impl="triton")
+    kind = NSA(selected_blocks=4, window=64)
+
+    def function(q, k, v, gates):
+        return attention(q, k, v, kind=kind, gates=gates, impl="triton")
+
     wrapped = torch.compile(function, fullgraph=True, backend="aot_eager")
     plain, ours = (outputs_and_gradients(f, inputs) for f in (function, wrapped))
     assert all(torch.equal(a, b) for a, b in zip(plain, ours))
@@ -200,7 +208,7 @@ def test_under_compile_and_no_second_derivative(device):
 def test_refused(options, message, device):
     q, k, v, gates = make_inputs(1, 8, 2, 1, 64, bf16, device)
     with pytest.raises(ValueError, match=message):
-        nsa_attention(q, k, v, options.pop("gates", gates), impl="triton", **options)
+        attend_natively(q, k, v, options.pop("gates", gates), **options)
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,17 @@ from kernels.attention.full import attention_reference
 from kernels.attention.sparse import band, combine, gather, selection
 from kernels.attention.sparse import sparse_attention as sparse
 from kernels.attention.sparse.layout import EMPTY, make_layout
-from kernels.attention.sparse.sparse_attention import (
-    Sparse,
+from kernels.attention.sparse.sparse_attention import Sparse, sparse_attention_reference, sparse_forward
+from tests.kernels.attention.inputs import (
+    NoLaunch,
+    Peak,
+    all_blocks,
+    attend_sparsely,
+    make_qkv,
+    random_lists,
+    segments_of,
     select_blocks,
-    sparse_attention,
-    sparse_attention_reference,
-    sparse_forward,
 )
-from tests.kernels.attention.inputs import NoLaunch, Peak, all_blocks, make_qkv, random_lists, segments_of
 from tests.kernels.compare import compare_with_float64, outputs_and_gradients, random
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -26,7 +29,7 @@ SMALL = {"block_size": 32, "window": 32}
 def compare_on_lists(q, k, v, segments, blocks, sizes, **options):
     compare_with_float64(
         lambda *x: sparse_attention_reference(*x, blocks, segments, **sizes),
-        lambda *x: sparse_attention(*x, segments, blocks=blocks, impl="triton", **sizes),
+        lambda *x: attend_sparsely(*x, segments, blocks=blocks, impl="triton", **sizes),
         [q, k, v],
         **options,
     )
@@ -60,7 +63,7 @@ def test_with_all_blocks_it_is_dense_attention(lengths, device, poisoned_memory)
     dense = outputs_and_gradients(lambda *x: attention_reference(*x, segments), [q, k, v])
     for impl in ("torch", "triton"):
         ours = outputs_and_gradients(
-            lambda *x, impl=impl: sparse_attention(*x, segments, blocks=blocks, impl=impl, **SMALL), [q, k, v]
+            lambda *x, impl=impl: attend_sparsely(*x, segments, blocks=blocks, impl=impl, **SMALL), [q, k, v]
         )
         for expected, found in zip(dense, ours):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -71,7 +74,7 @@ def test_short_rows(T, device, poisoned_memory):
     q, k, v = make_qkv(2, T, 2, 1, 64, fp32, device)
     dense, ours = (
         outputs_and_gradients(function, [q, k, v])
-        for function in (attention_reference, lambda *x: sparse_attention(*x, impl="triton"))
+        for function in (attention_reference, lambda *x: attend_sparsely(*x, impl="triton"))
     )
     for expected, found in zip(dense, ours):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -84,7 +87,7 @@ def test_order_and_needless_entries_change_nothing(device):
     needless = torch.tensor([0, 4, 7, 900], dtype=torch.int16, device=device).expand(1, 150, 1, 4)
     disturbed = torch.cat([blocks.flip(-1), needless, blocks], -1)
     plain, ours = (
-        outputs_and_gradients(lambda *x, b=b: sparse_attention(*x, blocks=b, impl="triton", **SMALL), [q, k, v])
+        outputs_and_gradients(lambda *x, b=b: attend_sparsely(*x, blocks=b, impl="triton", **SMALL), [q, k, v])
         for b in (blocks, disturbed)
     )
     assert all(torch.equal(a, b) for a, b in zip(plain, ours))
@@ -96,7 +99,7 @@ def test_a_block_chosen_by_none_has_no_gradient(device, poisoned_memory):
     sizes = {"block_size": 32, "window": 64}
     blocks = random_lists(q, 1, None, 5, **sizes, share=2)
     blocks = blocks.masked_fill(blocks == 2, EMPTY)
-    out = sparse_attention(q, k, v, blocks=blocks, impl="triton", **sizes)
+    out = attend_sparsely(q, k, v, blocks=blocks, impl="triton", **sizes)
     dk, dv = torch.autograd.grad(out[:, 128:].square().sum(), (k, v))
     for gradient in (dk, dv):
         assert (gradient[:, 64:96] == 0).all()
@@ -123,7 +126,7 @@ def test_ranges_of_heads_and_tokens_change_nothing_but_the_order_of_sums(device,
     blocks = random_lists(q, 2, None, 4, **SMALL)
     whole, ranges = (
         outputs_and_gradients(
-            lambda *x, w=w: sparse_attention(*x, blocks=blocks, workspace_bytes=w, impl="triton", **SMALL), [q, k, v]
+            lambda *x, w=w: attend_sparsely(*x, blocks=blocks, workspace_bytes=w, impl="triton", **SMALL), [q, k, v]
         )
         for w in (2**30, 250_000)
     )
@@ -136,14 +139,14 @@ def test_ranges_of_heads_and_tokens_change_nothing_but_the_order_of_sums(device,
 
 def test_two_runs_are_bitwise_equal(device):
     inputs = make_qkv(1, 150, 4, 2, 64, bf16, device)
-    function = functools.partial(sparse_attention, selected_blocks=2, impl="triton", **SMALL)
+    function = functools.partial(attend_sparsely, selected_blocks=2, impl="triton", **SMALL)
     first, second = (outputs_and_gradients(function, inputs) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
 def test_a_token_changes_nothing_before_it_nor_in_another_document(device):
     segments, (q, k, v) = segments_of([120, 80]), make_qkv(1, 200, 2, 1, 64, fp32, device)
-    function = functools.partial(sparse_attention, selected_blocks=2, impl="triton", **SMALL)
+    function = functools.partial(attend_sparsely, selected_blocks=2, impl="triton", **SMALL)
     before = function(q, k, v, segments)
     for x in (q, k, v):
         x[:, 70] += 3
@@ -155,7 +158,7 @@ def test_a_token_changes_nothing_before_it_nor_in_another_document(device):
 def test_chosen_lists_are_those_of_select_blocks(device):
     q, k, v = make_qkv(1, 150, 2, 1, 64, bf16, device)
     blocks = select_blocks(q, k, selected_blocks=2, impl="triton", **SMALL)
-    function = functools.partial(sparse_attention, selected_blocks=2, impl="triton", **SMALL)
+    function = functools.partial(attend_sparsely, selected_blocks=2, impl="triton", **SMALL)
     chosen, given = (outputs_and_gradients(functools.partial(function, blocks=b), [q, k, v]) for b in (None, blocks))
     assert all(torch.equal(a, b) for a, b in zip(chosen, given))
 
@@ -201,9 +204,10 @@ def test_a_document_does_not_depend_on_its_neighbours(lengths, impl, device, poi
 @pytest.mark.parametrize("wrap", ["compile", "checkpoint"])
 def test_under_compile_and_checkpoint(wrap, device):
     segments, inputs = segments_of([80, 20]), make_qkv(1, 100, 2, 1, 64, fp32, device)
+    kind = Sparse(1, **SMALL, dense_below=0)
 
     def function(q, k, v):
-        return sparse_attention(q, k, v, segments, selected_blocks=1, impl="triton", **SMALL) * 2
+        return attention(q, k, v, segments, kind=kind, impl="triton") * 2
 
     def checkpointed(*inputs):
         return checkpoint(function, *inputs, use_reentrant=False)
@@ -226,7 +230,7 @@ def test_custom_op(given, device):
     assert given or torch.equal(chosen, select_blocks(q, k, selected_blocks=2, impl="triton", **SMALL))
     kept = out, q, k, v, None, [out], [lse], lists if given else chosen, None, *options
     torch.library.opcheck(torch.ops.fathom.attend_backward, kept, test_utils=utils)
-    attended = sparse_attention(q, k, v, blocks=lists, selected_blocks=2, impl="triton", **SMALL)
+    attended = attend_sparsely(q, k, v, blocks=lists, selected_blocks=2, impl="triton", **SMALL)
     assert attended.requires_grad and torch.equal(attended, out)
 
 
@@ -242,7 +246,7 @@ def test_log_sum_exp(device):
 
 def test_no_second_derivative(device):
     q, k, v = (x.requires_grad_() for x in make_qkv(1, 40, 1, 1, 64, fp32, device))
-    out = sparse_attention(q, k, v, impl="triton")
+    out = attend_sparsely(q, k, v, impl="triton")
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(out.square().sum(), q, create_graph=True)
 
@@ -261,7 +265,7 @@ def test_no_second_derivative(device):
 def test_refused(shape, options, message, device):
     B, T, H, G, K = shape
     with pytest.raises(ValueError, match=message):
-        sparse_attention(*make_qkv(B, T, H, G, K, fp32, device), impl="triton", **options)
+        attend_sparsely(*make_qkv(B, T, H, G, K, fp32, device), impl="triton", **options)
 
 
 def test_refuses_a_document_that_its_lists_cannot_name():
@@ -311,7 +315,7 @@ def test_past_2_to_the_31_elements(device):
     q, k, v = (random(1, 64, n, 128, seed=n, dtype=bf16, device=device) for n in (32, 8, 9))
     v = v[:, :, :8]
     long = [x.repeat(1, T // 64, 1, 1).requires_grad_() for x in (q, k, v)]
-    out = sparse_attention(*long, selected_blocks=S, workspace_bytes=2**34)
+    out = attend_sparsely(*long, selected_blocks=S, workspace_bytes=2**34)
     dq, dk, dv = torch.autograd.grad(out, long, torch.ones_like(out))
     assert dk.isfinite().all() and dv.isfinite().all()
     q, k, v = (x.float().requires_grad_() for x in (q, k, v))

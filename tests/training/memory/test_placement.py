@@ -294,7 +294,7 @@ def run_sparsely(*kinds, placements=(WHOLE,) * 4, heads_at_a_time=None):
 @pytest.mark.parametrize("heads_at_a_time", [None, 1])
 @pytest.mark.parametrize("name", ["gpu recompute", "gpu gpu", "host host", "chain"])
 def test_sparse_attention_under_every_placement(name, heads_at_a_time):
-    by_layer = [SPARSE.with_blocks(blocks) for blocks in (2, 1, 0, 1)]
+    by_layer = [replace(SPARSE, selected_blocks=blocks) for blocks in (2, 1, 0, 1)]
     placed = {"placements": PLACEMENTS[name], "heads_at_a_time": heads_at_a_time}
     expected, found = run_sparsely(*by_layer), run_sparsely(*by_layer, **placed)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
@@ -363,7 +363,7 @@ def test_blocks_are_chosen_once(kind, module, function, heads_at_a_time, monkeyp
 
 def test_sparse_attention_with_all_blocks_is_dense():
     dense, some = run_sparsely(), run_sparsely(SPARSE)
-    whole, short = run_sparsely(SPARSE.with_blocks(8)), run_sparsely(replace(SPARSE, dense_below=221))
+    whole, short = run_sparsely(replace(SPARSE, selected_blocks=8)), run_sparsely(replace(SPARSE, dense_below=221))
     torch.testing.assert_close(whole[0], dense[0], rtol=1e-6, atol=0)
     assert (whole[1] - dense[1]).abs().max() <= 1e-5 * dense[1].abs().max()
     assert torch.equal(short[1], dense[1]) and some[0] != dense[0]
