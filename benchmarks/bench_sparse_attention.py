@@ -276,7 +276,7 @@ class Bench:
         backward, partials = self.gather_backward(work, slots, out, lse, delta, gather.BACKWARD_CONFIG)
         add("gather backward", backward, 5 * self.gather_flops, 3 * self.slot_bytes)
         add("dk, dv partial sums", partials)
-        add("dq combine", lambda: [combine.add_slots(dq, _slots(slots, w), lists, *w) for w in work],
+        add("dq combine", lambda: [combine.combine(dq, _slots(slots, w), lists, *w) for w in work],
             num_bytes=self.slot_bytes + 2 * dq.nbytes)  # fmt: skip
         print_table(f"pieces, {title}", ["piece", "ms", "TFLOP/s", "GB/s"], rows)
         return results
@@ -324,7 +324,7 @@ class Bench:
 
         def combined(out, lse):
             for w in work:
-                combine.combine(out, lse, _slots(slots, w), _slots(slot_lse, w), self.lists, *w)
+                combine.combine(out, _slots(slots, w), self.lists, *w, lse, _slots(slot_lse, w))
 
         return forward, combined
 
@@ -403,7 +403,7 @@ class Bench:
 
             def with_config(config):
                 combine.ROWS, combine.NUM_WARPS = config.rows, config.num_warps
-                return lambda: combine.combine(out, lse, _slots(slots, w), _slots(slot_lse, w), lists, *w)
+                return lambda: combine.combine(out, _slots(slots, w), lists, *w, lse, _slots(slot_lse, w))
 
             before = combine.ROWS, combine.NUM_WARPS
             compare("combine", configs, with_config, self.G * len(q) / len(w[0]) / len(w[1]))

@@ -39,8 +39,8 @@ def part_of(number: int):
 class Linear(Protocol):
     """A linear map, y = x weight^T + bias, and the pieces of its forward and backward.
 
-    Code with a backward of its own calls the pieces: the tiled MLP, attention of some heads at a time and the chunked
-    loss. All other code calls the object itself and leaves backward to autograd.
+    The tiled MLP, attention of some heads at a time and the chunked loss call the pieces. All other code calls the
+    object itself and leaves backward to autograd.
 
     Attributes:
         number: the part's number, see `Part`.
@@ -59,11 +59,7 @@ class Linear(Protocol):
     def input_gradient(
         self, dy: Tensor, weight: Tensor, *, out: Tensor | None = None, accumulate: bool = False
     ) -> Tensor:
-        """Returns dx = dy weight, [M, K], for dy [M, N].
-
-        Args:
-            out: the result is written into it or, with `accumulate`, added to it.
-        """
+        """Returns dx = dy weight, [M, K], for dy [M, N]; written into `out` or, with `accumulate`, added to it."""
 
     def weight_gradient(self, dy: Tensor, x: Tensor, *, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
         """Returns dy^T x, [N, K], for dy [M, N] and x [M, K]; `out` as in `input_gradient`, and it may be float32."""
@@ -113,7 +109,7 @@ class AttentionKind(Part, ABC):
         branches: number of outputs that are kept for backward, each with a log-sum-exp.
         gates_per_head: gate logits per token and query head, which the model computes from the layer's input.
         selected_blocks: blocks of keys per token, as flags count them; 0: the kind chooses none.
-        list_length: blocks of keys in a list. `selected_blocks` may count more: blocks that every token has anyway.
+        list_length: blocks of keys in a list, without blocks that every token has anyway.
         longest_document: tokens of the longest document that it takes.
         gpu_head_dims: head widths that its GPU kernels take; (): any.
         h200_rates: its rates on an H200, by the names that `work` uses.
@@ -129,7 +125,7 @@ class AttentionKind(Part, ABC):
 
     @property
     def list_length(self) -> int:
-        return 0
+        return self.selected_blocks
 
     @property
     def longest_document(self) -> float:
@@ -177,12 +173,9 @@ class AttentionKind(Part, ABC):
 
     @abstractmethod
     def decode(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, state: Any) -> Tensor:
-        """Returns the output [B, 1, H, K] of one new token.
+        """Returns the output [B, 1, H, K] of one new token, the last of S.
 
-        Args:
-            q: the new token's queries [B, 1, H, K].
-            k, v: keys and values [B, S, G, K] of all S tokens so far. The new token is the last of them.
-            state: what `decoding_state` returned for this cache.
+        Its queries are q [B, 1, H, K]; k and v are [B, S, G, K]. `decoding_state` returned `state` for this cache.
         """
 
     def decoding_state(self) -> Any:
@@ -198,11 +191,9 @@ class AttentionKind(Part, ABC):
         self, T: int, H: int, G: int, K: int, *, element_size: int = 2, backend: str = "auto",
         context_length: int | None = None, longest: int | None = None,
     ) -> AttentionBytes:  # fmt: skip
-        """Returns the bytes that T tokens take.
+        """Returns the bytes that T tokens take, for q, k and v of elements of `element_size` bytes.
 
-        Args:
-            element_size: bytes of an element of q, k and v.
-            context_length, longest: as in `kernels.attention.full.backward_workspace`; context_length None: T.
+        `context_length` (None: T) and `longest` are as in `kernels.attention.full.backward_workspace`.
         """
 
     @abstractmethod
@@ -232,10 +223,7 @@ class AttentionKind(Part, ABC):
         return AttentionWork(*({f"{self.name} {part}": n} for part, n in zip(AttentionWork._fields, totals)))
 
     def rates_with(self, backend: str, native: str) -> dict[str, float]:
-        """Returns rates of `backend` for a GPU whose best backend is `native`.
-
-        They assume an H200's peak FLOP/s, and the caller scales them to the GPU's own.
-        """
+        """Returns rates of `backend` for a GPU whose best backend is `native`, but that has an H200's peak FLOP/s."""
         return self.h200_rates
 
     @abstractmethod
@@ -245,8 +233,7 @@ class AttentionKind(Part, ABC):
     ) -> dict[str, float]:  # fmt: skip
         """Measures the rates of this GPU, in FLOP/s or calls per second, by the names that `work` uses.
 
-        Args:
-            seconds: runs a function on the GPU and returns the seconds of a call.
+        `seconds` runs a function on the GPU and returns the seconds of a call.
         """
 
     def rates_at(

@@ -1,8 +1,7 @@
 """Attention of a transformer block, from its input to its output projection, all heads at once or some at a time.
 
 Some heads at a time, each step projects the input to n of the G key/value heads and their query heads, normalises and
-rotates them, and attends. q, k, v and their gradients then take n / G of their memory. Models differ in whether the
-projections have biases, and whether heads are normalised.
+rotates them, and attends. q, k, v and their gradients then take n / G of their memory.
 
 All heads at once keep for backward: the input, attention's outputs and log-sum-exps, v, and q and k after their
 rotation; if heads are normalised, also q and k before it. Some heads at a time keep no q, k and v: backward projects
@@ -13,7 +12,6 @@ every rank, and exchanges tokens for heads around attention. With 8 key/value he
 has heads 0 and 4. A rank keeps attention's outputs for its own tokens, and log-sum-exps and lists for its own heads.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -46,11 +44,11 @@ class QKVParameters(NamedTuple):
         return self._replace(weights=weights, biases=biases)
 
 
-def _normalised(q: Tensor, k: Tensor, norms: Sequence[Tensor], eps: float, impl: str) -> tuple[Tensor, Tensor]:
-    return (rms_norm(q, norms[0], eps, impl=impl), rms_norm(k, norms[1], eps, impl=impl)) if norms else (q, k)
-
-
-def _rotated(q: Tensor, k: Tensor, cos: Tensor | None, sin: Tensor | None, impl: str) -> tuple[Tensor, Tensor]:
+def _normalise_and_rotate(
+    q: Tensor, k: Tensor, norms: Sequence[Tensor], eps: float, cos: Tensor | None, sin: Tensor | None, impl: str
+) -> tuple[Tensor, Tensor]:
+    if norms:
+        q, k = rms_norm(q, norms[0], eps, impl=impl), rms_norm(k, norms[1], eps, impl=impl)
     return (q, k) if cos is None else rope(q, k, cos, sin, impl=impl)
 
 
@@ -58,14 +56,11 @@ def project_heads(
     x_BTD: Tensor, parameters: QKVParameters, cos: Tensor | None, sin: Tensor | None, linear: Linear = PLAIN,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns q [B, T, H, K], k and v [B, T, G, K], with q and k normalised and rotated.
-
-    Arguments are as in `qkv_attention`.
-    """
+    """Returns q [B, T, H, K], k and v [B, T, G, K], with q and k normalised and rotated, see `qkv_attention`."""
     weights, biases, norms, eps, K = parameters
     products = [linear(x_BTD, w, b) for w, b in zip(weights, biases or [None] * 3)]
     q, k, v = (x.unflatten(-1, (-1, K)) for x in products)
-    return *_rotated(*_normalised(q, k, norms, eps, impl), cos, sin, impl), v
+    return *_normalise_and_rotate(q, k, norms, eps, cos, sin, impl), v
 
 
 class _Division(NamedTuple):
@@ -114,7 +109,7 @@ def _split_heads(
 ) -> list[Tensor]:
     """[B, T, (R + 2) n K] -> q [B, T, R n, K], k and v [B, T, n, K], with q and k normalised and rotated."""
     heads = qkv.unflatten(-1, (-1, K)).split([qkv.shape[-1] // K - 2 * n, n, n], dim=2)
-    q, k = _rotated(*_normalised(heads[0], heads[1], norms, eps, impl), cos, sin, impl)
+    q, k = _normalise_and_rotate(heads[0], heads[1], norms, eps, cos, sin, impl)
     return [q, k, heads[2].contiguous()]
 
 
@@ -182,7 +177,12 @@ class _Options(NamedTuple):
     impl: str
     n: int  # key/value heads of a rank in one step
     group_name: str | None
-    counts: tuple[int, int, int]  # numbers of weights, biases and norms
+    num_biases: int
+
+    def split(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Returns three weights, the biases and the norms: the fields of `QKVParameters`, one after the other."""
+        first_norm = 3 + self.num_biases
+        return [*parameters[:3]], [*parameters[3:first_norm]], [*parameters[first_norm:]]
 
 
 class _QKVAttention(torch.autograd.Function):
@@ -190,7 +190,7 @@ class _QKVAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, o_weight, gates, cos, sin, segments, options, *qkv):
-        weights, biases, norms = _split(qkv, options.counts)
+        weights, biases, norms = options.split(qkv)
         kind, linear = options.kind, options.linear
         outs, lses, lists = torch.ops.fathom.qkv_attention(
             x, weights, biases, norms, options.eps, options.head_dim, cos, sin, segments, None, kind.number,
@@ -205,7 +205,7 @@ class _QKVAttention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("attention some heads at a time has no second derivative (create_graph=True)")
         x, o_weight, gates, cos, sin, lists, outs, lses, *qkv_parameters = ctx.saved_tensors
-        options, (weights, biases, norms) = ctx.options, _split(qkv_parameters, ctx.options.counts)
+        options, (weights, biases, norms) = ctx.options, ctx.options.split(qkv_parameters)
         kind, linear, K, on_triton = options.kind, options.linear, options.head_dim, options.on_triton
         norms = [weight.detach().requires_grad_() for weight in norms]
         exchange, all_heads, own_heads = _divide(len(weights[1]) // K, options.n, options.group_name)
@@ -252,12 +252,6 @@ class _QKVAttention(torch.autograd.Function):
         return dx_rows.view_as(x), d_o_weight, d_gates, *[None] * 4, *d_weights, *d_biases, *d_norms
 
 
-def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
-    """Splits tensors into lists of the given lengths: counts 3, 0 and 2 give the first three, none, the last two."""
-    remaining = iter(tensors)
-    return [list(itertools.islice(remaining, count)) for count in counts]
-
-
 def qkv_attention(
     x_BTD: Tensor,
     parameters: QKVParameters,
@@ -277,9 +271,8 @@ def qkv_attention(
     """Projects to q, k and v, normalises and rotates q and k, attends causally, and applies the output projection.
 
     Args:
-        x_BTD: [B, T, D], of the weights' dtype.
+        x_BTD, o_weight: [B, T, D] and [D, H K], of the weights' dtype.
         parameters: for H query heads and G key/value heads; G divides H.
-        o_weight: [D, H K].
         cos, sin: float32, as `rope` takes them; None: heads are not rotated.
         segments, backend: as in `kernels.attention.attend.attention`.
         kind: what a token attends to.
@@ -295,9 +288,8 @@ def qkv_attention(
         [B, T, D].
 
     Raises:
-        ValueError: heads_at_a_time does not divide a rank's key/value heads; with heads_at_a_time, the ranks do not
-            divide all key/value heads; an exchange would separate query heads that choose blocks together; an
-            unavailable backend.
+        ValueError: heads_at_a_time does not divide a rank's key/value heads, or the ranks do not divide all of them;
+            an exchange would separate query heads that choose blocks together; an unavailable backend.
         RuntimeError: in backward, create_graph=True.
     """
     exchange = exchange or HeadExchange(None)
@@ -320,7 +312,7 @@ def qkv_attention(
     group_name = None if exchange.group is None else exchange.group.group_name
     options = _Options(
         eps, K, kind, linear, choose_backend(backend, x_BTD.device), use_triton(impl, x_BTD), impl, heads_at_a_time,
-        group_name, (len(weights), len(biases), len(norms)),
+        group_name, len(biases),
     )  # fmt: skip
     return _QKVAttention.apply(x_BTD, o_weight, gates, cos, sin, segments, options, *weights, *biases, *norms)
 
@@ -390,13 +382,6 @@ def qkv_attention_footprint(
         forward = max(working + (outs + choices + gates) * T, (results + choices + gates + gated + x) * T)
         backward = (x + gates + (3 * qkv + q + outs) // steps) * T
     flops = 2 * hidden_size * (2 * q + 2 * k + gates) // element_size * T
-    return Footprint(
-        saved * T,
-        forward,
-        backward + attention.backward,
-        results * T,
-        flops,
-        2 * flops,
-        2 * (q + k) * (1 + has_norms) * T,
-        choices * T,
-    )
+    elementwise = 2 * (q + k) * (1 + has_norms) * T
+    backward += attention.backward
+    return Footprint(saved * T, forward, backward, results * T, flops, 2 * flops, elementwise, choices * T)

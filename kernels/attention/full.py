@@ -48,17 +48,15 @@ class Kernel(NamedTuple):
     """A library's causal attention: functions for rows of one document each, and for documents that attend together.
 
     Args:
-        forward: q [B, T, H, K], k and v [B, T, G, K] -> out [B, T, H, K], log-sum-exp [B, H, T] float32. Each row is
-            one document.
+        forward: q [B, T, H, K], k and v [B, T, G, K] -> out [B, T, H, K], log-sum-exp [B, H, T] float32.
         backward: dout, q, k, v, out, log-sum-exp -> dq, dk, dv, in the layouts of q, k and v.
         forward_together: q [N, H, K], k and v [N, G, K], begins, longest -> out [N, H, K], log-sum-exp [H, N] float32.
             Documents follow each other in the N tokens. `begins` has the first token of each document and N, int32 on
             the device of q; `longest` is the number of tokens of the longest document.
         backward_together: dout, q, k, v, out, log-sum-exp, begins, longest -> dq, dk, dv.
-        workspace_rows: bytes that `backward` allocates for itself, divided by q's bytes. They are for float32 dq, dk
-            and dv of each query head. Measured.
-        rows_together: the same number for `backward_together`, for float32 dq, and bf16 dk and dv of each query head.
-            The float32 dq of SPACING more tokens per document is not included.
+        workspace_rows: bytes that `backward` allocates for itself, divided by q's bytes. Measured.
+        rows_together: the same number for `backward_together`, without the float32 dq of SPACING more tokens per
+            document.
         longest_together: tokens of the longest document that does not attend alone.
         length_step: tokens; `step` of `rounded_length`, for a document that attends alone.
     """
@@ -233,8 +231,7 @@ def choose_backend(requested: str, device: torch.device) -> str:
 def _window(x: Tensor, start: int, length: int) -> Tensor:
     """Returns `length` rows of x [tokens, heads, K] from `start` on, as [1, length, heads, K], with zeros past x's end.
 
-    A document is padded in this way: the rows after it may be the next document's. Causality hides them from the
-    document's own rows, and their results are thrown away.
+    The rows after a document may be the next one's. Causality hides them from it, and their results are thrown away.
     """
     window = x[start : start + length]
     return (window if len(window) == length else F.pad(window, (0, 0, 0, 0, 0, length - len(window))))[None]
@@ -252,7 +249,6 @@ def _alone(
 
 
 def put(parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-    """Copies each part into its place."""
     for part, place in zip(parts, places):
         place.copy_(part)
 
@@ -300,10 +296,9 @@ def full_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor | None, backend: str,
     position_tokens: int = 1, into: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """Returns dq, dk and dv, in the layouts of q, k and v.
+    """Returns dq, dk and dv, in the layouts of q, k and v, from what `full_forward` returned.
 
-    `out` and `lse` are what `full_forward` returned, and all other arguments are as it takes them. `into` are dq, dk
-    and dv to be written to, at the rows of the documents.
+    `into` are dq, dk and dv to be written to, at the rows of the documents.
     """
     (B, T), kernel = q.shape[:2], KERNELS[backend]
     dout = dout.contiguous()
@@ -387,9 +382,8 @@ class Full(AttentionKind):
 
     def footprint(self, T, H, G, K, *, element_size=2, backend="auto", context_length=None, longest=None):
         of_q, of_k = H * K * element_size, G * K * element_size
-        backward = backward_workspace(
-            backend, T, of_q, of_k, context_length or T, longest, num_key_value_heads=G
-        )  # fmt: skip
+        row = context_length or T
+        backward = backward_workspace(backend, T, of_q, of_k, row, longest, num_key_value_heads=G)
         return AttentionBytes(of_q + 4 * H, 0, 0, backward)
 
     def flops(self, length, H, G, K):

@@ -14,8 +14,7 @@ Kept for backward, per token: q, k and v, (H + 2G) K elements; each branch's out
 H; the logits, 3 H; and the lists of blocks, G * (selected_blocks - 3) int16.
 """
 
-import functools
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,8 +24,7 @@ from torch import Tensor
 
 from ...parts import AttentionBytes, AttentionFlops, AttentionKind
 from ..documents import all_segments
-from ..full import BACKWARD_FLOPS, FULL, attention_flops
-from ..reference import attend_written_out
+from ..full import BACKWARD_FLOPS, FULL, attention_flops, put
 from ..sparse.band import band_dkv, band_dq, band_forward
 from ..sparse.layout import EMPTY, LONGEST_DOCUMENT, Layout, make_layout
 from ..sparse.selection import choose_blocks, top_blocks_reference, window_scores_reference
@@ -61,7 +59,7 @@ FORCED_BLOCKS = 3  # the first block and the two local blocks
 WORKSPACE_BYTES = 7 * 2**28  # holds one key/value head's slots at 131,072 tokens, 13 chosen blocks: 1.65 GiB
 
 
-# Reference, for one document: queries q [T, H, K] are the last T of its S tokens
+# Reference, for one document: queries q [T, H, K] are the last T of its S tokens. A branch gives out and lse.
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,11 +69,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor) -> tuple[Tensor
         q, k, v: [T, H, K], [S, G, K] and [S, G, K].
         is_visible: [T, G or 1, S].
     """
-    is_visible = is_visible.transpose(0, 1)[:, None]  # [G or 1, 1, T, S]
-    sees = is_visible.any(-1, keepdim=True)  # a row that sees nothing sees all for now, which avoids infinities
-    out, lse = (x[0] for x in attend_written_out(q[None], k[None], v[None], is_visible | ~sees))
-    sees = sees[:, 0, :, 0].T.repeat_interleave(q.shape[1] // len(sees), 1)  # [T, H]
-    return out.where(sees[..., None], 0), lse.where(sees, 0).to(torch.promote_types(lse.dtype, torch.float32))
+    G = k.shape[1]
+    scores = torch.einsum("tgrk,sgk->tgrs", q.unflatten(1, (G, q.shape[1] // G)), k) / math.sqrt(q.shape[-1])
+    sees = is_visible.any(-1)[:, :, None, None]
+    is_visible = is_visible[:, :, None] | ~sees  # a row that sees nothing sees all for now, which avoids infinities
+    scores = scores.masked_fill(~is_visible, float("-inf"))
+    out = torch.einsum("tgrs,sgk->tgrk", scores.softmax(-1), v).where(sees, 0)
+    lse = scores.logsumexp(-1).where(sees[..., 0], 0)
+    return out.flatten(1, 2), lse.flatten(1).to(torch.promote_types(lse.dtype, torch.float32))
 
 
 def _positions(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +86,6 @@ def _positions(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def compressed_reference(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns out and lse of the compressed branch."""
     token, _ = _positions(q, k)
     keys, values = pool_windows_reference(k), pool_windows_reference(v)
     if len(keys) == 0:
@@ -104,7 +104,6 @@ def choose_reference(q: Tensor, k: Tensor, lse: Tensor, chosen_blocks: int) -> T
 
 
 def selected_reference(q: Tensor, k: Tensor, v: Tensor, lists: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns out and lse of the selected branch, for lists [T, G, chosen_blocks]."""
     token, key = _positions(q, k)
     block, own = key // BLOCK_SIZE, token // BLOCK_SIZE
     is_listed = (lists[..., None] == block).any(2)  # [T, G, S]
@@ -112,7 +111,6 @@ def selected_reference(q: Tensor, k: Tensor, v: Tensor, lists: Tensor) -> tuple[
 
 
 def window_reference(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """Returns out and lse of the window branch."""
     token, key = _positions(q, k)
     return _attend(q, k, v, (key <= token) & (key > token - window))
 
@@ -129,26 +127,20 @@ def nsa_attention_reference(
     out = torch.empty_like(q_BTHK)
     for row, start, stop in all_segments(segments, B, S).tolist():
         here = row, slice(max(0, start - S + T), stop - S + T)
-        q, k, v = q_BTHK[here], k_BSGK[row, start:stop], v_BSGK[row, start:stop]
-        compressed, lse = compressed_reference(q, k, v)
-        with torch.no_grad():
-            lists = choose_reference(q, k, lse, selected_blocks - FORCED_BLOCKS) if blocks is None else blocks[here]
-        selected, _ = selected_reference(q, k, v, lists)
-        in_window, _ = window_reference(q, k, v, window)
-        out[here] = gated_sum_reference([compressed, selected, in_window], gates_BTHC[here])
+        of_document = q_BTHK[here], k_BSGK[row, start:stop], v_BSGK[row, start:stop]
+        lists = selected_blocks - FORCED_BLOCKS if blocks is None else blocks[here]
+        out[here] = gated_sum_reference(branches_reference(*of_document, lists, window)[:BRANCHES], gates_BTHC[here])
     return out
 
 
-def _by_document(function: Callable, segments: Tensor | None, *tensors: Tensor) -> list[Tensor]:
-    """Calls `function` with each document's part of `tensors` [B, T, ...]; returns its results, put together again."""
-    B, T = tensors[0].shape[:2]
-    whole: list[Tensor] = []
-    for row, start, stop in all_segments(segments, B, T).tolist():
-        parts = function(*(x[row, start:stop] for x in tensors))
-        whole = whole or [part.new_empty(B, T, *part.shape[1:]) for part in parts]
-        for x, part in zip(whole, parts):
-            x[row, start:stop] = part
-    return whole
+def branches_reference(q: Tensor, k: Tensor, v: Tensor, lists: Tensor | int, window: int) -> list[Tensor]:
+    """Returns the branches' outputs, their log-sum-exps, and the lists; `lists` may be a number of blocks to choose."""
+    compressed, lse = compressed_reference(q, k, v)
+    if isinstance(lists, int):
+        with torch.no_grad():
+            lists = choose_reference(q, k, lse, lists)
+    outs, lses = zip((compressed, lse), selected_reference(q, k, v, lists), window_reference(q, k, v, window))
+    return [*outs, *lses, lists]
 
 
 # The operation and the kind
@@ -229,8 +221,8 @@ class NSA(AttentionKind):
         del pooled_v
         if lists is None:
             lists = torch.full((*k.shape[:2], self.list_length), EMPTY, dtype=torch.int16, device=q.device)
-            scores = {"lse": compressed[1], "first_window": windows.first_window[layout.block_start]}
-            choose_blocks(q, pooled_k, layout, lists, SCORES_BYTES, **scores)
+            first_window = windows.first_window[layout.block_start]
+            choose_blocks(q, pooled_k, layout, lists, SCORES_BYTES, lse=compressed[1], first_window=first_window)
             lists = lists.view(*shape[:2], *lists.shape[1:])
         del pooled_k
         selected = sparse_forward(q, k, v, flat(lists), layout, self.workspace_bytes)
@@ -239,17 +231,14 @@ class NSA(AttentionKind):
         return [out.view(shape) for out in outs], [lse.view(shape[:3]) for lse in lses], lists
 
     def _reference_forward(self, q, k, v, segments, lists):
-        compressed = _by_document(compressed_reference, segments, q, k, v)
-        if lists is None:
-
-            def choose(q, k, lse):
-                return [choose_reference(q, k, lse, self.list_length)]
-
-            [lists] = _by_document(choose, segments, q, k, compressed[1])
-        selected = _by_document(selected_reference, segments, q, k, v, lists)
-        in_window = _by_document(functools.partial(window_reference, window=self.window), segments, q, k, v)
-        outs, lses = zip(compressed, selected, in_window)
-        return [*outs], [*lses], lists
+        whole: list[Tensor] = []
+        for row, start, stop in all_segments(segments, *q.shape[:2]).tolist():
+            here = row, slice(start, stop)
+            given = self.list_length if lists is None else lists[here]
+            parts = branches_reference(q[here], k[here], v[here], given, self.window)
+            whole = whole or [part.new_empty(*q.shape[:2], *part.shape[1:]) for part in parts]
+            put(parts, [x[here] for x in whole])
+        return whole[:BRANCHES], whole[BRANCHES:-1], whole[-1]
 
     def backward(self, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton):
         """Takes one branch after the other, so that only one branch's d_out exists. Each adds to dq, dk and dv."""
@@ -291,7 +280,25 @@ class NSA(AttentionKind):
         return nsa_attention_reference(q, k, v, gates, **options)
 
     def footprint(self, T, H, G, K, *, element_size=2, backend="auto", context_length=None, longest=None):
-        return _footprint(T, H, G, K, self, element_size, backend, context_length or T, longest)
+        """Counts three outputs with log-sum-exps as `results`.
+
+        Forward makes them one after the other: while an earlier branch runs, the later ones' do not exist yet, and
+        `forward` subtracts them.
+        """
+        selected_forward, selected_backward = sparse_workspace(T, H, G, K, self.selected, element_size)
+        windows, longest_windows = T // WINDOW_STRIDE, None if longest is None else longest // WINDOW_STRIDE
+        row_windows = (context_length or T) // WINDOW_STRIDE
+        of_a_head = head_bytes(backend, windows, row_windows, longest_windows, K, element_size)
+        heads = heads_at_a_time(H, G, of_a_head, self.workspace_bytes)
+        pooled, head = windows * G * K * element_size, T * K * element_size  # keys of all windows, one query head
+        compressed = 2 * pooled + 2 * heads * head
+        scores = scores_bytes(-(-T // BLOCK_SIZE), BLOCK_SIZE, LOCAL_TOKENS // BLOCK_SIZE, G, self.list_length)
+        sums = 8 * windows * G * K  # float32 gradients of pooled keys and values
+        compressed_backward = 2 * pooled + sums + heads * of_a_head
+        result = H * K * element_size + 4 * H
+        forward = max(H * head, selected_forward - T * result, max(pooled + scores, compressed) - 2 * T * result)
+        backward = H * head + max(selected_backward, compressed_backward)
+        return AttentionBytes(BRANCHES * result, 2 * G * self.list_length, forward, backward)
 
     def flops(self, length, H, G, K):
         num_blocks, num_windows = -(-length // BLOCK_SIZE), max(0, length // WINDOW_STRIDE - 1)
@@ -343,32 +350,3 @@ def _layout(q: Tensor, segments: Tensor | None) -> Layout:
 def _window_layout(layout: Layout, window: int) -> Layout:
     """Returns the layout of the window branch: exact windows of another length differ in one number alone."""
     return layout._replace(window_blocks=window // BLOCK_SIZE)
-
-
-@functools.cache
-def _footprint(
-    T: int, H: int, G: int, K: int, nsa: NSA, element_size: int, backend: str, context_length: int, longest: int | None
-) -> AttentionBytes:
-    """Returns the bytes that T tokens take.
-
-    `results` counts three outputs with log-sum-exps. Forward makes them one after the other: while an earlier branch
-    runs, the later ones' do not exist yet, and `forward` subtracts them.
-    """
-    selected_forward, selected_backward = sparse_workspace(T, H, G, K, nsa.selected, element_size)
-    windows, longest_windows = T // WINDOW_STRIDE, None if longest is None else longest // WINDOW_STRIDE
-    of_a_head = head_bytes(backend, windows, context_length // WINDOW_STRIDE, longest_windows, K, element_size)
-    heads = heads_at_a_time(H, G, of_a_head, nsa.workspace_bytes)
-    pooled, head = windows * G * K * element_size, T * K * element_size  # keys of all windows, one query head
-    compressed = 2 * pooled + 2 * heads * head
-    scores = scores_bytes(-(-T // BLOCK_SIZE), BLOCK_SIZE, LOCAL_TOKENS // BLOCK_SIZE, G, nsa.list_length)
-    sums = 8 * windows * G * K  # float32 gradients of pooled keys and values
-    compressed_backward = 2 * pooled + sums + heads * of_a_head
-    result = H * K * element_size + 4 * H
-    return AttentionBytes(
-        results=BRANCHES * result,
-        choices=2 * G * nsa.list_length,
-        forward=max(
-            T * H * K * element_size, selected_forward - T * result, max(pooled + scores, compressed) - 2 * T * result
-        ),
-        backward=H * head + max(selected_backward, compressed_backward),
-    )

@@ -23,16 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import (
-    LN_2,
-    LOG2_E,
-    TileConfig,
-    group_constants,
-    matmul,
-    query_rows,
-    softmax_step,
-    tile_options,
-)
+from .common import LN_2, LOG2_E, TileConfig, launch_constants, matmul, query_rows, softmax_step
 from .layout import Layout
 
 FORWARD_CONFIG = TileConfig(rows=128, num_warps=4, num_stages=2)
@@ -215,31 +206,13 @@ def _band_dkv_kernel(
         tl.store(dv_ptr + kv_offsets, dv.to(v.dtype), mask=key_mask)
 
 
-def band_reference(q: Tensor, k: Tensor, v: Tensor, layout: Layout, exact: bool = False) -> tuple[Tensor, Tensor]:
-    """Computes `band_forward` with all scores written out, in the inputs' dtype."""
-    group, window = q.shape[1] // k.shape[1], layout.window_blocks * layout.block_size
-    token = torch.arange(len(q), device=q.device)
-    block = layout.token_block.long()
-    first = layout.first_block[block]
-    is_visible = (first[:, None] == first) & (token[:, None] >= token)
-    if exact:
-        is_visible &= token[:, None] - token < window
-    else:
-        is_visible &= (block == first) | (block[:, None] - block < layout.window_blocks)
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    scores = torch.einsum("thk,shk->hts", q, k) / math.sqrt(q.shape[-1])
-    scores = scores.masked_fill(~is_visible, float("-inf"))
-    return torch.einsum("hts,shk->thk", scores.softmax(-1), v), scores.logsumexp(-1).T
-
-
-def _constants(q, k, layout, config):
-    constants = group_constants(q, k.shape[1])
-    tile = tile_options(config, q, constants["GROUP_PAD"], layout.block_size)
-    return constants | tile | {"BLOCK": layout.block_size, "WINDOW": layout.window_blocks}
-
-
-def _grid(q, k, layout, constants):
-    return layout.num_blocks * (layout.block_size // constants["BLOCK_T"]), k.shape[1]
+def _launch_over_queries(kernel, q, k, tensors, layout, config, **constants):
+    """Launches a kernel whose programs have a tile of queries and a key/value head each."""
+    tile = launch_constants(q, k.shape[1], layout.block_size, config)
+    kernel[layout.num_blocks * (layout.block_size // tile["BLOCK_T"]), k.shape[1]](
+        *tensors, layout.block_start, layout.block_stop, layout.first_block, 1 / math.sqrt(q.shape[-1]), **tile,
+        WINDOW=layout.window_blocks, **constants,
+    )  # fmt: skip
 
 
 def band_forward(
@@ -253,11 +226,7 @@ def band_forward(
         into: out and lse to be written to; None: new tensors.
     """
     out, lse = into or (torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
-    constants = _constants(q, k, layout, config)
-    _band_forward_kernel[_grid(q, k, layout, constants)](
-        q, k, v, out, lse, layout.block_start, layout.block_stop, layout.first_block, 1 / math.sqrt(q.shape[-1]),
-        **constants, EXACT=exact,
-    )  # fmt: skip
+    _launch_over_queries(_band_forward_kernel, q, k, (q, k, v, out, lse), layout, config, EXACT=exact)
     return out, lse
 
 
@@ -267,19 +236,17 @@ def band_dq(
 ) -> Tensor:  # fmt: skip
     """Writes the band's part into dq, or adds it with `add`; returns delta = sum(dout * out) [tokens, H] float32."""
     delta = torch.empty_like(lse)
-    constants = _constants(q, k, layout, config)
-    _band_dq_kernel[_grid(q, k, layout, constants)](
-        dout, q, k, v, out, lse, delta, dq, layout.block_start, layout.block_stop, layout.first_block,
-        1 / math.sqrt(q.shape[-1]), **constants, EXACT=exact, ADD=add,
-    )  # fmt: skip
+    tensors = dout, q, k, v, out, lse, delta, dq
+    _launch_over_queries(_band_dq_kernel, q, k, tensors, layout, config, EXACT=exact, ADD=add)
     return delta
 
 
 def _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, config, extra=False, exact=False):
-    _band_dkv_kernel[(len(layout.extra_block) if extra else layout.num_blocks, len(heads))](
+    tile = launch_constants(q, k.shape[1], layout.block_size, config)
+    _band_dkv_kernel[len(layout.extra_block) if extra else layout.num_blocks, len(heads)](
         dout, q, k, v, lse, delta, total, dk, dv, layout.extra_block, layout.extra_start, layout.block_start,
         layout.block_stop, layout.document_stop, heads.start, layout.num_tokens * q.shape[-1],
-        1 / math.sqrt(q.shape[-1]), **_constants(q, k, layout, config), EXTRA=extra, EXACT=exact,
+        1 / math.sqrt(q.shape[-1]), **tile, WINDOW=layout.window_blocks, EXTRA=extra, EXACT=exact,
     )  # fmt: skip
 
 
@@ -292,10 +259,8 @@ def band_dkv_extra(
         The part of each chunk, [2, heads * chunks, block_size, K] float32, and the first chunk of each (head, block),
         [heads * blocks + 1] int32.
     """
-    num_extra = len(layout.extra_block)
-    partial = torch.empty(
-        2, len(heads) * num_extra, layout.block_size, q.shape[-1], dtype=torch.float32, device=q.device
-    )
+    num_extra, shape = len(layout.extra_block), (layout.block_size, q.shape[-1])
+    partial = torch.empty(2, len(heads) * num_extra, *shape, dtype=torch.float32, device=q.device)
     if num_extra:
         _launch_dkv(dout, q, k, v, lse, delta, partial, None, None, layout, heads, DKV_CONFIG, extra=True)
     head = torch.arange(len(heads), dtype=torch.int32, device=q.device)[:, None]

@@ -19,22 +19,6 @@ ROWS, NUM_WARPS = 16, 4  # rows of a tile: a row is one query head of one token
 PARTIAL_ELEMENTS = 2048  # elements of a block's dk or dv that one program adds up
 
 
-def combine_reference(out: Tensor, lse: Tensor, slots: Tensor, slot_lse: Tensor, chosen: Tensor):
-    """Returns output and log-sum-exp over band and slots, for one key/value head.
-
-    Args:
-        out, lse: the band's, [tokens, group, K] and [tokens, group].
-        slots, slot_lse: [tokens, selected, group, K] and [tokens, selected, group].
-        chosen: which slots count, [tokens, selected].
-    """
-    slot_lse = slot_lse.masked_fill(~chosen[:, :, None], float("-inf"))
-    slots = slots.masked_fill(~chosen[:, :, None, None], 0)
-    lse_of_parts = slot_lse.new_empty(lse.shape[0], 1 + slots.shape[1], lse.shape[1])
-    lse_of_parts[:, 0], lse_of_parts[:, 1:] = lse, slot_lse
-    weights = lse_of_parts.softmax(1)[..., None]
-    return weights[:, 0] * out + (weights[:, 1:] * slots).sum(1), lse_of_parts.logsumexp(1)
-
-
 @triton.jit(do_not_specialize=["first_token", "num_tokens", "first_head"])
 def _combine_kernel(
     out_ptr, lse_ptr, slots_ptr, slot_lse_ptr, blocks_ptr, first_token, num_tokens, first_head,
@@ -43,8 +27,7 @@ def _combine_kernel(
 ):  # fmt: skip
     """Adds slots to `out` in place.
 
-    With WEIGHTED both are outputs: they are weighted by their log-sum-exps, and `lse` is updated. Without it both are
-    parts of dq, and are added as they are.
+    With WEIGHTED they are weighted by their log-sum-exps, and `lse` is updated.
     """
     head = tl.program_id(1).to(tl.int64)
     t, r, mask = query_rows(tl.program_id(0) * BLOCK_T, GROUP, GROUP_PAD, BLOCK_T)  # [ROWS]
@@ -101,27 +84,22 @@ def _add_partials_kernel(
     tl.store(target, total)
 
 
-def _launch(out, lse, slots, slot_lse, blocks, heads, tokens, weighted):
+def combine(
+    out: Tensor, slots: Tensor, blocks: Tensor, heads: range, tokens: range, lse: Tensor | None = None,
+    slot_lse: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Adds slots to the band's output or dq, `out` [all tokens, H, K], in place.
+
+    With `lse` [all tokens, H] both are outputs: one softmax is made over both, and `lse` becomes its log-sum-exp.
+    """
     (_, H, K), (_, G, S) = out.shape, blocks.shape
     group_pad = triton.next_power_of_2(H // G)
     block_t = max(1, ROWS // group_pad)
     _combine_kernel[(triton.cdiv(len(tokens), block_t), len(heads))](
         out, lse, slots, slot_lse, blocks, tokens.start, len(tokens), heads.start,
         S=S, BLOCK_S=triton.next_power_of_2(S), G=G, GROUP=H // G, GROUP_PAD=group_pad, K=K, BLOCK_T=block_t,
-        EMPTY=EMPTY, WEIGHTED=weighted, num_warps=NUM_WARPS,
+        EMPTY=EMPTY, WEIGHTED=lse is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
-
-
-def combine(
-    out: Tensor, lse: Tensor, slots: Tensor, slot_lse: Tensor, blocks: Tensor, heads: range, tokens: range
-) -> None:
-    """Adds slots to the band's out [all tokens, H, K] and lse [all tokens, H], in place, as one softmax over both."""
-    _launch(out, lse, slots, slot_lse, blocks, heads, tokens, weighted=True)
-
-
-def add_slots(dq: Tensor, slots: Tensor, blocks: Tensor, heads: range, tokens: range) -> None:
-    """Adds slots to the band's dq [all tokens, H, K], in place."""
-    _launch(dq, None, slots, None, blocks, heads, tokens, weighted=False)
 
 
 def add_partials(total: Tensor, partial: Tensor, first_item: Tensor, layout: Layout) -> None:

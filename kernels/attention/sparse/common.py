@@ -45,12 +45,6 @@ def softmax_step(scores, v, out, maximum, total):
     return out, new_maximum, total * correction + tl.sum(p, 1)
 
 
-def group_constants(q: Tensor, G: int) -> dict[str, Any]:
-    """Returns the numbers of heads and the head dimension as every kernel takes them; q [tokens, H, K]."""
-    _, H, K = q.shape
-    return {"G": G, "GROUP": H // G, "GROUP_PAD": triton.next_power_of_2(H // G), "K": K}
-
-
 class TileConfig(NamedTuple):
     """Tile sizes of a kernel over queries."""
 
@@ -60,13 +54,16 @@ class TileConfig(NamedTuple):
     tiles: int = 1  # most tiles that a program of a gather kernel goes through
 
 
-def tile_options(config: TileConfig, q: Tensor, group_pad: int, block_size: int) -> dict[str, int]:
-    """Returns the launch options of `config`.
+def launch_constants(q: Tensor, G: int, block_size: int, config: TileConfig) -> dict[str, Any]:
+    """Returns the constants and launch options that all kernels over queries q [tokens, H, K] take.
 
     float32 needs twice the shared memory of bfloat16, so its tiles are smaller and nothing is prefetched.
     """
+    _, H, K = q.shape
+    group_pad = triton.next_power_of_2(H // G)
     rows, num_stages = (config.rows, config.num_stages) if q.element_size() == 2 else (FLOAT32_ROWS, 1)
     return {
+        **{"G": G, "GROUP": H // G, "GROUP_PAD": group_pad, "K": K, "BLOCK": block_size},
         "BLOCK_T": min(block_size, max(1, rows // group_pad)),
         "num_warps": max(config.num_warps, block_size // 16),
         "num_stages": num_stages,

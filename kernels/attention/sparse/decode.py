@@ -21,10 +21,7 @@ class PooledKeys:
         self._pooled: Tensor | None = None
 
     def of(self, k_BTGK: Tensor, block_size: int) -> Tensor:
-        """Returns the mean keys of all full blocks of the cached keys.
-
-        Blocks that were full at the last call are not pooled again.
-        """
+        """Returns the mean keys of all full blocks. Blocks that were full at the last call are not pooled again."""
         parts = [] if self._pooled is None else [self._pooled]
         done, full = sum(part.shape[2] for part in parts), k_BTGK.shape[1] // block_size
         for blocks in ranges(full - done, BLOCKS_AT_A_TIME):
@@ -36,22 +33,16 @@ class PooledKeys:
 
 
 def _pool(k_BTGK: Tensor, block_size: int) -> Tensor:
-    """Returns the mean keys of blocks of `block_size` tokens, [B, parts + 1, blocks, G, K].
-
-    The last of parts + 1 is the mean of the whole block.
-    """
+    """Returns the mean keys of blocks of `block_size` tokens and, last of parts + 1, of each whole block."""
     keys = k_BTGK.unflatten(1, (k_BTGK.shape[1] // block_size, block_size)).float()  # [B, blocks, block_size, G, K]
     means = [part.mean(2) for part in keys.split(PART_KEYS, dim=2)]
     return torch.stack([*means, keys.mean(2)], dim=1).to(k_BTGK.dtype)
 
 
 def choose_for_last_token(q_BHK: Tensor, pooled: Tensor, num_tokens: int, kind) -> Tensor:
-    """Returns the last token's list [B, G, blocks] int64, ascending; all rows and heads choose equally many blocks.
+    """Returns the last token's list [B, G, blocks] int64, ascending. All rows and heads choose equally many blocks.
 
-    Args:
-        q_BHK: the last token's queries, after RoPE.
-        pooled: what `PooledKeys.of` returns for all `num_tokens` keys.
-        kind: a `Sparse`.
+    `pooled` is what `PooledKeys.of` returns for all `num_tokens` keys, and `kind` a `Sparse`.
     """
     B, G, own = len(q_BHK), pooled.shape[3], (num_tokens - 1) // kind.block_size
     left = own - kind.window // kind.block_size + 1  # the window's first block
@@ -65,17 +56,7 @@ def choose_for_last_token(q_BHK: Tensor, pooled: Tensor, num_tokens: int, kind) 
 
 
 def attend_to_cache(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, pooled_keys: PooledKeys, kind) -> Tensor:
-    """Attends sparsely from one new token to the S cached tokens, the last of which is the new token itself.
-
-    Args:
-        q_BTHK: queries [B, 1, H, K] of the new token.
-        k_BSGK, v_BSGK: all keys and values of the sequence so far.
-        pooled_keys: mean keys of the same cache; this call brings them up to date.
-        kind: a `Sparse`.
-
-    Returns:
-        [B, 1, H, K].
-    """
+    """Attends as `Sparse.decode` does, for the `Sparse` `kind`; brings the cache's `pooled_keys` up to date."""
     (B, S, G, K), block_size = k_BSGK.shape, kind.block_size
     q_BHK, device = q_BTHK.squeeze(1), q_BTHK.device
     blocks = choose_for_last_token(q_BHK, pooled_keys.of(k_BSGK, block_size), S, kind)

@@ -10,10 +10,8 @@ is nothing to mask. Backward has the same grid, the lse of the whole softmax, an
     p = exp(scale q . k - lse[t]),  ds = p (dout . v - delta[t]) scale
     dv[j] += p dout,  dk[j] += ds q,  dq of slot (t, s) = sum_j ds k[j]
 
-A program takes one item of the inverse index: up to `chunk` queries of one block. dk and dv stay in registers and are
-written once, as float32 partial sums of the item. combine.py adds up the items.
-
-Kept for backward: nothing beyond what sparse_attention.py keeps.
+A program takes one item of the inverse index: up to `chunk` queries of one block. It writes the item's dk and dv once,
+as float32 partial sums, which combine.py adds up. Nothing is kept for backward.
 """
 
 import math
@@ -23,35 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import LN_2, LOG2_E, TileConfig, group_constants, matmul, query_rows, tile_options
+from .common import LN_2, LOG2_E, TileConfig, launch_constants, matmul, query_rows
 from .inverse_index import InverseIndex
-from .layout import EMPTY, Layout
+from .layout import Layout
 
 FORWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=3, tiles=32)
 BACKWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=3, tiles=64)
-
-
-def gather_forward_reference(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Layout, heads: range, tokens: range
-) -> tuple[Tensor, Tensor]:
-    """Returns slots [heads, tokens, selected, group, K] and their lse [heads, tokens, selected, group].
-
-    Slots of EMPTY entries are NaN.
-    """
-    group, K, S = q.shape[1] // k.shape[1], q.shape[2], blocks.shape[-1]
-    slots = q.new_full((len(heads), len(tokens), S, group, K), float("nan"))
-    lse = q.new_full(slots.shape[:-1], float("nan"))
-    for i, head in enumerate(heads):
-        for t, token in enumerate(tokens):
-            first_block = layout.first_block[layout.token_block[token]]
-            for s, block in enumerate(blocks[token, head].tolist()):
-                if block != EMPTY:
-                    start = int(layout.block_start[first_block + block])
-                    keys = slice(start, start + layout.block_size)
-                    scores = q[token, head * group : (head + 1) * group] @ k[keys, head].T / math.sqrt(K)
-                    lse[i, t, s] = scores.logsumexp(-1)
-                    slots[i, t, s] = scores.softmax(-1) @ v[keys, head]
-    return slots, lse
 
 
 @triton.jit
@@ -168,17 +143,15 @@ def _gather_backward_kernel(
 
 def item_tokens(config: TileConfig, q: Tensor, k: Tensor, block_size: int) -> int:
     """Returns the most tokens of an item, `chunk` of the inverse index."""
-    group_pad = group_constants(q, k.shape[1])["GROUP_PAD"]
-    return config.tiles * tile_options(config, q, group_pad, block_size)["BLOCK_T"]
+    return config.tiles * launch_constants(q, k.shape[1], block_size, config)["BLOCK_T"]
 
 
-def _launch(kernel, config, tensors, q, k, index, layout, heads, tokens, selected):
-    constants = group_constants(q, k.shape[1])
-    tile = tile_options(config, q, constants["GROUP_PAD"], layout.block_size)
+def _launch(kernel, config, q, k, tensors, slots, index, layout, heads, tokens):
     kernel[(len(index.item_row),)](
         *tensors, index.entries, index.first_entry, index.first_item, index.item_row, layout.block_start,
         tokens.start, layout.num_tokens, heads.start, layout.num_blocks, len(heads) * layout.num_blocks,
-        1 / math.sqrt(q.shape[-1]), S=selected, BLOCK=layout.block_size, CHUNK=index.chunk, **constants, **tile,
+        1 / math.sqrt(q.shape[-1]), S=slots.shape[2], CHUNK=index.chunk,
+        **launch_constants(q, k.shape[1], layout.block_size, config),
     )  # fmt: skip
 
 
@@ -187,9 +160,8 @@ def gather_forward(
     heads: range, tokens: range, config: TileConfig = FORWARD_CONFIG,
 ) -> None:  # fmt: skip
     """Fills `slots` [heads, tokens, selected, group, K] and `slot_lse` [heads, tokens, selected, group]."""
-    _launch(
-        _gather_forward_kernel, config, (q, k, v, slots, slot_lse), q, k, index, layout, heads, tokens, slots.shape[2]
-    )
+    tensors = q, k, v, slots, slot_lse
+    _launch(_gather_forward_kernel, config, q, k, tensors, slots, index, layout, heads, tokens)
 
 
 def gather_backward(
@@ -200,11 +172,8 @@ def gather_backward(
 
     lse and delta are [tokens, H] float32. The results of surplus items stay unwritten.
     """
-    partial = torch.empty(
-        2, len(index.item_row), layout.block_size, q.shape[-1], dtype=torch.float32, device=q.device
-    )  # fmt: skip
-    _launch(
-        _gather_backward_kernel, config, (dout, q, k, v, lse, delta, slots, partial), q, k, index, layout, heads,
-        tokens, slots.shape[2],
-    )  # fmt: skip
+    items = len(index.item_row)
+    partial = torch.empty(2, items, layout.block_size, q.shape[-1], dtype=torch.float32, device=q.device)
+    tensors = dout, q, k, v, lse, delta, slots, partial
+    _launch(_gather_backward_kernel, config, q, k, tensors, slots, index, layout, heads, tokens)
     return partial

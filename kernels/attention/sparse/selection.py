@@ -1,16 +1,15 @@
 """The choice of blocks: scores from mean keys, then the `selected` best blocks of each list. It carries no gradient.
 
-A block is scored by its parts of 32 keys: a block of 64 has two. k[j, w] is the mean key of part w of block j, and k[j]
-is the mean key of the whole block. Let token t be in block b, and let its window begin at block `left`. Its candidates
-are the blocks 1 <= j < left. For the query heads h of a key/value head,
+k[j, w] is the mean key of part w of block j, 32 keys, and k[j] the mean key of the whole block. Let token t be in block
+b, and let its window begin at block `left`. Its candidates are the blocks 1 <= j < left. For the query heads h of a
+key/value head,
 
     lse[h] = log sum_{j < b} exp(scale q[h] . k[j])
     score[j] = max_w sum_h exp(scale q[h] . k[j, w] - lse[h])
 
-lse makes heads comparable. It is taken from whole blocks, at half of the parts' work. exp's argument is capped at 80,
-so that a sum over 16 heads stays finite. The highest scores are chosen, and among equal scores the lowest index. This
-order is total, so every run makes the same list. Scores are float32 [heads, tokens, blocks] and exist for a range of
-tokens at a time. Score and sum follow InfLLM-V2 (arXiv 2509.24663), but its parts overlap.
+exp's argument is capped at 80, so that a sum over 16 heads stays finite. The highest scores are chosen, and among equal
+scores the lowest index: every run makes the same list. Score and sum follow InfLLM-V2 (arXiv 2509.24663), but its parts
+overlap.
 
 Scores by windows follow native sparse attention (arXiv 2502.11089): blocks of 64, and windows of 32 keys, one every 16,
 to which each token has attended before. Windows 4 j - 1 to 4 j + 3 touch block j, and the outer two reach into its
@@ -20,9 +19,8 @@ neighbours. With the lse of the attention to windows,
 
 A candidate ends at least 64 tokens before t, so t sees all of these windows.
 
-The best blocks are found in two rounds: first the best chunks of neighbouring blocks, by each chunk's largest score,
-then the best blocks of these chunks. At 131,072 tokens, 32 blocks are searched among 128 chunks of 16, then among the
-512 blocks of the best chunks, not among all 2,048.
+The best blocks are found in two rounds, see `top_blocks`. At 131,072 tokens, 32 blocks are searched among 128 chunks
+of 16, then among the 512 blocks of the best chunks, not among all 2,048.
 """
 
 import math
@@ -32,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import LOG2_E, TileConfig, group_constants, matmul, tile_options
+from .common import LOG2_E, TileConfig, launch_constants, matmul
 from .layout import EMPTY, Layout
 
 PART_KEYS = 32
@@ -301,15 +299,14 @@ def score_blocks(
     [G, windows, K].
     """
     by_windows = lse is not None
-    constants = group_constants(q, len(pooled))
     config = config or (WINDOW_SCORES_CONFIG if by_windows else SCORES_CONFIG)
-    tile = tile_options(config, q, constants["GROUP_PAD"], layout.block_size)
+    tile = launch_constants(q, len(pooled), layout.block_size, config)
     rows = len(heads), len(query_blocks) * layout.block_size
     scores, maxima = (torch.empty(*rows, n, dtype=torch.float32, device=q.device) for n in (width, width // CHUNK))
     _scores_kernel[(len(query_blocks) * (layout.block_size // tile["BLOCK_T"]), len(heads))](
         q, pooled, lse, first_window, scores, maxima, layout.block_start, layout.block_stop, layout.first_block,
         query_blocks.start, heads.start, layout.num_blocks, pooled.shape[1], width, 1 / math.sqrt(q.shape[-1]),
-        **constants, **tile, BLOCK=layout.block_size, BLOCK_J=BLOCK_J, WINDOW=layout.window_blocks,
+        **tile, BLOCK_J=BLOCK_J, WINDOW=layout.window_blocks,
         PARTS=len(WINDOW_WEIGHTS) if by_windows else pooled.shape[1] - 1, CHUNK=CHUNK,
         LARGEST_EXPONENT=LARGEST_EXPONENT, BY_WINDOWS=by_windows,
     )  # fmt: skip

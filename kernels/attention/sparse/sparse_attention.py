@@ -5,10 +5,8 @@
 ../README.md has the mathematics. Each document decides for itself: one that is shorter than `dense_below` attends to
 everything, by full.py.
 
-A slot holds a token's attention to one chosen block. Slots are the largest buffers: to keep them within
-`workspace_bytes`, work goes by ranges of key/value heads and, if one head's slots are too many, by ranges of tokens.
-Forward is the band, then for each range: inverse index, gather, combine. Backward is the band's dq, then for each range
-of heads: gather, by ranges of tokens, and the band's dk and dv.
+../README.md has the order of work as well. A slot holds a token's attention to one chosen block. Slots are the largest
+buffers, so work goes by ranges of key/value heads and tokens whose slots fit `workspace_bytes`.
 
 Kept for backward, per token: q, k, v and out, (2H + 2G) K elements; the float32 log-sum-exp, H; and the lists of
 blocks, G * selected int16. The choice carries no gradient, and backward never chooses again.
@@ -32,7 +30,7 @@ from ..documents import Span, as_bytes, from_bytes, split_by_length
 from ..full import FULL, check_shapes, full_backward, full_forward, put
 from ..reference import attend_written_out, scores_written_out, within_documents
 from .band import band_dkv, band_dkv_extra, band_dq, band_forward
-from .combine import add_partials, add_slots, combine
+from .combine import add_partials, combine
 from .common import TileConfig
 from .decode import PooledKeys, attend_to_cache
 from .gather import BACKWARD_CONFIG, FORWARD_CONFIG, gather_backward, gather_forward, item_tokens
@@ -59,11 +57,11 @@ def sparse_attention_reference(
     block_size: int = 64, window: int = 512,
 ) -> Tensor:  # fmt: skip
     """Attention with the T x T matrix written out, in the inputs' dtype, on given lists."""
-    visible = _visible(q_BTHK, blocks_BTGS, segments, block_size, window)
+    visible = visible_keys(q_BTHK, blocks_BTGS, segments, block_size, window)
     return attend_written_out(q_BTHK, k_BTGK, v_BTGK, visible)[0]
 
 
-def _visible(q: Tensor, blocks_BTGS: Tensor, segments: Tensor | None, block_size: int, window: int) -> Tensor:
+def visible_keys(q: Tensor, blocks_BTGS: Tensor, segments: Tensor | None, block_size: int, window: int) -> Tensor:
     """Returns which keys a query sees, [B, G, 1, T, T]."""
     (B, T), G = q.shape[:2], blocks_BTGS.shape[2]
     is_earlier, index_BT = within_documents(q, segments)
@@ -94,20 +92,21 @@ def _reference_backward(dout, q, k, v, out, lse, is_visible) -> Sequence[Tensor]
     )
 
 
+def range_sizes(T: int, G: int, token_bytes: int, workspace_bytes: int) -> tuple[int, int]:
+    """Returns the most tokens and key/value heads whose slots, `token_bytes` per token and head, fit together."""
+    tokens = min(T, max(64, workspace_bytes // token_bytes))
+    return tokens, max(1, min(G, workspace_bytes // token_bytes // T))
+
+
 def work_ranges(
     layout: Layout, q: Tensor, G: int, selected: int, workspace_bytes: int
 ) -> list[tuple[range, list[range]]]:
-    """Returns ranges of key/value heads, and for each its ranges of tokens.
-
-    The slots of one range of heads and one range of tokens take up to `workspace_bytes`.
-    """
+    """Returns ranges of key/value heads, and for each its ranges of tokens, see `range_sizes`."""
     if selected == 0 or not layout.has_candidates:
         return [(range(G), [])]
     token_bytes = slot_bytes_per_token(q.shape[1] // G, q.shape[2], selected, q.element_size())
-    N = layout.num_tokens
-    tokens_at_a_time = min(N, max(64, workspace_bytes // token_bytes))
-    heads_at_a_time = max(1, min(G, workspace_bytes // token_bytes // N))
-    return [(heads, ranges(N, tokens_at_a_time)) for heads in ranges(G, heads_at_a_time)]
+    tokens, heads = range_sizes(layout.num_tokens, G, token_bytes, workspace_bytes)
+    return [(some, ranges(layout.num_tokens, tokens)) for some in ranges(G, heads)]
 
 
 def sparse_forward(
@@ -116,8 +115,7 @@ def sparse_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [tokens, H, K], k and v [tokens, G, K], blocks [tokens, G, selected] -> out, lse [tokens, H] float32.
 
-    Args:
-        into: out and lse to be written to; None: new tensors.
+    `into` are out and lse to be written to; None: new tensors.
     """
     (_, H, K), G, S = q.shape, k.shape[1], blocks.shape[-1]
     out, lse = band_forward(q, k, v, layout, into=into)
@@ -127,7 +125,7 @@ def sparse_forward(
             slots = q.new_empty(len(heads), len(tokens), S, H // G, K)
             slot_lse = lse.new_empty(slots.shape[:-1])
             gather_forward(q, k, v, slots, slot_lse, index, layout, heads, tokens, config)
-            combine(out, lse, slots, slot_lse, blocks, heads, tokens)
+            combine(out, slots, blocks, heads, tokens, lse, slot_lse)
             del slots, slot_lse  # before the next range's are made
         del indices  # before the next heads' are made
     return out, lse
@@ -138,12 +136,7 @@ def sparse_backward(
     workspace_bytes: int, config: TileConfig = BACKWARD_CONFIG, *, add_to: Sequence[Tensor] | None = None,
     into: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """Returns dq, dk and dv, in the layouts and dtypes of q, k and v.
-
-    Args:
-        add_to: dq, dk and dv to be added to, in place.
-        into: dq, dk and dv to be written to. If neither is given, new tensors.
-    """
+    """Returns dq, dk and dv: those of `add_to`, added to, those of `into`, written to, or else new tensors."""
     (N, H, K), G, S = q.shape, k.shape[1], blocks.shape[-1]
     dq, dk, dv = add_to or into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     delta = band_dq(dout, q, k, v, out, lse, dq, layout, add=add_to is not None)
@@ -156,7 +149,7 @@ def sparse_backward(
         for tokens, index in zip(token_ranges, indices):
             slots = q.new_empty(len(heads), len(tokens), S, H // G, K)
             partial = gather_backward(dout, q, k, v, lse, delta, slots, index, layout, heads, tokens, config)
-            add_slots(dq, slots, blocks, heads, tokens)
+            combine(dq, slots, blocks, heads, tokens)
             add_partials(total, partial, index.first_item, layout)
             del slots, partial  # before the next range's are made
         del indices
@@ -225,10 +218,6 @@ class Sparse(AttentionKind):
         super().__post_init__()
 
     @property
-    def list_length(self) -> int:
-        return self.selected_blocks
-
-    @property
     def longest_document(self) -> int:
         return LONGEST_DOCUMENT * self.block_size
 
@@ -281,7 +270,7 @@ class Sparse(AttentionKind):
             if on_triton:
                 sparse_forward(q_n, k_n, v_n, lists_n, layout, self.workspace_bytes, into=into)
             else:
-                visible = _visible(q_n[None], lists_n[None], span.segments, self.block_size, self.window)
+                visible = visible_keys(q_n[None], lists_n[None], span.segments, self.block_size, self.window)
                 put([x[0] for x in attend_written_out(q_n[None], k_n[None], v_n[None], visible)], into)
         return [out], [lse], lists
 
@@ -297,7 +286,7 @@ class Sparse(AttentionKind):
                 sparse_backward(dout, q, k, v, out, lse, lists, layout, self.workspace_bytes, into=into)
             else:
                 dout, q, k, v, out, lse, lists = (x[None] for x in (dout, q, k, v, out, lse, lists))
-                visible = _visible(q, lists, span.segments, self.block_size, self.window)
+                visible = visible_keys(q, lists, span.segments, self.block_size, self.window)
                 put([x[0] for x in _reference_backward(dout, q, k, v, out, lse, visible)], into)
         return gradients
 
@@ -376,7 +365,6 @@ def slot_bytes_per_token(group: int, K: int, selected: int, element_size: int) -
 
 def scores_bytes(num_blocks: int, block_size: int, window_blocks: int, G: int, selected: int) -> int:
     """Returns the bytes of the scores that exist at a time: of as many blocks of queries as SCORES_BYTES holds."""
-    # Bytes for one block of queries.
     row = block_size * G * query_bytes(score_columns(num_blocks - 1, window_blocks), selected)
     return row * min(num_blocks, max(1, SCORES_BYTES // row))
 
@@ -413,8 +401,7 @@ def sparse_workspace(T: int, H: int, G: int, K: int, kind: Sparse, element_size:
     if not _pairs(T, kind)[1]:
         return 0, delta + 8 * T * G * K
     token_bytes = slot_bytes_per_token(group, K, S, element_size)
-    tokens = min(T, max(64, kind.workspace_bytes // token_bytes))
-    heads = max(1, min(G, kind.workspace_bytes // token_bytes // T))
+    tokens, heads = range_sizes(T, G, token_bytes, kind.workspace_bytes)
     slots, entries = heads * tokens * token_bytes, heads * T * S
     pooled = (block_size // PART_KEYS + 1) * num_blocks * G * K * element_size
     scores = scores_bytes(num_blocks, block_size, window_blocks, G, S) + pooled

@@ -5,11 +5,12 @@ import itertools
 import pytest
 import torch
 
+from kernels.attention.reference import attend_written_out
 from kernels.attention.sparse import selection
-from kernels.attention.sparse.band import band_dkv, band_dq, band_forward, band_reference
-from kernels.attention.sparse.combine import combine, combine_reference
+from kernels.attention.sparse.band import band_dkv, band_dq, band_forward
+from kernels.attention.sparse.combine import combine
 from kernels.attention.sparse.common import TileConfig
-from kernels.attention.sparse.gather import gather_forward, gather_forward_reference, item_tokens
+from kernels.attention.sparse.gather import gather_forward, item_tokens
 from kernels.attention.sparse.inverse_index import build_inverse_index, inverse_index_reference
 from kernels.attention.sparse.layout import EMPTY, make_layout, normalise_lists
 from kernels.attention.sparse.selection import (
@@ -25,6 +26,8 @@ from kernels.attention.sparse.selection import (
     top_blocks_reference,
     window_scores_reference,
 )
+from kernels.attention.sparse.sparse_attention import visible_keys
+from kernels.attention.window import window_reference
 from tests.kernels.attention.inputs import make_qkv, random_lists, segments_of, select_blocks
 from tests.kernels.compare import random
 
@@ -77,22 +80,22 @@ def test_gather_and_combine(group, device):
     config = TileConfig(rows=32, num_warps=4, num_stages=1, tiles=2)
     token_ranges = ranges(300, 100)
     index = build_inverse_index(blocks, layout, heads, token_ranges, item_tokens(config, q, k, 32))[1]
-    slots, slot_lse = gather_forward_reference(q, k, v, blocks, layout, heads, tokens)
-    ours, ours_lse = torch.full_like(slots, float("nan")), torch.full_like(slot_lse, float("nan"))
-    gather_forward(q, k, v, ours, ours_lse, index, layout, heads, tokens, config)
-    # A slot that no block fills stays as it was, here NaN in both.
-    torch.testing.assert_close(ours, slots, equal_nan=True)
-    torch.testing.assert_close(ours_lse, slot_lse, equal_nan=True)
-
-    out, lse = random(300, 2 * group, 64, device=device), random(300, 2 * group, seed=1, device=device)
+    slots = torch.full((1, 100, S, group, 64), float("nan"), device=device)
+    slot_lse = slots[..., 0].clone()
+    gather_forward(q, k, v, slots, slot_lse, index, layout, heads, tokens, config)
     rows, group_heads = slice(tokens.start, tokens.stop), slice(group, 2 * group)
-    chosen = blocks[rows, 1] != EMPTY
-    expected = combine_reference(out[rows, group_heads], lse[rows, group_heads], slots[0], slot_lse[0], chosen)
-    whole_out, whole_lse = out.clone(), lse.clone()
-    combine(whole_out, whole_lse, ours, ours_lse, blocks, heads, tokens)
-    torch.testing.assert_close((whole_out[rows, group_heads], whole_lse[rows, group_heads]), expected)
-    whole_out[rows, group_heads] = out[rows, group_heads]
-    assert torch.equal(whole_out, out)  # nothing else was touched
+    is_filled = (blocks[rows, 1] != EMPTY)[None, :, :, None].expand_as(slot_lse)
+    assert torch.equal(~slot_lse.isnan(), is_filled) and torch.equal(~slots.isnan().any(-1), is_filled)
+
+    out, lse = band_forward(q, k, v, layout)
+    of_band = out.clone()
+    is_visible = visible_keys(q[None], blocks[None], None, **SMALL)
+    expected, expected_lse = (x[0] for x in attend_written_out(q[None], k[None], v[None], is_visible))
+    combine(out, slots, blocks, heads, tokens, lse, slot_lse)
+    torch.testing.assert_close(out[rows, group_heads], expected[rows, group_heads])
+    torch.testing.assert_close(lse[rows, group_heads], expected_lse[rows, group_heads])
+    out[rows, group_heads] = of_band[rows, group_heads]
+    assert torch.equal(out, of_band)  # nothing else was touched
 
 
 @pytest.mark.parametrize(("group", "window"), [(1, 64), (3, 32)])
@@ -100,7 +103,7 @@ def test_exact_window(group, window, device, poisoned_memory):
     """Window tokens, self included, and no first block."""
     q, k, v = (x[0].requires_grad_() for x in make_qkv(1, 150, group, 1, 64, torch.float32, device))
     layout = make_layout(q[None], segments_of([117, 33]), 32, window)
-    expected, expected_lse = band_reference(q, k, v, layout, exact=True)
+    expected, expected_lse = (x[0] for x in window_reference(q[None], k[None], v[None], window, segments_of([117, 33])))
     dout = random(*q.shape, seed=9, device=device)
     gradients = torch.autograd.grad(expected, (q, k, v), dout)
     with torch.no_grad():
@@ -119,7 +122,10 @@ def test_exact_window(group, window, device, poisoned_memory):
 def test_band_against_its_reference(device):
     q, k, v = (x[0] for x in make_qkv(1, 150, 2, 1, 64, torch.float32, device))
     layout = make_layout(q[None], segments_of([117, 33]), **SMALL)
-    torch.testing.assert_close(band_forward(q, k, v, layout), band_reference(q, k, v, layout))
+    no_lists = torch.full((1, 150, 1, 0), EMPTY, device=device)
+    is_visible = visible_keys(q[None], no_lists, segments_of([117, 33]), **SMALL)
+    expected = attend_written_out(q[None], k[None], v[None], is_visible)
+    torch.testing.assert_close(band_forward(q, k, v, layout), tuple(x[0] for x in expected))
 
 
 @pytest.mark.parametrize("block_size", [32, 64])
