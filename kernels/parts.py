@@ -209,12 +209,10 @@ class AttentionKind(Part, ABC):
         self, lengths: Iterable[tuple[float, float]], H: int, G: int, K: int, *, backend: str, steps: int,
         is_packed: bool = True,
     ) -> AttentionWork:  # fmt: skip
-        """Returns the work of attention to the given documents.
+        """Returns the work of attention to documents: `lengths` has pairs of tokens and a number of such documents.
 
-        Args:
-            lengths: pairs of a length in tokens and the number of documents that have it.
-            steps: groups of heads that attend one after the other, each in calls of its own.
-            is_packed: whether a batch row may hold several documents.
+        `steps` groups of heads attend one after the other, each in calls of its own. With `is_packed`, a batch row may
+        hold several documents.
         """
         totals = [0.0, 0.0, 0.0]
         for length, count in lengths:

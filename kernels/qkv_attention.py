@@ -87,9 +87,7 @@ class _Division(NamedTuple):
 def _divide(num_heads: int, n: int, group_name: str | None) -> tuple[HeadExchange, _Division, _Division]:
     """Returns a group's exchange, the division of all ranks' heads, and the division of this rank's own heads.
 
-    Args:
-        num_heads: key/value heads of all ranks.
-        n: key/value heads of one rank in one step.
+    The ranks have `num_heads` key/value heads in all, each rank n of them in one step.
     """
     exchange = HeadExchange(None if group_name is None else resolve_process_group(group_name))
     steps = num_heads // exchange.size // n
@@ -373,9 +371,8 @@ def qkv_attention_footprint(
             (2 * q + 2 * k - gated + gates) * T,  # the projection's input is gone by then
         )
     else:
-        # Forward holds the whole output, and beside it first one step's heads, then the output's projection. Backward
-        # holds dx and one step's qkv, q, k, v, out, dout, dq, dk and dv. Ranks that share sequences also hold what
-        # they send.
+        # Forward holds the whole output and first one step's heads, then the output's projection. Backward holds dx and
+        # one step's qkv, q, k, v, out, dout, dq, dk and dv. Ranks that share sequences also hold what they send.
         saved = x + results + choices + gates
         attending = (qkv + outs + choices) // steps * T + attention.forward
         working = max(max(projecting, (outs + 2 * q) * (N > 1)) // steps * T, attending)

@@ -19,13 +19,9 @@ FLAGS = sorted({name for kind in KINDS.values() for name in kind.takes})  # obey
 
 
 def numbers_by_layer(name: str, text: str, layers: int) -> list[int]:
-    """Returns one number per layer: for 4 layers, "64x2,32" and "64,64,32" are [64, 64, 32, 32].
+    """Returns one number per layer, from the text of the flag `name`.
 
-    An entry is a number of blocks, or "number x layers" without the spaces. A last entry without "x" holds for all
-    layers that are left.
-
-    Args:
-        name: the flag, for errors.
+    For 4 layers, "64x2,32" and "64,64,32" are [64, 64, 32, 32]: a last entry without "x" holds for all layers left.
 
     Raises:
         UserError: another form, a negative number, too many layers or too few.
@@ -102,11 +98,7 @@ def kinds_of(flags, config) -> tuple[AttentionKind, ...]:
 def kinds_at(config, model_config, step: int) -> tuple[AttentionKind, ...]:
     """Returns how each layer attends in one step of a run, counted from 1: `kinds_of`, with annealed numbers of blocks.
 
-    The first step has the most chosen blocks.
-
-    Args:
-        config: the run's settings, a TrainConfig.
-        model_config: a model.ModelConfig.
+    `config` is a TrainConfig, `model_config` a ModelConfig.
 
     Raises:
         UserError: see `kinds_of`; annealing without start or end, without effect, or to more blocks.
@@ -136,11 +128,7 @@ def kinds_at(config, model_config, step: int) -> tuple[AttentionKind, ...]:
 
 
 def check_head_dim(kinds: Sequence[AttentionKind], head_dim: int, device: torch.device) -> None:
-    """Refuse a kind of attention without GPU kernels for the model's heads.
-
-    Raises:
-        UserError: the device is a GPU, and some kind's kernels do not take `head_dim`.
-    """
+    """Raises UserError if the device is a GPU, and some kind has no kernels there for heads of `head_dim`."""
     for kind in kinds:
         if device.type == "cuda" and kind.gpu_head_dims and head_dim not in kind.gpu_head_dims:
             raise UserError(

@@ -78,12 +78,8 @@ def split_by_length(segments: Tensor, T: int, long_from: int) -> tuple[Tensor, l
 
     Documents of 3, 9, 9, 4 and 9 tokens with long_from=9 are two short ones and two spans: (9, 9) and (9).
 
-    Args:
-        segments: the documents, int64 [S, 3] on the CPU, as `document_calls` takes them.
-        long_from: tokens of the shortest long document.
-
     Returns:
-        The rows of `segments` that are short documents, and the spans, in order.
+        The rows of `segments` that are shorter than `long_from` tokens, and the spans, in order.
     """
     lengths = segments[:, 2] - segments[:, 1]
     long = segments[lengths >= long_from]
@@ -166,12 +162,9 @@ def document_bounds(B: int, T: int, documents: bytes | None) -> tuple[Tensor, Te
 def document_calls(
     q_BTHK: Tensor, segments: Tensor, longest_together: float, position_tokens: int = 1
 ) -> tuple[Call, ...]:
-    """Returns the calls for q's documents. All layers of a step share them: tables are sent to the device once.
+    """Returns the calls for q's documents, see `divide`. All layers of a step share them and their tables.
 
-    Args:
-        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, start, stop).
-        longest_together: tokens of the longest document that does not attend alone.
-        position_tokens: tokens that each position of q and `segments` stands for.
+    Each position of q and of `segments`, int64 [S, 3] on the CPU, stands for `position_tokens` tokens.
     """
     B, T = q_BTHK.shape[:2]
     limits = longest_together / position_tokens, most_tokens_together(B * T, position_tokens)

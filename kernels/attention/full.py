@@ -414,8 +414,8 @@ class Full(AttentionKind):
     def measure_rates(self, H, G, K, context_length, backend, seconds, device):
         """Measures one document of 16,384 tokens, and packed documents that attend together and alone.
 
-        Past 131,072 tokens forward gets slower. For such a context the one document has the context's length, 524,288
-        tokens at most, and one key/value head.
+        Past 131,072 tokens forward gets slower: the one document then has the context's length, 524,288 tokens at most,
+        and one key/value head.
         """
         group, T, groups = H // G, 16_384, G
         if context_length > 131_072:
@@ -470,8 +470,8 @@ def backward_workspace(
 ) -> int:  # fmt: skip
     """Returns the bytes that backward takes besides its arguments and results.
 
-    Rows of one document each run in one call. Packed rows run one call after another, each with results of its own. A
-    document that attends alone also has a padded copy of dout and, at the end of the batch, of q, k, v and out.
+    Packed rows run one call after another, each with its own results. A document that attends alone also has a padded
+    copy of dout and, at the end of the batch, of q, k, v and out.
 
     Args:
         num_tokens: tokens of all rows.

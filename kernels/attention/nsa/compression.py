@@ -4,9 +4,8 @@ Window i of a document is its tokens 16 i to 16 i + 31; a document of L tokens h
 if that is negative. Token t of the document sees the windows that end at t or before: window i if 16 i + 31 <= t. The
 first 31 tokens see none; their output and log-sum-exp are 0.
 
-Keys are pooled after RoPE, as MoBA (arXiv 2502.13189) and flash-linear-attention's NSA pool them. This takes no
-parameters, and the same pooled keys choose the blocks of the selected branch. The mean of 32 keys keeps RoPE's slow
-frequencies, which tell long distances. The other two branches have what the mean loses.
+Keys are pooled after RoPE, as MoBA (arXiv 2502.13189) and flash-linear-attention's NSA pool them. The mean of 32 keys
+keeps RoPE's slow frequencies, which tell long distances. The other two branches have what the mean loses.
 
 A library's causal kernel does the work. Tile n of a document is its tokens 31 + 16 n to 46 + 16 n, and each of them
 sees exactly the windows 0 to n. Let a tile be one position, and its 16 tokens 16 times as many query heads. Position n
@@ -16,8 +15,6 @@ only the tokens 95 to 99. With n key/value heads of R query heads at a time, cop
     [tokens, H, K] -> [windows, n * 16 * R, K] and back
 
 A tile's heads are ordered (key/value head, token, query head), so that the queries of a key/value head are neighbours.
-No atomics are needed: copies gather rows both ways, and a token gathers its key's gradient from its two windows.
-
 Kept for backward, per token: the branch's output, H K elements, and the float32 log-sum-exp, H. Windows are pooled
 again.
 """
@@ -53,11 +50,6 @@ class Windows(NamedTuple):
     windows_of_token: Tensor  # [2, tokens] int32: the windows that hold a token, the later one first; -1: none
     tile_of_token: Tensor  # [tokens] int32: the token's place in the tiles [windows, 16]; -1: it sees no window
     token_of_tile: Tensor  # [windows * 16] int32: the token at a place in the tiles; -1 past a document's end
-
-    @property
-    def longest(self) -> int | None:
-        """Windows of the longest document; None: each row is one document, see `backward_workspace`."""
-        return None if self.segments is None else int((self.segments[:, 2] - self.segments[:, 1]).max())
 
 
 def make_windows(q: Tensor, segments: Tensor | None) -> Windows:
@@ -236,10 +228,7 @@ def _lse_to_tokens(lse: Tensor, units: int, windows: Windows) -> Tensor:
 def head_bytes(backend: str, num_windows: int, row_windows: int, longest: int | None, K: int, element_size: int) -> int:
     """Returns the bytes that one query head takes in backward: q, out, dout and dq in tiles, the library's workspace.
 
-    Args:
-        num_windows: windows of all rows.
-        row_windows: windows of each row.
-        longest: windows of the longest packed document; None: each row is one document.
+    The windows are counted of all rows, of each row, and of the longest packed document (None: each row is one).
     """
     tile = WINDOW_STRIDE * K * element_size
     library = backward_workspace(backend, num_windows, tile, 0, row_windows, longest, WINDOW_STRIDE)
@@ -261,8 +250,9 @@ def head_ranges(
 ) -> Iterator[tuple[range, range]]:
     """Yields ranges of query heads, and for each the key/value heads that they share."""
     (_, H, K), group = q.shape, q.shape[1] // G
-    row_windows = windows.num_windows // windows.rows
-    taken = head_bytes(backend, windows.num_windows, row_windows, windows.longest, K, q.element_size())
+    row_windows, segments = windows.num_windows // windows.rows, windows.segments
+    longest = None if segments is None else int((segments[:, 2] - segments[:, 1]).max())
+    taken = head_bytes(backend, windows.num_windows, row_windows, longest, K, q.element_size())
     for heads in ranges(H, heads_at_a_time(H, G, taken, workspace_bytes)):
         yield heads, range(heads.start // group, (heads.stop - 1) // group + 1)
 

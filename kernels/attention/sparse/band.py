@@ -6,10 +6,9 @@ softmax (band and chosen blocks) and delta = sum(dout * out),
 
     p = exp(scale q . k - lse),  ds = p (dout . v - delta) scale,  dq = ds k,  dk = ds^T q,  dv = p^T dout
 
-Backward has two kernels. A program of the first holds queries and loops over keys: it makes dq and delta. A program of
-the second holds a block of keys and loops over queries: it makes dk and dv. All later tokens of a document attend to
-its first block. Those past that block's window are taken in extra chunks of `window` tokens, and combine.py adds up the
-chunks' float32 partial sums.
+A program of backward's first kernel holds queries and makes dq and delta. A program of the second holds a block of keys
+and makes dk and dv. All later tokens of a document attend to its first block: tokens past that block's window are taken
+in extra chunks of `window` tokens, and combine.py adds up the chunks' float32 partial sums.
 
 An exact band (`exact`) is the last `window` tokens, the token itself included, without the first block. It reaches into
 one block more, where a mask hides the keys that are too far back. With a window of 512, token 700 sees 189 to 700.
@@ -221,9 +220,7 @@ def band_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [tokens, H, K], k and v [tokens, G, K] -> out [tokens, H, K], lse [tokens, H] float32.
 
-    Args:
-        exact: whether the band is exact, see the top of this file.
-        into: out and lse to be written to; None: new tensors.
+    `into` are out and lse to be written to; None: new tensors.
     """
     out, lse = into or (torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
     _launch_over_queries(_band_forward_kernel, q, k, (q, k, v, out, lse), layout, config, EXACT=exact)
@@ -255,9 +252,7 @@ def band_dkv_extra(
 ) -> tuple[Tensor, Tensor]:
     """Returns the parts of dk and dv that extra chunks of queries give to the documents' first blocks.
 
-    Returns:
-        The part of each chunk, [2, heads * chunks, block_size, K] float32, and the first chunk of each (head, block),
-        [heads * blocks + 1] int32.
+    They are [2, heads * chunks, block_size, K] float32. The second result is the first chunk of each (head, block).
     """
     num_extra, shape = len(layout.extra_block), (layout.block_size, q.shape[-1])
     partial = torch.empty(2, len(heads) * num_extra, *shape, dtype=torch.float32, device=q.device)
@@ -274,7 +269,6 @@ def band_dkv(
 ) -> None:  # fmt: skip
     """Writes dk and dv [tokens, G, K] of `heads`: the part of queries in the window, plus `total`.
 
-    Args:
-        total: all other parts, [2, heads, tokens, K] float32; None: the band is exact, and has no other parts.
+    `total` [2, heads, tokens, K] float32 has all other parts. None: the band is exact, and has no other parts.
     """
     _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, config, exact=total is None)

@@ -4,10 +4,9 @@ An entry is a place in the lists [heads, tokens, selected], counted through. The
 a head and a block, and want the entries that name this block, in the order of tokens. Example: one head, three tokens,
 lists of 2. The lists [0, -], [1, -] and [0, 1] name block 0 in the entries 0 and 4, and block 1 in 2 and 5.
 
-A row is a (head, block) pair, head * num_blocks + block. Its entries are cut into items of up to `chunk` entries, so
-that a block that all tokens chose is many items. In each range, row r has the items first_item[r] to
-first_item[r + 1] - 1. A range has at most rows + entries / chunk items. The grid is as large as that, and programs of
-surplus items do nothing.
+A row is a (head, block) pair, head * num_blocks + block. Its entries are cut into items of up to `chunk` entries. In
+each range, row r has the items first_item[r] to first_item[r + 1] - 1. The grid has the most items that a range can
+have, rows + entries / chunk, and programs of surplus items do nothing.
 """
 
 from typing import NamedTuple

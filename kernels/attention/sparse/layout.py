@@ -44,15 +44,12 @@ class Layout(NamedTuple):
 
 
 def make_layout(q: Tensor, segments: Tensor | None, block_size: int, window: int) -> Layout:
-    """Returns the tables on q's device, for q [B, T, ...] and segments [S, 3] (row, start, stop) on the CPU, or None.
-
-    All layers of a step share the tables. The last four layouts are kept, which takes 4 bytes per token each.
-    """
+    """Returns the tables on q's device, for q [B, T, ...]. All layers of a step share them: the last four are kept."""
     return _cached_layout(q.shape[0], q.shape[1], as_bytes(segments), q.device, block_size, window)
 
 
 def build_layout(B: int, T: int, documents: bytes | None, device: torch.device, block_size: int, window: int) -> Layout:
-    """Builds the tables that `make_layout` returns. `documents` are what `as_bytes` returned."""
+    """Builds the tables that `make_layout` returns, from `as_bytes(segments)`."""
     start, length = document_bounds(B, T, documents)
     window_blocks = window // block_size
     num_blocks = (length + block_size - 1) // block_size  # [documents]

@@ -71,10 +71,7 @@ def scores_reference(q: Tensor, pooled: Tensor, layout: Layout) -> Tensor:
 
 
 def candidate_scores(q_TGRK: Tensor, pooled_GWJK: Tensor) -> Tensor:
-    """Returns scores [T, G, J] of J blocks, for queries that see all of them.
-
-    Dimension W of the mean keys has a block's parts, and last the whole block.
-    """
+    """Returns scores [T, G, J] of J blocks, for queries that see all of them; W as in `pool_reference`."""
     logits = torch.einsum("tgrk,gwjk->tgrwj", q_TGRK, pooled_GWJK) / math.sqrt(q_TGRK.shape[-1])
     lse = logits[:, :, :, -1].logsumexp(-1)[..., None, None]
     return (logits[:, :, :, :-1] - lse).clamp(max=LARGEST_EXPONENT).exp().sum(2).amax(2)
@@ -83,11 +80,8 @@ def candidate_scores(q_TGRK: Tensor, pooled_GWJK: Tensor) -> Tensor:
 def window_scores_reference(q: Tensor, pooled: Tensor, lse: Tensor, left: Tensor, num_blocks: int) -> Tensor:
     """Returns scores by windows, [tokens, G, num_blocks] in one document, -1 where a block is not a candidate.
 
-    Args:
-        q: queries [tokens, H, K].
-        pooled: mean keys of the compressed branch's windows [windows, G, K].
-        lse: log-sum-exp of the compressed branch [tokens, H].
-        left: each token's first local block [tokens].
+    q is [tokens, H, K]. The compressed branch has mean keys of windows, `pooled` [windows, G, K], and lse [tokens, H].
+    `left` [tokens] is each token's first local block.
     """
     (N, H, K), G = q.shape, pooled.shape[1]
     scores = q.new_full((N, G, num_blocks), -1.0)
@@ -359,10 +353,8 @@ def choose_blocks(
 ) -> None:  # fmt: skip
     """Writes every token's list into `chosen` [tokens, G, selected] int16, which the caller has filled with EMPTY.
 
-    Args:
-        k: keys [tokens, G, K]; with `lse` and `first_window`, mean keys of windows [G, windows, K].
-        workspace_bytes: bytes of the scores that exist at a time, about.
-        lse, first_window: as in `score_blocks`.
+    k [tokens, G, K] are keys or, with `lse` and `first_window`, `pooled` of `score_blocks`. Scores of `workspace_bytes`
+    exist at a time, about.
     """
     has_windows, (_, G, selected) = lse is not None, chosen.shape
     if selected == 0 or not layout.has_candidates:
@@ -372,8 +364,7 @@ def choose_blocks(
     # A range of blocks is scored for all heads, then chosen from: its scores are read while they are in the L2 cache.
     block_bytes = layout.block_size * G * query_bytes(widest, selected)
     for query_blocks in ranges(layout.num_blocks, max(1, workspace_bytes // block_bytes)):
-        heads = range(G)
-        width = score_width(layout, query_blocks)
+        heads, width = range(G), score_width(layout, query_blocks)
         of_range = q, pooled, layout, heads, query_blocks, width
         scores, maxima = score_blocks(*of_range, lse=lse, first_window=first_window)
         top_blocks(scores, maxima, chosen, layout, heads, query_blocks)

@@ -136,7 +136,7 @@ def sparse_backward(
     workspace_bytes: int, config: TileConfig = BACKWARD_CONFIG, *, add_to: Sequence[Tensor] | None = None,
     into: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """Returns dq, dk and dv: those of `add_to`, added to, those of `into`, written to, or else new tensors."""
+    """Returns dq, dk and dv: the tensors of `add_to`, added to; the tensors of `into`, written to; or new ones."""
     (N, H, K), G, S = q.shape, k.shape[1], blocks.shape[-1]
     dq, dk, dv = add_to or into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     delta = band_dq(dout, q, k, v, out, lse, dq, layout, add=add_to is not None)

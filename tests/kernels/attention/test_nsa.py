@@ -49,7 +49,7 @@ def make_inputs(B, T, H, G, K, dtype, device):
 def test_windows(device):
     """Documents of 20, 100 and 47 tokens: no window, windows and tiles 0 to 4, window 5 with a tile of 16 tokens."""
     windows = make_windows(torch.empty(1, 167, 0, device=device), segments_of([20, 100, 47]))
-    assert windows.num_windows == 6 and windows.segments.tolist() == [[0, 0, 5], [0, 5, 6]] and windows.longest == 5
+    assert windows.num_windows == 6 and windows.segments.tolist() == [[0, 0, 5], [0, 5, 6]]
     assert windows.window_start.tolist() == [20, 36, 52, 68, 84, 120]
     tiles = windows.token_of_tile.view(6, 16).tolist()
     assert tiles[0] == list(range(51, 67)) and tiles[4] == [*range(115, 120), *[-1] * 11]
