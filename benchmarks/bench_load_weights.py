@@ -107,8 +107,7 @@ def main() -> None:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         with watching_memory() as peak:
             began = time.perf_counter()
-            masters = {name: tensors["master"] for name, tensors in optimizer.state_dict().items()}
-            read_tensors(find_weights(flags.folder, shapes), masters)
+            read_tensors(find_weights(flags.folder, shapes), optimizer.weights())
             optimizer.restore_parameters()
             torch.get_device_module(world.device).synchronize()
             seconds = time.perf_counter() - began

@@ -173,7 +173,7 @@ def test_refusals_come_before_the_data(corpus, tmp_path, monkeypatch, capsys):
         ("run", ["--resume", "--max_steps", "1"], "raise max_steps"),
         ("run", ["--resume", "--context_length", "32"], "context_length 64, this run 32"),
         ("run", ["--resume", "--model_size", "0.6B"], "of another size"),
-        ("weights", ["--resume"], "without optimizer state"),
+        ("weights", ["--resume"], "has no optimizer state"),
         ("new", ["--resume"], "no checkpoint in"),
         ("new", ["--init_from", str(start)], "of another size"),
     ):

@@ -6,13 +6,13 @@ is, several added in float32. The last addition takes the norm, so the exact glo
 moves, and the update scales by it.
 
 Each parameter is updated on the GPU, in pieces of at most PIECE_ELEMENTS. Pieces and calls are the same wherever the
-state lives, so results are equal bit for bit. State in host memory costs only the time of its copies.
-The 4B (4.02e9 parameters) with all state in host memory, at 50 GB/s each way:
+state lives, so results are equal bit for bit. State in host memory costs only the time of its copies. For the 4B
+(4.02e9 parameters) with all state in host memory, at 50 GB/s each way:
 - one micro-batch: bf16 gradients leave during backward, 8 GB in 0.16 s. The update fetches 14 bytes per parameter and
   sends 12 back at the same time: 1.13 s. Host: 52.4 GiB.
 - several: backward fetches and sends the float32 sums on a side stream, 32 GB in 0.64 s (0.32 s the first time). The
   update fetches 16 bytes per parameter: 1.29 s. Host: 59.9 GiB.
-With everything on the GPU the update reads and writes 48 bytes per parameter: about 0.05 s.
+With everything on the GPU the update takes about 0.05 s.
 """
 
 import itertools
@@ -31,6 +31,7 @@ from training.host.memory import SLOT_ALIGNMENT, PinnedArena
 from training.host.torch_internals import dtensor_like, fused_adamw_
 from training.parallel.fsdp import local_part
 
+BETA1, BETA2, EPS = 0.9, 0.95, 1e-8  # of AdamW
 PIECE_ELEMENTS = 2**23  # 32 MiB of float32: copies of that size run at the link's full rate
 NUM_SLOTS = 3  # one piece arrives, one is updated, one leaves
 LEAVING_BYTES = 2**28  # gradients on their way to the host at once: about one transformer block's, in bf16
@@ -40,8 +41,8 @@ LEAVING_BYTES = 2**28  # gradients on their way to the host at once: about one t
 class Float32State:
     """The format of optimizer state: float32 moments, and a float32 master of each bf16 parameter.
 
-    Only the format knows which tensors are kept and what they mean. Its methods take a piece of one parameter:
-    `parameter` [n], and `state`, the kept tensors [n] by name.
+    Only the format knows what the kept tensors mean. Its methods take a piece of one parameter: `parameter` [n], and
+    `state`, the kept tensors [n] by name.
     """
 
     parameter_dtype: torch.dtype
@@ -57,7 +58,7 @@ class Float32State:
         return sum(dtype.itemsize for dtype in self.dtypes.values())
 
     def weights(self, state: dict[str, Tensor], parameter: Tensor) -> Tensor:
-        """Float32 weights [n]: the master, or the parameter where it is its own master."""
+        """Float32 weights [n], to read or to fill in place: the master, or the parameter that is its own master."""
         return state.get("master", parameter)
 
     def set_weights(self, state: dict[str, Tensor], parameter: Tensor, weights: Tensor) -> None:
@@ -87,12 +88,7 @@ class OptimizerBytes:
 def optimizer_bytes(
     parameters: Iterable[Tensor], *, accumulate: bool = True, gpu_state_bytes: float = math.inf
 ) -> OptimizerBytes:
-    """Predicts the bytes of a `MasterAdamW` with these arguments.
-
-    Args:
-        parameters: the model's, in its order, all of one dtype; tensors on the meta device will do.
-        accumulate, gpu_state_bytes: arguments of `MasterAdamW`.
-    """
+    """Predicts the bytes of a `MasterAdamW` with these arguments; parameters on the meta device will do."""
     parameters = list(parameters)
     format, gradient_dtype, numels, kept = _layout(parameters, accumulate, gpu_state_bytes)
     state, gradient = format.bytes_per_parameter, gradient_dtype.itemsize
@@ -151,27 +147,16 @@ class _State:
     arrived: bool = False  # whether a gradient has come since the last update
 
 
-@dataclass
-class _Slot:
-    """Room on the GPU for a piece of state from the host."""
-
-    tensors: dict[str, Tensor]  # [PIECE_ELEMENTS], the gradient included
-    left: torch.cuda.Event  # recorded once the piece that was here last has gone back
-
-
 class MasterAdamW:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101), decoupled weight decay on matrices only.
 
     Args:
         named_parameters: the model's, all of one dtype, and sharded over one mesh of all ranks or not at all. The names
             are keys of the saved state. Parameters on a GPU are on the current one.
-        weight_decay, betas, eps: arguments of torch.optim.AdamW.
+        weight_decay: argument of torch.optim.AdamW.
         accumulate: whether there may be more than one backward before an update.
         gpu_state_bytes: limit on the masters and moments that stay on the GPU, whole parameters in their order; the
-            rest lives in pinned host memory. See `optimizer_bytes`.
-
-    Raises:
-        UserError: the host does not let that much memory be pinned.
+            rest lives in pinned host memory, if the host lets that much be pinned (else UserError).
     """
 
     def __init__(
@@ -179,8 +164,6 @@ class MasterAdamW:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         *,
         weight_decay: float = 0.1,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
         accumulate: bool = True,
         gpu_state_bytes: float = math.inf,
     ):
@@ -189,7 +172,7 @@ class MasterAdamW:
         device = _flat(parameters[0]).device
         kinds = {(p.dtype, p.device_mesh if isinstance(p, DTensor) else None) for p in parameters}
         assert len(kinds) == 1, f"parameters of several dtypes or meshes: {kinds}"
-        self.betas, self.eps, self.accumulate = betas, eps, accumulate
+        self.accumulate = accumulate
         self.format, gradient_dtype, numels, kept = _layout(parameters, accumulate, gpu_state_bytes)
 
         # On a CPU, torch.cpu's streams and events do nothing and copies are done when they return.
@@ -198,14 +181,16 @@ class MasterAdamW:
         self.leaving: deque[tuple[Tensor, torch.Event]] = deque()  # gradients and their arrivals on the host
         size = min(PIECE_ELEMENTS, max(numels))
         self.room = torch.empty(size, device=device)  # one piece of a gradient in float32
-        self.slots: list[_Slot] = []
+        # Room on the GPU for pieces of state from the host: (tensors [size], the gradient included, an event that is
+        # recorded once the piece that was here last has gone back).
+        self.slots: list[tuple[dict[str, Tensor], torch.Event]] = []
         if not all(kept):
             needed = optimizer_bytes(parameters, accumulate=accumulate, gpu_state_bytes=gpu_state_bytes)
             self.arena = PinnedArena(needed.host, device)
             dtypes = {**self.format.dtypes, "gradient": gradient_dtype}
             for _ in range(NUM_SLOTS):
                 tensors = {key: torch.empty(size, dtype=dtype, device=device) for key, dtype in dtypes.items()}
-                self.slots.append(_Slot(tensors, self.device_module.Event()))
+                self.slots.append((tensors, self.device_module.Event()))
 
         # The hooks refer to the optimizer weakly: Python cannot free a cycle that goes through a tensor's hook.
         optimizer = weakref.proxy(self)
@@ -314,12 +299,12 @@ class MasterAdamW:
                     self._update(tensors, state, piece, learning_rate)
         self.zero_grad()
 
-    def _update_through(self, slot: _Slot, state: _State, piece: slice, learning_rate: float) -> None:
+    def _update_through(self, slot: tuple, state: _State, piece: slice, learning_rate: float) -> None:
         """Update a piece of state that lives on the host; the three streams work on three pieces at a time."""
-        current = self.device_module.current_stream()
-        tensors = _slices(slot.tensors, slice(piece.stop - piece.start))
+        current, (room, left) = self.device_module.current_stream(), slot
+        tensors = _slices(room, slice(piece.stop - piece.start))
         with self.device_module.stream(self.inward):
-            self.inward.wait_event(slot.left)  # the slot is free
+            self.inward.wait_event(left)  # the slot is free
             for key, host in {**state.tensors, "gradient": state.gradient}.items():
                 tensors[key].copy_(host[piece], non_blocking=True)
         current.wait_stream(self.inward)  # the piece has arrived: its copies are the last issued there
@@ -328,29 +313,34 @@ class MasterAdamW:
         with self.device_module.stream(self.outward):
             for key, host in state.tensors.items():
                 host[piece].copy_(tensors[key], non_blocking=True)
-            slot.left.record()
+            left.record()
 
     def _update(self, tensors: dict[str, Tensor], state: _State, piece: slice, learning_rate: float) -> None:
         """Scale the gradient and update one piece, all tensors [n] on the parameter's device."""
         parameter = _flat(state.parameter)[piece]
         gradient = self.room[: len(parameter)].copy_(tensors["gradient"]).mul_(self.scale)
         self.format.update(
-            tensors, parameter, gradient, self.steps, lr=learning_rate, beta1=self.betas[0], beta2=self.betas[1],
-            weight_decay=state.weight_decay, eps=self.eps, amsgrad=False, maximize=False,
+            tensors, parameter, gradient, self.steps, lr=learning_rate, beta1=BETA1, beta2=BETA2,
+            weight_decay=state.weight_decay, eps=EPS, amsgrad=False, maximize=False,
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """References to the state, by parameter name: master, exp_avg, exp_avg_sq and step, all float32.
-
-        Loading in place restores it; then call `restore_parameters`.
-        """
-        self.device_module.synchronize()  # the state that the last step sent back has reached the host
+        """References to the state by parameter name, to save, or to load in place ahead of `restore_parameters`."""
+        weights = self.weights()
         return {
             name: {
-                "master": state.parameter.detach(),  # the next line replaces it where the format keeps masters
+                "master": weights[name],
                 **{key: _like(state.parameter, tensor) for key, tensor in state.tensors.items()},
                 "step": self.steps,
             }
+            for name, state in self.states.items()
+        }
+
+    def weights(self) -> dict[str, Tensor]:
+        """Float32 weights by parameter name, to read or to fill in place ahead of `restore_parameters`."""
+        self.device_module.synchronize()  # the state that the last step sent back has reached the host
+        return {
+            name: _like(state.parameter, self.format.weights(state.tensors, _flat(state.parameter)))
             for name, state in self.states.items()
         }
 

@@ -9,8 +9,6 @@ output_dir/step_00000100/
 
 `saver.Saver` writes a checkpoint under a dotted name, flushes it to disk and renames it: a killed save leaves nothing
 that looks like a checkpoint. Nothing in it is a pickle, so reading it runs no code.
-In a process group load_optimizer_state is collective: all ranks call it, on a file system that all of them see. An
-error on one rank is raised on all.
 """
 
 import contextlib
@@ -38,8 +36,8 @@ SPARE_BYTES = 64 * 2**20  # room for everything in a checkpoint but tensors
 
 def check_is_for_a_run(output_dir: Path) -> None:
     """Refuse a folder of weights, of a checkpoint, or of another program: a run would replace its config.json."""
-    content = {"output_dir": ""}
-    with contextlib.suppress(UserError):  # config.json is missing, or a kill cut it short
+    content = {"output_dir": ""}  # stands for a config.json that is missing, or that a kill cut short
+    with contextlib.suppress(UserError):
         content = read_json(output_dir / "config.json")
     holds_weights = any(output_dir.glob("*.safetensors")) or step_of(output_dir.absolute()) is not None
     if holds_weights or "output_dir" not in content:
@@ -50,11 +48,7 @@ def check_is_for_a_run(output_dir: Path) -> None:
 
 
 def check_is_shared(output_dir: Path) -> None:
-    """Refuse a folder that is another one on another rank, as on machines with disks of their own. All ranks call this.
-
-    Raises:
-        UserError: a rank does not see a folder that the main rank has made in output_dir.
-    """
+    """Refuse a folder that is another one on another rank, as on machines with their own disks. All ranks call this."""
     rank, world_size = rank_and_world_size()
     if world_size == 1:
         return
@@ -77,11 +71,7 @@ def step_of(path: Path) -> int | None:
 
 
 def checkpoints(output_dir: Path, up_to: float = math.inf) -> list[Path]:
-    """The folders with names of checkpoints, by step.
-
-    Args:
-        up_to: the last step to list. Checkpoints of later steps are not the run's own: a later run may have left them.
-    """
+    """Folders with names of checkpoints, by step. A run gives its own step as `up_to`: later ones are not its own."""
     found = output_dir.iterdir() if output_dir.is_dir() else ()
     steps = {path: step for path in found if (step := step_of(path)) is not None and step <= up_to}
     return sorted(steps, key=steps.__getitem__)
@@ -91,36 +81,28 @@ def latest_checkpoint(output_dir: Path, passed_over: dict[Path, str]) -> Path | 
     """The newest checkpoint without visible damage, or None.
 
     Args:
-        passed_over: checkpoint -> why it cannot be used. Checkpoints in it are not looked at again; newer ones that are
-            damaged are added.
+        passed_over: checkpoint -> why it cannot be used. These are not looked at again; newer damaged ones are added.
     """
     for path in reversed(checkpoints(output_dir)):
         if path not in passed_over:
             try:
                 check_files(path)
+                return path
             except UserError as error:
                 passed_over[path] = str(error)
-            else:
-                return path
     return None
 
 
 def load_optimizer_state(path: Path, state: dict[str, dict[str, torch.Tensor]]) -> None:
-    """Read the optimizer's state into its tensors and DTensors, in place, on any number of ranks.
+    """Read the optimizer's state from a verified checkpoint into its tensors and DTensors, in place.
 
-    Args:
-        path: a checkpoint's folder, verified.
-        state: as at saving, with this run's shapes; the sharding may differ.
-
-    Raises:
-        UserError: the checkpoint has no optimizer state, or its names or shapes are not this run's.
+    All ranks call this, on a file system that all see; they may be others than at saving. Raises UserError, on all
+    ranks, if the checkpoint has no optimizer state, or state of other names, dtypes or shapes.
     """
     tensors = flat(state)
     with failing_together():
         if not (path / OPTIMIZER).is_file():
-            raise UserError(
-                f"checkpoint {path} has no optimizer state; start from its weights with --init_from instead"
-            )
+            raise UserError(f"checkpoint {path} has no optimizer state; start from its weights with --init_from")
         entries = read_entries(read_header(path / OPTIMIZER), path / OPTIMIZER)
         if differing := tensors.keys() ^ entries.keys():
             raise UserError(
@@ -140,7 +122,7 @@ def flat(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 def load_trainer_state(path: str | Path) -> dict:
     """The trainer_state that was saved, and "step". Raises UserError if it cannot be read."""
-    file = Path(path) / "trainer.json"
+    file = Path(path, "trainer.json")
     trainer = read_json(file)
     if not isinstance(trainer.get("trainer_state"), dict):
         raise UserError(f"{file} is damaged: it has no trainer_state")
@@ -148,11 +130,7 @@ def load_trainer_state(path: str | Path) -> dict:
 
 
 def tokenizer_of(folder: Path) -> str:
-    """The path of the folder's tokenizer.json, or "bytes" if its run trained on bytes or its model has 256 ids.
-
-    Raises:
-        UserError: nothing says with which tokenizer the folder's weights were trained.
-    """
+    """The path of the folder's tokenizer.json, or "bytes" if its run trained on bytes or its model has 256 ids."""
     if (folder / "tokenizer.json").is_file():
         return str(folder / "tokenizer.json")
     if (folder / "trainer.json").is_file() and load_trainer_state(folder).get("tokenizer") == "bytes":
@@ -178,11 +156,7 @@ def rng_state() -> dict:
 
 
 def restore_rng(path: Path) -> bool:
-    """Set this rank's random generators as they were at saving.
-
-    Returns:
-        False, with nothing set, if the checkpoint was saved by fewer ranks and has no state for this one.
-    """
+    """Set this rank's random generators as at saving; False if the checkpoint, saved by fewer ranks, has no state."""
     file = path / f"rng_{rank_and_world_size()[0]}.json"
     if not file.is_file():
         return False
@@ -218,8 +192,7 @@ def put_in_place(temporary: Path, final: Path) -> None:
 def delete_old(newest: Path, keep: int) -> None:
     """Delete checkpoints before `newest`, but for the best and the last `keep`, `newest` included.
 
-    The newest one with an optimizer's state stays as well: a run that was resumed with --save model has only that one
-    to resume from.
+    The newest one with an optimizer's state stays as well: a run with --save model has no other to resume from.
     """
     own = checkpoints(newest.parent, step_of(newest) or 0)
     best = _best(own)
@@ -230,11 +203,7 @@ def delete_old(newest: Path, keep: int) -> None:
 
 
 def make_room(output_dir: Path, needed: int, last: Path | None) -> None:
-    """Delete checkpoints before `last` until `needed` bytes are free, the oldest first, the best at the end.
-
-    Raises:
-        OSError: that was not enough.
-    """
+    """Delete checkpoints before `last`, the oldest first and the best at the end, until `needed` bytes are free."""
     older = [path for path in checkpoints(output_dir, step_of(last) or 0) if path != last] if last else []
     best = _best(older)
     for path in sorted(older, key=lambda path: path == best):

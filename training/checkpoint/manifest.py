@@ -26,11 +26,7 @@ MODEL_FILES = WEIGHTS, "config.json"
 
 
 def write_manifest(folder: Path, shares: list[tuple[dict[str, list[int]], dict[str, list]]]) -> None:
-    """Write the manifest of the files that all ranks have written.
-
-    Args:
-        shares: each rank's (files, blocks), in the form above.
-    """
+    """Write the manifest of the files that all ranks have written; `shares` are each rank's (files, blocks)."""
     manifest: dict = {"format_version": FORMAT_VERSION, "files": {}, "blocks": {}}
     for files, blocks in shares:
         manifest["files"] |= files
@@ -43,14 +39,13 @@ def write_manifest(folder: Path, shares: list[tuple[dict[str, list[int]], dict[s
 def check_files(path: Path, names: Collection[str] | None = None) -> list[tuple[Entry, Piece, int]]:
     """Compare sizes, small files and headers of tensors with the manifest: damage that is seen in milliseconds.
 
+    Returns (whole tensor, piece, CRC-32) of each piece of the tensors, still to be compared.
+
     Args:
         names: the files to look at; None: all.
 
-    Returns:
-        (whole tensor, piece, CRC-32) of each piece of the tensors, still to be compared.
-
     Raises:
-        UserError: one line naming the file that is missing, truncated or corrupted.
+        UserError: one line naming the file that is missing, truncated or corrupted; as all functions here do.
     """
     manifest = read_json(path / MANIFEST)
     version, crc = manifest.get("format_version"), manifest.pop("crc32", None)
@@ -86,11 +81,7 @@ def check_files(path: Path, names: Collection[str] | None = None) -> list[tuple[
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Compare every byte of a checkpoint with its manifest. All ranks call this.
-
-    Raises:
-        UserError: one line naming the file that is missing, truncated or corrupted.
-    """
+    """Compare every byte of a checkpoint with its manifest. All ranks call this."""
     with failing_together():
         _compare(path, check_files(path))
 
@@ -103,9 +94,6 @@ def verify_weights(path: str | Path) -> None:
 
     Args:
         path: a folder, or a file of weights in it.
-
-    Raises:
-        UserError: one line naming the file that is missing, truncated or corrupted.
     """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     with failing_together():

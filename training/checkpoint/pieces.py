@@ -2,6 +2,7 @@
 
 A file holds whole tensors. Any number of ranks reads what any other number wrote, sharded in any other way, and nothing
 is gathered. Each rank cuts its part into pieces of at most PIECE_BYTES; IO_THREADS of them are on their way at a time.
+Whatever reads raises UserError where a file is damaged or ends too soon.
 """
 
 import itertools
@@ -73,7 +74,7 @@ class Piece:
             content = content[length:]
 
     def read(self, entry: Entry, content: memoryview) -> None:
-        """Fill `content` with the piece's elements. Raises UserError if the file ends before them."""
+        """Fill `content` with the piece's elements."""
         with entry.file.open("rb", buffering=0) as file:
             for start, length in self.runs(entry):
                 run, content = content[:length], content[length:]
@@ -84,7 +85,7 @@ class Piece:
                     start, run = start + count, run[count:]
 
     def crc32(self, entry: Entry) -> int:
-        """The checksum of the piece's elements in the file. Raises UserError if the file ends before them."""
+        """The checksum of the piece's elements in the file."""
         content = torch.empty(self.shape, dtype=entry.dtype)
         self.read(entry, bytes_of(content))
         return zlib.crc32(bytes_of(content))
@@ -94,7 +95,7 @@ class Piece:
 def read_tensors(entries: dict[str, Entry], tensors: dict[str, Tensor]) -> None:
     """Fill tensors and DTensors of any dtype and device from the entries of the same names, each rank its own part.
 
-    No tensor has a second copy: at most IO_THREADS pieces exist twice. Raises UserError if a file ends before a tensor.
+    No tensor has a second copy: at most IO_THREADS pieces exist twice.
     """
 
     def read(piece_and_part: tuple[Piece, Tensor]) -> None:
@@ -112,11 +113,8 @@ def read_tensors(entries: dict[str, Entry], tensors: dict[str, Tensor]) -> None:
 def header_of(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
     """A safetensors file up to its data: the header's length in 8 little-endian bytes, then the header in JSON.
 
-    Each tensor's data_offsets count from the end of the header, which is padded with spaces to a multiple of 8 bytes:
-    two tensors of 24 and 66 bytes have [0, 24] and [24, 90].
-
-    Args:
-        tensors: name -> (dtype, shape).
+    `tensors` are (dtype, shape) by name. Each tensor's data_offsets count from the end of the header, which is padded
+    with spaces to a multiple of 8 bytes: two tensors of 24 and 66 bytes have [0, 24] and [24, 90].
     """
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -129,22 +127,16 @@ def header_of(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
 
 
 def read_entries(header: bytes, file: Path) -> dict[str, Entry]:
-    """The tensors that the header of `file` lists, by name.
-
-    Raises:
-        UserError: it is not such a header, or lists tensors of other dtypes, as of quantized weights.
-    """
+    """Tensors that the header of `file` lists, by name. Refuses tensors of other dtypes, as of quantized weights."""
     entries = {}
     try:
         for name, value in json.loads(header[8:]).items():
             if name != "__metadata__":
-                if value["dtype"] not in DTYPES:
-                    raise UserError(
-                        f"{file}: {name} is of dtype {str(value['dtype'])[:20]}, weights must be of {', '.join(DTYPES)}"
-                    )
+                if (dtype := value["dtype"]) not in DTYPES:
+                    raise UserError(f"{file}: {name} is of dtype {dtype!s:.20}, weights must be of {', '.join(DTYPES)}")
                 shape, (start, end) = tuple(map(operator.index, value["shape"])), value["data_offsets"]
-                entries[name] = entry = Entry(file, DTYPES[value["dtype"]], shape, len(header) + operator.index(start))
-                if min(start, *shape, 0) < 0 or end - start != math.prod(shape) * entry.dtype.itemsize:
+                entries[name] = Entry(file, DTYPES[dtype], shape, len(header) + operator.index(start))
+                if min(start, *shape, 0) < 0 or end - start != math.prod(shape) * DTYPES[dtype].itemsize:
                     raise ValueError(name)
     except UserError:
         raise
@@ -154,7 +146,7 @@ def read_entries(header: bytes, file: Path) -> dict[str, Entry]:
 
 
 def read_header(file: Path) -> bytes:
-    """A safetensors file up to its data. Raises UserError if it cannot be read, or is not a safetensors file."""
+    """A safetensors file up to its data."""
     try:
         with file.open("rb") as opened:
             length = opened.read(8)
@@ -169,16 +161,17 @@ def read_header(file: Path) -> bytes:
 def local_pieces(tensors: dict[str, Tensor]) -> Iterator[tuple[Piece, Tensor]]:
     """This rank's parts, in pieces of at most PIECE_BYTES or one row, each with a view of its elements."""
     for name, tensor in tensors.items():
-        local, offset = _local_part(tensor)
+        local, offset = tensor.detach(), (0,) * tensor.ndim
+        if isinstance(tensor, DTensor):
+            local = local.to_local()
+            _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         if local.ndim == 0:
             yield Piece(name, (), ()), local
-            continue
-        if not local.numel():
-            continue
-        rows = max(1, PIECE_BYTES // (local[0].numel() * local.element_size()))
-        for start in range(0, len(local), rows):
-            part = local[start : start + rows]
-            yield Piece(name, (offset[0] + start, *offset[1:]), tuple(part.shape)), part
+        elif local.numel():
+            rows = max(1, PIECE_BYTES // local[0].nbytes)
+            for start in range(0, len(local), rows):
+                part = local[start : start + rows]
+                yield Piece(name, (offset[0] + start, *offset[1:]), tuple(part.shape)), part
 
 
 def is_written_here(tensor: Tensor, rank: int) -> bool:
@@ -190,19 +183,8 @@ def is_written_here(tensor: Tensor, rank: int) -> bool:
         return rank == 0
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank outside of the tensor's mesh"
-    if not (tensor.device_mesh.mesh == 0).any():
-        return False
-    return not any(at for at, placement in zip(coordinate, tensor.placements) if placement.is_replicate())
-
-
-def _local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """(this rank's part, the index of its first element in the whole tensor)."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach(), (0,) * tensor.ndim
-    local = tensor.detach().to_local()
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    assert tuple(local.shape) == tuple(shape), f"a part of {tuple(local.shape)}, and PyTorch expects {shape}"
-    return local, tuple(offset)
+    is_copy = any(at for at, placement in zip(coordinate, tensor.placements) if placement.is_replicate())
+    return not is_copy and bool((tensor.device_mesh.mesh == 0).any())
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -7,8 +7,7 @@ of its own. Each rank writes its own part of each tensor into the files that all
 checksums from the same memory; nothing is gathered. The thread's collectives use a gloo process group of its own, and
 so never meet training's.
 
-Nothing is read back. Checksums are compared by whoever reads the checkpoint (`manifest`), and the checkpoint before it
-is kept for a run whose newest one is damaged.
+Nothing is read back: checksums are compared by whoever reads the checkpoint (`manifest`).
 """
 
 import json
@@ -19,7 +18,6 @@ import sys
 import threading
 import time
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -53,21 +51,6 @@ SWITCH_SECONDS = 0.0005
 ATTEMPTS, SECONDS_BETWEEN = 20, 30.0  # if the disk refuses the save at a run's end, it is tried for 10 minutes
 
 
-@dataclass
-class _Save:
-    """A checkpoint as it was when it began: small files as bytes, tensors as references to this rank's parts."""
-
-    step: int
-    small: dict[str, bytes]  # this rank's files
-    headers: dict[str, tuple[bytes, int]]  # file of tensors -> (header, size of the whole file)
-    pieces: list[tuple[Entry, Piece, Tensor]]  # (whole tensor, place in it, elements)
-
-    @property
-    def size(self) -> int:
-        """Bytes on the disk, from all ranks."""
-        return sum(size for _, size in self.headers.values()) + SPARE_BYTES
-
-
 class Saver:
     """Writes a run's checkpoints: `begin` after an update, `before_update` ahead of the next one, `finish` at the end.
 
@@ -82,8 +65,7 @@ class Saver:
     Attributes:
         last: the newest checkpoint that was completed here, or the one that was given.
         error: why the last save failed; None if it did not, or is still going on.
-        seconds: how long the last save took.
-        seconds_read: from the start of a save until all of this rank's state was read, and the update could go on.
+        seconds, seconds_read: from a save's start to its end, and until the update could go on.
     """
 
     def __init__(
@@ -97,6 +79,10 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._read = threading.Event()
         self._is_current = False  # whether the state has stood still since the last `begin`
+        # The checkpoint as it was when it began: small files as bytes, tensors as references to this rank's parts.
+        self._small: dict[str, bytes] = {}  # this rank's files
+        self._headers: dict[str, tuple[bytes, int]] = {}  # file of tensors -> (header, size of the whole file)
+        self._pieces: list[tuple[Entry, Piece, Tensor]] = []  # (whole tensor, place in it, elements)
         self._stream: torch.cuda.Stream | None = None  # made with the buffers
         self._staging: queue.SimpleQueue[Tensor] = queue.SimpleQueue()  # a pinned buffer for each thread
         self._staging_bytes = 0  # size of a buffer
@@ -113,7 +99,6 @@ class Saver:
         """Start to write output_dir/step_<step>, once the save before has ended.
 
         Args:
-            step: optimizer steps taken.
             weights: parameter name -> tensor or DTensor, the same names in the same order on every rank. On GPUs
                 float32 weights are rounded to bf16, in which the model computes.
             model_config: written as config.json, with the companions' settings and the weights' dtype.
@@ -128,13 +113,12 @@ class Saver:
             small |= self.companions.files
             first = next(iter(weights.values()))
             dtype = str(torch.bfloat16 if first.is_cuda else first.dtype).removeprefix("torch.")
-            content = {**model_config, **self.companions.settings, "torch_dtype": dtype}
-            small["config.json"] = _json(content, indent=2)
+            small["config.json"] = _json({**model_config, **self.companions.settings, "torch_dtype": dtype}, indent=2)
             small["trainer.json"] = _json({"step": step, "trainer_state": trainer_state}, indent=2)
         files = {WEIGHTS: {name_in_file(name): tensor for name, tensor in weights.items()}}
         if optimizer_state is not None:
             files[OPTIMIZER] = flat(optimizer_state)
-        save = _Save(step, small, {}, [])
+        self._step, self._small, self._headers, self._pieces, self._is_current = step, small, {}, [], True
         for file, tensors in files.items():
             kinds = {
                 name: (torch.bfloat16 if tensor.is_cuda and file == WEIGHTS else tensor.dtype, tuple(tensor.shape))
@@ -142,12 +126,11 @@ class Saver:
             }
             header = header_of(kinds)
             size = len(header) + sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds.values())
-            save.headers[file] = header, size
+            self._headers[file] = header, size
             entries = read_entries(header, Path(file))
             own = {name: tensor for name, tensor in tensors.items() if is_written_here(tensor, rank)}
-            save.pieces += [(entries[piece.name], piece, part) for piece, part in local_pieces(own)]
-        self._stage(max((part.nbytes for *_, part in save.pieces if part.is_cuda), default=0))
-        self._save, self._is_current = save, True
+            self._pieces += [(entries[piece.name], piece, part) for piece, part in local_pieces(own)]
+        self._stage(max((part.nbytes for *_, part in self._pieces if part.is_cuda), default=0))
         self._start()
 
     def before_update(self) -> None:
@@ -165,9 +148,7 @@ class Saver:
     def finish(self) -> None:
         """Wait for the last save, and try it again for a while if the disk refused it and the state has not changed.
 
-        Raises:
-            UserError: the disk refused it for good, or weights are not finite.
-            Exception: anything else that failed.
+        Raises the save's error; a disk that refuses for good is a UserError.
         """
         self.wait()
         for left in range(ATTEMPTS - 1, 0, -1):
@@ -187,7 +168,7 @@ class Saver:
         self._read.clear()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        self._thread = threading.Thread(target=self._run, args=(self._save,), daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _stage(self, num_bytes: int) -> None:
@@ -197,24 +178,24 @@ class Saver:
             for _ in range(IO_THREADS):
                 self._staging.put(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))
 
-    def _run(self, save: _Save) -> None:
+    def _run(self) -> None:
         self._began = began = time.monotonic()
         usual = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_SECONDS)
         try:
-            self.last = self._write(save)
+            self.last = self._write()
             self.seconds = time.monotonic() - began
         except Exception as error:
             self.error = error
             if rank_and_world_size()[0] == 0:
-                logger.warning("the checkpoint of step %d failed: %s", save.step, error)
+                logger.warning("the checkpoint of step %d failed: %s", self._step, error)
         finally:
             sys.setswitchinterval(usual)
             self._read.set()
 
-    def _write(self, save: _Save) -> Path:
+    def _write(self) -> Path:
         rank, _ = rank_and_world_size()
-        final = self.output_dir / f"step_{save.step:08d}"
+        final = self.output_dir / f"step_{self._step:08d}"
         temporary = final.with_name(f".{final.name}.tmp")
         sizes: dict[str, list[int]] = {}
         try:
@@ -222,14 +203,15 @@ class Saver:
                 if rank == 0:
                     self.output_dir.mkdir(parents=True, exist_ok=True)
                     clear_leftovers(self.output_dir)
-                    make_room(self.output_dir, save.size, self.last)
+                    size = sum(size for _, size in self._headers.values()) + SPARE_BYTES
+                    make_room(self.output_dir, size, self.last)
                     temporary.mkdir()
-                    for file, (header, size) in save.headers.items():
+                    for file, (header, size) in self._headers.items():
                         sizes[file] = write_file(temporary / file, header, size)
             with failing_together(self.group):
-                for file, content in save.small.items():
+                for file, content in self._small.items():
                     sizes[file] = write_file(temporary / file, content)
-                checksums = self._write_pieces(temporary, save)
+                checksums = self._write_pieces(temporary)
             shares = all_gather((sizes, checksums), self.group)
             with failing_together(self.group):
                 if rank == 0:
@@ -243,10 +225,10 @@ class Saver:
         logger.info("checkpoint: %s", final)
         return final
 
-    def _write_pieces(self, folder: Path, save: _Save) -> dict[str, list]:
+    def _write_pieces(self, folder: Path) -> dict[str, list]:
         """Write this rank's pieces and flush them; returns file -> the manifest's "blocks"."""
-        files = {file: DirectFile(folder / file) for file in save.headers}
-        checksums: dict[str, list] = {file: [] for file in save.headers}
+        files = {file: DirectFile(folder / file) for file in self._headers}
+        checksums: dict[str, list] = {file: [] for file in self._headers}
 
         def write(item):
             entry, piece, part = item
@@ -254,7 +236,7 @@ class Saver:
             try:
                 on_host = part.contiguous() if staging is None else self._fetch(part, staging)
                 if not _is_finite(on_host):
-                    raise UserError(f"{piece.name} is not finite: no checkpoint of step {save.step} is written")
+                    raise UserError(f"{piece.name} is not finite: no checkpoint of step {self._step} is written")
                 content = bytes_of(on_host.to(entry.dtype))
                 piece.write(files[entry.file.name], entry, content)
                 checksums[entry.file.name].append([piece.name, piece.offset, piece.shape, zlib.crc32(content)])
@@ -263,7 +245,7 @@ class Saver:
                     self._staging.put(staging)
 
         try:
-            in_threads(write, save.pieces)
+            in_threads(write, self._pieces)
             self.seconds_read = time.monotonic() - self._began
             self._read.set()
             for file in files:

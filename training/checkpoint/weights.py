@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from model import ModelConfig, Transformer
-from training.checkpoint.manifest import verify_weights
+from training.checkpoint.manifest import WEIGHTS, verify_weights
 from training.checkpoint.pieces import Entry, bytes_of, header_of, read_entries, read_header, read_tensors
 from training.families import extend, from_config_json, to_config_json
 from training.flags import flag, read_command
@@ -51,7 +51,7 @@ NO_COMPANIONS = Companions()
 def find_weights(
     path: str | Path, expected: dict[str, tuple[int, ...]], *, may_lack: str | None = None
 ) -> dict[str, Entry]:
-    """A model's weights in their files, with names and shapes checked from the files' headers.
+    """A model's weights in their files by our names, with names and shapes checked from the files' headers.
 
     Nothing larger is read, but for the copy of a tied head; `verify_weights` compares the bytes.
 
@@ -59,11 +59,7 @@ def find_weights(
         path: a checkpoint, a folder from Hugging Face (one file or shards), or a .safetensors file.
         expected: our parameter name -> full shape. Without lm_head.weight the model is tied: a copy of the embedding
             under that name is accepted and dropped.
-        may_lack: a part of names, such as ".g_proj.". Expected weights of such names are left out if the files have
-            none of them.
-
-    Returns:
-        By our names, in the order of `expected`.
+        may_lack: a part of names, such as ".g_proj.": expected weights that the files may be all without.
 
     Raises:
         UserError: one line naming the file that is missing or truncated, or the first weight that does not fit.
@@ -99,13 +95,7 @@ def find_weights(
 def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
     """(our name, whole CPU tensor in the file's dtype) of each weight, read one at a time. All ranks call this.
 
-    This call itself checks headers and compares all bytes with the manifest, if there is one.
-
-    Args:
-        path, expected: as for `find_weights`.
-
-    Raises:
-        UserError: as `find_weights` and `verify_weights` do.
+    This call itself does `find_weights` and `verify_weights`, and raises what they do.
     """
     entries = find_weights(path, expected)
     verify_weights(path)
@@ -113,11 +103,7 @@ def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -
 
 
 def shape_of_weights(folder: str | Path) -> ModelConfig:
-    """The model that the config.json of a checkpoint or of a Hugging Face folder declares.
-
-    Raises:
-        UserError: there is no config.json, or it declares what this decoder does not compute.
-    """
+    """The model that the config.json of a checkpoint or of a Hugging Face folder declares, or UserError."""
     path = Path(folder) / "config.json"
     found = sorted(Path(folder).glob("step_[0-9]*[0-9]"))
     if found or path.with_name("metrics.jsonl").is_file():
@@ -157,19 +143,18 @@ def _weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if not path.exists():
         raise UserError(f"checkpoint {path} does not exist")
-    if path.is_file():
-        return [path]
-    if (path / "model.safetensors").is_file():
-        return [path / "model.safetensors"]
-    if index.is_file():
-        places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
-            raise UserError(f"{index} is damaged: its weight_map must name a file for each weight")
-        for shard in places.values():
-            if "\0" in shard or Path(shard).name != shard or shard in ("", ".."):
-                raise UserError(f"{index} names {shard[:80]!r}, which is no file of this folder; give another folder")
-        return sorted({path / shard for shard in places.values()})
-    raise UserError(f"{path} has no model.safetensors; give a checkpoint's step_ folder or a Hugging Face folder")
+    for file in (path, path / WEIGHTS):
+        if file.is_file():
+            return [file]
+    if not index.is_file():
+        raise UserError(f"{path} has no {WEIGHTS}; give a checkpoint's step_ folder or a Hugging Face folder")
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
+        raise UserError(f"{index} is damaged: its weight_map must name a file for each weight")
+    for shard in places.values():
+        if "\0" in shard or Path(shard).name != shard or shard in ("", ".."):
+            raise UserError(f"{index} names {shard[:80]!r}, which is no file of this folder; give another folder")
+    return sorted({path / shard for shard in places.values()})
 
 
 def _entries(file: Path) -> dict[str, Entry]:
@@ -196,18 +181,15 @@ def _read_weight(entry: Entry) -> Tensor:
 def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | None = None) -> str:
     """Write config.json, model.safetensors and their companions; returns a line that says what was written.
 
-    Raises:
-        UserError: `target` is not empty; the weights are damaged, or not finite in `dtype`; other programs do not
-            compute this model.
+    Raises UserError if `target` is not empty, the weights are damaged or not finite in `dtype`, or no other program
+    computes this model.
     """
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is already there; give a folder that is not, or an empty one")
     config = shape_of_weights(source)
     if own := [kind.name for kind in config.layer_kinds if kind.gates_per_head]:
-        raise UserError(
-            f"{source} attends by {own[0]}, which neither transformers nor vLLM computes; give other weights"
-        )
+        raise UserError(f"{source} attends by {own[0]}, which neither transformers nor vLLM computes; give others")
     if rope_scaling is not None:
         config = extend(config, rope_scaling)
     shapes = parameter_shapes(config)
@@ -220,7 +202,7 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        with (temporary / "model.safetensors").open("wb") as file:
+        with (temporary / WEIGHTS).open("wb") as file:
             file.write(header_of({name_in_file(name): (dtype, shape) for name, shape in shapes.items()}))
             for name, weight in weights:
                 if not weight.to(dtype).isfinite().all():
@@ -234,7 +216,7 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
         shutil.rmtree(temporary, ignore_errors=True)
     return (
         f"{target}: {config.num_parameters():,} parameters of {config.model_type}, {dtype}, {size / 1e9:.2f} GB in "
-        f"model.safetensors; {', '.join(sorted(files))}"
+        f"{WEIGHTS}; {', '.join(sorted(files))}"
     )
 
 

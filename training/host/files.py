@@ -15,11 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_can_write(file: Path, flag: str) -> None:
-    """Refuse a file that a command could not write at its end. Leaves a file of that name as it is.
-
-    Raises:
-        UserError: the file cannot be opened for writing; the message names it and `flag`.
-    """
+    """Refuse, with the name of `flag`, a file that a command could not write at its end. Leaves one there as it is."""
     exists = os.path.lexists(file)
     try:
         os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666))  # a pipe would be waited for
@@ -34,9 +30,8 @@ def check_can_write(file: Path, flag: str) -> None:
 def read_file(file: Path, what_to_do: str) -> bytes:
     """Returns the content of a file.
 
-    Raises:
-        UserError: the file cannot be read, or is not a regular file, such as a pipe that would be waited for. The
-            message ends with `what_to_do`.
+    Raises UserError, with `what_to_do` at the end, if the file cannot be read or is not a regular file: a pipe would
+    be waited for.
     """
     try:
         if file.exists() and not file.is_file():
@@ -47,11 +42,7 @@ def read_file(file: Path, what_to_do: str) -> bytes:
 
 
 def read_json(file: Path) -> dict:
-    """Returns the object in a JSON file.
-
-    Raises:
-        UserError: the file is missing or damaged, or holds something other than an object. The message names it.
-    """
+    """Returns the object in a JSON file. Raises UserError if the file is missing, damaged or holds no object."""
     try:
         content = json.loads(read_file(file, "give another folder"))
     except (ValueError, RecursionError) as error:
@@ -62,17 +53,14 @@ def read_json(file: Path) -> dict:
 
 
 def write_file(file: Path, content: bytes, size: int | None = None) -> list[int]:
-    """Write and flush a file; `size`, if given, makes it longer than its content.
-
-    Returns:
-        [bytes of the file, CRC-32 of the content].
-    """
+    """Write and flush a file, made longer if `size` is given. Returns [bytes of the file, CRC-32 of the content]."""
+    size = len(content) if size is None else size
     with file.open("wb") as opened:
         opened.write(content)
-        opened.truncate(len(content) if size is None else size)
+        opened.truncate(size)
         opened.flush()
         os.fsync(opened.fileno())
-    return [file.stat().st_size, zlib.crc32(content)]
+    return [size, zlib.crc32(content)]
 
 
 def replace_file(file: Path, content: str) -> None:
@@ -100,8 +88,7 @@ def size_on_disk(folders: list[Path]) -> int:
 def only_run_in(folder: Path) -> Iterator[None]:
     """Make the folder, and lock it while this context lasts. The end of the process ends the lock as well.
 
-    Raises:
-        UserError: another process has the lock, or the folder cannot be written to.
+    Raises UserError if another process has the lock, or the folder cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -25,11 +25,7 @@ SLOT_ALIGNMENT = 512
 
 
 def parse_bytes(text: str) -> int:
-    """Returns the bytes in "24GB", "24GiB", "512MB" or a plain number. A GB is 2**30 bytes too, as GPUs are sold.
-
-    Raises:
-        UserError: the text is not a size.
-    """
+    """Returns the bytes in "24GB", "24GiB", "512MB" or a plain number. A GB is 2**30 bytes too, as GPUs are sold."""
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     if match is None:
         raise UserError(f'a memory size looks like "24GB", got {text[:80]!r}')
@@ -37,10 +33,7 @@ def parse_bytes(text: str) -> int:
 
 
 def available_host_bytes() -> int:
-    """Returns the bytes of host memory that this process may use.
-
-    The ranks of this machine share 80% of what the machine and their control groups have left.
-    """
+    """Returns this rank's share of 80% of the host memory that the machine and its control groups have left."""
     available = 1024 * int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0])
     return int(0.8 * min(available, *_bytes_left_in_groups())) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
@@ -72,14 +65,8 @@ def _bytes_left_in_groups() -> Iterator[float]:
 class PinnedArena:
     """A range of host memory, given out in slots that are never freed; page-locked where `device` is a GPU.
 
-    The arena maps and registers its own pages: PyTorch's pinned allocator would round sizes up to powers of two.
-
-    Args:
-        num_bytes: size of the arena.
-        device: the device that tensors are copied to and from; for a CPU the memory is not page-locked.
-
-    Raises:
-        UserError: the host does not let this much be pinned.
+    The arena maps and registers its own pages: PyTorch's pinned allocator would round sizes up to powers of two. It
+    raises UserError if the host does not let this much be pinned.
     """
 
     def __init__(self, num_bytes: int, device: torch.device):
@@ -101,11 +88,7 @@ class PinnedArena:
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, address)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Returns an uninitialised tensor in the arena, on the CPU.
-
-        Raises:
-            ValueError: the tensor does not fit into what is left.
-        """
+        """Returns an uninitialised tensor in the arena, on the CPU; raises ValueError if it does not fit."""
         num_bytes = math.prod(shape) * dtype.itemsize
         start = -(-self.used_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         if start + num_bytes > self.num_bytes:

@@ -23,10 +23,10 @@ from training.host.memory import GIB, available_host_bytes
 GRACE_SECONDS = 2.0
 
 
-def message_of(error: BaseException) -> str:
-    """Returns the text to show for an error that ends a program: a line if the user can mend it, else the traceback.
+def line_of(error: BaseException) -> str | None:
+    """Returns the line to show for an error that the user can mend, below its notes; None: a defect has a traceback.
 
-    A file that the system refuses is shown as a line. So is GPU memory that ran out, below the notes of the error.
+    Users can mend bad input, files that the system refuses, and memory that ran out.
     """
     if is_out_of_host_memory(error):
         asked = str(error).strip().splitlines() or ["MemoryError"]
@@ -40,12 +40,7 @@ def message_of(error: BaseException) -> str:
         return f"error: {error.strerror}: {str(error.filename)[:SHOWN_OF_A_PATH]}"
     if isinstance(error, torch.OutOfMemoryError):
         return "\n".join([*getattr(error, "__notes__", ()), f"error: {str(error).splitlines()[0]}"])
-    return "".join(traceback.format_exception(error)).rstrip()
-
-
-def can_be_mended(error: BaseException) -> bool:
-    """Whether `message_of` returns a line: bad input, a file that the system refuses, memory that ran out."""
-    return isinstance(error, (UserError, OSError, torch.OutOfMemoryError)) or is_out_of_host_memory(error)
+    return None
 
 
 def show_error(error: BaseException, is_main: bool, before: str = "") -> None:
@@ -55,21 +50,21 @@ def show_error(error: BaseException, is_main: bool, before: str = "") -> None:
     other ranks than the main rank: often every rank fails alike, and one message is enough. Errors in a collective:
     often a peer died, and the peer's own error is the one to read.
     """
+    shown = line_of(error) or "".join(traceback.format_exception(error)).rstrip()
     frames = traceback.extract_tb(error.__traceback__)
     if not is_main or any("torch/distributed/" in frame.filename for frame in frames):
         time.sleep(2 * GRACE_SECONDS)
     with suppress(OSError, ValueError):  # nobody may be reading any more
-        print(before + message_of(error), file=sys.stderr)
+        print(before + shown, file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        told = {"py_callstack": message_of(error), "timestamp": int(time.time())}
+        told = {"py_callstack": shown, "timestamp": int(time.time())}
         Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": told}}))
 
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
-    """Decorator of a script's main(argv), which then returns the exit status.
+    """Decorator of a script's main(argv), which then returns the exit status: main's own, 0 for None.
 
-    An error that can be mended is printed as a line on stderr, and the status is 1. It is 130 after Ctrl-C, otherwise
-    main's own, with 0 for None. All other errors keep their traceback.
+    An error that can be mended is printed as a line, and the status is 1; after Ctrl-C it is 130.
     """
 
     @functools.wraps(main)
@@ -77,7 +72,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
         try:
             return main(argv) or 0
         except Exception as error:
-            if not can_be_mended(error):
+            if line_of(error) is None:
                 raise
             show_error(error, is_main=os.environ.get("RANK", "0") == "0")
             return 1

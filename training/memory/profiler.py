@@ -274,7 +274,7 @@ class Recorder:
         optimizer = self.optimizer
         states = [state for state in optimizer.states.values() if not state.on_host]
         parameters = list(self.model.parameters())
-        tensors = [*(state.tensors for state in states), *(slot.tensors for slot in optimizer.slots)]
+        tensors = [*(state.tensors for state in states), *(slot[0] for slot in optimizer.slots)]
         groups = {
             "parameters": parameters,
             "gradients": [

@@ -15,13 +15,10 @@ def shard_model(
 ) -> None:
     """Shard a model by FSDP2, each transformer block a group and the rest another; gradient sums are float32.
 
-    Gradients are summed over ranks, not averaged: the loss is divided by all ranks' valid tokens already.
-
-    Args:
-        compute_dtype: dtype of the gathered parameters; None: bfloat16 on GPUs, float32 on CPUs.
+    Gradients are summed over ranks, not averaged: the loss is divided by all ranks' valid tokens already. Gathered
+    parameters are of `compute_dtype`, by default bfloat16 on GPUs and float32 on CPUs.
     """
-    if compute_dtype is None:
-        compute_dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    compute_dtype = compute_dtype or (torch.bfloat16 if world.device.type == "cuda" else torch.float32)
     # Inputs are not cast: hidden states have the parameters' dtype already, and RoPE's tables must stay float32.
     policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*blocks, model):
@@ -32,11 +29,7 @@ def shard_model(
 
 
 def initial_weights(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, full float32 tensor) of each parameter, drawn one at a time, the same on every rank.
-
-    Args:
-        model: has `initialize_parameter(name, tensor, generator)`; its parameters may be sharded and of any dtype.
-    """
+    """(name, full float32 tensor) of each parameter, sharded or not, drawn one at a time, the same on every rank."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():

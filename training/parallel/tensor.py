@@ -17,13 +17,10 @@ WHOLE = "norm"
 
 
 def share_matrices(model: nn.Module, world: World) -> None:
-    """Let the ranks of `world`'s tensor axis share the matrices of a model.Transformer.
+    """Let the ranks of `world`'s tensor axis share the matrices of a model.Transformer, made for them on "meta".
 
     Its parameters become DTensors with the shapes of initial weights and checkpoints. FSDP2 must come after: it shards
     each rank's part further.
-
-    Args:
-        model: made for `world.tensor_size` ranks, on the meta device.
     """
     if world.tensor_size == 1:
         return
@@ -42,11 +39,7 @@ def share_matrices(model: nn.Module, world: World) -> None:
 
 
 def check_matrix_sharing(size: int, model_config: ModelConfig) -> None:
-    """Refuse numbers of ranks that cannot share each of a model's matrices equally.
-
-    Raises:
-        UserError: names the sizes that can.
-    """
+    """Raise UserError, with the sizes that can, unless so many ranks can share each of a model's matrices equally."""
     heads, width, words = model_config.num_key_value_heads, model_config.intermediate_size, model_config.vocab_size
     common = math.gcd(heads, width, words)
     if common % size:

@@ -17,15 +17,11 @@ def share_sequences(model: nn.Module, world: World) -> None:
 
 
 def check_sharing(size: int, model_config: ModelConfig, chooses_blocks: bool, tensor_size: int = 1) -> None:
-    """Refuse numbers of ranks that cannot share the heads of each sequence equally.
+    """Raise UserError, with the sizes that can, unless `size` ranks can share the heads of each sequence equally.
 
     Args:
-        size: ranks that share each sequence.
         chooses_blocks: whether any layer attends to chosen blocks.
         tensor_size: ranks that share each matrix. They divide the heads first; `size` ranks share one part.
-
-    Raises:
-        UserError: names the sizes that can.
     """
     whose, share = "the model's" if tensor_size == 1 else "a rank's", model_config.share(tensor_size)
     heads, kind = share.num_attention_heads, "query heads"

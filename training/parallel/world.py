@@ -62,24 +62,21 @@ class World:
 
     @functools.cached_property
     def fsdp_mesh(self) -> DeviceMesh:
-        """ "data" and "context" as a single axis: FSDP2 shards parameters over it."""
+        """The axes data and context as one: FSDP2 shards parameters over it."""
         assert self.mesh is not None, "one process shards nothing"
         return flatten_mesh(self.mesh["data", "context"], "fsdp")
 
-    def sum(self, *values: float) -> list[float]:
+    def sum(self, *values: float, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
         """Each value summed over the ranks, in float64."""
-        return self._reduce(values, dist.ReduceOp.SUM)
-
-    def min(self, *values: float) -> list[float]:
-        """Each value's least over the ranks, in float64."""
-        return self._reduce(values, dist.ReduceOp.MIN)
-
-    def _reduce(self, values: tuple[float, ...], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, operation)
         return tensor.tolist()
+
+    def min(self, *values: float) -> list[float]:
+        """Each value's least over the ranks, in float64."""
+        return self.sum(*values, operation=dist.ReduceOp.MIN)
 
     def broadcast(self, value):
         """The main rank's value, on every rank; it may be anything that pickles."""
@@ -98,22 +95,18 @@ def make_mesh(device_type: str, size: int, context_parallel_size: int = 1, tenso
 
 def check_sizes(size: int, local_size: int, context_parallel_size: int, tensor_parallel_size: int) -> None:
     sizes = f"context_parallel_size {context_parallel_size} x tensor_parallel_size {tensor_parallel_size}"
+    advice = "start another number by torchrun --nproc_per_node, or lower one of them"
     if size % (context_parallel_size * tensor_parallel_size):
-        raise UserError(
-            f"{sizes} must divide the number of processes, {size}; start another number by torchrun --nproc_per_node, "
-            "or lower one of them"
-        )
+        raise UserError(f"{sizes} must divide the number of processes, {size}; {advice}")
     if size > local_size and local_size % (context_parallel_size * tensor_parallel_size):
         raise UserError(
             f"{sizes} must divide each machine's processes, {local_size}: no sequence or matrix is shared between "
-            "machines; lower one of them, or start another number by torchrun --nproc_per_node"
+            f"machines; {advice}"
         )
 
 
 def choose_device(device: str, local_rank: int, local_size: int) -> torch.device:
     """This process's device, made the current one."""
-    if device not in ("auto", "cuda", "cpu"):
-        raise UserError(f'device must be "auto", "cuda" or "cpu", got {device!r}')
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda, but PyTorch sees no CUDA GPU here; use --device cpu, or check nvidia-smi")
     if device == "cpu" or not torch.cuda.is_available():
@@ -136,8 +129,6 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
 
     Args:
         device: "auto" (a GPU if there is one), "cuda" or "cpu".
-        context_parallel_size: ranks that share each sequence.
-        tensor_parallel_size: ranks that share each matrix.
 
     Raises:
         UserError: CUDA is asked for and not found; this machine has fewer GPUs than processes; the two sizes do not
@@ -182,7 +173,7 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
 
 
 class Machines:
-    """Tells the other machines that a rank of this machine has ended: by a key in the store where all ranks met."""
+    """Tells the other machines, by a key in the store where all ranks met, that a rank of this one has ended."""
 
     def __init__(self):
         self.store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -201,13 +192,11 @@ class Machines:
 
 
 def end_with(pids: list[int], parent: int, left: threading.Event, machines: Machines | None = None) -> None:
-    """End this process once `parent`, a process in `pids` or a rank of another machine has ended.
+    """End this process once `parent`, a process in `pids` or a rank of another machine has ended, unless `left` is set.
 
-    Nothing is ended once `left` is set. `parent` is the launcher: a rank that outlived it would go on to write
-    checkpoints while a new run writes its own.
-
-    A thread of its own runs this. Where a peer died, the main thread may wait in an NCCL kernel for good. A signal
-    handler of Python, such as train.py's for torchrun's SIGTERM, would wait with it.
+    `parent` is the launcher: a rank that outlived it would write checkpoints while a new run writes its own. A thread
+    of its own runs this: where a peer died, the main thread may wait in an NCCL kernel for good, and Python's signal
+    handlers with it.
     """
     frozen = 0
     while os.getppid() == parent and all(os.path.exists(f"/proc/{pid}") for pid in pids):
@@ -233,9 +222,9 @@ def is_stopped(pid: int) -> bool:
 
 def warn_of_stopped(pids: list[int]) -> None:
     """Name this machine's stopped ranks; only the first rank that runs prints."""
-    stopped = [(local_rank, pid) for local_rank, pid in enumerate(pids) if is_stopped(pid)]
-    first = next((pid for pid in pids if not is_stopped(pid)), None)
-    for local_rank, pid in stopped if first == os.getpid() else ():
+    stopped = {pid: local_rank for local_rank, pid in enumerate(pids) if is_stopped(pid)}
+    first = next((pid for pid in pids if pid not in stopped), None)
+    for pid, local_rank in stopped.items() if first == os.getpid() else ():
         print(
             f"\nlocal rank {local_rank}, process {pid}, was stopped (SIGSTOP, Ctrl-Z or a debugger), and all ranks "
             f"wait for it: kill -CONT {pid} lets it go on",
@@ -244,10 +233,7 @@ def warn_of_stopped(pids: list[int]) -> None:
 
 
 def end_by(error: Exception, is_main: bool, machines: Machines | None = None) -> NoReturn:
-    """Show the error that ended this rank, and end the process; `end_with` may be faster.
-
-    The exit skips destructors and the end of the process group: both may wait for the other ranks.
-    """
+    """Show the error that ended this rank, and exit without destructors, which may wait for other ranks."""
     show_error(error, is_main, before="\n")  # the progress bar's line may be open
     sys.stdout.flush()
     if machines:

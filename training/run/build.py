@@ -312,8 +312,7 @@ def build(
         if model_config.num_gates():  # these gates stay if the weights have none
             fresh = initial_weights(model, config.seed)
             optimizer.load_weights((name, full) for name, full in fresh if GATES in name)
-        masters = {name: tensors["master"] for name, tensors in optimizer.state_dict().items()}
-        read_tensors(find_weights(config.init_from, shapes, may_lack=GATES), masters)
+        read_tensors(find_weights(config.init_from, shapes, may_lack=GATES), optimizer.weights())
         optimizer.restore_parameters()
     else:
         optimizer.load_weights(initial_weights(model, config.seed))

@@ -21,13 +21,7 @@ from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World
 from training.run.build import choose_model
-from training.run.settings import (
-    DEFAULT_STEPS,
-    PEAK_LEARNING_RATE,
-    TINY_PEAK_LEARNING_RATE,
-    TrainConfig,
-    check_config,
-)
+from training.run.settings import DEFAULT_STEPS, PEAK_LEARNING_RATE, TINY_PEAK_LEARNING_RATE, TrainConfig, check_config
 
 logger = logging.getLogger(__name__)
 # A resumed run takes these from its flags alone, all other settings from the run that it continues.
@@ -52,32 +46,24 @@ class Progress:
 
 @dataclass
 class Start:
-    """The place where a run starts, and its settings.
-
-    Args:
-        checkpoint: the run goes on from it; None: the run starts at its first step.
-        tokenizer: identity of the tokenizer that the checkpoint was trained with.
-        changes: a line for each setting that is not what it was.
-    """
+    """The place where a run starts, and its settings."""
 
     config: TrainConfig
     model_config: ModelConfig
     progress: Progress
-    checkpoint: Path | None = None
-    tokenizer: str | None = None
-    changes: list[str] = field(default_factory=list)
+    checkpoint: Path | None = None  # the run goes on from it; None: the run starts at its first step
+    tokenizer: str | None = None  # identity of the tokenizer that the checkpoint was trained with
+    changes: list[str] = field(default_factory=list)  # a line for each setting that is not what it was
 
 
 def choose_start(given: dict, world: World) -> Start:
     """Finds where the run starts; a resumed run goes on from the newest checkpoint without damage.
 
-    Refusals that take seconds come before the checkpoint's bytes are compared.
+    Refusals that take seconds come before the checkpoint's bytes are compared. They are a UserError: settings that do
+    not fit the model, the checkpoint or each other.
 
     Args:
         given: the settings that flags and --config give, by the names of TrainConfig's fields.
-
-    Raises:
-        UserError: settings that do not fit the model, the checkpoint or each other.
     """
     passed_over: dict[Path, str] = {}
     while True:
@@ -113,14 +99,10 @@ def check_same_on_all_ranks(ours: dict, world: World) -> None:
             raise UserError(f"{name} is {ours[name]} on rank {world.rank} and {value} on rank 0; start all ranks alike")
 
 
-# The checkpoint and its settings
-
-
 def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> Start:
     """Makes a fresh start, or a start from the newest checkpoint in output_dir. Reads small files, and no tensor.
 
-    Args:
-        passed_over: checkpoints not to be taken, and why; newer ones that are visibly damaged are added.
+    `passed_over` is as in `latest_checkpoint`.
     """
     config = TrainConfig(**given)
     found = checkpoints(Path(config.output_dir))
@@ -132,9 +114,7 @@ def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> Start
     if found:
         raise UserError(f"no checkpoint in {config.output_dir} can be used; of the newest: {passed_over[found[-1]]}")
     if config.resume == "yes":
-        raise UserError(
-            f"--resume: no checkpoint in {config.output_dir}; make it --resume auto to start a run all the same"
-        )
+        raise UserError(f"--resume: no checkpoint in {config.output_dir}; --resume auto starts a run all the same")
     config = with_defaults(config)
     if config.init_from is None:
         config = replace(config, model_size=config.model_size or "tiny")
@@ -149,9 +129,7 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
     last learning rate, and with --resume auto none.
     """
     if not (checkpoint / OPTIMIZER).is_file():
-        raise UserError(
-            f"{checkpoint} was saved without optimizer state; use --init_from {checkpoint} and another --output_dir"
-        )
+        raise UserError(f"{checkpoint} has no optimizer state; use --init_from {checkpoint} and another --output_dir")
     state = load_state(checkpoint)
     step, steps_before, cosine_before = state["step"], state["max_steps"], state["cosine_steps"]
     saved = state["settings"] | {"max_steps": steps_before}
@@ -172,18 +150,14 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
         changes.append(f"learning rate: held at {rates[1]:.3g}, where its cosine ended; --max_steps stretches it")
     elif rates[1] != learning_rate_of(step + 1, before, cosine_before):
         changes.append(f"learning rate: {rates[0]:.3g} in step {step} -> {rates[1]:.3g} in step {step + 1}")
-    progress = Progress(
-        cosine_steps, step, state["tokens"], state["loader"], state["validation_loss"], state["skipped"]
-    )
+    progress = Progress(cosine_steps, **{name: state[name] for name in PROGRESS})
     return Start(config, choose_model(config, checkpoint), progress, checkpoint, state["tokenizer"], changes)
 
 
 def state_to_save(config: TrainConfig, progress: Progress, tokenizer: str, world: World) -> dict:
-    """The trainer_state of a checkpoint, which `load_state` reads.
+    """The trainer_state of a checkpoint, which `load_state` reads; `tokenizer` is the tokenizer's identity.
 
-    Args:
-        config: the run's settings as given: a resumed run finds out anew what "auto" stands for.
-        tokenizer: identity of the tokenizer.
+    The settings are as given: a resumed run finds out anew what "auto" stands for.
     """
     return dataclasses.asdict(progress) | {
         "max_steps": config.max_steps, "tokens_per_step": tokens_per_step(config, world), "ranks": world.data_size,
@@ -191,6 +165,7 @@ def state_to_save(config: TrainConfig, progress: Progress, tokenizer: str, world
     }  # fmt: skip
 
 
+PROGRESS = "step", "tokens", "loader", "validation_loss", "skipped"
 STATE = {  # names and types of what `state_to_save` returns
     "step": int, "tokens": int, "max_steps": int, "cosine_steps": int, "tokens_per_step": int, "ranks": int,
     "settings": dict, "tokenizer": str, "validation_loss": float | None, "loader": dict, "skipped": int,
@@ -200,8 +175,7 @@ STATE = {  # names and types of what `state_to_save` returns
 def load_state(checkpoint: Path) -> dict:
     """The trainer_state of a checkpoint, with the settings that this version knows, and "ignored", names of others.
 
-    Raises:
-        UserError: somebody has edited the file to what no run has saved.
+    Raises UserError if somebody has edited the file to what no run has saved.
     """
     state = {"skipped": 0, **load_trainer_state(checkpoint)}  # checkpoints of before 2026-11-23 do not count them
     known = [each.name for each in dataclasses.fields(TrainConfig)]
@@ -281,14 +255,8 @@ def learning_rate_of(step: int, config: TrainConfig, cosine_steps: int) -> float
     )  # fmt: skip
 
 
-# The tokenizer
-
-
 def choose_tokenizer(config: TrainConfig, checkpoint: Path | None) -> str:
-    """The tokenizer to open: --tokenizer's, else the tokenizer of --init_from's weights, else bytes.
-
-    A resumed run takes the copy in its checkpoint if the file has gone.
-    """
+    """--tokenizer, or the checkpoint's copy if that file has gone; else the tokenizer of --init_from, or bytes."""
     if checkpoint and config.tokenizer not in (None, "bytes") and not Path(config.tokenizer).exists():
         own = checkpoint / "tokenizer.json"
         return str(own if own.is_file() else config.tokenizer)
@@ -298,11 +266,7 @@ def choose_tokenizer(config: TrainConfig, checkpoint: Path | None) -> str:
 
 
 def open_tokenizer(start: Start) -> ByteTokenizer | FileTokenizer:
-    """Opens the tokenizer of the run, which a resumed run must have been trained with.
-
-    Raises:
-        UserError: the file is missing or invalid, or the checkpoint's run had another content.
-    """
+    """Opens the tokenizer of the run; raises UserError if a resumed run was trained with another content."""
     tokenizer = load_tokenizer(start.config.tokenizer)
     if start.checkpoint and start.tokenizer != tokenizer.identity:
         raise UserError(

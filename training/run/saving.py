@@ -16,12 +16,7 @@ RETRY_SECONDS = 60  # from a checkpoint that failed to the next attempt
 
 
 def is_save_due(config: TrainConfig, step: int, since_save: float, has_failed: bool) -> bool:
-    """Whether a checkpoint is due after a step.
-
-    Args:
-        since_save: seconds since the last checkpoint was begun.
-        has_failed: whether the last checkpoint could not be written.
-    """
+    """Whether a checkpoint is due after a step, if the last one was begun `since_save` seconds ago, or has failed."""
     steps, seconds = parse_interval(config.checkpoint_interval or CHECKPOINT_INTERVAL)
     is_time = 0 < seconds < since_save or (has_failed and since_save > RETRY_SECONDS)
     return is_time or (steps > 0 and step % steps == 0)
@@ -34,12 +29,9 @@ def checkpoint_bytes(config: TrainConfig, model_config: ModelConfig, device: tor
 
 
 def check_disk(config: TrainConfig, step: int, size: int) -> None:
-    """Refuse a run from `step` on whose checkpoints of `size` bytes do not fit on the disk.
+    """Refuse a run from `step` on for two of whose checkpoints, of `size` bytes, the disk has no room.
 
-    Checkpoints that are there up to `step` count as free: the run deletes them.
-
-    Raises:
-        UserError: there is no room for two checkpoints: the last one, and the one that takes its place.
+    Two are the last one and the one that takes its place. Checkpoints up to `step` count as free: the run deletes them.
     """
     output_dir = Path(config.output_dir)
     clear_leftovers(output_dir)
@@ -49,12 +41,12 @@ def check_disk(config: TrainConfig, step: int, size: int) -> None:
     steps_left = config.max_steps - step
     saves = steps_left if seconds else 1 + (steps_left - 1) // (steps or steps_left)
     kept = (config.keep_checkpoints or KEPT_CHECKPOINTS) + (config.validation_sequences > 0) + 1
-    for count, is_enough in ((kept, False), (2, True)):
-        try:
-            check_room(output_dir, min(count, saves + len(found)) * size, size_on_disk(found))
-            return
-        except OSError as error:
-            if is_enough:
-                or_else = "choose another --output_dir" + ", or --save model" * (config.save == "full")
-                raise UserError(f"{error.strerror}; free some space, {or_else}") from None
-            logger.warning("%s: old checkpoints will be deleted before new ones are complete", error.strerror)
+    try:
+        check_room(output_dir, min(2, saves + len(found)) * size, size_on_disk(found))
+    except OSError as error:
+        or_else = "choose another --output_dir" + ", or --save model" * (config.save == "full")
+        raise UserError(f"{error.strerror}; free some space, {or_else}") from None
+    try:
+        check_room(output_dir, min(kept, saves + len(found)) * size, size_on_disk(found))
+    except OSError as error:
+        logger.warning("%s: old checkpoints will be deleted before new ones are complete", error.strerror)
