@@ -5,6 +5,7 @@ losses, tasks.py the tasks.
 """
 
 import gc
+import itertools
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -21,19 +23,9 @@ from tqdm import tqdm
 from training.checkpoint.manifest import verify_weights
 from training.data.corpus import open_stores
 from training.data.tokens import Store, join, split
-from training.evaluation.positions import (
-    Bucket,
-    KeyTokens,
-    Piece,
-    by_position,
-    format_key_tokens,
-    format_positions,
-    key_token_losses,
-    longest_pieces,
-    read_all,
-)
+from training.evaluation import positions
 from training.evaluation.tasks import TASKS, Result, Samples, judge
-from training.flags import flag, read_flags
+from training.flags import flag, given_flags
 from training.host.errors import UserError
 from training.host.files import check_can_write, read_json
 from training.host.processes import command
@@ -41,7 +33,7 @@ from training.inference import ModelFlags, Opened, load, mending_out_of_memory, 
 from training.parallel.world import World, join_world
 
 LARGEST_DEFAULT_CONTEXT = 32_768
-SHORT_CONTEXT, MARGIN, CEILING = 4096, 2.0, 2.0  # LongPPL's values
+SHORT_CONTEXT = 4096  # LongPPL's, as the defaults of margin and ceiling
 OF_LOSS = ("data", "short_context", "margin", "ceiling", "evaluator")
 OF_TASKS = ("tasks", "lengths", "seed")
 
@@ -59,80 +51,60 @@ class EvaluationFlags(ModelFlags):
     sequences: int = flag(16, "the longest pieces of the data, so many; 0: no losses")
     data: list[str] = flag(list, "as train.py's; default: what the run held out, else Python's standard library")
     short_context: int | None = flag(None, "tokens; default: 4096, at most a quarter of context_length", least=2)
-    margin: float | None = flag(
-        None, "nats by which a token that needs the context is better with it; default: 2", most=1e6
-    )
-    ceiling: float | None = flag(None, "nats of loss that such a token has at most; default: 2", most=1e6)
-    evaluator: Path | None = flag(
-        None, "folder of the model that says which tokens need the context; default: this one"
-    )
+    margin: float = flag(2.0, "nats by which a token that needs the context is better with it", most=1e6)
+    ceiling: float = flag(2.0, "nats of loss that such a token has at most", most=1e6)
+    evaluator: Path | None = flag(None, "folder of a model that says which tokens need the context; default: this one")
     # tasks
     samples: int = flag(20, "of each task and length; 0: no tasks")
     tasks: list[str] = flag(list, "default: all", TASKS)
     lengths: list[int] = flag(list, "tokens; default: a quarter, half and all of context_length", least=2)
-    seed: int | None = flag(None, "of the samples; default: 0")
+    seed: int = flag(0, "of the samples")
 
 
-def check_flags(flags: EvaluationFlags) -> None:
-    """Refuse flags that have no effect."""
+def check_flags(flags: EvaluationFlags, given: dict) -> None:
+    """Refuse `given` flags that have no effect."""
     if not flags.sequences and not flags.samples:
         raise UserError("sequences 0 and samples 0 leave nothing to evaluate; give one of them")
     for switch, names in (("sequences", OF_LOSS), ("samples", OF_TASKS)):
         for name in names:
-            if not getattr(flags, switch) and getattr(flags, name) not in (None, []):
+            if not getattr(flags, switch) and name in given:
                 raise UserError(f"{name} has no effect with {switch} 0; drop one")
     if flags.output_dir is not None and flags.output_dir.exists() and not flags.output_dir.is_dir():
         raise UserError(f"output_dir {flags.output_dir} is a file; give a folder")
 
 
-@dataclass(frozen=True)
-class Questions:
-    """Everything that a model is asked, made before its weights are read; margin and ceiling are LongPPL's."""
+class Questions(NamedTuple):
+    """Everything that a model is asked, made before its weights are read; the longest pieces come first."""
 
-    pieces: list[Piece]
+    pieces: list[positions.Piece]
     short_context: int
-    margin: float
-    ceiling: float
     samples: list[Samples]
-
-    @property
-    def longest(self) -> int:
-        """Tokens in the longest text that is read for its loss."""
-        return max((len(piece.ids) for piece in self.pieces), default=0)
-
-    @property
-    def longest_cached(self) -> int:
-        """Tokens in the longest prompt with its answer."""
-        return max((samples.length for samples in self.samples if samples.size), default=0)
 
 
 def make_questions(flags: EvaluationFlags, opened: Opened) -> Questions:
     """Raises UserError for data that cannot be read, and where no text or task is as long as asked."""
     declared = min(opened.shape.max_position_embeddings, LARGEST_DEFAULT_CONTEXT)
     context_length = flags.context_length or opened.settings.get("context_length", declared)
-    pieces = longest_pieces(open_texts(flags, opened), context_length, flags.sequences) if flags.sequences else []
-    if flags.sequences and not pieces:
-        raise UserError(
-            "no document of the data has a token to be predicted, and prompts do not count; give other --data"
-        )
+    pieces, samples = [], []
+    if flags.sequences:
+        pieces = positions.longest_pieces(open_texts(flags, opened), context_length, flags.sequences)
+        if not pieces:
+            raise UserError("no document of the data has a token to be predicted (prompts do not count); give --data")
     short = flags.short_context or max(2, min(SHORT_CONTEXT, context_length // 4))
     if flags.short_context is not None and not any(len(piece.ids) > short for piece in pieces):
         raise UserError(
             f"no text is longer than short_context {short}, the longest has {len(pieces[0].ids)} tokens; lower it, or "
             "give longer --data and a larger --context_length"
         )
-    lengths = flags.lengths or [max(2, context_length // 4), max(2, context_length // 2), context_length]
-    samples = [
-        Samples(name, length, opened.tokenizer, flags.seed or 0, flags.samples)
-        for name in dict.fromkeys(flags.tasks or TASKS) if flags.samples
-        for length in sorted({*lengths})
-    ]  # fmt: skip
-    if samples and not any(of_task.size for of_task in samples):
-        raise UserError(f"no task fits {max(lengths)} tokens of this tokenizer; give larger --lengths, or --samples 0")
-    margin, ceiling = (
-        default if given is None else given for given, default in ((flags.margin, MARGIN), (flags.ceiling, CEILING))
-    )
-    return Questions(pieces, short, margin, ceiling, samples)
+    if flags.samples:
+        lengths = flags.lengths or [max(2, context_length // 4), max(2, context_length // 2), context_length]
+        asked = itertools.product(dict.fromkeys(flags.tasks or TASKS), sorted({*lengths}))
+        samples = [Samples(name, length, opened.tokenizer, flags.seed, flags.samples) for name, length in asked]
+        if not any(of_task.size for of_task in samples):
+            raise UserError(
+                f"no task fits {max(lengths)} tokens of this tokenizer; give larger --lengths, or --samples 0"
+            )
+    return Questions(pieces, short, samples)
 
 
 def open_texts(flags: EvaluationFlags, opened: Opened) -> Store:
@@ -148,23 +120,25 @@ def open_texts(flags: EvaluationFlags, opened: Opened) -> Store:
     return held_out
 
 
-def evaluator_losses(flags: EvaluationFlags, opened: Opened, questions: Questions, world: World) -> tuple[list, list]:
+def evaluator_losses(
+    flags: EvaluationFlags, opened: Opened, questions: Questions, world: World
+) -> tuple[positions.Losses, positions.Losses]:
     """The losses of --evaluator, which has the memory before the judged model and attends as it was trained."""
     assert flags.evaluator is not None, "without it the judged model says which tokens need the context"
     other = open_folder(ModelFlags(flags.evaluator, tokenizer=flags.tokenizer), world)
     if other.tokenizer.identity != opened.tokenizer.identity:
         raise UserError(f"evaluator {flags.evaluator} has another tokenizer: its tokens are not this model's")
     verify_weights(opened.folder)  # `load` does so as well, but only after the evaluator has read everything
-    model = load(other, questions.longest, 0, world, flags.memory_budget)
-    return read_all(model, tqdm(questions.pieces, desc="evaluator", unit="text"), questions.short_context)
+    model = load(other, len(questions.pieces[0].ids), 0, world, flags.memory_budget)
+    return positions.read_all(model, tqdm(questions.pieces, desc="evaluator", unit="text"), questions.short_context)
 
 
 @dataclass
 class Evaluation:
     """The answers so far; JSON has the same names."""
 
-    loss_by_position: list[Bucket] = field(default_factory=list)
-    key_tokens: KeyTokens | None = None
+    loss_by_position: list[positions.Bucket] = field(default_factory=list)
+    key_tokens: positions.KeyTokens | None = None
     tasks: list[Result] = field(default_factory=list)
 
 
@@ -174,15 +148,16 @@ def evaluate(flags: EvaluationFlags, opened: Opened, questions: Questions, world
     gc.collect()  # the evaluator's weights are gone before the model's are read
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
-    longest = max(questions.longest, questions.longest_cached)
-    model = load(opened, longest, questions.longest_cached, world, flags.memory_budget)
+    cached = max((samples.length for samples in questions.samples if samples.size), default=0)
+    longest = max([cached, *(len(piece.ids) for piece in questions.pieces)])
+    model = load(opened, longest, cached, world, flags.memory_budget)
     if questions.pieces:
         bar = tqdm(questions.pieces, desc="loss", unit="text")
-        long, short = read_all(model, bar, None if theirs else questions.short_context)
+        long, short = positions.read_all(model, bar, None if theirs else questions.short_context)
         their_long, their_short = theirs or (long, short)
-        found.loss_by_position = by_position(questions.pieces, long)
-        limits = questions.short_context, questions.margin, questions.ceiling
-        found.key_tokens = key_token_losses(questions.pieces, long, their_long, their_short, *limits)
+        found.loss_by_position = positions.by_position(questions.pieces, long)
+        limits = questions.short_context, flags.margin, flags.ceiling
+        found.key_tokens = positions.key_token_losses(questions.pieces, long, their_long, their_short, *limits)
     asked = sum(samples.count for samples in questions.samples if samples.size)
     with tqdm(total=asked, desc="tasks", unit="sample", disable=not asked) as bar:
         for samples in questions.samples:
@@ -193,25 +168,21 @@ def evaluate(flags: EvaluationFlags, opened: Opened, questions: Questions, world
 
 def format_tasks(results: Sequence[Result]) -> str:
     """A table of scores by task and length, and for needles by depth."""
-    lengths = sorted({result.length for result in results})
-    names = [*dict.fromkeys(result.task for result in results)]
+    lengths, scores = sorted({result.length for result in results}), {}
+    for result in results:
+        scores[result.task, result.length] = result.score
+        for depth, score in (result.by_depth or {}).items():
+            scores[f"{result.task}, depth {depth:.0%}", result.length] = score
     lines = ["share of the asked words found, by tokens of the prompt"]
     lines.append(f"{'':<28}" + "".join(f"{length:>9,}" for length in lengths))
-    for name in names:
-        scores = {result.length: result.score for result in results if result.task == name}
-        by_depth = {result.length: result.by_depth or {} for result in results if result.task == name}
-        lines.append(_row(name, [scores.get(length) for length in lengths]))
-        for depth in sorted({depth for of_length in by_depth.values() for depth in of_length}):
-            lines.append(_row(f"  at depth {depth:.0%}", [by_depth.get(length, {}).get(depth) for length in lengths]))
-    if any(result.score is None for result in results):
+    for name in dict.fromkeys(name for name, _ in scores):
+        row = (scores.get((name, length)) for length in lengths)
+        lines.append(f"{name:<28}" + "".join(f"{'-':>9}" if score is None else f"{score:9.2f}" for score in row))
+    if None in scores.values():
         lines.append("-: too short for the task with this tokenizer")
-    if len(results) < len(names) * len(lengths):
+    if len(results) % len(lengths):
         lines.append("-: of the last task: not finished")
     return "\n".join(lines)
-
-
-def _row(name: str, scores: Sequence[float | None]) -> str:
-    return f"{name:<28}" + "".join(f"{'-':>9}" if score is None else f"{score:9.2f}" for score in scores)
 
 
 def read_earlier(files: Sequence[Path]) -> list[tuple[str, dict]]:
@@ -244,19 +215,16 @@ def draw(folder: Path, content: dict, earlier: Sequence[tuple[str, dict]]) -> No
         draw_needles(folder / "needles.png", rows)
 
 
-def report(
-    flags: EvaluationFlags, questions: Questions, found: Evaluation, earlier: Sequence[tuple[str, dict]]
-) -> None:
+def report(flags: EvaluationFlags, found: Evaluation, is_complete: bool, earlier: Sequence[tuple[str, dict]]) -> None:
     """Write JSON, print the tables, draw the pictures."""
-    content = {"settings": vars(flags), "torch": torch.__version__, **asdict(found)}
-    content["is_complete"] = len(found.tasks) == len(questions.samples)
+    content = {"settings": vars(flags), "torch": torch.__version__, **asdict(found), "is_complete": is_complete}
     text = json.dumps(content, indent=1, default=str)
     if flags.output_dir:
         (flags.output_dir / "evaluation.json").write_text(text + "\n")
     columns = [(name, {row["first"]: row["loss"] for row in one["loss_by_position"]}) for name, one in earlier]
-    tables = [format_positions(found.loss_by_position, columns)] if found.loss_by_position else []
+    tables = [positions.format_positions(found.loss_by_position, columns)] if found.loss_by_position else []
     if found.key_tokens:
-        tables.append(format_key_tokens(found.key_tokens, questions.margin, questions.ceiling))
+        tables.append(positions.format_key_tokens(found.key_tokens, flags.margin, flags.ceiling))
     if found.tasks:
         tables.append(format_tasks(found.tasks))
     print("\n\n".join(tables))
@@ -267,8 +235,9 @@ def report(
 @command
 def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    flags = read_flags(EvaluationFlags, argv, "python -m training.evaluation")
-    check_flags(flags)
+    given = given_flags(EvaluationFlags, argv, "python -m training.evaluation")
+    flags = EvaluationFlags(**given)
+    check_flags(flags, given)
     earlier = read_earlier(flags.beside)
     if flags.output_dir:
         flags.output_dir.mkdir(parents=True, exist_ok=True)
@@ -282,7 +251,7 @@ def main(argv: list[str]) -> None:
                 evaluate(flags, opened, questions, world, found)
         finally:  # also of an evaluation that ends early, as when memory runs out in the tasks
             if found.loss_by_position or found.tasks:
-                report(flags, questions, found, earlier)
+                report(flags, found, len(found.tasks) == len(questions.samples), earlier)
 
 
 if __name__ == "__main__":

@@ -33,16 +33,14 @@ from training.inference import token_losses
 FIRST_BUCKET = 16  # positions: the first bucket is 0 to 15, the next ones 16 to 31, 32 to 63, ...
 
 
+Losses = Sequence[np.ndarray]  # float32 [T - 1] for each piece, or [T - short context]
+
+
 class Piece(NamedTuple):
-    """A stretch of a document.
+    """A stretch of a document."""
 
-    Args:
-        ids: int64 [T].
-        is_masked: bool [T], True for tokens that are not targets.
-    """
-
-    ids: np.ndarray
-    is_masked: np.ndarray
+    ids: np.ndarray  # int64 [T]
+    is_masked: np.ndarray  # bool [T], True for tokens that are not targets
 
     @property
     def is_target(self) -> np.ndarray:
@@ -56,14 +54,12 @@ def longest_pieces(store: Store, context_length: int, count: int) -> list[Piece]
     Each piece is read as a separate document, without the token that ends the document. Among pieces of one length the
     starts of documents come first: a book does not take the place of all others. Pieces without a target are left out.
     """
-    places = np.fromiter(
-        (
-            (document, start, min(start + context_length, length - 1))
-            for document, length in enumerate(store.lengths.tolist())
-            for start in range(0, length - 2, context_length)
-        ),
-        dtype=np.dtype((np.int64, 3)),
+    all_places = (
+        (document, start, min(start + context_length, length - 1))
+        for document, length in enumerate(store.lengths.tolist())
+        for start in range(0, length - 2, context_length)
     )
+    places = np.fromiter(all_places, dtype=np.dtype((np.int64, 3)))
     _, start, stop = places.T
     longest_first = np.lexsort((start, start - stop))
     pieces = (Piece(*store.read_masked(*places[i].tolist())) for i in longest_first)
@@ -113,7 +109,7 @@ class Bucket:
     loss: float
 
 
-def by_position(pieces: Sequence[Piece], losses: Sequence[np.ndarray]) -> list[Bucket]:
+def by_position(pieces: Sequence[Piece], losses: Losses) -> list[Bucket]:
     """Group the targets of all pieces by position, in powers of two; `losses` are the pieces' `losses_of`, [T - 1]."""
     positions = np.concatenate([1 + piece.is_target.nonzero()[0] for piece in pieces])
     values = np.concatenate([x[piece.is_target] for piece, x in zip(pieces, losses)]).astype(np.float64)
@@ -127,21 +123,21 @@ def by_position(pieces: Sequence[Piece], losses: Sequence[np.ndarray]) -> list[B
 
 @dataclass
 class KeyTokens:
-    """Key tokens: how many, and their mean losses in nats given the long and the short context."""
+    """Key tokens: how many, and mean losses in nats given the long and the short context (the evaluator's)."""
 
     tokens: int  # targets past `short_context`, key tokens or not
     key_tokens: int
     short_context: int
-    long: float | None  # None where no token is a key token
-    short: float | None  # the evaluator's
-    long_ppl: float | None
     long_of_all: float  # over all targets past `short_context`
-    short_of_all: float  # the evaluator's
+    short_of_all: float
+    long: float | None = None  # None where no token is a key token
+    short: float | None = None
+    long_ppl: float | None = None
 
 
 def key_token_losses(
-    pieces: Sequence[Piece], long: Sequence[np.ndarray], evaluator_long: Sequence[np.ndarray],
-    evaluator_short: Sequence[np.ndarray], short_context: int, margin: float, ceiling: float,
+    pieces: Sequence[Piece], long: Losses, evaluator_long: Losses, evaluator_short: Losses,
+    short_context: int, margin: float, ceiling: float,
 ) -> KeyTokens | None:  # fmt: skip
     """The judged model's losses on the evaluator's key tokens. None: no piece has a target past the short context.
 
@@ -156,20 +152,15 @@ def key_token_losses(
     if not len(own):
         return None
     key = (short - theirs > margin) & (theirs < ceiling)
-    of_key = _mean(own[key]) if key.any() else None
-    return KeyTokens(
-        len(own), int(key.sum()), short_context, of_key, _mean(short[key]) if key.any() else None,
-        None if of_key is None else math.exp(of_key), _mean(own), _mean(short),
-    )  # fmt: skip
+    of_all = [float(losses.mean(dtype=np.float64)) for losses in (own, short)]
+    found = KeyTokens(len(own), int(key.sum()), short_context, *of_all)
+    if key.any():
+        found.long, found.short = (float(losses[key].mean(dtype=np.float64)) for losses in (own, short))
+        found.long_ppl = math.exp(found.long)
+    return found
 
 
-def _mean(losses: np.ndarray) -> float:
-    return float(losses.astype(np.float64).mean())
-
-
-def read_all(
-    model: Transformer, pieces: Iterable[Piece], short_context: int | None
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def read_all(model: Transformer, pieces: Iterable[Piece], short_context: int | None) -> tuple[Losses, Losses]:
     """(`losses_of`, `short_losses_of`) each piece. None: reads no short context."""
     long, short = [], []
     for piece in pieces:
@@ -202,7 +193,7 @@ def format_key_tokens(found: KeyTokens, margin: float, ceiling: float) -> str:
     ]
     if found.long is not None:
         lines.append(
-            f"those that need it  {found.long:8.4f} nats; with the short context {found.short:.4f}; "
+            f"tokens that need it {found.long:8.4f} nats; with the short context {found.short:.4f}; "
             f"LongPPL {found.long_ppl:.3f}"
         )
     return "\n".join(lines)

@@ -30,24 +30,19 @@ FILLER = (
     "The river runs past the old mill.", "A boat waits at the pier.", "The wind is mild today.",
     "We walk up the hill and rest.", "Someone left the gate open.", "It will rain before the evening.",
 )  # fmt: skip
-ADJECTIVES = [
-    "amber", "bold", "brisk", "calm", "clear", "cold", "coral", "crisp", "dark", "deep", "dry", "dusty", "early",
-    "faint", "fair", "fine", "fresh", "grand", "gray", "green", "happy", "hollow", "iron", "ivory", "keen", "late",
-    "light", "lone", "long", "loud", "mild", "neat", "noble", "old", "pale", "plain", "proud", "quick", "quiet",
-    "rare", "red", "rough", "round", "sharp", "short", "shy", "silver", "slow", "small", "soft", "solid", "steep",
-    "still", "strong", "sweet", "tall", "thin", "warm", "white", "wide", "wild", "young",
-]  # fmt: skip
-NOUNS = [
-    "acorn", "anchor", "apple", "arrow", "badge", "barn", "basin", "beach", "bell", "bench", "bird", "bridge",
-    "brook", "cabin", "candle", "canoe", "castle", "cedar", "chair", "cliff", "cloud", "coin", "copper", "crane",
-    "creek", "crown", "desk", "door", "eagle", "falcon", "farm", "feather", "fence", "field", "flame", "forest",
-    "fox", "garden", "glass", "goat", "grove", "hammer", "harbor", "hawk", "island", "jacket", "kettle", "ladder",
-    "lake", "lamp", "leaf", "lemon", "lion", "maple", "meadow", "mirror", "moss", "mountain", "needle", "oak",
-    "orchard", "otter", "owl", "paddle", "path", "pearl", "pebble", "pine", "pond", "rabbit", "raven", "ridge",
-    "ring", "river", "robin", "rope", "saddle", "salmon", "shell", "ship", "shore", "spoon", "spring", "star",
-    "stone", "storm", "stream", "table", "tiger", "tower", "trail", "tree", "valley", "violin", "wagon", "wall",
-    "water", "wheel", "willow", "window", "wolf", "wood",
-]  # fmt: skip
+WORDS = """
+amber bold brisk calm clear cold coral crisp dark deep dry dusty early faint fair fine fresh grand gray green happy
+hollow iron ivory keen late light lone long loud mild neat noble old pale plain proud quick quiet rare red rough round
+sharp short shy silver slow small soft solid steep still strong sweet tall thin warm white wide wild young
+
+acorn anchor apple arrow badge barn basin beach bell bench bird bridge brook cabin candle canoe castle cedar chair cliff
+cloud coin copper crane creek crown desk door eagle falcon farm feather fence field flame forest fox garden glass goat
+grove hammer harbor hawk island jacket kettle ladder lake lamp leaf lemon lion maple meadow mirror moss mountain needle
+oak orchard otter owl paddle path pearl pebble pine pond rabbit raven ridge ring river robin rope saddle salmon shell
+ship shore spoon spring star stone storm stream table tiger tower trail tree valley violin wagon wall water wheel willow
+window wolf wood
+"""
+ADJECTIVES, NOUNS = (part.split() for part in WORDS.split("\n\n"))
 LARGEST_VOCABULARY = 10_000
 # Short words first, then pairs of them in no order.
 VOCABULARY = [*NOUNS, *random.Random(0).sample([a + b for a in NOUNS for b in NOUNS], LARGEST_VOCABULARY)]
@@ -62,17 +57,11 @@ class Sample(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A way to make samples.
+    """A way to make samples."""
 
-    Args:
-        make: (random, size, depth) -> Sample; `size` counts the sentences or words of its text.
-        least: the smallest size with something to find.
-        has_depth: whether `depth` says where the needle lies.
-    """
-
-    make: Callable[[random.Random, int, float], Sample]
-    least: int
-    has_depth: bool = False
+    make: Callable[[random.Random, int, float], Sample]  # (random, size: sentences or words of the text, depth)
+    least: int  # the smallest size with something to find
+    has_depth: bool = False  # whether `depth` says where the needle lies
 
 
 def _needle_of(key: str, number: int) -> str:
@@ -85,6 +74,14 @@ def _ask_needle(text: str, key: str, number: int) -> Sample:
         f"Question: What is the magic number of {key}?\nAnswer: The magic number of {key} is"
     )
     return Sample(prompt, (str(number),), f" {number}")
+
+
+def _draw_names(draw: random.Random, letters: str, length: int, count: int) -> list[str]:
+    """Distinct made-up words, in no order."""
+    names: set[str] = set()
+    while len(names) < count:
+        names.add("".join(draw.choices(letters, k=length)))
+    return draw.sample(sorted(names), count)
 
 
 def _draw_needles(draw: random.Random, count: int) -> list[tuple[str, int]]:
@@ -113,10 +110,7 @@ def _make_multi_key_needle(draw: random.Random, size: int, depth: float) -> Samp
 
 
 def _make_variable_tracking(draw: random.Random, size: int, _: float) -> Sample:
-    letters: set[str] = set()
-    while len(letters) < 2 * CHAIN:
-        letters.add("".join(draw.choices(string.ascii_uppercase, k=5)))
-    names = draw.sample(sorted(letters), 2 * CHAIN)
+    names = _draw_names(draw, string.ascii_uppercase, 5, 2 * CHAIN)
     values = [str(number) for number in draw.sample(range(10_000, 100_000), 2)]
     chains = names[:CHAIN], names[CHAIN:]
     lines: list[list[str]] = []  # assignments of each chain, in its order
@@ -155,10 +149,7 @@ def _make_frequent_words(draw: random.Random, size: int, _: float) -> Sample:
     counts = [round(size * 0.6 / rank**2) for rank in range(1, size + 1)]
     counts = [count for count in counts if count]
     counts += [1] * (size - sum(counts))
-    letters: set[str] = set()
-    while len(letters) < len(counts):
-        letters.add("".join(draw.choices(string.ascii_lowercase, k=6)))
-    coded = draw.sample(sorted(letters), len(counts))
+    coded = _draw_names(draw, string.ascii_lowercase, 6, len(counts))
     words = [word for word, count in zip(coded, counts) for _ in range(count)]
     draw.shuffle(words)
     prompt = (
@@ -203,8 +194,7 @@ class Samples:
 
     def __init__(self, name: str, length: int, tokenizer, seed: int, count: int):
         self.name, self.task, self.length, self.tokenizer = name, TASKS[name], length, tokenizer
-        self.seed, self.count, self.size = seed, count, 0
-        least = self.task.least
+        self.seed, self.count, self.size, least = seed, count, 0, TASKS[name].least
         if any(self._tokens(least, index) > length for index in range(count)):
             return
         small, large = (self._tokens(size) for size in (least, 4 * least + 50))

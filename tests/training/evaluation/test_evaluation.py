@@ -74,7 +74,7 @@ def test_losses_and_tasks_of_a_checkpoint(folders, tmp_path, capsys):
     names = sorted(file.name for file in (tmp_path / "first").iterdir())
     assert names == ["evaluation.json", "loss_by_position.png", "needles.png", "tasks.png"]
     out = capsys.readouterr().out
-    assert "128 to 255" in out and "at depth 25%" in out and "-: too short" in out
+    assert "128 to 255" in out and "needle, depth 25%" in out and "-: too short" in out
     beside = str(tmp_path / "first" / "evaluation.json")
     flags = "--samples", "0", "--evaluator", folders["full"], "--beside", beside, "--sequences", "2"
     code, found = run(folders["nsa"], tmp_path / "second", *flags)
