@@ -330,4 +330,4 @@ def test_the_time_that_a_shutdown_takes_is_promised_and_torchruns_patience_compa
     assert caplog.messages[2:] == [promise]
     monkeypatch.delattr(LaunchConfig, "shutdown_timeout")
     promise_shutdown(20, 10)  # a torch without the flag has no use for the variable
-    assert caplog.messages[-1].startswith("torchrun kills after 30 s, and that of torch")
+    assert caplog.messages[-1].startswith("torchrun kills after 30 s, and torch")

@@ -51,16 +51,23 @@ def show(bar: tqdm, values: dict, unit: str) -> None:
 
 
 def gpu_metrics(forward_flops: float, seconds: float, world: World) -> dict:
-    """Peak memory of every rank and model FLOP utilisation of a step; nothing on a CPU. All ranks call this.
+    """Every rank's peak of allocated memory in GiB and the step's model FLOP utilisation; nothing on a CPU.
+
+    All ranks call this.
 
     Args:
         forward_flops: of the model in this rank's forwards; a backward takes twice as many.
         seconds: of the step.
     """
-    found: dict = {"peak_memory_gib": peak_memory_gib(world)} if world.device.type == "cuda" else {}
+    if world.device.type != "cuda":
+        return {}
+    peaks = [0.0] * world.size
+    peaks[world.rank] = torch.cuda.max_memory_allocated(world.device) / 2**30
+    torch.cuda.reset_peak_memory_stats(world.device)
+    flops, *peaks = world.sum(forward_flops, *peaks)
+    found: dict = {"peak_memory_gib": [round(peak, 2) for peak in peaks]}
     if (most := peak_flops(world.device)) is not None:
-        flops_of_rank = 3 * world.sum(forward_flops)[0] / world.size / (world.context_size * world.tensor_size)
-        found["mfu"] = flops_of_rank / seconds / most
+        found["mfu"] = 3 * flops / world.size / (world.context_size * world.tensor_size) / seconds / most
     return found
 
 
@@ -70,14 +77,6 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     gpu = find_gpu(torch.cuda.get_device_name(device))
     return None if gpu is None else gpu.flops
-
-
-def peak_memory_gib(world: World) -> list[float]:
-    """Peak of allocated GPU memory since the last call, GiB, of every rank."""
-    peaks = torch.zeros(world.size, dtype=torch.float64)
-    peaks[world.rank] = torch.cuda.max_memory_allocated(world.device) / 2**30
-    torch.cuda.reset_peak_memory_stats(world.device)
-    return [round(peak, 2) for peak in world.sum(*peaks.tolist())]
 
 
 def is_spike(loss: float, recent: Sequence[float]) -> bool:

@@ -59,14 +59,13 @@ def train_step(
             loss = run_model(model, batch, world, num_valid)
             loss.backward()
             losses.append(loss.detach())
-    except Stopped:
+        norm = optimizer.clip_grad_norm(max_grad_norm)
+        loss = world.sum(float(torch.stack(losses).sum()))[0] / world.tensor_size
+        if not math.isfinite(loss + norm):
+            raise NotFinite(f"loss {loss}, gradient norm {norm}")
+    except (Stopped, NotFinite):
         optimizer.zero_grad()
         raise
-    norm = optimizer.clip_grad_norm(max_grad_norm)
-    loss = world.sum(float(torch.stack(losses).sum()))[0] / world.tensor_size
-    if not math.isfinite(loss + norm):
-        optimizer.zero_grad()
-        raise NotFinite(f"loss {loss}, gradient norm {norm}")
     before_update()
     optimizer.step(learning_rate)
     torch.get_device_module(world.device).synchronize()  # a clock read after this has waited for the update
@@ -79,10 +78,7 @@ def validate(model: Transformer, batches: Iterable[Batch], world: World, is_aske
 
     Args:
         batches: of whole sequences, as many on each rank.
-        is_asked: whether the run has been asked to end; called before each batch.
-
-    Raises:
-        Stopped: the run has been asked to end.
+        is_asked: called before each batch; if it returns True, Stopped is raised.
     """
     total, count = 0.0, 0
     for batch in batches:

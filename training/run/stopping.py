@@ -39,8 +39,8 @@ def stop_signals() -> Iterator[list[int]]:
     A signal that was ignored stays so, such as SIGHUP under nohup. A second SIGINT ends the process at once, unless it
     comes with the first: torchrun passes on a Ctrl-C that its workers have got themselves.
 
-    A thread takes note. Python runs a signal's handler in the main thread alone, after the library call that it is in.
-    The backward of a GPU is one such call and takes minutes: its hooks run in a thread of autograd.
+    A thread takes note. Python runs a signal's handler in the main thread alone, after the library call that it is in,
+    and the backward of a GPU is a single call of minutes.
     """
     received: list[int] = []
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -80,16 +80,14 @@ class Stopping:
 
     A step of a million tokens takes minutes, a block seconds. So in long steps the ranks look between blocks whether to
     end, all between the same two, by sums on a gloo group of their own: a rank begins a sum at each look and reads the
-    sum that it began LOOKS_BEHIND looks before. All ranks pass the looks in one order, and none waits for a later act
-    of another rank, so no collective of training waits for a look.
+    sum that it began LOOKS_BEHIND looks before. No collective of training waits for a look.
 
-    In a look the host waits for the GPU, LOOKS_BEHIND looks back. Otherwise it would have queued the whole step by the
-    time that the first block is done. The GPU's launch queue would be full then, and calls of other threads would wait
-    in it: a checkpoint of state on a GPU would take half as long again (MEMORY_REPORT.md, "Checkpoints beside
-    training").
+    In a look the host waits for the GPU, LOOKS_BEHIND looks back. Otherwise it would queue the whole step at once and
+    fill the GPU's launch queue, in which calls of other threads wait: a checkpoint of state on a GPU would take half as
+    long again (MEMORY_REPORT.md, "Checkpoints beside training").
 
     Args:
-        received: numbers of the signals that this rank has got, to which `stop_signals` adds.
+        received: numbers of the signals that this rank has got, as `stop_signals` notes them.
         blocks: of the model, called as block(x_BTD, ...).
         micro_batches: of a step.
         step_seconds: predicted for the first step; 0: not known.
@@ -121,8 +119,8 @@ class Stopping:
         Raises:
             Stopped: from a block's forward or backward.
         """
-        is_long = self.step_seconds > LONG_STEP_SECONDS
-        self._every = max(1, int(LOOK_SECONDS * self._num_blocks / self.step_seconds)) if is_long else 0
+        if self.step_seconds > LONG_STEP_SECONDS:
+            self._every = max(1, int(LOOK_SECONDS * self._num_blocks / self.step_seconds))
         self._passed, self._last, self._longest = 0, time.monotonic(), 0.0
         try:
             yield
@@ -195,8 +193,6 @@ class Stopping:
 def promise_shutdown(look_seconds: float, save_seconds: float) -> None:
     """Say how long a run goes on after a signal that stops it; warn if torchrun would kill it before.
 
-    A worker reads torchrun's patience from its environment; torchrun's flag --shutdown-timeout is not shown to workers.
-
     Args:
         look_seconds: until the step is taken or dropped.
         save_seconds: of a checkpoint. A checkpoint that has begun is finished before the last one is saved.
@@ -207,12 +203,10 @@ def promise_shutdown(look_seconds: float, save_seconds: float) -> None:
         return
     from torch.distributed.launcher.api import LaunchConfig
 
-    can_be_set, timeout = hasattr(LaunchConfig, "shutdown_timeout"), SHUTDOWN_SECONDS
-    for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT") if can_be_set else ():
-        timeout = int(os.environ.get(name, timeout))
+    timeout, advice = SHUTDOWN_SECONDS, f", and torch {torch.__version__} has no --shutdown-timeout: a newer torch has"
+    if hasattr(LaunchConfig, "shutdown_timeout"):  # the flag is not shown to workers, the environment is
+        for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"):
+            timeout = int(os.environ.get(name, timeout))
+        advice = f": start it with --shutdown-timeout {needed + 60}, unless you did"
     if needed > timeout - 5:
-        logger.warning(
-            "torchrun kills after %d s%s", timeout,
-            f": start it with --shutdown-timeout {needed + 60}, unless you did" if can_be_set
-            else f", and that of torch {torch.__version__} has no --shutdown-timeout: a newer torch has",
-        )  # fmt: skip
+        logger.warning("torchrun kills after %d s%s", timeout, advice)
