@@ -38,19 +38,9 @@ from training.memory.planner import Plan
 from training.optimizer import MasterAdamW
 from training.parallel.world import World, join_world
 from training.plots import draw_at_end
+from training.run import resume
 from training.run.build import build, check_fits, configure_machine, explain_out_of_memory, resolve_memory_budget
 from training.run.metrics import MetricsFile, describe, gpu_metrics, is_spike, open_metrics, show
-from training.run.resume import (
-    Progress,
-    Start,
-    check_same_on_all_ranks,
-    choose_start,
-    learning_rate_of,
-    open_tokenizer,
-    parallel_sizes_of,
-    state_to_save,
-    tokens_per_step,
-)
 from training.run.saving import check_disk, checkpoint_bytes, is_save_due
 from training.run.settings import KEPT_CHECKPOINTS, TrainConfig, check_config, given_settings
 from training.run.step import NoTarget, NotFinite, train_step, validate
@@ -70,7 +60,7 @@ def main(argv: list[str]) -> int:
     given = given_settings(argv)
     config = TrainConfig(**given)
     check_config(config)
-    sizes = parallel_sizes_of(given)
+    sizes = resume.parallel_sizes_of(given)
     with join_world(config.device, **sizes) as world:
         if not world.is_main:
             logging.disable(logging.WARNING)
@@ -92,12 +82,14 @@ def train(given: dict, world: World) -> int:
                 stack.enter_context(only_run_in(output_dir))
             check_is_shared(output_dir)
         # Refusals that take seconds come before the data, which may take minutes to tokenise.
-        start = choose_start(given, world)
+        start = resume.choose_start(given, world)
         if start.progress.step >= start.config.max_steps:
             finish_again(start, world)
             return 0
         if start.config.show_batch:
-            show_next_batch(start, world)
+            tokenizer, loader, _ = open_data(start, world)
+            if world.is_main:
+                print(show_batch(loader, tokenizer, color=sys.stdout.isatty()))
             return 0
         run = set_up(start, world, stack)
         while run.progress.step < run.config.max_steps and not run.stopped:
@@ -109,7 +101,7 @@ def train(given: dict, world: World) -> int:
         return end(run)
 
 
-def finish_again(start: Start, world: World) -> None:
+def finish_again(start: resume.Start, world: World) -> None:
     """Do what a kill at the end of the run may have left undone."""
     config, checkpoint = start.config, start.checkpoint
     logger.info("%s is of the last of %d steps: nothing is left to do", checkpoint, config.max_steps)
@@ -126,7 +118,7 @@ class Run:
     """The parts of a run, and how far it has come."""
 
     config: TrainConfig  # start.config, its memory budget resolved
-    start: Start
+    start: resume.Start
     world: World
     tokenizer: typing.Any
     loader: PackedLoader
@@ -138,7 +130,7 @@ class Run:
     stopping: Stopping
     metrics: MetricsFile | None  # on the main rank
     bar: tqdm
-    progress: Progress
+    progress: resume.Progress
     saved: int  # the step of the last checkpoint
     saved_at: float  # time.monotonic() when it was begun
     stopped: bool = False
@@ -154,11 +146,11 @@ class Run:
         self.saver.begin(
             step, weights=self.optimizer.parameters, model_config=to_config_json(self.start.model_config),
             optimizer_state=self.optimizer.state_dict() if self.config.save == "full" else None,
-            trainer_state=state_to_save(self.start.config, self.progress, self.tokenizer.identity, self.world),
+            trainer_state=resume.state_to_save(self.start.config, self.progress, self.tokenizer.identity, self.world),
         )  # fmt: skip
 
 
-def set_up(start: Start, world: World, stack: contextlib.ExitStack) -> Run:
+def set_up(start: resume.Start, world: World, stack: contextlib.ExitStack) -> Run:
     """Make all that a run needs. No other run writes to its output_dir until `stack` is closed."""
     config = dataclasses.replace(start.config, memory_budget=resolve_memory_budget(start.config, world.device))
     model_config, first_step = start.model_config, start.progress.step
@@ -174,9 +166,7 @@ def set_up(start: Start, world: World, stack: contextlib.ExitStack) -> Run:
     model, optimizer, plan = build(config, model_config, start.checkpoint, documents, world)
     metrics = open_metrics(config, first_step) if world.is_main else None
     companions = NO_COMPANIONS if tokenizer.name == "bytes" else read_companions(Path(tokenizer.name))
-    saver = Saver(
-        Path(config.output_dir), config.keep_checkpoints or KEPT_CHECKPOINTS, start.checkpoint, companions
-    )  # fmt: skip
+    saver = Saver(Path(config.output_dir), config.keep_checkpoints or KEPT_CHECKPOINTS, start.checkpoint, companions)
     stack.callback(saver.wait)  # an error ends the run once the checkpoint that was begun is complete
     received = stack.enter_context(stop_signals())
     seconds = world.min(plan.seconds)[0] if world.device.type == "cuda" else 0.0
@@ -194,9 +184,9 @@ def set_up(start: Start, world: World, stack: contextlib.ExitStack) -> Run:
 # The data
 
 
-def open_data(start: Start, world: World) -> tuple[typing.Any, PackedLoader, Store]:
+def open_data(start: resume.Start, world: World) -> tuple[typing.Any, PackedLoader, Store]:
     """Returns (tokenizer, loader of training batches at the run's place in the data, store of held-out documents)."""
-    config, tokenizer = start.config, open_tokenizer(start)
+    config, tokenizer = start.config, resume.open_tokenizer(start)
     store, held_out, packing = load_corpus(
         config.data, tokenizer, start.model_config.vocab_size, validation_fraction=config.validation_fraction,
         context_length=config.context_length, seed=config.seed, reasoning=config.chat_reasoning,
@@ -206,21 +196,14 @@ def open_data(start: Start, world: World) -> tuple[typing.Any, PackedLoader, Sto
     loader.check_enough_for_step(config.gradient_accumulation_steps)
     if config.validation_sequences:
         check_can_validate(held_out, config.context_length, config.validation_sequences)
-    check_same_on_all_ranks({**dataclasses.asdict(config), **loader.state_dict()}, world)
+    resume.check_same_on_all_ranks({**dataclasses.asdict(config), **loader.state_dict()}, world)
     if start.checkpoint:
         loader.load_state_dict(start.progress.loader)
     logger.info(
         "data: %s training tokens, %s held out; %s tokens a step", f"{loader.num_tokens:,}",
-        f"{(held_out.lengths - 1).sum():,}", f"{tokens_per_step(config, world):,}",
+        f"{(held_out.lengths - 1).sum():,}", f"{resume.tokens_per_step(config, world):,}",
     )  # fmt: skip
     return tokenizer, loader, held_out
-
-
-def show_next_batch(start: Start, world: World) -> None:
-    """Print the sequences that the next step begins with."""
-    tokenizer, loader, _ = open_data(start, world)
-    if world.is_main:
-        print(show_batch(loader, tokenizer, color=sys.stdout.isatty()))
 
 
 # A step
@@ -231,7 +214,7 @@ def take_step(run: Run) -> dict | None:
     config, world, step, began = run.config, run.world, run.progress.step + 1, time.perf_counter()
     run.stopping.watch()
     batches = run.loader.next_step(config.gradient_accumulation_steps)
-    rate = learning_rate_of(step, config, run.progress.cosine_steps)
+    rate = resume.learning_rate_of(step, config, run.progress.cosine_steps)
     kinds = kinds_at(config, run.start.model_config, step)
     set_kinds(run.model, kinds)
     values = {"step": step, "learning_rate": rate, "epoch": run.loader.epoch, "loss": None}
@@ -258,7 +241,7 @@ def take_step(run: Run) -> dict | None:
             run.save()
         error.add_note(explain_out_of_memory(config, run.plan, world.device))
         raise
-    seconds, step_tokens = time.perf_counter() - began, tokens_per_step(config, world)
+    seconds, step_tokens = time.perf_counter() - began, resume.tokens_per_step(config, world)
     run.stopping.note_step(seconds)
     tokens = run.progress.tokens + step_tokens
     run.progress = dataclasses.replace(run.progress, step=step, tokens=tokens, loader=run.loader.state_dict())

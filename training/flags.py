@@ -74,8 +74,7 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
         program: how the command is called, for --help.
 
     Raises:
-        UserError: a flag or key is unknown (the nearest name is offered), is missing, or has a value of another type,
-            out of its range or choices; the file cannot be read.
+        UserError: a flag or key is unknown or missing, or has a value that it does not take; the file cannot be read.
     """
     parser = Parser(prog=program, description=kind.__doc__, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="TOML file with the same names as the flags")
@@ -93,8 +92,9 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
     given = parse(argv)
     if path := given.pop("config", None):
         try:
-            given = parse(as_words(_read_toml(path), names[1:])) | given
-        except UserError as error:
+            content = tomllib.loads(read_file(Path(path), "give --config a TOML file").decode("utf-8-sig"))
+            given = parse(as_words(content, names[1:])) | given
+        except (ValueError, RecursionError) as error:  # also a UserError
             raise UserError(f"--config {path}: {error}") from None
     for each in fields(kind):
         if each.name in given:
@@ -118,8 +118,10 @@ def as_words(values: dict, names: list[str]) -> list[str]:
             raise UserError(f"{name} must be a word, a number, true, false or a list, got {value!r}")
         if isinstance(value, list):
             words += [f"--{name}", *map(str, value)]
+        elif isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
         else:
-            words.append((f"--{name}" if value else f"--no-{name}") if isinstance(value, bool) else f"--{name}={value}")
+            words.append(f"--{name}={value}")
     return words
 
 
@@ -168,11 +170,3 @@ def _check(each: Field, value) -> None:
 def _nearest(name: str, names: list[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def _read_toml(path: str) -> dict:
-    content = read_file(Path(path), "give --config a TOML file")
-    try:
-        return tomllib.loads(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(str(error)) from None

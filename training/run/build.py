@@ -39,11 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | None:
-    """The run's --memory_budget, on a GPU "auto" by default. None: nothing is planned, as on a CPU.
-
-    Raises:
-        UserError: a budget on a CPU; kernels that no plan counts.
-    """
+    """The run's --memory_budget, on a GPU "auto" by default. None: nothing is planned, as on a CPU."""
     if device.type == "cuda":
         if config.gradient_checkpointing or config.compile:
             return None
@@ -116,11 +112,8 @@ def _extended(shape: ModelConfig, rope_scaling: str, resumed: Path | None) -> Mo
     """The shape with its context extended; a resumed run's has been, and must be as --rope_scaling says."""
     if resumed is None:
         return extend(shape, rope_scaling)
-    asked, found = (
-        scaling and (scaling.rope_type, scaling.factor)
-        for scaling in (extend(dataclasses.replace(shape, rope_scaling=None), rope_scaling).rope_scaling,
-                        shape.rope_scaling)
-    )  # fmt: skip
+    scalings = extend(dataclasses.replace(shape, rope_scaling=None), rope_scaling).rope_scaling, shape.rope_scaling
+    asked, found = (scaling and (scaling.rope_type, scaling.factor) for scaling in scalings)
     if asked != found:
         raise UserError(f"rope_scaling {rope_scaling}: {resumed} was trained with {found}; drop it, or start afresh")
     return shape
@@ -133,11 +126,7 @@ def settled_execution(
     loss_impl: str, attention_backend: str, device: torch.device, kinds: tuple[AttentionKind, ...] = (),
     impl: str = "auto",
 ) -> Execution:  # fmt: skip
-    """The part of an execution that flags settle, before anything is planned.
-
-    Raises:
-        UserError: an attention backend that `device` or this installation does not have.
-    """
+    """What flags settle of an execution. Raises UserError for a backend that is not there, or not for `device`."""
     with refused_as_user_error():
         backend = choose_backend(attention_backend, device)
     return Execution(loss_impl=loss_impl, attention_backend=backend, kinds=kinds, impl=impl)
@@ -298,11 +287,9 @@ def build(
     """Model, optimizer and plan, with all of their state from `checkpoint`; None: weights of --init_from, or fresh."""
     model, plan = build_model(config, model_config, world, documents)
     optimizer = MasterAdamW(
-        model.named_parameters(),
-        weight_decay=config.weight_decay,
-        accumulate=config.gradient_accumulation_steps > 1,
+        model.named_parameters(), weight_decay=config.weight_decay, accumulate=config.gradient_accumulation_steps > 1,
         gpu_state_bytes=plan.execution.gpu_state_bytes,
-    )
+    )  # fmt: skip
     if checkpoint:
         load_optimizer_state(checkpoint, optimizer.state_dict())
         optimizer.restore_parameters()
