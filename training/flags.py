@@ -3,14 +3,7 @@
 A command declares a flat dataclass whose fields `flag` makes: a field's name is the flag and the key of the file. Flags
 override the file, the file overrides defaults. The class's docstring is what --help says of the command.
 
-    @dataclass
-    class Greeting:
-        \"\"\"Greet somebody.\"\"\"
-
-        name: str = flag(help="whom to greet", positional=True)
-        times: int = flag(1, "how often", least=1)
-
-    read_flags(Greeting, ["Ada", "--times", "2"], "python -m greet")  # Greeting(name="Ada", times=2)
+With the field `times: int = flag(1, "how often", least=1)` a command takes `--times 2`, and a file `times = 2`.
 """
 
 import difflib
@@ -54,7 +47,7 @@ def flag(
 
 
 def read_flags(kind: type, argv: list[str], program: str):
-    """Returns an object of the dataclass `kind`; the rest is as in `given_flags`."""
+    """Returns an object of the dataclass `kind`; otherwise as `given_flags`."""
     return kind(**given_flags(kind, argv, program))
 
 

@@ -69,8 +69,6 @@ def check_flags(flags: EvaluationFlags, given: dict) -> None:
         for name in names:
             if not getattr(flags, switch) and name in given:
                 raise UserError(f"{name} has no effect with {switch} 0; drop one")
-    if flags.output_dir is not None and flags.output_dir.exists() and not flags.output_dir.is_dir():
-        raise UserError(f"output_dir {flags.output_dir} is a file; give a folder")
 
 
 class Questions(NamedTuple):

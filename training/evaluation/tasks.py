@@ -206,15 +206,12 @@ class Samples:
 
     def _make(self, size: int, index: int) -> Tokenized:
         draw = random.Random(f"{self.seed} {self.name} {self.length} {index}")
-        sample = self.task.make(draw, size, self.depth(index))
+        sample = self.task.make(draw, size, DEPTHS[index % len(DEPTHS)])
         answer = len(self.tokenizer.encode(sample.answer))  # a model may write a quarter more, and four
         return Tokenized(self.tokenizer.encode_from_start(sample.prompt), answer + answer // 4 + 4, sample)
 
     def _tokens(self, size: int, index: int = 0) -> int:
         return self._make(size, index).num_tokens
-
-    def depth(self, index: int) -> float:
-        return DEPTHS[index % len(DEPTHS)]
 
     def make(self, index: int) -> Tokenized:
         """Sample `index`. It depends on the seed and not on other samples; it is made smaller until it fits."""
@@ -235,18 +232,18 @@ class Result:
     by_depth: dict[float, float] | None = None
 
 
-Answer = Callable[[np.ndarray, int], Sequence[int]]  # (ids of a prompt, tokens to write at most) -> ids of the answer
+def judge(answer: Callable, samples: Samples, tick: Callable[[], None] = lambda: None) -> Result:
+    """Ask all samples and score the answers; calls `tick` after each.
 
-
-def judge(answer: Answer, samples: Samples, tick: Callable[[], None] = lambda: None) -> Result:
-    """Ask all samples and score the answers; calls `tick` after each."""
+    `answer` takes a prompt's ids and the number of tokens to write at most, and returns the ids that it writes.
+    """
     if samples.size == 0:
         return Result(samples.name, samples.length, 0, None)
     of_depth: dict[float, list[float]] = defaultdict(list)
     for index in range(samples.count):
         made = samples.make(index)
         written = samples.tokenizer.decode(answer(made.ids, made.new_tokens))
-        of_depth[samples.depth(index)].append(score(made.sample.words, written))
+        of_depth[DEPTHS[index % len(DEPTHS)]].append(score(made.sample.words, written))
         tick()
     mean = sum(map(sum, of_depth.values())) / samples.count
     by_depth = {depth: sum(scores) / len(scores) for depth, scores in sorted(of_depth.items())}

@@ -126,7 +126,7 @@ def settled_execution(
     loss_impl: str, attention_backend: str, device: torch.device, kinds: tuple[AttentionKind, ...] = (),
     impl: str = "auto",
 ) -> Execution:  # fmt: skip
-    """What flags settle of an execution. Raises UserError for a backend that is not there, or not for `device`."""
+    """Returns what flags settle of an execution; raises UserError for a backend that `device` does not have."""
     with refused_as_user_error():
         backend = choose_backend(attention_backend, device)
     return Execution(loss_impl=loss_impl, attention_backend=backend, kinds=kinds, impl=impl)
@@ -181,9 +181,8 @@ def _parameters_on_meta(model_config: ModelConfig, tensor_ranks: int) -> list[to
 
 def memory_budgets(config: TrainConfig, world: World) -> tuple[float, float]:
     """Bytes of --memory_budget and of --host_budget, each the smallest that any rank has."""
-    assert config.memory_budget is not None, "without it there is no plan"
     host_budget = parse_bytes(config.host_budget) if config.host_budget else available_host_bytes()
-    gpu_bytes, host_bytes = world.min(gpu_budget(config.memory_budget, world.device), host_budget)
+    gpu_bytes, host_bytes = world.min(gpu_budget(config.memory_budget or "auto", world.device), host_budget)
     return gpu_bytes, host_bytes
 
 

@@ -36,10 +36,8 @@ def describe(config: TrainConfig, model_config: ModelConfig, plan: Plan, world: 
 
 def show(bar: tqdm, values: dict, unit: str) -> None:
     """Show a step's metrics on the progress bar, and its validation, in nats per `unit`, on a line."""
-    loss = values["loss"]
-    shown = {"loss": "left out" if loss is None else f"{loss:.3f}", "tokens/s": f"{values['tokens_per_second']:,.0f}"}
-    if "is_spike" in values:
-        shown["loss"] += " (spike)"
+    loss = "left out" if values["loss"] is None else f"{values['loss']:.3f}" + " (spike)" * ("is_spike" in values)
+    shown = {"loss": loss, "tokens/s": f"{values['tokens_per_second']:,.0f}"}
     if "mfu" in values:
         shown["mfu"] = f"{values['mfu']:.1%}"
     if "peak_memory_gib" in values:
@@ -51,13 +49,9 @@ def show(bar: tqdm, values: dict, unit: str) -> None:
 
 
 def gpu_metrics(forward_flops: float, seconds: float, world: World) -> dict:
-    """Every rank's peak of allocated memory in GiB and the step's model FLOP utilisation; nothing on a CPU.
+    """Every rank's peak of allocated memory in GiB and a step's model FLOP utilisation; nothing on a CPU.
 
-    All ranks call this.
-
-    Args:
-        forward_flops: of the model in this rank's forwards; a backward takes twice as many.
-        seconds: of the step.
+    All ranks call this. `forward_flops` are of this rank's forwards; a backward takes twice as many.
     """
     if world.device.type != "cuda":
         return {}
@@ -73,9 +67,7 @@ def gpu_metrics(forward_flops: float, seconds: float, world: World) -> dict:
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 peak of the GPU, FLOP/s; None on a CPU or a GPU that the table does not know."""
-    if device.type != "cuda":
-        return None
-    gpu = find_gpu(torch.cuda.get_device_name(device))
+    gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return None if gpu is None else gpu.flops
 
 
@@ -87,17 +79,13 @@ def is_spike(loss: float, recent: Sequence[float]) -> bool:
 def set_aside(path: Path) -> None:
     """Rename an earlier run's metrics.jsonl to metrics.1.jsonl, or to the first number that is free."""
     if path.exists() and path.stat().st_size:
-        earlier = next(p for n in count(1) if not (p := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists())
+        earlier = next(p for n in count(1) if not (p := path.with_suffix(f".{n}{path.suffix}")).exists())
         path.rename(earlier)
         logger.info("%s of an earlier run is kept as %s", path, earlier.name)
 
 
 def open_metrics(config: TrainConfig, from_step: int) -> "MetricsFile":
-    """Write the resolved settings into output_dir, and open metrics.jsonl beside them.
-
-    Raises:
-        UserError: output_dir cannot be written to.
-    """
+    """Write the resolved settings into output_dir, and open metrics.jsonl beside them; raises UserError."""
     folder = Path(config.output_dir)
     try:
         replace_file(folder / "config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")

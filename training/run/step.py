@@ -38,15 +38,11 @@ def train_step(
 ) -> tuple[float, float]:
     """One optimizer step over all micro-batches of all ranks. Returns (mean loss per token, gradient norm).
 
+    Raises NoTarget, NotFinite, or Stopped inside `Stopping.looking`; the weights are as they were then.
+
     Args:
         batches: of whole sequences; ranks that share sequences have the same ones, and each takes its part.
         before_update: called ahead of the update, as `Saver.before_update`.
-
-    Raises:
-        NoTarget: there is nothing to learn.
-        NotFinite: the loss or the gradient is not finite.
-        Stopped: the run was asked to end, as `Stopping.looking` saw.
-        After each the weights are as they were.
     """
     batches = [batch.slice(world.context_rank, world.context_size) for batch in batches]
     # Ranks that share matrices have the same tokens, and the whole loss each: both count once.

@@ -43,20 +43,18 @@ def stop_signals() -> Iterator[list[int]]:
     and the backward of a GPU is a single call of minutes.
     """
     received: list[int] = []
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    noted = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    noted = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     listener = threading.Thread(target=_listen, args=(reading, noted, received), name="stop signals", daemon=True)
     listener.start()
     wakeup = signal.set_wakeup_fd(writing)  # gets the number of each signal at once, as a byte
+    before = {number: signal.signal(number, lambda *_: None) for number in noted}
     try:
-        for number in noted:
-            signal.signal(number, lambda *_: None)
         yield received
     finally:
-        for number in noted:
-            signal.signal(number, before[number])
+        for number, handler in before.items():
+            signal.signal(number, handler)
         signal.set_wakeup_fd(wakeup)
         os.close(writing)
         listener.join()
@@ -131,8 +129,7 @@ class Stopping:
 
     def note_step(self, seconds: float) -> None:
         """Note the seconds of a step, right after `looking`, and with them how soon a signal would have ended it."""
-        is_long = self.step_seconds > LONG_STEP_SECONDS
-        self.look_seconds = self._longest * (1 + LOOKS_BEHIND) if is_long else seconds
+        self.look_seconds = self._longest * (1 + LOOKS_BEHIND) if self.step_seconds > LONG_STEP_SECONDS else seconds
 
     # All ranks call the next three together, and get the same answer.
 
@@ -172,8 +169,7 @@ class Stopping:
             self._finish()
             raise Stopped
 
-    def _read(self) -> bool:
-        """Whether any rank had been asked to end at the first look that has not been read."""
+    def _read(self) -> bool:  # whether any rank had been asked to end, at the first look that has not been read
         asked, work, queued = self._begun.popleft()
         if work is not None:
             work.wait()
