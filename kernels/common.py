@@ -15,7 +15,7 @@ SKIPPABLE: set[str] = set()
 class Keepable(NamedTuple):
     """Declaration of an operation's results that are worth keeping, see `operation`."""
 
-    kinds: tuple[str, ...]  # "results", "choices" or both
+    roles: tuple[str, ...]  # "results", "choices" or both
     choice: int | None  # position of the argument that takes a kept choice
 
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kernels.common import IMPLEMENTATIONS
 from kernels.parts import AttentionKind
 
 PLACES = ("gpu", "host", "recompute")
@@ -17,31 +16,24 @@ LOSSES = ("auto", "chunked", "standard")
 
 @dataclass(frozen=True)
 class Placement:
-    """The places where one block's activations wait for backward. "recompute": not kept, but computed again.
-
-    Args:
-        input: the block's input: "gpu", "host" or "recompute", by running the block before it again.
-        results: results of the operations that `kernels.common.operation` calls keepable, such as attention: "gpu",
-            "host" or "recompute".
-        rest: all other activations of the block: "gpu" or "recompute". "gpu" needs input and results on the GPU.
+    """The places where one block's activations wait for backward: "gpu", "host", or "recompute", to be computed again.
 
     Raises:
         ValueError: a place that does not exist, or `rest` on the GPU without input and results.
     """
 
-    input: str = "gpu"
-    results: str = "recompute"
-    rest: str = "recompute"
+    input: str = "gpu"  # "recompute" runs the block before it again
+    results: str = "recompute"  # results of the operations that `kernels.common` calls keepable
+    rest: str = "recompute"  # all other activations; "gpu" needs input and results there, "host" does not exist
 
     def __post_init__(self):
-        for name, places in (("input", PLACES), ("results", PLACES), ("rest", ("gpu", "recompute"))):
-            if getattr(self, name) not in places:
-                raise ValueError(f"{name} must be placed in one of {', '.join(places)}, got {getattr(self, name)!r}")
+        for name, place in vars(self).items():
+            places = PLACES if name != "rest" else ("gpu", "recompute")
+            if place not in places:
+                raise ValueError(f"{name} must be placed in one of {', '.join(places)}, got {place!r}")
         if self.is_whole and (self.input, self.results) != ("gpu", "gpu"):
-            raise ValueError(
-                f"rest on gpu needs input and results there, got {self.input} and {self.results}; "
-                "place them on gpu, or rest in recompute"
-            )
+            others = f"{self.input} and {self.results}"
+            raise ValueError(f"rest on gpu needs input and results there, got {others}; place them on gpu")
 
     @property
     def is_whole(self) -> bool:
@@ -58,18 +50,16 @@ class Execution:
 
     Args:
         placements: one per block; () as long as none are chosen.
-        mlp_tile_size: tokens that a block's MLP works on at a time; None: all. Whole blocks work on all of them.
-        heads_at_a_time: key/value heads that a block's attention works on at a time; None: all. Whole blocks work on
-            all of them.
-        gpu_state_bytes: bytes of the optimizer's masters and moments that stay on the GPU, see
-            training.optimizer.MasterAdamW.
+        mlp_tile_size: tokens that a block's MLP works on at a time; None, and in whole blocks: all.
+        heads_at_a_time: key/value heads that a block's attention works on at a time; None, and in whole blocks: all.
+        gpu_state_bytes: of the optimizer's masters and moments, stay on the GPU, see training.optimizer.MasterAdamW.
         loss_impl: "auto" switches by the size of the logits; "chunked" and "standard" force a loss.
         attention_backend: the library kernel that attends, a name in kernels.attention.full.BACKENDS.
         kinds: how each block attends, one kind per block; (): as the model's configuration says.
         impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.
 
     Raises:
-        ValueError: a loss or an implementation that does not exist.
+        ValueError: a loss that does not exist.
     """
 
     placements: tuple[Placement, ...] = ()
@@ -84,8 +74,6 @@ class Execution:
     def __post_init__(self):
         if self.loss_impl not in LOSSES:
             raise ValueError(f"loss_impl must be one of {', '.join(LOSSES)}, got {self.loss_impl!r}")
-        if self.impl not in IMPLEMENTATIONS:
-            raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {self.impl!r}")
 
 
 def needed_for_backward(placements: Sequence[Placement], layer: int) -> list[tuple[int, str]]:

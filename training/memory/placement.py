@@ -3,8 +3,7 @@
 A placed block is one autograd function, after Chen et al., arXiv 1604.06174. Forward runs without a graph and keeps
 the activations that the block's `Placement` names. Backward rebuilds the block from its input and runs through that
 graph, so only one block's activations exist at a time. An operation does not run again if its results were kept, or if
-no gradient needs its result: `kernels.common.operation` declares both. A block that fits into the GPU's memory is left
-whole to autograd, and nothing of it is computed twice.
+no gradient needs its result: `kernels.common.operation` declares both. A whole block is left to autograd.
 """
 
 import functools
@@ -25,11 +24,9 @@ from training.memory.execution import Execution, Placement, needed_for_backward
 
 
 def apply_execution(model: nn.Module, execution: Execution, arena_bytes: int = 0) -> None:
-    """Make a model.Transformer run as `execution` says.
+    """Make a model.Transformer, on its device, run as `execution` says.
 
-    Args:
-        model: on the device on which it is to run.
-        arena_bytes: bytes of pinned host memory for the activations with placements on the host.
+    Pins `arena_bytes` of host memory for the activations with placements on the host.
 
     Raises:
         UserError: the host does not let that much be pinned.
@@ -50,10 +47,7 @@ def apply_execution(model: nn.Module, execution: Execution, arena_bytes: int = 0
 
 
 def set_kinds(model: nn.Module, kinds: Sequence[AttentionKind]) -> None:
-    """Set how each block of a model.Transformer attends.
-
-    Args:
-        kinds: one per block; (): as the model's configuration says.
+    """Set how each block of a model.Transformer attends; (): as the model's configuration says.
 
     Raises:
         ValueError: a kind that needs other gates than the block has parameters for.
@@ -67,9 +61,7 @@ def set_kinds(model: nn.Module, kinds: Sequence[AttentionKind]) -> None:
 def apply_placement(
     blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None = None, skips: bool = True
 ) -> None:
-    """Give each block a forward that keeps activations for backward as the block's placement says.
-
-    Gradients are the same numbers as without placements.
+    """Give each block a forward that keeps activations for backward as its placement says. Gradients stay the same.
 
     Args:
         blocks: the model's blocks, called as block(x_BTD, context), in this order. FSDP2 may shard them. A forward
@@ -89,19 +81,14 @@ def apply_placement(
         raise ValueError("the first block has none before it to recompute its input from; place it on gpu or host")
     for layer, (before, placement) in enumerate(pairwise(placements), start=1):
         if before.is_whole and placement.input == "recompute":
-            raise ValueError(
-                f"block {layer}'s input cannot be recomputed from block {layer - 1}, which is left to autograd; "
-                "place it on gpu or host"
-            )
+            cause = f"cannot be recomputed from block {layer - 1}, which is left to autograd"
+            raise ValueError(f"block {layer}'s input {cause}; place it on gpu or host")
     if arena is None and any("host" in (p.input, p.results) for p in placements):
         raise ValueError("placements in host memory need an arena")
     placed = _PlacedBlocks(blocks, placements, arena, skips)
     for layer, block in enumerate(blocks):
         if not placements[layer].is_whole:
             block.forward = functools.partial(placed.run, layer)
-
-
-_KINDS = "results", "choices"  # kept for an operation that declares them, see `kernels.common.operation`
 
 
 class _PlacedBlocks:
@@ -112,7 +99,8 @@ class _PlacedBlocks:
         self.forwards = [block.forward for block in blocks]
         self.first = next((i for i, placement in enumerate(placements) if not placement.is_whole), None)
         self.copies = None if arena is None else HostCopies(arena)
-        self.on_gpu: dict[tuple[int, str], list[Sequence[Tensor]]] = {}  # by (layer, name): tensors of each call
+        # By (layer, name): tensors of each call. Names are "input" and the roles of kernels.common.Keepable.
+        self.on_gpu: dict[tuple[int, str], list[Sequence[Tensor]]] = {}
         self.kept_calls: Counter = Counter()  # by (layer, name): calls of `_keep` in the last forward
         self.passes = [0] * len(blocks)
 
@@ -144,13 +132,12 @@ class _PlacedBlocks:
         if layer > 0:
             self._fetch(layer - 1)
         x_BTD = self._input(layer, context).detach().requires_grad_()
-        kept = {kind: self.on_gpu.pop((layer, kind)) for kind in _KINDS if (layer, kind) in self.on_gpu}
-        self.on_gpu.pop((layer, "input"), None)
-        intercepted = kept or self.skips
-        with torch.enable_grad(), _Interception(kept=kept, skips=self.skips) if intercepted else nullcontext():
-            y_BTD = self.forwards[layer](x_BTD, context)
+        with torch.enable_grad():
+            y_BTD = self._rebuild(layer, x_BTD, context, self.skips)
+        for name in ("input", "results", "choices"):  # the graph frees each kept tensor once it has used it
+            self.on_gpu.pop((layer, name), None)
         root = torch.autograd.graph.get_gradient_edge(y_BTD)
-        del kept, y_BTD  # backward needs neither; the graph frees each kept tensor once it has used it
+        del y_BTD  # backward does not need it
         torch.autograd.backward(root, dy_BTD)
         return x_BTD.grad
 
@@ -161,10 +148,15 @@ class _PlacedBlocks:
         for i in range(start, layer):
             if isinstance(self.blocks[i], FSDPModule):
                 self.blocks[i].unshard()  # stays gathered for block i's backward, which follows
-            kept = {kind: self.on_gpu[i, kind] for kind in _KINDS if (i, kind) in self.on_gpu}
-            with torch.no_grad(), _Interception(kept=kept) if kept else nullcontext():
-                x_BTD = self.forwards[i](x_BTD, context)
+            with torch.no_grad():
+                x_BTD = self._rebuild(i, x_BTD, context)
         return x_BTD
+
+    def _rebuild(self, layer: int, x_BTD: Tensor, context, skips: bool = False) -> Tensor:
+        """Run a block's forward again, with what its operations kept."""
+        kept = {name: calls for (i, name), calls in self.on_gpu.items() if i == layer and name != "input"}
+        with _Interception(kept=kept, skips=skips) if kept or skips else nullcontext():
+            return self.forwards[layer](x_BTD, context)
 
     def _keep(self, layer: int, name: str, tensors: Sequence[Tensor]) -> None:
         place = "gpu" if name == "choices" else getattr(self.placements[layer], name)
@@ -207,8 +199,8 @@ class _Interception(TorchDispatchMode):
     choice of an operation was kept, the operation runs again with that choice.
 
     Args:
-        keep: called for each keepable operation with "results" or "choices", and the tensors of the call.
-        kept: tensors of each call that was kept, by "results" and "choices".
+        keep: called for each keepable operation with a role, "results" or "choices", and the tensors of the call.
+        kept: tensors of each call that was kept, by role.
         skips: whether skippable operations do not run. They return a tensor of the first argument's shape with
             arbitrary content.
     """
@@ -216,13 +208,13 @@ class _Interception(TorchDispatchMode):
     def __init__(
         self,
         *,
-        keep: Callable[[str, Sequence[Tensor]], None] | None = None,
+        keep: Callable[[str, Sequence[Tensor]], None] = lambda role, tensors: None,
         kept: dict[str, list[Sequence[Tensor]]] | None = None,
         skips: bool = False,
     ):
         super().__init__()
         self.keep, self.skips = keep, skips
-        self.kept = {kind: list(calls) for kind, calls in (kept or {}).items()}
+        self.kept = {role: list(calls) for role, calls in (kept or {}).items()}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
@@ -230,26 +222,23 @@ class _Interception(TorchDispatchMode):
             return args[0].new_empty(1).expand(args[0].shape)
         if name not in KEEPABLE:
             return func(*args, **(kwargs or {}))
-        kinds, choice = KEEPABLE[name]
+        roles, choice = KEEPABLE[name]
         # Autograd writes its graph into the tensors that are returned, so the kept tensors themselves are not returned.
-        kept = {kind: [x.detach() for x in self.kept[kind].pop(0)] for kind in kinds if kind in self.kept}
-        if len(kept) < len(kinds):
+        kept = {role: [x.detach() for x in self.kept[role].pop(0)] for role in roles if role in self.kept}
+        if len(kept) < len(roles):
             if kept:
-                assert choice is not None, "of one kind of results all are kept or none"
+                assert choice is not None, "of one role all are kept or none"
                 args = (*args[:choice], *kept["choices"], *args[choice + 1 :])
             results = func(*args, **(kwargs or {}))
             results = [results] if isinstance(results, Tensor) else [*results]
-            made = {"choices": [results.pop()]} if len(kinds) == 2 else {}
-            made[kinds[0]] = results
-            if self.keep is not None:
-                for kind in kinds:
-                    self.keep(kind, made[kind])
+            made = {"choices": [results.pop()]} if len(roles) == 2 else {}
+            made[roles[0]] = results
+            for role in roles:
+                self.keep(role, made[role])
             kept = made | kept
-        results = [result for kind in kinds for result in kept[kind]]
+        results = [result for role in roles for result in kept[role]]
         return results[0] if len(results) == 1 else tuple(results)
 
     def __exit__(self, exc_type, exc_value, traceback):
         super().__exit__(exc_type, exc_value, traceback)
-        assert exc_type or not any(self.kept.values()), (
-            "an operation ran less often than in the forward that kept its results"
-        )
+        assert exc_type or not any(self.kept.values()), "an operation ran less often than when its results were kept"
