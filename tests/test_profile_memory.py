@@ -84,7 +84,7 @@ def test_a_reader_that_stops_reading_is_no_error():
 def test_classic_choices(tmp_path, flag, placement):
     flags = ["--model_size", "0.6B", "--context_length", "8192", "--gradient_accumulation_steps", "2"]
     written = run_main(tmp_path, "--device", "cpu", f"{flag}gradient_checkpointing", *flags)
-    step = cudnn_step("0.6B", 8192, gradient_accumulation_steps=2)
+    step = cudnn_step("0.6B", 8192, micro_batches=2)
     stages = step.stages(Execution((placement,) * 28))
     assert [stage["categories"] for stage in written["predicted"]] == [stage.categories for stage in stages]
 

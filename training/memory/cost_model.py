@@ -1,16 +1,17 @@
 """The cost model predicts the bytes and seconds of a training step under an execution.
 
-Each operation declares in its own file what it takes, as a `kernels.parts.Footprint`. This file adds footprints up.
-Bytes are counted for each stage of a step, at the stage's fullest moment. Seconds are amounts of work divided by
-measured rates, and copies that compute is too short to hide. Copies to the host and the traffic of FSDP2 are counted
-one after the other: without NVLink they share one link.
+It adds up the `kernels.parts.Footprint` that each operation declares in its own file. Bytes are counted for each stage
+of a step, at the stage's fullest moment. Seconds are amounts of work divided by measured rates, and copies that compute
+is too short to hide. Copies to the host and the traffic of FSDP2 are counted one after the other: without NVLink they
+share one link.
 """
 
 import copy
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from operator import add
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -36,14 +37,11 @@ LIBRARY_BYTES = 160 * MIB  # cuBLAS workspaces and the small tensors that nothin
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a step, with the bytes that are alive at its fullest moment, by category.
-
-    Args:
-        idle: bytes that only FSDP2's reduction can use: the allocator lends no CUDA stream the memory of another.
-    """
+    """A part of a step, with the bytes that are alive at its fullest moment, by category."""
 
     name: str
     categories: dict[str, int]
+    # Bytes that only FSDP2's reduction can use: the allocator lends no CUDA stream the memory of another.
     idle: int = field(default=0, kw_only=True)
 
     @property
@@ -57,15 +55,10 @@ LENGTHS_PER_OCTAVE = 8  # bins of document lengths between one power of two and 
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """The documents of one rank's micro-batch, as a histogram of their lengths.
+    """The documents of one rank's micro-batch, as a histogram of their lengths."""
 
-    Args:
-        longest: tokens of the longest document that may come.
-        lengths: pairs of a length in tokens and the average number of documents of that length in a micro-batch.
-    """
-
-    longest: int
-    lengths: tuple[tuple[float, float], ...]
+    longest: int  # tokens of the longest document that may come
+    lengths: tuple[tuple[float, float], ...]  # (tokens, average number of such documents in a micro-batch)
 
     @property
     def count(self) -> float:
@@ -87,17 +80,15 @@ class PackedDocuments:
         num_ranks: int,
         micro_batches: int = 1,
     ) -> "PackedDocuments":
-        """Returns the average over an epoch's micro-batches, each taken on its slowest rank: other ranks wait for it.
+        """Returns the average over an epoch's micro-batches, each of the rank with the most pairs of a query and a key.
 
-        The slowest rank has the most pairs of a query and a key. Documents of similar lengths are counted as documents
-        of one length that have as many pairs in total.
+        All ranks wait for that rank. Documents of similar lengths count as documents of one length with as many pairs.
 
         Args:
             lengths: int [N], tokens of each document.
             sequences: int [N], the number of each document's sequence in the epoch.
             longest: tokens of the longest document that any epoch may have.
-            batch_size, num_ranks, micro_batches: their product is the number of sequences of a step. `packing.deal`
-                gives them out to ranks.
+            batch_size, num_ranks, micro_batches: of a step, whose sequences `packing.deal` gives out to ranks.
         """
         step = batch_size * num_ranks * micro_batches
         used = (sequences.max() + 1) // step * step
@@ -117,67 +108,62 @@ class PackedDocuments:
         return cls(longest, tuple(zip(typical.round(6).tolist(), in_bin[found].tolist())))
 
 
+@dataclass(eq=False, repr=False)
 class Step:
     """A training step of a model, with its bytes and seconds under any execution.
 
     Args:
         share: one rank's share of the model, a model.Share.
-        parameters: the model's parameters, on any device or the meta device. Where FSDP2 shards them, DTensors or a
-            rank's shards.
-        context_length, batch_size, gradient_accumulation_steps: for one rank, or for the ranks that share sequences.
+        parameters: the model's parameters, on any device. Where FSDP2 shards them, DTensors or a rank's shards.
+        context_length, batch_size, micro_batches: for one rank, or for the ranks that share sequences.
         documents: the documents of a micro-batch. None: not known. Bytes are then counted for sequences of several
             documents, the longest of nearly the whole length, and seconds for sequences of one document.
-        given: the execution before anything is planned, with the settings that planning does not change: attention
-            backend, kinds and implementation, and the loss unless it is "auto".
+        given: settings that planning does not change: attention backend, kinds and implementation, and the loss unless
+            it is "auto".
         element_size: bytes per element of an activation.
         num_ranks: ranks that share each sequence, a divisor of the key/value heads.
-        num_shards: ranks over which FSDP2 shards each parameter; 1 where all ranks share matrices; None: no FSDP2.
+        num_shards: ranks over which FSDP2 shards each parameter; 1 where all ranks share matrices; 0: no FSDP2.
         tensor_ranks: ranks that share each matrix.
     """
 
-    def __init__(
-        self,
-        share,
-        parameters: Iterable[Tensor],
-        context_length: int,
-        batch_size: int = 1,
-        gradient_accumulation_steps: int = 1,
-        documents: PackedDocuments | None = None,
-        given: Execution | None = None,
-        element_size: int = 2,
-        num_ranks: int = 1,
-        num_shards: int | None = None,
-        tensor_ranks: int = 1,
-    ):
-        self.share, self.parameters, self.element_size = share, list(parameters), element_size
-        self.context_length, self.batch_size, self.documents = context_length, batch_size, documents
-        self.micro_batches, self.given = gradient_accumulation_steps, given or Execution()
-        self.has_fsdp, self.num_shards = num_shards is not None, num_shards or 1
-        self.num_ranks, self.tensor_ranks = num_ranks, tensor_ranks
+    share: Any
+    parameters: Iterable[Tensor]
+    context_length: int
+    batch_size: int = 1
+    micro_batches: int = 1
+    documents: PackedDocuments | None = None
+    given: Execution = Execution()
+    element_size: int = 2
+    num_ranks: int = 1
+    num_shards: int = 0
+    tensor_ranks: int = 1
+
+    def __post_init__(self):
+        share, self.parameters = self.share, list(self.parameters)
         self.layers = share.num_hidden_layers
-        self.hidden_bytes = element_size * share.hidden_size  # per token
-        self.head = element_size * share.vocab_size * share.hidden_size  # bytes
+        self.head = self.element_size * share.vocab_size * share.hidden_size  # bytes
         layer_elements = max(share.layer_matrix_parameters(layer) for layer in range(self.layers))
         self.layer_share = layer_elements / share.num_parameters()
         self.head_share = share.vocab_size * share.hidden_size / share.num_parameters()
         self.parameter_bytes = sum(_local_elements(p) * p.element_size() for p in self.parameters)
-        if self.has_fsdp:
+        if self.num_shards:
             # FSDP2 holds gathered: the embedding and an untied head with its gradient; one block; the next block, both
             # as it arrives and whole. The gradients of one block exist in the activations' dtype and, on their way to
             # other ranks, in float32.
             self.parameter_bytes += self.head * (1 if share.tie_word_embeddings else 3)
-            self.parameter_bytes += layer_elements * (4 * element_size + 4)
+            self.parameter_bytes += layer_elements * (4 * self.element_size + 4)
             # FSDP2 allocates the gradients' shards and the float32 tensor that it sums on its reduction stream. That
             # tensor is larger for the embedding and an untied head than for a block.
-            head_elements = self.head // element_size * (1 if share.tie_word_embeddings else 2)
+            head_elements = self.head // self.element_size * (1 if share.tie_word_embeddings else 2)
             self._reduction_bytes = 4 * max(0, head_elements - layer_elements)
-        self._optimizer_bytes: dict[float, OptimizerBytes] = {}
+        self._optimizer_bytes = functools.cache(
+            functools.partial(optimizer_bytes, self.parameters, accumulate=self.micro_batches > 1)
+        )
 
     def at(self, context_length: int, documents: PackedDocuments | None = None) -> "Step":
-        """Returns the same step at another context length.
+        """Returns the same step at another context length, of one document per sequence if this step's are.
 
-        Args:
-            documents: None: one per sequence where this step has one per sequence, otherwise not known.
+        Otherwise the documents are not known, unless they are given.
         """
         step = copy.copy(self)
         step.context_length = context_length
@@ -203,6 +189,11 @@ class Step:
         return tuple(kind.for_longest(longest) for kind in self.given.kinds or self.share.kinds)
 
     @property
+    def input_bytes(self) -> int:
+        """Bytes of a block's input, and of any hidden states."""
+        return self.element_size * self.share.hidden_size * self.tokens
+
+    @property
     def longest_document(self) -> float:
         """Tokens of the longest document that every layer's attention takes."""
         return min(kind.longest_document for kind in self.kinds)
@@ -214,26 +205,21 @@ class Step:
 
     def optimizer(self, execution: Execution) -> OptimizerBytes:
         """Returns the bytes of the optimizer under an execution."""
-        if execution.gpu_state_bytes not in self._optimizer_bytes:
-            self._optimizer_bytes[execution.gpu_state_bytes] = optimizer_bytes(
-                self.parameters, accumulate=self.micro_batches > 1, gpu_state_bytes=execution.gpu_state_bytes
-            )
-        return self._optimizer_bytes[execution.gpu_state_bytes]
+        return self._optimizer_bytes(gpu_state_bytes=execution.gpu_state_bytes)
 
-    def kept_bytes(self, name: str, layer: int = 0) -> int:
-        """Returns the bytes of a block's "input", or of the "results" that its attention keeps."""
-        if name == "input":
-            return self.tokens * self.hidden_bytes
-        return self._footprints(self.given, self.kinds[layer])[0].keepable
+    def results_bytes(self, kind: AttentionKind) -> int:
+        """Returns the bytes of the results that the attention of a block can keep."""
+        return self._footprints(self.given, kind)[0].keepable
 
     def arena_bytes(self, execution: Execution) -> int:
         """Returns the bytes of the pinned arena that `apply_placement` needs, with every slot aligned."""
-        return sum(
-            self.kept_bytes(name, layer) + 2 * SLOT_ALIGNMENT * (self.kinds[layer].branches if name == "results" else 1)
-            for layer, placement in enumerate(execution.placements)
-            for name in ("input", "results")
-            if getattr(placement, name) == "host"
-        )
+        total, alignment = 0, 2 * SLOT_ALIGNMENT
+        for placement, kind in zip(execution.placements, self.kinds):
+            if placement.input == "host":
+                total += self.input_bytes + alignment
+            if placement.results == "host":
+                total += self.results_bytes(kind) + alignment * kind.branches
+        return total
 
     def host_bytes(self, execution: Execution) -> int:
         """Returns the bytes of pinned host memory, for activations and for the optimizer."""
@@ -257,75 +243,57 @@ class Step:
             # cos and sin: cached for whole sequences, and at the positions of packed documents or of a rank's tokens.
             # 64 bytes per token: token ids, labels, losses.
             "workspace": LIBRARY_BYTES + T * (4 * self.share.head_dim * positions + 64),
-            **dict.fromkeys(("gradients", "layer inputs", "attention", "MLP"), 0),
         }
+        x, blocks = self.input_bytes, [*zip(execution.placements, self.kinds)]
+        waiting = {block: self._waiting_bytes(*block) for block in {*blocks}}
+        before = [(0, 0, 0)]  # bytes that the blocks before each layer keep on the GPU for backward
+        for block in blocks:
+            inputs, attention, mlp = map(add, before[-1], waiting[block])
+            before.append((inputs, attention, mlp))
 
-        kinds = ("input", "results")
-        places = {kind: [getattr(p, kind) for p in execution.placements] for kind in kinds}
-        input_bytes = self.kept_bytes("input")
-        of_kind = {kind: self._footprints(self.given, kind)[0].keepable for kind in {*self.kinds}}
-        kept = {"input": [input_bytes] * L, "results": [of_kind[kind] for kind in self.kinds]}
-        inputs_on_gpu, results_on_gpu = (
-            [0, *accumulate(size * (place == "gpu") for size, place in zip(kept[kind], places[kind]))] for kind in kinds
-        )
-        # Bytes of attention and of the MLP that the blocks before a layer keep beside inputs and results.
-        rest = {kind: [self._rest_bytes(kind, is_whole) for is_whole in (False, True)] for kind in {*self.kinds}}
-        rest_of_layer = [rest[kind][p.is_whole] for p, kind in zip(execution.placements, self.kinds)]
-        attention_before, mlp_before = ([0, *accumulate(sizes)] for sizes in zip(*rest_of_layer))
+        def stage(name: str, layer: int, ready=0.0, gradients=0, block=(0, 0, 0), **others: int) -> Stage:
+            """Returns a stage in which the blocks before `layer` wait for backward.
 
-        def stage(
-            name: str, layer: int, fetched: list[tuple[int, str]], ready: float, working: dict[str, int]
-        ) -> Stage:
-            """Returns a stage. The layers before `layer` keep activations on the GPU, see their placements.
-
-            Args:
-                fetched: pairs (layer, "input" or "results") that come back from the host.
-                ready: the share of the parameters that have gradients.
-                working: bytes by category beside all these.
+            `ready` is the share of the parameters that have gradients. The arguments after it are bytes beside these.
             """
-            sizes = {**always, **working}
             ready = 1 if self.micro_batches > 1 else ready
-            sizes["gradients"] += int(optimizer.gpu_gradients * ready)
-            idle = self._reduction_bytes + int(optimizer.gpu_gradients * (1 - ready)) if self.has_fsdp else 0
-            sizes["layer inputs"] += inputs_on_gpu[layer] + sum(kept[kind][i] for i, kind in fetched if kind == "input")
-            sizes["attention"] += results_on_gpu[layer] + attention_before[layer]
-            sizes["attention"] += sum(kept[kind][i] for i, kind in fetched if kind == "results")
-            sizes["MLP"] += mlp_before[layer]
-            return Stage(name, sizes, idle=idle)
+            gradients += int(optimizer.gpu_gradients * ready)
+            inputs, attention, mlp = map(add, before[layer], block)
+            sizes = {"gradients": gradients, "layer inputs": inputs, "attention": attention, "MLP": mlp}
+            idle = self._reduction_bytes + int(optimizer.gpu_gradients * (1 - ready)) if self.num_shards else 0
+            return Stage(name, {**always, **sizes, **others}, idle=idle)
 
         # Ranks that share the embedding have both the rows of their own words and the sum over the ranks.
-        yield stage("embedding", 0, [], 0, {"layer inputs": input_bytes * min(2, self.tensor_ranks)})
-        blocks = [*zip(execution.placements, self.kinds)]
+        yield stage("embedding", 0, block=(x * min(2, self.tensor_ranks), 0, 0))
         block_bytes = {block: self._block_bytes(execution, *block) for block in {*blocks}}
-        working = [block_bytes[block] for block in blocks]
-        for layer, (forward, _, _) in enumerate(working):
-            yield stage(f"forward of layer {layer}", layer, [], 0, forward)
-        # 2 * input_bytes: the last norm's output, and the gradient of its input.
-        yield stage("loss", L, [], 0, {"loss": self._loss_bytes(execution) + 2 * input_bytes})
+        for layer, block in enumerate(blocks):
+            yield stage(f"forward of layer {layer}", layer, block=(x, *block_bytes[block][0]))
+        # 2 * x: the last norm's output, and the gradient of its input.
+        yield stage("loss", L, loss=self._loss_bytes(execution) + 2 * x)
 
         # An untied head's gradient is ready after the loss. A tied head's gradient waits for the embedding's.
-        tied, head_share = (self.head, 0) if self.share.tie_word_embeddings else (0, self.head_share)
+        tied, ready = (self.head, 0.0) if self.share.tie_word_embeddings else (0, self.head_share)
         needed = [needed_for_backward(execution.placements, layer) for layer in range(L)]
         for layer in reversed(range(L)):
             # Tensors that come back from the host: this block is rebuilt from some, others are on their way for the
             # next. A whole block fetches nothing.
-            keys = {*needed[layer], *needed[max(layer - 1, 0)]} if needed[layer] else ()
-            fetched = [(i, kind) for i, kind in keys if i < layer and places[kind][i] == "host"]
-            ready = head_share + self.layer_share * (L - 1 - layer)
-            for part, sizes in zip(("MLP", "attention"), working[layer][1:]):
-                ready += self.layer_share * (part == "attention")
-                gradients = tied + min(LEAVING_BYTES, int(optimizer.leaving_gradients * ready))
-                sizes = {**sizes, "gradients": gradients}
-                yield stage(f"backward of layer {layer}, {part}", layer, fetched, ready, sizes)
+            fetched = {"input": 0, "results": 0}
+            for i, name in {*needed[layer], *needed[max(layer - 1, 0)]} if needed[layer] else ():
+                if i < layer and getattr(execution.placements[i], name) == "host":
+                    fetched[name] += x if name == "input" else self.results_bytes(self.kinds[i])
+            for part, (attention, mlp) in zip(("MLP", "attention"), block_bytes[blocks[layer]][1:]):
+                here = ready + self.layer_share * (L - 1 - layer) + self.layer_share * (part == "attention")
+                gradients = tied + min(LEAVING_BYTES, int(optimizer.leaving_gradients * here))
+                sizes = x + fetched["input"], attention + fetched["results"], mlp
+                yield stage(f"backward of layer {layer}, {part}", layer, here, gradients, sizes)
         gradients = tied + self.head + min(LEAVING_BYTES, optimizer.leaving_gradients)  # self.head: as it is made
-        if self.has_fsdp and self.tensor_ranks > 1:  # autograd adds two DTensors into a third
+        if self.num_shards and self.tensor_ranks > 1:  # autograd adds two DTensors into a third
             gradients += tied
-        embedding = {"layer inputs": input_bytes, "gradients": gradients + self.embedding_sums()}
-        yield stage("backward of embedding", 0, [], 1 - self.head_share, embedding)
-        yield stage("update", 0, [], 1, {})
+        yield stage("backward of embedding", 0, 1 - self.head_share, gradients + self.embedding_sums(), (x, 0, 0))
+        yield stage("update", 0, 1)
 
     def embedding_sums(self) -> int:
-        """Returns the bytes of float32 sums that the embedding's backward makes, each of up to ten tokens of a word."""
+        """Returns the bytes of the embedding's float32 gradients, each summed over up to ten tokens of a word."""
         return 4 * self.share.hidden_size * (min(self.tokens, self.share.vocab_size) + self.tokens // 10)
 
     def _attention_seconds(
@@ -359,87 +327,76 @@ class Step:
             ),
         )  # fmt: skip
 
-    def _block_bytes(
-        self, execution: Execution, placement: Placement, kind: AttentionKind
-    ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-        """Returns bytes by category at a block's fullest moments, in forward, the MLP's and attention's backward.
+    def _block_bytes(self, execution: Execution, placement: Placement, kind: AttentionKind) -> list[tuple[int, int]]:
+        """Returns bytes (of attention, of the MLP) at a block's fullest: in forward, the MLP's backward, attention's.
 
-        They include the block's input and its kept results. `x` are the bytes of the hidden states.
+        They include the block's kept results, but not its input. `x` are the bytes of the hidden states.
         """
-        x, inputs = self.kept_bytes("input"), {"layer inputs": self.kept_bytes("input")}
+        x, whole = self.input_bytes, placement.is_whole
         attention, mlp = self._footprints(
-            replace(execution, heads_at_a_time=None, mlp_tile_size=None) if placement.is_whole else execution, kind
+            replace(execution, heads_at_a_time=None, mlp_tile_size=None) if whole else execution, kind
         )
         saved = attention.saved + _NORMS_BYTES * self.tokens
-        if placement.is_whole:  # x: the residual sum; 3 x: outputs of attention, MLP and block
-            forward = {**inputs, "attention": saved, "MLP": x + mlp.saved + 3 * x}
+        if whole:  # x: the residual sum; 3 x: outputs of attention, MLP and block
+            forward = saved, x + mlp.saved + 3 * x
         else:
             kept = attention.choices + (attention.keepable if placement.results != "recompute" else 0)
             # 3 x: attention's output, the residual sum and its norm. Then the MLP's working memory, or 2 x: the outputs
             # of MLP and block.
-            working = 3 * x + max(mlp.forward, 2 * x)
-            forward = {**inputs, "attention": kept, "MLP": working}
+            forward = kept, 3 * x + max(mlp.forward, 2 * x)
             attending = x + attention.forward  # attention works on its norm's output
             if self.num_ranks > 1 and not execution.heads_at_a_time:
                 # Attention's output, as it is sent and as it is received. The output of a single branch may be kept.
                 output = self.element_size * self.share.num_attention_heads * self.share.head_dim * self.tokens
                 is_kept = placement.results != "recompute" and kind.branches == 1
-                outputs = (2 if is_kept else 3) * output
-                attending = max(attending, x + kept + outputs)
-            if attending > kept + working:
-                forward = {**inputs, "attention": attending}
+                attending = max(attending, x + kept + (2 if is_kept else 3) * output)
+            if attending > sum(forward):
+                forward = attending, 0
         # 2 * x: the gradient of the block's output, and the residual sum. A placed block was just rebuilt, and the
         # outputs of its attention and of the block still exist.
-        mlp_backward = 2 * x + mlp.saved + max(mlp.backward, 0 if placement.is_whole else 2 * x)
-        backward = {**inputs, "attention": saved, "MLP": mlp_backward}
-        if placement.results == "recompute" and attention.forward > saved + mlp_backward - 2 * x:
-            backward = {**inputs, "attention": x + attention.forward, "MLP": x}  # attention runs again
-        return (
-            forward,
-            backward,
-            {**inputs, "attention": saved + attention.backward, "MLP": x if placement.is_whole else 2 * x},
-        )
+        mlp_backward = saved, 2 * x + mlp.saved + max(mlp.backward, 0 if whole else 2 * x)
+        if placement.results == "recompute" and attention.forward > sum(mlp_backward) - 2 * x:
+            mlp_backward = x + attention.forward, x  # attention runs again
+        return [forward, mlp_backward, (saved + attention.backward, x if whole else 2 * x)]
 
-    def _rest_bytes(self, kind: AttentionKind, is_whole: bool) -> tuple[int, int]:
-        """Returns the bytes of attention and of the MLP that a block keeps beside its input and attention's results."""
+    def _waiting_bytes(self, placement: Placement, kind: AttentionKind) -> tuple[int, int, int]:
+        """Returns the bytes that a block keeps on the GPU for backward: its input, of attention and of the MLP."""
         attention, mlp = self._footprints(self.given, kind)
-        if not is_whole:
-            return attention.choices, 0
-        return (
-            attention.saved - attention.keepable + _NORMS_BYTES * self.tokens,
-            self.kept_bytes("input") + mlp.saved,
-        )
+        if placement.is_whole:
+            return self.input_bytes, attention.saved + _NORMS_BYTES * self.tokens, self.input_bytes + mlp.saved
+        results = attention.keepable if placement.results == "gpu" else 0
+        return self.input_bytes if placement.input == "gpu" else 0, results + attention.choices, 0
 
     def _loss_bytes(self, execution: Execution) -> int:
         """Returns the bytes of the logits that exist at a time, and of the gradients of the head and its input."""
         T, D, V, size = self.tokens, self.share.hidden_size, self.share.vocab_size, self.element_size
         if self.uses_chunked_loss(execution):
             return linear_cross_entropy_footprint(T, D, V, element_size=size).forward
-        return cross_entropy_footprint(T, V, element_size=size).forward + self.head + self.kept_bytes("input")
+        return cross_entropy_footprint(T, V, element_size=size).forward + self.head + self.input_bytes
 
     def seconds(self, execution: Execution, rates: Rates) -> float:
         """Returns the seconds of one whole step, its update included."""
-        share, L, placements = self.share, self.layers, execution.placements
+        share, L, placements, kinds = self.share, self.layers, execution.placements, self.kinds
         documents = self.documents or PackedDocuments.one_each(self.context_length, self.batch_size)
-        of_kind = {kind: self._attention_seconds(execution, kind, documents, rates) for kind in {*self.kinds}}
+        of_kind = {kind: self._attention_seconds(execution, kind, documents, rates) for kind in {*kinds}}
         # q, k and v go to other ranks, and attention's output comes back.
         heads = share.num_attention_heads + share.num_key_value_heads
         sent_bytes = 2 * self.element_size * heads * share.head_dim * self.tokens * (1 - 1 / self.num_ranks)
         exchange = sent_bytes / rates["gpu link"]
-        attend = [of_kind[kind][0] + exchange for kind in self.kinds]
-        choose = sum(of_kind[kind][1] for kind in self.kinds)
-        attention_backward = sum(of_kind[kind][2] for kind in self.kinds)
+        attend = [of_kind[kind][0] + exchange for kind in kinds]
+        choose = sum(of_kind[kind][1] for kind in kinds)
+        attention_backward = sum(of_kind[kind][2] for kind in kinds)
         # Backward sends q, k, v and the output again where it attends some heads at a time.
         attention_backward += L * exchange * (2 if execution.heads_at_a_time else 1)
-        footprints = {kind: self._footprints(execution, kind) for kind in {*self.kinds}}
-        mlp = footprints[self.kinds[0]][1]
-        products = [(footprints[kind][0].matrix_flops + mlp.matrix_flops) / rates[PLAIN.rate] for kind in self.kinds]
+        footprints = {kind: self._footprints(execution, kind) for kind in {*kinds}}
+        mlp = footprints[kinds[0]][1]
+        products = [(footprints[kind][0].matrix_flops + mlp.matrix_flops) / rates[PLAIN.rate] for kind in kinds]
         # A block's two norms, two sums and their copies read and write nine hidden states.
-        moved_bytes = 9 * self.kept_bytes("input") + mlp.elementwise_bytes
-        moves = [(moved_bytes + footprints[kind][0].elementwise_bytes) / rates["memory"] for kind in self.kinds]
+        moved_bytes = 9 * self.input_bytes + mlp.elementwise_bytes
+        moves = [(moved_bytes + footprints[kind][0].elementwise_bytes) / rates["memory"] for kind in kinds]
         layers = [a + b for a, b in zip(products, moves)]
         # Ranks that share matrices sum hidden states after attention and after the MLP; backward sums their gradients.
-        reduction = 2 * self.kept_bytes("input") * (1 - 1 / self.tensor_ranks) / rates["gpu link"]
+        reduction = 2 * self.input_bytes * (1 - 1 / self.tensor_ranks) / rates["gpu link"]
         placed = [i for i in range(L) if not placements[i].is_whole]
         longer = 1 + (0.01 * len(placed) / L if execution.heads_at_a_time else 0)  # 1% more time: smaller launches
         forward = longer * (sum(layers) + sum(attend) + choose) + 2 * L * reduction
@@ -461,7 +418,7 @@ class Step:
         # FSDP2 gathers parameters and sums float32 gradients while other blocks compute. Embedding and head are
         # gathered before anything runs and stay until backward. Their gradients are summed last. The rate is measured
         # with exchanges of heads, which also pay for copies.
-        sent = share.num_parameters() * (1 - 1 / self.num_shards) / rates["gpu link"]  # seconds, 1 byte each
+        sent = share.num_parameters() * (1 - 1 / (self.num_shards or 1)) / rates["gpu link"]  # seconds, 1 byte each
         gather, add = self.element_size * sent, 4 * sent
         ends = self.head_share * (1 if share.tie_word_embeddings else 2)
         forward = max(forward, copies + (1 - ends) * gather)

@@ -65,40 +65,29 @@ _H200_PRODUCTS = 650e12  # FLOP/s
 def measure_rates(
     share, attention_backend: str, device: torch.device, context_length: int, kinds: Sequence[AttentionKind] = ()
 ) -> Rates:
-    """Measures the rates of this GPU at the model's shapes, and returns them. On a CPU: returns an H200's rates.
+    """Measures the rates of this GPU at the shapes of a model.Share. On a CPU: returns an H200's rates.
 
-    The measurement takes 1.2 to 5 GiB of the GPU for the 4B.
+    The measurement takes 1.2 to 5 GiB of the GPU for the 4B. Layers whose kinds of attention have one name may differ
+    in settings, such as their number of chosen blocks of keys. The most common setting is measured.
 
     Args:
-        share: a rank's share of the model, a model.Share.
         attention_backend: a name in kernels.attention.full.BACKENDS.
         context_length: tokens.
-        kinds: how the layers attend, one per layer; (): as the configuration says. Layers may differ in their number
-            of chosen blocks of keys; the most common number is measured.
+        kinds: how the layers attend, one per layer; (): as the configuration says.
     """
     if device.type != "cuda":
         return H200
     backend, rates = choose_backend(attention_backend, device), _copy_rates(device)
-    for kind in _most_common(kinds or share.kinds):
+    most_common = {kind.name: kind for kind, _ in reversed(Counter(kinds or share.kinds).most_common())}
+    for kind in most_common.values():
         kind = kind.for_longest(context_length)
-        H, G, K = share.heads
-        rates |= kind.measure_rates(H, G, K, context_length, backend, _seconds, device)
+        rates |= kind.measure_rates(*share.heads, context_length, backend, _seconds, device)
+    # A matrix product of the MLP, for 16,384 tokens.
+    x = torch.randn(16_384, share.hidden_size, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(share.hidden_size, share.intermediate_size, device=device, dtype=torch.bfloat16)
+    products = 2 * len(x) * weight.numel() / _seconds(lambda: x @ weight)
     gpu_link = _gpu_link_rate(find_gpu(torch.cuda.get_device_name(device)), rates["link"])
-    return rates | {PLAIN.rate: _product_rate(share, device), "gpu link": gpu_link}
-
-
-def _most_common(kinds: Sequence[AttentionKind]) -> list[AttentionKind]:
-    """Returns one kind of each name: the most common one."""
-    return [*{kind.name: kind for kind, _ in reversed(Counter(kinds).most_common())}.values()]
-
-
-def _product_rate(share, device: torch.device) -> float:
-    """Returns the FLOP/s of a bf16 matrix product: 16,384 tokens through one matrix of the MLP."""
-    x, weight = (
-        torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
-        for rows, columns in ((16_384, share.hidden_size), (share.hidden_size, share.intermediate_size))
-    )
-    return 2 * len(x) * weight.numel() / _seconds(lambda: x @ weight)
+    return rates | {PLAIN.rate: products, "gpu link": gpu_link}
 
 
 def _copy_rates(device: torch.device) -> Rates:
@@ -138,25 +127,16 @@ def _seconds(work: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class GPU:
-    """One model of GPU.
+    """One model of GPU, by its data sheet."""
 
-    Args:
-        device_name: a regular expression that finds the GPU in the driver's name for it, as whole words.
-        memory_bytes: the memory that nvidia-smi shows: less than the round number in the GPU's name.
-        flops: dense bf16 peak of the tensor cores with float32 accumulation, FLOP/s.
-        memory_bandwidth: bytes/s of its memory.
-        link_bandwidth: bytes/s each way between GPU and host.
-        attention_backend: the backend that `kernels.attention.full.choose_backend` chooses on it.
-        nvlink_bandwidth: bytes/s each way of all its links to other GPUs together. 0: GPUs exchange over their links
-            to the host. A bridge between two GPUs counts as 0 too: a host of more GPUs gains nothing by it.
-    """
-
-    device_name: str
-    memory_bytes: int
-    flops: float
-    memory_bandwidth: float
-    link_bandwidth: float
-    attention_backend: str = "flash"
+    device_name: str  # a regular expression that finds the GPU in the driver's name for it, as whole words
+    memory_bytes: int  # memory that nvidia-smi shows: less than the round number in the GPU's name
+    flops: float  # FLOP/s, dense bf16 peak of the tensor cores with float32 accumulation
+    memory_bandwidth: float  # bytes/s
+    link_bandwidth: float  # bytes/s each way between GPU and host
+    attention_backend: str = "flash"  # the backend that `kernels.attention.full.choose_backend` chooses on it
+    # Bytes/s each way of all its links to other GPUs together. 0: GPUs exchange over their links to the host. A bridge
+    # between two GPUs counts as 0 too: a host of more GPUs gains nothing by it.
     nvlink_bandwidth: float = 0
 
 
@@ -191,9 +171,9 @@ def parse_gpu(text: str) -> GPU:
     Raises:
         UserError: neither a name of the table nor a size.
     """
-    by_name = {name.lower(): gpu for name, gpu in GPUS.items()}
-    if text.lower() in by_name:
-        return by_name[text.lower()]
+    for name, gpu in GPUS.items():
+        if name.lower() == text.lower():
+            return gpu
     try:
         return replace(GPUS["H200"], memory_bytes=parse_bytes(text))
     except UserError:
@@ -218,11 +198,7 @@ def scale_rates(gpu: GPU, attention_backend: str, kinds: Iterable[AttentionKind]
 
 
 def _gpu_link_rate(gpu: GPU | None, link_bytes: float) -> float:
-    """Returns bytes/s each way to the other GPUs of a host: over NVLink, else over the link to the host.
-
-    Args:
-        link_bytes: bytes/s each way between GPU and host.
-    """
+    """Returns bytes/s each way to the other GPUs of a host: over NVLink, else `link_bytes`, the link to the host."""
     if gpu is None or not gpu.nvlink_bandwidth:
         return link_bytes
     return _BYTES["gpu link"] * gpu.nvlink_bandwidth / GPUS["H200"].nvlink_bandwidth

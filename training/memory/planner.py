@@ -3,6 +3,7 @@
 import bisect
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -25,16 +26,12 @@ _CONTEXT_MULTIPLE = 1024  # tokens: the precision to which the largest context i
 
 @dataclass(frozen=True)
 class Plan:
-    """An execution of a step, with its predicted bytes and seconds, and the budgets and rates it was made for.
-
-    Args:
-        gpu_budget, host_budget: bytes that the allocator may reserve, and bytes that may be pinned.
-    """
+    """An execution of a step, with its predicted bytes and seconds, and the budgets and rates it was made for."""
 
     step: Step
     execution: Execution
-    gpu_budget: float = math.inf
-    host_budget: float = math.inf
+    gpu_budget: float = math.inf  # bytes that the allocator may reserve
+    host_budget: float = math.inf  # bytes that may be pinned
     rates: Rates = field(default_factory=lambda: H200)
 
     @functools.cached_property
@@ -56,14 +53,13 @@ class Plan:
 
     def __str__(self) -> str:
         execution, placements, sharing = self.execution, self.execution.placements, self.step.num_ranks
-        axes = {"data": self.step.num_shards // sharing, "context": sharing}
+        axes = {"data": max(1, self.step.num_shards // sharing), "context": sharing}
         axes |= {"tensor": self.step.tensor_ranks} if self.step.tensor_ranks > 1 else {}
         sizes = " x ".join(map(str, axes.values()))
         rows = [(f"GPUs, {' x '.join(axes)}", f"{sizes}; below, of each")] if math.prod(axes.values()) > 1 else []
         for title, name in (("layer inputs", "input"), ("attention outputs", "results")):
-            places = [getattr(p, name) for p in placements]
-            counts = [f"{places.count(p)} {p}" for p in dict.fromkeys(places)]
-            rows.append((title, ", ".join(counts)))
+            places = Counter(getattr(p, name) for p in placements)
+            rows.append((title, ", ".join(f"{count} {place}" for place, count in places.items())))
         num_whole = sum(p.is_whole for p in placements)
         rows.append(("blocks kept whole", str(num_whole)))
         state = {math.inf: "GPU", 0: "host"}.get(execution.gpu_state_bytes)
@@ -84,12 +80,7 @@ class Plan:
 
 
 def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H200) -> Plan:
-    """Returns the plan of the fewest predicted seconds within both budgets.
-
-    Args:
-        gpu_bytes: bytes that the allocator may reserve. A plan leaves `HEADROOM`, or `LEAST_HEADROOM` if none can.
-        host_bytes: bytes that may be pinned.
-        rates: the machine's.
+    """Returns the plan of the fewest predicted seconds within the bytes of the GPU and of pinned host memory.
 
     Raises:
         UserError: no plan fits, and the message names the largest context that would; or a document is longer than
@@ -100,22 +91,20 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
             f"attention to chosen blocks takes documents of up to {step.longest_document:,} tokens, and context_length "
             f"{step.context_length:,} has longer ones; lower it, or use attention_type full"
         )
-    found = _search(step, gpu_bytes / HEADROOM, host_bytes) or _search(step, gpu_bytes / LEAST_HEADROOM, host_bytes)
-    if not found:
-        budgets = describe_budgets(gpu_bytes, host_bytes)
-        largest = find_max_context(step, gpu_bytes, host_bytes)
-        if largest == 0:
-            state = step.optimizer(step.given).gpu_state
-            raise UserError(
-                f"the model does not fit into {budgets} at {_CONTEXT_MULTIPLE} tokens of context and batch_size "
-                f"{step.batch_size}: its parameters take {gib(step.parameter_bytes)} of the GPU, its optimizer's state "
-                f"{gib(state)} of either"
-            )
-        raise UserError(
-            f"context_length {step.context_length} does not fit into {budgets}; the largest that does is {largest}"
-        )
-    fastest = min(found, key=lambda execution: step.seconds(execution, rates))
-    return Plan(step, fastest, gpu_bytes, host_bytes, rates)
+    found = _Search(step, gpu_bytes / HEADROOM, host_bytes).found()
+    found = found or _Search(step, gpu_bytes / LEAST_HEADROOM, host_bytes).found()
+    if found:
+        fastest = min(found, key=lambda execution: step.seconds(execution, rates))
+        return Plan(step, fastest, gpu_bytes, host_bytes, rates)
+    budgets = describe_budgets(gpu_bytes, host_bytes)
+    if largest := find_max_context(step, gpu_bytes, host_bytes):
+        length = f"context_length {step.context_length}"
+        raise UserError(f"{length} does not fit into {budgets}; the largest that does is {largest}")
+    parameters, state = gib(step.parameter_bytes), gib(step.optimizer(step.given).gpu_state)
+    raise UserError(
+        f"the model does not fit into {budgets} at {_CONTEXT_MULTIPLE} tokens of context and batch_size "
+        f"{step.batch_size}: its parameters take {parameters} of the GPU, its optimizer's state {state} of either"
+    )
 
 
 def describe_budgets(gpu_bytes: float, host_bytes: float) -> str:
@@ -126,9 +115,10 @@ def describe_budgets(gpu_bytes: float, host_bytes: float) -> str:
 
 def has_plan(step: Step, gpu_bytes: float, host_bytes: float) -> bool:
     """Whether any plan fits into both budgets."""
+    search = _Search(step, gpu_bytes / LEAST_HEADROOM, host_bytes)
     return not step.has_too_long_document and any(
-        _fitting_inputs(step, base, step.layers // 2, gpu_bytes / LEAST_HEADROOM, host_bytes)
-        for base in _layouts(step)
+        search.fitting_inputs(base, step.layers // 2)
+        for base in search.layouts()
         if base.heads_at_a_time  # this, with half of the inputs recomputed, takes the least memory
     )
 
@@ -147,108 +137,92 @@ def find_max_context(step: Step, gpu_bytes: float, host_bytes: float) -> int:
     return (first - 1) * _CONTEXT_MULTIPLE
 
 
-def _search(step: Step, gpu_bytes: float, host_bytes: float) -> list[Execution]:
-    """Returns the executions that fit: the fastest for each layout and each number of inputs on the host.
+@dataclass(frozen=True)
+class _Search:
+    """A search for executions of a step within limits of its predicted bytes, headroom already taken off.
 
-    Args:
-        gpu_bytes, host_bytes: limits of the predicted bytes, headroom already taken off.
-    """
-    return [
-        _keep(step, base, inputs, gpu_bytes, host_bytes)
-        for base in _layouts(step)
-        for inputs in _fastest_inputs(step, base, gpu_bytes, host_bytes)
-    ]
-
-
-def _fastest_inputs(step: Step, base: Execution, gpu_bytes: float, host_bytes: float) -> list[list[str]]:
-    """Returns `_fitting_inputs` with as few inputs recomputed as possible: recomputing more only takes longer."""
-    half = step.layers // 2
-
-    @functools.cache
-    def fitting(recomputed: int) -> list[list[str]]:
-        return _fitting_inputs(step, base, recomputed, gpu_bytes, host_bytes)
-
-    if not fitting(half):  # half of the inputs recomputed takes the least memory
-        return []
-    return fitting(half - _largest(half, lambda fewer: bool(fitting(half - fewer))))
-
-
-def _fits(step: Step, execution: Execution, gpu_bytes: float, host_bytes: float) -> bool:
-    """Whether an execution fits. Stages are computed up to the first that is too full: most executions do not fit."""
-    fits_host = step.host_bytes(execution) <= host_bytes
-    return fits_host and all(stage.bytes + stage.idle <= gpu_bytes for stage in step.stages(execution))
-
-
-def _layouts(step: Step) -> Iterator[Execution]:
-    """Yields executions without placements: all combinations of state on the GPU, heads at a time, and loss."""
-    state = step.optimizer(step.given).gpu_state
-    can_choose = step.given.loss_impl == "auto" and not step.uses_chunked_loss(step.given)
-    for gpu_state in (math.inf, *(state * quarters / 4 for quarters in (3, 2, 1, 0))):
-        for heads in (None, 1):
-            for loss_impl in ("auto", "chunked") if can_choose else (step.given.loss_impl,):
-                yield replace(
-                    step.given, mlp_tile_size=MLP_TILE_SIZE, heads_at_a_time=heads, gpu_state_bytes=gpu_state,
-                    loss_impl=loss_impl,
-                )  # fmt: skip
-
-
-def _fitting_inputs(
-    step: Step, base: Execution, recomputed: int, gpu_bytes: float, host_bytes: float
-) -> list[list[str]]:
-    """Returns all ways to place the layers' inputs with which an execution fits, as one place per layer.
-
-    `recomputed` inputs are recomputed, and each way has another number of inputs on the host. The last layers' inputs
-    stay on the GPU: backward needs them first, and their memory is free when gradients need it.
-    """
-    candidates = []
-    for on_host in range(step.layers - recomputed + 1):
-        places = ["host"] * on_host + ["gpu"] * (step.layers - recomputed - on_host)
-        for i in range(recomputed):
-            places.insert(2 * i + 1, "recompute")
-        candidates.append(places)
-    # Each next candidate takes more of the host and in no stage more of the GPU, so all that fit are neighbours.
-    stop = bisect.bisect_left(candidates, True, key=lambda inputs: step.host_bytes(_placed(base, inputs)) > host_bytes)
-    start = bisect.bisect_left(
-        candidates, True, hi=stop, key=lambda inputs: _fits(step, _placed(base, inputs), gpu_bytes, host_bytes)
-    )
-    return candidates[start:stop]
-
-
-def _keep(step: Step, base: Execution, inputs: list[str], gpu_bytes: float, host_bytes: float) -> Execution:
-    """Returns `base` with these inputs and as many attention outputs kept as fit: first on the GPU, then on the host.
-
-    If all inputs and outputs stay on the GPU, as many blocks as fit are left whole. The last layers come first here,
-    too, for the reason given in `_fitting_inputs`.
+    The last layers keep on the GPU what fits there: backward needs them first, and their memory is free when gradients
+    need it. Layers before them keep on the host, and the first layers not at all.
     """
 
-    def largest(limit: int, place: Callable[[int], Execution]) -> int:
-        return _largest(limit, lambda n: _fits(step, place(n), gpu_bytes, host_bytes))
+    step: Step
+    gpu_bytes: float
+    host_bytes: float
 
-    L = step.layers
-    on_gpu = largest(L, lambda n: _placed(base, inputs, n))
-    if on_gpu == L and set(inputs) == {"gpu"}:
-        return _placed(base, inputs, L, whole=largest(L, lambda n: _placed(base, inputs, L, whole=n)))
-    return _placed(base, inputs, on_gpu, largest(L - on_gpu, lambda n: _placed(base, inputs, on_gpu, n)))
+    def found(self) -> list[Execution]:
+        """Returns the executions that fit: the fastest for each layout and each number of inputs on the host."""
+        return [self.keep(base, inputs) for base in self.layouts() for inputs in self.fastest_inputs(base)]
+
+    def fits(self, execution: Execution) -> bool:
+        """Whether an execution fits. Stops at the first stage that is too full: most executions do not fit."""
+        fits_host = self.step.host_bytes(execution) <= self.host_bytes
+        return fits_host and all(stage.bytes + stage.idle <= self.gpu_bytes for stage in self.step.stages(execution))
+
+    def layouts(self) -> Iterator[Execution]:
+        """Yields executions without placements: all combinations of state on the GPU, heads at a time, and loss."""
+        step, given = self.step, self.step.given
+        state = step.optimizer(given).gpu_state
+        can_choose = given.loss_impl == "auto" and not step.uses_chunked_loss(given)
+        for gpu_state in (math.inf, *(state * quarters / 4 for quarters in (3, 2, 1, 0))):
+            base = replace(given, mlp_tile_size=MLP_TILE_SIZE, gpu_state_bytes=gpu_state)
+            for heads in (None, 1):
+                for loss_impl in ("auto", "chunked") if can_choose else (given.loss_impl,):
+                    yield replace(base, heads_at_a_time=heads, loss_impl=loss_impl)
+
+    def fastest_inputs(self, base: Execution) -> list[list[str]]:
+        """Returns `fitting_inputs` with as few inputs recomputed as possible: recomputing more only takes longer."""
+        half = self.step.layers // 2
+        fitting = functools.cache(lambda recomputed: self.fitting_inputs(base, recomputed))
+        if not fitting(half):  # half of the inputs recomputed takes the least memory
+            return []
+        return fitting(half - _largest(half, lambda fewer: bool(fitting(half - fewer))))
+
+    def fitting_inputs(self, base: Execution, recomputed: int) -> list[list[str]]:
+        """Returns all ways to place the layers' inputs with which an execution fits, as one place per layer.
+
+        `recomputed` inputs are recomputed, and each way has another number of inputs on the host.
+        """
+        candidates = []
+        for on_host in range(self.step.layers - recomputed + 1):
+            places = ["host"] * on_host + ["gpu"] * (self.step.layers - recomputed - on_host)
+            for i in range(recomputed):
+                places.insert(2 * i + 1, "recompute")
+            candidates.append(places)
+        placed = functools.partial(_placed, base)
+        # Each next candidate takes more of the host and in no stage more of the GPU, so all that fit are neighbours.
+        stop = bisect.bisect_right(candidates, self.host_bytes, key=lambda inputs: self.step.host_bytes(placed(inputs)))
+        start = bisect.bisect_left(candidates, True, hi=stop, key=lambda inputs: self.fits(placed(inputs)))
+        return candidates[start:stop]
+
+    def keep(self, base: Execution, inputs: list[str]) -> Execution:
+        """Returns `base` with these inputs and as many attention outputs kept as fit, on the GPU first.
+
+        If all inputs and outputs stay on the GPU, as many blocks as fit are left whole.
+        """
+
+        def most(limit: int, place: Callable[[int], Execution]) -> Execution:
+            return place(_largest(limit, lambda n: self.fits(place(n))))
+
+        L = self.step.layers
+        kept = most(L, lambda n: _placed(base, inputs, n))
+        on_gpu = sum(placement.results == "gpu" for placement in kept.placements)
+        if on_gpu == L and set(inputs) == {"gpu"}:
+            return most(L, lambda n: _placed(base, inputs, L, whole=n))
+        return most(L - on_gpu, lambda n: _placed(base, inputs, on_gpu, n))
 
 
 _placement = functools.cache(Placement)  # a search makes the same few placements many thousand times
 
 
-def _placed(
-    base: Execution, inputs: list[str], attention_on_gpu: int = 0, attention_on_host: int = 0, whole: int = 0
-) -> Execution:
-    """Returns `base` with placements.
-
-    The last layers keep attention's output on the GPU, layers before them on the host, and the first layers not at all.
-    The last `whole` blocks are left whole.
-    """
-    recomputed = len(inputs) - attention_on_gpu - attention_on_host
-    attention = ["recompute"] * recomputed + ["host"] * attention_on_host + ["gpu"] * attention_on_gpu
-    rest = ["recompute"] * (len(inputs) - whole) + ["gpu"] * whole
-    return replace(base, placements=tuple(map(_placement, inputs, attention, rest)))
+def _placed(base: Execution, inputs: list[str], on_gpu: int = 0, on_host: int = 0, whole: int = 0) -> Execution:
+    """Returns `base` with placements of inputs and so many attention outputs, the last `whole` blocks left whole."""
+    L = len(inputs)
+    results = ["recompute"] * (L - on_gpu - on_host) + ["host"] * on_host + ["gpu"] * on_gpu
+    rest = ["recompute"] * (L - whole) + ["gpu"] * whole
+    return replace(base, placements=tuple(map(_placement, inputs, results, rest)))
 
 
-def _largest(limit: int, holds) -> int:
+def _largest(limit: int, holds: Callable[[int], bool]) -> int:
     """Returns the largest n in 0 .. limit with `holds(n)`, which is true from 0 up to some n and false beyond."""
     if limit and holds(limit):
         return limit

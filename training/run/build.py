@@ -137,7 +137,7 @@ def step_of(config: TrainConfig, model: Transformer, world: World, documents: Pa
     lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
     kinds = kinds_at(config, model.config, step=1)
     given = settled_execution(config.loss_impl, config.attention_backend, world.device, kinds, config.kernels)
-    num_shards = world.data_size * world.context_size if world.size > 1 else None
+    num_shards = world.data_size * world.context_size if world.size > 1 else 0
     return Step(
         model.share, model.parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
         num_shards=num_shards, tensor_ranks=config.tensor_parallel_size,
@@ -167,8 +167,8 @@ def step_on_meta(
     shards = [parameter.chunk(num_shards)[0].to(dtype) for parameter in parameters]
     documents = PackedDocuments.one_each(context_length, batch_size)
     return Step(
-        model_config.share(tensor_parallel_size), shards, context_length, batch_size, micro_batches, documents, given,
-        num_ranks=context_parallel_size, num_shards=num_shards if num_gpus > 1 else None,
+        model_config.share(tensor_parallel_size), shards, context_length, batch_size, micro_batches, documents,
+        given or Execution(), num_ranks=context_parallel_size, num_shards=num_shards if num_gpus > 1 else 0,
         tensor_ranks=tensor_parallel_size,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from model import MODEL_SIZES, Transformer
 from training.memory.cost_model import PackedDocuments, Step
 from training.memory.execution import Execution, Placement
 from training.memory.machine import H200
-from training.memory.planner import Plan, _fits, find_max_context
+from training.memory.planner import Plan, _Search, find_max_context
 from training.parallel.world import World, make_mesh
 from training.run.build import model_on_meta, step_on_meta
 from training.run.build import step_of as step_of_run
@@ -121,8 +121,8 @@ def test_ranks_that_share_a_sequence_share_its_work(num_ranks, heads_at_a_time):
     waits = 36 * 3 * exchange * (1.01 if heads_at_a_time else 1)  # smaller launches
     expected = (alone.seconds(execution, H200) - update) / num_ranks + update + waits
     assert shared.seconds(execution, H200) == pytest.approx(expected, rel=1e-6)
-    for kind in ("input", "results"):
-        assert num_ranks * shared.kept_bytes(kind) == alone.kept_bytes(kind)
+    assert num_ranks * shared.input_bytes == alone.input_bytes
+    assert num_ranks * shared.results_bytes(FULL) == alone.results_bytes(FULL)
     assert shared.at(262_144).tokens == 2 * shared.tokens == 262_144 // num_ranks
     assert find_max_context(shared, 100 * GIB, 0) > find_max_context(alone, 100 * GIB, 0)
 
@@ -149,11 +149,11 @@ def test_ranks_that_share_matrices_share_products_and_attention(tensor_ranks, he
     config, rates = MODEL_SIZES["4B"], H200 | {"memory": math.inf}
     alone = step_of(config, 131_072)
     shared = step_of(config, 131_072, tensor_ranks=tensor_ranks)
-    sums = 36 * 5 * 2 * alone.kept_bytes("input") * (1 - 1 / tensor_ranks) / rates["gpu link"]
+    sums = 36 * 5 * 2 * alone.input_bytes * (1 - 1 / tensor_ranks) / rates["gpu link"]
     expected = alone.seconds(execution, rates) / tensor_ranks + sums
     assert shared.seconds(execution, rates) == pytest.approx(expected, rel=1e-6)
-    assert shared.kept_bytes("input") == alone.kept_bytes("input")
-    assert tensor_ranks * shared.kept_bytes("results") == alone.kept_bytes("results")
+    assert shared.input_bytes == alone.input_bytes
+    assert tensor_ranks * shared.results_bytes(FULL) == alone.results_bytes(FULL)
     assert find_max_context(shared, 100 * GIB, 0) > find_max_context(alone, 100 * GIB, 0)
 
 
@@ -182,7 +182,7 @@ def test_fsdp_gathers_what_a_rank_has_of_shared_matrices():
 @pytest.mark.parametrize("micro_batches", [1, 16])
 def test_a_step_takes_as_long_as_its_gradients_on_the_link(micro_batches):
     """With state on the host: bf16 gradients once, or float32 sums there and, but for the first time, back."""
-    step = step_of(MODEL_SIZES["4B"], 512, gradient_accumulation_steps=micro_batches)
+    step = step_of(MODEL_SIZES["4B"], 512, micro_batches=micro_batches)
     execution = Execution((Placement(),) * 36, gpu_state_bytes=0)
     elements, update = 4.02e9, step.optimizer(execution).host / H200["link"]
     link_bytes = 2 * elements if micro_batches == 1 else 4 * elements * (2 * micro_batches - 1)
@@ -211,5 +211,6 @@ def check_that_the_reduction_keeps_its_memory(step, unsharded):
     assert stages[0].categories["gradients"] == 0 and stages[0].idle >= made
     assert stages[-1].categories["gradients"] == made and stages[-1].idle == stages[0].idle - made
     fullest = max(stage.bytes for stage in stages)
-    assert _fits(step, execution, fullest + stages[0].idle, 0) and not _fits(step, execution, fullest, 0)
+    assert _Search(step, fullest + stages[0].idle, 0).fits(execution)
+    assert not _Search(step, fullest, 0).fits(execution)
     assert all(stage.idle == 0 for stage in unsharded.stages(execution))

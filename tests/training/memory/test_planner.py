@@ -74,7 +74,7 @@ def test_a_plan_is_made_in_seconds():
 
 
 def test_more_memory_is_never_slower():
-    step = step_of(MODEL_SIZES["0.6B"], 32_768, gradient_accumulation_steps=2)
+    step = step_of(MODEL_SIZES["0.6B"], 32_768, micro_batches=2)
     seconds = [make_plan(step, gib * GIB, 10 * GIB).seconds for gib in (5, 8, 24)]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
     seconds = [make_plan(step, 5 * GIB, gib * GIB).seconds for gib in (10, 13)]

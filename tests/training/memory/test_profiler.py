@@ -275,7 +275,7 @@ def check_stages(step, execution, measured):
 VARIANTS = {
     "8B's untied head": ("8B", 8192, {"num_hidden_layers": 3}),
     "standard loss": ("0.6B", 4096, {"num_hidden_layers": 5, "loss_impl": "standard", "batch_size": 2}),
-    "two micro-batches": ("0.6B", 16_384, {"num_hidden_layers": 5, "gradient_accumulation_steps": 2}),
+    "two micro-batches": ("0.6B", 16_384, {"num_hidden_layers": 5, "micro_batches": 2}),
 }
 
 
