@@ -1,16 +1,16 @@
 """Profile the memory of a training step, stage by stage: `python profile_memory.py --context_length 131072`.
 
 On a GPU a step is predicted and measured, side by side: a whole step as train.py runs it on one GPU (bf16 weights,
-float32 masters and Adam moments), of random tokens, one document a sequence. Without a GPU, or for another one that
+float32 masters and Adam moments), of random tokens, one document per sequence. Without a GPU, or for another GPU that
 --gpu names, a step is predicted. The step follows the plan that train.py would make for the memory at hand;
 --gradient_checkpointing and --no-gradient_checkpointing profile a step without a plan instead.
 
 `--nproc 8 --context_parallel_size 4` predicts the step that train.py would run under torchrun on 8 GPUs of one machine,
-4 sharing each sequence: bytes of one GPU, and seconds. Such a step is measured by benchmarks.bench_train_step.
+4 sharing each sequence: bytes of one GPU, and seconds. benchmarks.bench_train_step measures such a step.
 
 `--find_max_context` says how long a context fits, `--compare` what the chunked loss, checkpointing and offloading save.
-`--measure` confirms either on the GPU. This file is the command line; training/memory/reports.py answers the questions.
-Memory sizes are in GiB, 2**30 bytes; "24GB" on the command line means 24 GiB.
+`--measure` confirms either on the GPU. training/memory/reports.py answers these questions. Memory sizes are in GiB,
+2**30 bytes; "24GB" on the command line means 24 GiB.
 """
 
 import dataclasses
@@ -98,17 +98,12 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
     if flags.device == "cuda" and flags.gpu:
         raise UserError("device cuda has no effect with gpu, which predicts for another; drop one")
     if flags.measure and not (flags.find_max_context or flags.compare):
-        raise UserError(
-            "measure has no effect but with find_max_context or compare: on a GPU a step is measured anyway"
-        )
+        raise UserError("measure has no effect but with find_max_context or compare: a step is measured anyway")
     for name in ("measure", "num_layers", "snapshot"):
         if getattr(flags, name) and not can_measure:
             raise UserError(f"{name} needs a GPU to measure on, without --gpu, --nproc or --device cpu; drop it")
     for name in ("timeline", "snapshot", "json"):
-        path = getattr(flags, name)
-        if path is not None and not path.parent.is_dir():
-            raise UserError(f"--{name} {path}: no folder {path.parent}")
-        if path is not None:
+        if path := getattr(flags, name):
             check_can_write(path, f"--{name}")
     if flags.timeline and flags.timeline.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--timeline draws .png, .svg or .pdf, got {flags.timeline}")
@@ -120,10 +115,8 @@ def check_mesh(flags: ProfileFlags) -> None:
     """Refuse numbers of GPUs that cannot share sequences or matrices, and those for which no prediction is made."""
     context, tensor, shape = flags.context_parallel_size, flags.tensor_parallel_size, flags.shape
     if flags.nproc % (context * tensor):
-        raise UserError(
-            f"context_parallel_size {context} x tensor_parallel_size {tensor} must divide nproc {flags.nproc}; give "
-            "other numbers of GPUs"
-        )
+        sizes = f"context_parallel_size {context} x tensor_parallel_size {tensor}"
+        raise UserError(f"{sizes} must divide nproc {flags.nproc}; give other numbers of GPUs")
     check_matrix_sharing(tensor, shape)
     check_sharing(context, shape, any(kind.list_length for kind in kinds_of(flags, shape)), tensor)
     if message := without_plan(flags, shape.share(tensor)):
@@ -158,32 +151,23 @@ def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World)
     return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend, given.kinds), model, given)
 
 
-def can_measure(flags: ProfileFlags, world: World) -> bool:
-    """Whether the step that the flags ask for runs in this process."""
-    return world.device.type == "cuda" and flags.nproc == 1
-
-
-def report(flags: ProfileFlags, machine: Machine, world: World) -> dict:
+def report(flags: ProfileFlags, machine: Machine, can_measure: bool, world: World) -> dict:
     """Print the answer that the flags ask for, and return what --json writes."""
     mesh = flags.nproc, flags.context_parallel_size, flags.tensor_parallel_size
     step = step_on_meta(machine.model, *flags.lengths, machine.given, *mesh)
-    measures, build = can_measure(flags, world), functools.partial(build_bench, world=world)
+    measures = flags.measure if flags.find_max_context or flags.compare else can_measure
+    build = functools.partial(build_bench, world=world) if measures else None
     if flags.compare:
-        return report_comparison(step, machine, flags.memory_budget, world.device, build if flags.measure else None)
-    if flags.find_max_context:
-        if flags.measure:
-            cap_gpu_memory(int(machine.gpu_bytes), world.device)
-        return report_max_context(step, machine, build if flags.measure else None)
-    if measures and flags.memory_budget is not None:
+        return report_comparison(step, machine, flags.memory_budget, world.device, build)
+    if measures and (flags.find_max_context or flags.memory_budget is not None):
         cap_gpu_memory(int(machine.gpu_bytes), world.device)
+    if flags.find_max_context:
+        return report_max_context(step, machine, build)
     part = None
     if flags.num_layers is not None:
         shape = dataclasses.replace(machine.model, num_hidden_layers=flags.num_layers)
         part = step_on_meta(shape, *flags.lengths, machine.given)
-    return report_step(
-        step, machine, gradient_checkpointing=flags.gradient_checkpointing, part=part, all_stages=flags.all_stages,
-        timeline=flags.timeline, build_bench=build if measures else None, snapshot=flags.snapshot,
-    )  # fmt: skip
+    return report_step(step, machine, flags, part, build)
 
 
 @command
@@ -195,28 +179,21 @@ def main(argv: list[str]) -> None:
     with join_world("cpu" if flags.gpu else flags.device) as world:
         if world.size > 1:
             raise UserError("profile_memory.py profiles one GPU: start it with python, not torchrun")
-        check_flags(flags, can_measure(flags, world))
+        can_measure = world.device.type == "cuda" and flags.nproc == 1
+        check_flags(flags, can_measure)
         # In a comparison memory_budget is the budget of the planned way only.
         machine = choose_machine(flags, None if flags.compare else flags.memory_budget, world)
         print(f"machine: {machine.description}; attention kernel {machine.given.attention_backend}")
         if flags.nproc > 1:
             print(f"{flags.nproc} GPUs, predicted only: memory is of one GPU, host memory of its process")
         print(f"model: {flags.init_from or flags.model_size}, {machine.model.num_parameters():,} parameters")
-        results = report(flags, machine, world)
+        results = report(flags, machine, can_measure, world)
     if flags.json:
         settings = {name: value for name, value in vars(flags).items() if not isinstance(value, Path)}
         environment = {**dataclasses.asdict(machine), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-        results = {"settings": settings, "environment": environment, **results}
-        flags.json.write_text(json.dumps(finite(results), allow_nan=False) + "\n")
-
-
-def finite(value):
-    """`value` with None in place of each infinity, which JSON does not know."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and math.isinf(value) else value
+        written = json.dumps({"settings": settings, "environment": environment, **results})
+        finite = json.loads(written, parse_constant=lambda infinite: None)  # JSON does not know infinity
+        flags.json.write_text(json.dumps(finite) + "\n")
 
 
 if __name__ == "__main__":

@@ -283,7 +283,7 @@ def draw_picture() -> None:
 
     result = whole_step()
     step = step_on_meta(MODEL_SIZES["4B"], 131_072, given=Execution(attention_backend="cudnn"))
-    classic = compared_executions(step.given, step.layers)["checkpointing, standard loss"]
+    classic = compared_executions(step)["checkpointing, standard loss"]
     figure = Figure(figsize=(14, 5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     draw_stages(left, list(step.stages(classic)))

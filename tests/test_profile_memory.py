@@ -187,7 +187,7 @@ def test_with_and_without(small, tmp_path, capsys):
         ("--model_size 5B", "invalid choice"),
         ("--contextlength 5", "unknown flag --contextlength; did you mean --context_length?"),
         ("--attention_backend slow", "invalid choice"),
-        ("--json nowhere/memory.json", "no folder nowhere"),
+        ("--json nowhere/memory.json", "--json 'nowhere/memory.json' cannot be written to: No such file"),
         ("--json /", "--json '/' cannot be written to: Is a directory; give another file"),
         ("--timeline /proc/step.png", "--timeline '/proc/step.png' cannot be written to: "),
         ("--timeline step.jpeg", "draws .png, .svg or .pdf"),

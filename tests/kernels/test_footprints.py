@@ -176,4 +176,4 @@ def test_shared_sequences_on_fake_tensors(num_ranks, heads_at_a_time, has_norms,
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_gpu(case):
     with torch.device("cuda"):
-        check(case, CudaCounter(torch.device("cuda", 0)))
+        check(case, CudaCounter())

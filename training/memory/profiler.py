@@ -1,13 +1,14 @@
 """The profiler measures the memory and seconds of a training step, by stages and by categories.
 
-Hooks on the model split a step into the stages of cost_model.Step, so each measured stage has a predicted one. Bytes
-get their category in two ways. Known tensors have theirs: parameters, gradients, optimizer state, blocks' inputs, the
-gradients that flow between blocks, and attention outputs that placed blocks keep. All other bytes are booked on the
-part of the block that ran between two readings of the allocator: attention or MLP.
+Hooks on the model split a step into the stages of cost_model.Step, so each measured stage has a predicted one. Known
+tensors have their category: parameters, gradients, optimizer state, blocks' inputs, the gradients that flow between
+blocks, and attention outputs that placed blocks keep. All other bytes are booked on the part of the block that ran
+between two readings of the allocator: attention or MLP.
 """
 
 import gc
 import itertools
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -44,17 +45,12 @@ class MeasuredStage(Stage):
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measured step: its stages and seconds.
-
-    Args:
-        host_bytes: pinned host memory.
-        alloc_retries: how often the allocator gave its cache back because memory ran out.
-    """
+    """A measured step."""
 
     stages: list[MeasuredStage]
     seconds: float
-    host_bytes: int
-    alloc_retries: int
+    host_bytes: int  # pinned
+    alloc_retries: int  # how often the allocator gave its cache back because memory ran out
 
     @property
     def peak(self) -> MeasuredStage:
@@ -76,21 +72,17 @@ class Reading(NamedTuple):
 
 
 class CudaCounter:
-    """The allocator and the clock of one GPU. Readings do not wait: PyTorch counts bytes when the host allocates."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
+    """The allocator and the clock of the current GPU. PyTorch counts bytes as the host allocates: nothing waits."""
 
     def read(self) -> Reading:
         """Returns bytes now, and their peaks since the last call."""
-        cuda = torch.cuda
-        peaks = cuda.max_memory_allocated(self.device), cuda.max_memory_reserved(self.device)
-        cuda.reset_peak_memory_stats(self.device)
-        return Reading(cuda.memory_allocated(self.device), *peaks)
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        return Reading(torch.cuda.memory_allocated(), *peaks)
 
     def alloc_retries(self) -> int:
         """Returns how often the allocator has given its cache back because memory ran out."""
-        return torch.cuda.memory_stats(self.device)["num_alloc_retries"]
+        return torch.cuda.memory_stats()["num_alloc_retries"]
 
     def mark(self) -> torch.cuda.Event:
         """Returns an event at this point of the compute stream."""
@@ -105,12 +97,9 @@ class CudaCounter:
 
 
 class Recorder:
-    """Splits the steps of a model into stages.
+    """Splits the steps of a model.Transformer, whose placements are applied, into stages.
 
-    Args:
-        model: a model.Transformer, with its placements applied.
-        optimizer: the optimizer of its parameters.
-        counter: a `CudaCounter`, or a stand-in with the same methods where tensors are fake.
+    `counter` may be a stand-in with the methods of `CudaCounter` where tensors are fake.
     """
 
     def __init__(self, model: nn.Module, optimizer: MasterAdamW, counter: CudaCounter):
@@ -140,7 +129,7 @@ class Recorder:
         ]
         for i, block in enumerate(model.layers):
             hooks += [
-                block.register_forward_pre_hook(lambda _, inputs, i=i: self._watch_gradient(i, inputs[0])),
+                block.register_forward_pre_hook(lambda _, inputs, i=i: self._enter_block(i, inputs[0])),
                 block.input_layernorm.register_forward_pre_hook(lambda _, inputs: self._enter_attention(inputs[0])),
                 block.post_attention_layernorm.register_forward_pre_hook(
                     lambda _, inputs, i=i: self._enter_mlp(i, inputs[0])
@@ -154,12 +143,11 @@ class Recorder:
                 hook.remove()
 
     def end_stage(self, name: str) -> None:
-        """End the stage that runs, give it a name, and begin the next."""
+        """End the stage that runs and give it a name. The next one begins."""
         self._read()
         self.stages[name] = self.peak, self.reserved  # the last micro-batch stays
-        stop = self.counter.mark()
-        self.spans[name].append((self.began, stop))
-        self.began = stop
+        before, self.began = self.began, self.counter.mark()
+        self.spans[name].append((before, self.began))
         self._start_stage()
 
     def end_backward(self) -> None:
@@ -184,8 +172,14 @@ class Recorder:
         self.end_stage("embedding")
         self._run(0, "layer inputs")
 
-    def _watch_gradient(self, layer: int, x: Tensor) -> None:
-        x.register_hook(lambda dx: self._end_block_backward(layer, dx))
+    def _enter_block(self, layer: int, x: Tensor) -> None:
+        def end_backward(dx: Tensor) -> None:
+            self._know("MLP" if layer else "layer inputs", dx)
+            self.end_stage(f"backward of layer {layer}, attention")
+            self.booked.pop(layer, None)
+            self._run(*((layer - 1, "MLP") if layer else ("embedding", "gradients")))
+
+        x.register_hook(end_backward)
 
     def _enter_attention(self, x: Tensor) -> None:
         self._read()
@@ -196,8 +190,12 @@ class Recorder:
         self._read()
 
     def _enter_mlp(self, layer: int, attended: Tensor) -> None:
+        def end_backward(gradient: Tensor) -> None:
+            self.end_stage(f"backward of layer {layer}, MLP")
+            self.category = "attention"
+
         if attended.requires_grad:  # part of a graph, so backward comes back to it
-            attended.register_hook(lambda _: self._end_mlp_backward(layer))
+            attended.register_hook(end_backward)
         self._read()
         self.booked[self.owner]["attention"] -= attended.nbytes  # made by attention, kept by the MLP
         self.booked[self.owner]["MLP"] += attended.nbytes
@@ -212,28 +210,18 @@ class Recorder:
         self._run(layer + 1, "layer inputs")
 
     def _enter_loss(self, x: Tensor) -> None:
+        def end_backward(dx: Tensor) -> None:
+            self._know("MLP", dx)
+            self.end_stage("loss")
+            self.booked.pop("loss", None)
+            # Only the head's gradient is left of the loss. The gradient of a tied head waits for the embedding's.
+            self._run("head", "gradients")
+            self.in_backward = True
+            self._run(len(self.model.layers) - 1, "MLP")
+
         self._know("loss", x)
         self._run("loss", "loss")
-        x.register_hook(self._end_loss)
-
-    def _end_loss(self, dx: Tensor) -> None:
-        self._know("MLP", dx)
-        self.end_stage("loss")
-        self.booked.pop("loss", None)
-        # Only the head's gradient is left of the loss. The gradient of a tied head waits for the embedding's.
-        self._run("head", "gradients")
-        self.in_backward = True
-        self._run(len(self.model.layers) - 1, "MLP")
-
-    def _end_mlp_backward(self, layer: int) -> None:
-        self.end_stage(f"backward of layer {layer}, MLP")
-        self.category = "attention"
-
-    def _end_block_backward(self, layer: int, dx: Tensor) -> None:
-        self._know("MLP" if layer else "layer inputs", dx)
-        self.end_stage(f"backward of layer {layer}, attention")
-        self.booked.pop(layer, None)
-        self._run(*((layer - 1, "MLP") if layer else ("embedding", "gradients")))
+        x.register_hook(end_backward)
 
     # Readings
 
@@ -242,10 +230,9 @@ class Recorder:
         self.owner, self.category = owner, category
         self._read()
 
-    def _know(self, category: str, *tensors: Tensor) -> None:
-        """Give known tensors their category for as long as they live."""
-        for tensor in tensors:
-            self.known[tensor.untyped_storage()] = category
+    def _know(self, category: str, tensor: Tensor) -> None:
+        """Give a tensor its category for as long as it lives."""
+        self.known[tensor.untyped_storage()] = category
 
     def _start_stage(self) -> None:
         self.peak, self.reserved = Counter(self.held), 0
@@ -269,35 +256,29 @@ class Recorder:
     def _state_bytes(self) -> Counter:
         """Returns bytes of parameters, gradients and optimizer. Notes the category of tensors kept by placed blocks."""
         for (_, name), calls in self.placed.on_gpu.items() if self.placed else ():
-            for tensors in calls:
-                self._know("layer inputs" if name == "input" else "attention", *tensors)
+            for tensor in itertools.chain(*calls):
+                self._know("layer inputs" if name == "input" else "attention", tensor)
         optimizer = self.optimizer
         states = [state for state in optimizer.states.values() if not state.on_host]
         parameters = list(self.model.parameters())
         tensors = [*(state.tensors for state in states), *(slot[0] for slot in optimizer.slots)]
+        gradients = [p.grad for p in parameters] + [state.gradient for state in states]
         groups = {
             "parameters": parameters,
-            "gradients": [
-                *(p.grad for p in parameters),
-                *(state.gradient for state in states),
-                *(gradient for gradient, _ in optimizer.leaving),
-            ],
+            "gradients": gradients + [gradient for gradient, _ in optimizer.leaving],
             "optimizer": [optimizer.room, *(tensor for by_name in tensors for tensor in by_name.values())],
         }
         return Counter({name: sum(t.nbytes for t in group if t is not None) for name, group in groups.items()})
 
 
 class Bench:
-    """A model and its optimizer, built once, whose step is measured under one placement after another.
+    """A model.Transformer and its optimizer, whose step is measured under one execution after another.
 
-    Args:
-        model: a model.Transformer without placements.
-        optimizer: the optimizer of its parameters. Its state stays where it is.
+    The optimizer's state stays where it is.
     """
 
     def __init__(self, model: nn.Module, optimizer: MasterAdamW):
-        self.model, self.optimizer, self.config = model, optimizer, model.config
-        self.device = model.embed_tokens.weight.device
+        self.model, self.optimizer, self.device = model, optimizer, model.embed_tokens.weight.device
 
     def measure(
         self, step: Step, execution: Execution, counter: CudaCounter | None = None, snapshot: Path | None = None
@@ -312,7 +293,7 @@ class Bench:
             UserError: the host does not let the arena be pinned.
         """
         self.clear()
-        counter = counter or CudaCounter(self.device)
+        counter = counter or CudaCounter()
         warm_up = step if step.context_length <= LONGEST_REPEATED else step.at(WARM_UP_TOKENS)
         arena_bytes = max(one.arena_bytes(execution) for one in (step, warm_up))
         apply_execution(self.model, execution, arena_bytes)
@@ -336,8 +317,7 @@ class Bench:
         return Measurement(recorder.measured(), seconds, host_bytes, counter.alloc_retries() - retries)
 
     def _random_ids(self, step: Step) -> Tensor:
-        shape = step.batch_size, step.context_length
-        return torch.randint(self.config.vocab_size, shape, device=self.device)
+        return torch.randint(step.share.vocab_size, (step.batch_size, step.context_length), device=self.device)
 
     def _run(self, step: Step, ids: Tensor, recorder: Recorder | None = None) -> None:
         for _ in range(step.micro_batches):
@@ -353,12 +333,10 @@ class Bench:
         """Remove the placements from the model, and free everything that a broken-off step has left."""
         for block in self.model.layers:
             vars(block).pop("forward", None)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # copies to and from the arena
+        torch.get_device_module(self.device).synchronize()  # copies to and from the arena
         self.optimizer.zero_grad()
         gc.collect()  # frees the arena before the next is pinned
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 def thin(execution: Execution, layers: int) -> Execution:
@@ -366,16 +344,20 @@ def thin(execution: Execution, layers: int) -> Execution:
 
     As many inputs as the sample has are recomputed, in the layers of a plan: every second, starting with the second.
     """
-    every, state = len(execution.placements), execution.gpu_state_bytes
-    taken = [execution.placements[i * every // layers] for i in range(layers)]
+    every = len(execution.placements)
+    sample = [i * every // layers for i in range(layers)]
+    taken = [execution.placements[i] for i in sample]
     recomputed = [placement for placement in taken if placement.input == "recompute"]
     others = [placement for placement in taken if placement.input != "recompute"]
     while len(recomputed) > len(others):
         others.append(replace(recomputed.pop(), input="host"))
     pairs = itertools.zip_longest(others, recomputed)
-    placements = tuple(placement for pair in pairs for placement in pair if placement is not None)
-    kinds = tuple(execution.kinds[i * every // layers] for i in range(layers) if execution.kinds)
-    return replace(execution, placements=placements, gpu_state_bytes=state * layers / every, kinds=kinds)
+    return replace(
+        execution,
+        placements=tuple(placement for pair in pairs for placement in pair if placement is not None),
+        gpu_state_bytes=execution.gpu_state_bytes * layers / every,
+        kinds=tuple(execution.kinds[i] for i in sample if execution.kinds),
+    )
 
 
 def extrapolate(measured: Measurement, part: Step, whole: Step) -> float:
@@ -383,37 +365,29 @@ def extrapolate(measured: Measurement, part: Step, whole: Step) -> float:
 
     The stages of layers are scaled by the number of layers, the update by the bytes of parameters.
     """
-    scales = {"update": whole.parameter_bytes / part.parameter_bytes}
-    layers = whole.layers / part.layers
-    return sum(s.seconds * (layers if "of layer" in s.name else scales.get(s.name, 1)) for s in measured.stages)
+    layers, parameters = whole.layers / part.layers, whole.parameter_bytes / part.parameter_bytes
+    scales = (layers if "of layer" in s.name else parameters if s.name == "update" else 1 for s in measured.stages)
+    return sum(scale * stage.seconds for scale, stage in zip(scales, measured.stages))
 
 
 def largest_that_runs(predicted: int, runs: Callable[[int], bool]) -> int:
     """Returns the longest context that runs, to 1%: tokens, a multiple of 128; 0 if nothing runs.
 
-    Steps of 3% go up or down from the prediction until the answer changes. Then the interval is halved.
-
-    Args:
-        predicted: tokens to start from.
-        runs: whether a context of so many tokens runs. It is called once for each multiple of 128 that is tried.
+    Steps of 3% go up or down from the prediction until the answer changes. Then the interval is halved. `runs` tells
+    whether a context of so many tokens runs, and is asked once about each multiple of 128 that is tried.
     """
-
-    def rounded(tokens: float) -> int:
-        return int(tokens) // _CONTEXT_MULTIPLE * _CONTEXT_MULTIPLE
-
-    tried = max(rounded(predicted), _CONTEXT_MULTIPLE)
-    if runs(tried):
-        ran, failed = tried, max(rounded(1.03 * tried), tried + _CONTEXT_MULTIPLE)
-        while runs(failed):
-            ran, failed = failed, max(rounded(1.03 * failed), failed + _CONTEXT_MULTIPLE)
-    else:
-        failed, ran = tried, rounded(tried / 1.03)
-        while ran and not runs(ran):
-            failed, ran = ran, rounded(ran / 1.03)
-    while failed - ran > max(_CONTEXT_MULTIPLE, 0.01 * ran):
-        middle = rounded((ran + failed) / 2)
-        ran, failed = (middle, failed) if runs(middle) else (ran, middle)
-    return ran
+    unit = _CONTEXT_MULTIPLE
+    ran, failed, tried = 0, math.inf, max(predicted // unit, 1)
+    while failed - ran > max(1, 0.01 * ran):
+        if runs(tried * unit):
+            ran = tried
+        else:
+            failed = tried
+        if math.isinf(failed):
+            tried = max(int(1.03 * ran), ran + 1)
+        else:
+            tried = int(ran + failed) // 2 if ran else int(failed / 1.03)
+    return ran * unit
 
 
 def format_table(
@@ -429,15 +403,13 @@ def format_table(
     rows = [("peak of each stage, GiB", header)]
     sides = [stages, measured] if measured else [stages]
     for indices in [[i] for i in range(len(stages))] if all_stages else _fold(sides):
-        first, last = indices[0], indices[-1]
-        stage = shown = stages[first]
+        stage = shown = stages[indices[0]]
         name, cells = stage.name, [f"{stage.bytes / GIB:.3f}"]
-        if last > first:
-            [number] = _NUMBER.findall(stages[last].name)
+        if len(indices) > 1:
+            [number] = _NUMBER.findall(stages[indices[-1]].name)
             name = re.sub(r"layer (\d+)", rf"layers \1 to {number}", name)
         if measured:
-            shown = measured[first]
-            assert shown.name == stage.name
+            shown = measured[indices[0]]
             seconds = sum(measured[i].seconds for i in indices) / len(indices)
             cells += [f"{shown.bytes / GIB:.3f}", f"{100 * (stage.bytes / shown.bytes - 1):+.1f}%"]
             cells += [f"{(shown.reserved - shown.bytes) / GIB:.3f}", f"{seconds:.3f}"]
@@ -454,15 +426,11 @@ def _fold(sides: list[Sequence[Stage]]) -> list[list[int]]:
 
     A layer has one stage in forward and two in backward. If stages 5 to 8 are the backward of two equal layers, the
     rows are [5, 7] and [6, 8]. Each layer is compared with the first layer of its run, so that small differences do not
-    add up. The layer with a peak, predicted or measured, shares no row.
-
-    Args:
-        sides: the predicted stages of a step, and the measured stages if there are any.
+    add up. The layer with a peak shares no row. `sides` are the predicted stages, and the measured stages if any.
     """
-    count = range(len(sides[0]))
-    peaks = {max(enumerate(side), key=lambda item: item[1].bytes)[0] for side in sides}
+    peaks = {max(range(len(side)), key=lambda i: side[i].bytes) for side in sides}
     runs: list[list[list[int]]] = []
-    for _, indices in itertools.groupby(count, key=lambda i: sides[0][i].name.partition(",")[0]):
+    for _, indices in itertools.groupby(range(len(sides[0])), key=lambda i: sides[0][i].name.partition(",")[0]):
         layer, first = list(indices), runs[-1][0] if runs else []
         equal = len(layer) == len(first) and not peaks & {*first, *layer}
         if equal and all(_are_equal(side[i], side[j]) for side in sides for i, j in zip(first, layer)):
@@ -473,19 +441,18 @@ def _fold(sides: list[Sequence[Stage]]) -> list[list[int]]:
 
 
 def _are_equal(one: Stage, other: Stage) -> bool:
-    """Whether two layers' stages may share a row.
+    """Whether two layers' stages may share a row: forward and forward, or the same part of backward.
 
     Predicted bytes of each category may differ by the last digit shown, 0.001 GiB. Measured bytes, and reserved bytes,
     may differ by 1% of the stage's peak, seconds by 10% or a millisecond.
     """
-    if _NUMBER.sub("", one.name) != _NUMBER.sub("", other.name):  # forward and backward, or not layers
-        return False
     sizes, tolerance = [(one.categories.get(name, 0), other.categories.get(name, 0)) for name in CATEGORIES], GIB / 1000
     if isinstance(one, MeasuredStage) and isinstance(other, MeasuredStage):
         sizes, tolerance = [*sizes, (one.reserved, other.reserved)], 0.01 * one.bytes
         if abs(one.seconds - other.seconds) > max(0.1 * one.seconds, 1e-3):
             return False
-    return all(abs(a - b) <= tolerance for a, b in sizes)
+    same_part = _NUMBER.sub("", one.name) == _NUMBER.sub("", other.name)
+    return same_part and all(abs(a - b) <= tolerance for a, b in sizes)
 
 
 def draw_timeline(
@@ -505,12 +472,7 @@ def draw_timeline(
 def draw_stages(
     axes, stages: Sequence[Stage], measured: Sequence[MeasuredStage] | None = None, budget: float | None = None
 ) -> None:
-    """Draw a step on Matplotlib's axes: predicted categories as areas on top of each other.
-
-    Args:
-        measured: measured stages, whose peaks are drawn as a line.
-        budget: bytes, drawn as a line.
-    """
+    """Draw a step on Matplotlib's axes: predicted categories as areas; measured peaks and a budget, bytes, as lines."""
     positions = range(len(stages))
     heights = [[stage.categories.get(category, 0) / GIB for stage in stages] for category in CATEGORIES]
     axes.stackplot(positions, heights, labels=CATEGORIES, step="mid")
