@@ -29,11 +29,11 @@ class Accepted(Exception):
 def outcome(tmp_path, monkeypatch, capsys):
     """A function that runs a command and returns the line that refuses it, or None. A hang is an error."""
 
-    def build(*_):
+    def build(*_, **__):
         raise Accepted
 
     monkeypatch.setattr(train, "build", build)
-    monkeypatch.setattr(train, "show_next_batch", build)
+    monkeypatch.setattr(train, "show_batch", build)
     monkeypatch.chdir(tmp_path)
 
     def run(*argv):

@@ -53,13 +53,12 @@ def gpu_metrics(forward_flops: float, seconds: float, world: World) -> dict:
 
     All ranks call this. `forward_flops` are of this rank's forwards; a backward takes twice as many.
     """
-    if world.device.type != "cuda":
-        return {}
-    peaks = [0.0] * world.size
-    peaks[world.rank] = torch.cuda.max_memory_allocated(world.device) / 2**30
-    torch.cuda.reset_peak_memory_stats(world.device)
+    on_gpu, peaks = world.device.type == "cuda", [0.0] * world.size
+    if on_gpu:
+        peaks[world.rank] = torch.cuda.max_memory_allocated(world.device) / 2**30
+        torch.cuda.reset_peak_memory_stats(world.device)
     flops, *peaks = world.sum(forward_flops, *peaks)
-    found: dict = {"peak_memory_gib": [round(peak, 2) for peak in peaks]}
+    found: dict = {"peak_memory_gib": [round(peak, 2) for peak in peaks]} if on_gpu else {}
     if (most := peak_flops(world.device)) is not None:
         found["mfu"] = 3 * flops / world.size / (world.context_size * world.tensor_size) / seconds / most
     return found

@@ -147,7 +147,7 @@ def test_damaged_weights_are_refused_by_every_command(name, tmp_path, monkeypatc
     digit = (bad / "config.json").read_bytes().index(b'"rope_theta": 1') + len('"rope_theta": ')  # 1 becomes 5
     damage(bad / name, digit if name == "config.json" else -2)
     monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
-    monkeypatch.setattr(evaluation, "read_all", lambda *_: pytest.fail("the texts were read"))
+    monkeypatch.setattr(evaluation.positions, "read_all", lambda *_: pytest.fail("the texts were read"))
     data, cpu = ("--data", str(text)), ("--device", "cpu")
     out = tmp_path / "out"
     commands = [
