@@ -2,8 +2,8 @@
 
 This file reads from top to bottom: a run from its start to its end; its parts; its data; a step; validation, metrics
 and checkpoints after a step; the end. The rest is in training/run: settings.py has the flags, resume.py the start of a
-resumed run, build.py the model and its memory plan, step.py the arithmetic of a step, stopping.py early ends, saving.py
-room on the disk, metrics.py metrics.jsonl and the progress bar.
+resumed run, build.py the model and its memory plan, parts.py all parts of a run, step.py the arithmetic of a step,
+stopping.py early ends, saving.py room on the disk, metrics.py metrics.jsonl and the progress bar.
 """
 
 import contextlib
@@ -12,38 +12,35 @@ import logging
 import sys
 import time
 import typing
-from collections import deque
 from pathlib import Path
 from statistics import mean
 
 import torch
 from tqdm import tqdm
 
-from model import Transformer
 from training.attention_flags import kinds_at, spell_by_layer
 from training.checkpoint.files import check_is_for_a_run, check_is_shared, clear_leftovers, delete_old
+from training.checkpoint.ranks import failing_together
 from training.checkpoint.saver import Saver
 from training.checkpoint.weights import NO_COMPANIONS, read_companions
 from training.data.corpus import load_corpus
 from training.data.loader import PackedLoader, check_can_validate, validation_batches
 from training.data.show import show_batch
 from training.data.tokens import Store
-from training.families import to_config_json
 from training.host.errors import UserError
 from training.host.files import only_run_in
 from training.host.processes import command, outliving_its_output
 from training.memory.cost_model import PackedDocuments
 from training.memory.placement import set_kinds
-from training.memory.planner import Plan
-from training.optimizer import MasterAdamW
 from training.parallel.world import World, join_world
 from training.plots import draw_at_end
 from training.run import resume
 from training.run.build import build, check_fits, configure_machine, explain_out_of_memory, resolve_memory_budget
-from training.run.metrics import MetricsFile, describe, gpu_metrics, is_spike, open_metrics, show
+from training.run.metrics import describe, gpu_metrics, is_spike, open_metrics, show, show_validation
+from training.run.parts import Run
 from training.run.saving import check_disk, checkpoint_bytes, is_save_due
 from training.run.settings import KEPT_CHECKPOINTS, TrainConfig, check_config, given_settings
-from training.run.step import NoTarget, NotFinite, train_step, validate
+from training.run.step import NoTarget, NotFinite, NotRead, train_step, validate
 from training.run.stopping import Stopped, Stopping, promise_shutdown, stop_signals
 
 logger = logging.getLogger("train")
@@ -83,7 +80,7 @@ def train(given: dict, world: World) -> int:
             check_is_shared(output_dir)
         # Refusals that take seconds come before the data, which may take minutes to tokenise.
         start = resume.choose_start(given, world)
-        if start.progress.step >= start.config.max_steps:
+        if start.progress.step >= start.config.max_steps and not owes_validation(start.config, start.progress):
             finish_again(start, world)
             return 0
         if start.config.show_batch:
@@ -92,12 +89,18 @@ def train(given: dict, world: World) -> int:
                 print(show_batch(loader, tokenizer, color=sys.stdout.isatty()))
             return 0
         run = set_up(start, world, stack)
-        while run.progress.step < run.config.max_steps and not run.stopped:
-            values = take_step(run)
-            if values is None:
-                break
-            validate_if_due(run, values)
-            save_if_due(run, values)
+        try:
+            if owes_validation(run.config, run.progress):
+                make_up_validation(run)
+            while run.progress.step < run.config.max_steps and not run.stopped:
+                values = take_step(run)
+                if values is None:
+                    break
+                validate_if_due(run, values)
+                save_if_due(run, values)
+        except Exception:
+            run.save_after_error()
+            raise
         return end(run)
 
 
@@ -111,43 +114,6 @@ def finish_again(start: resume.Start, world: World) -> None:
     if config.save != "none" and checkpoint:
         clear_leftovers(Path(config.output_dir))
         delete_old(checkpoint, config.keep_checkpoints or KEPT_CHECKPOINTS)
-
-
-@dataclasses.dataclass
-class Run:
-    """The parts of a run, and how far it has come."""
-
-    config: TrainConfig  # start.config, its memory budget resolved
-    start: resume.Start
-    world: World
-    tokenizer: typing.Any
-    loader: PackedLoader
-    held_out: Store
-    model: Transformer
-    optimizer: MasterAdamW
-    plan: Plan
-    saver: Saver
-    stopping: Stopping
-    metrics: MetricsFile | None  # on the main rank
-    bar: tqdm
-    progress: resume.Progress
-    saved: int  # the step of the last checkpoint
-    saved_at: float  # time.monotonic() when it was begun
-    stopped: bool = False
-    is_unvalidated: bool = False  # a signal has ended the last validation
-    recent_losses: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=100))
-
-    def save(self) -> None:
-        """Begin the checkpoint of the last step, unless it has been begun."""
-        step = self.progress.step
-        if self.config.save == "none" or self.saved == step:
-            return
-        self.saved, self.saved_at = step, time.monotonic()
-        self.saver.begin(
-            step, weights=self.optimizer.parameters, model_config=to_config_json(self.start.model_config),
-            optimizer_state=self.optimizer.state_dict() if self.config.save == "full" else None,
-            trainer_state=resume.state_to_save(self.start.config, self.progress, self.tokenizer.identity, self.world),
-        )  # fmt: skip
 
 
 def set_up(start: resume.Start, world: World, stack: contextlib.ExitStack) -> Run:
@@ -213,7 +179,11 @@ def take_step(run: Run) -> dict | None:
     """The next step. Returns its metrics; None if the run was asked to end, and the step was dropped."""
     config, world, step, began = run.config, run.world, run.progress.step + 1, time.perf_counter()
     run.stopping.watch()
-    batches = run.loader.next_step(config.gradient_accumulation_steps)
+    batches, unread = [], None
+    try:
+        batches = run.loader.next_step(config.gradient_accumulation_steps)
+    except Exception as error:
+        unread = error  # `train_step` tells the other ranks
     rate = resume.learning_rate_of(step, config, run.progress.cosine_steps)
     kinds = kinds_at(config, run.start.model_config, step)
     set_kinds(run.model, kinds)
@@ -221,7 +191,7 @@ def take_step(run: Run) -> dict | None:
     try:
         with run.stopping.looking():
             loss, norm = train_step(
-                run.model, run.optimizer, batches, world, rate, config.max_grad_norm, run.saver.before_update
+                run.model, run.optimizer, batches, world, rate, config.max_grad_norm, run.before_update
             )
         values |= {"loss": loss, "gradient_norm": norm}
         if is_spike(loss, run.recent_losses):
@@ -235,16 +205,19 @@ def take_step(run: Run) -> dict | None:
         logger.warning("step %d has no token to predict, as in the middle of a prompt, and is left out", step)
     except NotFinite as error:
         leave_out(run, step, error)
+    except NotRead:
+        run.save()
+        with failing_together():
+            if unread is not None:
+                raise unread from None
     except torch.OutOfMemoryError as error:
-        run.bar.close()  # ends the progress bar's line
-        if world.size == 1:  # several ranks would not all get here
-            run.save()
         error.add_note(explain_out_of_memory(config, run.plan, world.device))
         raise
     seconds, step_tokens = time.perf_counter() - began, resume.tokens_per_step(config, world)
     run.stopping.note_step(seconds)
     tokens = run.progress.tokens + step_tokens
     run.progress = dataclasses.replace(run.progress, step=step, tokens=tokens, loader=run.loader.state_dict())
+    run.is_updating = False
     values |= {"seconds": seconds, "tokens": tokens, "tokens_per_second": step_tokens / seconds}
     flops = sum(run.start.model_config.forward_flops(batch.documents.lengths, kinds) for batch in batches)
     values |= gpu_metrics(flops, seconds, world)
@@ -260,7 +233,6 @@ def leave_out(run: Run, step: int, error: NotFinite) -> None:
         run.progress.skipped += 1
         logger.warning("step %d: %s, left out; documents: %s", step, error, sources)
         return
-    run.bar.close()
     run.save()  # the weights are as before this step, finite or refused
     run.saver.wait()
     raise UserError(
@@ -275,10 +247,21 @@ def leave_out(run: Run, step: int, error: NotFinite) -> None:
 
 def validate_if_due(run: Run, values: dict) -> None:
     """Add a validation loss to a step's metrics if a validation is due, and nobody asks the run to end."""
-    config, world, step = run.config, run.world, run.progress.step
+    config, step = run.config, run.progress.step
     is_due = step == config.max_steps or (config.validation_interval and step % config.validation_interval == 0)
-    if not is_due or not config.validation_sequences:
-        return
+    if is_due and config.validation_sequences:
+        try:
+            add_validation(run, values)
+        except Exception:
+            if run.metrics is not None:
+                run.metrics.write(**values)
+            raise
+
+
+def add_validation(run: Run, values: dict) -> None:
+    """Validate, and add the loss to `values`. What a signal or an error cuts short, the checkpoint says is owed."""
+    config, world, step, began = run.config, run.world, run.progress.step, time.monotonic()
+    run.progress.unvalidated = step
     batches = validation_batches(
         run.held_out, config.context_length, config.batch_size, world.data_rank, world.data_size,
         limit=config.validation_sequences,
@@ -286,10 +269,33 @@ def validate_if_due(run: Run, values: dict) -> None:
     try:
         with run.stopping.looking():
             loss = validate(run.model, batches, world, run.stopping.is_asked)
-        values["validation_loss"] = run.progress.validation_loss = loss
     except Stopped:
-        run.is_unvalidated = True
-        logger.warning("the validation of step %d is left out", step)
+        run.stopped = True
+        logger.warning("the validation of step %d is cut short; --resume makes up for it", step)
+        return
+    run.progress.unvalidated, run.progress.validation_loss = None, loss
+    now = time.monotonic()
+    run.validation_seconds += now - began
+    share = run.validation_seconds / (now - run.began)
+    values |= {"validation_loss": loss, "validation_seconds": now - began, "validation_share": share}
+
+
+def owes_validation(config: TrainConfig, progress: resume.Progress) -> bool:
+    """Whether the validation of the last step was cut short and has not been made up for."""
+    return progress.unvalidated is not None and bool(config.validation_sequences)
+
+
+def make_up_validation(run: Run) -> None:
+    """Validate the step that the run goes on from. The last step's checkpoint is written anew, with the loss."""
+    values: dict = {"step": run.progress.step}
+    add_validation(run, values)
+    if "validation_loss" in values:
+        if run.metrics is not None:
+            run.metrics.write(**values)
+        show_validation(run.bar, values, run.config.tokenizer == "bytes")
+        if run.progress.step == run.config.max_steps:
+            run.saved = None
+            run.save()
 
 
 def save_if_due(run: Run, values: dict) -> None:
@@ -304,7 +310,7 @@ def save_if_due(run: Run, values: dict) -> None:
             size = checkpoint_bytes(config, run.start.model_config, run.world.device)
             save_seconds = run.saver.seconds or size / SAVED_BYTES_PER_SECOND
             promise_shutdown(run.stopping.look_seconds, save_seconds if config.save != "none" else 0.0)
-        show(run.bar, values, "byte" if config.tokenizer == "bytes" else "token")
+        show(run.bar, values, config.tokenizer == "bytes")
     if saves or run.stopped or step == config.max_steps:
         run.save()
 
@@ -324,7 +330,7 @@ def end(run: Run) -> int:
     run.saver.finish()
     if run.world.is_main and not run.stopped:
         draw_at_end(Path(config.output_dir))
-    if run.stopped and (step < config.max_steps or run.is_unvalidated):
+    if run.stopped and (step < config.max_steps or owes_validation(config, run.progress)):
         number = run.stopping.first_signal()
         logger.info("%s: stopped after step %d of %d", number.name, step, config.max_steps)
         return 128 + number

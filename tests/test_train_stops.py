@@ -1,5 +1,6 @@
 """Runs that are stopped, fail or hang: their messages, their checkpoints and their exit status."""
 
+import contextlib
 import json
 import logging
 import math
@@ -23,7 +24,9 @@ from tests.ranks import run_ranks
 from tests.test_train import ROOT, arguments, losses, metrics, only_resume, weights
 from training.checkpoint import files
 from training.checkpoint.pieces import Piece
+from training.data import __main__ as data_command
 from training.host.errors import UserError
+from training.optimizer import MasterAdamW
 from training.run import resume, saving, step, stopping
 from training.run.settings import TrainConfig, given_settings
 from training.run.stopping import LOOKS_BEHIND, Stopping, promise_shutdown
@@ -96,7 +99,9 @@ def test_a_signal_between_blocks_drops_the_step(corpus, tmp_path, monkeypatch):
     assert train.main(arguments(corpus, parts, *flags, "--resume", "auto")) == 0  # finished: nothing is left to do
 
 
-def test_a_signal_in_validation_drops_the_validation(corpus, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(("interval", "last"), [("2", 2), ("0", 4)])
+def test_a_signal_in_validation_leaves_it_to_the_resumed_run(interval, last, corpus, tmp_path, monkeypatch, caplog):
+    """After the last step, too: the checkpoint gets the loss, and after that nothing is left to do."""
     is_asked = Stopping.is_asked
 
     def once_noted(self):
@@ -104,14 +109,109 @@ def test_a_signal_in_validation_drops_the_validation(corpus, tmp_path, monkeypat
             time.sleep(0.001)
         return is_asked(self)
 
-    monkeypatch.setattr(Stopping, "is_asked", once_noted)
-    monkeypatch.setattr(train, "validation_batches", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM) or iter([1]))
-    for interval, last in (("2", 2), ("0", 4)):
-        run = tmp_path / interval
-        assert train.main(arguments(corpus, run, "--validation_interval", interval)) == 128 + signal.SIGTERM
+    def signalled(*_, **__):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return iter([1])
+
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    command = arguments(corpus, run, "--validation_interval", interval)
+    assert train.main(arguments(corpus, whole, "--validation_interval", interval)) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Stopping, "is_asked", once_noted)
+        patch.setattr(train, "validation_batches", signalled)
+        assert train.main(command) == 128 + signal.SIGTERM
         assert len(metrics(run)) == last and "validation_loss" not in metrics(run)[-1]
         assert [path.name for path in run.glob("*step_*")] == [f"step_0000000{last}"]
-        assert caplog.messages[-1] == f"the validation of step {last} is left out"
+        assert caplog.messages[-1] == f"the validation of step {last} is cut short; --resume makes up for it"
+        assert train.main([*command, "--resume", "auto"]) == 128 + signal.SIGTERM  # and again
+    assert train.main([*command, "--resume", "auto"]) == 0
+    assert validation_losses(run) == validation_losses(whole)
+    caplog.set_level(logging.INFO)
+    assert train.main([*command, "--resume", "auto"]) == 0
+    assert f"{run}/step_00000004 is of the last of 4 steps: nothing is left to do" in caplog.messages
+    saved = [json.loads((each / "step_00000004" / "trainer.json").read_text()) for each in (run, whole)]
+    assert saved[0]["trainer_state"]["validation_loss"] == saved[1]["trainer_state"]["validation_loss"]
+
+
+def validation_losses(run):
+    return {line["step"]: line["validation_loss"] for line in metrics(run) if "validation_loss" in line}
+
+
+def test_an_error_in_validation_saves_the_step_before_it(corpus, tmp_path, monkeypatch):
+    """The resumed run makes up for the validation, and ends as a run without the error."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    flags = "--validation_interval", "2"
+    assert train.main(arguments(corpus, whole, *flags)) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "validate", mock.Mock(side_effect=RuntimeError("a damaged kernel")))
+        with pytest.raises(RuntimeError, match="a damaged kernel"):
+            train.main(arguments(corpus, run, *flags))
+    assert [line["step"] for line in metrics(run)] == [1, 2]
+    assert [path.name for path in run.glob("*step_*")] == ["step_00000002"]
+    assert train.main(arguments(corpus, run, *flags, "--resume", "auto")) == 0
+    assert validation_losses(run) == validation_losses(whole)
+    for name, tensor in weights(whole, 4).items():
+        assert torch.equal(tensor, weights(run, 4)[name]), name
+
+
+def cut_short_at(step, file, monkeypatch):
+    """Cuts off the second half of a file once a run begins to train that step."""
+    calls, train_step = [], train.train_step
+
+    def cutting(*args):
+        calls.append(1)
+        if len(calls) == step - 2:  # the batches of two steps have been read by now
+            os.truncate(file, 4)
+        return train_step(*args)
+
+    monkeypatch.setattr(train, "train_step", cutting)
+
+
+def test_data_cut_short_under_a_run_lose_no_step(corpus, tmp_path, monkeypatch):
+    prepared, run = tmp_path / "prepared", tmp_path / "run"
+    assert data_command.main(["prepare", corpus, str(prepared), "--tokenizer", "bytes"]) == 0
+    [file] = prepared.glob("*.tokens")
+    cut_short_at(4, file, monkeypatch)
+    with contextlib.suppress(ValueError):  # or a line
+        assert train.main(arguments(str(prepared), run, "--validation_sequences", "0", steps=9)) == 1
+    last = metrics(run)[-1]["step"]
+    assert last < 9 and [path.name for path in run.glob("*step_*")] == [f"step_0000000{last}"]
+
+
+def test_an_update_that_fails_half_way_is_not_saved(corpus, tmp_path, monkeypatch):
+    step_of, calls = MasterAdamW.step, []
+
+    def failing(self, rate):
+        calls.append(1)
+        step_of(self, rate)
+        if len(calls) == 3:
+            raise RuntimeError("half way")
+
+    monkeypatch.setattr(MasterAdamW, "step", failing)
+    with pytest.raises(RuntimeError, match="half way"):
+        train.main(arguments(corpus, tmp_path, "--checkpoint_interval", "2"))
+    assert [path.name for path in tmp_path.glob("*step_*")] == ["step_00000002"]
+
+
+def one_rank_cannot_read(world, corpus, folder):
+    next_step, calls = train.PackedLoader.next_step, []
+
+    def failing(self, micro_batches):
+        calls.append(1)
+        if len(calls) == 3 and world.rank == 1:
+            raise UserError("a part of the data is damaged")
+        return next_step(self, micro_batches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.PackedLoader, "next_step", failing)
+        message = "a part of the data is damaged" if world.rank else "rank 1 failed: UserError: a part of the data"
+        with pytest.raises(UserError, match=f"^{message}"):
+            run_in_rank(world, corpus, folder, "--validation_sequences", "0")
+
+
+def test_data_that_one_rank_cannot_read_lose_no_step(corpus, tmp_path):
+    run_ranks(2, one_rank_cannot_read, corpus, tmp_path)
+    assert [path.name for path in tmp_path.glob("*step_*")] == ["step_00000002"]
 
 
 def test_a_signal_ends_the_sample(corpus, tmp_path, monkeypatch, caplog):

@@ -34,8 +34,8 @@ def describe(config: TrainConfig, model_config: ModelConfig, plan: Plan, world: 
     )  # fmt: skip
 
 
-def show(bar: tqdm, values: dict, unit: str) -> None:
-    """Show a step's metrics on the progress bar, and its validation, in nats per `unit`, on a line."""
+def show(bar: tqdm, values: dict, are_bytes: bool) -> None:
+    """Show a step's metrics on the progress bar, and its validation on a line; `are_bytes` says what tokens are."""
     loss = "left out" if values["loss"] is None else f"{values['loss']:.3f}" + " (spike)" * ("is_spike" in values)
     shown = {"loss": loss, "tokens/s": f"{values['tokens_per_second']:,.0f}"}
     if "mfu" in values:
@@ -45,7 +45,14 @@ def show(bar: tqdm, values: dict, unit: str) -> None:
     bar.set_postfix(shown)
     bar.update()
     if "validation_loss" in values:
-        bar.write(f"step {values['step']}: validation loss {values['validation_loss']:.4f} nats per {unit}")
+        show_validation(bar, values, are_bytes)
+
+
+def show_validation(bar: tqdm, values: dict, are_bytes: bool) -> None:
+    """Show a validation's loss, and the share of the run's time that validations have taken."""
+    loss = f"{values['validation_loss']:.4f} nats per {'byte' if are_bytes else 'token'}"
+    share = f"{values['validation_share']:.0%}"
+    bar.write(f"step {values['step']}: validation loss {loss}; validations take {share} of the time")
 
 
 def gpu_metrics(forward_flops: float, seconds: float, world: World) -> dict:

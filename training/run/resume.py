@@ -42,6 +42,7 @@ class Progress:
     loader: dict = field(default_factory=dict)  # the loader's state: its position in the data
     validation_loss: float | None = None  # the last that was measured
     skipped: int = 0  # steps that were not finite and were left out
+    unvalidated: int | None = None  # the last step, if a signal or an error cut its validation short
 
 
 @dataclass
@@ -165,10 +166,11 @@ def state_to_save(config: TrainConfig, progress: Progress, tokenizer: str, world
     }  # fmt: skip
 
 
-PROGRESS = "step", "tokens", "loader", "validation_loss", "skipped"
+PROGRESS = "step", "tokens", "loader", "validation_loss", "skipped", "unvalidated"
 STATE = {  # names and types of what `state_to_save` returns
     "step": int, "tokens": int, "max_steps": int, "cosine_steps": int, "tokens_per_step": int, "ranks": int,
     "settings": dict, "tokenizer": str, "validation_loss": float | None, "loader": dict, "skipped": int,
+    "unvalidated": int | None,
 }  # fmt: skip
 
 
@@ -177,7 +179,7 @@ def load_state(checkpoint: Path) -> dict:
 
     Raises UserError if somebody has edited the file to what no run has saved.
     """
-    state = {"skipped": 0, **load_trainer_state(checkpoint)}  # checkpoints of before 2026-11-23 do not count them
+    state = {"skipped": 0, "unvalidated": None, **load_trainer_state(checkpoint)}  # absent before 2026-11-24
     known = [each.name for each in dataclasses.fields(TrainConfig)]
     try:
         for name, kind in STATE.items():

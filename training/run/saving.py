@@ -38,7 +38,7 @@ def check_disk(config: TrainConfig, step: int, size: int) -> None:
     found = checkpoints(output_dir, step)
     steps, seconds = parse_interval(config.checkpoint_interval or CHECKPOINT_INTERVAL)
     assert config.max_steps is not None, "with_defaults fills it in"
-    steps_left = config.max_steps - step
+    steps_left = max(1, config.max_steps - step)  # without a step left, a validation that was cut short is made up
     saves = steps_left if seconds else 1 + (steps_left - 1) // (steps or steps_left)
     kept = (config.keep_checkpoints or KEPT_CHECKPOINTS) + (config.validation_sequences > 0) + 1
     try:

@@ -17,6 +17,10 @@ class NoTarget(Exception):
     """A step has no token to predict: all are masked, padding, or the first of their documents."""
 
 
+class NotRead(Exception):
+    """A rank could not read its batches of a step; all ranks know."""
+
+
 class NotFinite(UserError):
     """A step's loss or gradient is not finite; the weights are as they were before it."""
 
@@ -38,15 +42,19 @@ def train_step(
 ) -> tuple[float, float]:
     """One optimizer step over all micro-batches of all ranks. Returns (mean loss per token, gradient norm).
 
-    Raises NoTarget, NotFinite, or Stopped inside `Stopping.looking`; the weights are as they were then.
+    Raises NoTarget, NotRead, NotFinite, or Stopped inside `Stopping.looking`; the weights are as they were then.
 
     Args:
-        batches: of whole sequences; ranks that share sequences have the same ones, and each takes its part.
+        batches: of whole sequences; ranks that share sequences have the same ones, and each takes its part. []: this
+            rank could not read its batches.
         before_update: called ahead of the update, as `Saver.before_update`.
     """
     batches = [batch.slice(world.context_rank, world.context_size) for batch in batches]
     # Ranks that share matrices have the same tokens, and the whole loss each: both count once.
-    num_valid = world.sum(sum(batch.num_valid_tokens for batch in batches))[0] / world.tensor_size
+    num_valid = world.sum(sum(batch.num_valid_tokens for batch in batches) if batches else math.nan)[0]
+    num_valid /= world.tensor_size
+    if math.isnan(num_valid):
+        raise NotRead
     if not num_valid:
         raise NoTarget
     losses: list[torch.Tensor] = []
