@@ -21,7 +21,15 @@ from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World
 from training.run.build import choose_model
-from training.run.settings import DEFAULT_STEPS, PEAK_LEARNING_RATE, TINY_PEAK_LEARNING_RATE, TrainConfig, check_config
+from training.run.settings import (
+    DEFAULT_STEPS,
+    PEAK_LEARNING_RATE,
+    TINY_PEAK_LEARNING_RATE,
+    VALIDATION_SEQUENCES,
+    VALIDATION_TOKENS,
+    TrainConfig,
+    check_config,
+)
 
 logger = logging.getLogger(__name__)
 # A resumed run takes these from its flags alone, all other settings from the run that it continues.
@@ -210,12 +218,14 @@ def parallel_sizes_of(given: dict) -> dict[str, int]:
 
 
 def with_defaults(config: TrainConfig) -> TrainConfig:
-    """The settings, with max_steps and learning_rate filled in where they were not given."""
+    """The settings, with max_steps, learning_rate and validation_sequences filled in where they were not given."""
     is_tiny = config.model_size == "tiny" or (config.model_size is None and config.init_from is None)
     default_rate = TINY_PEAK_LEARNING_RATE if is_tiny else PEAK_LEARNING_RATE
-    return replace(
-        config, max_steps=config.max_steps or DEFAULT_STEPS, learning_rate=config.learning_rate or default_rate
-    )
+    sequences = config.validation_sequences
+    if sequences is None:
+        sequences = max(1, min(VALIDATION_SEQUENCES, VALIDATION_TOKENS // config.context_length))
+    max_steps, rate = config.max_steps or DEFAULT_STEPS, config.learning_rate or default_rate
+    return replace(config, max_steps=max_steps, learning_rate=rate, validation_sequences=sequences)
 
 
 def inherit_settings(saved: dict, given: dict, device: torch.device) -> TrainConfig:

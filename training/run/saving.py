@@ -40,7 +40,7 @@ def check_disk(config: TrainConfig, step: int, size: int) -> None:
     assert config.max_steps is not None, "with_defaults fills it in"
     steps_left = max(1, config.max_steps - step)  # without a step left, a validation that was cut short is made up
     saves = steps_left if seconds else 1 + (steps_left - 1) // (steps or steps_left)
-    kept = (config.keep_checkpoints or KEPT_CHECKPOINTS) + (config.validation_sequences > 0) + 1
+    kept = (config.keep_checkpoints or KEPT_CHECKPOINTS) + (config.validation_sequences != 0) + 1
     try:
         check_room(output_dir, min(2, saves + len(found)) * size, size_on_disk(found))
     except OSError as error:

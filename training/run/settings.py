@@ -20,6 +20,7 @@ PEAK_LEARNING_RATE = 2e-5  # suits continued training; training from scratch wan
 TINY_PEAK_LEARNING_RATE = 3e-3
 OVERLONG, RESUME = ("refuse", "drop", "split"), ("no", "yes", "auto")
 CHECKPOINT_INTERVAL, KEPT_CHECKPOINTS = "30min", 2
+VALIDATION_SEQUENCES, VALIDATION_TOKENS = 128, 2**20
 
 
 @dataclass
@@ -88,7 +89,9 @@ class TrainConfig(StepFlags):
         None, f"last ones to keep, besides the best one; default: {KEPT_CHECKPOINTS}", least=1
     )
     validation_interval: int = flag(100, "steps between validations; 0: only at the end")
-    validation_sequences: int = flag(128, "held-out sequences in one validation at most; 0: no validation")
+    validation_sequences: int | None = flag(
+        None, "held-out sequences in one validation at most; 0: no validation; default: 128, and at most 2^20 tokens"
+    )
     sample_tokens: int = flag(200, "tokens to generate at the end; 0: none", most=2**27)
     tensorboard: bool = flag(False, "also write TensorBoard's event files, into output_dir/tensorboard")
 
