@@ -98,21 +98,25 @@ class Share:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + layers + self.hidden_size
 
-    def forward_flops(self, document_lengths: Sequence[int], kinds: Sequence[AttentionKind] = ()) -> float:
+    def forward_flops(
+        self, document_lengths: Sequence[int], kinds: Sequence[AttentionKind] = (), num_targets: int | None = None
+    ) -> float:
         """Floating-point operations of one forward over documents of these lengths, attention counted causally.
 
         A training step needs three times as many; recomputed activations are not counted (model FLOPs).
 
         Args:
             kinds: how each layer attends; (): as the configuration says.
+            num_targets: tokens that the head predicts; None: as many as the documents have.
         """
         matrices = sum(self.layer_matrix_parameters(layer) for layer in range(self.num_hidden_layers))
-        matrices += self.vocab_size * self.hidden_size
+        tokens = sum(document_lengths)
+        head = self.vocab_size * self.hidden_size * (tokens if num_targets is None else num_targets)
         attention = sum(
             layers * kind.forward_flops(document_lengths, *self.heads)
             for kind, layers in Counter(kinds or self.kinds).items()
         )
-        return 2 * matrices * sum(document_lengths) + attention
+        return 2 * (matrices * tokens + head) + attention
 
 
 @dataclass(frozen=True)
@@ -352,6 +356,7 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         documents: Documents | None = None,
         denominator: Tensor | float | None = None,
+        num_targets: int | None = None,
         return_logits: bool = False,
         return_hidden_states: bool = False,
         caches: list[KeyValueCache] | None = None,
@@ -367,6 +372,7 @@ class Transformer(nn.Module):
                 and no label is predicted by a token of the document before its own. None: each row is one.
             denominator: divides the summed loss (valid targets of all micro-batches and ranks); None: the valid
                 targets of this call.
+            num_targets: number of targets that are not -100; a caller that knows it spares the host a wait for the GPU.
             return_logits, return_hidden_states: fill those fields of the output.
             caches: one `KeyValueCache` per layer, while generating.
 
@@ -397,7 +403,7 @@ class Transformer(nn.Module):
         x_BTD = self.norm(x_BTD)
         logits_BTV = self.linear(self.tensor_ranks.enter(x_BTD), self.output_weight) if return_logits else None
         return ModelOutput(
-            loss=self._loss(x_BTD, targets, logits_BTV, denominator) if targets is not None else None,
+            loss=self._loss(x_BTD, targets, logits_BTV, denominator, num_targets) if targets is not None else None,
             logits=self.tensor_ranks.gather(logits_BTV) if logits_BTV is not None else None,
             hidden_states=x_BTD if return_hidden_states else None,
         )
@@ -415,7 +421,9 @@ class Transformer(nn.Module):
         cos, sin = self.rotary.tables(max(T, longest), device)
         return Context(cos[positions_BT], sin[positions_BT], longest, documents.segments)
 
-    def _loss(self, x_BTD: Tensor, targets: Tensor, logits_BTV: Tensor | None, denominator) -> Tensor:
+    def _loss(
+        self, x_BTD: Tensor, targets: Tensor, logits_BTV: Tensor | None, denominator, num_targets: int | None
+    ) -> Tensor:
         """Cross-entropy of the first positions against their targets [B, T or T - 1], float32 scalar.
 
         The loss reads `logits_BTV` where they are given. Without them, `Share.uses_chunked_loss` chooses.
@@ -427,6 +435,7 @@ class Transformer(nn.Module):
         is_chunked = logits_BTV is None and self.share.uses_chunked_loss(*size)
         log_loss_choice(is_chunked, self.share, *size)
         if is_chunked:
+            options["num_valid_tokens"] = num_targets
             return linear_cross_entropy(x_BTD, self.output_weight, targets, linear=self.linear, **options)
         if logits_BTV is None:  # no caller reads these logits, so their gradient may overwrite them
             logits_BTV = self.linear(ranks.enter(x_BTD), self.output_weight)

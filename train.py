@@ -219,7 +219,8 @@ def take_step(run: Run) -> dict | None:
     run.progress = dataclasses.replace(run.progress, step=step, tokens=tokens, loader=run.loader.state_dict())
     run.is_updating = False
     values |= {"seconds": seconds, "tokens": tokens, "tokens_per_second": step_tokens / seconds}
-    flops = sum(run.start.model_config.forward_flops(batch.documents.lengths, kinds) for batch in batches)
+    count = run.start.model_config.forward_flops
+    flops = sum(count(batch.text_lengths, kinds, batch.num_valid_tokens) for batch in batches)
     values |= gpu_metrics(flops, seconds, world)
     if config.selected_blocks_start is not None:
         values["selected_blocks"] = spell_by_layer([kind.selected_blocks for kind in kinds])

@@ -220,9 +220,9 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
         predicted = statistics.mean(
             plan.step.at(length, documents_of(ranks)).seconds(plan.execution, plan.rates) for ranks in timed
         )
-    own = [batch.documents for ranks in timed for batch in ranks[world.data_rank]]
+    own = [batch for ranks in timed for batch in ranks[world.data_rank]]
     kinds = plan.execution.kinds if plan else ()
-    model_flops = sum(3 * config.forward_flops(documents.lengths, kinds) for documents in own) / len(timed)
+    model_flops = 3 * sum(config.forward_flops(b.text_lengths, kinds, b.num_valid_tokens) for b in own) / len(timed)
     return {
         "seconds": seconds,
         "predicted_seconds": predicted,

@@ -386,3 +386,5 @@ def test_forward_flops_count_attention_causally():
     pairs = 131_072 * 131_073 // 2
     assert config.forward_flops([131_072]) == dense + 36 * 4 * 32 * 128 * pairs
     assert config.forward_flops([65_536, 65_536]) < config.forward_flops([131_072])
+    head = 2 * config.vocab_size * config.hidden_size
+    assert config.forward_flops([131_072]) - config.forward_flops([131_072], num_targets=72) == 131_000 * head

@@ -2,6 +2,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import socket
 import subprocess
 import sys
@@ -572,6 +573,36 @@ def test_a_validation_without_a_token_to_predict_is_refused(tmp_path, capsys):
     assert train.main([*flags, "--validation_sequences", "2"]) == 1
     assert "the first 2 held-out sequences have no token to be predicted; raise" in capsys.readouterr().err
     assert train.main([*flags, "--validation_sequences", "20"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("length", "given", "expected"),
+    [(512, None, 128), (131_072, None, 8), (2**21, None, 1), (2**21, 0, 0), (2**17, 9, 9)],
+)
+def test_a_validation_counts_tokens_unless_told_otherwise(length, given, expected):
+    config = resume.with_defaults(TrainConfig(context_length=length, validation_sequences=given))
+    assert config.validation_sequences == expected
+
+
+def test_a_validation_says_its_share_of_the_time(corpus, tmp_path, capsys):
+    flags = "--validation_interval", "1", "--sample_tokens", "0"
+    assert train.main(arguments(corpus, tmp_path / "run", *flags)) == 0
+    lines = metrics(tmp_path / "run")
+    assert all(0 < line["validation_share"] < 1 for line in lines)
+    assert 0 < sum(line["validation_seconds"] for line in lines) < sum(line["seconds"] for line in lines) + 60
+    shown = re.findall(r"nats per byte; validations take (\d+)% of the time", capsys.readouterr().out)
+    assert [int(percent) for percent in shown] == [round(100 * line["validation_share"]) for line in lines]
+
+
+def test_mfu_counts_neither_padding_nor_the_head_of_masked_tokens(tmp_path, monkeypatch):
+    """Each sample fills 31 of a sequence's 64 tokens, 20 of them a prompt's; two are in a sequence, two in a batch."""
+    line = json.dumps({"prompt": "q" * 20, "completion": "a" * 10}) + "\n"
+    (tmp_path / "a.jsonl").write_text(line * 40)
+    counted = []
+    monkeypatch.setattr(train, "gpu_metrics", lambda flops, seconds, world: counted.append(flops) or {})
+    flags = arguments(str(tmp_path / "a.jsonl"), tmp_path / "run", "--validation_sequences", "0", steps=1)
+    assert train.main(flags) == 0
+    assert counted == [MODEL_SIZES["tiny"].forward_flops([31] * 4, num_targets=4 * 11)]
 
 
 def test_a_steps_seconds_hold_its_update(corpus, tmp_path, monkeypatch):

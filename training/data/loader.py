@@ -1,5 +1,6 @@
 """Batches of packed sequences: training's, in an endless order that can be resumed, and validation's."""
 
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,6 +26,12 @@ class Batch:
     targets: torch.Tensor
     documents: Documents  # tokens see only their own document; padding is documents, too, see padding_lengths
     num_valid_tokens: int  # number of targets that are not -100
+    padding: tuple[int, ...] = ()  # tokens of each document that is padding
+
+    @property
+    def text_lengths(self) -> list[int]:
+        """Tokens of each document, without padding."""
+        return list((Counter(self.documents.lengths) - Counter(self.padding)).elements())
 
     def slice(self, rank: int, size: int) -> "Batch":
         """Returns the share of `rank`, 0 .. size - 1, if `size` ranks share each sequence: [B, T / size] neighbours.
@@ -34,14 +41,16 @@ class Batch:
         a multiple of `size`, by a document without targets.
         """
         input_ids, targets, documents, length = self.input_ids, self.targets, self.documents, self.input_ids.shape[1]
+        padding = self.padding
         if count := -length % size:
             document_ids = (documents.positions_BT == 0).cumsum(1)
             documents = find_documents(F.pad(document_ids, (0, count), value=length + 1))
             input_ids, targets = F.pad(input_ids, (0, count)), F.pad(targets, (0, count), value=IGNORE_INDEX)
+            padding += (count,) * len(targets)
         share = (length + count) // size
         own = slice(rank * share, (rank + 1) * share)
         documents, targets = replace(documents, positions_BT=documents.positions_BT[:, own]), targets[:, own]
-        return Batch(input_ids[:, own], targets, documents, int((targets != IGNORE_INDEX).sum()))
+        return Batch(input_ids[:, own], targets, documents, int((targets != IGNORE_INDEX).sum()), padding)
 
 
 def longest_first(spans: list[Span]) -> list[Span]:
@@ -53,7 +62,7 @@ def make_batch(store: Store, sequences: list[list[Span]], context_length: int) -
     """Makes a batch with a sequence in each row: its spans, the longest first, then end-of-text ids without targets."""
     shape = len(sequences), context_length
     input_ids, targets = np.full(shape, store.eos_id, dtype=np.int64), np.full(shape, IGNORE_INDEX, dtype=np.int64)
-    document_ids = np.zeros(shape, dtype=np.int32)
+    document_ids, all_padding = np.zeros(shape, dtype=np.int32), []
     for row, spans in enumerate(sequences):
         position = 0
         for segment, (document, start, stop) in enumerate(longest_first(spans)):
@@ -66,8 +75,10 @@ def make_batch(store: Store, sequences: list[list[Span]], context_length: int) -
             position = end
         padding = padding_lengths(context_length - position)
         document_ids[row, position:] = len(spans) + np.repeat(np.arange(len(padding)), padding)
+        all_padding += padding
     input_ids, targets, document_ids = map(torch.from_numpy, (input_ids, targets, document_ids))
-    return Batch(input_ids, targets, find_documents(document_ids), int((targets != IGNORE_INDEX).sum()))
+    num_valid_tokens = int((targets != IGNORE_INDEX).sum())
+    return Batch(input_ids, targets, find_documents(document_ids), num_valid_tokens, tuple(all_padding))
 
 
 class PackedLoader:

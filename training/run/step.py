@@ -28,7 +28,8 @@ class NotFinite(UserError):
 def run_model(model: Transformer, batch: Batch, world: World, denominator: float | None = None) -> torch.Tensor:
     """The summed loss of a micro-batch, float32 [], divided by `denominator`; None: by the number of its targets."""
     input_ids, targets = (x.to(world.device, non_blocking=True) for x in (batch.input_ids, batch.targets))
-    return model(input_ids, targets=targets, documents=batch.documents, denominator=denominator).loss
+    known = {"documents": batch.documents, "num_targets": batch.num_valid_tokens}
+    return model(input_ids, targets=targets, denominator=denominator, **known).loss
 
 
 def train_step(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.training.data.test_packing import EOS, make_documents, make_loader
-from training.data.loader import PackedLoader, validation_batches
+from training.data.loader import PackedLoader, make_batch, validation_batches
 from training.data.packing import BestFitPacking, ConcatenatedPacking
 from training.data.sources import Document
 from training.data.tokens import TokenStore
@@ -193,3 +193,13 @@ def test_slices_of_an_odd_length_are_padded_with_a_document_without_targets(docu
     whole = torch.tensor([[row, 0, 12] for row in range(3)]) if whole is None else whole
     assert padded[padded[:, 1] < 12].tolist() == whole.tolist()
     assert padded[padded[:, 1] >= 12].tolist() == [[row, 12, 15] for row in range(3)]
+
+
+def test_padding_is_no_text():
+    """Two documents in a row of 1,200 tokens; a rank's half of a row of 7 tokens is padded by another."""
+    store = TokenStore([Document(np.arange(5)), Document(np.arange(3))], EOS)
+    batch = make_batch(store, [[(0, 0, 5)], [(1, 0, 3), (0, 0, 2)]], 1200)
+    assert sorted(batch.text_lengths) == [2, 3, 5] and batch.num_valid_tokens == 4 + 2 + 1
+    assert sum(batch.padding) == 2 * 1200 - 10 and sum(batch.documents.lengths) == 2 * 1200
+    half = make_batch(store, [[(0, 0, 5)]], 7).slice(1, 2)
+    assert half.text_lengths == [5] and sorted(half.padding) == [1, 2]
