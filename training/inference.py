@@ -150,6 +150,22 @@ def memory_budget(text: str | None, device: torch.device) -> int:
     return budget
 
 
+def dtype_on(device: torch.device) -> torch.dtype:
+    """The dtype in which a model is read: bf16 on a GPU, float32 on a CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def check_memory(shape: ModelConfig, cached: int, device: torch.device, budget: int) -> str:
+    """Returns what weights and a cache of `cached` tokens take, in words. Raises UserError if it is above `budget`."""
+    size = dtype_on(device).itemsize
+    weight_bytes = size * shape.num_parameters()
+    cache_bytes = cached * size * 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
+    takes = f"the weights take {gib(weight_bytes)}, keys and values of {cached:,} tokens {gib(cache_bytes)}"
+    if weight_bytes + cache_bytes > budget:
+        raise UserError(f"{takes}, {gib(budget)} are there: give shorter texts, or a larger --memory_budget")
+    return takes
+
+
 def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: str | None) -> Transformer:
     """Returns the model on its device, bf16 on a GPU and float32 on a CPU.
 
@@ -162,13 +178,8 @@ def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: st
         UserError: the weights and a cache of `cached` tokens do not fit the budget. Nothing has been read then.
     """
     device, shape = world.device, opened.shape
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    budget = memory_budget(budget_text, device)
-    weight_bytes = dtype.itemsize * shape.num_parameters()
-    token_bytes = dtype.itemsize * 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
-    takes = f"the weights take {gib(weight_bytes)}, keys and values of {cached:,} tokens {gib(cached * token_bytes)}"
-    if weight_bytes + cached * token_bytes > budget:
-        raise UserError(f"{takes}, {gib(budget)} are there: give shorter texts, or a larger --memory_budget")
+    dtype, budget = dtype_on(device), memory_budget(budget_text, device)
+    takes = check_memory(shape, cached, device, budget)
     weights = load_model_weights(opened.folder, parameter_shapes(shape))  # compares headers, reads nothing yet
     logger.info("memory: %s, of %s", takes, gib(budget))
     if device.type == "cuda":

@@ -12,7 +12,7 @@ import math
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -21,18 +21,28 @@ import torch
 from tqdm import tqdm
 
 from training.checkpoint.manifest import verify_weights
+from training.data.chat import REASONING
 from training.data.corpus import open_stores
 from training.data.tokens import Store, join, split
 from training.evaluation import positions
 from training.evaluation.tasks import TASKS, Result, Samples, judge
-from training.flags import flag, given_flags
-from training.host.errors import UserError
+from training.flags import SMALLEST, as_words, flag, given_flags, read_flags
+from training.host.errors import UserError, refused_as_user_error
 from training.host.files import check_can_write, read_json
 from training.host.processes import command
-from training.inference import ModelFlags, Opened, load, mending_out_of_memory, open_folder, write
+from training.inference import (
+    ModelFlags,
+    Opened,
+    check_memory,
+    load,
+    memory_budget,
+    mending_out_of_memory,
+    open_folder,
+    write,
+)
 from training.parallel.world import World, join_world
 
-LARGEST_DEFAULT_CONTEXT = 32_768
+LARGEST_DEFAULT_CONTEXT, LONGEST = 32_768, 2**27  # tokens
 SHORT_CONTEXT = 4096  # LongPPL's, as the defaults of margin and ceiling
 OF_LOSS = ("data", "short_context", "margin", "ceiling", "evaluator")
 OF_TASKS = ("tasks", "lengths", "seed")
@@ -43,7 +53,7 @@ class EvaluationFlags(ModelFlags):
     """Judge what a model makes of its context: losses by position, and tasks by length."""
 
     context_length: int | None = flag(
-        None, "tokens read at most; default: as trained, of other weights up to 32768", least=2
+        None, "tokens read at most; default: as trained, of other weights up to 32768", least=2, most=LONGEST
     )
     output_dir: Path | None = flag(None, "evaluation.json and pictures go there; else nothing is written")
     beside: list[Path] = flag(list, "evaluation.json of earlier ones, to be shown beside")
@@ -57,8 +67,29 @@ class EvaluationFlags(ModelFlags):
     # tasks
     samples: int = flag(20, "of each task and length; 0: no tasks")
     tasks: list[str] = flag(list, "default: all", TASKS)
-    lengths: list[int] = flag(list, "tokens; default: a quarter, half and all of context_length", least=2)
+    lengths: list[int] = flag(list, "tokens; default: a quarter, half and all of context_length", least=2, most=LONGEST)
     seed: int = flag(0, "of the samples")
+
+
+@dataclass
+class RunSettings:
+    """Settings of the checkpoint's run: they say which texts it held out. Somebody may have edited them."""
+
+    validation_fraction: float = flag(help="share of the tokens", least=SMALLEST, most=1 - SMALLEST)
+    seed: int = flag(help="drew the held-out texts")
+    context_length: int | None = flag(None, least=2, most=LONGEST)
+    data: list[str] = flag(list)
+    chat_reasoning: str = flag("template", choices=REASONING)
+
+
+def settings_of(opened: Opened) -> RunSettings | None:
+    """Returns the settings of the run that saved the folder; None: no run did. Raises UserError for damaged ones."""
+    if not opened.settings:
+        return None
+    names = [each.name for each in fields(RunSettings)]
+    given = {name: value for name in names if (value := opened.settings.get(name)) not in (None, [])}
+    with refused_as_user_error(f"{opened.folder}/trainer.json is damaged, give another folder: "):
+        return read_flags(RunSettings, as_words(given, names), "")
 
 
 def check_flags(flags: EvaluationFlags, given: dict) -> None:
@@ -79,13 +110,16 @@ class Questions(NamedTuple):
     samples: list[Samples]
 
 
-def make_questions(flags: EvaluationFlags, opened: Opened) -> Questions:
+def make_questions(flags: EvaluationFlags, opened: Opened, world: World) -> Questions:
     """Raises UserError for data that cannot be read, and where no text or task is as long as asked."""
-    declared = min(opened.shape.max_position_embeddings, LARGEST_DEFAULT_CONTEXT)
-    context_length = flags.context_length or opened.settings.get("context_length", declared)
+    settings, declared = settings_of(opened), min(opened.shape.max_position_embeddings, LARGEST_DEFAULT_CONTEXT)
+    context_length = flags.context_length or (settings and settings.context_length) or declared
+    lengths = flags.lengths or [max(2, context_length // 4), max(2, context_length // 2), context_length]
+    budget = memory_budget(flags.memory_budget, world.device)
+    check_memory(opened.shape, max(lengths) if flags.samples else 0, world.device, budget)
     pieces, samples = [], []
     if flags.sequences:
-        pieces = positions.longest_pieces(open_texts(flags, opened), context_length, flags.sequences)
+        pieces = positions.longest_pieces(open_texts(flags, opened, settings), context_length, flags.sequences)
         if not pieces:
             raise UserError("no document of the data has a token to be predicted (prompts do not count); give --data")
     short = flags.short_context or max(2, min(SHORT_CONTEXT, context_length // 4))
@@ -95,7 +129,6 @@ def make_questions(flags: EvaluationFlags, opened: Opened) -> Questions:
             "give longer --data and a larger --context_length"
         )
     if flags.samples:
-        lengths = flags.lengths or [max(2, context_length // 4), max(2, context_length // 2), context_length]
         asked = itertools.product(dict.fromkeys(flags.tasks or TASKS), sorted({*lengths}))
         samples = [Samples(name, length, opened.tokenizer, flags.seed, flags.samples) for name, length in asked]
         if not any(of_task.size for of_task in samples):
@@ -105,14 +138,13 @@ def make_questions(flags: EvaluationFlags, opened: Opened) -> Questions:
     return Questions(pieces, short, samples)
 
 
-def open_texts(flags: EvaluationFlags, opened: Opened) -> Store:
+def open_texts(flags: EvaluationFlags, opened: Opened, settings: RunSettings | None) -> Store:
     """The documents of --data, else those that the checkpoint's run held out."""
-    settings = opened.settings
-    paths, reasoning = flags.data or settings.get("data") or [], settings.get("chat_reasoning") or "template"
-    store = join(open_stores(paths, opened.tokenizer, opened.shape.vocab_size, reasoning))
-    if flags.data or not settings:
+    paths, reasoning = flags.data or (settings.data if settings else []), settings and settings.chat_reasoning
+    store = join(open_stores(paths, opened.tokenizer, opened.shape.vocab_size, reasoning or "template"))
+    if flags.data or settings is None:
         return store
-    trained_on, held_out = split(store, settings["validation_fraction"], settings["seed"])
+    trained_on, held_out = split(store, settings.validation_fraction, settings.seed)
     if trained_on.identity != opened.corpus_crc32:
         raise UserError(f"the data of {opened.folder}'s run have changed: which it held out is not known; give --data")
     return held_out
@@ -185,14 +217,16 @@ def format_tasks(results: Sequence[Result]) -> str:
 
 def read_earlier(files: Sequence[Path]) -> list[tuple[str, dict]]:
     """(name of its folder, content) of each evaluation.json."""
-    earlier = [(file.resolve().parent.name, read_json(file)) for file in files]
+    earlier = [(file.absolute().parent.name, read_json(file)) for file in files]
     for file, (_, content) in zip(files, earlier):
         try:
             for row in content["loss_by_position"]:
                 math.fsum((row["first"], row["last"], row["loss"]))  # numbers
+                if not 0 <= row["first"] <= row["last"]:
+                    raise IndexError
             for row in content["tasks"]:
                 math.fsum((row["length"], row["score"] or 0)), row["task"].lower()
-        except (KeyError, TypeError, AttributeError):
+        except (KeyError, IndexError, TypeError, AttributeError, OverflowError):
             raise UserError(f"--beside {file} is no evaluation.json of this command") from None
     return earlier
 
@@ -204,7 +238,7 @@ def draw(folder: Path, content: dict, earlier: Sequence[tuple[str, dict]]) -> No
         return
     from training.evaluation.pictures import draw_losses, draw_needles, draw_tasks
 
-    curves = [(folder.resolve().name, content), *earlier]
+    curves = [(folder.absolute().name, content), *earlier]
     if content["loss_by_position"]:
         draw_losses(folder / "loss_by_position.png", [(name, one["loss_by_position"]) for name, one in curves])
     if content["tasks"]:
@@ -238,11 +272,14 @@ def main(argv: list[str]) -> None:
     check_flags(flags, given)
     earlier = read_earlier(flags.beside)
     if flags.output_dir:
-        flags.output_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            flags.output_dir.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            raise UserError(f"output_dir {flags.output_dir} cannot be made: {error}; give another folder") from None
         check_can_write(flags.output_dir / "evaluation.json", "--output_dir")
     with join_world(flags.device) as world:
         opened = open_folder(flags, world)
-        questions = make_questions(flags, opened)
+        questions = make_questions(flags, opened, world)
         found = Evaluation()
         try:
             with mending_out_of_memory():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,12 +131,60 @@ def test_what_was_finished_before_memory_ran_out_is_written(folders, tmp_path, m
         (["--memory_budget", "1MB"], "the weights take 0.00 GiB"),
         (["--attention_type", "nsa"], "it has no gates of nsa"),
         (["--evaluator", "no/such"], "no/such has no config.json"),
+        (["--context_length", str(2**27 + 1)], "context_length must be between 2 and 134217728, got 134217729"),
+        (["--lengths", "300", "9" * 400], "lengths must be between 2 and 134217728, got 999"),
+        (["--margin", "1" + 400 * "0"], "margin must be between 0 and 1000000.0, got inf"),
     ],
 )
 def test_bad_input_is_one_line(flags, message, folders, tmp_path, capsys):
     assert run(folders["full"], tmp_path, *flags) == (1, None)
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(error) == 1 and message in error[0] and not (tmp_path / "evaluation.json").exists()
+
+
+@pytest.mark.parametrize("flags", [("--lengths", "300", str(2**27)), ("--context_length", str(2**27))])
+def test_lengths_that_do_not_fit_are_refused_before_a_sample_or_text_is_made(flags, folders, monkeypatch, capsys):
+    for name in ("Samples", "open_stores"):
+        monkeypatch.setattr(command, name, lambda *_: pytest.fail("texts were made"))
+    assert main([folders["full"], "--device", "cpu", "--memory_budget", "1GB", *flags]) == 1
+    error = capsys.readouterr().err
+    assert "keys and values of 134,217,728 tokens" in error and "1.00 GiB are there: give shorter texts" in error
+
+
+def test_links_to_themselves_are_refused_in_one_line(folders, tmp_path, capsys):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    loop = str(tmp_path / "loop")
+    for flags, message in (
+        (["--output_dir", loop], f"output_dir {loop} cannot be made"),
+        (["--output_dir", f"{loop}/out"], "Too many levels of symbolic links"),
+        (["--beside", loop], "Too many levels of symbolic links"),
+        (["--data", loop], f"data path {loop} does not exist"),
+        (["--evaluator", loop], f"{loop} has no config.json"),
+    ):
+        assert main([folders["full"], "--device", "cpu", *flags]) == 1
+        error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(error) == 1 and message in error[0]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"data": 5}, "data path 5 does not exist"),
+        ({"seed": "a"}, "invalid int value: 'a'"),
+        ({"seed": None}, "seed is missing"),
+        ({"validation_fraction": [1]}, "validation_fraction"),
+        ({"context_length": 0}, "context_length must be between 2 and"),
+        ({"chat_reasoning": 3}, "invalid choice: '3'"),
+    ],
+)
+def test_edited_settings_of_a_run_are_refused(edit, message, folders, tmp_path, capsys):
+    folder = shutil.copytree(folders["full"], tmp_path / "copy")
+    trainer = json.loads((folder / "trainer.json").read_text())
+    trainer["trainer_state"]["settings"] |= edit
+    (folder / "trainer.json").write_text(json.dumps(trainer))
+    assert main([str(folder), "--device", "cpu", "--samples", "0"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
 def test_what_a_run_held_out_is_not_guessed_from_other_data(folders, tmp_path, capsys):
@@ -151,6 +200,8 @@ def test_what_a_run_held_out_is_not_guessed_from_other_data(folders, tmp_path, c
 @pytest.mark.parametrize(
     "rows", ['{"loss_by_position": [1], "tasks": []}', '{"loss_by_position": [{"first": 1, "last": 2}], "tasks": []}',
              '{"loss_by_position": [{"first": 1, "last": 2, "loss": "1"}], "tasks": []}',
+             '{"loss_by_position": [{"first": -9, "last": -8, "loss": 1}], "tasks": []}',
+             '{"loss_by_position": [{"first": 1, "last": 2, "loss": 1' + 400 * "0" + "}], \"tasks\": []}",
              '{"loss_by_position": [], "tasks": [{"task": "needle", "length": 8}]}', "{}"]
 )  # fmt: skip
 def test_a_file_beside_that_is_no_evaluation(rows, folders, tmp_path, capsys):
