@@ -141,6 +141,13 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
     check_sizes(size, local_size, context_parallel_size, tensor_parallel_size)
     place = choose_device(device, local_rank, local_size)
     left = threading.Event()
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if "WORLD_SIZE" not in os.environ and tasks != "1" and os.environ.get("SLURM_PROCID", "0") == "0":
+        print(
+            f"Slurm has {tasks} tasks (SLURM_NTASKS), but this process runs alone: there is no WORLD_SIZE; start a "
+            "torchrun per machine (srun --ntasks-per-node=1 torchrun ...), or ask for one task",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
     if size == 1:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             threading.Thread(target=end_with, args=([], os.getppid(), left), daemon=True).start()

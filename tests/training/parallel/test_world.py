@@ -50,6 +50,20 @@ def test_sequences_are_not_shared_between_machines(monkeypatch):
         pass
 
 
+def test_a_lone_process_among_several_tasks_is_warned(monkeypatch, capfd):
+    """srun without torchrun starts as many runs as it has tasks, each alone; the first task says so."""
+    for tasks, others, warned in (("8", {}, True), ("8", {"SLURM_PROCID": "3"}, False), ("1", {}, False),
+                                  ("8", {"WORLD_SIZE": "1"}, False)):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.delenv("WORLD_SIZE", raising=False)
+            for name, value in {"SLURM_NTASKS": tasks, **others}.items():
+                patch.setenv(name, value)
+            with join_world("cpu"):
+                pass
+        error = capfd.readouterr().err
+        assert ("Slurm has 8 tasks" in error and "torchrun per machine" in error) if warned else not error
+
+
 def test_an_environment_that_torchrun_did_not_set_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name, value, message in (
