@@ -82,13 +82,15 @@ def extra_gib(function: Callable[[], object], device: torch.device) -> float:
 def switch(device: torch.device, vocab_size: int = VOCAB_SIZE, switch_bytes: float = SWITCH_BYTES) -> Iterator[Check]:
     """Checks that a model makes all logits if they take up to 10 GB in bf16, and never all of them beyond that.
 
-    Two lengths, 4,096 and 40,000 tokens, are run and observed from outside. At the exact border, 35,335 tokens of the
-    4B's vocabulary, the configuration is asked.
+    Two lengths, 4,096 and 40,000 tokens, are run and observed from outside. So is the exact border, 35,335 tokens of
+    the 4B's vocabulary, on the meta device: its tensors have no memory, and the chunked loss shows no logits.
     """
     config = small_config(vocab_size)
     last = int(switch_bytes // (2 * vocab_size))
-    wrong = config.uses_chunked_loss(last) + (not config.uses_chunked_loss(last + 1))
-    yield Check(f"wrong choices at {last} and {last + 1} tokens", wrong, 0)
+    with torch.device("meta"):
+        model, ids = Transformer(config).to(torch.bfloat16), torch.zeros(1, last + 1, dtype=torch.long)
+    seen = [observed_logits_rows(model, x, x) for x in (ids[:, :last], ids)]
+    yield Check(f"wrong choices at {last} and {last + 1} tokens", (seen[0] != last - 1) + (seen[1] != 0), 0)
     torch.manual_seed(0)
     model = Transformer(config).to(device, torch.bfloat16)
     for number, length in ((1, 4096), (2, 40_000)):

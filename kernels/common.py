@@ -71,3 +71,11 @@ def use_triton(impl: str, tensor: torch.Tensor) -> bool:
     if tensor.dtype not in DTYPES:
         raise ValueError(f'Triton\'s kernels take float32, bfloat16 or float16, got {tensor.dtype}; use impl="torch"')
     return True
+
+
+def cast_by_autocast(*tensors: torch.Tensor | None) -> tuple:
+    """Casts arguments of a custom operation as autocast casts the arguments of F.linear. None stays None."""
+    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(tensor if tensor is None else tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)

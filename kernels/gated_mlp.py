@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import operation, use_triton
+from .common import cast_by_autocast, operation, use_triton
 from .linear import PLAIN
 from .parts import Footprint, Linear, part_of
 
@@ -317,10 +317,7 @@ def gated_mlp(
 
     if tile_size < 1:
         raise ValueError(f"tile_size must be at least 1 row, got {tile_size}")
-    tensors = (input, gate_weight, up_weight, down_weight)
-    device = input.device.type
-    if torch.is_autocast_enabled(device):  # casts the arguments of F.linear, but not of a custom operation
-        tensors = tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
+    tensors = cast_by_autocast(input, gate_weight, up_weight, down_weight)
     if len({t.dtype for t in tensors}) > 1:
         raise ValueError(f"input and weights must be of one dtype, got {[str(t.dtype) for t in tensors]}")
     x, *weights = tensors

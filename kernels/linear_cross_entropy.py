@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .common import operation, use_triton
+from .common import cast_by_autocast, operation, use_triton
 from .cross_entropy import (
     Details,
     RowOptions,
@@ -226,10 +226,7 @@ def linear_cross_entropy(
         from torch.distributed.tensor import Partial
 
         linear_weight = linear_weight.full_tensor(grad_placements=[Partial()] * linear_weight.device_mesh.ndim)
-    if torch.is_autocast_enabled(input.device.type):
-        dtype = torch.get_autocast_dtype(input.device.type)
-        input, linear_weight = input.to(dtype), linear_weight.to(dtype)
-        linear_bias = None if linear_bias is None else linear_bias.to(dtype)
+    input, linear_weight, linear_bias = cast_by_autocast(input, linear_weight, linear_bias)
     on_triton = use_triton(impl, input)
     group_name, num_shards = (None, 1) if process_group is None else (process_group.group_name, process_group.size())
     num_classes = num_shards * linear_weight.shape[0]

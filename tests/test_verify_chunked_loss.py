@@ -58,9 +58,25 @@ def test_a_switch_elsewhere_fails(monkeypatch, small_switch, capsys, gigabytes):
 
 
 @pytest.mark.parametrize("gigabytes", [9.999, 10.001])
-def test_of_a_switch_nearby_the_configuration_tells(monkeypatch, small_switch, gigabytes):
+def test_a_switch_nearby_fails(monkeypatch, small_switch, gigabytes):
     monkeypatch.setattr(model, "CHUNKED_LOSS_THRESHOLD_BYTES", scaled(gigabytes))
     assert next(small_switch(torch.device("cpu"))).verdict == "FAIL"
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4])
+def test_a_model_that_counts_other_bytes_per_logit_than_its_configuration_fails(monkeypatch, small_switch, num_bytes):
+    """Only the model's own call counts wrongly; the configuration alone would answer rightly."""
+    sound = model.Share.uses_chunked_loss
+
+    def wrong(config, num_tokens, bytes_per_logit=None, loss_impl="auto"):
+        return sound(config, num_tokens, 2 if bytes_per_logit is None else num_bytes, loss_impl)
+
+    monkeypatch.setattr(model.Share, "uses_chunked_loss", wrong)
+    assert next(small_switch(torch.device("cpu"))).verdict == "FAIL"
+
+
+def test_the_border_with_the_whole_vocabulary_takes_no_memory():
+    assert next(switch(torch.device("cpu"))).verdict == "pass"
 
 
 def test_sizes_of_the_switch_are_the_owners():

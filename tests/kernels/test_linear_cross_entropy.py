@@ -494,3 +494,10 @@ def test_memory_and_sampled_rows_of_long_contexts(device, num_tokens, gib):
     (expected,) = torch.autograd.grad(losses.sum(), x)
     torch.testing.assert_close(details.per_token_loss[rows], losses.detach(), rtol=5e-3, atol=0)
     assert _error(d_input[rows].double(), expected.double()) < 1e-2
+
+
+def test_on_the_meta_device():
+    input, linear_weight, target = (tensor.to("meta") for tensor in _inputs("cpu"))
+    loss = linear_cross_entropy(input.requires_grad_(), linear_weight, target)
+    loss.backward()
+    assert (loss.shape, loss.device.type, input.grad.shape) == ((), "meta", input.shape)
