@@ -47,7 +47,7 @@ FIELDS = (  # settings with one name and meaning in config.json and in ModelConf
     "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps", "initializer_range",
     "max_position_embeddings",
 )  # fmt: skip
-MOST_LAYERS = 4096  # a limit, because modules are made before weights are looked for
+MOST_LAYERS = 4096  # a limit, because plans have something for each layer
 
 
 def in_family(config: ModelConfig, model_type: str) -> ModelConfig:

@@ -1,16 +1,20 @@
 """Opening a model: what is refused before its weights are read, how it attends, what it writes."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 
-from kernels.attention import Sparse
+import train
+from kernels.attention import NSA, Sparse
 from kernels.attention.full import FULL
-from model import MODEL_SIZES, Transformer
+from model import MODEL_SIZES, Block, Transformer
 from tests.checkpoints import save_checkpoint
-from training import inference
+from training import generate, inference
+from training.checkpoint.weights import main as export_main
+from training.checkpoint.weights import parameter_shapes
 from training.families import to_config_json
 from training.host.errors import UserError
 from training.host.files import write_file
@@ -129,3 +133,26 @@ def test_what_ends_an_answer_is_also_in_the_folders_configs(folder, tmp_path):
     for content, more in ((b'{"eos_token_id": [7, 9]}', {7, 9}), (b'{"eos_token_id": 5}', {5}), (b"{}", set())):
         write_file(tmp_path / "generation_config.json", content)
         assert open_folder(ModelFlags(tmp_path), WORLD).stop_ids == {0, 3, *more}
+
+
+def test_thousands_of_layers_are_refused_by_the_files_before_they_are_built(folder, tmp_path, monkeypatch, capsys):
+    """The weights have 2 layers, config.json says 4,096. Building those would take a minute."""
+    mixed = replace(TINY, num_hidden_layers=5, layer_kinds=(FULL, NSA()), tie_word_embeddings=False)
+    with torch.device("meta"):
+        expected = [(name, parameter.shape) for name, parameter in Transformer(mixed).named_parameters()]
+    assert [*parameter_shapes(mixed).items()] == expected
+    shutil.copytree(folder, tmp_path / "weights", ignore=shutil.ignore_patterns("manifest.json"))
+    content = to_config_json(replace(TINY, num_hidden_layers=4096))
+    (tmp_path / "weights" / "config.json").write_text(json.dumps(content))
+    built, make = [], Block.__init__
+    monkeypatch.setattr(Block, "__init__", lambda block, *sizes: built.append(make(block, *sizes)))
+    weights, run = str(tmp_path / "weights"), str(tmp_path / "run")
+    for main, argv in (
+        (generate.main, [weights, "a", "--device", "cpu", "--tokenizer", "bytes", "--attention_type", "full"]),
+        (export_main, ["export", weights, str(tmp_path / "out")]),
+        (train.main, ["--init_from", weights, "--tokenizer", "bytes", "--device", "cpu", "--output_dir", run]),
+    ):
+        assert main(argv) == 1
+        error = capsys.readouterr().err
+        assert "is of another size: it has no model.layers.2." in error and error.count("\n") == 1
+    assert len(built) < 10

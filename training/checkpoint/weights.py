@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -116,9 +116,17 @@ def shape_of_weights(folder: str | Path) -> ModelConfig:
 
 
 def parameter_shapes(shape: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter of a whole model, by our names."""
+    """The shape of each parameter of a whole model, by our names and in the model's order.
+
+    One layer of each kind is made, because config.json may name thousands that the files do not have.
+    """
+    kinds = tuple(dict.fromkeys(shape.kinds))
     with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in Transformer(shape).named_parameters()}
+        model = Transformer(replace(shape, num_hidden_layers=len(kinds), layer_kinds=kinds))
+    layers = [(f"layers.{i}", model.layers[kinds.index(kind)]) for i, kind in enumerate(shape.kinds)]
+    others = [part for part in model.named_children() if part[0] != "layers"]
+    parts = [*others[:1], *layers, *others[1:]]  # the embedding is before the layers
+    return {f"{name}.{of_part}": p.shape for name, part in parts for of_part, p in part.named_parameters()}
 
 
 def read_companions(tokenizer: Path) -> Companions:
