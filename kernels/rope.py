@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .common import operation, use_triton
 
+LARGEST_NUMBER = 1e30  # of a scaling's settings
 LARGEST_TILE = 16384  # elements in registers: heads x head_dim / 2 of one token, each padded to a power of two
 
 
@@ -250,7 +251,7 @@ def _check_numbers(scaling) -> None:
         value, is_switch = getattr(scaling, field.name), field.name == "truncate"
         if value is None and field.default is None:
             continue
-        is_number = type(value) in (int, float) and math.isfinite(value)
+        is_number = type(value) in (int, float) and abs(value) < LARGEST_NUMBER
         if not (isinstance(value, bool) if is_switch else is_number):
             raise ValueError(f"{field.name} of rope_type {scaling.rope_type} is {str(value)[:80]!r}")
         least = 1 if field.name in ("factor", "original_max_position_embeddings") else 0

@@ -111,6 +111,8 @@ def from_config_json(content: dict) -> ModelConfig:
         types = (int, float) if isinstance(like, float) else (type(like),)
         if type(found) not in types or (type(found) in (int, float) and not 0 < found < 2**31):
             raise ValueError(f"{name} is {found!r:.80}; it must be as {like!r} is")
+    if config.rope_theta <= 1:
+        raise ValueError(f"rope_theta must be above 1, got {config.rope_theta}")
     if config.num_hidden_layers > MOST_LAYERS:
         raise ValueError(f"num_hidden_layers is {config.num_hidden_layers}; at most {MOST_LAYERS} are built")
     return config

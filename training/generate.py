@@ -4,6 +4,7 @@ The prompt is an argument, files (each is a prompt) or standard input. Greedy un
 """
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -38,12 +39,14 @@ class GenerateFlags(ModelFlags):
 
 
 def check_flags(flags: GenerateFlags) -> None:
-    """Refuse flags that have no effect."""
+    """Refuse flags that have no effect, and a system's message that is no text."""
     for name in ("top_p", "seed"):
         if getattr(flags, name) is not None and flags.temperature == 0:
             raise UserError(f"{name} has no effect with temperature 0, which is greedy; give --temperature, or drop it")
     if flags.system is not None and not flags.chat:
         raise UserError("system has no effect without --chat; drop it, or give --chat")
+    if flags.system is not None:
+        _decode(os.fsencode(flags.system), "--system")
     if flags.prompt is not None and flags.file:
         raise UserError("both a prompt and --file are given; drop one")
 
@@ -51,15 +54,17 @@ def check_flags(flags: GenerateFlags) -> None:
 def read_prompts(flags: GenerateFlags) -> list[str]:
     """Returns the argument, the files' content, or standard input. Raises UserError for an empty text."""
     if flags.prompt is not None:
-        texts = {"the prompt": flags.prompt}
+        raw = {"the prompt": os.fsencode(flags.prompt)}
     elif flags.file:
-        texts = {str(file): _decode(read_file(file, "give --file a text file"), str(file)) for file in flags.file}
+        raw = {str(file): read_file(file, "give --file a text file") for file in flags.file}
     else:
-        texts = {"standard input": _decode(sys.stdin.buffer.read(), "standard input")}
-    for where, text in texts.items():
-        if not text:
-            raise UserError(f"{where} is empty; give at least a character to go on from")
-    return list(texts.values())
+        try:
+            raw = {"standard input": sys.stdin.buffer.read() if sys.stdin else b""}  # None: closed
+        except OSError as error:
+            raise UserError(f"cannot read standard input: {error}; give a prompt or --file") from None
+    if empty := [where for where, content in raw.items() if not content]:
+        raise UserError(f"{empty[0]} is empty; give at least a character to go on from")
+    return [_decode(content, where) for where, content in raw.items()]
 
 
 def _decode(raw: bytes, where: str) -> str:

@@ -24,8 +24,8 @@ from training.attention_flags import ATTENTION_TYPES, FLAGS, check_head_dim, kin
 from training.checkpoint.files import load_trainer_state, tokenizer_of
 from training.checkpoint.weights import load_model_weights, parameter_shapes, shape_of_weights
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
-from training.flags import flag
-from training.host.errors import UserError, is_out_of_host_memory
+from training.flags import as_words, flag, given_flags
+from training.host.errors import UserError, is_out_of_host_memory, refused_as_user_error
 from training.host.files import read_json
 from training.host.memory import available_host_bytes, parse_bytes
 from training.memory.cost_model import gib
@@ -87,10 +87,12 @@ def open_folder(flags: ModelFlags, world: World) -> Opened:
     folder = flags.checkpoint
     shape = shape_of_weights(folder)
     state = load_trainer_state(folder) if (folder / "trainer.json").is_file() else {}
-    settings, corpus = state.get("settings", {}), state.get("loader", {}).get("corpus_crc32")
+    settings, loader = state.get("settings", {}), state.get("loader", {})
+    if not isinstance(settings, dict) or not isinstance(loader, dict):
+        raise UserError(f"{folder / 'trainer.json'} is damaged: settings and loader must be objects")
     kinds = attention_of(flags, shape, settings, world.device)
     tokenizer = open_tokenizer(flags.tokenizer, folder, shape.vocab_size)
-    return Opened(folder, shape, settings, kinds, tokenizer, _stop_ids(folder, tokenizer), corpus)
+    return Opened(folder, shape, settings, kinds, tokenizer, _stop_ids(folder, tokenizer), loader.get("corpus_crc32"))
 
 
 def attention_of(
@@ -98,7 +100,10 @@ def attention_of(
 ) -> tuple[AttentionKind, ...]:
     """Returns how each layer attends, by the flags and else by the settings that the model was trained with."""
     own = shape.layer_kinds[0]
-    trained = settings.get("attention_type", own.name if own.name in ATTENTION_TYPES else "full")
+    saved = {name: value for name in ("attention_type", *FLAGS) if (value := settings.get(name)) is not None}
+    with refused_as_user_error(f"trainer.json of {flags.checkpoint}: "):  # somebody may have edited it
+        saved = given_flags(ModelFlags, ["a checkpoint", *as_words(saved, [*saved])], "")
+    trained = saved.get("attention_type", own.name if own.name in ATTENTION_TYPES else "full")
     asked = flags.attention_type or trained
     if bool(KINDS[asked].gates_per_head) != bool(own.gates_per_head):
         gated = own.name if own.gates_per_head else asked
@@ -107,7 +112,7 @@ def attention_of(
     found = Namespace(attention_type=asked, context_length=None)
     for name in FLAGS:
         given = getattr(flags, name)
-        setattr(found, name, settings.get(name) if given is None and asked == trained else given)
+        setattr(found, name, saved.get(name) if given is None and asked == trained else given)
     kinds = kinds_of(found, shape)
     check_head_dim(kinds, shape.head_dim, device)
     return kinds

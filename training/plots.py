@@ -16,6 +16,7 @@ from training.host.files import read_file
 from training.host.processes import command
 
 logger = logging.getLogger(__name__)
+LARGEST_NUMBER = 1e300  # Matplotlib overflows beyond it; somebody may have edited the file
 FEWEST_STEPS = 20  # a run of fewer steps has no picture at its end
 
 
@@ -33,13 +34,17 @@ def read_metrics(run: Path) -> list[dict]:
     for line in read_file(file, "give the output_dir of a run").decode(errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+        if isinstance(row, dict) and _is_number(row.get("step")):
             rows.append(row)
     if not rows:
         raise UserError(f"{file} has no step yet; give the output_dir of a run")
     return rows
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < LARGEST_NUMBER
 
 
 def draw_run(run: Path, rows: list[dict]) -> Path:
@@ -66,7 +71,10 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
         mfu = speed.twinx()
         mfu.plot(*_points(rows, "mfu"), "C1", linewidth=0.8)
         mfu.set(ylabel="model FLOP utilisation", ylim=(0, 1))
-    memory.plot(*_points([{**row, "peak": max(row.get("peak_memory_gib") or [None])} for row in rows], "peak"))
+    for row in rows:
+        peaks = row.get("peak_memory_gib")
+        row["peak"] = max(filter(_is_number, peaks), default=None) if isinstance(peaks, list) else None
+    memory.plot(*_points(rows, "peak"))
     memory.set(ylabel="peak GPU memory, GiB, of the fullest rank", xlabel="step", ylim=(0, None))
     path = run / "metrics.png"
     figure.savefig(path)
@@ -74,8 +82,8 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
 
 
 def _points(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
-    """Returns steps and values of the rows that have a value of this name."""
-    found = [row for row in rows if row.get(name) is not None]
+    """Returns steps and values of the rows that have a number of this name."""
+    found = [row for row in rows if _is_number(row.get(name))]
     return [row["step"] for row in found], [row[name] for row in found]
 
 

@@ -155,6 +155,9 @@ def test_a_model_of_no_family_is_not_written(change):
         ({"vocab_size": 2**31}, "vocab_size is 2147483648"),
         ({"hidden_size": "many"}, "a value is of the wrong type"),
         ({"rope_scaling": 1}, "a value is of the wrong type"),
+        ({"rope_scaling": {"type": "linear", "factor": 10**400}}, "factor of rope_type linear is '10000"),
+        ({"rope_theta": 1}, "rope_theta must be above 1, got 1"),
+        ({"rope_theta": 1e-300}, "rope_theta must be above 1, got 1e-300"),
         ({"num_hidden_layers": 4097}, "num_hidden_layers is 4097; at most 4096 are built"),
     ],
 )

@@ -58,6 +58,8 @@ def test_prompts_from_argument_input_and_files(folder, tmp_path, monkeypatch, ca
         (["abc", "--temperature", "nan"], "temperature must be between 0 and 100"),
         (["abc", "--max_new_tokens", "0"], "max_new_tokens must be between 1 and"),
         (["abc", "--file", "x"], "both a prompt and --file"),
+        (["ab\udcff"], "the prompt is not UTF-8: byte 0xff at offset 2"),
+        (["abc", "--chat", "--system", "\udce9"], "--system is not UTF-8: byte 0xe9 at offset 0"),
         (["--file", "no/such"], "no/such"),
         ([""], "prompt is an empty string"),
         (
@@ -72,6 +74,22 @@ def test_bad_input_is_one_line(flags, message, folder, capsys):
     assert main([folder, "--device", "cpu", *flags]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "standard input is empty"),
+        (SimpleNamespace(buffer=io.BytesIO(b"")), "standard input is empty"),
+        (SimpleNamespace(buffer=io.BytesIO(b"a\xe9")), "standard input is not UTF-8: byte 0xe9 at offset 1"),
+        (SimpleNamespace(buffer=io.FileIO("/dev/null", "w")), "cannot read standard input"),
+    ],
+)
+def test_standard_input_that_is_no_prompt(given, message, folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", given)
+    assert main([folder, "--device", "cpu"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
 
 
 def test_a_character_of_several_tokens_waits_for_its_last():

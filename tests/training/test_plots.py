@@ -1,6 +1,7 @@
 """Pictures of a run."""
 
 import json
+import re
 
 import pytest
 
@@ -48,3 +49,21 @@ def test_what_is_refused_and_what_is_a_warning(tmp_path, capsys, monkeypatch, ca
     draw_at_end(tmp_path / "run")
     assert main([str(tmp_path)]) == 1
     assert capsys.readouterr().err == "error: pictures need matplotlib: pip install matplotlib\n"
+
+
+@pytest.mark.parametrize("value", ["1" + "0" * 400, "1e999", "NaN", '"x"', "[]", "[[]]", "{}", "true", "null", "-1"])
+def test_an_edited_file_is_drawn_without_the_values_that_are_no_numbers(tmp_path, capsys, value):
+    write_run(tmp_path / "run", 5)
+    file = tmp_path / "run" / "metrics.jsonl"
+    names = ["step", "loss", "learning_rate", "tokens_per_second", "mfu", "peak_memory_gib", "is_spike"]
+    edited = [json.dumps({"step": 6, "loss": 2.0, name: "?"}).replace('"?"', value) for name in names]
+    edited += [f'{{"step": 7, "peak_memory_gib": [1.0, {value}]}}', "[" * 100_000, "3"]
+    file.write_text("\n".join([file.read_text(), *edited]))
+    assert main([str(tmp_path / "run")]) == 0 and capsys.readouterr().err == ""
+
+
+def test_a_picture_on_a_full_disk_is_one_line(tmp_path, capsys):
+    write_run(tmp_path / "run", 5)
+    (tmp_path / "run" / "metrics.png").symlink_to("/dev/full")
+    assert main([str(tmp_path / "run")]) == 1
+    assert re.fullmatch("error: [^\n]*No space left on device[^\n]*\n", capsys.readouterr().err)

@@ -1,5 +1,6 @@
 """Ends of a process: errors of one line, outputs without a reader, hangs with the stacks of all threads."""
 
+import errno
 import functools
 import io
 import json
@@ -21,6 +22,7 @@ from training.host.memory import GIB, available_host_bytes
 
 # From a rank's death to its peers' end: torchrun looks every 0.1 s, so it sees who died first.
 GRACE_SECONDS = 2.0
+DISK_ERRORS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO
 
 
 def line_of(error: BaseException) -> str | None:
@@ -38,6 +40,8 @@ def line_of(error: BaseException) -> str | None:
         return f"error: {' '.join(str(error).splitlines())}"
     if isinstance(error, OSError) and error.filename is not None:
         return f"error: {error.strerror}: {str(error.filename)[:SHOWN_OF_A_PATH]}"
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # an open file's reads and writes do not name it
+        return f"error: {error.strerror}: a file is cut short; free some space on the disk, or use another"
     if isinstance(error, torch.OutOfMemoryError):
         return "\n".join([*getattr(error, "__notes__", ()), f"error: {str(error).splitlines()[0]}"])
     return None

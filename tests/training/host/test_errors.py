@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from training.host.errors import UserError
 from training.host.files import check_can_write
 from training.host.memory import PinnedArena
-from training.host.processes import line_of
+from training.host.processes import command, line_of
 
 
 @pytest.mark.parametrize("make", [torch.empty, np.empty, lambda size: bytearray(size * 2**6)])
@@ -38,3 +39,17 @@ def test_files_that_cannot_be_written_are_refused_and_others_left_as_they_are(tm
     for name in ("old", "new"):
         check_can_write(tmp_path / name, "--json")
     assert (tmp_path / "old").read_text() == "old" and not (tmp_path / "new").exists()
+
+
+def test_a_disk_that_is_full_at_the_end_is_one_line(capsys):
+    """As --json /dev/full: the file can be opened, and what is written later has no place."""
+
+    @command
+    def write(argv):
+        check_can_write(Path(argv[0]), "--json")
+        Path(argv[0]).write_text("x")
+
+    assert write(["/dev/full"]) == 1
+    assert capsys.readouterr().err == (
+        "error: No space left on device: a file is cut short; free some space on the disk, or use another\n"
+    )
