@@ -139,7 +139,8 @@ def set_up(start: resume.Start, world: World, stack: contextlib.ExitStack) -> Ru
     stopping = Stopping(received, world, model.layers, config.gradient_accumulation_steps, seconds)
     stack.callback(stopping.watchdog.cancel)
     describe(config, model_config, plan, world)
-    bar = tqdm(total=config.max_steps, initial=first_step, unit="step", disable=not world.is_main)
+    # The stack ends the bar's line before an error is shown.
+    bar = stack.enter_context(tqdm(total=config.max_steps, initial=first_step, unit="step", disable=not world.is_main))
     return Run(
         config, start, world, tokenizer, loader, held_out, model, optimizer, plan, saver, stopping, metrics, bar,
         progress=dataclasses.replace(start.progress, loader=loader.state_dict()),

@@ -20,6 +20,7 @@ from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.families import to_config_json
+from training.host.errors import UserError
 from training.host.files import write_file
 from training.inference import open_tokenizer
 from training.optimizer import MasterAdamW, warmup_cosine
@@ -76,6 +77,21 @@ def test_only_what_the_user_can_mend_is_shown_without_a_traceback(corpus, tmp_pa
     capsys.readouterr()
     assert train.main(arguments(corpus, tmp_path / "other", "--attention_backend", "none")) == 1
     assert capsys.readouterr().err.startswith("error: attention backend must be one of")
+
+
+def test_an_error_has_a_line_of_its_own_below_the_progress_bar(corpus, tmp_path, monkeypatch, capsys):
+    steps, step = iter(range(2)), train.train_step
+    error = UserError("no more")
+
+    def fail_later(*arguments, **options):
+        if next(steps, None) is None:
+            raise error
+        return step(*arguments, **options)
+
+    monkeypatch.setattr(train, "train_step", fail_later)
+    assert train.main(arguments(corpus, tmp_path / "run")) == 1
+    shown = capsys.readouterr().err
+    assert "2/4" in shown and shown.endswith("\nerror: no more\n")
 
 
 def test_resume_equals_an_uninterrupted_run(corpus, tmp_path):

@@ -17,8 +17,10 @@ from training.data.corpus import open_stores
 from training.data.tokenizer import ByteTokenizer
 from training.data.tokens import split
 from training.evaluation import __main__ as command
+from training.evaluation import positions
 from training.evaluation.__main__ import main
 from training.families import to_config_json
+from training.host.errors import UserError
 from training.parallel.fsdp import copy_weights, initial_weights
 from training.run.build import shape_with
 
@@ -208,6 +210,18 @@ def test_a_file_beside_that_is_no_evaluation(rows, folders, tmp_path, capsys):
     (tmp_path / "other.json").write_text(rows)
     assert run(folders["full"], tmp_path, "--beside", str(tmp_path / "other.json")) == (1, None)
     assert "other.json is no evaluation.json of this command" in capsys.readouterr().err
+
+
+def test_an_error_has_a_line_of_its_own_below_the_progress_bar(folders, monkeypatch, capsys):
+    def fail(*_):
+        raise UserError("no more")
+
+    for flags in ([], ["--evaluator", folders["full"]]):
+        with monkeypatch.context() as patch:
+            patch.setattr(positions, "losses_of", fail)
+            assert main([folders["full"], "--device", "cpu", *flags]) == 1
+        shown = capsys.readouterr().err
+        assert "0%" in shown and shown.endswith("\nerror: no more\n")
 
 
 def test_without_matplotlib_a_line_says_so(folders, tmp_path, monkeypatch, capsys):
