@@ -73,6 +73,8 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
 
     @functools.wraps(main)
     def run(argv: list[str]) -> int:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # shows names that are not UTF-8, and any text on any terminal
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return main(argv) or 0
         except Exception as error:

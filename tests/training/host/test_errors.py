@@ -1,7 +1,9 @@
 """Memory that runs out and files that cannot be written are shown in one line."""
 
+import io
 import os
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -53,3 +55,12 @@ def test_a_disk_that_is_full_at_the_end_is_one_line(capsys):
     assert capsys.readouterr().err == (
         "error: No space left on device: a file is cut short; free some space on the disk, or use another\n"
     )
+
+
+@pytest.mark.parametrize("name", ["run\udcff", "é→"])
+def test_names_that_the_terminal_cannot_show_are_escaped(name, monkeypatch):
+    """A name of a file need not be UTF-8, and a terminal need not be."""
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    assert command(lambda argv: print(argv[0], flush=True))([name]) == 0
+    assert shown.getvalue() == name.encode("ascii", "backslashreplace") + b"\n"
