@@ -254,10 +254,9 @@ def _check_numbers(scaling) -> None:
         is_number = type(value) in (int, float) and abs(value) < LARGEST_NUMBER
         if not (isinstance(value, bool) if is_switch else is_number):
             raise ValueError(f"{field.name} of rope_type {scaling.rope_type} is {str(value)[:80]!r}")
-        least = 1 if field.name in ("factor", "original_max_position_embeddings") else 0
-        if not is_switch and (value < least or value == 0):
-            limit = f"at least {least}" if least else "above 0"
-            raise ValueError(f"{field.name} of rope_type {scaling.rope_type} must be {limit}, got {value}")
+        least = 1 if field.name in ("factor", "original_max_position_embeddings") else 1 / LARGEST_NUMBER
+        if not is_switch and value < least:
+            raise ValueError(f"{field.name} of rope_type {scaling.rope_type} must be at least {least:g}, got {value}")
 
 
 def rope_frequencies(

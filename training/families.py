@@ -239,8 +239,8 @@ def extend(config: ModelConfig, text: str) -> ModelConfig:
     elif isinstance(already, LinearScaling):
         length = round(length / already.factor)
     length = int(match[3] or length)
-    with refused_as_user_error("rope_scaling: "):
-        scaling: RopeScaling = LinearScaling(factor) if match[1] == "linear" else YarnScaling(factor, length)
     if factor * length >= 2**31:
         raise UserError(f"rope_scaling {text}: {factor * length:.0f} tokens are more than config.json takes; give less")
-    return replace(config, rope_scaling=scaling, max_position_embeddings=int(factor * length))
+    with refused_as_user_error("rope_scaling: "):
+        scaling: RopeScaling = LinearScaling(factor) if match[1] == "linear" else YarnScaling(factor, length)
+        return replace(config, rope_scaling=scaling, max_position_embeddings=int(factor * length))

@@ -7,9 +7,10 @@ from kernels.attention.full import FULL
 from kernels.attention.nsa.nsa import NSA
 from kernels.attention.sparse.sparse_attention import Sparse
 from kernels.attention.window import Window
-from kernels.rope import Llama3Scaling, YarnScaling
+from kernels.rope import LinearScaling, Llama3Scaling, YarnScaling
 from model import MODEL_SIZES
 from training.families import FAMILIES, extend, from_config_json, in_family, to_config_json
+from training.host.errors import UserError
 
 TINY = MODEL_SIZES["tiny"]
 
@@ -156,6 +157,10 @@ def test_a_model_of_no_family_is_not_written(change):
         ({"hidden_size": "many"}, "a value is of the wrong type"),
         ({"rope_scaling": 1}, "a value is of the wrong type"),
         ({"rope_scaling": {"type": "linear", "factor": 10**400}}, "factor of rope_type linear is '10000"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": 5e-324}},
+            "beta_slow of rope_type yarn must be at least 1e-30, got 5e-324",
+        ),
         ({"rope_theta": 1}, "rope_theta must be above 1, got 1"),
         ({"rope_theta": 1e-300}, "rope_theta must be above 1, got 1e-300"),
         ({"num_hidden_layers": 4097}, "num_hidden_layers is 4097; at most 4096 are built"),
@@ -171,3 +176,9 @@ def test_a_second_factor_is_of_the_original_length():
     for kind in ("linear", "yarn"):
         twice = extend(extend(config, f"{kind}:2"), f"{kind}:4")
         assert twice == extend(config, f"{kind}:4") and twice.max_position_embeddings == 2048
+
+
+def test_an_original_length_of_no_token_is_refused():
+    config = replace(TINY, max_position_embeddings=512, rope_scaling=LinearScaling(1e9))
+    with pytest.raises(UserError, match="rope_scaling: max_position_embeddings must be at least 1, got 0"):
+        extend(config, "linear:4")
