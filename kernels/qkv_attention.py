@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention.attend import attend_backward, attention
+from .attention.attend import attend_backward, attention, check_gates
 from .attention.full import FULL, choose_backend
-from .common import operation, use_triton
+from .common import operation
 from .head_exchange import HeadExchange
 from .linear import PLAIN
 from .parts import AttentionKind, Footprint, Linear, part_of
@@ -287,7 +287,8 @@ def qkv_attention(
 
     Raises:
         ValueError: heads_at_a_time does not divide a rank's key/value heads, or the ranks do not divide all of them;
-            an exchange would separate query heads that choose blocks together; an unavailable backend.
+            an exchange would separate query heads that choose blocks together; inputs that `kind` does not take, as
+            for `attention`.
         RuntimeError: in backward, create_graph=True.
     """
     exchange = exchange or HeadExchange(None)
@@ -307,10 +308,17 @@ def qkv_attention(
         raise ValueError(f"{exchange.size} ranks do not divide the {G} key/value heads; attend by all heads at once")
     if heads_at_a_time < 1 or own % heads_at_a_time:
         raise ValueError(f"heads_at_a_time must divide a rank's {own} key/value heads, got {heads_at_a_time}")
+    B, T, _ = x_BTD.shape
+    H = len(weights[0]) // K
+    q, k = (  # of one step, without memory: only their shapes and dtype are looked at
+        x_BTD.new_empty(()).expand(B, T * exchange.size, heads * heads_at_a_time // G, K) for heads in (H, G)
+    )
+    on_triton = kind.check(q, k, k, segments, impl)
+    check_gates(gates, kind, (B, T, H))
     group_name = None if exchange.group is None else exchange.group.group_name
     options = _Options(
-        eps, K, kind, linear, choose_backend(backend, x_BTD.device), use_triton(impl, x_BTD), impl, heads_at_a_time,
-        group_name, len(biases),
+        eps, K, kind, linear, choose_backend(backend, x_BTD.device), on_triton, impl, heads_at_a_time, group_name,
+        len(biases),
     )  # fmt: skip
     return _QKVAttention.apply(x_BTD, o_weight, gates, cos, sin, segments, options, *weights, *biases, *norms)
 

@@ -176,7 +176,10 @@ def _has_windows(content: dict, family: Family) -> bool:
 
 
 def _layer_kinds(content: dict) -> tuple[AttentionKind, ...]:
-    """Returns the kind of each layer. Without layer_types, layers from max_window_layers on have the window."""
+    """Returns the kinds that repeat through the layers.
+
+    Without layer_types, layers from max_window_layers on have the window.
+    """
     window, layers = content.get("sliding_window", 4096), content["num_hidden_layers"]
     if not isinstance(window, int):
         raise TypeError(f"sliding_window is {window!r:.80}")
@@ -186,7 +189,10 @@ def _layer_kinds(content: dict) -> tuple[AttentionKind, ...]:
     has_window = [name == "sliding_attention" for name in types or ()] or [i >= first for i in range(layers)]
     if len(has_window) != layers:
         raise ValueError(f"layer_types names {len(has_window)} layers of {layers}")
-    return tuple(Window(window) if is_window else Full() for is_window in has_window) if any(has_window) else (Full(),)
+    if not any(has_window):
+        return (Full(),)
+    period = next(n for n in range(1, layers + 1) if has_window[n:] == has_window[: layers - n])
+    return tuple(Window(window) if is_window else Full() for is_window in has_window[:period])
 
 
 def _read_rope(content: dict) -> dict:

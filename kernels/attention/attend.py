@@ -85,6 +85,13 @@ class _Attention(torch.autograd.Function):
         return *gradients, *[None] * (9 - len(gradients))
 
 
+def check_gates(gates: Tensor | None, kind: AttentionKind, shape: Sequence[int]) -> None:
+    """Raises ValueError unless there are gates for queries [B, T, H, K] of `shape` (B, T, H), if the kind has any."""
+    if kind.gates_per_head and (gates is None or gates.shape != (*shape, kind.gates_per_head)):
+        given = None if gates is None else tuple(gates.shape)
+        raise ValueError(f"gates must be [B, T, H, {kind.gates_per_head}] for (B, T, H) {tuple(shape)}, got {given}")
+
+
 def attention(
     q_BTHK: Tensor,
     k_BTGK: Tensor,
@@ -120,9 +127,7 @@ def attention(
         RuntimeError: in backward, create_graph=True.
     """
     on_triton = kind.check(q_BTHK, k_BTGK, v_BTGK, segments, impl)
-    if kind.gates_per_head and (gates is None or gates.shape != (*q_BTHK.shape[:3], kind.gates_per_head)):
-        given = None if gates is None else tuple(gates.shape)
-        raise ValueError(f"gates must be [B, T, H, {kind.gates_per_head}] for q {tuple(q_BTHK.shape)}, got {given}")
+    check_gates(gates, kind, q_BTHK.shape[:3])
     if lists is not None:
         lists = kind.normalise_lists(lists, q_BTHK, segments)
     options = kind.number, choose_backend(backend, q_BTHK.device), on_triton

@@ -112,6 +112,15 @@ def test_layers_with_a_window(settings, kinds, model_type):
         to_config_json(in_family(replace(config, layer_kinds=(Window(64),)), "llama"))
 
 
+@pytest.mark.parametrize("layers", [1, 4, 6, 7, 8])
+@pytest.mark.parametrize("kinds", [(FULL,), (Window(64),), (Window(64),) * 3 + (FULL,), (FULL, Window(64), Window(64))])
+def test_a_pattern_of_layers_comes_back_as_it_was(kinds, layers):
+    config = replace(MODEL_SIZES["tiny"], layer_kinds=kinds, num_hidden_layers=layers)
+    read = from_config_json(to_config_json(config))
+    assert read.kinds == config.kinds and len(read.layer_kinds) <= len(kinds)
+    assert read == config or layers < len(kinds)
+
+
 @pytest.mark.parametrize(
     "change",
     [
