@@ -23,6 +23,7 @@ import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -30,7 +31,7 @@ from kernels.attention.full import BACKENDS
 from model import MODEL_SIZES, ModelConfig
 from training.attention_flags import kinds_of
 from training.checkpoint.weights import shape_of_weights
-from training.flags import flag, read_flags, refuse_together
+from training.flags import Idle, flag, read_flags
 from training.host.errors import UserError
 from training.host.files import check_can_write
 from training.host.memory import available_host_bytes, parse_bytes
@@ -46,6 +47,7 @@ from training.run.build import build_bench, settled_execution, shape_with, step_
 from training.run.settings import StepFlags
 
 CONTEXT_LENGTH = 131_072
+FOR_ONE_STEP = "context_length gradient_checkpointing num_layers all_stages timeline snapshot"
 
 
 @dataclass
@@ -68,6 +70,18 @@ class ProfileFlags(StepFlags):
     snapshot: Path | None = flag(None, "write PyTorch's memory snapshot of the step there (.pickle)")
     json: Path | None = flag(None, "write everything there")
 
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle("model_size", "with init_from; drop one", lambda f: f.init_from is not None),
+        Idle("find_max_context loss_impl", "with compare; drop one", lambda f: f.compare),
+        Idle(FOR_ONE_STEP, "with find_max_context; drop one", lambda f: f.find_max_context),
+        Idle(FOR_ONE_STEP, "with compare; drop one", lambda f: f.compare),
+        Idle("memory_budget host_budget", "with gradient_checkpointing; drop one",
+             lambda f: f.gradient_checkpointing is not None),
+        Idle("device", "with gpu, which predicts for another; drop one", lambda f: f.gpu and f.device == "cuda"),
+        Idle("measure", "but with find_max_context or compare: a step is measured anyway",
+             lambda f: not (f.find_max_context or f.compare)),
+    )  # fmt: skip
+
     @property
     def lengths(self) -> tuple[int, int, int]:
         """(tokens in a sequence, sequences in a micro-batch, micro-batches in a step)."""
@@ -80,9 +94,6 @@ class ProfileFlags(StepFlags):
         return shape_with(self.attention_type, size)
 
 
-FOR_ONE_STEP = ("context_length", "gradient_checkpointing", "num_layers", "all_stages", "timeline", "snapshot")
-
-
 def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
     """Refuse flags without effect, sizes that do not fit each other, and files that could not be written."""
     layers = flags.shape.num_hidden_layers
@@ -90,15 +101,6 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
         raise UserError(f"num_layers must be at most {layers}, got {flags.num_layers}")
     kinds_of(flags, flags.shape)
     check_mesh(flags)
-    refuse_together(
-        flags, ("find_max_context", "compare"), ("loss_impl", "compare"),
-        *((name, mode) for name in FOR_ONE_STEP for mode in ("find_max_context", "compare")),
-        ("memory_budget", "gradient_checkpointing"), ("host_budget", "gradient_checkpointing"),
-    )  # fmt: skip
-    if flags.device == "cuda" and flags.gpu:
-        raise UserError("device cuda has no effect with gpu, which predicts for another; drop one")
-    if flags.measure and not (flags.find_max_context or flags.compare):
-        raise UserError("measure has no effect but with find_max_context or compare: a step is measured anyway")
     for name in ("measure", "num_layers", "snapshot"):
         if getattr(flags, name) and not can_measure:
             raise UserError(f"{name} needs a GPU to measure on, without --gpu, --nproc or --device cpu; drop it")
@@ -173,7 +175,6 @@ def report(flags: ProfileFlags, machine: Machine, can_measure: bool, world: Worl
 @command
 def main(argv: list[str]) -> None:
     flags = read_flags(ProfileFlags, argv, "profile_memory.py")
-    refuse_together(flags, ("model_size", "init_from"))
     if not flags.init_from:
         flags.model_size = flags.model_size or "4B"
     with join_world("cpu" if flags.gpu else flags.device) as world:

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     given = given_settings(argv)
     config = TrainConfig(**given)
-    check_config(config)
+    check_config(config, given)
     sizes = resume.parallel_sizes_of(given)
     with join_world(config.device, **sizes) as world:
         if not world.is_main:

@@ -90,7 +90,7 @@ def main() -> None:
     write_chats(chats, arguments.chats, arguments.characters)
     flags = ["--init_from", arguments.init_from, "--data", chats, "--context_length", arguments.context_length,
              "--overlong", "drop", "--batch_size", 1, "--max_steps", arguments.steps, "--save", "none",
-             "--validation_interval", 0, "--validation_sequences", 0, "--sample_tokens", 0]  # fmt: skip
+             "--validation_sequences", 0, "--sample_tokens", 0]  # fmt: skip
     flags += [] if arguments.memory_budget is None else ["--memory_budget", arguments.memory_budget]
     rows = []
     for way in WAYS:

@@ -107,7 +107,10 @@ def storm_of_input(folder: Path, count: int, seed: int) -> dict:
             if draws.random() < 0.5:
                 name = draws.choice([*COMMANDS])
                 command = COMMANDS[name]
-                case, argv = f"flags of {name}", some_flags([field.name for field in fields(command.flags)], draws)
+                case, argv = (
+                    f"flags of {name}",
+                    some_flags(["config", *(field.name for field in fields(command.flags))], draws),
+                )
             else:
                 file = draws.choice([*files])
                 name, argv = draws.choice(files[file])

@@ -193,7 +193,7 @@ def test_with_and_without(small, tmp_path, capsys):
         ("--timeline step.jpeg", "draws .png, .svg or .pdf"),
         ("--gpu RTX4091", "no GPU 'RTX4091' in the table"),
         ("--gpu RTX4090 --memory_budget 30GB", "30.00 GiB is more than the 23.99 GiB of RTX4090"),
-        ("--gpu RTX4090 --device cuda", "device cuda has no effect with gpu"),
+        ("--gpu RTX4090 --device cuda", "device has no effect with gpu, which predicts for another"),
         ("--memory_budget 24", "does not fit into 0.00 GiB"),
         ("--memory_budget much", 'looks like "24GB"'),
         ("--compare --find_max_context", "find_max_context has no effect with compare"),

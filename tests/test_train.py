@@ -31,14 +31,14 @@ from training.run.settings import TrainConfig, given_settings
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
-SMALL = ["--context_length", "64", "--batch_size", "2", "--warmup_steps", "2", "--sample_tokens", "0"]
-SMALL += ["--device", "cpu"]
+SMALL = ["--context_length", "64", "--batch_size", "2", "--sample_tokens", "0", "--device", "cpu"]
 SPARSE = ["--attention_type", "sparse", "--dense_below", "64"]
 ANNEALED = ["--selected_blocks_start", "8x2,4", "--selected_blocks_steps"]
 
 
 def arguments(corpus, output_dir, *extra, steps=4):
-    return ["--data", corpus, "--output_dir", str(output_dir), "--max_steps", str(steps), *SMALL, *extra]
+    warmup = ["--warmup_steps", str(min(steps, 2))]
+    return ["--data", corpus, "--output_dir", str(output_dir), "--max_steps", str(steps), *SMALL, *warmup, *extra]
 
 
 def metrics(output_dir):
@@ -187,7 +187,11 @@ def test_refusals_come_before_the_data(corpus, tmp_path, monkeypatch, capsys):
     (start / "config.json").write_text(json.dumps({**config, "intermediate_size": 300}))
     for folder, extra, message in (
         ("run", [], "is already there"),
-        ("run", ["--resume", "--max_steps", "1"], "raise max_steps"),
+        (
+            "run",
+            ["--resume", "--max_steps", "1", "--warmup_steps", "1"],
+            "is at step 1, max_steps is 1; raise max_steps",
+        ),
         ("run", ["--resume", "--context_length", "32"], "context_length 64, this run 32"),
         ("run", ["--resume", "--model_size", "0.6B"], "of another size"),
         ("weights", ["--resume"], "has no optimizer state"),
@@ -509,7 +513,8 @@ def test_every_recipe_is_valid():
     recipes = sorted((ROOT / "configs").glob("*.toml"))
     assert {"tiny", "4b_32k", "4b_131k"} <= {p.stem for p in recipes}
     for recipe in recipes:
-        train.check_config(parse(["--config", str(recipe)]))
+        given = given_settings(["--config", str(recipe)])
+        train.check_config(TrainConfig(**given), given)
 
 
 def test_readme_names_every_flag():
@@ -565,8 +570,16 @@ BAD_FLAGS = [
     (["--config", "no/such.toml"], "no/such.toml"),
     (["--resume"], "no checkpoint in"),
     (["--tokenizer", "no/such.json"], "no/such.json"),
-    (["--save", "none", "--checkpoint_interval", "5"], "no effect"),
-    (["--save", "none", "--keep_checkpoints", "5"], "no effect"),
+    (["--save", "none", "--checkpoint_interval", "5"], "checkpoint_interval has no effect with save none"),
+    (["--save", "none", "--keep_checkpoints", "5"], "keep_checkpoints has no effect with save none"),
+    (["--resume", "--init_from", "x"], "init_from has no effect with resume; drop one, or give --resume auto"),
+    (["--rope_scaling", "yarn:4"], "rope_scaling has no effect without init_from"),
+    (["--packing", "concatenate", "--overlong", "drop"], "overlong has no effect where documents are concatenated"),
+    (["--validation_sequences", "0", "--validation_interval", "100"], "validation_interval has no effect without"),
+    (["--max_steps", "10", "--warmup_steps", "11"], "warmup_steps 11 is longer than the run of 10 steps"),
+    (["--max_steps", "10", "--warmup_steps", "10", "--final_learning_rate_ratio", "0.1"], "ends with its warm-up"),
+    (["--config="], "config is an empty string or has a NUL; give a value, or drop it"),
+    (["--output_dir="], "output_dir is an empty string or has a NUL"),
     (["--init_from", "no/such/folder"], "has no config.json"),
 ]
 

@@ -10,7 +10,7 @@ import difflib
 import tomllib
 import typing
 from argparse import ArgumentParser, BooleanOptionalAction
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 
@@ -46,9 +46,32 @@ def flag(
     return field(**made, metadata={**metadata, "positional": positional})
 
 
+class Idle(typing.NamedTuple):
+    """Flags that have no effect in some case: a row of the table `idle` that a command's dataclass has."""
+
+    names: str  # separated by spaces
+    why: str  # end of the message "NAME has no effect ..."
+    when: Callable[[typing.Any], bool]  # takes an object of the dataclass
+
+
+def refuse_idle(flags, given: Iterable[str]) -> None:
+    """Raises UserError for a flag in `given` that has no effect by the table `flags.idle`.
+
+    A switch that is off by default, and is turned off, may stand beside anything.
+    """
+    off = {each.name for each in fields(flags) if each.default is False and getattr(flags, each.name) is False}
+    for names, why, when in getattr(flags, "idle", ()):
+        for name in names.split():
+            if name in {*given} - off and when(flags):
+                raise UserError(f"{name} has no effect {why}")
+
+
 def read_flags(kind: type, argv: list[str], program: str):
-    """Returns an object of the dataclass `kind`; otherwise as `given_flags`."""
-    return kind(**given_flags(kind, argv, program))
+    """Returns an object of the dataclass `kind`; otherwise as `given_flags`. Flags without effect are refused."""
+    given = given_flags(kind, argv, program)
+    flags = kind(**given)
+    refuse_idle(flags, given)
+    return flags
 
 
 def read_command(kinds: dict[str, type], argv: list[str], program: str):
@@ -83,7 +106,8 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
         return {name: value for name, value in vars(arguments).items() if value is not None}
 
     given = parse(argv)
-    if path := given.pop("config", None):
+    if (path := given.pop("config", None)) is not None:
+        _check_word("config", path)
         try:
             content = tomllib.loads(read_file(Path(path), "give --config a TOML file").decode("utf-8-sig"))
             given = parse(as_words(content, names[1:])) | given
@@ -91,7 +115,7 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
             raise UserError(f"--config {path}: {error}") from None
     for each in fields(kind):
         if each.name in given:
-            _check(each, given[each.name])
+            given[each.name] = _checked(each, given[each.name])
         elif each.default is each.default_factory is MISSING:
             raise UserError(f"{each.name} is missing: {each.metadata['help']}")
     return given
@@ -118,14 +142,6 @@ def as_words(values: dict, names: list[str]) -> list[str]:
     return words
 
 
-def refuse_together(flags, *pairs: tuple[str, str]) -> None:
-    """Raises UserError if both flags of a pair have another value than their default: the first has no effect."""
-    given = {each.name for each in fields(flags) if getattr(flags, each.name) not in (each.default, [])}
-    for name, other in pairs:
-        if {name, other} <= given:
-            raise UserError(f"{name} has no effect with {other}; drop one")
-
-
 class Parser(ArgumentParser):
     """Reports errors as UserError."""
 
@@ -135,13 +151,13 @@ class Parser(ArgumentParser):
 
 def _add_argument(parser: Parser, each: Field) -> None:
     metadata, is_list = each.metadata, typing.get_origin(each.type) is list
-    element: typing.Any = next(iter(typing.get_args(each.type)), each.type)  # int of `int | None` and of `list[int]`
+    element = _element(each)
     default = "" if each.default in (MISSING, None, False) else f"; default: {each.default}"
     options: dict[str, typing.Any] = {"help": (metadata["help"] + default).replace("%", "%%"), "default": None}
     if element is bool:
         options["action"] = BooleanOptionalAction
     else:
-        options |= {"type": element, "choices": metadata["choices"]}
+        options |= {"type": str if element is Path else element, "choices": metadata["choices"]}
         if metadata["choices"] is None:
             options["metavar"] = each.name if metadata["positional"] else element.__name__.upper()
         if is_list:
@@ -151,13 +167,27 @@ def _add_argument(parser: Parser, each: Field) -> None:
     parser.add_argument(each.name if metadata["positional"] else f"--{each.name}", **options)
 
 
-def _check(each: Field, value) -> None:
+def _element(each: Field) -> typing.Any:
+    """Returns the type of one value: int for `int`, `int | None` and `list[int]`."""
+    return next(iter(typing.get_args(each.type)), each.type)
+
+
+def _checked(each: Field, value):
+    """Returns the value, with words as paths where the field has paths; a value out of range raises UserError."""
+    if isinstance(value, list):
+        return [_checked(each, one) for one in value]
     least, most = each.metadata["least"], each.metadata["most"]
-    for one in value if isinstance(value, list) else [value]:
-        if type(one) in (int, float) and not least <= one <= most:
-            raise UserError(f"{each.name} must be between {least} and {most}, got {one}")
-        if isinstance(one, str) and (not one or "\0" in one):
-            raise UserError(f"{each.name} is an empty string or has a NUL; give a value, or drop it")
+    if type(value) in (int, float) and not least <= value <= most:
+        raise UserError(f"{each.name} must be between {least} and {most}, got {value}")
+    if not isinstance(value, str):
+        return value
+    _check_word(each.name, value)
+    return Path(value) if _element(each) is Path else value
+
+
+def _check_word(name: str, word: str) -> None:
+    if not word or "\0" in word:
+        raise UserError(f"{name} is an empty string or has a NUL; give a value, or drop it")
 
 
 def _nearest(name: str, names: list[str]) -> str:

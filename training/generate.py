@@ -10,11 +10,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from training.data.chat import ChatTemplate
-from training.flags import SMALLEST, flag, read_flags
+from training.flags import SMALLEST, Idle, flag, read_flags
 from training.host.errors import UserError
 from training.host.files import read_file
 from training.host.processes import command
@@ -37,14 +38,15 @@ class GenerateFlags(ModelFlags):
     )
     seed: int | None = flag(None, "of sampling; default: 0", most=2**63 - 1)
 
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle("top_p seed", "with temperature 0, which is greedy; give --temperature, or drop it",
+             lambda f: f.temperature == 0),
+        Idle("system", "without --chat; drop it, or give --chat", lambda f: not f.chat),
+    )  # fmt: skip
+
 
 def check_flags(flags: GenerateFlags) -> None:
-    """Refuse flags that have no effect, and a system's message that is no text."""
-    for name in ("top_p", "seed"):
-        if getattr(flags, name) is not None and flags.temperature == 0:
-            raise UserError(f"{name} has no effect with temperature 0, which is greedy; give --temperature, or drop it")
-    if flags.system is not None and not flags.chat:
-        raise UserError("system has no effect without --chat; drop it, or give --chat")
+    """Refuse two kinds of prompts at once, and a system's message that is no text."""
     if flags.system is not None:
         _decode(os.fsencode(flags.system), "--system")
     if flags.prompt is not None and flags.file:

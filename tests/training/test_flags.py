@@ -1,12 +1,22 @@
 """The reader of flags: types, places, files, and refusals of one line; a command declares a dataclass."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from training.flags import flag, read_command, read_flags, refuse_together
+import train
+from profile_memory import FOR_ONE_STEP, ProfileFlags
+from training.checkpoint.weights import ExportFlags
+from training.data.__main__ import PrepareFlags, VerifyFlags
+from training.evaluation.__main__ import EvaluationFlags
+from training.flags import Idle, flag, given_flags, read_command, read_flags, refuse_idle
+from training.generate import GenerateFlags
 from training.host.errors import UserError
+from training.plots import PlotsFlags
+from training.run.settings import TrainConfig
 
 
 @dataclass
@@ -20,6 +30,12 @@ class Greeting:
     pauses: list[float] = flag(list, "seconds between", most=60)
     file: Path | None = flag(None, "goes there")
     aloud: bool | None = flag(None, "or not")
+    softly: bool = flag(False, "in a low voice")
+
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle("pauses", "with tone warm; drop one", lambda flags: flags.tone == "warm"),
+        Idle("softly file", "without aloud; drop it", lambda flags: not flags.aloud),
+    )
 
 
 @dataclass
@@ -35,8 +51,9 @@ def read(*argv):
 
 def test_flags_stand_anywhere_and_have_their_types():
     assert read("Ada") == Greeting("Ada", None, 1, "plain", [], None, None)
-    given = read("--times=2", "Ada", "--pauses", "1", "2.5", "--tone", "--file", "a.txt", "Monday", "--no-aloud")
-    assert given == Greeting("Ada", "Monday", 2, "warm", [1.0, 2.5], Path("a.txt"), False)
+    given = read("--times=2", "Ada", "--pauses", "1", "2.5", "--file", "a.txt", "Monday", "--aloud", "--no-softly")
+    assert given == Greeting("Ada", "Monday", 2, "plain", [1.0, 2.5], Path("a.txt"), True)
+    assert read("Ada", "--tone", "--no-aloud", "--no-softly") == Greeting("Ada", tone="warm", aloud=False)
     assert read("--tone", "plain", "Ada", "--aloud") == Greeting("Ada", aloud=True)
 
 
@@ -60,6 +77,11 @@ def test_a_file_gives_way_to_flags(tmp_path):
         (["Ada", "--pauses", "1", "nan"], "pauses must be between 0 and 60, got nan"),
         (["Ada", "--pauses"], "argument --pauses: expected at least one argument"),
         ([""], "name is an empty string or has a NUL; give a value, or drop it"),
+        (["Ada", "--aloud", "--file", ""], "file is an empty string or has a NUL; give a value, or drop it"),
+        (["Ada", "--config", ""], "config is an empty string or has a NUL; give a value, or drop it"),
+        (["Ada", "--pauses", "0", "--tone"], "pauses has no effect with tone warm; drop one"),
+        (["Ada", "--softly"], "softly has no effect without aloud; drop it"),
+        (["Ada", "--no-aloud", "--file", "a.txt"], "file has no effect without aloud; drop it"),
     ],
 )
 def test_flags_that_are_refused(argv, message):
@@ -90,11 +112,120 @@ def test_files_that_are_refused(text, message, tmp_path):
         read("Ada", "--config", str(tmp_path / "greeting.toml"))
 
 
-def test_flags_that_have_no_effect_together():
-    pairs = ("times", "file"), ("pauses", "tone")
-    refuse_together(Greeting("Ada", times=2, tone="warm"), *pairs)
-    with pytest.raises(UserError, match="pauses has no effect with tone; drop one"):
-        refuse_together(Greeting("Ada", pauses=[1.0], tone="warm"), *pairs)
+COMMANDS = {
+    "train.py": TrainConfig,
+    "profile_memory.py": ProfileFlags,
+    "training.evaluation": EvaluationFlags,
+    "training.generate": GenerateFlags,
+    "training.plots": PlotsFlags,
+    "training.data prepare": PrepareFlags,
+    "training.data verify": VerifyFlags,
+    "training.checkpoint.weights export": ExportFlags,
+}
+
+
+def words_with(kind, name, value):
+    """A command line that gives one flag, and "x" for what the command cannot do without."""
+    words = []
+    for each in fields(kind):
+        word = value if each.name == name else "x"
+        if each.name == name or each.default is each.default_factory is MISSING:
+            words.append(word if each.metadata["positional"] else f"--{each.name}={word}")
+    return words
+
+
+@pytest.mark.parametrize("kind", COMMANDS.values(), ids=COMMANDS)
+def test_no_flag_of_any_command_takes_an_empty_word_or_a_number_without_bounds(kind):
+    huge = ["9" * 400, "-" + "9" * 400, "9" * 5000, "9" * 400 + ".5", "1e400", "-1e400", "inf", "nan"]
+    for each in fields(kind):
+        for value in ["", "\0", "a\0b", *(huge if re.search("int|float", str(each.type)) else [])]:
+            with pytest.raises(UserError) as refused:
+                given_flags(kind, words_with(kind, each.name, value), "program")
+            assert each.name in str(refused.value) and "\n" not in str(refused.value)
+
+
+# Flags that always have an effect, and flags whose effect depends on more than flags: the machine, the model or the
+# data. A new flag stands here, or in a row of its command's table `idle`.
+ALWAYS = {
+    "train.py": """model_size context_length batch_size gradient_accumulation_steps attention_backend loss_impl device
+        kernels data packing tokenizer validation_fraction show_batch max_steps learning_rate warmup_steps weight_decay
+        max_grad_norm skip_nonfinite_steps seed output_dir resume save validation_sequences sample_tokens
+        tensorboard""",
+    "profile_memory.py": """init_from batch_size gradient_accumulation_steps attention_backend nproc gpu compare json
+        context_parallel_size tensor_parallel_size""",
+    "training.evaluation": "checkpoint tokenizer memory_budget device output_dir beside sequences samples",
+    "training.generate": """checkpoint tokenizer memory_budget device prompt file chat max_new_tokens temperature""",
+    "training.plots": "run",
+    "training.data prepare": "source out tokenizer workers",
+    "training.data verify": "out",
+    "training.checkpoint.weights export": "source target dtype rope_scaling",
+}
+ONE_STEP = "--context_length 9 --no-gradient_checkpointing --num_layers 1 --all_stages --timeline x --snapshot x"
+OF_ATTENTION = "attention_type selected_blocks dense_below"  # refused by kinds_of
+ELSEWHERE = {
+    "train.py": f"""{OF_ATTENTION} selected_blocks_start selected_blocks_steps memory_budget context_parallel_size
+        tensor_parallel_size data_weights chat_reasoning""",
+    "profile_memory.py": OF_ATTENTION,
+    "training.evaluation": OF_ATTENTION,
+    "training.generate": OF_ATTENTION,
+    "training.data prepare": "chat_reasoning",
+}
+
+
+IDLE = {  # a command line for each row, and the flags that have no effect there
+    "train.py": [
+        ("--resume --init_from x", "init_from"),
+        ("--rope_scaling yarn:4", "rope_scaling"),
+        ("--save none --checkpoint_interval 5 --keep_checkpoints 5", "checkpoint_interval keep_checkpoints"),
+        ("--memory_budget auto --gradient_checkpointing --compile", "gradient_checkpointing compile"),
+        ("--host_budget 1GB --compile", "host_budget"),
+        ("--host_budget 1GB --gradient_checkpointing", "host_budget"),
+        ("--packing concatenate --overlong drop", "overlong"),
+        ("--validation_sequences 0 --validation_interval 100", "validation_interval"),
+        ("--max_steps 20 --final_learning_rate_ratio 0.1", "final_learning_rate_ratio"),
+    ],
+    "profile_memory.py": [
+        ("--model_size 4B --init_from x", "model_size"),
+        ("--compare --find_max_context --loss_impl auto", "find_max_context loss_impl"),
+        (f"--find_max_context {ONE_STEP}", FOR_ONE_STEP),
+        (f"--compare {ONE_STEP}", FOR_ONE_STEP),
+        ("--no-gradient_checkpointing --memory_budget 1GB --host_budget 1GB", "memory_budget host_budget"),
+        ("--gpu H100 --device cuda", "device"),
+        ("--measure", "measure"),
+    ],
+    "training.evaluation": [
+        (
+            "x --sequences 0 --data x --short_context 9 --margin 2 --ceiling 2 --evaluator x",
+            "data short_context margin ceiling evaluator",
+        ),
+        ("x --samples 0 --tasks needle --lengths 9 --seed 0", "tasks lengths seed"),
+        ("x --sequences 0 --lengths 9 --context_length 9", "context_length"),
+    ],
+    "training.generate": [("x --top_p 1 --seed 0", "top_p seed"), ("x --system x", "system")],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_without_effect_is_known_and_refused(command):
+    kind = COMMANDS[command]
+    rows = getattr(kind, "idle", ())
+    in_rows, elsewhere = {name for row in rows for name in row.names.split()}, ELSEWHERE.get(command, "").split()
+    known = {*in_rows, *elsewhere, *ALWAYS[command].split()}
+    assert known == {each.name for each in fields(kind)} and not in_rows & {*ALWAYS[command].split()}
+    cases = IDLE.get(command, [])
+    assert sorted(names for _, names in cases) == sorted(row.names for row in rows)
+    for words, names in cases:
+        given = given_flags(kind, words.split(), command)
+        for name in names.split():
+            with pytest.raises(UserError, match=f"^{name} has no effect "):
+                refuse_idle(kind(**given), [name])
+        with pytest.raises(UserError, match="has no effect "):
+            train.check_config(kind(**given), given) if kind is TrainConfig else read_flags(kind, words.split(), "")
+
+
+def test_a_setting_of_the_run_before_may_have_no_effect():
+    config = TrainConfig(resume="yes", validation_sequences=0, validation_interval=7, max_steps=9, warmup_steps=20)
+    train.check_config(config, ["resume", "validation_sequences", "max_steps"])
 
 
 def test_a_program_of_several_commands(capsys):

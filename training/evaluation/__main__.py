@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -26,7 +26,7 @@ from training.data.corpus import open_stores
 from training.data.tokens import Store, join, split
 from training.evaluation import positions
 from training.evaluation.tasks import TASKS, Result, Samples, judge
-from training.flags import SMALLEST, as_words, flag, given_flags, read_flags
+from training.flags import SMALLEST, Idle, as_words, flag, read_flags
 from training.host.errors import UserError, refused_as_user_error
 from training.host.files import check_can_write, read_json
 from training.host.processes import command
@@ -44,8 +44,6 @@ from training.parallel.world import World, join_world
 
 LARGEST_DEFAULT_CONTEXT, LONGEST = 32_768, 2**27  # tokens
 SHORT_CONTEXT = 4096  # LongPPL's, as the defaults of margin and ceiling
-OF_LOSS = ("data", "short_context", "margin", "ceiling", "evaluator")
-OF_TASKS = ("tasks", "lengths", "seed")
 
 
 @dataclass
@@ -70,6 +68,12 @@ class EvaluationFlags(ModelFlags):
     lengths: list[int] = flag(list, "tokens; default: a quarter, half and all of context_length", least=2, most=LONGEST)
     seed: int = flag(0, "of the samples")
 
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle("data short_context margin ceiling evaluator", "with sequences 0; drop one", lambda f: not f.sequences),
+        Idle("tasks lengths seed", "with samples 0; drop one", lambda f: not f.samples),
+        Idle("context_length", "with sequences 0 and lengths; drop one", lambda f: f.lengths and not f.sequences),
+    )
+
 
 @dataclass
 class RunSettings:
@@ -90,16 +94,6 @@ def settings_of(opened: Opened) -> RunSettings | None:
     given = {name: value for name in names if (value := opened.settings.get(name)) not in (None, [])}
     with refused_as_user_error(f"{opened.folder}/trainer.json is damaged, give another folder: "):
         return read_flags(RunSettings, as_words(given, names), "")
-
-
-def check_flags(flags: EvaluationFlags, given: dict) -> None:
-    """Refuse `given` flags that have no effect."""
-    if not flags.sequences and not flags.samples:
-        raise UserError("sequences 0 and samples 0 leave nothing to evaluate; give one of them")
-    for switch, names in (("sequences", OF_LOSS), ("samples", OF_TASKS)):
-        for name in names:
-            if not getattr(flags, switch) and name in given:
-                raise UserError(f"{name} has no effect with {switch} 0; drop one")
 
 
 class Questions(NamedTuple):
@@ -267,9 +261,9 @@ def report(flags: EvaluationFlags, found: Evaluation, is_complete: bool, earlier
 @command
 def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    given = given_flags(EvaluationFlags, argv, "python -m training.evaluation")
-    flags = EvaluationFlags(**given)
-    check_flags(flags, given)
+    flags = read_flags(EvaluationFlags, argv, "python -m training.evaluation")
+    if not flags.sequences and not flags.samples:
+        raise UserError("sequences 0 and samples 0 leave nothing to evaluate; give one of them")
     earlier = read_earlier(flags.beside)
     if flags.output_dir:
         try:

@@ -150,7 +150,7 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
         config = replace(config, max_steps=step + DEFAULT_STEPS)
     if config.max_steps <= step and config.resume == "yes":
         raise UserError(f"{checkpoint} is at step {step}, max_steps is {config.max_steps}; raise max_steps to go on")
-    check_config(config)
+    check_config(config, given)
     check_same_data(state["loader"], {"context_length": config.context_length, "seed": config.seed})
     cosine_steps = given.get("max_steps", cosine_before)
     changes = spell_changes(before, config, state, world)

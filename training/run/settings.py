@@ -1,17 +1,19 @@
 """The settings of a run: one flat dataclass, whose fields are flags and keys of a TOML file, and which are refused."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from os.path import realpath
 from pathlib import Path
+from typing import ClassVar
 
 from kernels.common import IMPLEMENTATIONS
 from model import MODEL_SIZES
 from training.attention_flags import ATTENTION_TYPES
 from training.data.chat import REASONING
 from training.data.packing import PACKINGS
-from training.flags import SMALLEST, flag, given_flags, refuse_together
+from training.flags import SMALLEST, Idle, flag, given_flags, refuse_idle
 from training.host.errors import UserError
 from training.memory.execution import LOSSES
 
@@ -95,6 +97,29 @@ class TrainConfig(StepFlags):
     sample_tokens: int = flag(200, "tokens to generate at the end; 0: none", most=2**27)
     tensorboard: bool = flag(False, "also write TensorBoard's event files, into output_dir/tensorboard")
 
+    # The effect of other flags depends on the machine, the model or the data: build.py, attention_flags.py and
+    # data/corpus.py refuse them.
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle("init_from", "with resume; drop one, or give --resume auto", lambda c: c.resume == "yes"),
+        Idle("rope_scaling", "without init_from, whose weights it extends; drop it, or give those",
+             lambda c: c.init_from is None),
+        Idle("checkpoint_interval keep_checkpoints", "with save none; drop one", lambda c: c.save == "none"),
+        Idle("gradient_checkpointing compile", "with memory_budget; drop one", lambda c: c.memory_budget is not None),
+        Idle("host_budget", "with gradient_checkpointing; drop one", lambda c: c.gradient_checkpointing),
+        Idle("host_budget", "with compile; drop one", lambda c: c.compile),
+        Idle("overlong", "where documents are concatenated; drop it, or --packing best_fit",
+             lambda c: c.packing == "concatenate"),
+        Idle("validation_interval", "without validation; drop it, or raise validation_sequences",
+             lambda c: not c.validation_sequences),
+        Idle("final_learning_rate_ratio", "where the run ends with its warm-up; lower warmup_steps, or drop it",
+             lambda c: c.steps is not None and c.warmup_steps >= c.steps),
+    )  # fmt: skip
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the run in all; None: a checkpoint may say so."""
+        return self.max_steps or (DEFAULT_STEPS if self.resume == "no" else None)
+
 
 def given_settings(argv: list[str]) -> dict:
     """The settings that flags and --config give, by the names of TrainConfig's fields.
@@ -122,12 +147,16 @@ def parse_interval(text: str) -> tuple[int, float]:
     return int(match[1] or 0), 60 * float(match[2] or 0)
 
 
-def check_config(config: TrainConfig) -> None:
+def check_config(config: TrainConfig, given: Iterable[str]) -> None:
     """Refuse flags that contradict each other or would have no effect; `given_flags` has checked each value alone.
+
+    Args:
+        given: names of the flags that were given. A resumed run has its other settings from the run before.
 
     Raises:
         UserError: with the value, the limit and what to do.
     """
+    refuse_idle(config, given)
     if config.checkpoint_interval is not None:
         parse_interval(config.checkpoint_interval)
     if config.tensorboard and find_spec("tensorboard") is None:
@@ -138,19 +167,15 @@ def check_config(config: TrainConfig) -> None:
                 f"output_dir {config.output_dir} lies in data {path}, which would be read with what the run writes; "
                 "give another output_dir"
             )
-    if config.resume == "yes" and config.init_from is not None:
-        raise UserError("init_from has no effect with resume; drop one, or give --resume auto")
     if config.resume == "auto" and config.save == "model":
         raise UserError("a run that goes on with resume auto needs checkpoints of save full; drop one")
-    if config.rope_scaling is not None and config.init_from is None:
-        raise UserError(
-            "rope_scaling has no effect without init_from, whose weights it extends; drop it, or give those"
-        )
-    if config.save == "none" and (config.checkpoint_interval or config.keep_checkpoints) is not None:
-        raise UserError("checkpoint_interval and keep_checkpoints have no effect with save none; drop them")
     if config.selected_blocks_start is not None and config.compile:
         raise UserError(
             "selected_blocks_start with compile would compile blocks anew eight times, past PyTorch's limit; drop one"
         )
-    for without_plan in ("gradient_checkpointing", "compile"):
-        refuse_together(config, (without_plan, "memory_budget"), ("host_budget", without_plan))
+    steps = config.steps
+    if "warmup_steps" in given and steps is not None and config.warmup_steps > steps:
+        raise UserError(
+            f"warmup_steps {config.warmup_steps} is longer than the run of {steps} steps, which would never reach its "
+            "peak learning rate; lower it, or raise max_steps"
+        )
