@@ -10,6 +10,7 @@ from training.data.packing import BestFitPacking, ConcatenatedPacking, MixedPack
 from training.data.prepared import PreparedStore, is_prepared
 from training.data.sources import load_documents
 from training.data.tokens import Selection, Store, TokenStore, join, split
+from training.flags import LARGE, SMALLEST
 from training.host.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -33,9 +34,9 @@ def parse_weights(text: str, count: int) -> list[float]:
         raise UserError(f"data_weights mix several paths of --data: got {count}; drop it, or give more paths")
     with contextlib.suppress(ValueError):
         weights = [float(part) for part in text.split(",")]
-        if len(weights) == count and all(0 < weight < float("inf") for weight in weights):
+        if len(weights) == count and all(SMALLEST <= weight <= LARGE for weight in weights):
             return weights
-    what = f"data_weights must be {count} numbers above 0, one for each path of --data, as 3,1"
+    what = f"data_weights must be {count} numbers above 0, {LARGE} at most, one for each path of --data, as 3,1"
     raise UserError(f"{what}: got {text[:50]!r}")
 
 
