@@ -310,10 +310,13 @@ def qkv_attention(
         raise ValueError(f"heads_at_a_time must divide a rank's {own} key/value heads, got {heads_at_a_time}")
     B, T, _ = x_BTD.shape
     H = len(weights[0]) // K
-    q, k = (  # of one step, without memory: only their shapes and dtype are looked at
-        x_BTD.new_empty(()).expand(B, T * exchange.size, heads * heads_at_a_time // G, K) for heads in (H, G)
-    )
-    on_triton = kind.check(q, k, k, segments, impl)
+
+    def of_step(heads: int) -> Tensor:
+        """Returns a tensor of the shape and dtype of one step's q, k or v, without memory of its own."""
+        return x_BTD.new_empty(()).expand(B, T * exchange.size, heads * heads_at_a_time // G, K)
+
+    k = of_step(G)
+    on_triton = kind.check(of_step(H), k, k, segments, impl)
     check_gates(gates, kind, (B, T, H))
     group_name = None if exchange.group is None else exchange.group.group_name
     options = _Options(

@@ -3,7 +3,8 @@
 A command declares a flat dataclass whose fields `flag` makes: a field's name is the flag and the key of the file. Flags
 override the file, the file overrides defaults. The class's docstring is what --help says of the command.
 
-With the field `times: int = flag(1, "how often", least=1)` a command takes `--times 2`, and a file `times = 2`.
+With the field `times: int = flag(1, "how often", least=1)` a command takes `--times 2`, and a file `times = 2`. All
+numbers have bounds, and no word is empty. The table `idle` of the class says when a flag has no effect and is refused.
 """
 
 import difflib
