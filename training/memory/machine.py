@@ -8,6 +8,7 @@ utilisation (MFU).
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -169,15 +170,15 @@ def parse_gpu(text: str) -> GPU:
     """Returns a GPU of the table by its name ("RTX4090"), or a GPU of a size ("24GB") with an H200's speed.
 
     Raises:
-        UserError: neither a name of the table nor a size.
+        UserError: neither a name of the table nor a size of more than DRIVER_BYTES.
     """
     for name, gpu in GPUS.items():
         if name.lower() == text.lower():
             return gpu
-    try:
-        return replace(GPUS["H200"], memory_bytes=parse_bytes(text))
-    except UserError:
-        raise UserError(f"no GPU {text!r} in the table: {', '.join(GPUS)}; or a size such as 24GB") from None
+    with suppress(UserError):
+        if (size := parse_bytes(text)) > DRIVER_BYTES:
+            return replace(GPUS["H200"], memory_bytes=size)
+    raise UserError(f"no GPU {text!r} in the table: {', '.join(GPUS)}; or a size above 1GB, such as 24GB")
 
 
 def scale_rates(gpu: GPU, attention_backend: str, kinds: Iterable[AttentionKind] | None = None) -> Rates:

@@ -13,13 +13,13 @@ GIB = 2**30
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("24GB", 24 * 2**30), ("24 GiB", 24 * 2**30), ("1.5g", 3 * 2**29), ("512MB", 2**29), ("1000", 1000)],
+    [("24GB", 24 * 2**30), ("24 GiB", 24 * 2**30), ("1.5g", 3 * 2**29), ("512MB", 2**29), ("1048576", 2**20)],
 )
 def test_sizes(text, expected):
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "24 gigs", "1e9"])
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "24 gigs", "1e9", "24", "4090", "1023K", "0.5 MB"])
 def test_bad_sizes(text):
     with pytest.raises(ValueError, match='looks like "24GB"'):
         parse_bytes(text)
@@ -127,8 +127,11 @@ def test_what_the_driver_calls_them(device_name, name):
 def test_what_a_user_calls_them():
     assert parse_gpu("rtx4090") is GPUS["RTX4090"] and parse_gpu("A100-80GB").memory_bytes == 80 * GIB
     assert parse_gpu("24GB").memory_bytes == 24 * GIB and parse_gpu("24GB").flops == GPUS["H200"].flops
-    with pytest.raises(ValueError, match=r"no GPU 'RTX4091' in the table: RTX3090, .*B200; or a size such as 24GB"):
-        parse_gpu("RTX4091")
+    for text in ("RTX4091", "4090", "24", "1GB", "512MB"):  # a card's number is no size, and the driver takes 1 GB
+        with pytest.raises(
+            ValueError, match=rf"no GPU '{text}' in the table: RTX3090, RTX4090, .*B200; or a size above 1GB"
+        ):
+            parse_gpu(text)
 
 
 def test_rates_are_scaled_by_the_data_sheets():
