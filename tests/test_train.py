@@ -517,6 +517,11 @@ def test_every_recipe_is_valid():
         train.check_config(TrainConfig(**given), given)
 
 
+def test_the_default_batch_is_one_sequence_where_sequences_are_long():
+    assert [parse(["--context_length", str(n)]).batch_size for n in (512, 16_383, 16_384, 131_072)] == [8, 8, 1, 1]
+    assert parse(["--context_length", "131072", "--batch_size", "8"]).batch_size == 8
+
+
 def test_readme_names_every_flag():
     readme = (ROOT / "README.md").read_text()
     assert [f.name for f in fields(TrainConfig) if f"`--{f.name}`" not in readme] == []

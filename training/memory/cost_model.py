@@ -172,6 +172,15 @@ class Step:
         step.documents = documents
         return step
 
+    def with_batch(self, batch_size: int) -> "Step":
+        """Returns the same step with another number of sequences in a micro-batch, of documents like this step's."""
+        step = copy.copy(self)
+        step.batch_size = batch_size
+        if self.documents:
+            lengths = tuple((length, count * batch_size / self.batch_size) for length, count in self.documents.lengths)
+            step.documents = PackedDocuments(self.documents.longest, lengths)
+        return step
+
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank."""

@@ -83,8 +83,8 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
     """Returns the plan of the fewest predicted seconds within the bytes of the GPU and of pinned host memory.
 
     Raises:
-        UserError: no plan fits, and the message names the largest context that would; or a document is longer than
-            some layer's attention takes.
+        UserError: no plan fits, and the message names the batch size and the context that would; or a document is
+            longer than some layer's attention takes.
     """
     if step.has_too_long_document:
         raise UserError(
@@ -96,14 +96,21 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
     if found:
         fastest = min(found, key=lambda execution: step.seconds(execution, rates))
         return Plan(step, fastest, gpu_bytes, host_bytes, rates)
-    budgets = describe_budgets(gpu_bytes, host_bytes)
-    if largest := find_max_context(step, gpu_bytes, host_bytes):
-        length = f"context_length {step.context_length}"
-        raise UserError(f"{length} does not fit into {budgets}; the largest that does is {largest}")
+    budgets = gpu_bytes, host_bytes
+    length = f"context_length {step.context_length}"
+    if step.batch_size > 1:
+        length += f" with batch_size {step.batch_size}"
+    length += f" does not fit into {describe_budgets(*budgets)}"
+    fewer = _largest(step.batch_size - 1, lambda n: has_plan(step.with_batch(n), *budgets))
+    largest = find_max_context(step if fewer else step.with_batch(1), *budgets)
+    if fewer:
+        raise UserError(f"{length}; lower batch_size to {fewer}" + f", or context_length to {largest}" * (largest > 0))
+    if largest:
+        raise UserError(f"{length}; the largest that does is {largest}" + " with batch_size 1" * (step.batch_size > 1))
     parameters, state = gib(step.parameter_bytes), gib(step.optimizer(step.given).gpu_state)
     raise UserError(
-        f"the model does not fit into {budgets} at {_CONTEXT_MULTIPLE} tokens of context and batch_size "
-        f"{step.batch_size}: its parameters take {parameters} of the GPU, its optimizer's state {state} of either"
+        f"the model does not fit into {describe_budgets(*budgets)} at {_CONTEXT_MULTIPLE} tokens of context and "
+        f"batch_size 1: its parameters take {parameters} of the GPU, its optimizer's state {state} of either"
     )
 
 

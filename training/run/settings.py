@@ -23,6 +23,7 @@ TINY_PEAK_LEARNING_RATE = 3e-3
 OVERLONG, RESUME = ("refuse", "drop", "split"), ("no", "yes", "auto")
 CHECKPOINT_INTERVAL, KEPT_CHECKPOINTS = "30min", 2
 VALIDATION_SEQUENCES, VALIDATION_TOKENS = 128, 2**20
+LONG_CONTEXT = 16_384  # tokens
 
 
 @dataclass
@@ -32,7 +33,9 @@ class StepFlags:
     model_size: str | None = flag(None, "shape of the model; default: init_from's, else tiny", MODEL_SIZES)
     init_from: str | None = flag(None, "weights to start from: folder of Qwen3, Qwen2, Llama, Mistral, or a checkpoint")
     context_length: int = flag(512, "tokens in a sequence", least=2, most=2**27)
-    batch_size: int = flag(8, "sequences in a micro-batch of one data-parallel rank", least=1, most=2**20)
+    batch_size: int = flag(
+        None, f"sequences in a micro-batch of a rank; default: 8, from {LONG_CONTEXT} tokens on 1", least=1, most=2**20
+    )
     gradient_accumulation_steps: int = flag(1, "micro-batches in a step", least=1, most=2**20)
     attention_type: str = flag("full", "sparse: to chosen blocks; nsa: native sparse attention", ATTENTION_TYPES)
     selected_blocks: str | None = flag(None, "blocks of 64 a token chooses, by layer: 64x4,32; default: 32, nsa: 16")
@@ -119,6 +122,10 @@ class TrainConfig(StepFlags):
     def steps(self) -> int | None:
         """Steps of the run in all; None: a checkpoint may say so."""
         return self.max_steps or (DEFAULT_STEPS if self.resume == "no" else None)
+
+    def __post_init__(self):
+        if self.batch_size is None:
+            self.batch_size = 8 if self.context_length < LONG_CONTEXT else 1
 
 
 def given_settings(argv: list[str]) -> dict:

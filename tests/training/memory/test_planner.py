@@ -1,4 +1,5 @@
 import math
+import re
 import time
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ from kernels.attention.nsa.nsa import NSA
 from kernels.attention.sparse.sparse_attention import Sparse
 from model import MODEL_SIZES
 from tests.training.memory.test_cost_model import step_of
+from training.memory.cost_model import PackedDocuments
 from training.memory.execution import WHOLE, Execution
 from training.memory.machine import H200
 from training.memory.planner import HEADROOM, LEAST_HEADROOM, find_max_context, make_plan
@@ -92,6 +94,36 @@ def test_the_largest_context_fits_and_the_next_does_not():
         make_plan(step.at(largest + 1024), 6 * GIB, 16 * GIB)
     with pytest.raises(ValueError, match=r"at 1024 tokens of context and batch_size 1: its parameters take 1\.11 GiB"):
         make_plan(step, 1 * GIB, HOST)
+
+
+def test_a_batch_that_does_not_fit_names_the_one_that_does():
+    """Then the context that fits with the batch as it is. Without a batch that fits: the context with batch_size 1."""
+    step = step_on_meta(MODEL_SIZES["4B"], 131_072, batch_size=8)
+    for gpu, host in ((24, 110), (40, 200)):
+        budgets = gpu * GIB, host * GIB
+        with pytest.raises(ValueError) as error:
+            make_plan(step, *budgets)
+        refusal = (
+            f"context_length 131072 with batch_size 8 does not fit into {gpu}.00 GiB of GPU and {host}.00 GiB of host"
+        )
+        batch_size, context = re.fullmatch(
+            rf"{refusal} memory; lower batch_size to (\d), or context_length to (\d+)", str(error.value)
+        ).groups()
+        make_plan(step.with_batch(int(batch_size)), *budgets)
+        make_plan(step.at(int(context)), *budgets)
+        with pytest.raises(ValueError, match="fit into"):
+            make_plan(step.with_batch(int(batch_size) + 1), *budgets)
+    alone = find_max_context(step.with_batch(1), 12 * GIB, HOST)
+    with pytest.raises(ValueError, match=rf"; the largest that does is {alone} with batch_size 1$"):
+        make_plan(step, 12 * GIB, HOST)
+
+
+def test_a_batch_of_packed_documents_keeps_their_lengths():
+    documents = PackedDocuments(4096, ((100, 40.0), (4096, 2.0)))
+    step = step_of(MODEL_SIZES["0.6B"], 8192, batch_size=8, documents=documents)
+    fewer = step.with_batch(2)
+    assert fewer.documents == PackedDocuments(4096, ((100, 10.0), (4096, 0.5))) and 4 * fewer.tokens == step.tokens
+    assert step.batch_size == 8 and step.documents == documents
 
 
 @pytest.mark.parametrize("kind", [Sparse(), NSA()])
