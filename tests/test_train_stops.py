@@ -412,7 +412,7 @@ def test_the_time_that_a_shutdown_takes_is_promised_and_torchruns_patience_compa
     caplog.set_level(logging.INFO)
     for name in ("TORCHELASTIC_RUN_ID", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
-    promise = "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and exit within 40 s at most"
+    promise = "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and exit within about 40 s, later on a busy machine"
     promise_shutdown(20, 10)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     promise_shutdown(4, 10)

@@ -194,7 +194,7 @@ def promise_shutdown(look_seconds: float, save_seconds: float) -> None:
         save_seconds: of a checkpoint. A checkpoint that has begun is finished before the last one is saved.
     """
     needed = math.ceil(look_seconds + 2 * save_seconds)
-    logger.info("SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and exit within %d s at most", needed)
+    logger.info("SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and exit within about %d s, later on a busy machine", needed)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     from torch.distributed.launcher.api import LaunchConfig
