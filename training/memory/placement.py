@@ -52,7 +52,8 @@ def set_kinds(model: nn.Module, kinds: Sequence[AttentionKind]) -> None:
     Raises:
         ValueError: a kind that needs other gates than the block has parameters for.
     """
-    for block, kind, own in zip(model.layers, kinds or model.config.kinds, model.config.kinds):
+    for block, kind in zip(model.layers, kinds or model.config.kinds):
+        own = block.self_attn.kind
         if kind.gates_per_head != own.gates_per_head:
             raise ValueError(f"a layer whose own attention is {own.name} has no parameters for {kind.name}")
         block.self_attn.kind = kind

@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from training.host.memory import GIB
 from training.host.torch_internals import dump_memory_snapshot, record_memory_history
 from training.memory.cost_model import Stage, Step
-from training.memory.execution import Execution
+from training.memory.execution import Execution, Placement
 from training.memory.placement import apply_execution
 from training.optimizer import MasterAdamW
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "layer inputs", "attention", "MLP", "loss", "workspace")
 # A step of up to 32,768 tokens of context runs twice, and the second run is measured. A longer step runs once to save
-# time, after a warm-up step of 2,048 tokens that compiles kernels and makes the libraries' workspaces.
-LONGEST_REPEATED, WARM_UP_TOKENS = 32_768, 2048
+# time, after the same step of few layers.
+LONGEST_REPEATED = 32_768
 _CONTEXT_MULTIPLE = 128  # tokens
 
 
@@ -294,13 +294,16 @@ class Bench:
         """
         self.clear()
         counter = counter or CudaCounter()
-        warm_up = step if step.context_length <= LONGEST_REPEATED else step.at(WARM_UP_TOKENS)
-        arena_bytes = max(one.arena_bytes(execution) for one in (step, warm_up))
-        apply_execution(self.model, execution, arena_bytes)
         self.model.rotary.tables(step.context_length, self.device)  # early, so that they count as workspace
-        self._run(warm_up, self._random_ids(warm_up))
+        ids = torch.randint(step.share.vocab_size, (step.batch_size, step.context_length), device=self.device)
+        if step.context_length > LONGEST_REPEATED:
+            self._warm_up(step, execution, ids)
+        arena_bytes = step.arena_bytes(execution)
+        apply_execution(self.model, execution, arena_bytes)
+        if step.context_length <= LONGEST_REPEATED:
+            self._run(step, ids)
 
-        ids, retries = self._random_ids(step), counter.alloc_retries()
+        retries = counter.alloc_retries()
         recorder = Recorder(self.model, self.optimizer, counter)
         if snapshot is not None:
             record_memory_history()
@@ -316,8 +319,19 @@ class Bench:
         host_bytes = arena_bytes + (self.optimizer.arena.num_bytes if self.optimizer.slots else 0)
         return Measurement(recorder.measured(), seconds, host_bytes, counter.alloc_retries() - retries)
 
-    def _random_ids(self, step: Step) -> Tensor:
-        return torch.randint(step.share.vocab_size, (step.batch_size, step.context_length), device=self.device)
+    def _warm_up(self, step: Step, execution: Execution, ids: Tensor) -> None:
+        """Run a micro-batch through one layer of each way to run, and update: kernels are compiled for its shapes."""
+        layers, kinds = self.model.layers, execution.kinds or self.model.config.kinds
+        on_gpu = [Placement("gpu", p.results.replace("host", "gpu"), p.rest) for p in execution.placements]
+        chosen = dict(zip(zip(kinds, on_gpu), layers))  # a layer of each way
+        kinds, placements = zip(*chosen)
+        self.model.layers = nn.ModuleList(chosen.values())
+        try:
+            apply_execution(self.model, replace(execution, placements=placements, kinds=kinds))
+            self._run(replace(step, micro_batches=1), ids)
+            self.clear()
+        finally:
+            self.model.layers = layers
 
     def _run(self, step: Step, ids: Tensor, recorder: Recorder | None = None) -> None:
         for _ in range(step.micro_batches):

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kernels.attention import NSA, Sparse, Window
 from kernels.attention.documents import Documents
@@ -23,7 +25,7 @@ from kernels.tensor_parallel import TensorRanks
 from model import MODEL_SIZES, ModelConfig, Transformer
 from tests.storage_counter import StorageCounter
 from training.families import in_family
-from training.memory import cost_model
+from training.memory import cost_model, profiler
 from training.memory.cost_model import PackedDocuments, Stage, Step
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.profiler import (
@@ -332,6 +334,49 @@ def test_what_a_broken_off_step_leaves_is_cleared():
     assert after[1] == before[1]
     assert not any(vars(module).get("forward") for block in model.layers for module in (block, block.self_attn))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Operations(TorchDispatchMode):
+    """Notes Fathom's operations, each with the shapes and the other arguments that it is called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.name().startswith("fathom::"):
+            arguments = (tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in tree_leaves(args))
+            self.seen.add((function.name(), *arguments))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("loss_impl", ["chunked", "standard"])
+def test_a_long_step_is_warmed_up_by_the_operations_that_it_runs(loss_impl, monkeypatch):
+    """At its own length: kernels are compiled for shapes, and short documents attend by other kernels."""
+    monkeypatch.setattr(profiler, "LONGEST_REPEATED", 64)
+    kinds = (FULL, Sparse(1, dense_below=80), Window(64))
+    step = step_of("tiny", 99, loss_impl=loss_impl, kinds=kinds, batch_size=2, micro_batches=2)
+    placements = (GPU, Placement(), ON_HOST, WHOLE)
+    execution = replace(step.given, placements=placements, heads_at_a_time=1, mlp_tile_size=32)
+    model = model_of(step).to(torch.bfloat16)
+    bench, seen, run = Bench(model, MasterAdamW(model.named_parameters())), [], Bench._run
+
+    def note(self, *arguments):
+        with Operations() as operations:
+            run(self, *arguments)
+        seen.append((len(self.model.layers), operations.seen))
+
+    monkeypatch.setattr(Bench, "_run", note)
+    before = [block.self_attn.kind for block in model.layers]
+    with StorageCounter() as counter:
+        stages = bench.measure(step, execution, counter).stages
+    (few, warm_up), (layers, measured) = seen
+    assert (few, layers, len(stages)) == (4, 4, 4 + 3 * 4) and measured and measured <= warm_up
+    assert [block.self_attn.kind for block in model.layers] == before
+    seen.clear()
+    bench.measure(step, replace(execution, placements=(GPU,) * 4, kinds=(kinds[1],) * 4), counter)
+    (few, warm_up), (layers, measured) = seen
+    assert (few, layers) == (1, 4) and measured <= warm_up
 
 
 def test_fewer_layers():
