@@ -6,7 +6,8 @@ float32 masters and Adam moments), of random tokens, one document per sequence. 
 --gradient_checkpointing and --no-gradient_checkpointing profile a step without a plan instead.
 
 `--nproc 8 --context_parallel_size 4` predicts the step that train.py would run under torchrun on 8 GPUs of one machine,
-4 sharing each sequence: bytes of one GPU, and seconds. benchmarks.bench_train_step measures such a step.
+4 sharing each sequence: bytes of one GPU, and seconds; with `--nnodes 2` on 8 GPUs each of 2 machines.
+benchmarks.bench_train_step measures such a step.
 
 `--find_max_context` says how long a context fits, `--compare` what the chunked loss, checkpointing and offloading save.
 `--measure` confirms either on the GPU. training/memory/reports.py answers these questions. Memory sizes are in GiB,
@@ -59,7 +60,8 @@ class ProfileFlags(StepFlags):
     batch_size: int = flag(1, "sequences in a micro-batch", least=1)
     attention_backend: str = flag("auto", "attention kernel", [name for name in BACKENDS if name != "cpu"])
     gradient_checkpointing: bool | None = flag(None, "no plan: checkpoint every block, or keep all")
-    nproc: int = flag(1, "predict for so many GPUs of one machine, as torchrun's --nproc_per_node", least=1)
+    nproc: int = flag(1, "predict for so many GPUs of a machine, as torchrun's --nproc_per_node", least=1, most=2**10)
+    nnodes: int = flag(1, "predict for so many machines, as torchrun's --nnodes", least=1, most=2**16)
     gpu: str | None = flag(None, "predict for another GPU: RTX4090, A100-80GB, H100 ..., or a size such as 24GB")
     find_max_context: bool = flag(False, "the longest context that fits")
     compare: bool = flag(False, "with and without chunked loss, checkpointing, a plan; 32k to 256k")
@@ -103,7 +105,9 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
     check_mesh(flags)
     for name in ("measure", "num_layers", "snapshot"):
         if getattr(flags, name) and not can_measure:
-            raise UserError(f"{name} needs a GPU to measure on, without --gpu, --nproc or --device cpu; drop it")
+            raise UserError(
+                f"{name} needs one GPU to measure on, not --gpu, --nproc, --nnodes or --device cpu; drop it"
+            )
     for name in ("timeline", "snapshot", "json"):
         if path := getattr(flags, name):
             check_can_write(path, f"--{name}")
@@ -155,7 +159,7 @@ def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World)
 
 def report(flags: ProfileFlags, machine: Machine, can_measure: bool, world: World) -> dict:
     """Print the answer that the flags ask for, and return what --json writes."""
-    mesh = flags.nproc, flags.context_parallel_size, flags.tensor_parallel_size
+    mesh = flags.nproc * flags.nnodes, flags.context_parallel_size, flags.tensor_parallel_size, flags.nnodes
     step = step_on_meta(machine.model, *flags.lengths, machine.given, *mesh)
     measures = flags.measure if flags.find_max_context or flags.compare else can_measure
     build = functools.partial(build_bench, world=world) if measures else None
@@ -180,13 +184,13 @@ def main(argv: list[str]) -> None:
     with join_world("cpu" if flags.gpu else flags.device) as world:
         if world.size > 1:
             raise UserError("profile_memory.py profiles one GPU: start it with python, not torchrun")
-        can_measure = world.device.type == "cuda" and flags.nproc == 1
+        can_measure = world.device.type == "cuda" and flags.nproc * flags.nnodes == 1
         check_flags(flags, can_measure)
         # In a comparison memory_budget is the budget of the planned way only.
         machine = choose_machine(flags, None if flags.compare else flags.memory_budget, world)
         print(f"machine: {machine.description}; attention kernel {machine.given.attention_backend}")
-        if flags.nproc > 1:
-            print(f"{flags.nproc} GPUs, predicted only: memory is of one GPU, host memory of its process")
+        if (gpus := flags.nproc * flags.nnodes) > 1:
+            print(f"{gpus} GPUs, predicted only: memory is of one GPU, host memory of its process")
         print(f"model: {flags.init_from or flags.model_size}, {machine.model.num_parameters():,} parameters")
         results = report(flags, machine, can_measure, world)
     if flags.json:

@@ -128,6 +128,16 @@ def test_several_gpus_are_predicted(nproc, sharing, tmp_path, capsys):
     assert re.search(rf"GPUs, data x context +{nproc // sharing} x {sharing}; below, of each\n", out)
 
 
+def test_several_machines_are_predicted(tmp_path, capsys):
+    flags = "--nproc", "1", "--nnodes", "2", "--gpu", "H100", "--host_budget", "40GB", "--context_length", "4096"
+    written = run_main(tmp_path, *flags)
+    step = step_on_meta(MODEL_SIZES["4B"], 4096, given=Execution(attention_backend="cudnn"), num_gpus=2, num_machines=2)
+    plan = make_plan(step, GPUS["H100"].memory_bytes - GIB, 40 * GIB, scale_rates(GPUS["H100"], "cudnn"))
+    assert written["plan"] == str(plan) and written["summary"]["predicted_seconds"] == plan.seconds
+    out = capsys.readouterr().out
+    assert "2 GPUs, predicted only" in out and "over 2 machines, 25.0 GB/s per GPU between them, assumed" in out
+
+
 @pytest.mark.parametrize(("nproc", "sharing"), MESHES)
 def test_the_longest_context_of_several_gpus(nproc, sharing, tmp_path):
     mesh = "--nproc", str(nproc), "--context_parallel_size", str(sharing)
@@ -208,9 +218,15 @@ def test_with_and_without(small, tmp_path, capsys):
         ("--compare --all_stages", "all_stages has no effect with compare"),
         ("--find_max_context --all_stages", "all_stages has no effect with find_max_context"),
         ("--measure", "measure has no effect but with find_max_context"),
-        ("--compare --measure --gpu H100", "measure needs a GPU"),
-        ("--num_layers 4 --gpu H100", "num_layers needs a GPU"),
-        ("--measure --compare --nproc 2", "measure needs a GPU to measure on, without --gpu, --nproc or"),
+        ("--compare --measure --gpu H100", "measure needs one GPU"),
+        ("--num_layers 4 --gpu H100", "num_layers needs one GPU"),
+        ("--measure --compare --nproc 2", "measure needs one GPU to measure on, not --gpu, --nproc, --nnodes or"),
+        ("--num_layers 4 --nnodes 2", "num_layers needs one GPU"),
+        (
+            "--nnodes 2 --context_parallel_size 2",
+            "context_parallel_size 2 x tensor_parallel_size 1 must divide nproc 1",
+        ),
+        ("--nnodes 99999", "nnodes must be between 1 and 65536, got 99999"),
         ("--nproc 0", "nproc must be between 1 and"),
         ("--nproc 2 --context_parallel_size 0", "context_parallel_size must be between 1 and"),
         (
@@ -225,7 +241,7 @@ def test_with_and_without(small, tmp_path, capsys):
             "--nproc 16 --context_parallel_size 16 --attention_type sparse",
             "context_parallel_size 16 must divide the model's 8 key/value heads",
         ),
-        ("--snapshot step.pickle --gpu H100", "snapshot needs a GPU"),
+        ("--snapshot step.pickle --gpu H100", "snapshot needs one GPU"),
         ("--gradient_checkpointing --memory_budget 24GB", "memory_budget has no effect with gradient_checkpointing"),
         ("--no-gradient_checkpointing --host_budget 24GB", "host_budget has no effect with gradient_checkpointing"),
         ("--compare --memory_budget 200GB --gpu H100", "memory_budget 200GB is more than the 78.65 GiB"),

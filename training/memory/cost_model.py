@@ -124,6 +124,7 @@ class Step:
         num_ranks: ranks that share each sequence, a divisor of the key/value heads.
         num_shards: ranks over which FSDP2 shards each parameter; 1 where all ranks share matrices; 0: no FSDP2.
         tensor_ranks: ranks that share each matrix.
+        num_machines: machines of equally many ranks. Ranks of one machine share sequences and matrices.
     """
 
     share: Any
@@ -137,6 +138,7 @@ class Step:
     num_ranks: int = 1
     num_shards: int = 0
     tensor_ranks: int = 1
+    num_machines: int = 1
 
     def __post_init__(self):
         share, self.parameters = self.share, list(self.parameters)
@@ -425,9 +427,11 @@ class Step:
         loss = linear_cross_entropy_footprint(self.tokens, share.hidden_size, share.vocab_size).matrix_flops
         loss /= rates[PLAIN.rate]  # the standard loss has the same products
         # FSDP2 gathers parameters and sums float32 gradients while other blocks compute. Embedding and head are
-        # gathered before anything runs and stay until backward. Their gradients are summed last. The rate is measured
-        # with exchanges of heads, which also pay for copies.
-        sent = share.num_parameters() * (1 - 1 / (self.num_shards or 1)) / rates["gpu link"]  # seconds, 1 byte each
+        # gathered before anything runs and stay until backward. Their gradients are summed last. The rate of a machine
+        # is measured with exchanges of heads, which also pay for copies. Other machines send to all its GPUs at once.
+        elements, ranks = share.num_parameters(), self.num_shards or 1
+        between_machines = elements * (self.num_machines - 1) / ranks / rates["network"]
+        sent = max(elements * (1 - 1 / ranks) / rates["gpu link"], between_machines)  # seconds, 1 byte each
         gather, add = self.element_size * sent, 4 * sent
         ends = self.head_share * (1 if share.tie_word_embeddings else 2)
         forward = max(forward, copies + (1 - ends) * gather)

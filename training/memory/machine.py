@@ -6,12 +6,14 @@ utilisation (MFU).
 """
 
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from kernels.attention import KINDS
 from kernels.attention.full import choose_backend
@@ -57,9 +59,12 @@ def cap_gpu_memory(num_bytes: int, device: torch.device) -> None:
 # Work per second, by name. Matrix products ("products") and attention ("full forward") are in FLOP/s, and names with
 # "calls" in calls/s. The names of _BYTES are in bytes/s. "memory": bytes read plus bytes written in the GPU's memory.
 # "link": bytes each way between GPU and host, copied in both directions at once. "gpu link": bytes each way between
-# GPUs of one host that exchange heads, including the copies that order the heads.
+# GPUs of one host that exchange heads, including the copies that order the heads. "network": bytes each way per GPU to
+# other hosts.
 Rates = dict[str, float]
 _BYTES: Rates = {"memory": 4.2e12, "link": 50e9, "gpu link": 170e9}  # measured on an H200
+ASSUMED_NETWORK = 25e9  # bytes/s: an adapter of 200 Gbit/s per GPU
+_GATHERED_BYTES = 2**28
 _H200_PRODUCTS = 650e12  # FLOP/s
 
 
@@ -88,7 +93,26 @@ def measure_rates(
     weight = torch.randn(share.hidden_size, share.intermediate_size, device=device, dtype=torch.bfloat16)
     products = 2 * len(x) * weight.numel() / _seconds(lambda: x @ weight)
     gpu_link = _gpu_link_rate(find_gpu(torch.cuda.get_device_name(device)), rates["link"])
-    return rates | {PLAIN.rate: products, "gpu link": gpu_link}
+    return rates | {PLAIN.rate: products, "gpu link": gpu_link, "network": ASSUMED_NETWORK}
+
+
+def measure_network(group: dist.ProcessGroup, num_machines: int, device: torch.device) -> float:
+    """Returns bytes/s each way per GPU between machines: 256 MiB gathered over a group. All its ranks call this.
+
+    Args:
+        num_machines: machines with equally many ranks of the group.
+    """
+    part = torch.empty(_GATHERED_BYTES // group.size(), dtype=torch.uint8, device=device)
+    whole = torch.empty(len(part) * group.size(), dtype=torch.uint8, device=device)
+    wait = torch.get_device_module(device).synchronize
+    for repeats in (1, 5):  # NCCL connects in the first
+        wait()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            dist.all_gather_into_tensor(whole, part, group=group)
+        wait()
+        seconds = (time.perf_counter() - start) / repeats
+    return (num_machines - 1) * len(part) / seconds  # a machine's ranks share what comes from other machines
 
 
 def _copy_rates(device: torch.device) -> Rates:
@@ -195,7 +219,7 @@ def scale_rates(gpu: GPU, attention_backend: str, kinds: Iterable[AttentionKind]
         for name, rate in kind.rates_with(attention_backend, gpu.attention_backend).items():
             rates[name] = rate * (1 if "calls" in name else flops)
     memory = _BYTES["memory"] * gpu.memory_bandwidth / h200.memory_bandwidth
-    return rates | {"memory": memory, "link": link, "gpu link": _gpu_link_rate(gpu, link)}
+    return rates | {"memory": memory, "link": link, "gpu link": _gpu_link_rate(gpu, link), "network": ASSUMED_NETWORK}
 
 
 def _gpu_link_rate(gpu: GPU | None, link_bytes: float) -> float:

@@ -12,7 +12,7 @@ from training.checkpoint.pieces import SAVING_BYTES
 from training.host.errors import UserError
 from training.memory.cost_model import Stage, Step, gib
 from training.memory.execution import Execution, Placement
-from training.memory.machine import H200, Rates
+from training.memory.machine import ASSUMED_NETWORK, H200, Rates
 
 # A plan's predicted peak must stay below budget / HEADROOM. The 4% cover allocator fragmentation and what the cost
 # model does not count. Where no plan stays below, a plan below budget / LEAST_HEADROOM will do: at the limit the
@@ -57,6 +57,10 @@ class Plan:
         axes |= {"tensor": self.step.tensor_ranks} if self.step.tensor_ranks > 1 else {}
         sizes = " x ".join(map(str, axes.values()))
         rows = [(f"GPUs, {' x '.join(axes)}", f"{sizes}; below, of each")] if math.prod(axes.values()) > 1 else []
+        if (machines := self.step.num_machines) > 1:
+            network = self.rates["network"]
+            source = "assumed" if network == ASSUMED_NETWORK else "measured"
+            rows.append(("FSDP", f"over {machines} machines, {network / 1e9:.1f} GB/s per GPU between them, {source}"))
         for title, name in (("layer inputs", "input"), ("attention outputs", "results")):
             places = Counter(getattr(p, name) for p in placements)
             rows.append((title, ", ".join(f"{count} {place}" for place, count in places.items())))

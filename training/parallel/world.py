@@ -57,6 +57,11 @@ class World:
         return 1 if self.mesh is None else self.mesh["context"].size()
 
     @property
+    def num_machines(self) -> int:
+        """Machines of equally many processes."""
+        return self.size // int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+
+    @property
     def tensor_size(self) -> int:
         return 1 if self.mesh is None else self.mesh["tensor"].size()
 

@@ -24,7 +24,7 @@ from training.host.errors import UserError, refused_as_user_error
 from training.host.memory import available_host_bytes, parse_bytes
 from training.memory.cost_model import PackedDocuments, Step, gib
 from training.memory.execution import WHOLE, Execution, Placement
-from training.memory.machine import cap_gpu_memory, gpu_budget, measure_rates
+from training.memory.machine import cap_gpu_memory, gpu_budget, measure_network, measure_rates
 from training.memory.placement import apply_execution
 from training.memory.planner import Plan, has_plan, make_plan
 from training.memory.profiler import Bench, format_table
@@ -140,7 +140,7 @@ def step_of(config: TrainConfig, model: Transformer, world: World, documents: Pa
     num_shards = world.data_size * world.context_size if world.size > 1 else 0
     return Step(
         model.share, model.parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
-        num_shards=num_shards, tensor_ranks=config.tensor_parallel_size,
+        num_shards=num_shards, tensor_ranks=config.tensor_parallel_size, num_machines=world.num_machines,
     )  # fmt: skip
 
 
@@ -153,6 +153,7 @@ def step_on_meta(
     num_gpus: int = 1,
     context_parallel_size: int = 1,
     tensor_parallel_size: int = 1,
+    num_machines: int = 1,
 ) -> Step:
     """A step of a model on the meta device, which takes no memory; each sequence is one document.
 
@@ -160,6 +161,7 @@ def step_on_meta(
         num_gpus: the step is of the first of so many, which need not exist: FSDP2 deals the rows of a parameter out as
             torch.chunk does, and gives no GPU more than the first.
         context_parallel_size, tensor_parallel_size: GPUs that share each sequence, and each matrix.
+        num_machines: machines that have equally many of the GPUs.
     """
     dtype = torch.float32 if num_gpus > 1 else torch.bfloat16
     num_shards = num_gpus // tensor_parallel_size
@@ -169,7 +171,7 @@ def step_on_meta(
     return Step(
         model_config.share(tensor_parallel_size), shards, context_length, batch_size, micro_batches, documents,
         given or Execution(), num_ranks=context_parallel_size, num_shards=num_shards if num_gpus > 1 else 0,
-        tensor_ranks=tensor_parallel_size,
+        tensor_ranks=tensor_parallel_size, num_machines=num_machines,
     )  # fmt: skip
 
 
@@ -224,6 +226,8 @@ def plan_memory(
     budgets = memory_budgets(config, world)
     backend, kinds = step.given.attention_backend, step.given.kinds
     rates = measure_rates(model.share, backend, world.device, config.context_length, kinds)
+    if world.num_machines > 1:
+        rates["network"] = measure_network(world.fsdp_mesh.get_group(), world.num_machines, world.device)
     rates = dict(zip(rates, world.min(*rates.values())))
     torch.cuda.empty_cache()  # frees what the measurements took
     plan = make_plan(step, *budgets, rates)

@@ -141,6 +141,25 @@ def test_what_fsdp_sends_hides_behind_long_sequences():
         assert sent - (alone if context_length == 512 else 0) <= waits <= sent * 1.001
 
 
+def test_fsdp_over_machines_waits_for_the_network():
+    """Short steps on two machines of one GPU and of eight. All GPUs of a machine have adapters of their own."""
+    execution, rates = Execution((Placement("gpu", "gpu"),) * 36, 8192), H200 | {"network": 5e9}
+    byte, embedding = 4.0225e9 / 5e9, 151_936 * 2560 / 5e9  # s, for a byte of each parameter through one adapter
+    for num_gpus in (2, 16):
+        one, two = (step_on_meta(MODEL_SIZES["4B"], 512, num_gpus=num_gpus, num_machines=n) for n in (1, 2))
+        assert one.peak(execution) == two.peak(execution)
+        sent = ((2 + 2 + 4) * byte - 2 * embedding) / num_gpus  # gathered twice, the embedding once; summed in float32
+        compute = one.seconds(execution, rates | {"gpu link": math.inf})
+        assert sent - compute <= two.seconds(execution, rates) - compute <= sent * 1.001
+        assert two.seconds(execution, rates) > 2 * one.seconds(execution, rates)
+        assert two.seconds(execution, rates | {"network": math.inf}) == one.seconds(execution, rates)
+    assert two.seconds(execution, H200) == one.seconds(execution, H200)  # eight adapters of 25 GB/s against NVLink
+    row = "over 2 machines, 5.0 GB/s per GPU between them"
+    assert f"{row}, measured" in str(Plan(two, execution, rates=rates))
+    assert f"{row.replace('5.0', '25.0')}, assumed" in str(Plan(two, execution))
+    assert "machines" not in str(Plan(one, execution, rates=rates))
+
+
 @pytest.mark.parametrize("heads_at_a_time", [None, 1])
 @pytest.mark.parametrize("tensor_ranks", [2, 4])
 def test_ranks_that_share_matrices_share_products_and_attention(tensor_ranks, heads_at_a_time):

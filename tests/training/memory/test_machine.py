@@ -1,11 +1,23 @@
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from model import MODEL_SIZES
+from tests.ranks import run_ranks
 from training.host.memory import available_host_bytes, parse_bytes
-from training.memory.machine import GPUS, H200, find_gpu, gpu_budget, measure_rates, parse_gpu, scale_rates
+from training.memory.machine import (
+    ASSUMED_NETWORK,
+    GPUS,
+    H200,
+    find_gpu,
+    gpu_budget,
+    measure_network,
+    measure_rates,
+    parse_gpu,
+    scale_rates,
+)
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -143,6 +155,19 @@ def test_rates_are_scaled_by_the_data_sheets():
     assert a100["together forward"] == a100["full forward"]
     assert a100["link"] == 25e9 and a100["gpu link"] == pytest.approx(H200["gpu link"] * 300 / 450)
     assert a100.keys() == H200.keys() and all(0 < rate <= H200[name] for name, rate in a100.items())
+
+
+def test_the_network_is_measured_by_all_ranks():
+    run_ranks(2, measure_in_ranks)
+
+
+def measure_in_ranks(world):
+    """Two processes on two pretended machines: half of what is gathered comes from the other."""
+    assert world.num_machines == 1
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    assert world.num_machines == 2
+    measured = measure_network(world.fsdp_mesh.get_group(), world.num_machines, world.device)
+    assert 1e6 < measured < 1e12 and measured != ASSUMED_NETWORK
 
 
 def test_without_nvlink_gpus_exchange_over_their_links_to_the_host():
