@@ -77,6 +77,7 @@ def train(given: dict, world: World) -> int:
             if world.is_main:
                 check_is_for_a_run(output_dir)
                 stack.enter_context(only_run_in(output_dir))
+                clear_leftovers(output_dir)
             check_is_shared(output_dir)
         # Refusals that take seconds come before the data, which may take minutes to tokenise.
         start = resume.choose_start(given, world)
@@ -112,7 +113,6 @@ def finish_again(start: resume.Start, world: World) -> None:
         return
     draw_at_end(Path(config.output_dir))
     if config.save != "none" and checkpoint:
-        clear_leftovers(Path(config.output_dir))
         delete_old(checkpoint, config.keep_checkpoints or KEPT_CHECKPOINTS)
 
 
@@ -329,7 +329,8 @@ def end(run: Run) -> int:
     elif config.sample_tokens:
         log_sample(run)
     run.stopping.watchdog.cancel()
-    run.saver.finish()
+    signals = run.stopping.num_signals()
+    run.saver.finish(lambda: run.stopping.num_signals() > signals)
     if run.world.is_main and not run.stopped:
         draw_at_end(Path(config.output_dir))
     if run.stopped and (step < config.max_steps or owes_validation(config, run.progress)):

@@ -1,11 +1,13 @@
 """Damage to every file of a checkpoint: `python -m tests.storm damage --count 500`.
 
 A run of two checkpoints is made once. Each time, one file of the newer checkpoint is damaged: a bit is flipped, the
-file is truncated, lengthened, emptied or deleted, a sector is zeroed, or two bytes change places. Then the checkpoint
-must be refused by the damaged file's name, and a resumed run must pass it over for the older one. Its weights must be
-refused by the same name if they, config.json or the manifest are damaged, and else be accepted.
+file is truncated, lengthened, emptied or deleted, a sector is zeroed, two bytes change places, or the disk cannot read
+the file. Then the checkpoint must be refused by the damaged file's name, and a resumed run must pass it over for the
+older one. Its weights must be refused by the same name if they, config.json or the manifest are damaged, and else be
+accepted.
 """
 
+import contextlib
 import random
 import shutil
 from collections import Counter
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import train
+from tests.checkpoints import unreadable
 from tests.test_train import SMALL
 from training.checkpoint.manifest import MANIFEST, MODEL_FILES, verify_checkpoint, verify_weights
 from training.host.errors import UserError
@@ -36,18 +39,21 @@ def storm_of_damage(folder: Path, count: int, seed: int) -> dict[str, int]:
     with join_world("cpu") as world:
         for number in range(count):
             name = names[number % len(names)]
-            how = damage(newer / name, draws)
-            with pytest.raises(UserError, match=name.replace(".", r"\.")):
-                verify_checkpoint(newer)
-            if how != "deleted" and name in (*MODEL_FILES, MANIFEST):
+            is_unreadable = draws.random() < 0.2
+            how = "unreadable" if is_unreadable else damage(newer / name, draws)
+            with unreadable(newer / name, name.endswith("s")) if is_unreadable else contextlib.nullcontext():
                 with pytest.raises(UserError, match=name.replace(".", r"\.")):
+                    verify_checkpoint(newer)
+                if how != "deleted" and name in (*MODEL_FILES, MANIFEST):
+                    with pytest.raises(UserError, match=name.replace(".", r"\.")):
+                        verify_weights(newer)
+                elif name not in MODEL_FILES:
                     verify_weights(newer)
-            elif name not in MODEL_FILES:
-                verify_weights(newer)
-            passed_over: dict[Path, str] = {}
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(resume.logger, "warning", lambda _, path, why, into=passed_over: into.update({path: why}))
-                start = resume.choose_start(given, world)
+                passed_over: dict[Path, str] = {}
+                with pytest.MonkeyPatch.context() as patch:
+                    note = lambda _, path, why, into=passed_over: into.update({path: why})  # noqa: E731
+                    patch.setattr(resume.logger, "warning", note)
+                    start = resume.choose_start(given, world)
             assert start.checkpoint == older and name in passed_over[newer], (name, how, start, passed_over)
             shutil.copyfile(folder / "undamaged" / name, newer / name)
             seen[name] += 1

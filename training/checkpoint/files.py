@@ -15,6 +15,7 @@ import contextlib
 import errno
 import logging
 import math
+import os
 import random
 import re
 import shutil
@@ -24,13 +25,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from training.checkpoint.manifest import OPTIMIZER, check_files
+from training.checkpoint.manifest import OPTIMIZER, check_beside, check_files
 from training.checkpoint.pieces import read_entries, read_header, read_tensors
 from training.checkpoint.ranks import all_gather, failing_together, rank_and_world_size
 from training.host.errors import UserError
 from training.host.files import flush, read_json
 
 logger = logging.getLogger(__name__)
+REPLACED = ".replaced.tmp"  # end of the name that a checkpoint has while another takes its place
 SPARE_BYTES = 64 * 2**20  # room for everything in a checkpoint but tensors
 
 
@@ -87,6 +89,8 @@ def latest_checkpoint(output_dir: Path, passed_over: dict[Path, str]) -> Path | 
         if path not in passed_over:
             try:
                 check_files(path)
+                if (step := read_json(path / "trainer.json").get("step")) != step_of(path):
+                    raise UserError(f"it is a copy, under another name, of a checkpoint of step {step}")
                 return path
             except UserError as error:
                 passed_over[path] = str(error)
@@ -121,12 +125,18 @@ def flat(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def load_trainer_state(path: str | Path) -> dict:
-    """The trainer_state that was saved, and "step". Raises UserError if it cannot be read."""
+    """The trainer_state that was saved, and "step".
+
+    Raises UserError if trainer.json cannot be read, or differs from the manifest beside it, as where somebody edited
+    it.
+    """
     file = Path(path, "trainer.json")
     trainer = read_json(file)
-    if not isinstance(trainer.get("trainer_state"), dict):
-        raise UserError(f"{file} is damaged: it has no trainer_state")
-    return {"step": trainer.get("step"), **trainer["trainer_state"]}
+    check_beside(file.parent, ["trainer.json"])
+    state = trainer.get("trainer_state")
+    if not isinstance(state, dict) or not all(isinstance(state.get(name, {}), dict) for name in ("settings", "loader")):
+        raise UserError(f"{file} is damaged: it has no trainer_state, or one without settings or loader")
+    return {"step": trainer.get("step"), **state}
 
 
 def tokenizer_of(folder: Path) -> str:
@@ -180,12 +190,17 @@ def check_room(output_dir: Path, needed: int, given_back: int = 0) -> None:
 
 
 def put_in_place(temporary: Path, final: Path) -> None:
-    """Rename a complete checkpoint to its place; a checkpoint of the same step is replaced."""
+    """Rename a complete checkpoint to its place; a checkpoint of the same step is replaced.
+
+    `clear_leftovers` gives the replaced checkpoint its name back if an error or a kill comes between the two renames.
+    """
     flush(temporary)
-    replaced = _hide(final) if final.exists() else None
+    replaced = final.with_name(f".{final.name}{REPLACED}")
+    if final.exists():
+        final.rename(replaced)
     temporary.rename(final)
     flush(final.parent)
-    if replaced:
+    if replaced.exists():
         _delete(replaced)
 
 
@@ -196,7 +211,7 @@ def delete_old(newest: Path, keep: int) -> None:
     """
     own = checkpoints(newest.parent, step_of(newest) or 0)
     best = _best(own)
-    resumable = next((path for path in reversed(own) if (path / OPTIMIZER).is_file()), None)
+    resumable = next((path for path in reversed(own) if os.path.isfile(path / OPTIMIZER)), None)
     for path in own[:-keep]:
         if path not in (best, resumable):
             _delete_checkpoint(path)
@@ -225,21 +240,21 @@ def _best(paths: list[Path]) -> Path | None:
 
 
 def _delete_checkpoint(path: Path) -> None:
+    """Rename a checkpoint and delete it: if that is interrupted, the rest does not count as a checkpoint."""
     try:
-        _delete(_hide(path))
+        _delete(path.rename(path.with_name(f".{path.name}.old.tmp")))
     except OSError as error:
         logger.warning("%s is no longer needed and cannot be deleted: %s", path, error)
 
 
 def clear_leftovers(output_dir: Path) -> None:
-    """Delete what killed saves and interrupted deletions left."""
+    """Delete what killed saves and interrupted deletions left; bring back a checkpoint that was not yet replaced."""
+    for replaced in output_dir.glob(f".step_*{REPLACED}"):
+        final = replaced.with_name(replaced.name.removeprefix(".").removesuffix(REPLACED))
+        if not final.exists():
+            replaced.rename(final)
     for leftover in output_dir.glob(".step_*.tmp"):
         _delete(leftover)
-
-
-def _hide(checkpoint: Path) -> Path:
-    """Rename a checkpoint before its deletion: if that is interrupted, the rest does not count as a checkpoint."""
-    return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old.tmp"))
 
 
 def _delete(folder: Path) -> None:

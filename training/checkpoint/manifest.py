@@ -11,14 +11,15 @@ a file system that all of them see.
 
 import json
 import math
+import os
 import zlib
 from collections.abc import Collection
 from pathlib import Path
 
-from training.checkpoint.pieces import Entry, Piece, in_threads, read_entries, read_header
+from training.checkpoint.pieces import Entry, Piece, check_finite, in_threads, pieces_of, read_entries, read_header
 from training.checkpoint.ranks import failing_together, rank_and_world_size
 from training.host.errors import UserError
-from training.host.files import read_json, write_file
+from training.host.files import read_file, read_json, write_file
 
 FORMAT_VERSION = 2
 MANIFEST, WEIGHTS, OPTIMIZER = "manifest.json", "model.safetensors", "optimizer.safetensors"
@@ -36,7 +37,7 @@ def write_manifest(folder: Path, shares: list[tuple[dict[str, list[int]], dict[s
     write_file(folder / MANIFEST, json.dumps(manifest).encode())
 
 
-def check_files(path: Path, names: Collection[str] | None = None) -> list[tuple[Entry, Piece, int]]:
+def check_files(path: Path, names: Collection[str] | None = None) -> list[tuple[Entry, Piece, int | None]]:
     """Compare sizes, small files and headers of tensors with the manifest: damage that is seen in milliseconds.
 
     Returns (whole tensor, piece, CRC-32) of each piece of the tensors, still to be compared.
@@ -61,12 +62,12 @@ def check_files(path: Path, names: Collection[str] | None = None) -> list[tuple[
         if names is not None and name not in names:
             continue
         file, blocks = path / name, manifest["blocks"].get(name)
-        if not file.is_file():
+        if not os.path.isfile(file):
             raise UserError(f"checkpoint {path} is incomplete: {name} is missing; use another checkpoint")
         if (found := file.stat().st_size) != size:
             raise UserError(f"checkpoint {path}: {name} is truncated or changed: {found} bytes, "
                             f"saved with {size}; use another checkpoint")  # fmt: skip
-        content = file.read_bytes() if blocks is None else read_header(file)
+        content = read_file(file, "use another checkpoint") if blocks is None else read_header(file)
         if zlib.crc32(content) != crc:
             raise _corrupted(path, name)
         if blocks is not None:
@@ -86,28 +87,40 @@ def verify_checkpoint(path: Path) -> None:
         _compare(path, check_files(path))
 
 
-def verify_weights(path: str | Path) -> None:
+def verify_weights(path: str | Path, entries: dict[str, Entry] | None = None) -> None:
     """Compare weights and config.json with the manifest beside them, if there is one. All ranks call this.
 
     The other files of a checkpoint may change: weights can be used without the optimizer's state, or with another
-    tokenizer. A manifest of another program, or of a checkpoint from before 2026-11-22, is passed over.
+    tokenizer.
 
     Args:
         path: a folder, or a file of weights in it.
+        entries: weights that must be finite where no manifest says that they are as saved.
     """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     with failing_together():
-        manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
-        if "format_version" in manifest or "crc32" in manifest:
-            _compare(folder, check_files(folder, [name for name in MODEL_FILES if (folder / name).exists()]))
+        _compare(folder, check_beside(folder, MODEL_FILES) or [(*item, None) for item in pieces_of(entries or {})])
 
 
-def _compare(path: Path, pieces: list[tuple[Entry, Piece, int]]) -> None:
+def check_beside(folder: Path, names: Collection[str]) -> list[tuple[Entry, Piece, int | None]]:
+    """`check_files` for the `names` that are there, if there is a manifest beside them.
+
+    A manifest of another program, or of a checkpoint from before 2026-11-22, is passed over.
+    """
+    manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
+    is_ours = "format_version" in manifest or "crc32" in manifest
+    return check_files(folder, [name for name in names if (folder / name).exists()]) if is_ours else []
+
+
+def _compare(path: Path, pieces: list[tuple[Entry, Piece, int | None]]) -> None:
+    """Compare each piece with its CRC-32; None: its elements must be finite. Ranks share the pieces out."""
     rank, world_size = rank_and_world_size()
 
-    def compare(item: tuple[Entry, Piece, int]) -> None:
+    def compare(item: tuple[Entry, Piece, int | None]) -> None:
         entry, piece, crc = item
-        if piece.crc32(entry) != crc:
+        if crc is None:
+            check_finite(piece.content(entry), entry)
+        elif piece.crc32(entry) != crc:
             raise _corrupted(path, entry.file.name)
 
     in_threads(compare, pieces[rank::world_size])

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -42,6 +43,7 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int  # first byte in the file
+    name: str = ""  # in the file
 
 
 @dataclass(frozen=True)
@@ -75,27 +77,34 @@ class Piece:
 
     def read(self, entry: Entry, content: memoryview) -> None:
         """Fill `content` with the piece's elements."""
-        with entry.file.open("rb", buffering=0) as file:
-            for start, length in self.runs(entry):
-                run, content = content[:length], content[length:]
-                while run:
-                    count = os.preadv(file.fileno(), [run], start)
-                    if not count:
-                        raise UserError(f"{entry.file} is truncated: it ends before {self.name}")
-                    start, run = start + count, run[count:]
+        try:
+            with entry.file.open("rb", buffering=0) as file:
+                for start, length in self.runs(entry):
+                    run, content = content[:length], content[length:]
+                    while run:
+                        count = os.preadv(file.fileno(), [run], start)
+                        if not count:
+                            raise UserError(f"{entry.file} is truncated: it ends before {entry.name}")
+                        start, run = start + count, run[count:]
+        except OSError as error:  # such as EIO for a sector that the disk cannot read
+            raise UserError(f"{entry.file} cannot be read: {error.strerror}, at {entry.name}") from None
+
+    def content(self, entry: Entry) -> Tensor:
+        """The piece's elements in the file."""
+        content = torch.empty(self.shape, dtype=entry.dtype)
+        self.read(entry, bytes_of(content))
+        return content
 
     def crc32(self, entry: Entry) -> int:
         """The checksum of the piece's elements in the file."""
-        content = torch.empty(self.shape, dtype=entry.dtype)
-        self.read(entry, bytes_of(content))
-        return zlib.crc32(bytes_of(content))
+        return zlib.crc32(bytes_of(self.content(entry)))
 
 
 @torch.no_grad()
 def read_tensors(entries: dict[str, Entry], tensors: dict[str, Tensor]) -> None:
     """Fill tensors and DTensors of any dtype and device from the entries of the same names, each rank its own part.
 
-    No tensor has a second copy: at most IO_THREADS pieces exist twice.
+    No tensor has a second copy: at most IO_THREADS pieces exist twice. Elements that are not finite are refused.
     """
 
     def read(piece_and_part: tuple[Piece, Tensor]) -> None:
@@ -104,6 +113,7 @@ def read_tensors(entries: dict[str, Entry], tensors: dict[str, Tensor]) -> None:
         is_read_in_place = part.dtype == entry.dtype and part.device.type == "cpu" and part.is_contiguous()
         content = part if is_read_in_place else torch.empty(part.shape, dtype=entry.dtype)
         piece.read(entry, bytes_of(content))
+        check_finite(content, entry)
         if content is not part:
             part.copy_(content.to(part.device))  # travels in the file's dtype, then is cast
 
@@ -135,7 +145,7 @@ def read_entries(header: bytes, file: Path) -> dict[str, Entry]:
                 if (dtype := value["dtype"]) not in DTYPES:
                     raise UserError(f"{file}: {name} is of dtype {dtype!s:.20}, weights must be of {', '.join(DTYPES)}")
                 shape, (start, end) = tuple(map(operator.index, value["shape"])), value["data_offsets"]
-                entries[name] = Entry(file, DTYPES[dtype], shape, len(header) + operator.index(start))
+                entries[name] = Entry(file, DTYPES[dtype], shape, len(header) + operator.index(start), name)
                 if min(start, *shape, 0) < 0 or end - start != math.prod(shape) * DTYPES[dtype].itemsize:
                     raise ValueError(name)
     except UserError:
@@ -172,6 +182,31 @@ def local_pieces(tensors: dict[str, Tensor]) -> Iterator[tuple[Piece, Tensor]]:
             for start in range(0, len(local), rows):
                 part = local[start : start + rows]
                 yield Piece(name, (offset[0] + start, *offset[1:]), tuple(part.shape)), part
+
+
+def pieces_of(entries: dict[str, Entry]) -> Iterator[tuple[Entry, Piece]]:
+    """The pieces of whole tensors in files."""
+    shapes = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in entries.items()}
+    return ((entries[piece.name], piece) for piece, _ in local_pieces(shapes))
+
+
+def check_finite(content: Tensor, entry: Entry) -> None:
+    """Raise UserError unless all elements of a CPU tensor, a piece of `entry`, are finite."""
+    if not is_finite(content):
+        raise UserError(f"{entry.name} in {entry.file} is not finite; give other weights")
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a CPU tensor's elements are finite. Takes one thread of the CPU."""
+    flattened = tensor.reshape(-1)
+    if tensor.dtype != torch.float32:  # NumPy has no bfloat16; infinities and NaN have all exponent bits set
+        exponent = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}[tensor.dtype]
+        numbers = flattened.view(torch.int16).numpy()
+        chunks = (numbers[start : start + 2**20] for start in range(0, len(numbers), 2**20))
+        return all((chunk & 0x7FFF).max() < exponent for chunk in chunks)
+    numbers = flattened.numpy()
+    with np.errstate(all="ignore"):  # the sum takes no memory, but finite elements may have one that overflows
+        return bool(np.isfinite(numbers.sum()) or np.isfinite(numbers).all())
 
 
 def is_written_here(tensor: Tensor, rank: int) -> bool:

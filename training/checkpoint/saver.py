@@ -18,9 +18,9 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,6 +34,7 @@ from training.checkpoint.pieces import (
     bytes_of,
     header_of,
     in_threads,
+    is_finite,
     is_written_here,
     local_pieces,
     read_entries,
@@ -145,17 +146,26 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def finish(self) -> None:
+    def finish(self, is_asked: Callable[[], bool] = lambda: False) -> None:
         """Wait for the last save, and try it again for a while if the disk refused it and the state has not changed.
 
         Raises the save's error; a disk that refuses for good is a UserError.
+
+        Args:
+            is_asked: whether to give up, the same on all ranks; called once a second.
         """
         self.wait()
         for left in range(ATTEMPTS - 1, 0, -1):
             if not isinstance(self.error, OSError) or not self._is_current:
                 break
-            logger.warning("the checkpoint is tried again in %.0f s, at most %d times", SECONDS_BETWEEN, left)
-            time.sleep(SECONDS_BETWEEN)
+            logger.warning(
+                "the checkpoint is tried again in %.0f s, at most %d times; a signal, as of Ctrl-C or kill, gives up",
+                SECONDS_BETWEEN, left,
+            )  # fmt: skip
+            for _ in range(int(SECONDS_BETWEEN)):
+                time.sleep(1)
+                if is_asked():
+                    raise UserError(f"the last checkpoint is given up, as a signal asked: {self.error}")
             self._start()
             self.wait()
         if isinstance(self.error, OSError):
@@ -235,7 +245,7 @@ class Saver:
             staging = self._staging.get() if part.is_cuda else None
             try:
                 on_host = part.contiguous() if staging is None else self._fetch(part, staging)
-                if not _is_finite(on_host):
+                if not is_finite(on_host):
                     raise UserError(f"{piece.name} is not finite: no checkpoint of step {self._step} is written")
                 content = bytes_of(on_host.to(entry.dtype))
                 piece.write(files[entry.file.name], entry, content)
@@ -268,14 +278,3 @@ class Saver:
 
 def _json(content: dict, indent: int | None = None) -> bytes:
     return (json.dumps(content, indent=indent) + "\n").encode()
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether a CPU tensor's elements are finite, and for float32 their sum. Takes one thread of the CPU."""
-    flattened = tensor.reshape(-1)
-    if tensor.dtype == torch.bfloat16:  # NumPy does not know it; infinities and NaN have all 8 exponent bits set
-        numbers = flattened.view(torch.int16).numpy()
-        chunks = (numbers[start : start + 2**20] for start in range(0, len(numbers), 2**20))
-        return all((chunk & 0x7FFF).max() < 0x7F80 for chunk in chunks)
-    with np.errstate(all="ignore"):
-        return bool(np.isfinite(flattened.numpy().sum()))

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import os
 import zlib
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from training.host.errors import SHOWN_OF_A_PATH, UserError
 
 logger = logging.getLogger(__name__)
+JSON_BYTES = 2**28  # a longer JSON file is refused: parsed, it would take ten times its size in memory
 
 
 def check_can_write(file: Path, flag: str) -> None:
@@ -27,15 +29,17 @@ def check_can_write(file: Path, flag: str) -> None:
         file.unlink()
 
 
-def read_file(file: Path, what_to_do: str) -> bytes:
+def read_file(file: Path, what_to_do: str, most: float = math.inf) -> bytes:
     """Returns the content of a file.
 
-    Raises UserError, with `what_to_do` at the end, if the file cannot be read or is not a regular file: a pipe would
-    be waited for.
+    Raises UserError, with `what_to_do` at the end, if the file cannot be read, has more than `most` bytes or is not a
+    regular file: a pipe would be waited for.
     """
     try:
         if file.exists() and not file.is_file():
             raise UserError(f"cannot read {file}: it is no regular file; {what_to_do}")
+        if (size := file.stat().st_size) > most:
+            raise UserError(f"cannot read {file}: it has {size} bytes, at most {most} are read; {what_to_do}")
         return file.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {str(file)[:SHOWN_OF_A_PATH]}: {error.strerror}; {what_to_do}") from None
@@ -44,7 +48,7 @@ def read_file(file: Path, what_to_do: str) -> bytes:
 def read_json(file: Path) -> dict:
     """Returns the object in a JSON file. Raises UserError if the file is missing, damaged or holds no object."""
     try:
-        content = json.loads(read_file(file, "give another folder"))
+        content = json.loads(read_file(file, "give another folder", JSON_BYTES))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is missing or damaged: {error}") from None
     if not isinstance(content, dict):

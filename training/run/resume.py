@@ -9,7 +9,7 @@ import torch
 
 from model import GATES, ModelConfig
 from training.attention_flags import kinds_at
-from training.checkpoint.files import checkpoints, latest_checkpoint, load_trainer_state, tokenizer_of
+from training.checkpoint.files import checkpoints, latest_checkpoint, load_trainer_state, step_of, tokenizer_of
 from training.checkpoint.manifest import OPTIMIZER, verify_checkpoint, verify_weights
 from training.checkpoint.weights import find_weights, parameter_shapes
 from training.data.loader import check_same_data
@@ -84,10 +84,10 @@ def choose_start(given: dict, world: World) -> Start:
         check_sharing(world.context_size, model_config, any(k.list_length for k in kinds), world.tensor_size)
         start.config = replace(config, tokenizer=choose_tokenizer(config, start.checkpoint))
         if folder := start.checkpoint or config.init_from:
-            find_weights(folder, parameter_shapes(model_config), may_lack=GATES)
+            entries = find_weights(folder, parameter_shapes(model_config), may_lack=GATES)
         open_tokenizer(start)
         if config.init_from and not (start.checkpoint or config.show_batch):
-            verify_weights(config.init_from)
+            verify_weights(config.init_from, entries)
         if start.checkpoint:
             try:
                 verify_checkpoint(start.checkpoint)  # reads every byte of the checkpoint
@@ -116,7 +116,7 @@ def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> Start
     config = TrainConfig(**given)
     found = checkpoints(Path(config.output_dir))
     if config.resume == "no" and found:
-        raise UserError(f"{found[-1]} is already there: --resume goes on from it, another --output_dir starts afresh")
+        raise UserError(f"{found[-1]} is already there: {how_to_go_on(found)}")
     last = latest_checkpoint(Path(config.output_dir), passed_over)
     if last is not None:
         return resume(last, given, world)
@@ -131,6 +131,18 @@ def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> Start
     return Start(config, choose_model(config), Progress(config.max_steps))
 
 
+def how_to_go_on(found: list[Path]) -> str:
+    """Advice for a run whose output_dir has these checkpoints, the newest last."""
+    resumable = [path for path in found if (path / OPTIMIZER).is_file()]
+    if resumable[-1:] == found[-1:]:
+        return "--resume goes on from it, another --output_dir starts afresh"
+    or_older = f"; once it is moved elsewhere, --resume goes on from {resumable[-1]}" if resumable else ""
+    return (
+        f"it has no optimizer state; another --output_dir starts afresh, with --init_from {found[-1]} from its weights"
+        f"{or_older}"
+    )
+
+
 def resume(checkpoint: Path, given: dict, world: World) -> Start:
     """Makes a start from a checkpoint, with its settings changed by the given ones.
 
@@ -138,7 +150,8 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
     last learning rate, and with --resume auto none.
     """
     if not (checkpoint / OPTIMIZER).is_file():
-        raise UserError(f"{checkpoint} has no optimizer state; use --init_from {checkpoint} and another --output_dir")
+        found = checkpoints(checkpoint.parent, step_of(checkpoint) or 0)
+        raise UserError(f"{checkpoint} cannot be resumed: {how_to_go_on(found)}")
     state = load_state(checkpoint)
     step, steps_before, cosine_before = state["step"], state["max_steps"], state["cosine_steps"]
     saved = state["settings"] | {"max_steps": steps_before}

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from model import ModelConfig
-from training.checkpoint.files import SPARE_BYTES, check_room, checkpoints, clear_leftovers
+from training.checkpoint.files import SPARE_BYTES, check_room, checkpoints
 from training.host.errors import UserError
 from training.host.files import size_on_disk
 from training.run.settings import CHECKPOINT_INTERVAL, KEPT_CHECKPOINTS, TrainConfig, parse_interval
@@ -34,7 +34,6 @@ def check_disk(config: TrainConfig, step: int, size: int) -> None:
     Two are the last one and the one that takes its place. Checkpoints up to `step` count as free: the run deletes them.
     """
     output_dir = Path(config.output_dir)
-    clear_leftovers(output_dir)
     found = checkpoints(output_dir, step)
     steps, seconds = parse_interval(config.checkpoint_interval or CHECKPOINT_INTERVAL)
     assert config.max_steps is not None, "with_defaults fills it in"

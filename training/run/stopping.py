@@ -131,12 +131,16 @@ class Stopping:
         """Note the seconds of a step, right after `looking`, and with them how soon a signal would have ended it."""
         self.look_seconds = self._longest * (1 + LOOKS_BEHIND) if self.step_seconds > LONG_STEP_SECONDS else seconds
 
-    # All ranks call the next three together, and get the same answer.
+    # All ranks call the next four together, and get the same answer.
 
     def is_asked(self) -> bool:
         """Whether any rank has been asked to end."""
         self.watch()
-        return self.world.sum(len(self.received))[0] > 0
+        return self.num_signals() > 0
+
+    def num_signals(self) -> float:
+        """Signals that all ranks have got."""
+        return self.world.sum(len(self.received))[0]
 
     def agree(self, is_due: bool, seconds: float) -> tuple[bool, bool]:
         """(whether any rank has been asked to end, the main rank's `is_due`), after a step of so many seconds."""

@@ -1,5 +1,6 @@
 """Checkpoints on disk: exact round trips on any number of ranks, damage that is seen, and which ones are deleted."""
 
+import errno
 import json
 import os
 import random
@@ -17,11 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import save_checkpoint, unreadable
 from tests.ranks import run_ranks
-from training.checkpoint import pieces
+from training.checkpoint import pieces, saver
 from training.checkpoint.files import (
     checkpoints,
+    clear_leftovers,
     latest_checkpoint,
     load_optimizer_state,
     load_trainer_state,
@@ -209,9 +211,82 @@ def test_runs_of_a_piece():
     assert [*Piece("w", (0, 1, 0), (2, 1, 4)).runs(whole)] == [(16, 16), (64, 16)]
 
 
-def test_damaged_trainer_state(tmp_path):
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer.json", "rng_0.json", "manifest.json"])
+def test_a_checkpoint_that_the_disk_cannot_read_is_passed_over(name, tmp_path):
+    older, newer = save(tmp_path, 1), save(tmp_path, 2)
+    passed_over = {}
+    with unreadable(newer / name):
+        assert latest_checkpoint(tmp_path, passed_over) == older
+        with pytest.raises(UserError, match=rf"{newer}.*Input/output error"):
+            verify_checkpoint(newer)
+    assert f"{newer / name}" in passed_over[newer] and "Input/output error" in passed_over[newer]
+
+
+def test_tensors_that_the_disk_cannot_read_are_named(tmp_path):
+    path, message = save(tmp_path, 1), r"optimizer\.safetensors cannot be read: Input/output error, at .*\.weight\."
+    with unreadable(path / "optimizer.safetensors", only_tensors=True):
+        assert latest_checkpoint(tmp_path, {}) == path  # looks at headers
+        with pytest.raises(UserError, match=message):
+            verify_checkpoint(path)
+        with pytest.raises(UserError, match=message):
+            load_optimizer_state(path, optimizer_state_of(Model()))
+
+
+def test_a_copy_under_a_newer_name_is_not_the_newest(tmp_path):
+    path, passed_over = save(tmp_path, 2), {}
+    shutil.copytree(path, tmp_path / "step_00000009")
+    assert latest_checkpoint(tmp_path, passed_over) == path
+    assert passed_over == {tmp_path / "step_00000009": "it is a copy, under another name, of a checkpoint of step 2"}
+
+
+@pytest.mark.parametrize("victim", range(2))
+def test_a_rename_that_fails_keeps_the_checkpoint_that_was_there(victim, tmp_path, monkeypatch):
+    path, rename, calls = save(tmp_path, 1), Path.rename, []
+    before = (path / "model.safetensors").read_bytes()
+    monkeypatch.setattr(saver, "ATTEMPTS", 1)
+
+    def fail(self, target):
+        calls.append(target)
+        if len(calls) == victim + 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="could not be written"):
+        patch.setattr(Path, "rename", fail)
+        save(tmp_path, 1, Model(5))
+    assert steps_in(tmp_path) == [path.name] and (path / "model.safetensors").read_bytes() == before
+    verify_checkpoint(path)
+
+
+def test_a_kill_between_two_renames_leaves_the_checkpoint_that_was_there(tmp_path):
     path = save(tmp_path, 1)
-    for content in ("[]", "{}", "[" * 100_000, '{"trainer_state": 3}'):
+    path.rename(tmp_path / ".step_00000001.replaced.tmp")
+    clear_leftovers(tmp_path)
+    verify_checkpoint(path)
+    assert steps_in(tmp_path) == [path.name]
+
+
+def test_json_files_of_any_length_take_little_memory(tmp_path):
+    path = save(tmp_path, 1)
+    for name, read in (("trainer.json", load_trainer_state), ("manifest.json", verify_checkpoint)):
+        with (path / name).open("r+b") as file:
+            file.truncate(3 * 2**30)  # of which the disk stores nothing
+        with pytest.raises(UserError, match=rf"{name}: it has 3221225472 bytes, at most 268435456 are read"):
+            read(path)
+
+
+def test_an_edited_trainer_state_is_refused(tmp_path):
+    path = save(tmp_path, 1)
+    (path / "trainer.json").write_text((path / "trainer.json").read_text().replace("12", "13"))
+    with pytest.raises(UserError, match=r"trainer\.json is corrupted"):
+        load_trainer_state(path)
+
+
+def test_damaged_trainer_state(tmp_path):
+    """No manifest vouches for it, as in checkpoints of before 2026-11-22."""
+    path = save(tmp_path, 1)
+    (path / "manifest.json").unlink()
+    for content in ("[]", "{}", "[" * 100_000, '{"trainer_state": 3}', '{"trainer_state": {"settings": 3}}'):
         (path / "trainer.json").write_text(content)
         with pytest.raises(UserError, match=r"trainer\.json is (missing or )?damaged"):
             load_trainer_state(path)

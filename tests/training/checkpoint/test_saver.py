@@ -103,14 +103,27 @@ def test_parts_of_two_ranks_are_what_was_there(tmp_path):
 
 def test_nothing_is_written_that_is_not_finite(tmp_path):
     save(tmp_path, 1)
-    for value in (math.nan, math.inf, 3e38):  # the sum of the last is infinite
-        for dtype in (torch.float32, torch.bfloat16) if value != 3e38 else (torch.float32,):
+    for value in (math.nan, math.inf):
+        for dtype in (torch.float32, torch.bfloat16):
             weights = {"norm.weight": torch.full((6,), value, dtype=dtype)}
             with pytest.raises(
                 UserError, match=r"model\.norm\.weight is not finite: no checkpoint of step 2 is written"
             ):
                 save(tmp_path, 2, weights=weights)
     assert steps_in(tmp_path) == ["step_00000001"]
+    save(tmp_path, 2, weights={"norm.weight": torch.full((6,), 3e38)})  # finite, though their sum is not
+
+
+def test_a_signal_ends_the_attempts_on_a_full_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(Piece, "write", lambda *_: os.close(-1))
+    monkeypatch.setattr(saver.time, "sleep", lambda seconds: asked.append(seconds))
+    asked, writer = [], Saver(tmp_path, 2)
+    writer.begin(
+        1, weights=weights_of(Model()), model_config=CONFIG, optimizer_state=None, trainer_state={},
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"the last checkpoint is given up, as a signal asked: .*Bad file descriptor"):
+        writer.finish(lambda: len(asked) == 33)
+    assert asked == [1] * 33  # a second at a time, in the second wait of 30
 
 
 def test_threads_of_a_save_get_pythons_lock_soon(tmp_path, monkeypatch):

@@ -165,6 +165,33 @@ def test_damaged_weights_are_refused_by_every_command(name, tmp_path, monkeypatc
     assert not (out / "exported").exists()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_not_finite_are_refused_by_name_by_every_command(value, dtype, tmp_path, monkeypatch, capsys):
+    """No manifest lies beside them. train.py refuses them ahead of the data."""
+    text = tmp_path / "corpus.txt"
+    text.write_text("".join(f"line {i}\n" for i in range(600)))
+    weights = {
+        f"model.{name}": tensor.to(dtype) for name, tensor in Transformer(MODEL_SIZES["tiny"]).state_dict().items()
+    }
+    weights["model.layers.1.mlp.up_proj.weight"][5, 7] = value
+    folder, out = tmp_path / "weights", tmp_path / "out"
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(to_config_json(MODEL_SIZES["tiny"])))
+    monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
+    data, cpu, context = ("--data", str(text)), ("--device", "cpu"), ("--context_length", "64")
+    for main, argv in [
+        (train.main, ["--init_from", str(folder), *data, *cpu, *context, "--output_dir", str(out)]),
+        (weights_module.main, ["export", str(folder), str(out / "exported"), "--dtype", "float32"]),
+        (generate.main, [str(folder), *cpu, "abc"]),
+        (evaluation.main, [str(folder), *data, *cpu, *context, "--samples", "0"]),
+    ]:
+        assert main(argv) == 1
+        [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert f"model.layers.1.mlp.up_proj.weight in {folder}/model.safetensors is not finite" in error, argv
+
+
 def test_only_the_header_is_read_before_the_check(tmp_path, monkeypatch):
     path = save(tmp_path, 1)
     shapes = {name: p.shape for name, p in weights_of(Model()).items()}
