@@ -29,7 +29,7 @@ from training.data.show import show_batch
 from training.data.tokens import Store
 from training.host.errors import UserError
 from training.host.files import only_run_in
-from training.host.processes import command, outliving_its_output
+from training.host.processes import command, outliving_its_output, say_last
 from training.memory.cost_model import PackedDocuments
 from training.memory.placement import set_kinds
 from training.parallel.world import World, join_world
@@ -39,7 +39,7 @@ from training.run.build import build, check_fits, configure_machine, explain_out
 from training.run.metrics import describe, gpu_metrics, is_spike, open_metrics, show, show_validation
 from training.run.parts import Run
 from training.run.saving import check_disk, checkpoint_bytes, is_save_due
-from training.run.settings import KEPT_CHECKPOINTS, TrainConfig, check_config, given_settings
+from training.run.settings import COLLECTIVE_TIMEOUT, KEPT_CHECKPOINTS, TrainConfig, check_config, given_settings
 from training.run.step import NoTarget, NotFinite, NotRead, train_step, validate
 from training.run.stopping import Stopped, Stopping, promise_shutdown, stop_signals
 
@@ -216,6 +216,8 @@ def take_step(run: Run) -> dict | None:
         raise
     seconds, step_tokens = time.perf_counter() - began, resume.tokens_per_step(config, world)
     run.stopping.note_step(seconds)
+    if step == run.start.progress.step + 1:
+        run.world.limit_waits(60 * (config.collective_timeout or COLLECTIVE_TIMEOUT))
     tokens = run.progress.tokens + step_tokens
     run.progress = dataclasses.replace(run.progress, step=step, tokens=tokens, loader=run.loader.state_dict())
     run.is_updating = False
@@ -335,7 +337,10 @@ def end(run: Run) -> int:
         draw_at_end(Path(config.output_dir))
     if run.stopped and (step < config.max_steps or owes_validation(config, run.progress)):
         number = run.stopping.first_signal()
-        logger.info("%s: stopped after step %d of %d", number.name, step, config.max_steps)
+        stopped = f"{number.name}: stopped after step {step} of {config.max_steps}"
+        logger.info(stopped)
+        if run.world.is_main:
+            say_last(stopped)
         return 128 + number
     return 0
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -63,6 +64,17 @@ def show_error(error: BaseException, is_main: bool, before: str = "") -> None:
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         told = {"py_callstack": shown, "timestamp": int(time.time())}
         Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": told}}))
+
+
+def say_last(line: str) -> None:
+    """Have a line follow the traceback with which torchrun ends after a signal; without torchrun nothing is printed.
+
+    A shell waits for torchrun's end, for a minute at most. A zombie has ended, though nobody has asked how.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        has_ended = '[ ! -e "/proc/$1" ] || grep -q "^State:.Z" "/proc/$1/status"'
+        script = f'for i in $(seq 600); do if {has_ended}; then echo "$2" >&2; exit; fi; sleep 0.1; done'
+        subprocess.Popen(["sh", "-c", script, "sh", str(os.getppid()), line], start_new_session=True)
 
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:

@@ -4,8 +4,11 @@ The number in parentheses is the first version of torch with the form used here.
 test_torch_internals.py checks each part, so a new version of torch fails in that test first.
 """
 
+import datetime
+
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _utils as tensor_utils
@@ -33,6 +36,11 @@ def dtensor_like(sharded: DTensor, local: Tensor) -> DTensor:
     """
     spec = torch.empty_like(sharded, dtype=local.dtype, device="meta")._spec
     return DTensor(local, spec, requires_grad=False)
+
+
+def set_timeout(group: ProcessGroup, seconds: float) -> None:
+    """Have collectives of the group, from now on, fail where a rank waits so long for another (2.0)."""
+    distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -1,5 +1,6 @@
 """One process or many: the process group, its mesh of data, context and tensor ranks, and sums over ranks."""
 
+import datetime
 import functools
 import gc
 import os
@@ -17,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from training.host.errors import UserError, refused_as_user_error
 from training.host.processes import GRACE_SECONDS, show_error
-from training.host.torch_internals import flatten_mesh
+from training.host.torch_internals import flatten_mesh, set_timeout
 
+START_SECONDS = 3600.0  # a rank waits for the others until the first step: some tokenize or read more slowly
 STOPPED_SECONDS = 5.0  # time from a process's SIGSTOP to the warning
 
 
@@ -83,6 +85,12 @@ class World:
         """Each value's least over the ranks, in float64."""
         return self.sum(*values, operation=dist.ReduceOp.MIN)
 
+    def limit_waits(self, seconds: float) -> None:
+        """Have collectives fail, from now on, where a rank waits so long for another."""
+        if self.mesh is not None:
+            for group in (dist.group.WORLD, self.fsdp_mesh.get_group(), *self.mesh.get_all_groups()):
+                set_timeout(group, seconds)
+
     def broadcast(self, value):
         """The main rank's value, on every rank; it may be anything that pickles."""
         if self.size == 1:
@@ -130,7 +138,7 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
     """Join the process group that torchrun announced (NCCL on GPUs, gloo on CPUs), or make a world of one process.
 
     A rank that fails shows its error, and all ranks end within seconds. One exception: where a rank is killed that was
-    alone on its machine, ranks on other machines notice only by NCCL or gloo.
+    alone on its machine, or alone in a PID namespace as of a container, other ranks notice only by NCCL or gloo.
 
     Args:
         device: "auto" (a GPU if there is one), "cuda" or "cpu".
@@ -164,21 +172,26 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
             f"WORLD_SIZE is {size} in the environment, without a MASTER_ADDR; start by torchrun, or unset it"
         )
     gpu = place.type == "cuda"
-    dist.init_process_group("nccl" if gpu else "gloo", device_id=place if gpu else None)
-    ranks = [(0, 0, 0)] * size
-    dist.all_gather_object(ranks, (os.getpid(), context_parallel_size, tensor_parallel_size))
-    pids, *sizes = zip(*ranks)
-    neighbours = list(pids[rank - local_rank :][:local_size])  # the processes of this machine
-    machines = Machines() if size > local_size else None
+    start = datetime.timedelta(seconds=START_SECONDS)
+    dist.init_process_group("nccl" if gpu else "gloo", device_id=place if gpu else None, timeout=start)
+    ranks: list = [None] * size
+    namespace = os.readlink("/proc/self/ns/pid")  # in a container, a number means another process than outside
+    dist.all_gather_object(ranks, ((os.getpid(), namespace), context_parallel_size, tensor_parallel_size))
+    places, *sizes = zip(*ranks)
+    of_machine = places[rank - local_rank :][:local_size]
+    neighbours = [pid for pid, theirs in of_machine if theirs == namespace]
+    machines = Machines() if size > len(neighbours) else None
     threading.Thread(target=end_with, args=(neighbours, os.getppid(), left, machines), daemon=True).start()
     try:
         for name, of_ranks in zip(("context_parallel_size", "tensor_parallel_size"), sizes):
             if len({*of_ranks}) > 1:
                 raise UserError(f"ranks differ in {name}: {sorted({*of_ranks})}; start all ranks alike")
-        yield World(rank, size, place, make_mesh(place.type, size, context_parallel_size, tensor_parallel_size))
+        world = World(rank, size, place, make_mesh(place.type, size, context_parallel_size, tensor_parallel_size))
+        world.limit_waits(START_SECONDS)
+        yield world
+        dist.barrier()  # no rank ends while another is still at work
     except Exception as error:
         end_by(error, rank == 0, machines)
-    dist.barrier()  # no rank ends while another is still at work
     left.set()
     gc.collect()  # frees objects that refer to the group: gloo may abort where any are left
     dist.destroy_process_group()

@@ -56,6 +56,8 @@ def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | No
 
 def configure_machine(config: TrainConfig, model_config: ModelConfig, world: World) -> None:
     """Choose which kernels run, and refuse a memory budget that is not free, before anything else takes time."""
+    if config.collective_timeout is not None and world.size == 1:
+        raise UserError("collective_timeout has no effect on one process, which waits for nobody; drop it")
     if config.kernels == "triton" and world.device.type != "cuda":
         raise UserError('kernels "triton" needs a CUDA GPU; use auto')
     if config.kernels != "torch":

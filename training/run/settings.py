@@ -24,6 +24,7 @@ OVERLONG, RESUME = ("refuse", "drop", "split"), ("no", "yes", "auto")
 CHECKPOINT_INTERVAL, KEPT_CHECKPOINTS = "30min", 2
 VALIDATION_SEQUENCES, VALIDATION_TOKENS = 128, 2**20
 LONG_CONTEXT = 16_384  # tokens
+COLLECTIVE_TIMEOUT = 10  # minutes
 
 
 @dataclass
@@ -70,6 +71,10 @@ class TrainConfig(StepFlags):
     tokenizer: str | None = flag(None, "a tokenizer.json or its folder, or bytes; default: init_from's, else bytes")
     validation_fraction: float = flag(0.02, "share of the tokens held out", least=SMALLEST, most=1 - SMALLEST)
     show_batch: bool = flag(False, "print a batch, with what is trained on between [[ and ]], and exit")
+    collective_timeout: int | None = flag(
+        None, f"minutes a process waits for another after the first step; default: {COLLECTIVE_TIMEOUT}",
+        least=1, most=2**20,
+    )  # fmt: skip
     # optimizer
     max_steps: int | None = flag(None, f"steps in all; default: {DEFAULT_STEPS} from where the run starts", least=1)
     learning_rate: float | None = flag(

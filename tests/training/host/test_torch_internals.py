@@ -68,6 +68,11 @@ def test_flatten_mesh(process_group):
     assert flat.mesh_dim_names == ("ab",) and flat.mesh.tolist() == [0]
 
 
+def test_set_timeout(process_group):
+    torch_internals.set_timeout(dist.group.WORLD, 7.0)
+    assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 7
+
+
 def test_compute_local_shape_and_global_offset(process_group):
     """tests/training/checkpoint/test_files.py has it on four ranks, where FSDP2 shards what tensor parallelism did."""
     place = torch_internals.compute_local_shape_and_global_offset((5, 6), init_device_mesh("cpu", (1,)), [Shard(0)])

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from model import MODEL_SIZES, Transformer
-from tests.ranks import run_ranks
+from tests.ranks import announce, meeting_point, run_ranks
 from tests.training.data.test_packing import make_documents, make_loader
 from training.host.errors import UserError
 from training.optimizer import MasterAdamW
@@ -81,7 +82,12 @@ TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, r
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=TWO_GPUS)])
 @pytest.mark.parametrize(
     ("death", "rank", "message"),
-    [("UserError", 0, "error: rank 0 fails"), ("RuntimeError", 1, "RuntimeError: rank 1 fails"), ("SIGKILL", 1, None)],
+    [
+        ("UserError", 0, "error: rank 0 fails"),
+        ("RuntimeError", 1, "RuntimeError: rank 1 fails"),
+        ("SIGKILL", 1, None),
+        ("in the last barrier", 1, None),
+    ],
 )
 def test_a_rank_that_dies_ends_all_within_seconds(death, rank, message, device):
     """The output has no other rank's error, and ends with torchrun's summary, where the error stands again."""
@@ -139,6 +145,53 @@ def test_ranks_end_with_their_torchrun():
     assert float(torchrun.stdout.readline()) > 0
     torchrun.kill()
     torchrun.communicate(timeout=60)  # ends once no rank has its output open
+
+
+def in_containers(rank: int, port: int, folder: Path) -> None:
+    """A rank whose process number and PID namespace are its container's own."""
+    announce(rank, 2, port)
+    readlink, exists, own = os.readlink, os.path.exists, 2**30 + rank
+    os.readlink = lambda path: f"pid:[{rank}]" if path == "/proc/self/ns/pid" else readlink(path)
+    os.getpid, os.path.exists = lambda: own, lambda path: path == f"/proc/{own}" or exists(path)
+    with join_world("cpu") as world:
+        time.sleep(3 + world.rank)
+        assert world.sum(1.0) == [2]
+    (folder / f"{rank}").touch()
+
+
+def test_ranks_in_pid_namespaces_of_their_own(tmp_path):
+    """No rank sees the process of the other, and none takes it for dead."""
+    store = meeting_point()
+    mp.start_processes(in_containers, (store.port, tmp_path), 2, start_method="forkserver")
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+
+
+def wait_long_and_short(world: World, folder: Path) -> None:
+    """Rank 1 comes a second and a half late: in time at first, and too late once waits are limited to a second."""
+    assert len({*map(timeout_of, groups_of(world))}) == 1 and timeout_of(dist.group.WORLD) == 3600
+    time.sleep(1.5 * world.rank)
+    assert world.sum(1.0) == [2]
+    world.limit_waits(1)
+    assert {*map(timeout_of, groups_of(world))} == {1}
+    time.sleep(1.5 * world.rank)
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):
+            world.sum(1.0)
+        (folder / "seen").touch()
+    os._exit(0)
+
+
+def groups_of(world: World) -> list:
+    return [dist.group.WORLD, world.fsdp_mesh.get_group(), *world.mesh.get_all_groups()]
+
+
+def timeout_of(group) -> float:
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_waits_are_long_before_the_first_step_and_short_after(tmp_path):
+    run_ranks(2, wait_long_and_short, tmp_path)
+    assert (tmp_path / "seen").exists()
 
 
 def test_four_ranks():
