@@ -311,6 +311,25 @@ def test_resume_auto_starts_goes_on_and_passes_damage_over(corpus, tmp_path, cap
     assert losses(run) == losses(whole)
 
 
+def test_checkpoints_without_optimizer_state_say_how_to_go_on(corpus, tmp_path, capsys):
+    """With and without --resume alike; what a killed save left there is cleared all the same."""
+    run = tmp_path / "run"
+    assert train.main(arguments(corpus, run, "--save", "model", steps=1)) == 0
+    (run / ".step_00000009.tmp").mkdir()
+    advice = f"it has no optimizer state; another --output_dir starts afresh, with --init_from {run}/step_0000000"
+    for flags in ((), ("--resume",)):
+        assert train.main(arguments(corpus, run, *flags, steps=2)) == 1
+        error = capsys.readouterr().err
+        assert f"{advice}1 from its weights\n" in error and "--resume goes on" not in error
+    assert not [*run.glob(".step*")]
+    shutil.rmtree(run)
+    assert train.main(arguments(corpus, run, steps=1)) == 0
+    assert train.main(arguments(corpus, run, "--resume", "--save", "model", steps=2)) == 0
+    assert train.main([*only_resume(run), "--max_steps", "3"]) == 1
+    error = capsys.readouterr().err
+    assert f"{advice}2 from its weights; once it is moved elsewhere, --resume goes on from {run}/step_00000001" in error
+
+
 def test_checkpoints_by_the_clock(corpus, tmp_path):
     run = tmp_path / "run"
     flags = "--checkpoint_interval", "0.000001min", "--keep_checkpoints", "9", "--validation_sequences", "0"

@@ -52,8 +52,8 @@ def check_files(path: Path, names: Collection[str] | None = None) -> list[tuple[
     version, crc = manifest.get("format_version"), manifest.pop("crc32", None)
     if version != FORMAT_VERSION:
         raise UserError(
-            f"checkpoint {path} has format {version}, this code {FORMAT_VERSION}: it can only start from its weights, "
-            f"with --init_from {path} and another --output_dir"
+            f"checkpoint {path} has format {version!s:.20}, this code {FORMAT_VERSION}: it can only start from its "
+            f"weights, with --init_from {path} and another --output_dir"
         )
     if crc != zlib.crc32(json.dumps(manifest).encode()):
         raise _corrupted(path, MANIFEST)
@@ -95,7 +95,7 @@ def verify_weights(path: str | Path, entries: dict[str, Entry] | None = None) ->
 
     Args:
         path: a folder, or a file of weights in it.
-        entries: weights that must be finite where no manifest says that they are as saved.
+        entries: weights that must be finite, if there is no manifest to compare them with.
     """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     with failing_together():

@@ -165,7 +165,7 @@ def read_header(file: Path) -> bytes:
                 return length + opened.read(size)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
-    raise UserError(f"{file} is truncated or no safetensors file")
+    raise UserError(f"{file} is missing, truncated or no safetensors file")
 
 
 def local_pieces(tensors: dict[str, Tensor]) -> Iterator[tuple[Piece, Tensor]]:

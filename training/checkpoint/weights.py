@@ -24,7 +24,7 @@ from training.checkpoint.pieces import Entry, bytes_of, header_of, read_entries,
 from training.families import extend, from_config_json, to_config_json
 from training.flags import flag, read_command
 from training.host.errors import UserError, refused_as_user_error
-from training.host.files import read_file, read_json
+from training.host.files import JSON_BYTES, read_file, read_json
 from training.host.processes import command
 
 # Files beside weights that go along into checkpoints: a tokenizer, its chat template, defaults for generation.
@@ -131,11 +131,12 @@ def parameter_shapes(shape: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def read_companions(tokenizer: Path) -> Companions:
     """The files and settings that go along with the weights beside this tokenizer.json."""
-    files = {"tokenizer.json": read_file(tokenizer, "give --tokenizer the path of a tokenizer.json")}
+    advice = "give --tokenizer the path of a tokenizer.json"
+    files = {"tokenizer.json": read_file(tokenizer, advice, JSON_BYTES)}
     if tokenizer.name != "tokenizer.json":
         return Companions(files)
     folder, settings = tokenizer.parent, {}
-    files |= {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
+    files |= {name: read_file(folder / name, advice, JSON_BYTES) for name in COMPANIONS if (folder / name).is_file()}
     if (folder / "config.json").is_file():
         content = read_json(folder / "config.json")
         settings = {name: content[name] for name in TOKEN_IDS if name in content}
@@ -170,11 +171,12 @@ def _entries(file: Path) -> dict[str, Entry]:
     try:
         if not file.is_file():  # a pipe would be waited for
             raise FileNotFoundError("no such file")
+        header = read_header(file)  # before the library maps the file: SIGBUS would end it at an unreadable sector
         with safe_open(file, framework="pt"):
             pass
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is missing, truncated or no safetensors file: {error}") from None
-    return read_entries(read_header(file), file)
+    return read_entries(header, file)
 
 
 def _read_weight(entry: Entry) -> Tensor:

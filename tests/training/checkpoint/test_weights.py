@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import train
 from model import MODEL_SIZES, Transformer
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import save_checkpoint, unreadable
 from tests.training.checkpoint.test_files import Model, assert_same_state, damage, save, weights_of
 from training import generate
 from training.checkpoint import weights as weights_module
@@ -19,6 +19,7 @@ from training.checkpoint.pieces import read_header
 from training.checkpoint.weights import load_model_weights
 from training.evaluation import __main__ as evaluation
 from training.families import to_config_json
+from training.host.errors import UserError
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -89,6 +90,8 @@ def test_weights_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match=r"has no model\.safetensors; give a checkpoint's step_ folder"):
         load_model_weights(tmp_path, shapes)
     path = save(tmp_path, 1)
+    with unreadable(path / "model.safetensors"), pytest.raises(UserError, match="cannot be read: Input/output error"):
+        load_model_weights(path, shapes)
     content = (path / "model.safetensors").read_bytes()
     for size in (0, 5, 100, len(content) - 1):
         (path / "model.safetensors").write_bytes(content[:size])
