@@ -8,6 +8,7 @@ stopping.py early ends, saving.py room on the disk, metrics.py metrics.jsonl and
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import sys
 import time
@@ -139,6 +140,9 @@ def set_up(start: resume.Start, world: World, stack: contextlib.ExitStack) -> Ru
     stopping = Stopping(received, world, model.layers, config.gradient_accumulation_steps, seconds)
     stack.callback(stopping.watchdog.cancel)
     describe(config, model_config, plan, world)
+    gc.collect()
+    gc.freeze()  # a full collection would look at all that was imported, and the ranks would wait for the one in it
+    stack.callback(gc.unfreeze)
     # The stack ends the bar's line before an error is shown.
     bar = stack.enter_context(tqdm(total=config.max_steps, initial=first_step, unit="step", disable=not world.is_main))
     return Run(

@@ -272,15 +272,20 @@ class MasterAdamW:
                 state.gradient = None
 
     @torch.no_grad()
-    def clip_grad_norm(self, max_norm: float) -> float:
-        """Have the next `step` scale all gradients to a global norm of at most `max_norm`. Returns the norm before."""
+    def clip_grad_norm(self, max_norm: float, *values: Tensor) -> list[float]:
+        """Have the next `step` scale all gradients to a global norm of at most `max_norm`.
+
+        Returns [the norm before, each of `values` [] summed over the ranks]: one collective, and one wait, serve all.
+        """
         self.device_module.current_stream().wait_stream(self.outward)  # the norms taken there are written
         squares = (self.norms.double().square() / self.copies).sum()
+        sums = torch.stack([squares, *(value.double() for value in values)])
         if isinstance(next(iter(self.parameters.values())), DTensor):
-            dist.all_reduce(squares)
-        norm = math.sqrt(squares)
+            dist.all_reduce(sums)
+        square, *summed = sums.tolist()
+        norm = math.sqrt(square)
         self.scale = min(1.0, max_norm / (norm + 1e-6))
-        return norm
+        return [norm, *summed]
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:

@@ -80,7 +80,7 @@ def test_equals_adamw_in_float64(dtype, micro_batches, placement, device):
         sums = {n: sum(gradient[n].double() for gradient in gradients) for n in expected}
         norm = math.sqrt(sum(g.square().sum() for g in sums.values()))
         max_norm = norm * (0.5 if step % 2 else 2.0)
-        assert optimizer.clip_grad_norm(max_norm) == pytest.approx(norm, rel=1e-5)
+        assert optimizer.clip_grad_norm(max_norm)[0] == pytest.approx(norm, rel=1e-5)
         optimizer.step(1e-2)
         for n in expected:
             g = sums[n] * min(1.0, max_norm / norm)
@@ -153,7 +153,7 @@ def run(parameters, placement, micro_batches, steps=5, prepare=None):
     for step in range(steps):
         for micro in range(micro_batches):
             backward(parameters, seed=10 * step + micro)
-        norms.append(optimizer.clip_grad_norm(1.0 if step == steps - 1 else math.inf))
+        norms += optimizer.clip_grad_norm(1.0 if step == steps - 1 else math.inf)
         optimizer.step(1e-2)
     return copy_of_state(optimizer), {n: {"": p.detach()} for n, p in parameters.items()}, norms
 
@@ -177,7 +177,7 @@ def test_gradients_of_bf16_parameters_accumulate_in_float32_and_are_freed(placem
     for seed in range(64):  # 64 sums would lose bits in bf16
         for n, gradient in backward(parameters, seed).items():
             total[n] += gradient.float()
-    norm = optimizer.clip_grad_norm(1.0)  # waits for the copies, too
+    [norm] = optimizer.clip_grad_norm(1.0)  # waits for the copies, too
     assert norm == pytest.approx(math.sqrt(sum(t.double().square().sum() for t in total.values())), rel=1e-5)
     for n, parameter in parameters.items():
         assert parameter.grad is None
@@ -191,7 +191,7 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm_before_anything_moves(p
     optimizer = MasterAdamW(parameters.items(), accumulate=False, gpu_state_bytes=PLACEMENTS[placement])
     before, weights = copy_of_state(optimizer), {n: p.detach().clone() for n, p in parameters.items()}
     (parameters["matrix"][7, 15] * value + parameters["other"].sum()).backward()
-    assert not math.isfinite(optimizer.clip_grad_norm(1.0))
+    assert not math.isfinite(optimizer.clip_grad_norm(1.0)[0])
     assert_equal_states(copy_of_state(optimizer), before)
     assert all(torch.equal(parameters[n], weight) for n, weight in weights.items())
 
@@ -224,7 +224,7 @@ def test_gradients_of_a_backward_that_failed_can_be_dropped(micro_batches, place
             optimizer.zero_grad()
         for micro in range(micro_batches):
             backward(parameters, seed=micro)
-        norm = optimizer.clip_grad_norm(1.0)
+        [norm] = optimizer.clip_grad_norm(1.0)
         optimizer.step(1e-2)
         return norm, copy_of_state(optimizer)
 
@@ -241,7 +241,7 @@ def test_a_parameter_without_gradient_stays(placement, device):
     optimizer.step(1e-2)
     before = {n: p.detach().clone() for n, p in parameters.items()}
     parameters["other"].sum().backward()
-    assert optimizer.clip_grad_norm(1.0) == pytest.approx(math.sqrt(35))
+    assert optimizer.clip_grad_norm(1.0)[0] == pytest.approx(math.sqrt(35))
     optimizer.step(1e-2)
     assert [n for n in SHAPES if not torch.equal(parameters[n], before[n])] == ["other"]
 
@@ -367,7 +367,7 @@ def train_sharded(gpu_state_bytes, world, micro_batches, steps=3):
             model(rows[world.rank :: world.size]).backward()
         for state in optimizer.states.values():  # on the GPU no gradient is a view that keeps a whole layer's
             assert state.on_host or state.gradient.untyped_storage().nbytes() == state.gradient.nbytes
-        norms.append(optimizer.clip_grad_norm(1.0))
+        norms += optimizer.clip_grad_norm(1.0)
         optimizer.step(1e-2)
     return model, optimizer, norms
 
@@ -529,7 +529,7 @@ def test_sharded_state_stays_on_the_host(tmp_path):
             weight = nn.Parameter(distribute_tensor(torch.full((40, 3), fill, device="cuda"), mesh, [Shard(0)]))
             optimizer = MasterAdamW([("weight", weight)], gpu_state_bytes=0)
             (weight.to_local() * fill).sum().backward()
-            assert optimizer.clip_grad_norm(1.0) == pytest.approx(fill * math.sqrt(120))
+            assert optimizer.clip_grad_norm(1.0)[0] == pytest.approx(fill * math.sqrt(120))
             optimizer.step(1e-2)
             return weight, optimizer
 

@@ -64,8 +64,8 @@ def train_step(
             loss = run_model(model, batch, world, num_valid)
             loss.backward()
             losses.append(loss.detach())
-        norm = optimizer.clip_grad_norm(max_grad_norm)
-        loss = world.sum(float(torch.stack(losses).sum()))[0] / world.tensor_size
+        norm, loss = optimizer.clip_grad_norm(max_grad_norm, torch.stack(losses).sum())
+        loss /= world.tensor_size
         if not math.isfinite(loss + norm):
             raise NotFinite(f"loss {loss}, gradient norm {norm}")
     except (Stopped, NotFinite):

@@ -247,8 +247,15 @@ def train(world: World, micro_batches: int) -> tuple[list, dict]:
 
 
 def check_training(world: World) -> None:
-    """Two groups of two ranks train as one process that takes the sequences of both groups."""
-    steps, weights = train(world, 1)
+    """Two groups of two ranks train as one process that takes the sequences of both groups.
+
+    Two sums over all ranks serve a step: of targets, and of the norm with the loss.
+    """
+    sums, all_reduce = [], dist.all_reduce
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda *args, **kwargs: sums.append(1) or all_reduce(*args, **kwargs))
+        steps, weights = train(world, 1)
+    assert len(sums) == 2 * len(steps)
     expected_steps, expected = train(World(0, 1, world.device), 2)
     torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected_steps), rtol=1e-5, atol=0)
     for name, weight in weights.items():
