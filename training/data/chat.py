@@ -7,7 +7,9 @@ time or memory: a rendering that hangs is ended by SIGTERM.
 import functools
 import itertools
 import json
+import logging
 import re
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from training.data.tokenizer import FileTokenizer
 from training.host.errors import UserError
 from training.host.files import read_file, read_json
 
+logger = logging.getLogger(__name__)
 REASONING = ("template", "keep", "drop")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 THINKING = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)
@@ -35,7 +38,14 @@ ROLES_AFTER = {
     "tool": ("tool", "assistant"),
 }
 
+# Date that templates get as the present day: the same chats have the same tokens on every day.
+TODAY = date(2026, 1, 1)
+
 Turn = tuple[int, int]  # characters start .. stop - 1 of a rendered chat
+
+
+class NothingToLearn(Exception):
+    """A line of data is in order, but has nothing to learn. The message says what is counted, such as "blank lines"."""
 
 
 class ChatTemplate:
@@ -67,8 +77,9 @@ class ChatTemplate:
         self._template = _compile(source, self._file)
         self._header, self._end = "", ""
         self._openers: list[str] = []  # other strings that begin a turn, such as "<|im_start|>"
+        self._shown: set[tuple] = set()  # chats, by their roles and parts, of which the template writes all contents
         question, answer = {"role": "user", "content": "QqQ"}, {"role": "assistant", "content": "AaA"}
-        before, prompt = self._render([question], None), self.prompt([question])
+        before, prompt = self._render([question], None), self._render([question], None, add_generation_prompt=True)
         # Text before an answer, without a space at its end: that is part of the answer's first token.
         self._prompt = prompt.removeprefix(before).rstrip(" ") if prompt.startswith(before) else ""
         whole = self._render([question, answer, {**question, "content": "RrR"}, {**answer, "content": "BbB"}], None)
@@ -86,31 +97,39 @@ class ChatTemplate:
         """Returns (ids, is_masked) of a chat, uint32 and bool [N]. A token that begins before its turn is masked.
 
         Args:
-            record: {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}.
+            record: {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}. A message of the assistant with
+                "weight": 0 has no targets.
 
         Raises:
-            UserError: the messages are not a chat; the template refuses them, or leaves out a turn, tools, calls or
+            UserError: the messages are not a chat; the template refuses them, or leaves out a message, tools, calls or
                 reasoning, which nobody would learn then.
+            NothingToLearn: a question or an answer is empty, or nothing is a target.
         """
-        messages, tools = _check_messages(record["messages"]), record.get("tools")
-        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            raise UserError('"tools" must be a list of objects')
+        tools = record.get("tools")
+        _names(tools, '"tools"')
+        messages = _check_messages(record["messages"])
         try:
             self._check_words([messages, tools])
             text, turns = self._whole(messages, tools)
+            self._check_shown(messages, tools, text, turns)
         except RecursionError:
             raise UserError("objects within objects, too deep; remove the line") from None
-        self._check_shown(messages, tools or [], text, turns)
+        weights = [message.get("weight") for message in messages if message["role"] == "assistant"]
+        if 0 in weights:
+            if len(weights) != len(turns):
+                raise UserError(f'chat template {self._file} joins messages into turns: "weight" cannot be obeyed')
+            turns = [turn for turn, weight in zip(turns, weights) if weight != 0]
         ids, starts = self._tokenizer.encode_with_starts(text)
         masked = np.ones(len(ids), dtype=bool)
         for start, stop in turns:
             masked[np.searchsorted(starts, start) : np.searchsorted(starts, stop)] = False
         if masked[1:].all():
-            raise UserError("no trainable token: the assistant's turns are empty; remove the line")
+            raise NothingToLearn("chats without a target")
         return ids, masked
 
     def prompt(self, messages: list[dict]) -> str:
         """Returns the messages as text, followed by the words that the template begins an answer with."""
+        self._check_contents(messages, None)
         return self._render(messages, None, add_generation_prompt=True)
 
     def _whole(self, messages: list[dict], tools: list | None) -> tuple[str, list[Turn]]:
@@ -132,24 +151,40 @@ class ChatTemplate:
         given = self._prompt[len(self._header) :]
         return text, [(a + begins * (not self._is_marked and text.startswith(given, a)), b) for a, b in turns]
 
-    def _check_shown(self, messages: list[dict], tools: list[dict], text: str, turns: list[Turn]) -> None:
-        """Refuse a chat whose tools, calls or reasoning the template left out; tools and calls count by their names."""
+    def _check_shown(self, messages: list[dict], tools: list | None, text: str, turns: list[Turn]) -> None:
+        """Refuses a chat of which the template leaves out a part. Tools and calls count by their names."""
+        self._check_contents(messages, tools)
         answers = [(i, message) for i, message in enumerate(messages, start=1) if message["role"] == "assistant"]
         # A template that marks turns may join several messages into one turn.
         shown = [text[a:b] for a, b in turns] if len(turns) == len(answers) else [text] * len(answers)
         asked = max(i for i, message in enumerate(messages, start=1) if message["role"] == "user")
         missing = [("tools", "the chat", name) for name in _names(tools) if name not in text]
         for (i, message), part in zip(answers, shown):
-            where, thought, calls = f"message {i}", message.get("reasoning_content"), message.get("tool_calls") or []
-            missing += [("tool_calls", where, name) for name in _names(calls) if name not in part]
-            is_wanted = self._reasoning == "keep" or i > asked
-            if is_wanted and isinstance(thought, str) and thought.strip() not in part:
-                missing.append(("reasoning", where, thought.strip()))
-        for what, where, value in missing[:1]:
-            raise UserError(
-                f"chat template {self._file} does not write the {what} of {where} ({value[:40]!r}); remove them, or "
-                "give a --tokenizer whose template does"
-            )
+            where, thought = f"message {i}", message.get("reasoning_content", "").strip()
+            missing += [("tool_calls", where, name) for name in _names(message.get("tool_calls")) if name not in part]
+            if (self._reasoning == "keep" or i > asked) and thought not in part:
+                missing.append(("reasoning", where, thought))
+        for lost in missing:
+            self._refuse_lost(*lost)
+
+    def _check_contents(self, messages: list[dict], tools: list | None) -> None:
+        """Refuses a chat of which the template leaves out a message.
+
+        A template may trim or quote contents. Other words take their place, and are looked for in the text.
+        """
+        kind = tools is None, *((m["role"], *((name, bool(value)) for name, value in m.items())) for m in messages)
+        if kind not in self._shown:
+            words = {i: f"Q{i}q" for i, message in enumerate(messages) if message["content"]}
+            probe = self._render([m | {"content": words.get(i, m["content"])} for i, m in enumerate(messages)], tools)
+            for i in (i for i, word in words.items() if word not in probe):
+                self._refuse_lost("content", f"message {i + 1} ({messages[i]['role']})", messages[i]["content"])
+            self._shown.add(kind)
+
+    def _refuse_lost(self, what: str, where: str, value: str) -> None:
+        raise UserError(
+            f"chat template {self._file} does not write the {what} of {where}: {value[:40]!r}; remove it, or give a "
+            "--tokenizer whose template does"
+        )
 
     def _render_turns(self, messages: list[dict], tools: list | None) -> tuple[str, list[Turn]]:
         text = self._render(messages, tools)
@@ -277,10 +312,16 @@ def _compile(source: str, file: Path):
     def raise_exception(message):
         raise jinja2.TemplateError(message)
 
+    def strftime_now(form: str) -> str:
+        return TODAY.strftime(form)
+
     extensions = [Generation, ext.loopcontrols]
     environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes for HTML
     environment.globals["raise_exception"] = raise_exception
+    if "strftime_now" in source and "strftime_now is defined" not in source:  # Llama's has a date of its own otherwise
+        environment.globals["strftime_now"] = strftime_now
+        logger.info("chat template %s asks for the day: it is told %s on every day", file, TODAY)
     try:
         return environment.from_string(source)
     except Exception as error:
@@ -295,25 +336,31 @@ def _check_messages(messages) -> list[dict]:
     if not isinstance(messages, list) or not messages:
         raise UserError(f'"messages" is {"an empty list" if messages == [] else "no list"}; remove the line')
     checked: list[dict] = []
-    before = "nothing"
+    before, empty = "nothing", False
     for number, message in enumerate(messages, start=1):
         role = message.get("role") if isinstance(message, dict) else None
         what = f"message {number} ({str(role)[:40]})"
         if role not in ROLES_AFTER[before]:
             raise UserError(f"{what} follows {before}, where there should be {' or '.join(ROLES_AFTER[before])}")
         message = {**message, "content": _join_parts(message.get("content"), what)}
-        calls = message.get("tool_calls")
+        calls, weight = _names(message.get("tool_calls"), f'{what}: "tool_calls"'), message.get("weight")
         thoughts = [message[name] for name in REASONING_FIELDS if message.get(name)]
+        if thoughts and any(thought != thoughts[0] or not isinstance(thought, str) for thought in thoughts):
+            raise UserError(f"{what} has reasoning that is not one string; mend it, or remove the line")
+        if role != "assistant" and (calls or thoughts or weight):
+            raise UserError(f"{what} has tool_calls, reasoning or a weight, which only the assistant's have; remove it")
+        if weight not in (None, 0, 1):
+            raise UserError(f'{what} has "weight": {str(weight)[:40]}; it must be 0 or 1')
         if thoughts:
             message["reasoning_content"] = thoughts[0]
-        if not message["content"].strip() and not (role == "assistant" and (calls or thoughts)):
-            raise UserError(f"{what} is empty; remove the line")
-        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-            raise UserError(f'{what}: "tool_calls" must be a list of objects')
+        if not message["content"].strip() and role in ("user", "assistant") and not calls and not thoughts:
+            empty = True
         before = "an assistant that calls tools" if calls else role
         checked.append(message)
     if role != "assistant":
         raise UserError(f"the last of {len(messages)} messages is of {role}; it must be the assistant's")
+    if empty:
+        raise NothingToLearn("chats with an empty question or answer")
     return checked
 
 
@@ -328,11 +375,17 @@ def _join_parts(content, what: str) -> str:
     raise UserError(f'{what} has a content that is no text: a string, or parts {{"type": "text", "text": ...}}')
 
 
-def _names(tools: list[dict]) -> list[str]:
+def _names(tools, what: str = "tools") -> list[str]:
     """Returns the functions' names. A tool, or a call of one, is a function itself or has it under "function"."""
-    functions = [tool.get("function", tool) for tool in tools]
-    names = [function.get("name") for function in functions if isinstance(function, dict)]
-    return [name for name in names if isinstance(name, str)]
+    names = [_name(tool) for tool in tools] if isinstance(tools, list) else [None] * (tools is not None)
+    if not all(isinstance(name, str) for name in names):
+        raise UserError(f'{what} must be a list of objects, each with a string as "name"')
+    return [str(name) for name in names]
+
+
+def _name(tool):
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def _without_reasoning(message: dict) -> dict:

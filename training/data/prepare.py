@@ -7,6 +7,7 @@ a stop the same command goes on, and after a change of some files it makes only 
 
 import contextlib
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -23,7 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from training.data.prepared import DOCUMENT, FORMAT, INDEX, MASKED, TOKEN, PreparedStore, canonical, hash_of_index
-from training.data.sources import SUFFIXES, Document, DocumentReader, find_files
+from training.data.sources import SUFFIXES, Document, DocumentReader, find_files, say_left_out
 from training.data.tokenizer import load_tokenizer
 from training.host.errors import UserError
 from training.host.files import only_run_in, write_file
@@ -62,6 +63,7 @@ def prepare(source: Path, out: Path, tokenizer: str, reasoning: str = "template"
         for file in out.iterdir():
             if OURS.fullmatch(file.name) and file.name.split(".")[0] not in parts:
                 file.unlink()  # its files have changed
+        say_left_out([done[name].get("left_out", {}) for name in parts])
         kept = [{"name": name, **done[name]} for name in parts if done[name]["documents"]]
         if not kept:
             raise UserError(f"{source} has no text; give a path that holds some")
@@ -191,7 +193,7 @@ def _read_extent(extent: Extent, reader: DocumentReader) -> Iterator[Document]:
         return reader.read(path)
     with path.open("rb") as stream:
         stream.seek(extent.start)
-        return reader.read_lines(stream.read(extent.stop - extent.start), path, extent.line)
+        return reader.read_lines(io.BytesIO(stream.read(extent.stop - extent.start)), path, extent.line)
 
 
 def _make_part(path: Path, extents: list[Extent]) -> dict:
@@ -199,6 +201,7 @@ def _make_part(path: Path, extents: list[Extent]) -> dict:
     assert _reader is not None
     eos_id = np.array([_reader.eos_id], dtype=TOKEN)
     rows, targets, largest, end, are_samples = [], 0, 0, 0, False
+    _reader.left_out = {}
     digest = hashlib.sha256()
     try:
         with path.with_suffix(".tokens.new").open("wb") as stream:
@@ -222,7 +225,7 @@ def _make_part(path: Path, extents: list[Extent]) -> dict:
         _write(path.with_suffix(".documents"), table)
         summary = {
             "documents": len(rows), "tokens": end, "targets": targets, "largest_id": largest,
-            "are_samples": are_samples,
+            "are_samples": are_samples, "left_out": _reader.left_out,
             "sha256": {".tokens": digest.hexdigest(), ".documents": hashlib.sha256(table).hexdigest()},
         }  # fmt: skip
         _write(path.with_suffix(".json"), json.dumps({"pieces": extents, "summary": summary}).encode())

@@ -3,20 +3,27 @@
 import contextlib
 import functools
 import json
+import logging
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from training.data.chat import UNSTORABLE, ChatTemplate
+from training.data.chat import UNSTORABLE, ChatTemplate, NothingToLearn
 from training.data.tokenizer import check_ids
 from training.host.errors import UserError, refused_as_user_error
 from training.host.files import read_file
 
+logger = logging.getLogger(__name__)
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows' editors begin files so
+SHOWN = 8  # suffixes of files that are left out
+# The forms of a line by their names, each with the name that decides first.
+CHAT, SAMPLE, TEXT = FORMS = (("messages", "tools"), ("completion", "prompt"), ("text",))
 # Folders of installed packages, and folders of the standard library with tables or tests in place of programs.
 STANDARD_LIBRARY_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
@@ -36,7 +43,7 @@ def load_documents(path: str | None, tokenizer, vocab_size: int, reasoning: str 
 
     Args:
         path: a .txt, .md, .py or .jsonl file, or a folder, whose subfolders are searched, too, in sorted order. None:
-            the sources of Python's standard library on this machine. Blank text files are left out.
+            the sources of Python's standard library on this machine.
         tokenizer, vocab_size, reasoning: see DocumentReader.
 
     Raises:
@@ -47,12 +54,18 @@ def load_documents(path: str | None, tokenizer, vocab_size: int, reasoning: str 
         documents = list(_standard_library(reader))
     else:
         documents = [document for file in find_files(Path(path)) for document in reader.read(file)]
+    say_left_out([reader.left_out])
     if not documents:
-        is_file = path is not None and Path(path).is_file()
-        where = f"folder {path}" if path else "Python's standard library"
-        what = f"{path} is empty" if is_file else f"{where} has no text in any {', '.join(SUFFIXES)} file"
-        raise UserError(f"data {what}; give --data a path that holds text")
+        where = path or "Python's standard library"
+        raise UserError(f"{where} is empty: no text in any {', '.join(SUFFIXES)} file; give other --data")
     return documents
+
+
+def say_left_out(parts: list[dict[str, list]]) -> None:
+    """Warns of what was left out of the parts of a corpus; see DocumentReader."""
+    for what in dict.fromkeys(what for part in parts for what in part):
+        found = [part[what] for part in parts if what in part]
+        logger.warning("data: left out %s: %s, the first in %s", what, f"{sum(n for n, _ in found):,}", found[0][1])
 
 
 def find_files(path: Path) -> list[Path]:
@@ -69,6 +82,11 @@ def find_files(path: Path) -> list[Path]:
             if links := [Path(root, name) for name in folders if Path(root, name).is_symlink()]:
                 raise UserError(f"{links[0]} is a link to a folder, which is not followed; give its target to --data")
             files += [Path(root, name) for name in names]
+        others = Counter(file.suffix or file.name for file in files if file.suffix.lower() not in SUFFIXES)
+        if others:
+            kinds = ", ".join(f"{count:,} {kind[:30]}" for kind, count in others.most_common(SHOWN))
+            more = " and others" if len(others) > SHOWN else ""
+            logger.warning("data: left out files of other kinds in %s: %s%s", path, kinds, more)
         return sorted(file for file in files if file.suffix.lower() in SUFFIXES and file.is_file())
     if not path.is_file():  # a pipe would be waited for
         raise UserError(f"cannot read {path}: it is no regular file; give --data a file or a folder")
@@ -87,11 +105,14 @@ class DocumentReader:
         tokenizer: see load_tokenizer.
         vocab_size: the model's; every id must be below it.
         reasoning: see ChatTemplate.
+
+    Attributes:
+        left_out: files and lines from which nothing can be learnt: by what they are, [their number, the first's place].
     """
 
     def __init__(self, tokenizer, vocab_size: int, reasoning: str = "template"):
         self._tokenizer, self._vocab_size, self._reasoning = tokenizer, vocab_size, reasoning
-        self.eos_id = tokenizer.eos_id
+        self.eos_id, self.left_out = tokenizer.eos_id, dict[str, list]()
 
     @functools.cached_property
     def _chat(self) -> ChatTemplate:
@@ -100,40 +121,68 @@ class DocumentReader:
 
     def read(self, file: Path) -> Iterator[Document]:
         """Yields the documents of a file; none if it is empty. A UserError names the file, and the offset or line."""
-        raw = read_file(file, "give --data a readable file")
-        is_lines = file.suffix.lower() == ".jsonl"
-        return self.read_lines(raw, file) if is_lines else self.read_text(_decode(raw, str(file)), file)
+        if file.suffix.lower() != ".jsonl":
+            yield from self.read_text(_decode(read_file(file, "give --data a readable file"), str(file)), file)
+            return
+        try:
+            with file.open("rb") as lines:
+                yield from self.read_lines(lines, file)
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror}; give --data a readable file") from None
 
     def read_text(self, text: str, file: Path) -> Iterator[Document]:
         """Yields a text file's one document; none if the text is blank."""
         if text.strip():
             yield self._document(str(file), self._tokenizer.encode_from_start(text))
+        else:
+            self._leave_out("files without text", str(file))
 
-    def read_lines(self, raw: bytes, file: Path, first_number: int = 1) -> Iterator[Document]:
-        """Yields the documents of lines of a .jsonl file. The first line has the number `first_number`."""
-        raw = raw.removesuffix(b"\n")
-        # Lines end with \n alone. str.splitlines would also cut at separators that JSON allows inside a string.
-        for number, line in enumerate(raw.split(b"\n") if raw else [], start=first_number):
+    def read_lines(self, lines: Iterable[bytes], file: Path, first_number: int = 1) -> Iterator[Document]:
+        """Yields the documents of lines of a .jsonl file. The first line has the number `first_number`.
+
+        Lines end with \\n alone: JSON allows the other separators inside a string.
+        """
+        for number, line in enumerate(lines, start=first_number):
             where = f"{file}:{number}"
+            if number == 1 and line.startswith(BYTE_ORDER_MARK):
+                self._leave_out("byte order marks", where)
+                line = line.removeprefix(BYTE_ORDER_MARK)
+            if not line.strip():
+                self._leave_out("blank lines", where)
+                continue
             text = _decode(line, where)
             try:
                 record = json.loads(text)
             except (ValueError, RecursionError) as error:  # ValueError also for 5,000 digits
                 raise UserError(f"{where}: not JSON ({str(error)[:100]}); each line must be one JSON object") from None
-            with refused_as_user_error(f"{where}: "):
-                encoded = self._encode(record if isinstance(record, dict) else {})
-            yield self._document(where, *encoded)
+            try:
+                with refused_as_user_error(f"{where}: "):
+                    encoded = self._encode(record if isinstance(record, dict) else {})
+            except NothingToLearn as what:
+                self._leave_out(str(what), where)
+            else:
+                yield self._document(where, *encoded)
+
+    def _leave_out(self, what: str, where: str) -> None:
+        self.left_out.setdefault(what, [0, where])[0] += 1
 
     def _encode(self, record: dict) -> tuple[np.ndarray, np.ndarray | None, bool]:
         """Returns (tokens, masked, is_complete) of a line; see Document."""
-        if "messages" in record:
+        given = {name for form in FORMS for name in form if record.get(name) is not None}
+        form = next((form for form in FORMS if form[0] in given), ())
+        # Released chats often repeat the first question as "prompt".
+        if form == CHAT and _is_content(record.get("prompt"), record["messages"]):
+            given.discard("prompt")
+        if form and (ignored := [name for name in sorted(given.difference(form)) if record[name]]):
+            raise UserError(f'has "{ignored[0]}" beside "{form[0]}", where it would be ignored; remove one')
+        if form == CHAT:
             return *self._chat.encode(record), True
-        is_sample = "completion" in record
+        is_sample = form == SAMPLE
         prompt, text = (record.get("prompt"), record["completion"]) if is_sample else ("", record.get("text"))
         if not isinstance(text, str) or not isinstance(prompt, str):
             raise UserError('needs a string "text", strings "prompt" and "completion", or a list "messages"')
         if not text.strip():
-            raise UserError("empty text leaves nothing to learn from; remove the line")
+            raise NothingToLearn("lines without text")
         if UNSTORABLE.search(prompt + text):
             raise UserError("escaped NUL or lone surrogate in the text; remove it")
         if not is_sample:
@@ -153,6 +202,12 @@ def _standard_library(reader: DocumentReader) -> Iterator[Document]:
         if STANDARD_LIBRARY_SKIPS.isdisjoint(file.relative_to(root).parts):
             with contextlib.suppress(OSError, UnicodeDecodeError):  # some tests cannot be decoded, on purpose
                 yield from reader.read_text(file.read_bytes().decode(), file)
+
+
+def _is_content(value, messages) -> bool:
+    """Whether a value is the content of a message."""
+    found = messages if isinstance(messages, list) else []
+    return any(isinstance(message, dict) and message.get("content") == value for message in found)
 
 
 def _decode(raw: bytes, where: str) -> str:

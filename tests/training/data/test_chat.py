@@ -188,15 +188,57 @@ def test_what_the_template_leaves_out_is_refused(shown, template):
     question, answer = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
     called = [question, {**answer, "content": "", "tool_calls": [call]}, {"role": "tool", "content": "2"}, answer]
     for record, reasoning, message in (
-        ({"messages": [question, answer], "tools": [call]}, "template", r"the tools of the chat \('add'\)"),
-        (called, "template", r"the tool_calls of message 2 \('add'\)"),
-        ([question, {**answer, **thought}], "template", r"the reasoning of message 2 \('so'\)"),
+        ({"messages": [question, answer], "tools": [call]}, "template", "the tools of the chat: 'add'"),
+        (called, "template", "the tool_calls of message 2: 'add'"),
+        ([question, {**answer, **thought}], "template", "the reasoning of message 2: 'so'"),
         ([question, {**answer, **thought}, question, answer], "keep", "the reasoning of message 2"),
     ):
         with pytest.raises(ValueError, match=f"chat_template.jinja does not write {message}.*"):
             shown(template, record, reasoning)
     earlier = [question, {**answer, **thought}, question, answer]
     assert shown(template, earlier, "drop") == shown(template, earlier) == shown(template, [question, answer] * 2)
+
+
+def test_a_message_that_the_template_drops_is_refused(shown, folder):
+    """Each chat is looked at, whether its words stand elsewhere in the text or not."""
+    drops = QWEN3.replace("{%- else %}\n  ", "{%- elif m.role in ('user', 'system') %}\n  ")
+    assert drops != QWEN3
+    chat = [{"role": "developer", "content": "Hi"}, *TALK]
+    assert "developer\nHi" in shown(QWEN3, chat)
+    with pytest.raises(ValueError, match=r"does not write the content of message 1 \(developer\): 'Hi'; remove it"):
+        shown(drops, chat)
+    with pytest.raises(ValueError, match=r"does not write the content of message 1 \(developer\): 'Hi'; remove it"):
+        ChatTemplate(load_tokenizer(str(folder))).prompt(chat[:2])
+    called = [TALK[0], {**TALK[1], "tool_calls": [{"name": "f"}]}, {"role": "tool", "content": 'a "b"\n'}, TALK[3]]
+    quoted = QWEN3.replace("<tool_response>' + m.content", "<tool_response>' + (m.content | tojson)")
+    assert 'a \\"b\\"\\n' in shown(quoted, called)
+    with pytest.raises(ValueError, match=r"the content of message 2 \(assistant\): 'Hello\. '"):
+        shown(QWEN3.replace("{{- m.content }}", "{{- '' if m.tool_calls else m.content }}"), called)
+
+
+def test_weights_of_answers(shown):
+    expected = shown(CHATML, TALK).replace("[Hello. <|im_end|>]", "Hello. <|im_end|>")
+    chat = [TALK[0], {**TALK[1], "weight": 0}, TALK[2], {**TALK[3], "weight": 1}]
+    assert shown(CHATML, chat) == shown(MARKED, chat) == expected
+    joined = MARKED.replace("{% for m in messages %}", "{% for m in messages[:1] + messages[2:] %}")
+    joined = joined.replace("m.content +", "(messages[1].content if m.role == 'assistant' else '') + m.content +")
+    with pytest.raises(ValueError, match='joins messages into turns: "weight" cannot be obeyed'):
+        shown(joined, chat)
+
+
+def test_empty_results_of_tools_and_system_messages(shown):
+    call = {**TALK[1], "tool_calls": [{"name": "f"}]}
+    chat = [{"role": "system", "content": ""}, TALK[0], call, {"role": "tool", "content": None}, TALK[3]]
+    text = shown(QWEN3, chat)
+    assert "<|im_start|>system\n<|im_end|>" in text and "<tool_response></tool_response>" in text
+
+
+def test_the_day_is_the_same_on_every_day(shown, caplog):
+    caplog.set_level(logging.INFO)
+    dated = "{{ strftime_now('%d %b %Y') }}|" + CHATML
+    assert shown(dated, TALK).startswith("01 Jan 2026|") and "is told 2026-01-01 on every day" in caplog.text
+    own = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}26 Jul 2024|{% endif %}" + CHATML
+    assert shown(own, TALK).startswith("26 Jul 2024|")
 
 
 def test_marked_templates_have_the_mask_of_transformers(shown, folder):
@@ -223,11 +265,11 @@ def test_marked_templates_have_the_mask_of_transformers(shown, folder):
             assert ids.tolist() == theirs.apply_chat_template(talk, chat_template=template, return_dict=False)
 
 
-def test_bad_messages(folder, tmp_path):
+def test_bad_messages(folder, tmp_path, caplog):
     (folder / "chat_template.jinja").write_text(CHATML)
     good, tokenizer = json.dumps({"messages": TALK}), load_tokenizer(str(folder))
     user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    tool, calls = {"role": "tool", "content": "c"}, {**assistant, "tool_calls": [{}]}
+    tool, calls = {"role": "tool", "content": "c"}, {**assistant, "tool_calls": [{"name": "f"}]}
     cases = [
         ([], '"messages" is an empty list'),
         ("x", '"messages" is no list'),
@@ -242,8 +284,12 @@ def test_bad_messages(folder, tmp_path):
         ([user, assistant, tool], r"message 3 \(tool\) follows assistant"),
         ([user, calls, assistant], r"message 3 \(assistant\) follows an assistant that calls tools, .* tool"),
         ([user, {"role": "model", "content": "b"}], r"message 2 \(model\) follows user"),
-        ([user, {**assistant, "content": " "}], r"message 2 \(assistant\) is empty; remove the line"),
-        ([{**user, "content": None}, assistant], r"message 1 \(user\) is empty"),
+        ([user, {**assistant, "reasoning": ["so"]}], r"message 2 \(assistant\) has reasoning that is not one string"),
+        ([user, {**assistant, "reasoning": "a", "thinking": "b"}], "has reasoning that is not one string"),
+        ([{**user, "thinking": "a"}, assistant], r"message 1 \(user\) has tool_calls, reasoning or a weight"),
+        ([{**user, "tool_calls": [{"name": "f"}]}, assistant], r"message 1 \(user\) has tool_calls, reasoning or a"),
+        ([user, {**assistant, "weight": 0.5}], r'message 2 \(assistant\) has "weight": 0.5; it must be 0 or 1'),
+        ([user, {**assistant, "tool_calls": [{"function": {"name": 3}}]}], 'tool_calls" must be a list of objects'),
         ([{**user, "content": [{"type": "image"}]}, assistant], r"message 1 \(user\) has a content that is no text"),
         ([user, {**assistant, "content": 3}], "content that is no text"),
         ([user, {**assistant, "tool_calls": "f"}], '"tool_calls" must be a list'),
@@ -259,13 +305,22 @@ def test_bad_messages(folder, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALK, "tools": "x"}))
     with pytest.raises(ValueError, match=r'a\.jsonl:1: "tools" must be a list of objects'):
         load_documents(str(tmp_path / "a.jsonl"), tokenizer, 300)
+    nothing = [[user, {**assistant, "content": " "}], [{**user, "content": None}, assistant]]
+    nothing.append([user, {**assistant, "weight": 0}])
+    lines = [{"messages": TALK, "prompt": TALK[0]["content"], "text": None}, *({"messages": each} for each in nothing)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert len(load_documents(str(tmp_path / "a.jsonl"), tokenizer, 300)) == 1
+    assert [record.getMessage().rpartition("/")[::2] for record in caplog.records] == [
+        (f"data: left out chats with an empty question or answer: 2, the first in {tmp_path}", "a.jsonl:2"),
+        (f"data: left out chats without a target: 1, the first in {tmp_path}", "a.jsonl:4"),
+    ]
     depth = sys.getrecursionlimit() - 40  # torch.compile raises it, if an earlier test has used that
     (tmp_path / "a.jsonl").write_text(good[:-1] + ', "tools": [{"a": ' + "[" * depth + "]" * depth + "}]}")
     with pytest.raises(ValueError, match=r"a\.jsonl:1: (objects within objects|not JSON)"):
         load_documents(str(tmp_path / "a.jsonl"), tokenizer, 300)
     (folder / "chat_template.jinja").write_text(MARKED.replace("{{ m.content + '<|im_end|>' }}{% endg", "{% endg"))
     (tmp_path / "a.jsonl").write_text(good)
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: no trainable token"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: chat template .* does not write the content of message 2"):
         load_documents(str(tmp_path / "a.jsonl"), tokenizer, 300)
     with pytest.raises(ValueError, match=r'"messages" need a chat template: .*, not bytes'):
         load_documents(str(tmp_path / "a.jsonl"), load_tokenizer("bytes"), 300)
@@ -339,7 +394,8 @@ def test_where_the_template_is(folder, tmp_path):
         with pytest.raises(ValueError, match=message):
             ChatTemplate(load_tokenizer(str(tmp_path)))
     (tmp_path / "chat_template.jinja").unlink()
-    for value in (CHATML, [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]):
+    odd = [{"name": ["x"], "template": "x"}, 3, {"name": {}}]
+    for value in (CHATML, [*odd, {"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
         ids, _ = ChatTemplate(load_tokenizer(str(tmp_path / "tokenizer.json"))).encode({"messages": TALK})
         assert len(ids) > 10

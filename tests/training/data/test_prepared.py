@@ -154,9 +154,9 @@ def test_workers_make_the_same_set(tmp_path, corpus, one_process, monkeypatch, c
     expected = prepare(corpus, tmp_path / "one", "bytes")
     monkeypatch.undo()
     monkeypatch.setattr(preparing, "PART_BYTES", 60)
-    (corpus / "zz.jsonl").write_text('{"text": ""}')
+    (corpus / "zz.jsonl").write_text('{"text": 3}')
     assert main(["prepare", str(corpus), str(tmp_path / "two"), "--tokenizer", "bytes", "--workers", "2"]) == 1
-    assert capfd.readouterr().err.splitlines()[-1].startswith(f"error: {corpus}/zz.jsonl:1: empty text")
+    assert capfd.readouterr().err.splitlines()[-1].startswith(f'error: {corpus}/zz.jsonl:1: needs a string "text"')
     (corpus / "zz.jsonl").unlink()
     monkeypatch.setattr(preparing, "ProcessPoolExecutor", None)  # every part exists
     assert prepare(corpus, tmp_path / "two", "bytes") == expected

@@ -40,6 +40,25 @@ def test_folder_is_read_in_order_and_text_files_only(tmp_path):
     assert texts == ["a", "c", "z", "one\u2028line", "two"]
 
 
+def test_what_teaches_nothing_is_left_out_counted_and_said(tmp_path, caplog):
+    (tmp_path / "a.jsonl").write_bytes(
+        b'\xef\xbb\xbf{"text": "one"}\n\n{"text": " \\n"}\n \t\r\n{"prompt": "a", "completion": ""}\n{"text": "two"}'
+        b"\n\n"
+    )
+    (tmp_path / "b.txt").write_text(" \n")
+    for name in ("c.csv", "d.csv", "Makefile", "e.PNG"):
+        (tmp_path / name).write_text("x")
+    documents = load_documents(str(tmp_path), BYTES, 256)
+    assert [BYTES.decode(d.tokens) for d in documents] == ["one", "two"] and documents[1].source.endswith("a.jsonl:6")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"data: left out files of other kinds in {tmp_path}: 2 .csv, 1 Makefile, 1 .PNG",
+        f"data: left out byte order marks: 1, the first in {tmp_path}/a.jsonl:1",
+        f"data: left out blank lines: 3, the first in {tmp_path}/a.jsonl:2",
+        f"data: left out lines without text: 2, the first in {tmp_path}/a.jsonl:3",
+        f"data: left out files without text: 1, the first in {tmp_path}/b.txt",
+    ]
+
+
 def test_prompt_is_masked(tmp_path):
     (document,) = read_text(tmp_path, "a.jsonl", b'{"prompt": "ab", "completion": "cd"}')
     assert document.masked.tolist() == [True, True, False, False] and BYTES.decode(document.tokens) == "abcd"
@@ -51,24 +70,33 @@ def test_prompt_is_masked(tmp_path):
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("e.txt", b"", r"e\.txt is empty; give --data"),
+        ("e.txt", b"", r"e\.txt is empty: no text in any .*; give other --data"),
         ("e.txt", b" \n", r"e\.txt is empty"),
         ("e.jsonl", b"", r"e\.jsonl is empty"),
         ("b.txt", b"abc\0d", r"b\.txt is binary: NUL byte at offset 3"),
         ("b.md", b"ab\xffd", r"b\.md is not UTF-8: byte 0xff at offset 2"),
         ("b.csv", b"abc", r"b\.csv has suffix '\.csv'; it must be one of \.txt, \.md, \.py, \.jsonl"),
         ("l.jsonl", b'{"text": "a"}\n{"text": \n', r"l\.jsonl:2: not JSON \(Expecting value: .*\)"),
-        ("l.jsonl", b'{"text": "a"}\n\n{"text": "b"}\n', r"l\.jsonl:2: not JSON"),
+        ("l.jsonl", b'{"text": "a"}\n\n{"text": \n', r"l\.jsonl:3: not JSON"),
         ("l.jsonl", b'{"text": "a", "n": ' + b"1" * 5000 + b"}", r"l\.jsonl:1: not JSON"),
         ("l.jsonl", b'{"text": "a"}\n["text"]\n', r'l\.jsonl:2: needs a string "text"'),
         ("l.jsonl", b'{"text": "a"}\n"text"\n', r'l\.jsonl:2: needs a string "text"'),
         ("l.jsonl", b'{"txt": "a"}', r'l\.jsonl:1: needs a string "text"'),
         ("l.jsonl", b'{"text": 3}', r'l\.jsonl:1: needs a string "text"'),
-        ("l.jsonl", b'{"text": ""}', r"l\.jsonl:1: empty text"),
+        ("l.jsonl", b'{"text": ""}\n\n', r"l\.jsonl is empty"),
+        ("l.jsonl", b'{"text": "a", "messages": [{}]}', r'l\.jsonl:1: has "text" beside "messages", where it would be'),
+        ("l.jsonl", b'{"text": "a", "completion": "b", "prompt": "c"}', r'l\.jsonl:1: has "text" beside "completion"'),
+        ("l.jsonl", b'{"text": "a", "prompt": "c"}', r'l\.jsonl:1: has "prompt" beside "text"'),
+        ("l.jsonl", b'{"messages": [{"content": "a"}], "prompt": "c"}', r'l\.jsonl:1: has "prompt" beside "messages"'),
+        ("l.jsonl", b'{"text": "a", "tools": [{}]}', r'l\.jsonl:1: has "tools" beside "text"'),
+        (
+            "l.jsonl",
+            b'{"text": "a", "messages": null, "tools": []}\n{"text": null}',
+            r'l\.jsonl:2: needs a string "text"',
+        ),
         ("l.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"l\.jsonl:2 is not UTF-8: byte 0xff at offset 10"),
         ("l.jsonl", b'{"text": "a\\u0000"}', r"l\.jsonl:1: escaped NUL"),
         ("l.jsonl", b'{"text": "\\ud800"}', r"l\.jsonl:1: escaped NUL or lone surrogate"),
-        ("l.jsonl", b'{"prompt": "a", "completion": ""}', r"l\.jsonl:1: empty text"),
         ("l.jsonl", b'{"completion": "a"}', r'l\.jsonl:1: needs .*"prompt" and "completion", or a list "messages"'),
     ],
 )
@@ -82,7 +110,9 @@ def test_bad_paths_and_ids(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere does not exist; give --data"):
         load_documents(str(tmp_path / "nowhere"), BYTES, 256)
     (tmp_path / "image.png").write_bytes(b"\0")
-    with pytest.raises(ValueError, match=r"folder .* has no text in any \.txt, \.md, \.py, \.jsonl file"):
+    with pytest.raises(
+        ValueError, match=r"bad_paths_and_ids0 is empty: no text in any \.txt, \.md, \.py, \.jsonl file"
+    ):
         load_documents(str(tmp_path), BYTES, 256)
     (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
     with pytest.raises(ValueError, match=r"link is a link to a folder, which is not followed"):
