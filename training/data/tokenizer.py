@@ -14,7 +14,9 @@ from training.host.errors import UserError
 from training.host.files import read_file
 
 PART = 2**19  # characters given to the library at a time
-LINE_START = re.compile(r"(?<=\n)[!-~]")
+# Places where a part may begin: a line, the space before a word, or Chinese punctuation behind a word.
+PART_START = re.compile(r"(?<=\n)[!-~]|(?<=[^\W_]) (?=[^\W\d_])|(?<=[^\W_])[\u3001\u3002\uff01\uff0c\uff1f]")
+NEAR = 50  # characters on each side of such a place that are tokenized together and apart
 # Tokens that end documents. A tokenizer with several of them ends documents by the first in this list.
 END_OF_TEXT_TOKENS = (
     "<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<eos>", "<|im_end|>",
@@ -51,35 +53,38 @@ class FileTokenizer:
         except ImportError:
             raise UserError(f"--tokenizer {path} needs the tokenizers package: pip install tokenizers") from None
         content = read_file(path, "give --tokenizer the path of a tokenizer.json")
-        try:
-            self._tokenizer = Tokenizer.from_buffer(content)
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"cannot read tokenizer {path}: {error}; give the path of a tokenizer.json") from None
-        # A file may set truncation and padding for inference. Truncation would cut documents without a word.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.name, self.folder = str(path), path.parent
+        with self._refusing("be read"):
+            self._tokenizer = Tokenizer.from_buffer(content)
+            # A file may set truncation and padding for inference. Truncation would cut documents without a word.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+            before = self._tokenizer.encode("", add_special_tokens=True).ids
         self.identity = hashlib.sha256(content).hexdigest()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have holes: not their number
         self.eos_id = next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), None)
         if self.eos_id is None:
             raise UserError(f"tokenizer {path} has none of {', '.join(END_OF_TEXT_TOKENS)}: add one to end documents")
+        self._before = np.array([*itertools.takewhile(lambda i: i != self.eos_id, before)], dtype=np.uint32)
 
     def encode(self, text: str) -> np.ndarray:
         return np.concatenate([self._encode(part) for part in self._cut(text)])
 
     def encode_from_start(self, text: str) -> np.ndarray:
         """Returns the ids of a text behind those that the file puts before every text, as Llama's <|begin_of_text|>."""
-        ids = itertools.takewhile(lambda i: i != self.eos_id, self._tokenizer.encode("", add_special_tokens=True).ids)
-        return np.concatenate([np.array([*ids], dtype=np.uint32), self.encode(text)])
+        return np.concatenate([self._before, self.encode(text)])
 
     def encode_with_starts(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns (ids, the character at which each id starts), uint32 and int64 [N]."""
-        with self._refusing(text):
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        starts = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 0]
-        return np.array(encoding.ids, dtype=np.uint32), starts
+        ids, starts, position = [], [], 0
+        for part in self._cut(text):
+            with self._refusing(f"encode {part[:40]!r}"):
+                encoding = self._tokenizer.encode(part, add_special_tokens=False)
+            ids.append(np.array(encoding.ids, dtype=np.uint32))
+            starts.append(position + np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 0])
+            position += len(part)
+        return np.concatenate(ids), np.concatenate(starts)
 
     @functools.cached_property
     def added_tokens(self) -> frozenset[str]:
@@ -87,35 +92,38 @@ class FileTokenizer:
         return frozenset(token.content for token in self._tokenizer.get_added_tokens_decoder().values())
 
     def _encode(self, text: str) -> np.ndarray:
-        with self._refusing(text):
+        with self._refusing(f"encode {text[:40]!r}"):
             # The fast call does not say where each token stands in the text.
             [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.uint32)
 
-    def _cut(self, text: str) -> list[str]:
+    def _cut(self, text: str) -> Iterator[str]:
         """Cuts a text into parts of about PART characters: the library takes 200 bytes per token of a part.
 
-        A tokenizer that makes other tokens of parts than of the whole gets the whole text.
+        The parts have the tokens of the whole text. A text without a place to cut it stays whole.
         """
-        if len(text) <= PART or not self._lines_are_apart:
-            return [text]
-        # A part begins behind a newline, with a character of ASCII that is not a space.
-        found = (LINE_START.search(text, position) for position in range(PART, len(text), PART))
-        cuts = sorted({match.start() for match in found if match})
-        return [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)])]
+        start: int | None = 0
+        while start is not None:
+            matches = itertools.islice(PART_START.finditer(text, start + PART), 1000)
+            stop = next((match.start() for match in matches if self._is_border(text, match.start())), None)
+            yield text[start:stop]
+            start = stop
 
-    @functools.cached_property
-    def _lines_are_apart(self) -> bool:
-        """Whether a text has the same tokens as its lines: true of all tokenizers that split words."""
-        lines = ["a b;\n", "def f():\n    return 1\n\n\n", "a \n", "#b\n", "1\n"]
-        return self._encode("".join(lines)).tolist() == [i for line in lines for i in self._encode(line).tolist()]
+    def _is_border(self, text: str, place: int) -> bool:
+        """Whether the text near a place has the same tokens when it is cut there: true where words are split."""
+        before, behind = text[place - NEAR : place], text[place : place + NEAR]
+        apart = [*self._encode(before), *self._encode(behind)]
+        return self._encode(before + behind).tolist() == apart
 
     @contextmanager
-    def _refusing(self, text: str) -> Iterator[None]:
+    def _refusing(self, what: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # the file may lack a token for unknown words
-            raise UserError(f"tokenizer {self.name} cannot encode {text[:40]!r}: {error}") from None
+        except BaseException as error:
+            # The library raises bare Exception, or a panic of Rust's, which is not an Exception.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise UserError(f"tokenizer {self.name} cannot {what}: {error}; give another tokenizer.json") from None
 
     def decode(self, ids, with_special: bool = False) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not with_special)

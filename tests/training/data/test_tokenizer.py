@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,23 +53,34 @@ def test_tokenizer_file_keeps_large_ids_and_all_tokens(tmp_path):
     assert batch.input_ids.tolist() == [[70256, 70256, 70257]]
 
 
-@pytest.mark.parametrize("is_cut", [True, False])
-def test_a_long_text_has_the_same_tokens_in_parts(tmp_path, monkeypatch, is_cut):
-    """A text stays whole if its tokenizer writes something before each text."""
+LINES, WORDS = "he said:\n\n  x\n\u00e9\nhe\n" * 40 + "no newline" * 30, "he is here, and xx said x " * 60
+
+
+@pytest.mark.parametrize(
+    "change, text, least",
+    [
+        ({}, LINES, 11), ({}, WORDS, 20), ({}, "\u4e2d\u6587\uff0c" * 200, 9), ({}, "x" * 999, 1),
+        ({"add_prefix_space": True}, LINES, 11), ({"add_prefix_space": True}, WORDS, 20),
+        ({"add_prefix_space": True}, "x\n" * 500, 1), ({"use_regex": False}, "x " * 500, 1),
+    ],
+)  # fmt: skip
+def test_a_long_text_has_the_same_tokens_in_parts(tmp_path, monkeypatch, change, text, least):
+    """A text is cut into `least` parts or more. It stays whole where it has no border of words or lines."""
     file = tmp_path / "tokenizer.json"
     write_tokenizer(file)
-    if not is_cut:
-        content = json.loads(file.read_text())
-        content["pre_tokenizer"]["add_prefix_space"] = True
-        file.write_text(json.dumps(content))
+    content = json.loads(file.read_text())
+    content["pre_tokenizer"].update(change)
+    if "use_regex" in change:  # a token of "x" and the space behind it crosses words
+        content["model"]["vocab"]["x\u0120"], content["model"]["merges"] = 300, [["x", "\u0120"]]
+    file.write_text(json.dumps(content))
     tokenizer = load_tokenizer(str(tmp_path))
-    text = "he said:\n\n  x\n\u00e9\nhe\n" * 40 + "no newline" * 30
-    whole = tokenizer.encode(text)
+    whole = [array.tolist() for array in tokenizer.encode_with_starts(text)]
+    assert tokenizer.encode(text).tolist() == whole[0]
     monkeypatch.setattr("training.data.tokenizer.PART", 50)
-    parts = tokenizer._cut(text)
-    assert "".join(parts) == text and (len(parts) > 10) == is_cut and tokenizer.encode(text).tolist() == whole.tolist()
-    ids, starts = tokenizer.encode_with_starts(text)
-    assert ids.tolist() == whole.tolist() and starts[:4].tolist() == ([0, 2, 3, 4] if is_cut else [0, 0, 2, 3])
+    parts = list(tokenizer._cut(text))
+    assert "".join(parts) == text and (len(parts) >= least if least > 1 else len(parts) == 1)
+    assert [array.tolist() for array in tokenizer.encode_with_starts(text)] == whole
+    assert tokenizer.encode(text).tolist() == whole[0]
 
 
 def test_a_text_begins_as_the_file_says(tmp_path):
@@ -119,8 +131,14 @@ def test_tokenizer_errors(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"cannot read .*missing\.json: No such file.*; give --tokenizer"):
         load_tokenizer(str(tmp_path / "missing.json"))
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(ValueError, match=r"cannot read tokenizer .*bad\.json"):
+    with pytest.raises(ValueError, match=r"tokenizer .*bad\.json cannot be read: .*; give another tokenizer.json"):
         load_tokenizer(str(tmp_path / "bad.json"))
+    content = json.loads(Path(write_tokenizer(tmp_path / "panics.json")).read_text())
+    pieces = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    content["post_processor"] = {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": {}}
+    (tmp_path / "panics.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"tokenizer .*panics\.json cannot be read: no entry found for key; give"):
+        load_tokenizer(str(tmp_path / "panics.json"))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match="pip install tokenizers"):
         load_tokenizer("t.json")
