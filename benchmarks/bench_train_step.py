@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,7 @@ from training.checkpoint.pieces import SAVING_BYTES
 from training.checkpoint.saver import Saver
 from training.data.loader import Batch, PackedLoader
 from training.data.packing import ConcatenatedPacking
-from training.data.sources import Document, load_documents
+from training.data.sources import Document, read_documents
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
 from training.families import to_config_json
@@ -140,7 +140,7 @@ def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list
     """[step][rank] -> its micro-batches, [1, context_length] of the Python standard library's text."""
     count = arguments.gradient_accumulation_steps
     tokenizer, length = load_tokenizer(None), arguments.context_length
-    documents = load_documents(None, tokenizer, MODEL_SIZES[arguments.model_size].vocab_size)
+    documents = read_documents(None, tokenizer, MODEL_SIZES[arguments.model_size].vocab_size)
     if arguments.packed:
         if arguments.mean_length:
             documents = cut_documents(documents, arguments.mean_length)
@@ -159,7 +159,7 @@ def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list
     return steps
 
 
-def cut_documents(documents: list[Document], mean_length: int) -> list[Document]:
+def cut_documents(documents: Iterable[Document], mean_length: int) -> list[Document]:
     """Cut all tokens into documents of exponential length, at least two tokens with the end of text."""
     tokens = np.concatenate([document.tokens for document in documents])
     lengths = 1 + np.random.default_rng(0).exponential(mean_length - 2, 2 * len(tokens) // mean_length).astype(int)

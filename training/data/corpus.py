@@ -8,7 +8,7 @@ import numpy as np
 
 from training.data.packing import BestFitPacking, ConcatenatedPacking, MixedPacking, Packing
 from training.data.prepared import PreparedStore, is_prepared
-from training.data.sources import load_documents
+from training.data.sources import read_documents
 from training.data.tokens import Selection, Store, TokenStore, join, split
 from training.flags import LARGE, SMALLEST
 from training.host.errors import UserError
@@ -23,8 +23,7 @@ def open_stores(paths: list[str] | None, tokenizer, vocab_size: int, reasoning: 
         if path is not None and is_prepared(Path(path)):
             stores.append(PreparedStore(Path(path), tokenizer, vocab_size))
         else:
-            documents = load_documents(path, tokenizer, vocab_size, reasoning)
-            stores.append(TokenStore(documents, tokenizer.eos_id))
+            stores.append(TokenStore(read_documents(path, tokenizer, vocab_size, reasoning), tokenizer.eos_id))
     return stores
 
 

@@ -216,8 +216,7 @@ def _make_part(path: Path, extents: list[Extent]) -> dict:
                     stream.write(tokens.data)
                     digest.update(tokens.data)
                     end, targets = end + len(tokens), targets + int((tokens[1:] < MASKED).sum())
-                    line = int(document.source.rpartition(":")[2]) if extent.line else 0
-                    rows.append((end, number, line))
+                    rows.append((end, number, document.line))
             stream.flush()
             os.fsync(stream.fileno())
         path.with_suffix(".tokens.new").rename(path.with_suffix(".tokens"))

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from training.data.sources import place
 from training.data.tokenizer import check_ids
 from training.data.tokens import Store
 from training.host.errors import UserError
@@ -97,7 +98,8 @@ class PreparedStore(Store):
             )
         self.folder, self.eos_id, self.are_samples = folder, tokenizer.eos_id, index["are_samples"]
         self._vocab_size, self.parts = vocab_size, [part["name"] for part in index["parts"]]
-        self._hashes = [part["sha256"] for part in index["parts"]]
+        # Equal for sets of the same corpus, wherever and whenever they were made.
+        self.identity = zlib.crc32(canonical([part["sha256"] for part in index["parts"]]))
         check_ids(max(part["largest_id"] for part in index["parts"]), tokenizer, vocab_size, str(folder))
         borders = [self._borders(part) for part in index["parts"]]
         self._starts = np.concatenate([each[:-1] for each in borders])  # counted in the tokens of the document's part
@@ -122,11 +124,6 @@ class PreparedStore(Store):
             )
         return borders
 
-    @property
-    def identity(self) -> int:
-        """The CRC-32 of the parts' hashes: equal for sets of the same corpus, wherever and whenever they were made."""
-        return zlib.crc32(canonical(self._hashes))
-
     def _find(self, document: int) -> tuple[str, int]:
         """Returns (part's name, the document's number in that part)."""
         index = int(np.searchsorted(self._first, document, side="right")) - 1
@@ -139,7 +136,7 @@ class PreparedStore(Store):
             path = json.loads((self.folder / f"{name}.json").read_bytes())["pieces"][file][0]
         except (OSError, ValueError, LookupError, TypeError):
             return f"{self.folder / name}, document {number}"
-        return f"{path}:{line}" if line else str(path)
+        return place(path, line)
 
     def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Reads from a mapping that lasts for this call alone: the system may forget the pages afterwards."""

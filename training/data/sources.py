@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import os
@@ -34,12 +35,18 @@ class Document:
 
     tokens: np.ndarray  # [N], uint8 for bytes, else uint32
     masked: np.ndarray | None = None  # bool [N]: tokens that are not targets, as a prompt's; None: all are targets
-    source: str = ""  # its file; a .jsonl file with the line's number
+    file: str = ""
+    line: int = 0  # its number in a .jsonl file; 0: the document is the whole file
     is_complete: bool = False  # whether the tokens have an end of their own, a chat's; an end-of-text id follows others
 
 
-def load_documents(path: str | None, tokenizer, vocab_size: int, reasoning: str = "template") -> list[Document]:
-    """Reads and tokenizes a corpus: each text file and each line of a .jsonl file is a document.
+def place(file: str | Path, line: int) -> str:
+    """Returns a document's file; for a .jsonl file with the line's number."""
+    return f"{file}:{line}" if line else str(file)
+
+
+def read_documents(path: str | None, tokenizer, vocab_size: int, reasoning: str = "template") -> Iterator[Document]:
+    """Reads and tokenizes a corpus: each text file and each line of a .jsonl file is a document. Yields at least one.
 
     Args:
         path: a .txt, .md, .py or .jsonl file, or a folder, whose subfolders are searched, too, in sorted order. None:
@@ -49,16 +56,14 @@ def load_documents(path: str | None, tokenizer, vocab_size: int, reasoning: str 
     Raises:
         UserError: see find_files and DocumentReader; or the path holds no text.
     """
-    reader = DocumentReader(tokenizer, vocab_size, reasoning)
-    if path is None:
-        documents = list(_standard_library(reader))
-    else:
-        documents = [document for file in find_files(Path(path)) for document in reader.read(file)]
+    reader, document = DocumentReader(tokenizer, vocab_size, reasoning), None
+    parts = [_standard_library(reader)] if path is None else map(reader.read, find_files(Path(path)))
+    for document in itertools.chain.from_iterable(parts):
+        yield document
     say_left_out([reader.left_out])
-    if not documents:
+    if document is None:
         where = path or "Python's standard library"
         raise UserError(f"{where} is empty: no text in any {', '.join(SUFFIXES)} file; give other --data")
-    return documents
 
 
 def say_left_out(parts: list[dict[str, list]]) -> None:
@@ -133,7 +138,7 @@ class DocumentReader:
     def read_text(self, text: str, file: Path) -> Iterator[Document]:
         """Yields a text file's one document; none if the text is blank."""
         if text.strip():
-            yield self._document(str(file), self._tokenizer.encode_from_start(text))
+            yield self._document(file, 0, self._tokenizer.encode_from_start(text))
         else:
             self._leave_out("files without text", str(file))
 
@@ -143,7 +148,7 @@ class DocumentReader:
         Lines end with \\n alone: JSON allows the other separators inside a string.
         """
         for number, line in enumerate(lines, start=first_number):
-            where = f"{file}:{number}"
+            where = place(file, number)
             if number == 1 and line.startswith(BYTE_ORDER_MARK):
                 self._leave_out("byte order marks", where)
                 line = line.removeprefix(BYTE_ORDER_MARK)
@@ -161,7 +166,7 @@ class DocumentReader:
             except NothingToLearn as what:
                 self._leave_out(str(what), where)
             else:
-                yield self._document(where, *encoded)
+                yield self._document(file, number, *encoded)
 
     def _leave_out(self, what: str, where: str) -> None:
         self.left_out.setdefault(what, [0, where])[0] += 1
@@ -191,9 +196,11 @@ class DocumentReader:
         tokens = np.concatenate([before, self._tokenizer.encode(text)])
         return tokens, np.arange(len(tokens)) < len(before), False
 
-    def _document(self, where: str, tokens: np.ndarray, masked=None, is_complete: bool = False) -> Document:
-        check_ids(int(tokens.max(initial=0)), self._tokenizer, self._vocab_size, where)
-        return Document(tokens, masked, where, is_complete)
+    def _document(
+        self, file: Path, line: int, tokens: np.ndarray, masked: np.ndarray | None = None, is_complete: bool = False
+    ) -> Document:
+        check_ids(int(tokens.max(initial=0)), self._tokenizer, self._vocab_size, place(file, line))
+        return Document(tokens, masked, str(file), line, is_complete)
 
 
 def _standard_library(reader: DocumentReader) -> Iterator[Document]:

@@ -24,7 +24,7 @@ END_OF_TEXT_TOKENS = (
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255. Id 0 ends a document; it is free for that because load_documents refuses NUL."""
+    """UTF-8 bytes as ids 0 to 255. Id 0 ends a document; it is free for that because sources.py refuses NUL."""
 
     name = identity = "bytes"
     vocab_size = 256

@@ -1,14 +1,16 @@
 """Stores of tokens, from which any part of any document is read. prepared.py has the store on disk."""
 
-import functools
 import zlib
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from training.data.sources import Document
+from training.data.sources import Document, place
 from training.host.errors import UserError
+
+AT_ONCE = 2**16  # documents looked at together
 
 
 class Store(Protocol):
@@ -17,10 +19,7 @@ class Store(Protocol):
     eos_id: int  # the tokenizer's end-of-text id; padding of sequences has it, too
     lengths: np.ndarray  # int64 [N], tokens of each document, its end included
     are_samples: bool  # whether any document has tokens that are not targets, as a prompt's: it should not be cut
-
-    @property
-    def identity(self) -> int:
-        """A checksum of 32 bits over the documents, their order and their masks. The first call may read them all."""
+    identity: int  # a checksum of 32 bits over the documents, their order and their masks
 
     def source(self, document: int) -> str:
         """Returns a document's file; for a .jsonl file with the line's number."""
@@ -38,33 +37,46 @@ class Store(Protocol):
 
 
 class TokenStore(Store):
-    """Documents in memory; see Store."""
+    """Documents in memory, all in one array: their tokens, 28 bytes per document, and a byte per token for masks.
 
-    def __init__(self, documents: list[Document], eos_id: int):
-        self.eos_id, self._documents = eos_id, documents
-        self.lengths = np.array([len(each.tokens) + (not each.is_complete) for each in documents], dtype=np.int64)
-        self.are_samples = any(document.masked is not None for document in documents)
+    Args:
+        documents: of one dtype; each is dropped once it is copied.
+    """
 
-    @functools.cached_property
-    def identity(self) -> int:
-        crc = 0
-        for length, document in zip(self.lengths, self._documents):
-            crc = zlib.crc32(f"{length};".encode(), crc)
-            crc = zlib.crc32(np.ascontiguousarray(document.tokens).data, crc)
-            crc = crc if document.masked is None else zlib.crc32(document.masked.data, crc)
-        return crc
+    def __init__(self, documents: Iterable[Document], eos_id: int):
+        self.eos_id, self.identity = eos_id, 0
+        tokens, masked, borders = bytearray(), bytearray(), array("q", [0])
+        self._files, self._numbers, self._lines = [""], array("i"), array("q")  # a document's file is _files[number]
+        dtype = np.dtype(np.uint8)
+        for document in documents:
+            own, dtype = np.ascontiguousarray(document.tokens), document.tokens.dtype
+            end = b"" if document.is_complete else np.array(eos_id, dtype).tobytes()
+            length = len(own) + bool(end)
+            self.identity = zlib.crc32(own.data, zlib.crc32(f"{length};".encode(), self.identity))
+            if document.masked is not None:  # masks begin with the first document that has one
+                masked += bytes(borders[-1] - len(masked))
+                masked += document.masked.data
+                self.identity = zlib.crc32(document.masked.data, self.identity)
+            tokens += own.data
+            tokens += end
+            borders.append(borders[-1] + length)
+            if document.file != self._files[-1]:
+                self._files.append(document.file)
+            self._numbers.append(len(self._files) - 1)
+            self._lines.append(document.line)
+        self.are_samples = bool(masked)
+        masked += bytes(borders[-1] - len(masked) if masked else 0)
+        self._tokens, self._masked = np.frombuffer(tokens, dtype), np.frombuffer(masked, bool)
+        self._borders = np.frombuffer(borders, np.int64)
+        self.lengths = np.diff(self._borders)
 
     def source(self, document: int) -> str:
-        return self._documents[document].source
+        return place(self._files[self._numbers[document]], self._lines[document])
 
     def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        ids, is_masked = np.full(stop - start, self.eos_id, dtype=np.int64), np.zeros(stop - start, dtype=bool)
-        whole = self._documents[document]
-        tokens = whole.tokens[start:stop]
-        ids[: len(tokens)] = tokens
-        if whole.masked is not None:
-            is_masked[: len(tokens)] = whole.masked[start:stop]
-        return ids, is_masked
+        first = int(self._borders[document])
+        ids, is_masked = self._tokens[first + start : first + stop], self._masked[first + start : first + stop]
+        return ids.astype(np.int64), is_masked.copy() if self.are_samples else np.zeros(len(ids), bool)
 
 
 class JoinedStore(Store):
@@ -74,11 +86,8 @@ class JoinedStore(Store):
         self._stores, self.eos_id = stores, stores[0].eos_id
         self.lengths = np.concatenate([store.lengths for store in stores])
         self.are_samples = any(store.are_samples for store in stores)
+        self.identity = zlib.crc32(repr([store.identity for store in stores]).encode())
         self._ends = np.cumsum([len(store.lengths) for store in stores])
-
-    @functools.cached_property
-    def identity(self) -> int:
-        return zlib.crc32(repr([store.identity for store in self._stores]).encode())
 
     def _find(self, document: int) -> tuple[Store, int]:
         """Returns (store, the document's number in that store)."""
@@ -112,12 +121,11 @@ class Selection(Store):
         self.documents, self._start = documents, part[0] if part else 0
         self.lengths = np.full(len(documents), part[1] - part[0]) if part else store.lengths[documents]
 
-    @functools.cached_property
-    def identity(self) -> int:
-        crc = self._store.identity
-        for array in (self.documents, np.full_like(self.documents, self._start), self.lengths):
-            crc = zlib.crc32(np.ascontiguousarray(array).data, crc)
-        return crc
+        starts = np.broadcast_to(np.int64(self._start), len(documents))
+        self.identity = store.identity
+        for numbers in (documents, starts, self.lengths):
+            for i in range(0, len(numbers), AT_ONCE):
+                self.identity = zlib.crc32(np.ascontiguousarray(numbers[i : i + AT_ONCE]).data, self.identity)
 
     def source(self, document: int) -> str:
         return self._store.source(int(self.documents[document]))
@@ -146,15 +154,18 @@ def split(store: Store, validation_fraction: float, seed: int) -> tuple[Selectio
             what = "sample" if store.are_samples else f"document of {whole} tokens"
             raise UserError(f"the data are one {what}, too short to hold some out; give more --data")
         return Selection(store, only, (0, cut)), Selection(store, only, (cut, whole))
-    allowed, shortest = validation_fraction * lengths.sum(), lengths.min()
-    held_out = []
-    for i in np.random.default_rng(seed).permutation(len(lengths)).tolist():
-        if lengths[i] <= allowed:
-            allowed -= lengths[i]
-            held_out.append(i)
-        if allowed < shortest:
-            break
-    chosen = np.array(held_out or [int(np.argmin(lengths))])
+    allowed, shortest = int(validation_fraction * lengths.sum()), lengths.min()
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    held_out = [order[:0]]
+    for i in range(0, len(order), AT_ONCE):
+        drawn = order[i : i + AT_ONCE]
+        while allowed >= shortest and len(drawn := drawn[lengths[drawn] <= allowed]):
+            sums = np.cumsum(lengths[drawn])
+            count = int(np.searchsorted(sums, allowed, side="right"))  # the first of them that fit together
+            held_out.append(drawn[:count])
+            allowed, drawn = allowed - int(sums[count - 1]), drawn[count:]
+    chosen = np.concatenate(held_out) if len(held_out) > 1 else np.array([int(np.argmin(lengths))])
+    del order, held_out, drawn
     is_kept = np.ones(len(lengths), dtype=bool)
     is_kept[chosen] = False
     return Selection(store, is_kept.nonzero()[0]), Selection(store, chosen)

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from tests.training.data.test_packing import load_documents
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.data.chat import ChatTemplate
-from training.data.sources import load_documents
 from training.data.tokenizer import load_tokenizer
 
 CHATML = (

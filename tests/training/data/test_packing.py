@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from training.data.loader import PackedLoader
 from training.data.packing import BestFitPacking, ConcatenatedPacking, MixedPacking, Stream, best_fit, deal
-from training.data.sources import Document
+from training.data.sources import Document, read_documents
 from training.data.tokens import TokenStore
 
 EOS = 0
@@ -19,6 +19,10 @@ def make_documents(lengths, masked=0):
     ids = np.arange(1, sum(lengths) + 1, dtype=np.uint32)
     mask = [np.arange(length) < masked if masked else None for length in lengths]
     return [Document(tokens, mask[i]) for i, tokens in enumerate(np.split(ids, np.cumsum(lengths)[:-1]))]
+
+
+def load_documents(path, tokenizer, vocab_size):
+    return list(read_documents(path, tokenizer, vocab_size))
 
 
 def make_loader(

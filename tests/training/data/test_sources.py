@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.training.data.test_packing import EOS, make_loader
-from training.data.sources import load_documents
+from tests.training.data.test_packing import EOS, load_documents, make_loader
 from training.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -49,7 +48,7 @@ def test_what_teaches_nothing_is_left_out_counted_and_said(tmp_path, caplog):
     for name in ("c.csv", "d.csv", "Makefile", "e.PNG"):
         (tmp_path / name).write_text("x")
     documents = load_documents(str(tmp_path), BYTES, 256)
-    assert [BYTES.decode(d.tokens) for d in documents] == ["one", "two"] and documents[1].source.endswith("a.jsonl:6")
+    assert [BYTES.decode(d.tokens) for d in documents] == ["one", "two"] and documents[1].line == 6
     assert [record.getMessage() for record in caplog.records] == [
         f"data: left out files of other kinds in {tmp_path}: 2 .csv, 1 Makefile, 1 .PNG",
         f"data: left out byte order marks: 1, the first in {tmp_path}/a.jsonl:1",

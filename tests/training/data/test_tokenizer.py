@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.data.test_packing import make_loader
-from training.data.sources import load_documents
+from tests.training.data.test_packing import load_documents, make_loader
 from training.data.tokenizer import ByteTokenizer, load_tokenizer
 
 BYTES = ByteTokenizer()

@@ -1,10 +1,87 @@
 """Stores of tokens: any part of a document, its end included; joined stores; the split into two shares."""
 
+import json
+import tracemalloc
+import zlib
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.training.data.test_packing import EOS, make_documents
+from training.data.corpus import open_stores
+from training.data.tokenizer import ByteTokenizer
 from training.data.tokens import JoinedStore, TokenStore, split
+
+
+@pytest.fixture
+def peak():
+    """A function that returns the peak of the bytes allocated while a call runs, and what the call returns."""
+
+    def measure(call):
+        tracemalloc.start()
+        try:
+            return call(), tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    return measure
+
+
+def test_a_corpus_takes_little_more_memory_than_its_file(tmp_path, peak):
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": "word " * (20 + i % 100)}) + "\n" for i in range(6000)))
+    size = file.stat().st_size
+    [store], bytes_ = peak(lambda: open_stores([str(file)], ByteTokenizer(), 256))
+    assert size > 2_000_000 and len(store.lengths) == 6000 and store.source(5999) == f"{file}:6000"
+    assert bytes_ < 1.5 * size
+
+
+def test_identity_is_the_checksum_of_lengths_tokens_and_masks():
+    """Checkpoints hold it, so a change of it would make them refuse their own data."""
+    documents = [*make_documents([3]), *make_documents([4, 2], masked=2), *make_documents([1])]
+    expected = 0
+    for document in documents:
+        parts = [f"{len(document.tokens) + 1};".encode(), document.tokens]
+        for part in parts if document.masked is None else [*parts, document.masked]:
+            expected = zlib.crc32(part, expected)
+    store = TokenStore(iter(documents), eos_id=99)
+    assert store.identity == expected
+    assert [store.read_masked(i, 0, 2)[1].tolist() for i in range(4)] == [[False] * 2, *[[True] * 2] * 2, [False] * 2]
+    selected = split(store, 0.3, seed=0)[0]
+    arrays = [selected.documents, np.zeros(len(selected.documents), np.int64), selected.lengths]
+    assert selected.identity == zlib.crc32(b"".join(array.tobytes() for array in arrays), expected)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=2, max_size=40),
+    fraction=st.floats(0.001, 0.999),
+    seed=st.integers(0, 3),
+)
+def test_split_takes_documents_one_after_the_other(lengths, fraction, seed):
+    """Each drawn document is held out if what is left of the share holds it."""
+    store = SimpleNamespace(lengths=np.array(lengths), eos_id=0, are_samples=False, identity=0)
+    allowed, expected = fraction * sum(lengths), []
+    for i in np.random.default_rng(seed).permutation(len(lengths)).tolist():
+        if lengths[i] <= allowed:
+            allowed -= lengths[i]
+            expected.append(i)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("training.data.tokens.AT_ONCE", 7)
+        train, held_out = split(store, fraction, seed)
+    assert held_out.documents.tolist() == (expected or [int(np.argmin(lengths))])
+    assert sorted([*train.documents.tolist(), *expected]) == list(range(len(lengths))) or not expected
+
+
+def test_split_takes_17_bytes_per_document(peak):
+    count = 2_000_000
+    lengths = np.random.default_rng(0).integers(2, 3000, count)
+    store = SimpleNamespace(lengths=lengths, eos_id=0, are_samples=False, identity=0)
+    (train, _), bytes_ = peak(lambda: split(store, 0.01, seed=0))
+    assert bytes_ < 17.5 * count and len(train.lengths) > 0.98 * count
 
 
 def test_any_part_of_a_document_ends_with_its_end():
