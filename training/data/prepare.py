@@ -2,10 +2,12 @@
 
 The corpus is cut into parts of about 16 MB, each made by one process. A part's name is a hash of all that decides its
 content: files, their sizes and times, tokenizer, chat template and settings. Parts that exist are not made again: after
-a stop the same command goes on, and after a change of some files it makes only their parts.
+a stop the same command goes on, and after a change of some files it makes only their parts. It deletes the parts of
+files that have changed, and leaves those of other corpora and settings.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import json
@@ -13,7 +15,6 @@ import multiprocessing
 import os
 import re
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -61,8 +62,9 @@ def prepare(source: Path, out: Path, tokenizer: str, reasoning: str = "template"
             return json.loads((out / INDEX).read_bytes())
         _make_parts(parts, done, out, (tokenizer, reasoning), workers)
         for file in out.iterdir():
-            if OURS.fullmatch(file.name) and file.name.split(".")[0] not in parts:
-                file.unlink()  # its files have changed
+            name = file.name.split(".")[0]
+            if OURS.fullmatch(file.name) and name not in parts and not _is_of_use(out / name):
+                file.unlink()
         say_left_out([done[name].get("left_out", {}) for name in parts])
         kept = [{"name": name, **done[name]} for name in parts if done[name]["documents"]]
         if not kept:
@@ -137,6 +139,22 @@ def _read_part(path: Path) -> dict | None:
         return None
 
 
+def _is_of_use(path: Path) -> bool:
+    """Whether a part is complete and its files have not changed: the command that made it may go on with it."""
+    try:
+        return not any(map(_has_changed, json.loads(path.with_suffix(".json").read_bytes())["pieces"]))
+    except FileNotFoundError:
+        return path.with_suffix(".json").exists()  # a corpus may be back later
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def _has_changed(extent: Extent | list) -> bool:
+    path, *known = extent[:3]
+    status = os.stat(path)
+    return known != [status.st_size, status.st_mtime_ns]
+
+
 def _make_parts(
     parts: dict[str, list[Extent]], done: dict[str, dict], out: Path, settings: tuple[str, str], workers: int
 ) -> None:
@@ -169,25 +187,22 @@ _reader: DocumentReader | None = None  # a worker's
 def _open_reader(path: str, reasoning: str) -> None:
     """Begins a worker."""
     global _reader
-    if multiprocessing.parent_process() is not None:
+    if (parent := multiprocessing.parent_process()) is not None:
         # Ctrl-C ends the worker. KeyboardInterrupt would end the part at hand, and the worker would begin the next.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        # A pipe that the parent holds closes when the parent ends. The system then sends SIGIO, which ends the worker
+        # also in a library call that does not return.
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+        if not parent.is_alive():
+            os._exit(1)
     tokenizer = load_tokenizer(path)
     _reader = DocumentReader(tokenizer, tokenizer.vocab_size, reasoning)
 
 
-def _end_with_parent() -> None:
-    """Ends this worker when its parent ends: otherwise it would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
 def _read_extent(extent: Extent, reader: DocumentReader) -> Iterator[Document]:
-    path, status = Path(extent.path), os.stat(extent.path)
-    if (status.st_size, status.st_mtime_ns) != (extent.size, extent.time_ns):
+    path = Path(extent.path)
+    if _has_changed(extent):
         raise UserError(f"{path} has changed since the command began: start it again, it goes on from here")
     if not extent.line:
         return reader.read(path)

@@ -2,8 +2,14 @@
 
 import contextlib
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,6 +133,60 @@ def test_preparing_goes_on_where_it_stopped_and_names_bad_lines(tmp_path, corpus
     (corpus / "1.txt").write_text("other text")
     with pytest.raises(ValueError, match="has another set in it"):
         prepare(corpus, tmp_path / "set", "bytes")
+
+
+def test_parts_of_other_corpora_are_left(tmp_path, corpus, one_process):
+    """Another corpus, or another tokenizer, was begun in the same folder."""
+    folder, other = tmp_path / "set", tmp_path / "other"
+    shutil.copytree(corpus, other)
+    expected = prepare(corpus, folder, "bytes")
+    (folder / "set.json").unlink()
+    with_tokenizer = prepare(corpus, folder, str(tmp_path / "tokenizer"))
+    (folder / "set.json").unlink()
+    (corpus / "1.txt").rename(tmp_path / "1.txt")  # as if its disk was not there
+    prepare(other, folder, "bytes")
+    (folder / "set.json").unlink()
+    (tmp_path / "1.txt").rename(corpus / "1.txt")
+    made = {file.name for file in folder.glob("part-*.tokens")}
+    assert {f"{part['name']}.tokens" for part in [*expected["parts"], *with_tokenizer["parts"]]} <= made
+    times = {name: (folder / name).stat().st_mtime_ns for name in made}
+    assert prepare(corpus, folder, "bytes") == expected
+    assert times == {file.name: file.stat().st_mtime_ns for file in folder.glob("part-*.tokens")}
+
+
+def processes_of(session):
+    """Returns the processes of a session that have not ended, by their ids."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, its_session = file.read_text().rpartition(")")[2].split()[:4]
+            if int(its_session) == session and state != "Z":
+                found.append(int(file.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_workers_that_hang_end_with_the_command(tmp_path, number):
+    """The template compares huge strings in C code, which holds Python's lock: no thread of the worker runs."""
+    write_tokenizer(tmp_path / "tokenizer.json")
+    endless = "{% set a = 'a' * 10000000 %}{{ (a ~ 'b') in ([a ~ 'c'] * 10000000) }}"
+    (tmp_path / "chat_template.jinja").write_text(endless)
+    (tmp_path / "a.jsonl").write_text('{"messages": []}')
+    argv = ["prepare", tmp_path / "a.jsonl", tmp_path / "out", "--tokenizer", tmp_path, "--workers", "1"]
+    command = subprocess.Popen([sys.executable, "-m", "training.data", *map(str, argv)], start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not any(tmp_path.glob("out/*.tokens.new")):  # the worker has opened its part
+        assert time.monotonic() < deadline and command.poll() is None
+        time.sleep(0.1)
+    time.sleep(1)
+    assert len(processes_of(command.pid)) >= 3  # the command, the server that forks, a worker
+    os.killpg(command.pid, number) if number == signal.SIGINT else command.send_signal(number)
+    status = command.wait(20)
+    assert status == (130 if number == signal.SIGINT else -number)
+    deadline = time.monotonic() + 10
+    while processes_of(command.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_a_full_disk_is_a_line(tmp_path, corpus, one_process, capsys):
