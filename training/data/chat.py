@@ -77,7 +77,7 @@ class ChatTemplate:
         self._template = _compile(source, self._file)
         self._header, self._end = "", ""
         self._openers: list[str] = []  # other strings that begin a turn, such as "<|im_start|>"
-        self._shown: set[tuple] = set()  # chats, by their roles and parts, of which the template writes all contents
+        self._shown: set[int] = set()  # chats, by hashes of roles and parts, of which the template writes all contents
         question, answer = {"role": "user", "content": "QqQ"}, {"role": "assistant", "content": "AaA"}
         before, prompt = self._render([question], None), self._render([question], None, add_generation_prompt=True)
         # Text before an answer, without a space at its end: that is part of the answer's first token.
@@ -172,7 +172,8 @@ class ChatTemplate:
 
         A template may trim or quote contents. Other words take their place, and are looked for in the text.
         """
-        kind = tools is None, *((m["role"], *((name, bool(value)) for name, value in m.items())) for m in messages)
+        parts = ((m["role"], *((name, bool(value)) for name, value in m.items())) for m in messages)
+        kind = hash((tools is None, *parts))
         if kind not in self._shown:
             words = {i: f"Q{i}q" for i, message in enumerate(messages) if message["content"]}
             probe = self._render([m | {"content": words.get(i, m["content"])} for i, m in enumerate(messages)], tools)

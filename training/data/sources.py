@@ -87,12 +87,12 @@ def find_files(path: Path) -> list[Path]:
             if links := [Path(root, name) for name in folders if Path(root, name).is_symlink()]:
                 raise UserError(f"{links[0]} is a link to a folder, which is not followed; give its target to --data")
             files += [Path(root, name) for name in names]
-        others = Counter(file.suffix or file.name for file in files if file.suffix.lower() not in SUFFIXES)
-        if others:
-            kinds = ", ".join(f"{count:,} {kind[:30]}" for kind, count in others.most_common(SHOWN))
+        texts = sorted(file for file in files if file.suffix.lower() in SUFFIXES and file.is_file())
+        if others := Counter(file.suffix or file.name for file in sorted({*files}.difference(texts))).most_common():
+            kinds = ", ".join(f"{count:,} {kind[:30]}" for kind, count in others[:SHOWN])
             more = " and others" if len(others) > SHOWN else ""
             logger.warning("data: left out files of other kinds in %s: %s%s", path, kinds, more)
-        return sorted(file for file in files if file.suffix.lower() in SUFFIXES and file.is_file())
+        return texts
     if not path.is_file():  # a pipe would be waited for
         raise UserError(f"cannot read {path}: it is no regular file; give --data a file or a folder")
     if path.suffix.lower() not in SUFFIXES:
