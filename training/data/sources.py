@@ -16,7 +16,7 @@ import numpy as np
 
 from training.data.chat import UNSTORABLE, ChatTemplate, NothingToLearn
 from training.data.tokenizer import check_ids
-from training.host.errors import UserError, refused_as_user_error
+from training.host.errors import UserError
 from training.host.files import read_file
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows' editors begin files so
 SHOWN = 8  # suffixes of files that are left out
 # The forms of a line by their names, each with the name that decides first.
 CHAT, SAMPLE, TEXT = FORMS = (("messages", "tools"), ("completion", "prompt"), ("text",))
+NAMES = {name for form in FORMS for name in form}
 # Folders of installed packages, and folders of the standard library with tables or tests in place of programs.
 STANDARD_LIBRARY_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
@@ -35,9 +36,9 @@ class Document:
 
     tokens: np.ndarray  # [N], uint8 for bytes, else uint32
     masked: np.ndarray | None = None  # bool [N]: tokens that are not targets, as a prompt's; None: all are targets
+    is_complete: bool = False  # whether the tokens have an end of their own, a chat's; an end-of-text id follows others
     file: str = ""
     line: int = 0  # its number in a .jsonl file; 0: the document is the whole file
-    is_complete: bool = False  # whether the tokens have an end of their own, a chat's; an end-of-text id follows others
 
 
 def place(file: str | Path, line: int) -> str:
@@ -118,6 +119,7 @@ class DocumentReader:
     def __init__(self, tokenizer, vocab_size: int, reasoning: str = "template"):
         self._tokenizer, self._vocab_size, self._reasoning = tokenizer, vocab_size, reasoning
         self.eos_id, self.left_out = tokenizer.eos_id, dict[str, list]()
+        self._largest = -1  # id that was checked
 
     @functools.cached_property
     def _chat(self) -> ChatTemplate:
@@ -138,7 +140,7 @@ class DocumentReader:
     def read_text(self, text: str, file: Path) -> Iterator[Document]:
         """Yields a text file's one document; none if the text is blank."""
         if text.strip():
-            yield self._document(file, 0, self._tokenizer.encode_from_start(text))
+            yield self._checked(Document(self._tokenizer.encode_from_start(text), file=str(file)))
         else:
             self._leave_out("files without text", str(file))
 
@@ -147,8 +149,9 @@ class DocumentReader:
 
         Lines end with \\n alone: JSON allows the other separators inside a string.
         """
+        name = str(file)
         for number, line in enumerate(lines, start=first_number):
-            where = place(file, number)
+            where = f"{name}:{number}"
             if number == 1 and line.startswith(BYTE_ORDER_MARK):
                 self._leave_out("byte order marks", where)
                 line = line.removeprefix(BYTE_ORDER_MARK)
@@ -161,28 +164,29 @@ class DocumentReader:
             except (ValueError, RecursionError) as error:  # ValueError also for 5,000 digits
                 raise UserError(f"{where}: not JSON ({str(error)[:100]}); each line must be one JSON object") from None
             try:
-                with refused_as_user_error(f"{where}: "):
-                    encoded = self._encode(record if isinstance(record, dict) else {})
+                encoded = self._encode(record if isinstance(record, dict) else {})
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from None
             except NothingToLearn as what:
                 self._leave_out(str(what), where)
             else:
-                yield self._document(file, number, *encoded)
+                yield self._checked(Document(*encoded, name, number))
 
     def _leave_out(self, what: str, where: str) -> None:
         self.left_out.setdefault(what, [0, where])[0] += 1
 
     def _encode(self, record: dict) -> tuple[np.ndarray, np.ndarray | None, bool]:
         """Returns (tokens, masked, is_complete) of a line; see Document."""
-        given = {name for form in FORMS for name in form if record.get(name) is not None}
-        form = next((form for form in FORMS if form[0] in given), ())
-        # Released chats often repeat the first question as "prompt".
-        if form == CHAT and _is_content(record.get("prompt"), record["messages"]):
-            given.discard("prompt")
-        if form and (ignored := [name for name in sorted(given.difference(form)) if record[name]]):
-            raise UserError(f'has "{ignored[0]}" beside "{form[0]}", where it would be ignored; remove one')
-        if form == CHAT:
+        given = [name for name in sorted(NAMES.intersection(record)) if record[name] is not None]
+        form = next((form for form in FORMS if form[0] in given), None)
+        for name in given:
+            # Released chats often repeat the first question as "prompt".
+            is_repeated = name == "prompt" and form is CHAT and _is_content(record[name], record["messages"])
+            if form and name not in form and record[name] and not is_repeated:
+                raise UserError(f'has "{name}" beside "{form[0]}", where it would be ignored; remove one')
+        if form is CHAT:
             return *self._chat.encode(record), True
-        is_sample = form == SAMPLE
+        is_sample = form is SAMPLE
         prompt, text = (record.get("prompt"), record["completion"]) if is_sample else ("", record.get("text"))
         if not isinstance(text, str) or not isinstance(prompt, str):
             raise UserError('needs a string "text", strings "prompt" and "completion", or a list "messages"')
@@ -196,11 +200,12 @@ class DocumentReader:
         tokens = np.concatenate([before, self._tokenizer.encode(text)])
         return tokens, np.arange(len(tokens)) < len(before), False
 
-    def _document(
-        self, file: Path, line: int, tokens: np.ndarray, masked: np.ndarray | None = None, is_complete: bool = False
-    ) -> Document:
-        check_ids(int(tokens.max(initial=0)), self._tokenizer, self._vocab_size, place(file, line))
-        return Document(tokens, masked, str(file), line, is_complete)
+    def _checked(self, document: Document) -> Document:
+        largest = int(document.tokens.max(initial=0))
+        if largest > self._largest:
+            check_ids(largest, self._tokenizer, self._vocab_size, place(document.file, document.line))
+            self._largest = largest
+        return document
 
 
 def _standard_library(reader: DocumentReader) -> Iterator[Document]:

@@ -49,16 +49,16 @@ class TokenStore(Store):
         self._files, self._numbers, self._lines = [""], array("i"), array("q")  # a document's file is _files[number]
         dtype = np.dtype(np.uint8)
         for document in documents:
-            own, dtype = np.ascontiguousarray(document.tokens), document.tokens.dtype
-            end = b"" if document.is_complete else np.array(eos_id, dtype).tobytes()
-            length = len(own) + bool(end)
-            self.identity = zlib.crc32(own.data, zlib.crc32(f"{length};".encode(), self.identity))
+            own, dtype = np.ascontiguousarray(document.tokens).data, document.tokens.dtype
+            length = len(own) + (not document.is_complete)
+            self.identity = zlib.crc32(own, zlib.crc32(b"%d;" % length, self.identity))
             if document.masked is not None:  # masks begin with the first document that has one
                 masked += bytes(borders[-1] - len(masked))
                 masked += document.masked.data
                 self.identity = zlib.crc32(document.masked.data, self.identity)
-            tokens += own.data
-            tokens += end
+            tokens += own
+            if not document.is_complete:
+                tokens += np.array(eos_id, dtype).tobytes()
             borders.append(borders[-1] + length)
             if document.file != self._files[-1]:
                 self._files.append(document.file)
