@@ -160,7 +160,7 @@ class ChatTemplate:
         asked = max(i for i, message in enumerate(messages, start=1) if message["role"] == "user")
         missing = [("tools", "the chat", name) for name in _names(tools) if name not in text]
         for (i, message), part in zip(answers, shown):
-            where, thought = f"message {i}", message.get("reasoning_content", "").strip()
+            where, thought = f"message {i}", (message.get("reasoning_content") or "").strip()
             missing += [("tool_calls", where, name) for name in _names(message.get("tool_calls")) if name not in part]
             if (self._reasoning == "keep" or i > asked) and thought not in part:
                 missing.append(("reasoning", where, thought))
@@ -313,15 +313,12 @@ def _compile(source: str, file: Path):
     def raise_exception(message):
         raise jinja2.TemplateError(message)
 
-    def strftime_now(form: str) -> str:
-        return TODAY.strftime(form)
-
     extensions = [Generation, ext.loopcontrols]
     environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes for HTML
     environment.globals["raise_exception"] = raise_exception
     if "strftime_now" in source and "strftime_now is defined" not in source:  # Llama's has a date of its own otherwise
-        environment.globals["strftime_now"] = strftime_now
+        environment.globals["strftime_now"] = TODAY.strftime
         logger.info("chat template %s asks for the day: it is told %s on every day", file, TODAY)
     try:
         return environment.from_string(source)
@@ -337,7 +334,7 @@ def _check_messages(messages) -> list[dict]:
     if not isinstance(messages, list) or not messages:
         raise UserError(f'"messages" is {"an empty list" if messages == [] else "no list"}; remove the line')
     checked: list[dict] = []
-    before, empty = "nothing", False
+    before, empty = "nothing", False  # the role before; whether a question or an answer is empty
     for number, message in enumerate(messages, start=1):
         role = message.get("role") if isinstance(message, dict) else None
         what = f"message {number} ({str(role)[:40]})"
@@ -354,8 +351,7 @@ def _check_messages(messages) -> list[dict]:
             raise UserError(f'{what} has "weight": {str(weight)[:40]}; it must be 0 or 1')
         if thoughts:
             message["reasoning_content"] = thoughts[0]
-        if not message["content"].strip() and role in ("user", "assistant") and not calls and not thoughts:
-            empty = True
+        empty |= role in ("user", "assistant") and not (message["content"].strip() or calls or thoughts)
         before = "an assistant that calls tools" if calls else role
         checked.append(message)
     if role != "assistant":
