@@ -101,18 +101,24 @@ class PreparedStore(Store):
         # Equal for sets of the same corpus, wherever and whenever they were made.
         self.identity = zlib.crc32(canonical([part["sha256"] for part in index["parts"]]))
         check_ids(max(part["largest_id"] for part in index["parts"]), tokenizer, vocab_size, str(folder))
-        borders = [self._borders(part) for part in index["parts"]]
-        self._starts = np.concatenate([each[:-1] for each in borders])  # counted in the tokens of the document's part
-        self.lengths = np.concatenate([np.diff(each) for each in borders])
-        self._first = np.cumsum([0] + [len(each) - 1 for each in borders])  # each part's first document
+        for part in index["parts"]:
+            self._check_sizes(part)
+        self._first = np.cumsum([0] + [part["documents"] for part in index["parts"]])  # each part's first document
+        # Starts are counted in the tokens of the document's part.
+        self._starts, self.lengths = np.empty((2, self._first[-1]), dtype=np.int64)
+        for part, first, stop in zip(index["parts"], self._first, self._first[1:]):
+            borders = self._borders(part)
+            self._starts[first:stop], self.lengths[first:stop] = borders[:-1], np.diff(borders)
 
-    def _borders(self, part: dict) -> np.ndarray:
-        """Returns the borders of a part's documents, int64 [documents + 1]: 0, then each document's end in .tokens."""
+    def _check_sizes(self, part: dict) -> None:
         for kind, size in ((".tokens", 4 * part["tokens"]), (".documents", 24 * part["documents"])):
             file = self.folder / (part["name"] + kind)
             if not file.is_file() or file.stat().st_size != size:
                 actual = f"{file.stat().st_size:,} bytes" if file.is_file() else "missing"
                 raise UserError(f"{file} is {actual}, {INDEX} says {size:,}; {AGAIN}")
+
+    def _borders(self, part: dict) -> np.ndarray:
+        """Returns the borders of a part's documents, int64 [documents + 1]: 0, then each document's end in .tokens."""
         table = np.memmap(self.folder / (part["name"] + ".documents"), DOCUMENT, "r").reshape(-1, 3)
         borders = np.concatenate([[0], table[:, 0]])
         wrong = ((borders[1:] <= borders[:-1]) | (borders[1:] > part["tokens"])).nonzero()[0]

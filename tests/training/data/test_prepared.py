@@ -17,6 +17,7 @@ import pytest
 import tests.ranks  # noqa: F401  sets up the server that worker processes are forked from
 from tests.test_bad_input import mutations
 from tests.training.data.test_tokenizer import write_tokenizer
+from tests.training.data.test_tokens import with_peak
 from training.data import prepare as preparing
 from training.data.__main__ import main
 from training.data.corpus import load_corpus, open_stores
@@ -220,6 +221,16 @@ def test_workers_make_the_same_set(tmp_path, corpus, one_process, monkeypatch, c
     (corpus / "zz.jsonl").unlink()
     monkeypatch.setattr(preparing, "ProcessPoolExecutor", None)  # every part exists
     assert prepare(corpus, tmp_path / "two", "bytes") == expected
+
+
+def test_an_open_set_takes_16_bytes_per_document(tmp_path, one_process, monkeypatch):
+    monkeypatch.setattr(preparing, "PART_BYTES", 30_000)
+    count = 60_000
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * count)
+    assert len(prepare(tmp_path / "a.jsonl", tmp_path / "set", "bytes")["parts"]) > 20
+    tokenizer = load_tokenizer("bytes")
+    store, bytes_ = with_peak(lambda: PreparedStore(tmp_path / "set", tokenizer, 256))
+    assert len(store.lengths) == count and bytes_ < 19 * count
 
 
 def change_index(folder, change, keep_hash=False):

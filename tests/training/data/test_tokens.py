@@ -16,25 +16,20 @@ from training.data.tokenizer import ByteTokenizer
 from training.data.tokens import JoinedStore, TokenStore, split
 
 
-@pytest.fixture
-def peak():
-    """A function that returns the peak of the bytes allocated while a call runs, and what the call returns."""
-
-    def measure(call):
-        tracemalloc.start()
-        try:
-            return call(), tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
-    return measure
+def with_peak(call):
+    """Returns what a call returns, and the most bytes that were allocated while it ran."""
+    tracemalloc.start()
+    try:
+        return call(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
-def test_a_corpus_takes_little_more_memory_than_its_file(tmp_path, peak):
+def test_a_corpus_takes_little_more_memory_than_its_file(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"text": "word " * (20 + i % 100)}) + "\n" for i in range(6000)))
     size = file.stat().st_size
-    [store], bytes_ = peak(lambda: open_stores([str(file)], ByteTokenizer(), 256))
+    [store], bytes_ = with_peak(lambda: open_stores([str(file)], ByteTokenizer(), 256))
     assert size > 2_000_000 and len(store.lengths) == 6000 and store.source(5999) == f"{file}:6000"
     assert bytes_ < 1.5 * size
 
@@ -76,11 +71,11 @@ def test_split_takes_documents_one_after_the_other(lengths, fraction, seed):
     assert sorted([*train.documents.tolist(), *expected]) == list(range(len(lengths))) or not expected
 
 
-def test_split_takes_17_bytes_per_document(peak):
+def test_split_takes_17_bytes_per_document():
     count = 2_000_000
     lengths = np.random.default_rng(0).integers(2, 3000, count)
     store = SimpleNamespace(lengths=lengths, eos_id=0, are_samples=False, identity=0)
-    (train, _), bytes_ = peak(lambda: split(store, 0.01, seed=0))
+    (train, _), bytes_ = with_peak(lambda: split(store, 0.01, seed=0))
     assert bytes_ < 17.5 * count and len(train.lengths) > 0.98 * count
 
 
