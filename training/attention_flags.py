@@ -77,8 +77,6 @@ def kinds_of(flags, config) -> tuple[AttentionKind, ...]:
     for name in given:
         if name not in kind.takes:
             raise UserError(f"{name} has no effect with attention_type {kind.name}; drop it, or use sparse")
-    if given.get("dense_below", 1) < 1:
-        raise UserError(f"dense_below must be at least 1, got {given['dense_below']}")
     values = [{name: value for name, value in given.items() if name != "selected_blocks"}] * config.num_hidden_layers
     if "selected_blocks" in given:
         numbers = numbers_by_layer("selected_blocks", str(given["selected_blocks"]), len(values))
@@ -92,6 +90,12 @@ def kinds_of(flags, config) -> tuple[AttentionKind, ...]:
             "one, lower the other, or use full"
         )
     is_asked = [isinstance(own, (Full, kind)) for own in config.kinds]
+    if kind is not Full and not any(is_asked):
+        own = ", ".join(sorted({own.name for own in config.kinds}))
+        raise UserError(
+            f"attention_type {kind.name} has no effect on a model whose layers all attend by {own}; drop it, or give a "
+            "model with layers that attend to everything"
+        )
     return tuple(mine if of_flags else own for mine, of_flags, own in zip(asked, is_asked, config.kinds))
 
 

@@ -1,8 +1,15 @@
 """Numbers of chosen blocks by layer."""
 
+from argparse import Namespace
+from dataclasses import replace
+
 import pytest
 
-from training.attention_flags import ANNEALING_STAGES, annealed, numbers_by_layer, spell_by_layer
+from kernels.attention.full import FULL
+from kernels.attention.sparse.sparse_attention import Sparse
+from kernels.attention.window import Window
+from model import MODEL_SIZES
+from training.attention_flags import ANNEALING_STAGES, FLAGS, annealed, kinds_of, numbers_by_layer, spell_by_layer
 from training.host.errors import UserError
 
 
@@ -43,3 +50,14 @@ def test_annealing_falls_to_the_end_in_few_numbers(start, final, steps):
 
 def test_annealing_as_documented():
     assert [annealed(64, 32, step, 70) for step in range(1, 80, 10)] == [64, 60, 56, 52, 44, 40, 36, 32]
+
+
+def test_layers_that_attend_to_everything_are_set_and_windows_keep_their_kind():
+    flags = Namespace(attention_type="sparse", context_length=None, **dict.fromkeys(FLAGS))
+    window = Window(64)
+    shape = replace(MODEL_SIZES["tiny"], layer_kinds=(window, FULL), num_hidden_layers=4)
+    assert kinds_of(flags, shape) == (window, Sparse()) * 2
+    windows = replace(shape, layer_kinds=(window,))
+    with pytest.raises(UserError, match="sparse has no effect on a model whose layers all attend by window;"):
+        kinds_of(flags, windows)
+    assert kinds_of(Namespace(**{**vars(flags), "attention_type": "full"}), windows) == (window,) * 4

@@ -185,9 +185,12 @@ def check_config(config: TrainConfig, given: Iterable[str]) -> None:
         raise UserError(
             "selected_blocks_start with compile would compile blocks anew eight times, past PyTorch's limit; drop one"
         )
-    steps = config.steps
-    if "warmup_steps" in given and steps is not None and config.warmup_steps > steps:
-        raise UserError(
-            f"warmup_steps {config.warmup_steps} is longer than the run of {steps} steps, which would never reach its "
-            "peak learning rate; lower it, or raise max_steps"
-        )
+    ends = {"warmup_steps": "its peak learning rate"}
+    if config.selected_blocks_start is not None:  # without it `kinds_at` refuses selected_blocks_steps
+        ends["selected_blocks_steps"] = "selected_blocks"
+    for name, end in ends.items():
+        if name in given and config.steps is not None and (steps := getattr(config, name)) > config.steps:
+            raise UserError(
+                f"{name} {steps} is longer than the run of {config.steps} steps, which would never reach {end}; lower "
+                "it, or raise max_steps"
+            )
