@@ -49,6 +49,7 @@ from training.run.settings import StepFlags
 
 CONTEXT_LENGTH = 131_072
 FOR_ONE_STEP = "context_length gradient_checkpointing num_layers all_stages timeline snapshot"
+MOST_LAYERS = 256  # a plan for more would take minutes
 
 
 @dataclass
@@ -56,8 +57,8 @@ class ProfileFlags(StepFlags):
     """Profile the memory of a training step, stage by stage."""
 
     model_size: str | None = flag(None, "default: 4B, unless init_from is given", MODEL_SIZES)
-    context_length: int | None = flag(None, f"tokens in a sequence; default: {CONTEXT_LENGTH}", least=2)
-    batch_size: int = flag(1, "sequences in a micro-batch", least=1)
+    context_length: int | None = flag(None, f"tokens in a sequence; default: {CONTEXT_LENGTH}", least=2, most=2**27)
+    batch_size: int = flag(1, "sequences in a micro-batch", least=1, most=2**20)
     attention_backend: str = flag("auto", "attention kernel", [name for name in BACKENDS if name != "cpu"])
     gradient_checkpointing: bool | None = flag(None, "no plan: checkpoint every block, or keep all")
     nproc: int = flag(1, "predict for so many GPUs of a machine, as torchrun's --nproc_per_node", least=1, most=2**10)
@@ -99,6 +100,8 @@ class ProfileFlags(StepFlags):
 def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
     """Refuse flags without effect, sizes that do not fit each other, and files that could not be written."""
     layers = flags.shape.num_hidden_layers
+    if layers > MOST_LAYERS:
+        raise UserError(f"{flags.init_from} has {layers} layers; up to {MOST_LAYERS} are profiled, give other weights")
     if flags.num_layers is not None and flags.num_layers > layers:
         raise UserError(f"num_layers must be at most {layers}, got {flags.num_layers}")
     kinds_of(flags, flags.shape)

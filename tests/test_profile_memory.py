@@ -18,6 +18,7 @@ from kernels.attention.full import FULL
 from model import MODEL_SIZES
 from profile_memory import main
 from tests.training.memory.test_profiler import dry_run, run_dry, step_of  # noqa: F401
+from training.families import to_config_json
 from training.memory import reports
 from training.memory.cost_model import Execution
 from training.memory.execution import WHOLE, Placement
@@ -190,7 +191,11 @@ def test_with_and_without(small, tmp_path, capsys):
         ("--attention_type nsa --dense_below 4096", "dense_below has no effect with attention_type nsa"),
         ("--selected_blocks 16", "selected_blocks has no effect with attention_type full"),
         ("--attention_type sparse --dense_below 0", "dense_below must be between 1 and 2147483647, got 0"),
-        ("--context_length 0", "context_length must be between 2 and 2147483647, got 0"),
+        ("--context_length 0", "context_length must be between 2 and 134217728, got 0"),
+        ("--context_length 2147483647", "context_length must be between 2 and 134217728, got 2147483647"),
+        ("--batch_size 2147483647", "batch_size must be between 1 and 1048576, got 2147483647"),
+        ("--gpu 999999999999999T --find_max_context", "no GPU '999999999999999T' in the table"),
+        ("--memory_budget 999999999999999T --find_max_context --device cpu", "between 1MB and 1023TB"),
         ("--context_length many", "invalid int value"),
         ("--batch_size 0", "batch_size must be between 1 and"),
         ("--num_layers 37", "num_layers must be at most 36, got 37"),
@@ -204,7 +209,7 @@ def test_with_and_without(small, tmp_path, capsys):
         ("--gpu RTX4091", "no GPU 'RTX4091' in the table"),
         ("--gpu RTX4090 --memory_budget 30GB", "30.00 GiB is more than the 23.99 GiB of RTX4090"),
         ("--gpu RTX4090 --device cuda", "device has no effect with gpu, which predicts for another"),
-        ("--memory_budget 24", "a memory size is 1MB or more and looks like \"24GB\", got '24'"),
+        ("--memory_budget 24", "a memory size is between 1MB and 1023TB and looks like \"24GB\", got '24'"),
         ("--host_budget 100", "looks like \"24GB\", got '100'"),
         ("--gpu 4090", "no GPU '4090' in the table: RTX3090, RTX4090, RTX5090"),
         ("--memory_budget much", 'looks like "24GB"'),
@@ -253,6 +258,14 @@ def test_bad_flags_are_one_line(flags, message, capsys):
     assert main(flags.split()) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and error.startswith("error: ") and message in error
+
+
+def test_layers_by_the_thousand_are_refused_before_they_are_built(tmp_path, capsys, monkeypatch):
+    content = to_config_json(replace(MODEL_SIZES["tiny"], num_hidden_layers=4096))
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    monkeypatch.setattr(profile_memory, "step_on_meta", None)
+    assert main(["--init_from", str(tmp_path), "--gpu", "H100"]) == 1
+    assert f"error: {tmp_path} has 4096 layers; up to 256 are profiled" in capsys.readouterr().err
 
 
 def test_cuda_asked_for_and_absent(capsys):

@@ -28,12 +28,12 @@ def parse_bytes(text: str) -> int:
     """Returns the bytes in "24GB", "24GiB", "512MB" or a plain number. A GB is 2**30 bytes too, as GPUs are sold.
 
     Raises:
-        UserError: the text is not a size, or less than 1 MiB, such as a number of gigabytes without its unit.
+        UserError: the text is not a size, or of 1 PiB or less than 1 MiB, such as gigabytes without their unit.
     """
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     size = 0 if match is None else int(float(match[1]) * 2 ** (10 * " KMGT".index(match[2].upper() or " ")))
-    if size < MIB:
-        raise UserError(f'a memory size is 1MB or more and looks like "24GB", got {text[:80]!r}')
+    if not MIB <= size < 2**50:
+        raise UserError(f'a memory size is between 1MB and 1023TB and looks like "24GB", got {text[:80]!r}')
     return size
 
 

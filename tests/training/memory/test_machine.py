@@ -31,7 +31,9 @@ def test_sizes(text, expected):
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "24 gigs", "1e9", "24", "4090", "1023K", "0.5 MB"])
+@pytest.mark.parametrize(
+    "text", ["", "GB", "-1GB", "24 gigs", "1e9", "24", "4090", "1023K", "0.5 MB", "1024TB", "999999999999999T"]
+)
 def test_bad_sizes(text):
     with pytest.raises(ValueError, match='looks like "24GB"'):
         parse_bytes(text)
