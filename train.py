@@ -276,7 +276,7 @@ def add_validation(run: Run, values: dict) -> None:
     )  # fmt: skip
     try:
         with run.stopping.looking():
-            loss = validate(run.model, batches, world, run.stopping.is_asked)
+            loss = validate(run.model, run.read_together(batches), world, run.stopping.is_asked)
     except Stopped:
         run.stopped = True
         logger.warning("the validation of step %d is cut short; --resume makes up for it", step)

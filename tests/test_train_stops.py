@@ -193,6 +193,21 @@ def test_an_update_that_fails_half_way_is_not_saved(corpus, tmp_path, monkeypatc
     assert [path.name for path in tmp_path.glob("*step_*")] == ["step_00000002"]
 
 
+def one_rank_cannot_read_held_out_text(world, corpus, folder):
+    make_batches = train.validation_batches
+
+    def failing(*args, **options):
+        yield next(make_batches(*args, **options))
+        if world.rank == 1:
+            raise UserError("a part of the data is damaged")
+        yield next(make_batches(*args, **options))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "validation_batches", failing)
+        with pytest.raises(UserError, match="a part of the data is damaged"):
+            run_in_rank(world, corpus, folder, "--validation_interval", "3")
+
+
 def one_rank_cannot_read(world, corpus, folder):
     next_step, calls = train.PackedLoader.next_step, []
 
@@ -209,9 +224,10 @@ def one_rank_cannot_read(world, corpus, folder):
             run_in_rank(world, corpus, folder, "--validation_sequences", "0")
 
 
-def test_data_that_one_rank_cannot_read_lose_no_step(corpus, tmp_path):
-    run_ranks(2, one_rank_cannot_read, corpus, tmp_path)
-    assert [path.name for path in tmp_path.glob("*step_*")] == ["step_00000002"]
+@pytest.mark.parametrize(("fails", "last"), [(one_rank_cannot_read, 2), (one_rank_cannot_read_held_out_text, 3)])
+def test_data_that_one_rank_cannot_read_lose_no_step(fails, last, corpus, tmp_path):
+    run_ranks(2, fails, corpus, tmp_path)
+    assert [path.name for path in tmp_path.glob("*step_*")] == [f"step_0000000{last}"]
 
 
 def test_a_signal_ends_the_sample(corpus, tmp_path, monkeypatch, caplog):

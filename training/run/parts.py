@@ -5,12 +5,14 @@ import logging
 import time
 import typing
 from collections import deque
+from collections.abc import Iterator
 
 from tqdm import tqdm
 
 from model import Transformer
+from training.checkpoint.ranks import failing_together
 from training.checkpoint.saver import Saver
-from training.data.loader import PackedLoader
+from training.data.loader import Batch, PackedLoader
 from training.data.tokens import Store
 from training.families import to_config_json
 from training.memory.planner import Plan
@@ -66,6 +68,20 @@ class Run:
             optimizer_state=self.optimizer.state_dict() if self.config.save == "full" else None,
             trainer_state=state_to_save(self.start.config, self.progress, self.tokenizer.identity, self.world),
         )  # fmt: skip
+
+    def read_together(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yields this rank's batches, as many on each rank. If a rank cannot read its next one, all save and fail."""
+        batch: Batch | None
+        while True:
+            try:
+                with failing_together():
+                    batch = next(batches, None)
+            except Exception:
+                self.save()
+                raise
+            if batch is None:
+                return
+            yield batch
 
     def save_after_error(self) -> None:
         """Save the steps that were done, if this rank is the only one: other ranks would wait in a collective."""
