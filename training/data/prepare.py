@@ -3,7 +3,7 @@
 The corpus is cut into parts of about 16 MB, each made by one process. A part's name is a hash of all that decides its
 content: files, their sizes and times, tokenizer, chat template and settings. Parts that exist are not made again: after
 a stop the same command goes on, and after a change of some files it makes only their parts. It deletes the parts of
-files that have changed, and leaves those of other corpora and settings.
+files that have changed. Parts of other corpora and settings are left.
 """
 
 import contextlib

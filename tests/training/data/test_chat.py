@@ -228,7 +228,7 @@ def test_weights_of_answers(shown):
 
 def test_empty_results_of_tools_and_system_messages(shown):
     call = {**TALK[1], "tool_calls": [{"name": "f"}]}
-    last = {**TALK[3], "reasoning_content": None, "tool_calls": None, "weight": None}  # as tables are written out
+    last = {**TALK[3], "reasoning_content": None, "tool_calls": None, "weight": None}  # tables are written out so
     chat = [{"role": "system", "content": ""}, TALK[0], call, {"role": "tool", "content": None}, last]
     text = shown(QWEN3, chat)
     assert "<|im_start|>system\n<|im_end|>" in text and "<tool_response></tool_response>" in text

@@ -72,9 +72,10 @@ def contents(store):
     ]
 
 
-def test_a_prepared_set_has_what_is_read_directly(tmp_path, corpus, one_process, capsys):
+def test_a_prepared_set_has_what_is_read_directly(tmp_path, corpus, one_process, capsys, caplog):
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
     index = prepare(corpus, tmp_path / "set", str(tmp_path / "tokenizer"))
+    assert f"data: left out files without text: 1, the first in {corpus}/z.txt" in caplog.text
     assert len(index["parts"]) > 4 and index["are_samples"]
     [direct], [prepared] = (open_stores([str(p)], tokenizer, 300) for p in (corpus, tmp_path / "set"))
     assert contents(prepared) == contents(direct) and prepared.are_samples and isinstance(prepared, PreparedStore)
@@ -144,7 +145,7 @@ def test_parts_of_other_corpora_are_left(tmp_path, corpus, one_process):
     (folder / "set.json").unlink()
     with_tokenizer = prepare(corpus, folder, str(tmp_path / "tokenizer"))
     (folder / "set.json").unlink()
-    (corpus / "1.txt").rename(tmp_path / "1.txt")  # as if its disk was not there
+    (corpus / "1.txt").rename(tmp_path / "1.txt")  # its disk may be back later
     prepare(other, folder, "bytes")
     (folder / "set.json").unlink()
     (tmp_path / "1.txt").rename(corpus / "1.txt")
