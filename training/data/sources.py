@@ -61,7 +61,8 @@ def read_documents(path: str | None, tokenizer, vocab_size: int, reasoning: str 
     parts = [_standard_library(reader)] if path is None else map(reader.read, find_files(Path(path)))
     for document in itertools.chain.from_iterable(parts):
         yield document
-    say_left_out([reader.left_out])
+    if path is not None:  # the standard library has many empty files
+        say_left_out([reader.left_out])
     if document is None:
         where = path or "Python's standard library"
         raise UserError(f"{where} is empty: no text in any {', '.join(SUFFIXES)} file; give other --data")

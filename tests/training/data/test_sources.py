@@ -16,11 +16,12 @@ def read_text(tmp_path, name, content):
     return load_documents(str(file), BYTES, 256)
 
 
-def test_default_corpus():
+def test_default_corpus(caplog):
     documents = load_documents(None, BYTES, 256)
     assert len(documents) > 100 and sum(len(document.tokens) for document in documents) > 2_000_000
     assert all(document.tokens.dtype == np.uint8 and document.tokens.all() for document in documents)
     assert any("def namedtuple(" in BYTES.decode(d.tokens) for d in documents if b"namedtuple" in d.tokens.tobytes())
+    assert not caplog.records
 
 
 def test_folder_is_read_in_order_and_text_files_only(tmp_path):
