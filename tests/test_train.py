@@ -310,7 +310,7 @@ def test_a_given_flag_replaces_the_saved_ones_that_it_contradicts():
 
     def inherit(saved, given, device=cuda):
         config = resume.inherit_settings(saved, given, device)
-        train.check_config(config)
+        train.check_config(config, given)
         default = TrainConfig()
         return {f.name: value for f in fields(config) if (value := getattr(config, f.name)) != getattr(default, f.name)}
 
