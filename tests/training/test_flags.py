@@ -151,8 +151,8 @@ ALWAYS = {
         kernels data packing tokenizer validation_fraction show_batch max_steps learning_rate warmup_steps weight_decay
         max_grad_norm skip_nonfinite_steps seed output_dir resume save validation_sequences sample_tokens
         tensorboard""",
-    "profile_memory.py": """init_from batch_size gradient_accumulation_steps attention_backend nproc nnodes gpu compare json
-        context_parallel_size tensor_parallel_size""",
+    "profile_memory.py": """init_from batch_size gradient_accumulation_steps attention_backend nproc nnodes gpu compare
+        json context_parallel_size tensor_parallel_size""",
     "training.evaluation": "checkpoint tokenizer memory_budget device output_dir beside sequences samples",
     "training.generate": """checkpoint tokenizer memory_budget device prompt file chat max_new_tokens temperature""",
     "training.plots": "run",
@@ -221,6 +221,21 @@ def test_every_flag_without_effect_is_known_and_refused(command):
                 refuse_idle(kind(**given), [name])
         with pytest.raises(UserError, match="has no effect "):
             train.check_config(kind(**given), given) if kind is TrainConfig else read_flags(kind, words.split(), "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--validation_interval 7 --max_steps 21 --final_learning_rate_ratio 0.2 --packing best_fit --overlong drop",
+        "--resume --warmup_steps 400 --final_learning_rate_ratio 0.2",  # the run before says how many steps there are
+        "--init_from x --rope_scaling yarn:4 --resume auto --keep_checkpoints 3 --checkpoint_interval 5",
+        "--gradient_checkpointing --compile --no-show_batch",
+        "--memory_budget auto --host_budget 8GB --no-gradient_checkpointing --no-compile --overlong split",
+    ],
+)
+def test_flags_with_an_effect_are_taken(words):
+    given = given_flags(TrainConfig, words.split(), "train.py")
+    train.check_config(TrainConfig(**given), given)
 
 
 def test_a_setting_of_the_run_before_may_have_no_effect():

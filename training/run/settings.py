@@ -118,7 +118,7 @@ class TrainConfig(StepFlags):
         Idle("overlong", "where documents are concatenated; drop it, or --packing best_fit",
              lambda c: c.packing == "concatenate"),
         Idle("validation_interval", "without validation; drop it, or raise validation_sequences",
-             lambda c: not c.validation_sequences),
+             lambda c: c.validation_sequences == 0),
         Idle("final_learning_rate_ratio", "where the run ends with its warm-up; lower warmup_steps, or drop it",
              lambda c: c.steps is not None and c.warmup_steps >= c.steps),
     )  # fmt: skip
