@@ -706,6 +706,16 @@ def test_bad_toml_is_refused(text, message, tmp_path):
         parse(["--config", str(path)])
 
 
+def test_links_to_themselves_are_one_line(corpus, tmp_path, capsys):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for command in (arguments(corpus, loop), arguments(corpus, loop / "run"), arguments(str(loop), tmp_path / "run"),
+                    [*arguments(corpus, loop), "--resume", "auto"]):  # fmt: skip
+        assert train.main(command) == 1
+        error = capsys.readouterr().err.strip()
+        assert error.startswith("error: ") and "\n" not in error and str(loop) in error
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_cuda_asked_for_and_absent(corpus, tmp_path, capsys):
     assert train.main([*arguments(corpus, tmp_path / "run"), "--device", "cuda"]) == 1

@@ -49,7 +49,7 @@ class Run:
     stopped: bool = False
     is_updating: bool = False  # from the start of an update until `progress` counts its step
     began: float = dataclasses.field(default_factory=time.monotonic)
-    validation_seconds: float = 0.0  # of all validations
+    validation_seconds: float = 0.0  # seconds of all validations together
     recent_losses: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=100))
 
     def before_update(self) -> None:
@@ -90,5 +90,5 @@ class Run:
             return
         try:
             self.save()
-        except Exception as error:  # as on a GPU that answers no more; the run's own error is the one to show
+        except Exception as error:  # a GPU may answer no more; the first error is the one to show
             logger.warning("no checkpoint of step %d: %s", self.progress.step, error)
