@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .common import operation, use_triton
 
-LARGEST_NUMBER = 1e30  # of a scaling's settings
+LARGEST_NUMBER = 1e30  # limit of a scaling's settings; its inverse is the least
 LARGEST_TILE = 16384  # elements in registers: heads x head_dim / 2 of one token, each padded to a power of two
 
 

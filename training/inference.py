@@ -87,12 +87,10 @@ def open_folder(flags: ModelFlags, world: World) -> Opened:
     folder = flags.checkpoint
     shape = shape_of_weights(folder)
     state = load_trainer_state(folder) if (folder / "trainer.json").is_file() else {}
-    settings, loader = state.get("settings", {}), state.get("loader", {})
-    if not isinstance(settings, dict) or not isinstance(loader, dict):
-        raise UserError(f"{folder / 'trainer.json'} is damaged: settings and loader must be objects")
+    settings, corpus = state.get("settings", {}), state.get("loader", {}).get("corpus_crc32")
     kinds = attention_of(flags, shape, settings, world.device)
     tokenizer = open_tokenizer(flags.tokenizer, folder, shape.vocab_size)
-    return Opened(folder, shape, settings, kinds, tokenizer, _stop_ids(folder, tokenizer), loader.get("corpus_crc32"))
+    return Opened(folder, shape, settings, kinds, tokenizer, _stop_ids(folder, tokenizer), corpus)
 
 
 def attention_of(

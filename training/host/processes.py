@@ -48,7 +48,7 @@ def line_of(error: BaseException) -> str | None:
     return None
 
 
-def show_error(error: BaseException, is_main: bool, before: str = "") -> None:
+def show_error(error: BaseException, is_main: bool) -> None:
     """Print the error that ends this process, and have torchrun repeat it in its summary.
 
     Two sorts of errors wait for twice GRACE_SECONDS, and are shown only if nothing ends the rank meanwhile. Errors of
@@ -60,7 +60,7 @@ def show_error(error: BaseException, is_main: bool, before: str = "") -> None:
     if not is_main or any("torch/distributed/" in frame.filename for frame in frames):
         time.sleep(2 * GRACE_SECONDS)
     with suppress(OSError, ValueError):  # nobody may be reading any more
-        print(before + shown, file=sys.stderr)
+        print(shown, file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         told = {"py_callstack": shown, "timestamp": int(time.time())}
         Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": told}}))

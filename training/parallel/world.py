@@ -259,7 +259,7 @@ def warn_of_stopped(pids: list[int]) -> None:
 
 def end_by(error: Exception, is_main: bool, machines: Machines | None = None) -> NoReturn:
     """Show the error that ended this rank, and exit without destructors, which may wait for other ranks."""
-    show_error(error, is_main, before="\n")  # the progress bar's line may be open
+    show_error(error, is_main)
     sys.stdout.flush()
     if machines:
         machines.tell()
