@@ -74,7 +74,8 @@ def say_last(line: str) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         has_ended = '[ ! -e "/proc/$1" ] || grep -q "^State:.Z" "/proc/$1/status"'
         script = f'for i in $(seq 600); do if {has_ended}; then echo "$2" >&2; exit; fi; sleep 0.1; done'
-        subprocess.Popen(["sh", "-c", script, "sh", str(os.getppid()), line], start_new_session=True)
+        with suppress(OSError):  # a machine without a shell
+            subprocess.Popen(["sh", "-c", script, "sh", str(os.getppid()), line], start_new_session=True)
 
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
