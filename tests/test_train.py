@@ -566,6 +566,7 @@ BAD_FLAGS = [
     (["--context_parallel_size", "2"], "context_parallel_size 2 x tensor_parallel_size 1 must divide the number of"),
     (["--memory_budget", "24GB"], "memory_budget has no effect on a CPU"),
     (["--host_budget", "24GB"], "host_budget has no effect on a CPU"),
+    (["--collective_timeout", "5"], "collective_timeout has no effect on one process, which waits for nobody; drop it"),
     (["--memory_budget", "24GB", "--gradient_checkpointing"], "no effect with memory_budget"),
     (["--memory_budget", "auto", "--compile"], "compile has no effect with memory_budget; drop one"),
     (["--host_budget", "24GB", "--gradient_checkpointing"], "host_budget has no effect with gradient_checkpointing"),
