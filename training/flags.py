@@ -20,6 +20,7 @@ from training.host.files import read_file
 
 LARGE = 2**31 - 1  # larger steps, sizes and seeds are nonsense, or overflow
 SMALLEST = 1e-12  # stands for "above 0"
+TOML_BYTES = 2**20  # a longer file of settings is refused
 
 
 def flag(
@@ -110,7 +111,7 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
     if (path := given.pop("config", None)) is not None:
         _check_word("config", path)
         try:
-            content = tomllib.loads(read_file(Path(path), "give --config a TOML file").decode("utf-8-sig"))
+            content = tomllib.loads(read_file(Path(path), "give --config a TOML file", TOML_BYTES).decode("utf-8-sig"))
             given = parse(as_words(content, names[1:])) | given
         except (ValueError, RecursionError) as error:  # also a UserError
             raise UserError(f"--config {path}: {error}") from None

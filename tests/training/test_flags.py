@@ -238,6 +238,13 @@ def test_flags_with_an_effect_are_taken(words):
     train.check_config(TrainConfig(**given), given)
 
 
+def test_a_huge_file_of_settings_takes_no_memory(tmp_path):
+    with (tmp_path / "run.toml").open("wb") as file:
+        file.truncate(3 * 2**30)  # of which the disk stores nothing
+    with pytest.raises(UserError, match=r"run\.toml: it has 3221225472 bytes, at most 1048576 are read"):
+        read_flags(TrainConfig, ["--config", str(tmp_path / "run.toml")], "train.py")
+
+
 def test_a_setting_of_the_run_before_may_have_no_effect():
     config = TrainConfig(resume="yes", validation_sequences=0, validation_interval=7, max_steps=9, warmup_steps=20)
     train.check_config(config, ["resume", "validation_sequences", "max_steps"])

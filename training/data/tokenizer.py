@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from training.host.errors import UserError
-from training.host.files import read_file
+from training.host.files import JSON_BYTES, read_file
 
 PART = 2**19  # characters given to the library at a time
 # Places where a part may begin: a line, the space before a word, or Chinese punctuation behind a word.
@@ -52,7 +52,7 @@ class FileTokenizer:
             from tokenizers import Tokenizer
         except ImportError:
             raise UserError(f"--tokenizer {path} needs the tokenizers package: pip install tokenizers") from None
-        content = read_file(path, "give --tokenizer the path of a tokenizer.json")
+        content = read_file(path, "give --tokenizer the path of a tokenizer.json", JSON_BYTES)
         self.name, self.folder = str(path), path.parent
         with self._refusing("be read"):
             self._tokenizer = Tokenizer.from_buffer(content)

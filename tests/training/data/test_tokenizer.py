@@ -10,6 +10,7 @@ import torch
 
 from tests.training.data.test_packing import load_documents, make_loader
 from training.data.tokenizer import ByteTokenizer, load_tokenizer
+from training.host.errors import UserError
 
 BYTES = ByteTokenizer()
 
@@ -122,6 +123,13 @@ def test_identity_is_of_the_content(tmp_path):
 )
 def test_tokenizer_end_of_text(tmp_path, special):
     assert load_tokenizer(write_tokenizer(tmp_path / "t.json", special)).eos_id == 257
+
+
+def test_a_huge_tokenizer_takes_no_memory(tmp_path):
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(3 * 2**30)  # of which the disk stores nothing
+    with pytest.raises(UserError, match=r"it has 3221225472 bytes, at most 268435456 are read"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_tokenizer_errors(tmp_path, monkeypatch):
