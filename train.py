@@ -1,10 +1,11 @@
 """Train a decoder: `python train.py`, or `torchrun --nproc_per_node=N train.py` on N GPUs.
 
 This file reads from top to bottom: a run from its start to its end; its parts; its data; a step; validation, metrics
-and checkpoints after a step; the end. The rest is in training/run. settings.py has
-the flags, resume.py the start of a resumed run. build.py makes the model and its memory plan, parts.py holds the parts
-of a run. step.py has the arithmetic of a step, stopping.py early ends, saving.py room on the disk, metrics.py
-metrics.jsonl and the progress bar.
+and checkpoints after a step; the end. The rest is in training/run:
+
+- settings.py has the flags, resume.py the start of a resumed run, build.py the model and its memory plan;
+- parts.py has the parts of a run, step.py the arithmetic of a step, stopping.py early ends;
+- saving.py has the room on the disk, metrics.py metrics.jsonl and the progress bar.
 """
 
 import contextlib
