@@ -670,7 +670,7 @@ def test_a_plan_that_cannot_be_is_refused_before_the_data_are_read(corpus, tmp_p
     ]
     assert train.main(arguments(corpus, tmp_path / "run", *flags)) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: context_length 2097152 does not fit into 24.00 GiB of GPU and 64.00 GiB")
+    assert error.startswith("error: context_length 2097152 with batch_size 2 does not fit into 24.00 GiB of GPU and 64")
 
 
 def test_a_cpu_has_no_plan(corpus, tmp_path):
