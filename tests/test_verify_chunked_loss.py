@@ -124,7 +124,7 @@ def test_a_mean_of_means_fails(monkeypatch, capsys):
 
 
 def test_full_logits_behind_the_chunked_loss_fail(monkeypatch, small_switch, capsys):
-    def full_logits(hidden, head, targets, linear, **options):
+    def full_logits(hidden, head, targets, linear, num_valid_tokens, **options):
         return cross_entropy(linear(hidden, head), targets, **options)
 
     monkeypatch.setattr(model, "linear_cross_entropy", full_logits)

@@ -184,6 +184,7 @@ def test_edited_settings_of_a_run_are_refused(edit, message, folders, tmp_path, 
     trainer = json.loads((folder / "trainer.json").read_text())
     trainer["trainer_state"]["settings"] |= edit
     (folder / "trainer.json").write_text(json.dumps(trainer))
+    (folder / "manifest.json").unlink()  # it would refuse any edit
     assert main([str(folder), "--device", "cpu", "--samples", "0"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
