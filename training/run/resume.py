@@ -156,7 +156,7 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
     step, steps_before, cosine_before = state["step"], state["max_steps"], state["cosine_steps"]
     saved = state["settings"] | {"max_steps": steps_before}
     if state["ignored"]:
-        logger.info("settings of another version, ignored: %s", ", ".join(state["ignored"]))
+        logger.info("settings of another version, ignored: %s", ", ".join(name[:80] for name in state["ignored"]))
     before = with_defaults(TrainConfig(**saved))
     config = with_defaults(inherit_settings(saved, given, world.device))
     if "max_steps" not in given and steps_before <= step and config.resume == "yes":
