@@ -173,10 +173,14 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
         )
     gpu = place.type == "cuda"
     start = datetime.timedelta(seconds=START_SECONDS)
-    dist.init_process_group("nccl" if gpu else "gloo", device_id=place if gpu else None, timeout=start)
     ranks: list = [None] * size
     namespace = os.readlink("/proc/self/ns/pid")  # in a container, a number means another process than outside
-    dist.all_gather_object(ranks, ((os.getpid(), namespace), context_parallel_size, tensor_parallel_size))
+    try:
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=place if gpu else None, timeout=start)
+        dist.all_gather_object(ranks, ((os.getpid(), namespace), context_parallel_size, tensor_parallel_size))
+    except RuntimeError as error:
+        why = str(error).splitlines()[0][:300]
+        end_by(UserError(f"the ranks did not meet: one of them has ended, or cannot be reached ({why})"), rank == 0)
     places, *sizes = zip(*ranks)
     of_machine = places[rank - local_rank :][:local_size]
     neighbours = [pid for pid, theirs in of_machine if theirs == namespace]

@@ -122,6 +122,28 @@ def test_what_ranks_refuse_before_they_have_met_is_shown_once_and_by_torchrun(mo
     assert ranks.count(message) == 1 and message in torchruns.split("Root Cause (first observed failure)")[1]
 
 
+def meet_a_rank_that_leaves(rank, port, log):
+    announce(rank, 2, port)
+    if rank == 0:
+        dist.init_process_group("gloo")
+        os._exit(0)
+    sys.stderr = log.open("w", buffering=1)
+    with join_world("cpu"):
+        os._exit(0)
+
+
+def test_a_rank_that_leaves_before_all_have_met_is_one_line(tmp_path):
+    store, log = meeting_point(), tmp_path / "log"
+    context = mp.get_context("forkserver")
+    ranks = [context.Process(target=meet_a_rank_that_leaves, args=(rank, store.port, log)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert ranks[1].exitcode == 1
+    assert log.read_text().startswith("error: the ranks did not meet") and log.read_text().count("\n") == 1
+
+
 def test_the_ranks_of_two_machines_end_together():
     """Ranks 0 and 1 run on one machine, 2 and 3 on the other."""
     with socket.create_server(("127.0.0.1", 0)) as free:
