@@ -1,6 +1,5 @@
 """Runs that are stopped, fail or hang: their messages, their checkpoints and their exit status."""
 
-import contextlib
 import json
 import logging
 import math
@@ -167,13 +166,13 @@ def cut_short_at(step, file, monkeypatch):
     monkeypatch.setattr(train, "train_step", cutting)
 
 
-def test_data_cut_short_under_a_run_lose_no_step(corpus, tmp_path, monkeypatch):
+def test_data_cut_short_under_a_run_lose_no_step(corpus, tmp_path, monkeypatch, capsys):
     prepared, run = tmp_path / "prepared", tmp_path / "run"
     assert data_command.main(["prepare", corpus, str(prepared), "--tokenizer", "bytes"]) == 0
     [file] = prepared.glob("*.tokens")
     cut_short_at(4, file, monkeypatch)
-    with contextlib.suppress(ValueError):  # or a line
-        assert train.main(arguments(str(prepared), run, "--validation_sequences", "0", steps=9)) == 1
+    assert train.main(arguments(str(prepared), run, "--validation_sequences", "0", steps=9)) == 1
+    assert "is cut short or damaged" in capsys.readouterr().err
     last = metrics(run)[-1]["step"]
     assert last < 9 and [path.name for path in run.glob("*step_*")] == [f"step_0000000{last}"]
 

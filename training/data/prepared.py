@@ -119,7 +119,7 @@ class PreparedStore(Store):
 
     def _borders(self, part: dict) -> np.ndarray:
         """Returns the borders of a part's documents, int64 [documents + 1]: 0, then each document's end in .tokens."""
-        table = np.memmap(self.folder / (part["name"] + ".documents"), DOCUMENT, "r").reshape(-1, 3)
+        table = self._read(part["name"] + ".documents", DOCUMENT, 0, 3 * part["documents"]).reshape(-1, 3)
         borders = np.concatenate([[0], table[:, 0]])
         wrong = ((borders[1:] <= borders[:-1]) | (borders[1:] > part["tokens"])).nonzero()[0]
         if len(wrong) or borders[-1] != part["tokens"]:
@@ -135,9 +135,21 @@ class PreparedStore(Store):
         index = int(np.searchsorted(self._first, document, side="right")) - 1
         return self.parts[index], document - int(self._first[index])
 
+    def _read(self, name: str, dtype: np.dtype, first: int, count: int) -> np.ndarray:
+        """Reads count values. A mapping would end the process where the file was cut short or a sector is damaged."""
+        try:
+            values = np.fromfile(self.folder / name, dtype, count, offset=first * dtype.itemsize)
+        except OSError as error:
+            raise UserError(f"cannot read {self.folder / name}: {error.strerror or error}; {AGAIN}") from None
+        if len(values) < count:
+            raise UserError(
+                f"{self.folder / name} is unreadable at value {first + count:,}: it is cut short or damaged; {AGAIN}"
+            )
+        return values
+
     def source(self, document: int) -> str:
         name, number = self._find(document)
-        _, file, line = np.memmap(self.folder / f"{name}.documents", DOCUMENT, "r").reshape(-1, 3)[number].tolist()
+        _, file, line = self._read(f"{name}.documents", DOCUMENT, 3 * number, 3).tolist()
         try:
             path = json.loads((self.folder / f"{name}.json").read_bytes())["pieces"][file][0]
         except (OSError, ValueError, LookupError, TypeError):
@@ -145,19 +157,18 @@ class PreparedStore(Store):
         return place(path, line)
 
     def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Reads from a mapping that lasts for this call alone: the system may forget the pages afterwards."""
         if start == stop:
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool)
         name, _ = self._find(document)
         first = int(self._starts[document]) + start
-        raw = np.memmap(self.folder / f"{name}.tokens", TOKEN, "r", 4 * first, (stop - start,))
+        raw = self._read(f"{name}.tokens", TOKEN, first, stop - start)
         ids, is_masked = (raw & (MASKED - 1)).astype(np.int64), raw >= MASKED
         if ids.max() >= self._vocab_size:
             raise UserError(
                 f"{self.folder / name}.tokens: {self.source(document)} has token id {ids.max()}, not below the "
                 f"model's vocab_size {self._vocab_size}: the file is damaged; {AGAIN}"
             )
-        return ids, np.asarray(is_masked)
+        return ids, is_masked
 
 
 def verify(folder: Path) -> None:
