@@ -64,7 +64,6 @@ def main(argv: list[str]) -> None:
 
 def storm(folder: Path, count: int, ranks: int, seed: int, seconds: float = SECONDS, steps: int = STEPS) -> dict:
     """Kill `count` times; returns what was seen. Raises AssertionError if anything was lost or damaged."""
-    multiprocessing.set_forkserver_preload(["train"])
     draws = random.Random(seed)
     flags = ["--data", str(ROOT / "model.py"), "--max_steps", str(steps), "--checkpoint_interval", str(INTERVAL)]
     flags += [*FLAGS.split(), "--resume", "auto", "--output_dir"]
@@ -109,6 +108,7 @@ def storm(folder: Path, count: int, ranks: int, seed: int, seconds: float = SECO
 
 
 def start(argv: list[str], ranks: int, log: Path) -> list:
+    multiprocessing.set_forkserver_preload(["train"])
     store, context = meeting_point(), multiprocessing.get_context("forkserver")
     processes = [context.Process(target=train_in_rank, args=(r, ranks, store.port, argv, log)) for r in range(ranks)]
     for process in processes:

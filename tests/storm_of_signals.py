@@ -1,8 +1,9 @@
 """Signals at random moments: `python -m tests.storm signals --count 100 --ranks 2`.
 
-A run of `train.py --resume auto` gets one or two signals, in one rank or in all, and is started again until it ends. A
-rank that had begun must end with 128 + the signal's number, within SECONDS_TO_SAVE and without a traceback, and no step
-may be lost. The last checkpoint must equal an undisturbed run's bit for bit.
+A run of `train.py --resume auto` gets one or two signals, in one rank or in all, and is started again until it ends.
+Four of five signals come after the run has begun. A rank that had begun must end with 128 + the signal's number, within
+SECONDS_TO_SAVE and without a traceback, and no step may be lost. The last checkpoint must equal an undisturbed run's
+bit for bit.
 """
 
 import os
@@ -18,6 +19,7 @@ from training.checkpoint.manifest import verify_checkpoint
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 SECONDS_TO_SAVE = 20.0
+BEGUN = "config: "  # a run's log has it once signals are noted
 
 
 def storm_of_signals(folder: Path, count: int, ranks: int, seed: int) -> dict:
@@ -30,7 +32,10 @@ def storm_of_signals(folder: Path, count: int, ranks: int, seed: int) -> dict:
     while sum(seen.values()) - seen["whole runs"] < count:
         run, before = folder / f"run{runs}", log.stat().st_size
         processes = start([*flags, str(run)], ranks, log)
-        deadline = time.monotonic() + draws.uniform(0, SECONDS)
+        is_after_start, deadline = draws.random() < 0.8, time.monotonic() + draws.uniform(0, SECONDS)
+        while is_after_start and BEGUN not in log.read_text()[before:] and all(p.is_alive() for p in processes):
+            time.sleep(0.01)
+            deadline = time.monotonic() + draws.uniform(0, SECONDS)
         while time.monotonic() < deadline and any(process.is_alive() for process in processes):
             time.sleep(0.002)
         targets = processes[: draws.choice([1, ranks])]
@@ -42,7 +47,7 @@ def storm_of_signals(folder: Path, count: int, ranks: int, seed: int) -> dict:
         for process in processes:
             process.join(SECONDS_TO_SAVE)
         said = log.read_text()[before:]
-        has_begun = "config: " in said  # before that, Python's own handlers may end a rank, and others wait to meet it
+        has_begun = BEGUN in said  # before that, Python's own handlers may end a rank, and others wait to meet it
         for process in processes:
             assert not (has_begun and process.is_alive()), f"it runs on after {SECONDS_TO_SAVE} s: {run}"
             process.kill()
