@@ -10,7 +10,7 @@ from training.memory.profiler import Reading
 
 
 class StorageCounter(TorchDispatchMode):
-    """Counts the bytes of all live tensors, as the GPU's allocator would. Fake tensors cost nothing.
+    """Counts the bytes of all live tensors, as the GPU's allocator would. Fake and meta tensors cost nothing.
 
     Args:
         own_bytes: bytes that an operation takes inside, where fake tensors do not show them, by operation: a number, or

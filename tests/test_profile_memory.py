@@ -1,4 +1,4 @@
-"""profile_memory.py: its predictions are the cost model's; flags; measured beside predicted, on fake tensors."""
+"""profile_memory.py: its predictions are the cost model's; flags; measured beside predicted, without data."""
 
 import contextlib
 import gc
@@ -276,7 +276,7 @@ def test_cuda_asked_for_and_absent(capsys):
 
 
 class DryBench:
-    """Measures on fake tensors, up to a limit of memory; every bench that is built."""
+    """Measures on tensors without data, up to a limit of memory; every bench that is built."""
 
     built, limit = 0, math.inf
 
@@ -358,7 +358,7 @@ def test_the_longest_context_is_measured_with_one_model(small, pretended_gpu, tm
 
 def test_what_fits_is_measured(small, pretended_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (21 * GIB, 21 * GIB))
-    two_layers = {"0.6B": replace(MODEL_SIZES["0.6B"], num_hidden_layers=2)}  # fake steps take their time by layer
+    two_layers = {"0.6B": replace(MODEL_SIZES["0.6B"], num_hidden_layers=2)}  # a step takes its time by layer
     monkeypatch.setattr(profile_memory, "MODEL_SIZES", two_layers)
     written = run_main(tmp_path, "--compare", "--measure", "--model_size", "0.6B", "--memory_budget", "4GB")
     assert DryBench.built <= 3 and set(pretended_gpu) == {4 * GIB, 20 * GIB}

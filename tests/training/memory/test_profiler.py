@@ -1,4 +1,4 @@
-"""The profiler on fake tensors against the prediction, stage by stage and category by category."""
+"""The profiler on tensors without data against the prediction, stage by stage and category by category."""
 
 import gc
 import math
@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -46,9 +45,10 @@ from training.optimizer import MasterAdamW
 
 @pytest.fixture
 def dry_run(monkeypatch):
-    """`Bench.measure` on fake tensors: the real model, its Triton operations, optimizer and hooks, but no data."""
+    """`Bench.measure` on the meta device: the real model, its Triton operations, optimizer and hooks, but no data."""
     if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("fake tensors on the CPU need Triton's interpreter")
+        pytest.skip("tensors without data take Triton's operations where there is no GPU")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: torch.cpu)  # streams that do nothing
     monkeypatch.setattr(MasterAdamW, "clip_grad_norm", lambda self, max_norm: None)  # its result has no value
     monkeypatch.setattr(cost_model, "LIBRARY_BYTES", 0)
     return run_dry
@@ -108,27 +108,23 @@ def model_of(step):
 def run_dry(step, *executions, warm_up=False):
     """Measurements under one choice after another, of one model and optimizer; a step to warm up takes as long."""
     first, run = executions[0], Bench._run
-    with pytest.MonkeyPatch.context() as monkeypatch, FakeTensorMode(), StorageCounter() as counter:
+    with pytest.MonkeyPatch.context() as monkeypatch, torch.device("meta"), StorageCounter() as counter:
         if not warm_up:
             monkeypatch.setattr(Bench, "_run", lambda *step: run(*step) if isinstance(step[-1], Recorder) else None)
 
         class FakeArena:
             def __init__(self, num_bytes, device):
-                self.num_bytes, self.device = num_bytes, torch.device("cpu")
+                self.num_bytes, self.device = num_bytes, torch.device("meta")
 
             def allocate(self, shape, dtype):
                 counter.on_host = True
-                slot = torch.empty(shape, dtype=dtype)
+                slot = torch.empty(shape, dtype=dtype, device=self.device)
                 counter.on_host = False
                 return slot
 
         monkeypatch.setattr("training.memory.placement.PinnedArena", FakeArena)
         monkeypatch.setattr("training.optimizer.PinnedArena", FakeArena)
-        torch.set_default_dtype(torch.bfloat16)  # fake parameters cannot be cast in place
-        try:
-            model = model_of(step)
-        finally:
-            torch.set_default_dtype(torch.float32)
+        model = model_of(step).to(torch.bfloat16)
         for module in model.modules() if step.tensor_ranks > 1 else ():
             if hasattr(module, "tensor_ranks"):
                 module.tensor_ranks = TensorRanks(dist.group.WORLD)
@@ -265,7 +261,7 @@ def check_stages(step, execution, measured):
     assert [stage.name for stage in measured.stages] == [stage.name for stage in predicted]
     top = max(predicted, key=lambda stage: stage.bytes)
     for ours, real in zip(predicted, measured.stages):
-        # Python refers to fake gradients, so that autograd does not add the embedding's to the head's in place.
+        # Python refers to gradients, so that autograd does not add the embedding's to the head's in place.
         out_of_place = step.head if "embedding" in ours.name else 0
         assert -0.01 * top.bytes < real.bytes - ours.bytes < 0.01 * top.bytes + out_of_place, ours.name
     at_peak = next(stage for stage in measured.stages if stage.name == top.name)
