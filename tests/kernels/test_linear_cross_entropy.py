@@ -278,8 +278,7 @@ def test_autocast(device):
         assert value.double().equal(wanted)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("reduction", "impl"), [("mean", "triton"), ("none", "triton"), ("none", "torch")])
 def test_compiles_in_one_graph(device, reduction, impl):
     input, linear_weight, target = _inputs(device)
 

@@ -97,6 +97,7 @@ def test_flags_of_a_run(paths, tmp_path, capsys):
     """--show_batch prints and ends before a model is built. A resumed run keeps its packing."""
     flags = ["--data", *paths, "--context_length", "64", "--batch_size", "1", "--device", "cpu", "--sample_tokens", "0"]
     flags += ["--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--data_weights", "1,1"]
+    flags += ["--validation_sequences", "2"]
     assert train.main([*flags, "--show_batch"]) == 0
     assert "tokens are trained on" in capsys.readouterr().out and not (tmp_path / "run").exists()
     assert train.main(flags) == 0
