@@ -35,8 +35,8 @@ from training.checkpoint.weights import shape_of_weights
 from training.flags import Idle, flag, read_flags
 from training.host.errors import UserError
 from training.host.files import check_can_write
-from training.host.memory import available_host_bytes, parse_bytes
 from training.host.processes import command
+from training.host.sizes import available_host_bytes, parse_bytes
 from training.memory.cost_model import gib
 from training.memory.execution import Execution
 from training.memory.machine import DRIVER_BYTES, cap_gpu_memory, gpu_budget, measure_rates, parse_gpu, scale_rates

@@ -5,21 +5,27 @@ and checkpoints after a step; the end. The rest is in training/run:
 
 - settings.py has the flags, resume.py the start of a resumed run, build.py the model and its memory plan;
 - parts.py has the parts of a run, step.py the arithmetic of a step, stopping.py early ends;
-- saving.py has the room on the disk, metrics.py metrics.jsonl and the progress bar.
+- saving.py has the room on the disk, metrics.py what is shown and written of each step, sample.py the sample.
 """
+
+import sys
+
+from training.flags import answer_early
+from training.run.settings import COLLECTIVE_TIMEOUT, KEPT_CHECKPOINTS, TrainConfig, check_config, given_settings
+
+if __name__ == "__main__":
+    answer_early(given_settings)
 
 import contextlib
 import dataclasses
 import gc
 import logging
-import sys
 import time
 import typing
 from pathlib import Path
 from statistics import mean
 
 import torch
-from tqdm import tqdm
 
 from training.attention_flags import kinds_at, spell_by_layer
 from training.checkpoint.files import check_is_for_a_run, check_is_shared, clear_leftovers, delete_old
@@ -30,7 +36,6 @@ from training.data.corpus import load_corpus
 from training.data.loader import PackedLoader, check_can_validate, validation_batches
 from training.data.show import show_batch
 from training.data.tokens import Store
-from training.host.errors import UserError
 from training.host.files import only_run_in
 from training.host.processes import command, outliving_its_output, say_last
 from training.memory.cost_model import PackedDocuments
@@ -39,17 +44,14 @@ from training.parallel.world import World, join_world
 from training.plots import draw_at_end
 from training.run import resume
 from training.run.build import build, check_fits, configure_machine, explain_out_of_memory, resolve_memory_budget
-from training.run.metrics import describe, gpu_metrics, is_spike, open_metrics, show, show_validation
+from training.run.metrics import Display, also_logged_into, describe, gpu_metrics, is_spike, open_metrics
 from training.run.parts import Run
+from training.run.sample import log_sample
 from training.run.saving import check_disk, checkpoint_bytes, is_save_due
-from training.run.settings import COLLECTIVE_TIMEOUT, KEPT_CHECKPOINTS, TrainConfig, check_config, given_settings
 from training.run.step import NoTarget, NotFinite, NotRead, train_step, validate
-from training.run.stopping import Stopped, Stopping, promise_shutdown, stop_signals
+from training.run.stopping import Stopped, Stopping, stop_signals
 
 logger = logging.getLogger("train")
-PROMPT_TOKENS = 64
-LONG_FIRST_STEP_SECONDS = 60.0  # compiling kernels is a small part of such a step
-SAVED_BYTES_PER_SECOND = 5e8  # guess for a slow disk, before the first checkpoint has been measured
 
 
 @command
@@ -61,7 +63,7 @@ def main(argv: list[str]) -> int:
     config = TrainConfig(**given)
     check_config(config, given)
     sizes = resume.parallel_sizes_of(given)
-    with join_world(config.device, **sizes) as world:
+    with join_world(config.device, **sizes) as world, also_logged_into(config.log_file if world.is_main else None):
         if not world.is_main:
             logging.disable(logging.WARNING)
         return train({**given, **sizes}, world)
@@ -133,7 +135,7 @@ def set_up(start: resume.Start, world: World, stack: contextlib.ExitStack) -> Ru
         config.batch_size, world.data_size, config.gradient_accumulation_steps,
     )  # fmt: skip
     model, optimizer, plan = build(config, model_config, start.checkpoint, documents, world)
-    metrics = open_metrics(config, first_step) if world.is_main else None
+    metrics = open_metrics(config, first_step, stack) if world.is_main else None
     companions = NO_COMPANIONS if tokenizer.name == "bytes" else read_companions(Path(tokenizer.name))
     saver = Saver(Path(config.output_dir), config.keep_checkpoints or KEPT_CHECKPOINTS, start.checkpoint, companions)
     stack.callback(saver.wait)  # an error ends the run once the checkpoint that was begun is complete
@@ -146,9 +148,9 @@ def set_up(start: resume.Start, world: World, stack: contextlib.ExitStack) -> Ru
     gc.freeze()  # a full collection would look at all that was imported, and the ranks would wait for the one in it
     stack.callback(gc.unfreeze)
     # The stack ends the bar's line before an error is shown.
-    bar = stack.enter_context(tqdm(total=config.max_steps, initial=first_step, unit="step", disable=not world.is_main))
+    display = stack.enter_context(Display(config, first_step, world.is_main))
     return Run(
-        config, start, world, tokenizer, loader, held_out, model, optimizer, plan, saver, stopping, metrics, bar,
+        config, start, world, tokenizer, loader, held_out, model, optimizer, plan, saver, stopping, metrics, display,
         progress=dataclasses.replace(start.progress, loader=loader.state_dict()),
         saved=first_step, saved_at=time.monotonic(),
     )  # fmt: skip
@@ -211,7 +213,7 @@ def take_step(run: Run) -> dict | None:
     except NoTarget:
         logger.warning("step %d has no token to predict, as in the middle of a prompt, and is left out", step)
     except NotFinite as error:
-        leave_out(run, step, error)
+        run.leave_out(step, error)
     except NotRead:
         run.save()
         with failing_together():
@@ -234,22 +236,6 @@ def take_step(run: Run) -> dict | None:
     if config.selected_blocks_start is not None:
         values["selected_blocks"] = spell_by_layer([kind.selected_blocks for kind in kinds])
     return values
-
-
-def leave_out(run: Run, step: int, error: NotFinite) -> None:
-    """Go on without a step that is not finite, as often as the settings allow; raise UserError after that."""
-    sources = ", ".join(run.loader.sources(run.progress.loader["next_sequence"], run.loader.next_sequence)[:10])
-    if run.progress.skipped < run.config.skip_nonfinite_steps:
-        run.progress.skipped += 1
-        logger.warning("step %d: %s, left out; documents: %s", step, error, sources)
-        return
-    run.save()  # the weights are as before this step, finite or refused
-    run.saver.wait()
-    raise UserError(
-        f"step {step}: {error}, stopped before the update; the last good checkpoint: {run.saver.last or 'none'}. "
-        f"{'Go on from it' if run.saver.last else 'Start again'} with a lower --learning_rate, or leave such steps out "
-        f"with --skip_nonfinite_steps; documents of the step: {sources}"
-    ) from None
 
 
 # After a step
@@ -302,7 +288,7 @@ def make_up_validation(run: Run) -> None:
     if "validation_loss" in values:
         if run.metrics is not None:
             run.metrics.write(**values)
-        show_validation(run.bar, values, run.config.tokenizer == "bytes")
+            run.display.show_validation(values)
         if run.progress.step == run.config.max_steps:
             run.saved = None
             run.save()
@@ -315,12 +301,8 @@ def save_if_due(run: Run, values: dict) -> None:
     run.stopped, saves = run.stopping.agree(is_due, seconds)
     if run.metrics is not None:
         run.metrics.write(**values)
-        taken = step - run.start.progress.step
-        if taken == 2 or (taken == 1 and seconds > LONG_FIRST_STEP_SECONDS):
-            size = checkpoint_bytes(config, run.start.model_config, run.world.device)
-            save_seconds = run.saver.seconds or size / SAVED_BYTES_PER_SECOND
-            promise_shutdown(run.stopping.look_seconds, save_seconds if config.save != "none" else 0.0)
-        show(run.bar, values, config.tokenizer == "bytes")
+        run.promise_shutdown_once(seconds)
+        run.display.show(values)
     if saves or run.stopped or step == config.max_steps:
         run.save()
 
@@ -331,7 +313,7 @@ def save_if_due(run: Run, values: dict) -> None:
 def end(run: Run) -> int:
     """Save the last checkpoint and log a sample; returns the process's exit status."""
     config, step = run.config, run.progress.step
-    run.bar.close()
+    run.display.close()
     if run.stopped:
         run.save()
     elif config.sample_tokens:
@@ -349,21 +331,6 @@ def end(run: Run) -> int:
             say_last(stopped)
         return 128 + number
     return 0
-
-
-def log_sample(run: Run) -> None:
-    """Log what the model writes after the beginning of a held-out text, until a signal comes. All ranks call this."""
-    length = min(PROMPT_TOKENS, int(run.held_out.lengths[0]) - 1)  # without the document's end
-    prompt, written = run.held_out.read(0, 0, length), []
-    generator = torch.Generator(run.world.device).manual_seed(run.config.seed)
-    ids_BT = torch.from_numpy(prompt).to(run.world.device)[None]
-    with torch.compiler.set_stance("force_eager"):  # each layer and length would be compiled anew
-        for next_B1 in run.model.next_tokens(ids_BT, run.config.sample_tokens, temperature=0.8, generator=generator):
-            written.append(int(next_B1))
-            if run.stopping.is_asked():
-                break
-    before, after = run.tokenizer.decode(prompt.tolist()), run.tokenizer.decode(written)
-    logger.info("sample, after a held-out prompt:\n%s<<<the prompt ends here>>>%s", before, after)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
 from training.families import to_config_json
 from training.host.files import size_on_disk
-from training.host.memory import GIB
+from training.host.sizes import GIB
 from training.memory.cost_model import PackedDocuments
 from training.memory.planner import Plan
 from training.optimizer import MasterAdamW

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kernels.attention import KINDS
 from model import MODEL_SIZES
-from training.host.memory import GIB, parse_bytes
+from training.host.sizes import GIB, parse_bytes
 from training.memory.cost_model import Stage
 from training.memory.execution import Execution
 from training.memory.machine import GPUS

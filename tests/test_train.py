@@ -80,6 +80,7 @@ def test_only_what_the_user_can_mend_is_shown_without_a_traceback(corpus, tmp_pa
 
 
 def test_an_error_has_a_line_of_its_own_below_the_progress_bar(corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     steps, step = iter(range(2)), train.train_step
     error = UserError("no more")
 
@@ -225,6 +226,8 @@ def test_a_folder_that_is_not_for_a_run_is_refused(corpus, tmp_path, capsys):
 def test_what_a_run_writes_is_not_its_data(corpus, tmp_path, capsys):
     assert train.main(arguments(str(tmp_path), tmp_path / "run")) == 1
     assert f"output_dir {tmp_path}/run lies in data {tmp_path}, which would be read" in capsys.readouterr().err
+    assert train.main(arguments(corpus, tmp_path / "run", "--log_file", corpus)) == 1
+    assert f"log_file {corpus} lies in data {corpus}, which would be read" in capsys.readouterr().err
 
 
 def test_data_of_a_symbolic_link_to_itself(tmp_path, capsys):
@@ -620,13 +623,14 @@ def test_a_validation_counts_tokens_unless_told_otherwise(length, given, expecte
     assert config.validation_sequences == expected
 
 
-def test_a_validation_says_its_share_of_the_time(corpus, tmp_path, capsys):
+def test_a_validation_says_its_share_of_the_time(corpus, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     flags = "--validation_interval", "1", "--sample_tokens", "0"
     assert train.main(arguments(corpus, tmp_path / "run", *flags)) == 0
     lines = metrics(tmp_path / "run")
     assert all(0 < line["validation_share"] < 1 for line in lines)
     assert 0 < sum(line["validation_seconds"] for line in lines) < sum(line["seconds"] for line in lines) + 60
-    shown = re.findall(r"nats per byte; validations take (\d+)% of the time", capsys.readouterr().out)
+    shown = re.findall(r"nats per byte; validations take (\d+)% of the time", caplog.text)
     assert [int(percent) for percent in shown] == [round(100 * line["validation_share"]) for line in lines]
 
 

@@ -12,7 +12,6 @@ from kernels.attention.full import Full
 from kernels.parts import AttentionKind
 from training.host.errors import UserError, refused_as_user_error
 
-ATTENTION_TYPES = ("full", "sparse", "nsa")  # kinds of attention that a flag can ask for
 ANNEALING_STAGES = 8  # numbers of blocks from start to end, both included: kernels are compiled anew for each
 ANNEALING_MULTIPLE = 4  # blocks
 FLAGS = sorted({name for kind in KINDS.values() for name in kind.takes})  # obeyed by some kind

@@ -5,12 +5,15 @@ override the file, the file overrides defaults. The class's docstring is what --
 
 With the field `times: int = flag(1, "how often", least=1)` a command takes `--times 2`, and a file `times = 2`. All
 numbers have bounds, and no word is empty. The table `idle` of the class says when a flag has no effect and is refused.
+Dashes may stand for the underscores of a flag. No torch is imported here: --help is to be quick.
 """
 
 import difflib
+import os
+import sys
 import tomllib
 import typing
-from argparse import ArgumentParser, BooleanOptionalAction
+from argparse import Action, ArgumentParser, BooleanOptionalAction
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
@@ -21,6 +24,18 @@ from training.host.files import read_file
 LARGE = 2**31 - 1  # larger steps, sizes and seeds are nonsense, or overflow
 SMALLEST = 1e-12  # stands for "above 0"
 TOML_BYTES = 2**20  # a longer file of settings is refused
+USUAL_NAMES = {  # names that flags have elsewhere, for "did you mean"
+    "learning_rate": "lr peak_lr",
+    "context_length": "seq_len seq_length sequence_length max_seq_len max_seq_length max_length block_size cutoff_len",
+    "max_steps": "steps num_steps max_iters epochs num_epochs num_train_epochs",
+    "gradient_accumulation_steps": "grad_accum grad_acc_steps accumulation_steps",
+    "batch_size": "bs micro_batch_size per_device_train_batch_size",
+    "init_from": "model model_name model_name_or_path",
+    "data": "dataset dataset_name dataset_path train_data",
+    "max_grad_norm": "grad_clip clip_grad",
+    "output_dir": "out out_dir output save_dir",
+    "wandb": "wandb_project report_to",
+}
 
 
 def flag(
@@ -32,6 +47,7 @@ def flag(
     most: float = LARGE,
     bare: str | None = None,
     positional: bool = False,
+    group: str | None = None,
 ):
     """Makes a field whose type is bool, int, float, str or Path, a list of such a type, or such a type or None.
 
@@ -42,10 +58,11 @@ def flag(
         least, most: range of a number, or of each number of a list.
         bare: value of a flag that stands without a value.
         positional: given by place, without the name, and not in a file.
+        group: title in --help, also of the fields below up to the next title.
     """
     metadata = {"help": help, "choices": choices and tuple(choices), "least": least, "most": most, "bare": bare}
     made = {"default_factory": list} if default is list else {"default": default}
-    return field(**made, metadata={**metadata, "positional": positional})
+    return field(**made, metadata={**metadata, "positional": positional, "group": group})
 
 
 class Idle(typing.NamedTuple):
@@ -94,17 +111,25 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
     Raises:
         UserError: a flag or key is unknown or missing, or has a value that it does not take; the file cannot be read.
     """
-    parser = Parser(prog=program, description=kind.__doc__, allow_abbrev=False)
+    places = "".join(f" {each.name}" for each in fields(kind) if each.metadata["positional"])
+    parser = Parser(
+        prog=program, usage=f"%(prog)s{places} [--flag value ...]", description=kind.__doc__, allow_abbrev=False
+    )
     parser.add_argument("--config", metavar="FILE", help="TOML file with the same names as the flags")
-    for each in fields(kind):
-        _add_argument(parser, each)
+    spelled: dict[str, str] = {}  # each flag by its name in underscores alone
+    for title, members in grouped(kind).items():
+        section = parser.add_argument_group(title) if title else parser
+        for each in members:
+            spelled |= {_underscored(option): option for option in _add_argument(section, each).option_strings}
     names = ["config", *(each.name for each in fields(kind) if not each.metadata["positional"])]
 
     def parse(words: list[str]) -> dict[str, typing.Any]:
+        cut = [word.partition("=") for word in words]
+        words = [spelled.get(_underscored(name), name) + equals + value for name, equals, value in cut]
         arguments, unknown = parser.parse_known_intermixed_args(words)
         if unknown:
-            nearest = _nearest(unknown[0].split("=")[0], [f"--{name}" for name in names])
-            raise UserError(f"unknown flag {unknown[0]}{nearest}")
+            name = _underscored(unknown[0].partition("=")[0]).lstrip("-")
+            raise UserError(f"unknown flag {unknown[0]}{_nearest(name, names, '--')}")
         return {name: value for name, value in vars(arguments).items() if value is not None}
 
     given = parse(argv)
@@ -121,6 +146,20 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
         elif each.default is each.default_factory is MISSING:
             raise UserError(f"{each.name} is missing: {each.metadata['help']}")
     return given
+
+
+def answer_early(read: Callable[[list[str]], object]) -> None:
+    """Answer --help, and refuse wrong flags, before a script imports torch, which takes seconds.
+
+    Args:
+        read: reads the words of the command line. The script reads them again. Ranks of torchrun read them only then:
+            the main rank shows the error.
+    """
+    if "RANK" not in os.environ:
+        try:
+            read(sys.argv[1:])
+        except UserError as error:
+            sys.exit(f"error: {' '.join(str(error).splitlines())}")
 
 
 def as_words(values: dict, names: list[str]) -> list[str]:
@@ -144,6 +183,20 @@ def as_words(values: dict, names: list[str]) -> list[str]:
     return words
 
 
+def grouped(kind: type) -> dict[str, list[Field]]:
+    """Returns the fields of a command by the title that --help gives them; "" holds what stands above any title.
+
+    A field that a class declares anew keeps the title that it has in the class below.
+    """
+    groups: dict[str, list[Field]] = {}
+    title = ""
+    for each in fields(kind):
+        own = (vars(base).get("__dataclass_fields__", {}).get(each.name) for base in kind.__mro__)
+        title = next((found.metadata["group"] for found in own if found and found.metadata["group"]), title)
+        groups.setdefault(title, []).append(each)
+    return groups
+
+
 class Parser(ArgumentParser):
     """Reports errors as UserError."""
 
@@ -151,7 +204,7 @@ class Parser(ArgumentParser):
         raise UserError(message)
 
 
-def _add_argument(parser: Parser, each: Field) -> None:
+def _add_argument(parser, each: Field) -> Action:
     metadata, is_list = each.metadata, typing.get_origin(each.type) is list
     element = _element(each)
     default = "" if each.default in (MISSING, None, False) else f"; default: {each.default}"
@@ -166,7 +219,12 @@ def _add_argument(parser: Parser, each: Field) -> None:
             options["nargs"] = "+"
         elif metadata["positional"] or metadata["bare"] is not None:
             options |= {"nargs": "?", "const": metadata["bare"]}
-    parser.add_argument(each.name if metadata["positional"] else f"--{each.name}", **options)
+    return parser.add_argument(each.name if metadata["positional"] else f"--{each.name}", **options)
+
+
+def _underscored(option: str) -> str:
+    """Returns --max_steps for --max-steps."""
+    return option[:2] + option[2:].replace("-", "_")
 
 
 def _element(each: Field) -> typing.Any:
@@ -192,6 +250,7 @@ def _check_word(name: str, word: str) -> None:
         raise UserError(f"{name} is an empty string or has a NUL; give a value, or drop it")
 
 
-def _nearest(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+def _nearest(name: str, names: list[str], dashes: str = "") -> str:
+    usual = [ours for ours, theirs in USUAL_NAMES.items() if name in theirs.split() and ours in names]
+    close = usual or difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {dashes}{close[0]}?" if close else ""

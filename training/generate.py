@@ -3,46 +3,28 @@
 The prompt is an argument, files (each is a prompt) or standard input. Greedy unless a temperature is given.
 """
 
+import sys
+
+from training.flags import answer_early
+from training.inference_flags import GenerateFlags, read_generate_flags
+
+if __name__ == "__main__":
+    answer_early(read_generate_flags)
+
 import logging
 import os
 import signal
-import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
 
 from training.data.chat import ChatTemplate
-from training.flags import SMALLEST, Idle, flag, read_flags
 from training.host.errors import UserError
 from training.host.files import read_file
 from training.host.processes import command
-from training.inference import ModelFlags, Opened, load, mending_out_of_memory, open_folder, write
+from training.inference import Opened, load, mending_out_of_memory, open_folder, write
 from training.parallel.world import World, join_world
-
-
-@dataclass
-class GenerateFlags(ModelFlags):
-    """Write with a trained model."""
-
-    prompt: str | None = flag(None, "default: what --file or standard input holds", positional=True)
-    file: list[Path] = flag(list, "text files, each of which is a prompt")
-    chat: bool = flag(False, "each prompt is a user's message, in the folder's chat template")
-    system: str | None = flag(None, "with --chat: the system's message before it")
-    max_new_tokens: int = flag(256, "tokens to write at most", least=1)
-    temperature: float = flag(0.0, "0: the likeliest token each time", most=100)
-    top_p: float | None = flag(
-        None, "sample from the likeliest tokens of this share of the probability; default: 1", least=SMALLEST, most=1
-    )
-    seed: int | None = flag(None, "of sampling; default: 0", most=2**63 - 1)
-
-    idle: ClassVar[tuple[Idle, ...]] = (
-        Idle("top_p seed", "with temperature 0, which is greedy; give --temperature, or drop it",
-             lambda f: f.temperature == 0),
-        Idle("system", "without --chat; drop it, or give --chat", lambda f: not f.chat),
-    )  # fmt: skip
 
 
 def check_flags(flags: GenerateFlags) -> None:
@@ -107,7 +89,7 @@ def generate(flags: GenerateFlags, opened: Opened, prompts: list[list[int]], wor
 @command
 def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    flags = read_flags(GenerateFlags, argv, "python -m training.generate")
+    flags = read_generate_flags(argv)
     check_flags(flags)
     texts = read_prompts(flags)
     with join_world(flags.device) as world, mending_out_of_memory():

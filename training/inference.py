@@ -20,14 +20,16 @@ from kernels.attention import KINDS
 from kernels.attention.full import choose_backend
 from kernels.parts import AttentionKind
 from model import IGNORE_INDEX, ModelConfig, Transformer
-from training.attention_flags import ATTENTION_TYPES, FLAGS, check_head_dim, kinds_of
+from training.attention_flags import FLAGS, check_head_dim, kinds_of
 from training.checkpoint.files import load_trainer_state, tokenizer_of
 from training.checkpoint.weights import load_model_weights, parameter_shapes, shape_of_weights
+from training.choices import ATTENTION_TYPES
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
-from training.flags import as_words, flag, given_flags
+from training.flags import as_words, given_flags
 from training.host.errors import UserError, is_out_of_host_memory, refused_as_user_error
 from training.host.files import read_json
-from training.host.memory import available_host_bytes, parse_bytes
+from training.host.sizes import available_host_bytes, parse_bytes
+from training.inference_flags import ModelFlags
 from training.memory.cost_model import gib
 from training.memory.machine import cap_gpu_memory, gpu_budget
 from training.memory.placement import set_kinds
@@ -38,25 +40,6 @@ from training.parallel.world import World
 logger = logging.getLogger(__name__)
 LOSS_BYTES = 2**29  # logits that exist at a time, in the activations' dtype and twice in float32
 LONG_TEXT = 32_768  # tokens from which on attention works on one key/value head at a time
-
-
-@dataclass
-class ModelFlags:
-    """Flags that say which model is opened, and how it attends."""
-
-    checkpoint: Path = flag(help="a step_ folder of a run, or a folder in Hugging Face's form", positional=True)
-    attention_type: str | None = flag(None, "default: as the checkpoint was trained, else its own", ATTENTION_TYPES)
-    selected_blocks: str | None = flag(
-        None, "by layer as 64x4,32; default: as the checkpoint was trained, else as train.py has it"
-    )
-    dense_below: int | None = flag(
-        None, "of sparse: shorter texts attend to everything; default: as trained, else 8192", least=1
-    )
-    tokenizer: str | None = flag(
-        None, "a tokenizer.json, or bytes; default: the one that the weights were trained with"
-    )
-    memory_budget: str | None = flag(None, "GPU memory, or on a CPU host memory, as 24GB; default: what is free")
-    device: str = flag("auto", "auto: a GPU if there is one", ("auto", "cuda", "cpu"))
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,23 @@
 """Draws a run: `python -m training.plots runs/default` makes metrics.png of the metrics.jsonl beside it.
 
-train.py draws the same at the end of a run if Matplotlib is installed.
+train.py draws the same at the end of a run if Matplotlib is installed, and else says so.
 """
 
 import json
 import logging
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 
 from training.flags import flag, read_flags
-from training.host.errors import UserError
+from training.host.errors import UserError, check_installed, is_installed
 from training.host.files import read_file
 from training.host.processes import command
 
 logger = logging.getLogger(__name__)
 LARGEST_NUMBER = 1e300  # Matplotlib overflows beyond it; somebody may have edited the file
+STEPS_PER_SMOOTHED = 20  # the smoothed loss is a mean over a twentieth of the run
 FEWEST_STEPS = 20  # a run of fewer steps has no picture at its end
 
 
@@ -48,37 +49,60 @@ def _is_number(value) -> bool:
 
 
 def draw_run(run: Path, rows: list[dict]) -> Path:
-    """Draws loss, learning rate, throughput and memory by step, and returns the picture's path."""
+    """Draws loss, learning rate, throughput and memory by step, and returns the picture's path.
+
+    A panel without a number is left out, such as the GPU's memory in a run on a CPU.
+    """
     from matplotlib.figure import Figure  # optional
 
-    figure = Figure(figsize=(12, 7), layout="constrained")
-    loss, rate, speed, memory = figure.subplots(2, 2, sharex=True).flat
-    loss.plot(*_points(rows, "loss"), linewidth=0.8, label="training")
-    loss.plot(*_points(rows, "validation_loss"), "o-", label="validation")
-    spikes = [row for row in rows if row.get("is_spike")]
-    if spikes:
-        loss.plot(*_points(spikes, "loss"), "rx", label="spike")
-    for row in rows:
-        if row.get("loss", 0) is None:
-            loss.axvline(row["step"], color="r", linewidth=0.5)
-    loss.set(ylabel="loss, nats per token; red line: left out")
-    loss.legend()
-    rate.plot(*_points(rows, "learning_rate"))
-    rate.set(ylabel="learning rate")
-    speed.plot(*_points(rows, "tokens_per_second"), linewidth=0.8)
-    speed.set(ylabel="tokens per second", xlabel="step", ylim=(0, None))
-    if any("mfu" in row for row in rows):
-        mfu = speed.twinx()
-        mfu.plot(*_points(rows, "mfu"), "C1", linewidth=0.8)
-        mfu.set(ylabel="model FLOP utilisation", ylim=(0, 1))
     for row in rows:
         peaks = row.get("peak_memory_gib")
         row["peak"] = max(filter(_is_number, peaks), default=None) if isinstance(peaks, list) else None
-    memory.plot(*_points(rows, "peak"))
-    memory.set(ylabel="peak GPU memory, GiB, of the fullest rank", xlabel="step", ylim=(0, None))
+    panels = {
+        "loss": "loss, nats per token",
+        "learning_rate": "learning rate",
+        "tokens_per_second": "tokens per second",
+        "peak": "peak GPU memory of the fullest rank, GiB",
+    }
+    panels = {name: label for name, label in panels.items() if _points(rows, name)[0]}
+    columns = 2 if len(panels) == 4 else max(1, len(panels))
+    figure = Figure(figsize=(12, 7 if columns == 2 else 4), layout="constrained")
+    axes = dict(zip(panels, figure.subplots(-(-len(panels) // columns) or 1, columns, squeeze=False).flat))
+    for name, panel in axes.items():
+        panel.set(xlabel="step", ylabel=panels[name])
+        if name != "loss":
+            panel.plot(*_points(rows, name), linewidth=0.8)
+            panel.set_ylim(bottom=0)
+    if "loss" in axes:
+        _draw_loss(axes["loss"], rows)
+    if "tokens_per_second" in axes and _points(rows, "mfu")[0]:
+        mfu = axes["tokens_per_second"].twinx()
+        mfu.plot(*_points(rows, "mfu"), "C1", linewidth=0.8)
+        mfu.set_ylabel("model FLOP utilisation, share of the peak", color="C1")
+        mfu.set_ylim(0, 1)
     path = run / "metrics.png"
     figure.savefig(path)
     return path
+
+
+def _draw_loss(axes, rows: list[dict]) -> None:
+    """Draws the loss raw and smoothed, validations, spikes and left-out steps. The legend names what is drawn."""
+    steps, losses = _points(rows, "loss")
+    span = len(losses) // STEPS_PER_SMOOTHED
+    axes.plot(steps, losses, "C0", linewidth=0.8, alpha=0.4 if span else 1, label="training")
+    if span:
+        sums = [0.0, *accumulate(losses)]
+        smooth = [(sums[end] - sums[max(0, end - span)]) / min(span, end) for end in range(1, len(sums))]
+        axes.plot(steps, smooth, "C0", label=f"training, mean of {span} steps")
+    for name, of, style in (
+        ("validation", _points(rows, "validation_loss"), "C1o-"),
+        ("spike", _points([row for row in rows if row.get("is_spike")], "loss"), "rx"),
+    ):
+        if of[0]:
+            axes.plot(*of, style, label=name)
+    for number, row in enumerate(row for row in rows if row.get("loss", 0) is None):
+        axes.axvline(row["step"], color="r", linewidth=0.5, label="left out" if number == 0 else None)
+    axes.legend()
 
 
 def _points(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
@@ -88,12 +112,14 @@ def _points(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
 
 
 def draw_at_end(run: Path) -> None:
-    """Draw a finished run, if Matplotlib is installed and the run is long enough."""
-    if find_spec("matplotlib") is None:
-        return
+    """Draw a finished run that is long enough; without Matplotlib say how to install it."""
     try:
-        if len(rows := read_metrics(run)) >= FEWEST_STEPS:
+        if len(rows := read_metrics(run)) < FEWEST_STEPS:
+            return
+        if is_installed("matplotlib"):
             logger.info("curves: %s", draw_run(run, rows))
+        else:
+            logger.info("no picture of the curves: pip install matplotlib, then python -m training.plots %s", run)
     except Exception as error:  # a run that has ended well does not fail for its picture
         logger.warning("the curves of %s cannot be drawn: %s", run, error)
 
@@ -101,8 +127,7 @@ def draw_at_end(run: Path) -> None:
 @command
 def main(argv: list[str]) -> None:
     run = read_flags(PlotsFlags, argv, "python -m training.plots").run
-    if find_spec("matplotlib") is None:
-        raise UserError("pictures need matplotlib: pip install matplotlib")
+    check_installed("matplotlib", "a picture")
     print(draw_run(run, read_metrics(run)))
 
 

@@ -1,6 +1,8 @@
 """The reader of flags: types, places, files, and refusals of one line; a command declares a dataclass."""
 
 import re
+import subprocess
+import sys
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import ClassVar
@@ -8,15 +10,21 @@ from typing import ClassVar
 import pytest
 
 import train
+from kernels.attention import KINDS
+from kernels.common import IMPLEMENTATIONS
+from model import MODEL_SIZES
 from profile_memory import FOR_ONE_STEP, ProfileFlags
+from training import choices
 from training.checkpoint.weights import ExportFlags
 from training.data.__main__ import PrepareFlags, VerifyFlags
-from training.evaluation.__main__ import EvaluationFlags
-from training.flags import Idle, flag, given_flags, read_command, read_flags, refuse_idle
-from training.generate import GenerateFlags
+from training.evaluation.flags import EvaluationFlags
+from training.flags import USUAL_NAMES, Idle, flag, given_flags, grouped, read_command, read_flags, refuse_idle
 from training.host.errors import UserError
+from training.inference_flags import GenerateFlags
 from training.plots import PlotsFlags
 from training.run.settings import TrainConfig
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -28,7 +36,7 @@ class Greeting:
     times: int = flag(1, "how often, 100% sure", least=1, most=9)
     tone: str = flag("plain", "how", ("plain", "warm"), bare="warm")
     pauses: list[float] = flag(list, "seconds between", most=60)
-    file: Path | None = flag(None, "goes there")
+    file: Path | None = flag(None, "goes there", group="voice")
     aloud: bool | None = flag(None, "or not")
     softly: bool = flag(False, "in a low voice")
 
@@ -55,6 +63,68 @@ def test_flags_stand_anywhere_and_have_their_types():
     assert given == Greeting("Ada", "Monday", 2, "plain", [1.0, 2.5], Path("a.txt"), True)
     assert read("Ada", "--tone", "--no-aloud", "--no-softly") == Greeting("Ada", tone="warm", aloud=False)
     assert read("--tone", "plain", "Ada", "--aloud") == Greeting("Ada", aloud=True)
+
+
+def test_dashes_stand_for_underscores():
+    given = given_flags(TrainConfig, ["--max-steps", "3", "--no-show-batch", "--init-from=a-b", "--data", "__x"], "")
+    assert given == {"max_steps": 3, "show_batch": False, "init_from": "a-b", "data": ["__x"]}
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("--lr", "learning_rate"),
+        ("--seq-len=9", "context_length"),
+        ("--epochs", "max_steps"),
+        ("--out", "output_dir"),
+    ],
+)
+def test_the_flag_that_is_meant(word, ours):
+    with pytest.raises(UserError, match=f"^unknown flag {word}; did you mean --{ours}\\?$"):
+        given_flags(TrainConfig, [word], "train.py")
+
+
+def test_usual_names_stand_for_flags_that_exist():
+    names = {each.name for each in fields(TrainConfig)}
+    assert names >= USUAL_NAMES.keys() and not names & set(" ".join(USUAL_NAMES.values()).split())
+
+
+def test_a_field_declared_anew_keeps_its_title():
+    @dataclass
+    class Shout(Greeting):
+        file: Path | None = flag(None, "there")
+        twice: bool = flag(False, "and again", group="more")
+
+    titles = {title: [each.name for each in members] for title, members in grouped(Shout).items()}
+    assert titles == {
+        "": ["name", "day", "times", "tone", "pauses"], "voice": ["file", "aloud", "softly"], "more": ["twice"],
+    }  # fmt: skip
+    assert all(grouped(TrainConfig)) and len(grouped(TrainConfig)) > 5
+
+
+def test_choices_without_torch_are_those_of_the_code():
+    assert tuple(MODEL_SIZES) == choices.MODEL_SIZES and IMPLEMENTATIONS == choices.IMPLEMENTATIONS
+    assert tuple(name for name in KINDS if name in choices.ATTENTION_TYPES) == choices.ATTENTION_TYPES
+
+
+@pytest.mark.parametrize("words", [["train.py", "--help"], ["train.py", "--lr", "3"], ["training.generate", "--help"],
+                                   ["training.evaluation", "--help"], ["training.data", "prepare", "--help"],
+                                   ["training.plots", "--help"]])  # fmt: skip
+def test_help_and_wrong_flags_are_answered_without_torch(words):
+    script = (
+        "import atexit, runpy, sys, time\n"
+        "atexit.register(lambda: print('torch' in sys.modules, time.process_time()))\n"
+        "run = runpy.run_path if sys.argv[1].endswith('.py') else runpy.run_module\n"
+        "sys.argv.pop(0)\n"
+        "run(sys.argv[0], run_name='__main__')"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True)
+    torch_is_there, seconds = ended.stdout.splitlines()[-1].split()
+    if "--lr" in words:
+        assert (ended.returncode, ended.stderr) == (1, "error: unknown flag --lr; did you mean --learning_rate?\n")
+    else:
+        assert ended.returncode == 0 and ended.stdout.startswith("usage: ")
+    assert torch_is_there == "False" and float(seconds) < 1
 
 
 def test_a_file_gives_way_to_flags(tmp_path):
@@ -150,7 +220,7 @@ ALWAYS = {
     "train.py": """model_size context_length batch_size gradient_accumulation_steps attention_backend loss_impl device
         kernels data packing tokenizer validation_fraction show_batch max_steps learning_rate warmup_steps weight_decay
         max_grad_norm skip_nonfinite_steps seed output_dir resume save validation_sequences sample_tokens
-        tensorboard""",
+        tensorboard wandb log_file""",
     "profile_memory.py": """init_from batch_size gradient_accumulation_steps attention_backend nproc nnodes gpu compare
         json context_parallel_size tensor_parallel_size""",
     "training.evaluation": "checkpoint tokenizer memory_budget device output_dir beside sequences samples",

@@ -18,7 +18,7 @@ from training.checkpoint.weights import parameter_shapes
 from training.families import to_config_json
 from training.host.errors import UserError
 from training.host.files import write_file
-from training.host.memory import GIB
+from training.host.sizes import GIB
 from training.inference import ModelFlags, load, memory_budget, mending_out_of_memory, open_folder, token_losses, write
 from training.parallel.fsdp import copy_weights, initial_weights
 from training.parallel.world import World

@@ -1,14 +1,14 @@
 """Pictures of a run."""
 
 import json
+import logging
 import re
 
 import pytest
+from matplotlib.figure import Figure
 
-from training import plots
-from training.plots import draw_at_end, main
-
-pytest.importorskip("matplotlib")
+from training.host import errors
+from training.plots import draw_at_end, draw_run, main, read_metrics
 
 
 def write_run(folder, steps):
@@ -35,6 +35,23 @@ def test_the_command_and_a_runs_end(tmp_path, capsys):
     assert (short / "metrics.png").stat().st_size > 10_000
 
 
+def test_a_picture_has_no_empty_panel_and_names_what_is_drawn(tmp_path, monkeypatch):
+    """A run on a GPU with a spike, a validation and a step left out; a short run on a CPU with nothing of that."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    write_run(tmp_path / "long", 45)
+    draw_run(tmp_path, read_metrics(tmp_path / "long"))
+    draw_run(tmp_path, [{"step": step, "loss": 3.0, "tokens_per_second": 9.0} for step in range(9)])
+    on_gpu, on_cpu = ({axes.get_ylabel().split(",")[0]: axes for axes in figure.axes} for figure in drawn)
+    assert list(on_gpu) == ["loss", "learning rate", "tokens per second", "peak GPU memory of the fullest rank",
+                            "model FLOP utilisation"]  # fmt: skip
+    assert list(on_cpu) == ["loss", "tokens per second"] and all(axes.lines for axes in on_gpu.values())
+    names = [[text.get_text() for text in each["loss"].get_legend().texts] for each in (on_gpu, on_cpu)]
+    assert names == [["training", "training, mean of 2 steps", "validation", "spike", "left out"], ["training"]]
+    smooth = on_gpu["loss"].lines[1].get_ydata()
+    assert list(smooth[:2]) == pytest.approx([2.98, 2.975])
+
+
 def test_what_is_refused_and_what_is_a_warning(tmp_path, capsys, monkeypatch, caplog):
     write_run(tmp_path / "run", 25)
     (tmp_path / "run" / "metrics.png").mkdir()
@@ -45,10 +62,12 @@ def test_what_is_refused_and_what_is_a_warning(tmp_path, capsys, monkeypatch, ca
         ([str(tmp_path)], "give the output_dir of a run"),
     ):
         assert main(argv) == 1 and message in capsys.readouterr().err
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
+    caplog.set_level(logging.INFO)
     draw_at_end(tmp_path / "run")
+    assert "no picture of the curves: pip install matplotlib, then python -m training.plots" in caplog.text
     assert main([str(tmp_path)]) == 1
-    assert capsys.readouterr().err == "error: pictures need matplotlib: pip install matplotlib\n"
+    assert capsys.readouterr().err == "error: a picture needs the package matplotlib: pip install matplotlib\n"
 
 
 @pytest.mark.parametrize("value", ["1" + "0" * 400, "1e999", "NaN", '"x"', "[]", "[[]]", "{}", "true", "null", "-1"])

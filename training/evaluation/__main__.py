@@ -4,18 +4,24 @@
 losses, tasks.py the tasks.
 """
 
+import sys
+
+from training.evaluation.flags import LONGEST, EvaluationFlags, read_evaluation_flags
+from training.flags import SMALLEST, answer_early, as_words, flag, read_flags
+
+if __name__ == "__main__":
+    answer_early(read_evaluation_flags)
+
 import gc
 import itertools
 import json
 import logging
 import math
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -26,12 +32,10 @@ from training.data.corpus import open_stores
 from training.data.tokens import Store, join, split
 from training.evaluation import positions
 from training.evaluation.tasks import TASKS, Result, Samples, judge
-from training.flags import SMALLEST, Idle, as_words, flag, read_flags
-from training.host.errors import UserError, refused_as_user_error
+from training.host.errors import UserError, is_installed, refused_as_user_error
 from training.host.files import check_can_write, read_json
 from training.host.processes import command
 from training.inference import (
-    ModelFlags,
     Opened,
     check_memory,
     load,
@@ -40,39 +44,11 @@ from training.inference import (
     open_folder,
     write,
 )
+from training.inference_flags import ModelFlags
 from training.parallel.world import World, join_world
 
-LARGEST_DEFAULT_CONTEXT, LONGEST = 32_768, 2**27  # tokens
+LARGEST_DEFAULT_CONTEXT = 32_768  # tokens
 SHORT_CONTEXT = 4096  # LongPPL's, as the defaults of margin and ceiling
-
-
-@dataclass
-class EvaluationFlags(ModelFlags):
-    """Judge what a model makes of its context: losses by position, and tasks by length."""
-
-    context_length: int | None = flag(
-        None, "tokens read at most; default: as trained, of other weights up to 32768", least=2, most=LONGEST
-    )
-    output_dir: Path | None = flag(None, "evaluation.json and pictures go there; else nothing is written")
-    beside: list[Path] = flag(list, "evaluation.json of earlier ones, to be shown beside")
-    # losses
-    sequences: int = flag(16, "the longest pieces of the data, so many; 0: no losses")
-    data: list[str] = flag(list, "as train.py's; default: what the run held out, else Python's standard library")
-    short_context: int | None = flag(None, "tokens; default: 4096, at most a quarter of context_length", least=2)
-    margin: float = flag(2.0, "nats by which a token that needs the context is better with it", most=1e6)
-    ceiling: float = flag(2.0, "nats of loss that such a token has at most", most=1e6)
-    evaluator: Path | None = flag(None, "folder of a model that says which tokens need the context; default: this one")
-    # tasks
-    samples: int = flag(20, "of each task and length; 0: no tasks")
-    tasks: list[str] = flag(list, "default: all", TASKS)
-    lengths: list[int] = flag(list, "tokens; default: a quarter, half and all of context_length", least=2, most=LONGEST)
-    seed: int = flag(0, "of the samples")
-
-    idle: ClassVar[tuple[Idle, ...]] = (
-        Idle("data short_context margin ceiling evaluator", "with sequences 0; drop one", lambda f: not f.sequences),
-        Idle("tasks lengths seed", "with samples 0; drop one", lambda f: not f.samples),
-        Idle("context_length", "with sequences 0 and lengths; drop one", lambda f: f.lengths and not f.sequences),
-    )
 
 
 @dataclass
@@ -219,7 +195,9 @@ def read_earlier(files: Sequence[Path]) -> list[tuple[str, dict]]:
                 if not 0 <= row["first"] <= row["last"]:
                     raise IndexError
             for row in content["tasks"]:
-                math.fsum((row["length"], row["score"] or 0)), row["task"].lower()
+                math.fsum((row["length"], row["score"] or 0, row.get("samples", 0))), row["task"].lower()
+                if not row.get("samples", 0) >= 0:
+                    raise IndexError
         except (KeyError, IndexError, TypeError, AttributeError, OverflowError):
             raise UserError(f"--beside {file} is no evaluation.json of this command") from None
     return earlier
@@ -227,7 +205,7 @@ def read_earlier(files: Sequence[Path]) -> list[tuple[str, dict]]:
 
 def draw(folder: Path, content: dict, earlier: Sequence[tuple[str, dict]]) -> None:
     """Draw the pictures; without Matplotlib say how to install it."""
-    if find_spec("matplotlib") is None:
+    if not is_installed("matplotlib"):
         print("no pictures: pip install matplotlib", file=sys.stderr)
         return
     from training.evaluation.pictures import draw_losses, draw_needles, draw_tasks
@@ -261,7 +239,7 @@ def report(flags: EvaluationFlags, found: Evaluation, is_complete: bool, earlier
 @command
 def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    flags = read_flags(EvaluationFlags, argv, "python -m training.evaluation")
+    flags = read_evaluation_flags(argv)
     if not flags.sequences and not flags.samples:
         raise UserError("sequences 0 and samples 0 leave nothing to evaluate; give one of them")
     earlier = read_earlier(flags.beside)

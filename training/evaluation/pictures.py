@@ -1,5 +1,6 @@
 """Pictures of an evaluation: loss by position, scores by length, needles by depth and length. Needs Matplotlib."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,19 +22,43 @@ def draw_losses(path: Path, curves: Sequence[tuple[str, list[dict]]]) -> None:
     figure.savefig(path)
 
 
+def interval(share: float, samples: int) -> tuple[float, float]:
+    """Returns Wilson's 95% interval of a share that so many samples have; for 0 of 20 it is (0, 0.16).
+
+    It is too wide, if anything, where a sample asks for several words: each sample counts once.
+    """
+    if not samples:  # an evaluation.json without them
+        return share, share
+    z = 1.96
+    middle = share + z**2 / (2 * samples)
+    half = z * math.sqrt(max(0.0, share * (1 - share)) / samples + z**2 / (4 * samples**2))
+    low, high = ((middle + side) / (1 + z**2 / samples) for side in (-half, half))
+    return min(low, share), max(high, share)
+
+
 def draw_tasks(path: Path, curves: Sequence[tuple[str, list[dict]]]) -> None:
-    """Draw score by length, a panel for each task and a curve for each (name, rows of an evaluation's JSON)."""
-    tasks = [*dict.fromkeys(row["task"] for _, rows in curves for row in rows)]
+    """Draw score by length, a panel for each task and a curve for each (name, rows of an evaluation's JSON).
+
+    A bar is the 95% interval of the score. Where no task has a score nothing is drawn.
+    """
+    tasks = [*dict.fromkeys(row["task"] for _, rows in curves for row in rows if row["score"] is not None)]
+    if not tasks:
+        return
     figure = Figure(figsize=(3.2 * len(tasks), 3.2), layout="constrained")
     for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks):
         for name, rows in curves:
-            points = [(row["length"], row["score"]) for row in rows if row["task"] == task and row["score"] is not None]
-            axes.plot(*zip(*points) if points else ([], []), "o-", label=name)
+            of_task = [row for row in rows if row["task"] == task and row["score"] is not None]
+            if not of_task:
+                continue
+            lengths, scores = ([row[column] for row in of_task] for column in ("length", "score"))
+            ends = [interval(row["score"], row.get("samples", 0)) for row in of_task]
+            bars = [[abs(end - score) for end, score in zip(side, scores)] for side in zip(*ends)]
+            axes.errorbar(lengths, scores, bars, fmt="o-", capsize=3, label=name)
         axes.set_xscale("log", base=2)
         axes.set(ylim=(-0.05, 1.05), xlabel="tokens", title=task.replace("_", " "))
         axes.grid(alpha=0.3)
-    axes.legend()
-    figure.supylabel("share of the asked words found")
+        axes.legend()
+    figure.supylabel("share of the asked words found\nbars: 95% interval")
     figure.savefig(path)
 
 

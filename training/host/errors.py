@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 SHOWN_OF_A_PATH = 200  # characters
 
@@ -11,6 +12,18 @@ class UserError(ValueError):
 
     The message names the value, the limit and what to do. Any other exception is a defect and keeps its traceback.
     """
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported; a folder of that name, such as wandb's logs, is no package."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def check_installed(package: str, user: str) -> None:
+    """Raises UserError if an optional package is missing that `user`, such as a flag, needs."""
+    if not is_installed(package):
+        raise UserError(f"{user} needs the package {package}: pip install {package}")
 
 
 def is_out_of_host_memory(error: BaseException) -> bool:

@@ -6,65 +6,19 @@ Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857.
 
 import math
 import mmap
-import os
-import re
 import resource
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from training.host.errors import UserError
+from training.host.sizes import GIB, available_host_bytes
 
-MIB, GIB = 2**20, 2**30  # bytes
 # Every slot starts at a multiple of 512 bytes, so that copies move whole cache lines and whole sectors.
 SLOT_ALIGNMENT = 512
-
-
-def parse_bytes(text: str) -> int:
-    """Returns the bytes in "24GB", "24GiB", "512MB" or a plain number. A GB is 2**30 bytes too, as GPUs are sold.
-
-    Raises:
-        UserError: the text is not a size, or of 1 PiB or less than 1 MiB, such as gigabytes without their unit.
-    """
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
-    size = 0 if match is None else int(float(match[1]) * 2 ** (10 * " KMGT".index(match[2].upper() or " ")))
-    if not MIB <= size < 2**50:
-        raise UserError(f'a memory size is between 1MB and 1023TB and looks like "24GB", got {text[:80]!r}')
-    return size
-
-
-def available_host_bytes() -> int:
-    """Returns this rank's share of 80% of the host memory that the machine and its control groups have left."""
-    available = 1024 * int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0])
-    return int(0.8 * min(available, *_bytes_left_in_groups())) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def _bytes_left_in_groups() -> Iterator[float]:
-    """Yields the bytes left under each memory limit: of the process's control group and its parents.
-
-    cgroup v2 lists one path with an empty controller, v1 one path for the controller "memory". In a container the path
-    may be the host's and not exist here. The nearest folder above it that exists then has the limit.
-    """
-    yield math.inf
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, limit, usage, cache = "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            root, limit, usage = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cache = "total_inactive_file"
-        else:
-            continue
-        group = Path(root, path.lstrip("/"))
-        for folder in (group, *group.parents[: len(group.parts) - len(Path(root).parts)]):
-            with suppress(OSError, ValueError):  # no such folder or file, or no limit, which v2 writes as "max"
-                size = int((folder / limit).read_text())
-                cached = re.findall(rf"^{cache} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)[0]
-                yield size - (int((folder / usage).read_text()) - int(cached))
 
 
 class PinnedArena:

@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
-import torch
-
 from training.host.errors import SHOWN_OF_A_PATH, UserError, is_out_of_host_memory
-from training.host.memory import GIB, available_host_bytes
+from training.host.sizes import GIB, available_host_bytes
 
 # From a rank's death to its peers' end: torchrun looks every 0.1 s, so it sees who died first.
 GRACE_SECONDS = 2.0
@@ -43,7 +41,7 @@ def line_of(error: BaseException) -> str | None:
         return f"error: {error.strerror}: {str(error.filename)[:SHOWN_OF_A_PATH]}"
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # an open file's reads and writes do not name it
         return f"error: {error.strerror}: a file is cut short; free some space on the disk, or use another"
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, getattr(sys.modules.get("torch"), "OutOfMemoryError", ())):
         return "\n".join([*getattr(error, "__notes__", ()), f"error: {str(error).splitlines()[0]}"])
     return None
 

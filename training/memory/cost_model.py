@@ -24,7 +24,8 @@ from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.parts import AttentionKind, Footprint
 from kernels.qkv_attention import qkv_attention_footprint
 from training.data.packing import deal
-from training.host.memory import GIB, MIB, SLOT_ALIGNMENT
+from training.host.memory import SLOT_ALIGNMENT
+from training.host.sizes import GIB, MIB
 from training.memory.execution import Execution, Placement, needed_for_backward
 from training.memory.machine import Rates
 from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes

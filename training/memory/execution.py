@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kernels.parts import AttentionKind
+from training.choices import LOSSES
 
 PLACES = ("gpu", "host", "recompute")
-LOSSES = ("auto", "chunked", "standard")
 
 
 @dataclass(frozen=True)

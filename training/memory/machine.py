@@ -20,7 +20,8 @@ from kernels.attention.full import choose_backend
 from kernels.linear import PLAIN
 from kernels.parts import AttentionKind
 from training.host.errors import UserError
-from training.host.memory import GIB, MIB, PinnedArena, parse_bytes
+from training.host.memory import PinnedArena
+from training.host.sizes import GIB, MIB, parse_bytes
 
 DRIVER_BYTES = GIB  # GPU memory that CUDA and NCCL take for themselves
 _PCIE_4, _PCIE_5 = 32e9, 64e9  # bytes/s each way over sixteen lanes

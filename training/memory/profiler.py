@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from training.host.memory import GIB
+from training.host.sizes import GIB
 from training.host.torch_internals import dump_memory_snapshot, record_memory_history
 from training.memory.cost_model import Stage, Step
 from training.memory.execution import Execution, Placement

@@ -17,7 +17,7 @@ import torch
 
 from model import ModelConfig
 from training.host.errors import UserError
-from training.host.memory import GIB, parse_bytes
+from training.host.sizes import GIB, parse_bytes
 from training.memory import profiler
 from training.memory.cost_model import Step, gib
 from training.memory.execution import WHOLE, Execution, Placement

@@ -21,7 +21,7 @@ from training.checkpoint.pieces import read_tensors
 from training.checkpoint.weights import find_weights, shape_of_weights
 from training.families import extend
 from training.host.errors import UserError, refused_as_user_error
-from training.host.memory import available_host_bytes, parse_bytes
+from training.host.sizes import available_host_bytes, parse_bytes
 from training.memory.cost_model import PackedDocuments, Step, gib
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import cap_gpu_memory, gpu_budget, measure_network, measure_rates

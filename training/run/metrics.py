@@ -1,26 +1,36 @@
-"""Shows a run: its settings at the start, then each step on the progress bar and as a line of metrics.jsonl."""
+"""Shows a run: its settings at the start, then each step to people, and to metrics.jsonl and other writers."""
 
+import contextlib
 import dataclasses
 import json
 import logging
+import math
 import statistics
-import typing
-from collections.abc import Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from model import ModelConfig
 from training.host.errors import UserError
-from training.host.files import read_file, replace_file
+from training.host.files import check_can_write, read_file, replace_file
+from training.host.processes import line_of
 from training.memory.machine import find_gpu
 from training.memory.planner import Plan
 from training.parallel.world import World
 from training.run.settings import TrainConfig
 
 logger = logging.getLogger(__name__)
+FILE_ONLY = logging.getLogger(f"{__name__}.file_only")  # lines for --log_file alone
+FILE_ONLY.propagate = False
+FILE_ONLY.addHandler(logging.NullHandler())
+SECONDS_BETWEEN_LINES = 1.0
+Writer = Callable[[dict], None]
 
 
 def describe(config: TrainConfig, model_config: ModelConfig, plan: Plan, world: World) -> None:
@@ -34,25 +44,78 @@ def describe(config: TrainConfig, model_config: ModelConfig, plan: Plan, world: 
     )  # fmt: skip
 
 
-def show(bar: tqdm, values: dict, are_bytes: bool) -> None:
-    """Show a step's metrics on the progress bar, and its validation on a line; `are_bytes` says what tokens are."""
-    loss = "left out" if values["loss"] is None else f"{values['loss']:.3f}" + " (spike)" * ("is_spike" in values)
-    shown = {"loss": loss, "tokens/s": f"{values['tokens_per_second']:,.0f}"}
-    if "mfu" in values:
-        shown["mfu"] = f"{values['mfu']:.1%}"
-    if "peak_memory_gib" in values:
-        shown["GiB"] = max(values["peak_memory_gib"])
-    bar.set_postfix(shown)
-    bar.update()
-    if "validation_loss" in values:
-        show_validation(bar, values, are_bytes)
+class Display(contextlib.ExitStack):
+    """Shows each step: on a progress bar in a terminal, elsewhere as a line of the log.
+
+    Two lines are SECONDS_BETWEEN_LINES apart at least, but the first and the last step have theirs: metrics.jsonl has
+    every step. Beside a progress bar --log_file alone has the lines. Other ranks than the main rank show nothing.
+    """
+
+    def __init__(self, config: TrainConfig, first_step: int, is_main: bool):
+        super().__init__()
+        self._total, self._first = config.max_steps, first_step
+        self._unit = "byte" if config.tokenizer == "bytes" else "token"
+        where = None if is_main else True  # None: not without a terminal
+        self._bar = self.enter_context(tqdm(total=self._total, initial=first_step, unit="step", disable=where))
+        self._lines = logger if self._bar.disable else FILE_ONLY
+        if not self._bar.disable:
+            self.enter_context(logging_redirect_tqdm())  # lines of the log stand above the bar
+        self._began, self._shown = time.monotonic(), -math.inf
+
+    def show(self, values: dict) -> None:
+        """Show a step's metrics, and its validation if it had one."""
+        loss = "left out" if values["loss"] is None else f"{values['loss']:.3f}" + " (spike)" * ("is_spike" in values)
+        shown = {"tokens/s": f"{values['tokens_per_second']:,.0f}"}
+        if "mfu" in values:
+            shown["mfu"] = f"{values['mfu']:.1%}"
+        if "peak_memory_gib" in values:
+            shown["GiB"] = max(values["peak_memory_gib"])
+        self._bar.set_postfix({"loss": loss, **shown})
+        self._bar.update()
+        now, step = time.monotonic(), values["step"]
+        if now - self._shown >= SECONDS_BETWEEN_LINES or step == self._total:
+            self._shown = now
+            left = (now - self._began) / (step - self._first) * (self._total - step)
+            text = ", ".join([f"loss {loss}", *(f"{value} {unit}" for unit, value in shown.items())])
+            time_left = tqdm.format_interval(left)
+            self._lines.info("step %d/%d: %s, %.1f s, ETA %s", step, self._total, text, values["seconds"], time_left)
+        if "validation_loss" in values:
+            self.show_validation(values)
+
+    def show_validation(self, values: dict) -> None:
+        """Show a validation's loss, and the share of the run's time that validations have taken."""
+        loss, share = f"{values['validation_loss']:.4f} nats per {self._unit}", f"{values['validation_share']:.0%}"
+        logger.info("step %d: validation loss %s; validations take %s of the time", values["step"], loss, share)
 
 
-def show_validation(bar: tqdm, values: dict, are_bytes: bool) -> None:
-    """Show a validation's loss, and the share of the run's time that validations have taken."""
-    loss = f"{values['validation_loss']:.4f} nats per {'byte' if are_bytes else 'token'}"
-    share = f"{values['validation_share']:.0%}"
-    bar.write(f"step {values['step']}: validation loss {loss}; validations take {share} of the time")
+@contextlib.contextmanager
+def also_logged_into(log_file: str | None) -> Iterator[None]:
+    """Append what is logged to a file, with times, and the error that ends the run. None: do nothing.
+
+    Raises:
+        UserError: the file cannot be written to.
+    """
+    if log_file is None:
+        yield
+        return
+    with contextlib.suppress(OSError):  # the next check says what is wrong
+        Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+    check_can_write(Path(log_file), "--log_file")
+    handler = logging.FileHandler(log_file, encoding="utf-8", errors="backslashreplace")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    handler.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk ends no run
+    loggers = logging.getLogger(), FILE_ONLY
+    for each in loggers:
+        each.addHandler(handler)
+    try:
+        yield
+    except Exception as error:
+        FILE_ONLY.error("%s", line_of(error) or "".join(traceback.format_exception(error)).rstrip())
+        raise
+    finally:
+        for each in loggers:
+            each.removeHandler(handler)
+        handler.close()
 
 
 def gpu_metrics(forward_flops: float, seconds: float, world: World) -> dict:
@@ -90,56 +153,120 @@ def set_aside(path: Path) -> None:
         logger.info("%s of an earlier run is kept as %s", path, earlier.name)
 
 
-def open_metrics(config: TrainConfig, from_step: int) -> "MetricsFile":
-    """Write the resolved settings into output_dir, and open metrics.jsonl beside them; raises UserError."""
+def open_metrics(config: TrainConfig, from_step: int, stack: contextlib.ExitStack) -> "Metrics":
+    """Write the resolved settings into output_dir, and open metrics.jsonl beside them, and what else gets metrics.
+
+    The end of `stack` ends the run of Weights & Biases. Raises UserError.
+    """
     folder = Path(config.output_dir)
     try:
         replace_file(folder / "config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
         if config.resume == "no":
             set_aside(folder / "metrics.jsonl")
-        return MetricsFile(folder / "metrics.jsonl", from_step, config.tensorboard)
+        writers = {"metrics.jsonl": jsonl_writer(folder / "metrics.jsonl", from_step)}
     except OSError as error:
         raise UserError(f"output_dir {folder} cannot be written to: {error}; choose another") from None
+    if config.tensorboard:
+        writers["TensorBoard"] = tensorboard_writer(folder / "tensorboard", from_step)
+    if config.wandb:
+        writers["Weights & Biases"] = wandb_writer(config, stack)
+    return Metrics(writers)
 
 
-class MetricsFile:
-    """Writes a run's metrics.jsonl, on one rank, a line at a time, flushed.
+class Metrics:
+    """Gives metrics to writers, on one rank. The run is worth more than its log: a writer that fails is a warning.
 
     Args:
-        path: appended to. Lines past `from_step`, of a run that went on after its last checkpoint, are dropped, and so
-            are lines that a kill or a full disk cut short.
-        tensorboard: also write TensorBoard's event files, into the folder tensorboard beside it. A list, such as memory
-            by rank, is its largest number in them.
+        writers: by name; each takes the metrics of a step. A writer that fails by more than an OSError gets no more.
     """
 
-    def __init__(self, path: Path, from_step: int, tensorboard: bool = False):
-        given = read_file(path, "move it elsewhere") if path.exists() else b""
-        lines = given.decode(errors="replace").splitlines()
-        steps = [_step(line) for line in lines]
-        if damaged := steps.count(None):
-            logger.warning("%s: %d of %d lines are damaged and were dropped", path, damaged, len(lines))
-        kept = (line for line, step in zip(lines, steps) if step is not None and step <= from_step)
-        replace_file(path, "".join(f"{line}\n" for line in kept))
-        self._file = path.open("a")
-        self._events: typing.Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard, which is optional
-
-            self._events = SummaryWriter(str(path.with_name("tensorboard")), purge_step=from_step + 1)
+    def __init__(self, writers: dict[str, Writer]):
+        self._writers = dict(writers)
 
     def write(self, **values) -> None:
-        """Append a line. A line that cannot be written is a warning: the run is worth more than its log."""
+        """Give metrics with their "step" to all writers."""
+        for name, write in [*self._writers.items()]:
+            try:
+                write(values)
+            except Exception as error:
+                logger.warning("step %s cannot be written to %s: %s", values["step"], name, error)
+                if not isinstance(error, OSError):  # such as a full disk, which may have room later
+                    logger.warning("nothing more is written to %s", name)
+                    del self._writers[name]
+
+
+def jsonl_writer(path: Path, from_step: int) -> Writer:
+    """Appends metrics to metrics.jsonl, a line at a time, flushed.
+
+    Drops lines past `from_step`, which a run has written after its last checkpoint, and lines that a kill or a full
+    disk cut short.
+    """
+    given = read_file(path, "move it elsewhere") if path.exists() else b""
+    lines = given.decode(errors="replace").splitlines()
+    steps = [_step(line) for line in lines]
+    if damaged := steps.count(None):
+        logger.warning("%s: %d of %d lines are damaged and were dropped", path, damaged, len(lines))
+    kept = (line for line, step in zip(lines, steps) if step is not None and step <= from_step)
+    replace_file(path, "".join(f"{line}\n" for line in kept))
+    file = path.open("a")
+
+    def write(values: dict) -> None:
+        file.write(json.dumps(values) + "\n")
+        file.flush()
+
+    return write
+
+
+def tensorboard_writer(folder: Path, from_step: int) -> Writer:
+    """Writes TensorBoard's event files. A resumed run takes the place of the steps after `from_step`."""
+    from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard, which is optional
+
+    events = SummaryWriter(str(folder), purge_step=from_step + 1)
+
+    def write(values: dict) -> None:
+        for name, number in numbers(values).items():
+            events.add_scalar(name, number, values["step"])
+        events.flush()
+
+    return write
+
+
+def wandb_writer(config: TrainConfig, stack: contextlib.ExitStack) -> Writer:
+    """Sends metrics and settings to Weights & Biases. A resumed run goes on in its run, named in output_dir/wandb_id.
+
+    Raises:
+        UserError: wandb cannot be imported, or cannot start, as without a login.
+    """
+    file = Path(config.output_dir, "wandb_id")
+    earlier = file.read_text().strip() if config.resume != "no" and file.exists() else None
+    try:
+        import wandb  # optional
+
+        run = wandb.init(
+            project=config.wandb, dir=config.output_dir, id=earlier or None, resume="allow",
+            config=dataclasses.asdict(config), allow_val_change=True,
+        )  # fmt: skip
+        run.define_metric("*", step_metric="step")  # wandb's own count of steps would drop what a resumed run repeats
+        replace_file(file, f"{run.id}\n")
+    except Exception as error:
+        raise UserError(
+            f"--wandb {config.wandb}: {error}; log in with `wandb login`, set WANDB_MODE=offline, or drop it"
+        ) from None
+
+    def finish(kind, *_) -> None:
         try:
-            self._file.write(json.dumps(values) + "\n")
-            self._file.flush()
-            for name, value in values.items() if self._events else ():
-                number = max(value) if isinstance(value, list) else value
-                if name != "step" and isinstance(number, int | float):
-                    self._events.add_scalar(name, number, values["step"])
-            if self._events:
-                self._events.flush()
-        except OSError as error:
-            logger.warning("step %s cannot be written to %s: %s", values["step"], self._file.name, error)
+            run.finish(exit_code=int(kind is not None))
+        except Exception as error:
+            logger.warning("Weights & Biases: %s; `wandb sync` sends what is in %s/wandb", error, config.output_dir)
+
+    stack.push(finish)
+    return lambda values: run.log({"step": values["step"], **numbers(values)})
+
+
+def numbers(values: dict) -> dict[str, float]:
+    """Returns a step's numbers but the step. A list, such as memory by rank, is its largest number."""
+    largest = {name: max(value) if isinstance(value, list) else value for name, value in values.items()}
+    return {name: value for name, value in largest.items() if name != "step" and isinstance(value, int | float)}
 
 
 def _step(line: str) -> int | None:

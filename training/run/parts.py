@@ -7,23 +7,25 @@ import typing
 from collections import deque
 from collections.abc import Iterator
 
-from tqdm import tqdm
-
 from model import Transformer
 from training.checkpoint.ranks import failing_together
 from training.checkpoint.saver import Saver
 from training.data.loader import Batch, PackedLoader
 from training.data.tokens import Store
 from training.families import to_config_json
+from training.host.errors import UserError
 from training.memory.planner import Plan
 from training.optimizer import MasterAdamW
 from training.parallel.world import World
-from training.run.metrics import MetricsFile
+from training.run.metrics import Display, Metrics
 from training.run.resume import Progress, Start, state_to_save
+from training.run.saving import checkpoint_bytes
 from training.run.settings import TrainConfig
-from training.run.stopping import Stopping
+from training.run.stopping import Stopping, promise_shutdown
 
 logger = logging.getLogger(__name__)
+LONG_FIRST_STEP_SECONDS = 60.0  # compiling kernels is a small part of such a step
+SAVED_BYTES_PER_SECOND = 5e8  # guess for a slow disk, before the first checkpoint has been measured
 
 
 @dataclasses.dataclass
@@ -41,8 +43,8 @@ class Run:
     plan: Plan
     saver: Saver
     stopping: Stopping
-    metrics: MetricsFile | None  # on the main rank
-    bar: tqdm
+    metrics: Metrics | None  # on the main rank
+    display: Display
     progress: Progress
     saved: int | None  # the step of the last checkpoint
     saved_at: float  # time.monotonic() when it was begun
@@ -83,9 +85,32 @@ class Run:
                 return
             yield batch
 
+    def leave_out(self, step: int, error: Exception) -> None:
+        """Go on without a step that is not finite, as often as the settings allow; raise UserError after that."""
+        sources = ", ".join(self.loader.sources(self.progress.loader["next_sequence"], self.loader.next_sequence)[:10])
+        if self.progress.skipped < self.config.skip_nonfinite_steps:
+            self.progress.skipped += 1
+            logger.warning("step %d: %s, left out; documents: %s", step, error, sources)
+            return
+        self.save()  # the weights are as before this step, finite or refused
+        self.saver.wait()
+        raise UserError(
+            f"step {step}: {error}, stopped before the update; the last good checkpoint: {self.saver.last or 'none'}. "
+            f"{'Go on from it' if self.saver.last else 'Start again'} with a lower --learning_rate, or leave such "
+            f"steps out with --skip_nonfinite_steps; documents of the step: {sources}"
+        ) from None
+
+    def promise_shutdown_once(self, seconds: float) -> None:
+        """Say how long the run goes on after a signal, as soon as a step of so many seconds tells."""
+        taken = self.progress.step - self.start.progress.step
+        if taken == 2 or (taken == 1 and seconds > LONG_FIRST_STEP_SECONDS):
+            size = checkpoint_bytes(self.config, self.start.model_config, self.world.device)
+            save_seconds = self.saver.seconds or size / SAVED_BYTES_PER_SECOND
+            promise_shutdown(self.stopping.look_seconds, save_seconds if self.config.save != "none" else 0.0)
+
     def save_after_error(self) -> None:
         """Save the steps that were done, if this rank is the only one: other ranks would wait in a collective."""
-        self.bar.close()  # ends the progress bar's line
+        self.display.close()  # ends the progress bar's line
         if self.world.size > 1 or self.is_updating:
             return
         try:

@@ -33,7 +33,9 @@ from training.run.settings import (
 
 logger = logging.getLogger(__name__)
 # A resumed run takes these from its flags alone, all other settings from the run that it continues.
-NOT_INHERITED = ("resume", "init_from", "rope_scaling", "output_dir", "device", "show_batch", "collective_timeout")
+NOT_INHERITED = (
+    "resume", "init_from", "rope_scaling", "output_dir", "device", "show_batch", "collective_timeout", "log_file",
+)  # fmt: skip
 BUDGETS = ("memory_budget", "host_budget")
 # A flag given with --resume drops the earlier run's settings that it would contradict.
 REPLACED = {name: BUDGETS for name in ("gradient_checkpointing", "compile")}

@@ -1,21 +1,18 @@
 """The settings of a run: one flat dataclass, whose fields are flags and keys of a TOML file, and which are refused."""
 
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from os.path import realpath
 from pathlib import Path
 from typing import ClassVar
 
-from kernels.common import IMPLEMENTATIONS
-from model import MODEL_SIZES
-from training.attention_flags import ATTENTION_TYPES
+from training.choices import ATTENTION_TYPES, IMPLEMENTATIONS, LOSSES, MODEL_SIZES
 from training.data.chat import REASONING
 from training.data.packing import PACKINGS
 from training.flags import SMALLEST, Idle, flag, given_flags, refuse_idle
-from training.host.errors import UserError
-from training.memory.execution import LOSSES
+from training.host.errors import UserError, check_installed
 
 DEFAULT_STEPS = 300
 PEAK_LEARNING_RATE = 2e-5  # suits continued training; training from scratch wants more, and a far longer warm-up
@@ -31,25 +28,31 @@ COLLECTIVE_TIMEOUT = 10  # minutes
 class StepFlags:
     """Flags of a training step, which train.py takes and profile_memory.py profiles."""
 
-    model_size: str | None = flag(None, "shape of the model; default: init_from's, else tiny", MODEL_SIZES)
+    model_size: str | None = flag(
+        None, "shape of the model; default: init_from's, else tiny", MODEL_SIZES, group="model"
+    )
     init_from: str | None = flag(None, "weights to start from: folder of Qwen3, Qwen2, Llama, Mistral, or a checkpoint")
-    context_length: int = flag(512, "tokens in a sequence", least=2, most=2**27)
+    context_length: int = flag(512, "tokens in a sequence", least=2, most=2**27, group="batch")
     batch_size: int = flag(
         None, f"sequences in a micro-batch of a rank; default: 8, from {LONG_CONTEXT} tokens on 1", least=1, most=2**20
     )
     gradient_accumulation_steps: int = flag(1, "micro-batches in a step", least=1, most=2**20)
-    attention_type: str = flag("full", "sparse: to chosen blocks; nsa: native sparse attention", ATTENTION_TYPES)
+    attention_type: str = flag(
+        "full", "sparse: to chosen blocks; nsa: native sparse attention", ATTENTION_TYPES, group="attention"
+    )
     selected_blocks: str | None = flag(None, "blocks of 64 a token chooses, by layer: 64x4,32; default: 32, nsa: 16")
     dense_below: int | None = flag(None, "sparse: shorter documents attend to everything; default: 8192", least=1)
     attention_backend: str = flag("auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu")
-    loss_impl: str = flag("auto", "auto: chunked above 10 GB of logits", LOSSES)
+    loss_impl: str = flag("auto", "auto: chunked above 10 GB of logits", LOSSES, group="memory and speed")
     device: str = flag("auto", "auto: a GPU if there is one", ("auto", "cuda", "cpu"))
     gradient_checkpointing: bool = flag(False, "no plan: keep each block's input, recompute the rest in backward")
     memory_budget: str | None = flag(
         None, "GPU memory to plan for and not to exceed: 24GB; default: auto, what is free"
     )
     host_budget: str | None = flag(None, "host memory each process may pin; default: its share of 80% of what is free")
-    context_parallel_size: int = flag(1, "GPUs that share each sequence, by heads in attention", least=1, most=2**20)
+    context_parallel_size: int = flag(
+        1, "GPUs that share each sequence, by heads in attention", least=1, most=2**20, group="several GPUs"
+    )
     tensor_parallel_size: int = flag(1, "GPUs that share each matrix", least=1, most=2**20)
 
 
@@ -57,13 +60,24 @@ class StepFlags:
 class TrainConfig(StepFlags):
     """Train a decoder; torchrun --nproc_per_node=N train.py trains it on N GPUs."""
 
-    rope_scaling: str | None = flag(None, "extends the context of init_from: yarn:4, yarn:4:32768 or linear:4")
-    selected_blocks_start: str | None = flag(None, "selected_blocks of the first step; it falls to selected_blocks")
+    rope_scaling: str | None = flag(
+        None, "extends the context of init_from: yarn:4, yarn:4:32768 or linear:4", group="model"
+    )
+    selected_blocks_start: str | None = flag(
+        None, "selected_blocks of the first step; it falls to selected_blocks", group="attention"
+    )
     selected_blocks_steps: int | None = flag(None, "steps from selected_blocks_start to selected_blocks", least=1)
-    kernels: str = flag("auto", "auto: Triton on GPUs, PyTorch references on CPUs", IMPLEMENTATIONS)
+    kernels: str = flag(
+        "auto", "auto: Triton on GPUs, PyTorch references on CPUs", IMPLEMENTATIONS, group="memory and speed"
+    )
     compile: bool = flag(False, "no plan: torch.compile each block")
-    # data
-    data: list[str] = flag(list, "files or folders of .txt .md .py .jsonl, or prepared sets; default: Python's library")
+    collective_timeout: int | None = flag(
+        None, f"minutes a process waits for another after the first step; default: {COLLECTIVE_TIMEOUT}",
+        least=1, most=2**20, group="several GPUs",
+    )  # fmt: skip
+    data: list[str] = flag(
+        list, "files or folders of .txt .md .py .jsonl, or prepared sets; default: Python's library", group="data"
+    )
     data_weights: str | None = flag(None, "shares of the sequences by path of data: 3,1; default: all as one corpus")
     packing: str | None = flag(None, "default: best_fit for data with samples, else concatenate", PACKINGS)
     overlong: str | None = flag(None, "best_fit: documents longer than a sequence; default: refuse", OVERLONG)
@@ -71,12 +85,9 @@ class TrainConfig(StepFlags):
     tokenizer: str | None = flag(None, "a tokenizer.json or its folder, or bytes; default: init_from's, else bytes")
     validation_fraction: float = flag(0.02, "share of the tokens held out", least=SMALLEST, most=1 - SMALLEST)
     show_batch: bool = flag(False, "print a batch, with what is trained on between [[ and ]], and exit")
-    collective_timeout: int | None = flag(
-        None, f"minutes a process waits for another after the first step; default: {COLLECTIVE_TIMEOUT}",
-        least=1, most=2**20,
-    )  # fmt: skip
-    # optimizer
-    max_steps: int | None = flag(None, f"steps in all; default: {DEFAULT_STEPS} from where the run starts", least=1)
+    max_steps: int | None = flag(
+        None, f"steps in all; default: {DEFAULT_STEPS} from where the run starts", least=1, group="optimizer"
+    )
     learning_rate: float | None = flag(
         None, f"peak; default: {PEAK_LEARNING_RATE}, for tiny {TINY_PEAK_LEARNING_RATE}", least=SMALLEST, most=1.0
     )
@@ -86,8 +97,9 @@ class TrainConfig(StepFlags):
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm", least=SMALLEST, most=1e9)
     skip_nonfinite_steps: int = flag(0, "steps that may be left out because their loss or gradient is not finite")
     seed: int = flag(0, "draws the initial weights, the data's order and the sample")
-    # files
-    output_dir: str = flag("runs/default", "checkpoints, metrics.jsonl and the resolved configuration")
+    output_dir: str = flag(
+        "runs/default", "checkpoints, metrics.jsonl and the resolved configuration", group="checkpoints"
+    )
     resume: str = flag(
         "no", "go on from the newest checkpoint in output_dir; auto: if there is one", RESUME, bare="yes"
     )
@@ -98,12 +110,14 @@ class TrainConfig(StepFlags):
     keep_checkpoints: int | None = flag(
         None, f"last ones to keep, besides the best one; default: {KEPT_CHECKPOINTS}", least=1
     )
-    validation_interval: int = flag(100, "steps between validations; 0: only at the end")
+    validation_interval: int = flag(100, "steps between validations; 0: only at the end", group="while it runs")
     validation_sequences: int | None = flag(
         None, "held-out sequences in one validation at most; 0: no validation; default: 128, and at most 2^20 tokens"
     )
     sample_tokens: int = flag(200, "tokens to generate at the end; 0: none", most=2**27)
     tensorboard: bool = flag(False, "also write TensorBoard's event files, into output_dir/tensorboard")
+    wandb: str | None = flag(None, "also send metrics to this project of Weights & Biases; files: output_dir/wandb")
+    log_file: str | None = flag(None, "what is printed is also appended to it, with times")
 
     # The effect of other flags depends on the machine, the model or the data: build.py, attention_flags.py and
     # data/corpus.py refuse them.
@@ -171,13 +185,15 @@ def check_config(config: TrainConfig, given: Iterable[str]) -> None:
     refuse_idle(config, given)
     if config.checkpoint_interval is not None:
         parse_interval(config.checkpoint_interval)
-    if config.tensorboard and find_spec("tensorboard") is None:
-        raise UserError("--tensorboard needs the tensorboard package: pip install tensorboard")
-    for path in config.data:
-        if not config.show_batch and Path(realpath(config.output_dir)).is_relative_to(realpath(path)):
+    for package in ("tensorboard", "wandb"):
+        if getattr(config, package):
+            check_installed(package, f"--{package}")
+    for path, name in itertools.product(config.data, ("output_dir", "log_file")):
+        written = getattr(config, name)
+        if written and not config.show_batch and Path(realpath(written)).is_relative_to(realpath(path)):
             raise UserError(
-                f"output_dir {config.output_dir} lies in data {path}, which would be read with what the run writes; "
-                "give another output_dir"
+                f"{name} {written} lies in data {path}, which would be read with what the run writes; give another "
+                f"{name}"
             )
     if config.resume == "auto" and config.save == "model":
         raise UserError("a run that goes on with resume auto needs checkpoints of save full; drop one")

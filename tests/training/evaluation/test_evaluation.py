@@ -17,7 +17,7 @@ from training.data.corpus import open_stores
 from training.data.tokenizer import ByteTokenizer
 from training.data.tokens import split
 from training.evaluation import __main__ as command
-from training.evaluation import positions
+from training.evaluation import pictures, positions
 from training.evaluation.__main__ import main
 from training.families import to_config_json
 from training.host.errors import UserError
@@ -226,7 +226,25 @@ def test_an_error_has_a_line_of_its_own_below_the_progress_bar(folders, monkeypa
 
 
 def test_without_matplotlib_a_line_says_so(folders, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "is_installed", lambda name: False)
     assert run(folders["full"], tmp_path, "--samples", "0", "--sequences", "1")[0] == 0
     assert capsys.readouterr().err.endswith("no pictures: pip install matplotlib\n")
     assert [file.name for file in tmp_path.iterdir()] == ["evaluation.json"]
+
+
+@pytest.mark.parametrize(
+    ("share", "samples", "expected"), [(0.0, 20, (0.0, 0.1611)), (0.5, 20, (0.2993, 0.7007)), (1.0, 0, (1.0, 1.0))]
+)
+def test_a_score_of_few_samples_has_a_wide_interval(share, samples, expected):
+    assert pictures.interval(share, samples) == pytest.approx(expected, abs=1e-4)
+
+
+def test_tasks_without_a_score_have_no_panel(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(pictures.Figure, "savefig", lambda figure, path: drawn.append(figure))
+    rows = [{"task": "needle", "length": 8, "score": 0.5, "samples": 20}, {"task": "words", "length": 8, "score": None}]
+    pictures.draw_tasks(tmp_path, [("a", rows), ("b", rows[1:])])
+    pictures.draw_tasks(tmp_path, [("a", rows[1:])])
+    [figure] = drawn
+    [panel] = figure.axes
+    assert panel.get_title() == "needle" and [text.get_text() for text in panel.get_legend().texts] == ["a"]

@@ -6,7 +6,7 @@ import torch
 
 from model import MODEL_SIZES
 from tests.ranks import run_ranks
-from training.host.memory import available_host_bytes, parse_bytes
+from training.host.sizes import available_host_bytes, parse_bytes
 from training.memory.machine import (
     ASSUMED_NETWORK,
     GPUS,

@@ -1,14 +1,32 @@
-"""metrics.jsonl: a resumed run keeps its lines up to the checkpoint, and a full disk costs a line."""
+"""metrics.jsonl and other writers, lines of steps, the log file: none of them ends a run."""
 
+import contextlib
+import importlib
 import json
 import logging
+import re
 import sys
+import time
+from dataclasses import replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from training.run.metrics import MetricsFile, is_spike, set_aside
+from training.host import errors
+from training.host.errors import UserError
+from training.run.metrics import (
+    Display,
+    Metrics,
+    also_logged_into,
+    is_spike,
+    jsonl_writer,
+    open_metrics,
+    set_aside,
+    tensorboard_writer,
+)
+from training.run.settings import TrainConfig, check_config
 
 
 def steps_in(path):
@@ -20,10 +38,10 @@ def test_lines_past_the_checkpoint_and_damaged_ones_are_dropped(tmp_path, caplog
     lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3)]
     damaged = ["\0\0", "7", '{"step": 1e999}', "[" * 200_000, "{}"]
     path.write_bytes("\n".join([*lines[:2], *damaged, lines[2], lines[0][:-5]]).encode() + b"\xff")
-    metrics = MetricsFile(path, from_step=2)
+    write = jsonl_writer(path, from_step=2)
     assert steps_in(path) == [1, 2]  # on disk before the first step ends
     assert caplog.messages == [f"{path}: 6 of 9 lines are damaged and were dropped"]
-    metrics.write(step=3)
+    write({"step": 3})
     assert steps_in(path) == [1, 2, 3]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -32,7 +50,7 @@ def test_an_earlier_runs_lines_are_kept(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for run in (1, 2, 3):
         set_aside(path)
-        MetricsFile(path, from_step=0).write(step=run)
+        jsonl_writer(path, from_step=0)({"step": run})
     assert [steps_in(path.with_name(f"metrics{n}.jsonl")) for n in ("", ".1", ".2")] == [[3], [1], [2]]
 
 
@@ -45,19 +63,31 @@ def test_a_rewrite_that_fails_leaves_the_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="disk on fire"):
-        MetricsFile(path, from_step=1)
+        jsonl_writer(path, from_step=1)
     assert steps_in(path) == [1]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-def test_a_line_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+def test_a_writer_that_fails_is_a_warning(caplog):
+    """A full disk may have room later; what fails otherwise is given up. The other writers get every line."""
     caplog.set_level(logging.WARNING)
-    metrics = MetricsFile(tmp_path / "metrics.jsonl", from_step=0)
-    metrics._file = Path("/dev/full").open("w")  # noqa: SIM115
+    got, full = [], Path("/dev/full").open("w")  # noqa: SIM115
+
+    def write_to_full_disk(values):
+        full.write("x")
+        full.flush()
+
+    def fail(values):
+        raise RuntimeError("the server is gone")
+
+    metrics = Metrics({"disk": write_to_full_disk, "W": fail, "list": got.append})
     for step in (1, 2):
         metrics.write(step=step)
-    error = "[Errno 28] No space left on device"
-    assert caplog.messages == [f"step {step} cannot be written to /dev/full: {error}" for step in (1, 2)]
+    assert got == [{"step": 1}, {"step": 2}]
+    disk = "cannot be written to disk: [Errno 28] No space left on device"
+    assert caplog.messages == [
+        f"step 1 {disk}", "step 1 cannot be written to W: the server is gone", "nothing more is written to W",
+        f"step 2 {disk}",
+    ]  # fmt: skip
 
 
 def test_a_spike_stands_out_of_what_came_before():
@@ -76,7 +106,98 @@ def test_tensorboard_gets_the_numbers(tmp_path, monkeypatch):
         return writer
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=make))
-    metrics = MetricsFile(tmp_path / "metrics.jsonl", from_step=4, tensorboard=True)
-    metrics.write(step=5, loss=2.5, peak_memory_gib=[1.0, 3.0], selected_blocks="8", validation_loss=None)
+    write = tensorboard_writer(tmp_path / "tensorboard", from_step=4)
+    write({"step": 5, "loss": 2.5, "peak_memory_gib": [1.0, 3.0], "selected_blocks": "8", "validation_loss": None})
     assert calls == [(str(tmp_path / "tensorboard"), 5), ("loss", 2.5, 5), ("peak_memory_gib", 3.0, 5), "flushed"]
-    assert steps_in(tmp_path / "metrics.jsonl") == [5]
+
+
+FAKE_WANDB = """
+import json, pathlib
+calls = []
+
+class Run:
+    id = "r1"
+    def __getattr__(self, name):
+        return lambda *words, **options: calls.append((name, words, options))
+
+def init(**options):
+    if options["project"] == "closed":
+        raise RuntimeError("no login")
+    calls.append(("init", options))
+    return Run()
+"""
+
+
+def test_weights_and_biases_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path, monkeypatch):
+    """A stand-in has the calls that are made; wandb 0.31.0 itself was tried offline, with a run and a resumed run."""
+    (tmp_path / "wandb.py").write_text(FAKE_WANDB)
+    monkeypatch.syspath_prepend(tmp_path)
+    wandb = importlib.import_module("wandb")
+    monkeypatch.setitem(sys.modules, "wandb", sys.modules.pop("wandb"))  # until the test ends
+    config = TrainConfig(output_dir=str(tmp_path / "run"), wandb="p")
+    (tmp_path / "run").mkdir()
+    for resume, error in (("no", None), ("yes", ValueError("a defect"))):
+        with contextlib.suppress(ValueError), contextlib.ExitStack() as stack:
+            metrics = open_metrics(replace(config, resume=resume), 0, stack)
+            metrics.write(step=1, loss=2.5, peak_memory_gib=[1.0, 3.0], selected_blocks="8")
+            if error:
+                raise error
+    (_, first), *calls = wandb.calls[:4]
+    assert (first["project"], first["dir"], first["id"]) == ("p", str(tmp_path / "run"), None)
+    assert first["config"]["learning_rate"] == config.learning_rate and first["resume"] == "allow"
+    assert calls == [
+        ("define_metric", ("*",), {"step_metric": "step"}),
+        ("log", ({"step": 1, "loss": 2.5, "peak_memory_gib": 3.0},), {}), ("finish", (), {"exit_code": 0}),
+    ]  # fmt: skip
+    assert wandb.calls[4][1]["id"] == "r1" and wandb.calls[-1] == ("finish", (), {"exit_code": 1})
+    with pytest.raises(UserError, match=r"^--wandb closed: no login; log in with `wandb login`, set WANDB_MODE=off"):
+        open_metrics(replace(config, wandb="closed"), 0, contextlib.ExitStack())
+
+
+def test_packages_that_are_missing_are_refused_at_the_start(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()  # a folder of logs is no package
+    monkeypatch.setattr(errors, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)]))
+    for flags in ({"tensorboard": True}, {"wandb": "p"}):
+        [name] = flags
+        with pytest.raises(UserError, match=f"^--{name} needs the package {name}: pip install {name}$"):
+            check_config(TrainConfig(**flags), [])
+
+
+VALUES = {"loss": 3.21, "tokens_per_second": 5634.2, "seconds": 35.23}
+
+
+def test_without_a_terminal_a_step_is_a_line_of_the_log(monkeypatch, caplog):
+    """The clock says 0 s at the start, and the end of step 11 is 100 s later; steps 13 and 14 are too fast to show."""
+    caplog.set_level(logging.INFO)
+    ends = iter([0.0, 100.0, 200.0, 200.4, 200.8, 200.9])
+    monkeypatch.setattr(time, "monotonic", lambda: next(ends))
+    with Display(TrainConfig(max_steps=15, tokenizer="bytes"), 10, is_main=True) as display:
+        for step in range(11, 16):
+            display.show({"step": step, **VALUES, **({"loss": None} if step == 12 else {})})
+        display.show_validation({"step": 15, "validation_loss": 2.5, "validation_share": 0.061})
+    assert caplog.messages == [
+        "step 11/15: loss 3.210, 5,634 tokens/s, 35.2 s, ETA 06:40",
+        "step 12/15: loss left out, 5,634 tokens/s, 35.2 s, ETA 05:00",
+        "step 15/15: loss 3.210, 5,634 tokens/s, 35.2 s, ETA 00:00",
+        "step 15: validation loss 2.5000 nats per byte; validations take 6% of the time",
+    ]
+
+
+def test_the_log_file_has_what_is_printed_and_the_bars_steps_as_lines(tmp_path, monkeypatch, capsys, caplog):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    caplog.set_level(logging.INFO)
+    logger, file = logging.getLogger("train"), tmp_path / "new" / "log.txt"
+    for error in (UserError("no more"), ValueError("a defect")):
+        with contextlib.suppress(ValueError), also_logged_into(str(file)):
+            logger.info("begun")
+            with Display(TrainConfig(max_steps=9), 0, is_main=True) as display:
+                display.show({"step": 1, **VALUES})
+            raise error
+        logger.info("not in the file")
+    lines = [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", "", line) for line in file.read_text().splitlines()]
+    step = "step 1/9: loss 3.210, 5,634 tokens/s, 35.2 s, ETA 00:00"
+    assert lines[:4] == ["begun", step, "error: no more", "begun"] and lines[-1] == "ValueError: a defect"
+    assert "1/9" in capsys.readouterr().err
+    for wrong, why in ((tmp_path, "Is a directory"), (file / "x", "Not a directory")):
+        with pytest.raises(UserError, match=f"^--log_file '{wrong}' cannot be written to: {why}"):
+            also_logged_into(str(wrong)).__enter__()

@@ -1,0 +1,44 @@
+"""Flags of an evaluation. No torch is imported here."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from training.evaluation.tasks import TASKS
+from training.flags import Idle, flag, read_flags
+from training.inference_flags import ModelFlags
+
+LONGEST = 2**27  # tokens
+
+
+@dataclass
+class EvaluationFlags(ModelFlags):
+    """Judge what a model makes of its context: losses by position, and tasks by length."""
+
+    context_length: int | None = flag(
+        None, "tokens read at most; default: as trained, of other weights up to 32768", least=2, most=LONGEST,
+        group="evaluation",
+    )  # fmt: skip
+    output_dir: Path | None = flag(None, "evaluation.json and pictures go there; else nothing is written")
+    beside: list[Path] = flag(list, "evaluation.json of earlier ones, to be shown beside")
+    sequences: int = flag(16, "the longest pieces of the data, so many; 0: no losses", group="losses")
+    data: list[str] = flag(list, "as train.py's; default: what the run held out, else Python's standard library")
+    short_context: int | None = flag(None, "tokens; default: 4096, at most a quarter of context_length", least=2)
+    margin: float = flag(2.0, "nats by which a token that needs the context is better with it", most=1e6)
+    ceiling: float = flag(2.0, "nats of loss that such a token has at most", most=1e6)
+    evaluator: Path | None = flag(None, "folder of a model that says which tokens need the context; default: this one")
+    samples: int = flag(20, "of each task and length; 0: no tasks", group="tasks")
+    tasks: list[str] = flag(list, "default: all", TASKS)
+    lengths: list[int] = flag(list, "tokens; default: a quarter, half and all of context_length", least=2, most=LONGEST)
+    seed: int = flag(0, "of the samples")
+
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle("data short_context margin ceiling evaluator", "with sequences 0; drop one", lambda f: not f.sequences),
+        Idle("tasks lengths seed", "with samples 0; drop one", lambda f: not f.samples),
+        Idle("context_length", "with sequences 0 and lengths; drop one", lambda f: f.lengths and not f.sequences),
+    )
+
+
+def read_evaluation_flags(argv: list[str]) -> EvaluationFlags:
+    """Reads the command line; raises as `given_flags`."""
+    return read_flags(EvaluationFlags, argv, "python -m training.evaluation")
