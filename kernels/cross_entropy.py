@@ -15,14 +15,14 @@ Statistics leave the kernel because ranks that share V combine theirs (`process_
 Kept for backward: logits and 16 bytes per row; with inplace=True only the gradient, in the logits' storage.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
 from .common import operation, use_triton
 from .parts import Footprint
@@ -629,6 +629,28 @@ def cross_entropy(
         losses = terms
     loss = terms.view(target.shape) if reduction == "none" else terms.sum() * scale
     return details(loss, losses, log_sum_exp, target.shape) if return_details else loss
+
+
+class CrossEntropyLoss(nn.Module):
+    """`cross_entropy` as a module, in place of torch.nn.CrossEntropyLoss. Arguments are as in `cross_entropy`.
+
+    `weight` becomes a buffer. Class dimensions come last: logits [..., V] and target [...].
+    """
+
+    def __init__(
+        self, weight: Tensor | None = None, *, reduction: str = "mean", ignore_index: int = -100,
+        label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, inplace: bool = False,
+        impl: str = "auto",
+    ):  # fmt: skip
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.options: dict[str, Any] = dict(
+            reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
+            softcap=softcap, inplace=inplace, impl=impl,
+        )  # fmt: skip
+
+    def forward(self, logits: Tensor, target: Tensor, denominator: float | Tensor | None = None) -> Tensor:
+        return cross_entropy(logits, target, weight=self.weight, denominator=denominator, **self.options)
 
 
 def checked_labels_and_weight(logits, target, weight, num_classes, reduction, label_smoothing, softcap):

@@ -132,3 +132,40 @@ def attention(
         lists = kind.normalise_lists(lists, q_BTHK, segments)
     options = kind.number, choose_backend(backend, q_BTHK.device), on_triton
     return _Attention.apply(q_BTHK, k_BTGK, v_BTGK, gates, segments, lists, *options)
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None = None,
+    *,
+    kind: AttentionKind = FULL,
+    backend: str = "auto",
+    impl: str = "auto",
+) -> Tensor:
+    """Attends causally within documents that follow each other, as flash-attn's flash_attn_varlen_func does.
+
+    Args:
+        q: queries [N, H, K], tokens of all documents; without `cu_seqlens`, rows of one document each, [B, T, H, K].
+        k, v: keys and values [N, G, K] or [B, T, G, K], G a divisor of H.
+        cu_seqlens: integers [documents + 1]: 0, and where each document ends. The host reads them; a tensor on the CPU
+            spares it a wait for the GPU.
+        kind: `Full()`, `Window(window)` or `Sparse(selected_blocks=...)`.
+        backend, impl: as in `attention`.
+
+    Returns:
+        q's shape and dtype. Scores are scaled by 1 / sqrt(K).
+
+    Raises:
+        ValueError: `cu_seqlens` that do not rise from 0 to N, and what `attention` refuses.
+        RuntimeError: in backward, create_graph=True.
+    """
+    if cu_seqlens is None:
+        return attention(q, k, v, kind=kind, backend=backend, impl=impl)
+    bounds = cu_seqlens.cpu().long()
+    rises = bounds.dim() == 1 and len(bounds) > 1 and bool((bounds.diff() > 0).all())
+    if not rises or bounds[0] != 0 or bounds[-1] != len(q):
+        raise ValueError(f"cu_seqlens must rise from 0 to the {len(q)} tokens, got {bounds.tolist()[:8]}")
+    segments = torch.stack([torch.zeros_like(bounds[1:]), bounds[:-1], bounds[1:]], dim=1)
+    return attention(q[None], k[None], v[None], segments, kind=kind, backend=backend, impl=impl)[0]

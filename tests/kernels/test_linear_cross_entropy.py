@@ -1,3 +1,4 @@
+import importlib
 import itertools
 from dataclasses import dataclass
 
@@ -9,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import kernels.cross_entropy as cross_entropy_module
-import kernels.linear_cross_entropy as module
 from kernels.linear import PLAIN, Plain
 from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from tests.kernels.compare import DEVICE, STRIDES, strided
 from tests.ranks import run_ranks
+
+cross_entropy_module = importlib.import_module("kernels.cross_entropy")  # the package has the function by this name
+module = importlib.import_module("kernels.linear_cross_entropy")  # the package has the function by this name
 
 IMPLEMENTATIONS = ("torch", "triton")
 # Casts to bf16 round on a GPU and in PyTorch. Triton's interpreter truncates, which doubles the error.

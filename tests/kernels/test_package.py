@@ -1,0 +1,58 @@
+"""What `pip install .` installs: kernels/ under the name fathom_kernels, and nothing else."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+REQUIRED = {"torch", "triton", "numpy"}
+OPTIONAL = {"flash_attn", "transformers"}  # imported where they are used
+PROGRAM = """
+import sys
+import fathom_kernels, kernels, torch, transformers
+from transformers.utils.import_utils import is_kernels_available
+assert kernels.IS_ANOTHER and not is_kernels_available() and "model" not in sys.modules
+for name in fathom_kernels.__all__:
+    assert getattr(fathom_kernels, name).__module__.startswith("fathom_kernels."), name
+x = torch.randn(6, 2, 8, requires_grad=True)
+out = fathom_kernels.packed_attention(x, x[:, :1], x[:, :1], torch.tensor([0, 4, 6]))
+torch.testing.assert_close(out[4:], fathom_kernels.packed_attention(x[None, 4:], x[None, 4:, :1], x[None, 4:, :1])[0])
+fathom_kernels.register_attention()
+assert "fathom_sparse" in transformers.AttentionInterface().valid_keys()
+"""
+
+
+def test_files_of_kernels_import_none_of_the_checkout():
+    for path in (ROOT / "kernels").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            unknown = {name.split(".")[0] for name in names} - REQUIRED - OPTIONAL - sys.stdlib_module_names
+            assert not unknown, f"{path} imports {unknown}"
+
+
+def test_the_wheel_has_fathom_kernels_alone_and_works_beside_another_kernels(tmp_path):
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--wheel-dir", tmp_path / "wheels", tmp_path], check=True)
+    (wheel,) = (tmp_path / "wheels").iterdir()
+    installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+        (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
+    assert {path.name.split("-")[0] for path in installed.iterdir()} == {"fathom_kernels"}
+    files = {path.relative_to(installed / "fathom_kernels") for path in installed.rglob("fathom_kernels/**/*.py")}
+    assert files == {path.relative_to(ROOT / "kernels") for path in (ROOT / "kernels").rglob("*.py")}
+    lines = [line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist")]
+    assert {line.rstrip("<>=.,0123456789") for line in lines} == REQUIRED
+
+    (elsewhere / "kernels").mkdir(parents=True)
+    (elsewhere / "kernels/__init__.py").write_text("IS_ANOTHER = True\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (elsewhere, installed)))}
+    subprocess.run([sys.executable, "-c", PROGRAM], cwd=elsewhere, env=environment, check=True)
