@@ -1,7 +1,13 @@
 """Fused operations for training decoders: each a Triton kernel and its PyTorch reference behind one function.
 
-Installed, this package is `fathom_kernels`; the names below are its public face.
+Installed, this package is `fathom_kernels`; the names below are its public face. In a checkout it is `kernels`, and
+hides Hugging Face's package of that name. transformers may want it, so its names and files are found here as well.
 """
+
+import functools
+import importlib.util
+import pkgutil
+from importlib.machinery import ModuleSpec, SourceFileLoader
 
 from .apply_to import apply_to
 from .attention import Full, Sparse, Window
@@ -17,3 +23,21 @@ __all__ = [
     "CrossEntropyLoss", "Full", "LinearCrossEntropyLoss", "Sparse", "Window", "apply_to", "cross_entropy", "gated_mlp",
     "geglu", "linear_cross_entropy", "packed_attention", "register_attention", "rms_norm", "rope", "swiglu",
 ]  # fmt: skip
+
+if __name__ == "kernels":
+    __path__ = pkgutil.extend_path(__path__, __name__)
+
+    @functools.cache
+    def _hugging_face():
+        """Returns Hugging Face's `kernels`, or None where it is not installed. Its imports lead here and on by path."""
+        if len(__path__) == 1:
+            return None
+        loader = SourceFileLoader(__name__, f"{__path__[1]}/__init__.py")
+        module = importlib.util.module_from_spec(ModuleSpec(__name__, loader, origin=loader.path, is_package=True))
+        loader.exec_module(module)
+        return module
+
+    def __getattr__(name: str):
+        if name.startswith("__") or not hasattr(_hugging_face(), name):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(_hugging_face(), name)

@@ -502,3 +502,16 @@ def test_on_the_meta_device():
     loss = linear_cross_entropy(input.requires_grad_(), linear_weight, target)
     loss.backward()
     assert (loss.shape, loss.device.type, input.grad.shape) == ((), "meta", input.shape)
+
+
+def test_modules_give_the_losses_of_the_functions():
+    x, head, target = torch.randn(6, 8), torch.randn(11, 8), torch.tensor([1, 2, 3, 4, 5, 9])
+    options = {"reduction": "sum", "ignore_index": 9, "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0}
+    weight = torch.rand(11)
+    fused = module.LinearCrossEntropyLoss(weight, **options, chunk_size=4)
+    given = cross_entropy_module.CrossEntropyLoss(weight, **options)
+    expected = linear_cross_entropy_reference(x, head, target, weight=weight, **options)
+    torch.testing.assert_close(fused(x, head, target), expected)
+    torch.testing.assert_close(given(x @ head.T, target), expected)
+    with pytest.raises(TypeError, match="smoothing"):
+        module.LinearCrossEntropyLoss(smoothing=0.1)

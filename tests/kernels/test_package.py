@@ -1,12 +1,20 @@
 """What `pip install .` installs: kernels/ under the name fathom_kernels, and nothing else."""
 
 import ast
+import functools
+import importlib
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+import pytest
+import torch
+
+import kernels
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = {"torch", "triton", "numpy"}
@@ -56,3 +64,22 @@ def test_the_wheel_has_fathom_kernels_alone_and_works_beside_another_kernels(tmp
     (elsewhere / "kernels/__init__.py").write_text("IS_ANOTHER = True\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (elsewhere, installed)))}
     subprocess.run([sys.executable, "-c", PROGRAM], cwd=elsewhere, env=environment, check=True)
+
+
+def test_a_checkout_hands_on_the_other_kernels(tmp_path, monkeypatch):
+    (tmp_path / "__init__.py").write_text("from kernels.their_file import NUMBER\n")
+    (tmp_path / "their_file.py").write_text("NUMBER = 7\n")
+    monkeypatch.setattr(kernels, "__path__", [kernels.__path__[0], str(tmp_path)])
+    monkeypatch.setattr(kernels, "_hugging_face", functools.cache(kernels._hugging_face.__wrapped__))
+    assert kernels.NUMBER == importlib.import_module("kernels.their_file").NUMBER == 7
+    with pytest.raises(AttributeError, match="no attribute 'unknown'"):
+        _ = kernels.unknown
+
+
+@pytest.mark.parametrize("name", ["losses", "transformers_trainer"])
+def test_examples_run(name, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "fathom_kernels", kernels)
+    with torch.random.fork_rng():
+        runpy.run_path(str(ROOT / f"examples/{name}.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "plain" in said if name == "losses" else "'train_loss'" in said

@@ -54,6 +54,8 @@ def test_packed_logits_and_gradients_equal_those_of_sdpa(model_type):
     expected = results(model, "sdpa", batch)
     for name in ("fathom", "fathom_sparse"):
         assert_near(results(model, name, batch), expected)
+    with torch.autocast("cpu", torch.bfloat16):  # Qwen3's norms give float32 queries, beside bfloat16 values
+        assert results(model, "fathom_sparse", batch)[1].isfinite().all()
     model.activation_checkpointing_enable()
     assert_near(results(model, "fathom_sparse", batch), expected)
 
