@@ -18,7 +18,7 @@ documents = [
     {"input_ids": [(start + i) % 64 for i in range(50 + start)]} for start in torch.randint(200, (64,)).tolist()
 ]
 
-fathom_kernels.register_attention(selected_blocks=2, window=64, block_size=32, dense_below=128)  # for such short texts
+fathom_kernels.register_attention(selected_blocks=2, window=64, block_size=32, dense_below=128)  # sizes of a toy
 config = Qwen3Config(
     vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16,

@@ -23,7 +23,7 @@ tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>
 # A toy text: each word is the last one and 1, and documents have 50 to 249 words.
 texts = [" ".join(f"w{(start + i) % 62}" for i in range(50 + start)) for start in torch.randint(200, (64,)).tolist()]
 
-fathom_kernels.register_attention(selected_blocks=2, window=64, block_size=32, dense_below=128)  # for such short texts
+fathom_kernels.register_attention(selected_blocks=2, window=64, block_size=32, dense_below=128)  # sizes of a toy
 config = Qwen3Config(
     vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, pad_token_id=0, eos_token_id=1, bos_token_id=None,

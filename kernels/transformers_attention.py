@@ -35,8 +35,8 @@ def register_attention(
 
     "fathom" is causal attention to everything. "fathom_sparse" is `Sparse`: each token attends to the first block of
     its document, a window, and blocks that it chooses. Both take grouped queries, in training and evaluation, with
-    gradient checkpointing. A row may hold packed documents, which attend on their own: one begins where `position_ids`
-    do not count on, or where `cu_seq_lens_q` says. Padding, on either side, is not attended to.
+    gradient checkpointing. Documents packed into a row attend on their own. One begins where `position_ids` do not
+    count on, or as `cu_seq_lens_q` says. Padding, on either side, is not attended to.
 
     Generation with a dynamic cache: a prompt attends as in training. Each new token then attends to everything, in
     PyTorch's scaled_dot_product_attention.

@@ -1,4 +1,4 @@
-"""What `pip install .` installs: kernels/ under the name fathom_kernels, and nothing else."""
+"""The installed package: kernels/ under the name fathom_kernels, alone and beside another `kernels`."""
 
 import ast
 import functools

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from kernels.attention.attend import packed_attention
 from kernels.attention.documents import SPACING, divide, document_calls, rounded_length, split_by_length
 from kernels.qkv_attention import qkv_attention_footprint
 from tests.kernels.attention.inputs import segments_of
@@ -119,3 +120,13 @@ def test_a_document_that_attends_alone_is_counted_in_forward():
         )  # fmt: skip
         output = 0 if heads is None else 2 * H * K * T  # of all heads
         assert footprint.forward >= (3 * H + 2 * G) * 2 * K * (T - 300) // steps + output
+
+
+def test_packed_attention_takes_documents_as_flash_attn_does():
+    q, k = torch.randn(9, 4, 8), torch.randn(9, 2, 8)
+    out = packed_attention(q, k, k, torch.tensor([0, 4, 9], dtype=torch.int32))
+    alone = [packed_attention(x[None], y[None], y[None])[0] for x, y in zip(q.split([4, 5]), k.split([4, 5]))]
+    torch.testing.assert_close(out, torch.cat(alone))
+    for bounds in ([0, 4], [1, 9], [0, 4, 4, 9], [9], [[0, 9]]):
+        with pytest.raises(ValueError, match="must rise from 0 to the 9 tokens"):
+            packed_attention(q, k, k, torch.tensor(bounds))
