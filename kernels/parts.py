@@ -254,6 +254,12 @@ class AttentionKind(Part, ABC):
         return forward, seconds(lambda: self.backward(q, q, k, v, *kept, backend, True))
 
 
+def sum_to(n: int, most: int | None = None) -> int:
+    """Returns the sum of the integers 0 to n - 1, each cut to `most`: sum_to(4) is 6, sum_to(4, 2) is 0 + 1 + 2 + 2."""
+    n = max(0, n)
+    return n * (n - 1) // 2 - (0 if most is None else sum_to(n - most))
+
+
 @dataclass(frozen=True)
 class Footprint:
     """Memory and work of an operation on a number of tokens, without weights and their gradients.

@@ -11,12 +11,11 @@ Method: Beltagy et al., Longformer, arXiv 2004.05150.
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..parts import AttentionBytes, AttentionFlops, AttentionKind
+from ..parts import AttentionBytes, AttentionFlops, AttentionKind, sum_to
 from .reference import attend_written_out, within_documents
 from .sparse.band import band_dkv, band_dq, band_forward
 from .sparse.layout import make_layout
@@ -91,8 +90,8 @@ class Window(AttentionKind):
 
     def flops(self, length, H, G, K):
         """Counts whole blocks of 64: a block of queries multiplies with one block of keys more than its window has."""
-        blocks = np.arange(-(-length // BLOCK_SIZE))
-        pairs = int((np.minimum(blocks, self.window // BLOCK_SIZE) + 1).sum())
+        num_blocks = -(-length // BLOCK_SIZE)
+        pairs = num_blocks + sum_to(num_blocks, self.window // BLOCK_SIZE)
         product = 2 * BLOCK_SIZE * BLOCK_SIZE * H * K
         return AttentionFlops(2 * pairs * product, 0, BAND_BACKWARD_PRODUCTS * pairs * product)
 

@@ -17,7 +17,7 @@ import torch
 import kernels
 
 ROOT = Path(__file__).parents[2]
-REQUIRED = {"torch", "triton", "numpy"}
+REQUIRED = {"torch", "triton"}
 OPTIONAL = {"flash_attn", "transformers"}  # imported where they are used
 PROGRAM = """
 import sys

@@ -18,11 +18,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ...parts import AttentionBytes, AttentionFlops, AttentionKind
+from ...parts import AttentionBytes, AttentionFlops, AttentionKind, sum_to
 from ..documents import all_segments
 from ..full import BACKWARD_FLOPS, FULL, attention_flops, put
 from ..sparse.band import band_dkv, band_dq, band_forward
@@ -303,11 +302,10 @@ class NSA(AttentionKind):
         pairs = WINDOW_STRIDE * num_windows * (num_windows + 1) // 2
         pairs -= num_windows * (WINDOW_STRIDE * (num_windows + 1) + WINDOW_STRIDE - 1 - length) if num_windows else 0
         compressed = attention_flops(H, K, pairs)
-        blocks = np.arange(num_blocks)
-        candidates = int(np.maximum(0, blocks - LOCAL_TOKENS // BLOCK_SIZE).sum())
+        candidates = sum_to(num_blocks - LOCAL_TOKENS // BLOCK_SIZE)
         choice = BLOCK_SIZE // WINDOW_STRIDE * candidates * product // BLOCK_SIZE
         selected = sparse_flops(length, H, K, self.selected)
-        in_window = int((np.minimum(blocks, self.window // BLOCK_SIZE) + 1).sum()) * product
+        in_window = (num_blocks + sum_to(num_blocks, self.window // BLOCK_SIZE)) * product
         backward = BACKWARD_FLOPS * compressed + selected.backward + 7 * in_window
         return AttentionFlops(compressed + selected.forward + 2 * in_window, choice, backward)
 

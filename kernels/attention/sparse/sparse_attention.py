@@ -19,13 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import numpy as np
 import torch
 import triton
 from torch import Tensor
 
 from ...common import use_triton
-from ...parts import AttentionBytes, AttentionFlops, AttentionKind, AttentionWork
+from ...parts import AttentionBytes, AttentionFlops, AttentionKind, AttentionWork, sum_to
 from ..documents import Span, as_bytes, from_bytes, split_by_length
 from ..full import FULL, check_shapes, full_backward, full_forward, put
 from ..reference import attend_written_out, scores_written_out, within_documents
@@ -376,12 +375,11 @@ def _pairs(T: int, kind: Sparse) -> tuple[int, int, int, int]:
     The fourth number counts pairs of a block of queries and a block of keys before it, as the choice's lse needs them.
     """
     num_blocks, window_blocks = -(-T // kind.block_size), kind.window // kind.block_size
-    blocks = np.arange(num_blocks)
-    before_window = np.maximum(0, blocks - window_blocks)
-    candidates = int(before_window.sum()) if kind.selected_blocks else 0  # nothing is scored for empty lists
-    gathered = int(np.minimum(kind.selected_blocks, before_window).sum())
-    band = int((np.minimum(blocks + 1, window_blocks) + (blocks >= window_blocks)).sum())
-    return candidates, gathered, band, num_blocks * (num_blocks - 1) // 2 if candidates else 0
+    with_first_block = max(0, num_blocks - window_blocks)  # blocks of queries whose window begins after block 0
+    candidates = sum_to(with_first_block) if kind.selected_blocks else 0  # nothing is scored for empty lists
+    gathered = sum_to(with_first_block, kind.selected_blocks)
+    band = sum_to(num_blocks + 1, window_blocks) + with_first_block
+    return candidates, gathered, band, sum_to(num_blocks) if candidates else 0
 
 
 def sparse_flops(T: int, H: int, K: int, kind: Sparse) -> AttentionFlops:
