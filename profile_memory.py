@@ -1,8 +1,11 @@
-"""Profile the memory of a training step, stage by stage: `python profile_memory.py --context_length 131072`.
+"""Say whether a training step fits, what it takes, and how long: `python profile_memory.py --context_length 131072`.
 
-On a GPU a step is predicted and measured, side by side: a whole step as train.py runs it on one GPU (bf16 weights,
-float32 masters and Adam moments), of random tokens, one document per sequence. Without a GPU, or for another GPU that
---gpu names, a step is predicted. The step follows the plan that train.py would make for the memory at hand;
+The answer comes first, then the plan. The exit status is 1 where a step does not fit, and the changes that would make
+it fit are listed with their flags. `--data` gives the hours of an epoch; `--stages` adds memory stage by stage.
+
+On a GPU a step is predicted and measured: a whole step as train.py runs it on one GPU (bf16 weights, float32 masters
+and Adam moments), of random tokens, one document per sequence. Without a GPU, for another GPU that --gpu names, or for
+the documents of --data, a step is predicted. The step follows the plan that train.py would make for the memory at hand;
 --gradient_checkpointing and --no-gradient_checkpointing profile a step without a plan instead.
 
 `--nproc 8 --context_parallel_size 4` predicts the step that train.py would run under torchrun on 8 GPUs of one machine,
@@ -14,6 +17,7 @@ benchmarks.bench_train_step measures such a step.
 2**30 bytes; "24GB" on the command line means 24 GiB.
 """
 
+import bisect
 import dataclasses
 import functools
 import json
@@ -21,40 +25,57 @@ import math
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from kernels.attention.full import BACKENDS
 from model import MODEL_SIZES, ModelConfig
-from training.attention_flags import kinds_of
+from training.attention_flags import check_head_dim, kinds_of
 from training.checkpoint.weights import shape_of_weights
+from training.data.corpus import open_stores, pack
+from training.data.loader import PackedLoader
+from training.data.prepared import is_prepared
+from training.data.tokenizer import load_tokenizer
+from training.data.tokens import Selection, Store, join, split
 from training.flags import Idle, flag, read_flags
 from training.host.errors import UserError
 from training.host.files import check_can_write
 from training.host.processes import command
-from training.host.sizes import available_host_bytes, parse_bytes
-from training.memory.cost_model import gib
+from training.host.sizes import GIB, available_host_bytes, parse_bytes
+from training.memory.cost_model import PackedDocuments, Step, gib
 from training.memory.execution import Execution
-from training.memory.machine import DRIVER_BYTES, cap_gpu_memory, gpu_budget, measure_rates, parse_gpu, scale_rates
-from training.memory.reports import Machine, report_comparison, report_max_context, report_step
+from training.memory.machine import (
+    DRIVER_BYTES,
+    cap_gpu_memory,
+    find_gpu,
+    gpu_budget,
+    measure_rates,
+    parse_gpu,
+    scale_rates,
+)
+from training.memory.planner import Plan, find_max_context, has_plan, make_plan
+from training.memory.reports import Epoch, Machine, choose_plan, report_comparison, report_max_context, report_step
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, join_world
 from training.run.build import build_bench, settled_execution, shape_with, step_on_meta, without_plan
-from training.run.settings import StepFlags
+from training.run.resume import choose_tokenizer
+from training.run.settings import OVERLONG, StepFlags, TrainConfig
 
 CONTEXT_LENGTH = 131_072
-FOR_ONE_STEP = "context_length gradient_checkpointing num_layers all_stages timeline snapshot"
+FOR_ONE_STEP = "context_length gradient_checkpointing num_layers stages timeline snapshot data"
+MOST_HOST_GB = 4096  # host memory that is tried where a step does not fit
 MOST_LAYERS = 256  # a plan for more would take minutes
 
 
 @dataclass
 class ProfileFlags(StepFlags):
-    """Profile the memory of a training step, stage by stage."""
+    """Say whether a training step fits, what memory it takes, and how long it and an epoch of the data take."""
 
     model_size: str | None = flag(None, "default: 4B, unless init_from is given", MODEL_SIZES)
     context_length: int | None = flag(None, f"tokens in a sequence; default: {CONTEXT_LENGTH}", least=2, most=2**27)
@@ -64,11 +85,16 @@ class ProfileFlags(StepFlags):
     nproc: int = flag(1, "predict for so many GPUs of a machine, as torchrun's --nproc_per_node", least=1, most=2**10)
     nnodes: int = flag(1, "predict for so many machines, as torchrun's --nnodes", least=1, most=2**16)
     gpu: str | None = flag(None, "predict for another GPU: RTX4090, A100-80GB, H100 ..., or a size such as 24GB")
+    data: list[str] = flag(list, "as in train.py: predict the hours of an epoch of them, for their documents")
+    tokenizer: str | None = flag(None, "of data, a tokenizer.json or its folder, or bytes; default: init_from's")
+    overlong: str | None = flag(None, "documents of data longer than a sequence; default: refuse", OVERLONG)
     find_max_context: bool = flag(False, "the longest context that fits")
     compare: bool = flag(False, "with and without chunked loss, checkpointing, a plan; 32k to 256k")
     measure: bool = flag(False, "with find_max_context and compare: confirm on the GPU")
     num_layers: int | None = flag(None, "measure so many of the layers, where a whole step takes too long", least=1)
-    all_stages: bool = flag(False, "a row for each stage; else equal neighbouring layers share rows")
+    stages: str | None = flag(
+        None, "memory by stages: a row for equal neighbouring layers; all: for each", ("equal", "all"), bare="equal"
+    )
     timeline: Path | None = flag(None, "draw the step there (.png, .svg)")
     snapshot: Path | None = flag(None, "write PyTorch's memory snapshot of the step there (.pickle)")
     json: Path | None = flag(None, "write everything there")
@@ -81,6 +107,7 @@ class ProfileFlags(StepFlags):
         Idle("memory_budget host_budget", "with gradient_checkpointing; drop one",
              lambda f: f.gradient_checkpointing is not None),
         Idle("device", "with gpu, which predicts for another; drop one", lambda f: f.gpu and f.device == "cuda"),
+        Idle("tokenizer overlong", "without data; drop it, or give data", lambda f: not f.data),
         Idle("measure", "but with find_max_context or compare: a step is measured anyway",
              lambda f: not (f.find_max_context or f.compare)),
     )  # fmt: skip
@@ -109,7 +136,7 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
     for name in ("measure", "num_layers", "snapshot"):
         if getattr(flags, name) and not can_measure:
             raise UserError(
-                f"{name} needs one GPU to measure on, not --gpu, --nproc, --nnodes or --device cpu; drop it"
+                f"{name} needs one GPU to measure on, not --gpu, --nproc, --nnodes, --data or --device cpu; drop it"
             )
     for name in ("timeline", "snapshot", "json"):
         if path := getattr(flags, name):
@@ -136,6 +163,7 @@ def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World)
     """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an H200."""
     model = flags.shape
     kinds, loss_impl = kinds_of(flags, model), flags.loss_impl
+    check_head_dim(kinds, model.head_dim, world.device)
     if world.device.type == "cuda":
         given = settled_execution(loss_impl, flags.attention_backend, world.device, kinds)
         gpu_bytes = gpu_budget(memory_budget or "auto", world.device)
@@ -144,57 +172,169 @@ def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World)
         torch.cuda.empty_cache()
         name = torch.cuda.get_device_name(world.device)
         host_bytes = parse_bytes(flags.host_budget) if flags.host_budget else available_host_bytes() / flags.nproc
-        return Machine(name, gpu_bytes, host_bytes, rates, model, given)
-    gpu, name = parse_gpu(flags.gpu or "H200"), flags.gpu or "no GPU in use, so an H200"
+        known = find_gpu(name)
+        return Machine(name, gpu_bytes, host_bytes, rates, model, given, known and known.flops)
+    name, gpu = parse_gpu(flags.gpu or "H200")
     gpu_bytes = gpu.memory_bytes - DRIVER_BYTES
     if memory_budget not in (None, "auto"):
         gpu_bytes = parse_bytes(memory_budget)
         if flags.gpu and gpu_bytes > gpu.memory_bytes:
-            raise UserError(f"memory_budget {gib(gpu_bytes)} is more than the {gib(gpu.memory_bytes)} of {flags.gpu}")
+            raise UserError(f"memory_budget {gib(gpu_bytes)} is more than the {gib(gpu.memory_bytes)} of {name}")
     backend = gpu.attention_backend if flags.attention_backend == "auto" else flags.attention_backend
     if backend == "flash-attn-4" and gpu.attention_backend == "flash":
-        raise UserError(f"flash-attn-4 needs compute capability 9.0, which {flags.gpu} has not; use auto")
+        raise UserError(f"flash-attn-4 needs compute capability 9.0, which {name} has not; use auto")
     given = Execution(loss_impl=loss_impl, attention_backend=backend, kinds=kinds)
-    description = f"{name}; its speed is an H200's scaled by data sheets, not measured"
+    described = name if flags.gpu else "no GPU in use, so an H200"
+    description = f"{described}; its speed is an H200's scaled by data sheets, not measured"
     host_bytes = math.inf if flags.host_budget is None else parse_bytes(flags.host_budget)
-    return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend, given.kinds), model, given)
+    return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend, given.kinds), model, given, gpu.flops)
+
+
+# The step, and the data
+
+
+def make_step(flags: ProfileFlags, machine: Machine) -> tuple[Step, Epoch | None]:
+    """Returns the step that the flags ask for, and an epoch of --data; without, of one document per sequence."""
+    num_gpus = flags.nproc * flags.nnodes
+    mesh = num_gpus, flags.context_parallel_size, flags.tensor_parallel_size, flags.nnodes
+    step = step_on_meta(machine.model, *flags.lengths, machine.given, *mesh)
+    if not flags.data:
+        return step, None
+    train, stores = open_data((*flags.data,), choose_tokenizer(flags, None), machine.model.vocab_size)
+    packing = pack(train, stores, step.context_length, TrainConfig.seed, overlong=flags.overlong)
+    num_ranks = num_gpus // (flags.context_parallel_size * flags.tensor_parallel_size)
+    loader = PackedLoader(train, packing, flags.batch_size, world_size=num_ranks)
+    loader.check_enough_for_step(flags.gradient_accumulation_steps)
+    documents = PackedDocuments.average(
+        *packing.document_lengths(), packing.longest_document, flags.batch_size, num_ranks, step.micro_batches
+    )
+    epoch = Epoch(loader.num_tokens, loader.sequences_per_epoch, getattr(packing, "filled", 1.0))
+    return step.at(step.context_length, documents), epoch
+
+
+@functools.cache  # changes of a step that does not fit ask for them again
+def open_data(paths: tuple[str, ...], tokenizer: str, vocab_size: int) -> tuple[Selection, list[Store]]:
+    """Returns the documents that train.py would train on, and the stores of all, as training.data.corpus.pack takes."""
+    if texts := [path for path in paths if Path(path).exists() and not is_prepared(Path(path))]:
+        print(f"tokenizing {', '.join(texts)}; prepared sets have their counts", file=sys.stderr, flush=True)
+    stores = open_stores([*paths], load_tokenizer(tokenizer), vocab_size)
+    return split(join(stores), TrainConfig.validation_fraction, TrainConfig.seed)[0], stores
+
+
+# Changes
+
+
+def change(flags: ProfileFlags, machine: Machine, world: World, **values) -> dict[str, Plan]:
+    """Returns the plan of the step with other values of some flags, by the words to give; {} if it has none."""
+    changed = dataclasses.replace(flags, **values)
+    with suppress(UserError):  # numbers that do not go together, too few data, or no plan
+        check_mesh(changed)
+        if changed.attention_type != flags.attention_type:
+            machine = choose_machine(changed, flags.memory_budget, world)
+        elif changed.host_budget:
+            machine = dataclasses.replace(machine, host_bytes=parse_bytes(changed.host_budget))
+        words = [f"drop --{name}" if value is None else f"--{name} {value}" for name, value in values.items()]
+        return {" ".join(words): make_plan(make_step(changed, machine)[0], *machine.limits)}
+    return {}
+
+
+def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[str, Plan]:
+    """Returns the changes that make a step fit, as `change` does. The cheapest comes first.
+
+    1. A plan, where the flags ask for none. If that fits, nothing else is tried.
+    2. Fewer sequences at a time, and as many in a step. If even one at a time does not fit, all changes below have one.
+    3. Attention to everything, which takes less memory than attention to chosen blocks.
+    4. More host memory, the least that is enough.
+    5. Twice as many GPUs of the same host, or 4 or 8 times, that share each sequence and the host's memory.
+    6. The longest context that fits.
+    """
+    base: dict[str, Any] = {}
+    if flags.gradient_checkpointing is not None:
+        base = {"gradient_checkpointing": None}
+        if found := change(flags, machine, world, **base):
+            return found
+    found, batch = {}, flags.batch_size
+    for fewer in (n for n in range(batch - 1, 0, -1) if batch % n == 0):
+        times = flags.gradient_accumulation_steps * batch // fewer
+        found = found or change(flags, machine, world, **base, batch_size=fewer, gradient_accumulation_steps=times)
+    if batch > 1 and not found:
+        base["batch_size"] = 1
+    step, _ = make_step(dataclasses.replace(flags, **base), machine)
+    if flags.attention_type != "full":
+        found |= change(flags, machine, world, **base, attention_type="full")
+    host_gib = machine.host_bytes / GIB
+    if math.isfinite(host_gib):
+        sizes = range(int(host_gib) + 1, MOST_HOST_GB)
+        enough = bisect.bisect_left(sizes, True, key=lambda size: has_plan(step, machine.gpu_bytes, size * GIB))
+        if enough < len(sizes):
+            found |= change(flags, machine, world, **base, host_budget=f"{sizes[enough]}GB")
+    for times in (2, 4, 8):
+        mesh = {"nproc": times * flags.nproc, "context_parallel_size": times * flags.context_parallel_size}
+        share = {"host_budget": f"{int(host_gib / times)}GB"} if math.isfinite(host_gib) else {}
+        if shared := change(flags, machine, world, **base, **mesh, **share):
+            found |= shared
+            break
+    if longest := find_max_context(step, machine.gpu_bytes, machine.host_bytes):
+        found |= change(flags, machine, world, **base, context_length=longest)
+    return found
+
+
+def find_faster(flags: ProfileFlags, machine: Machine, world: World, plan: Plan) -> dict[str, Plan]:
+    """Returns changes that save a tenth of the seconds of `plan` and more, as `change` does."""
+    found = {}
+    if math.isfinite(machine.host_bytes):
+        roomy = make_plan(plan.step, machine.gpu_bytes, math.inf, machine.rates)
+        found |= change(flags, machine, world, host_budget=f"{math.ceil(roomy.host_bytes / GIB)}GB")
+    if flags.attention_type == "full":
+        found |= change(flags, machine, world, attention_type="sparse")
+    return {words: other for words, other in found.items() if other.seconds < 0.9 * plan.seconds}
+
+
+# The answer
 
 
 def report(flags: ProfileFlags, machine: Machine, can_measure: bool, world: World) -> dict:
     """Print the answer that the flags ask for, and return what --json writes."""
-    mesh = flags.nproc * flags.nnodes, flags.context_parallel_size, flags.tensor_parallel_size, flags.nnodes
-    step = step_on_meta(machine.model, *flags.lengths, machine.given, *mesh)
+    about = f"machine: {machine.description}; attention kernel {machine.given.attention_backend}\n"
+    if (gpus := flags.nproc * flags.nnodes) > 1:
+        about += f"{gpus} GPUs, predicted only: memory is of one GPU, host memory of its process\n"
+    about += f"model: {flags.init_from or flags.model_size}, {machine.model.num_parameters():,} parameters"
+    step, epoch = make_step(flags, machine)
     measures = flags.measure if flags.find_max_context or flags.compare else can_measure
     build = functools.partial(build_bench, world=world) if measures else None
     if flags.compare:
+        print(about)
         return report_comparison(step, machine, flags.memory_budget, world.device, build)
     if measures and (flags.find_max_context or flags.memory_budget is not None):
         cap_gpu_memory(int(machine.gpu_bytes), world.device)
     if flags.find_max_context:
+        print(about)
         return report_max_context(step, machine, build)
     part = None
     if flags.num_layers is not None:
         shape = dataclasses.replace(machine.model, num_hidden_layers=flags.num_layers)
         part = step_on_meta(shape, *flags.lengths, machine.given)
-    return report_step(step, machine, flags, part, build)
+    plan, fits = choose_plan(step, machine, flags.gradient_checkpointing)
+    if fits and flags.gradient_checkpointing is None:
+        changes = find_faster(flags, machine, world, plan)
+    else:
+        changes = {} if fits else find_changes(flags, machine, world)
+    return report_step(step, machine, flags, about, plan, fits, changes, epoch, part, build)
 
 
 @command
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
+    """Returns the exit status: 1 where a step does not fit, or after an error."""
     flags = read_flags(ProfileFlags, argv, "profile_memory.py")
     if not flags.init_from:
         flags.model_size = flags.model_size or "4B"
     with join_world("cpu" if flags.gpu else flags.device) as world:
         if world.size > 1:
             raise UserError("profile_memory.py profiles one GPU: start it with python, not torchrun")
-        can_measure = world.device.type == "cuda" and flags.nproc * flags.nnodes == 1
+        can_measure = world.device.type == "cuda" and flags.nproc * flags.nnodes == 1 and not flags.data
         check_flags(flags, can_measure)
         # In a comparison memory_budget is the budget of the planned way only.
         machine = choose_machine(flags, None if flags.compare else flags.memory_budget, world)
-        print(f"machine: {machine.description}; attention kernel {machine.given.attention_backend}")
-        if (gpus := flags.nproc * flags.nnodes) > 1:
-            print(f"{gpus} GPUs, predicted only: memory is of one GPU, host memory of its process")
-        print(f"model: {flags.init_from or flags.model_size}, {machine.model.num_parameters():,} parameters")
         results = report(flags, machine, can_measure, world)
     if flags.json:
         settings = {name: value for name, value in vars(flags).items() if not isinstance(value, Path)}
@@ -202,6 +342,7 @@ def main(argv: list[str]) -> None:
         written = json.dumps({"settings": settings, "environment": environment, **results})
         finite = json.loads(written, parse_constant=lambda infinite: None)  # JSON does not know infinity
         flags.json.write_text(json.dumps(finite) + "\n")
+    return 0 if results.get("answer", {}).get("fits", True) else 1
 
 
 if __name__ == "__main__":

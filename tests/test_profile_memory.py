@@ -23,7 +23,7 @@ from training.memory import reports
 from training.memory.cost_model import Execution
 from training.memory.execution import WHOLE, Placement
 from training.memory.machine import GPUS, H200, scale_rates
-from training.memory.planner import find_max_context, make_plan
+from training.memory.planner import find_max_context, has_plan, make_plan
 from training.memory.profiler import GIB
 from training.parallel.world import World
 from training.run.build import step_on_meta
@@ -55,7 +55,13 @@ def test_without_a_gpu_the_plan_for_an_h200_is_shown(tmp_path, capsys):
     plan = make_plan(cudnn_step("4B", 131_072), GPUS["H200"].memory_bytes - GIB, math.inf)
     out = capsys.readouterr().out
     assert str(plan) in out and "no GPU in use, so an H200" in out and "not measured" in out
-    assert "backward of layer 35, MLP" in out and f"predicted peak: {plan.peak.bytes / GIB:.2f} GiB" in out
+    assert out.startswith(f"fits: predicted {plan.peak.bytes / GIB:.2f} of 139.40 GiB of GPU memory, ")
+    tokens_per_second = 131_072 / plan.seconds
+    assert f"\nstep: {plan.seconds:.2f} s, {tokens_per_second:,.0f} tokens/s, MFU " in out
+    assert written["answer"]["tokens_per_second"] == tokens_per_second and written["answer"]["fits"]
+    assert written["answer"]["hours_per_billion_tokens"] == pytest.approx(1e9 / tokens_per_second / 3600)
+    flops = 3 * MODEL_SIZES["4B"].forward_flops([131_072])
+    assert written["answer"]["mfu"] == pytest.approx(flops / plan.seconds / 989e12)
     assert written["plan"] == str(plan) and written["measured"] is None
     assert written["execution"]["placements"] == [asdict(p) for p in plan.execution.placements]
     assert written["execution"]["gpu_state_bytes"] is None and written["environment"]["host_bytes"] is None
@@ -64,10 +70,11 @@ def test_without_a_gpu_the_plan_for_an_h200_is_shown(tmp_path, capsys):
     assert len(written["predicted"]) == 4 + 3 * 36 and written["settings"]["model_size"] == "4B"
 
 
-def test_equal_layers_share_rows_unless_all_stages_are_asked_for(tmp_path, capsys):
+def test_stages_are_shown_on_demand_and_equal_layers_share_rows_unless_all_are_asked_for(tmp_path, capsys):
     flags = "--gpu", "25GB", "--memory_budget", "24GB", "--host_budget", "102GB"
-    folded, short = run_main(tmp_path, *flags), capsys.readouterr().out
-    every, long = run_main(tmp_path, *flags, "--all_stages"), capsys.readouterr().out
+    assert main([*flags]) == 0 and "layer 5" not in capsys.readouterr().out
+    folded, short = run_main(tmp_path, *flags, "--stages"), capsys.readouterr().out
+    every, long = run_main(tmp_path, *flags, "--stages", "all"), capsys.readouterr().out
     assert folded["predicted"] == every["predicted"] and len(every["predicted"]) == 4 + 3 * 36
     assert all(f"\n{stage['name']}  " in long for stage in every["predicted"]) and "of layers" not in long
     assert "\nbackward of layers 30 to 1, attention  " in short and "\nforward of layer 5 " not in short
@@ -110,6 +117,94 @@ def test_the_longest_context(tmp_path, capsys):
     step = cudnn_step("0.6B", 1024)
     assert written["predicted_context"] == find_max_context(step, 6 * GIB, 16 * GIB)
     assert f"predicted: {written['predicted_context']:,} tokens in 6.00 GiB of GPU and 16.00" in capsys.readouterr().out
+
+
+def answer_of(tmp_path, capsys, *flags):
+    """Runs the command where the step does not fit; returns the first line, and what would fit by the flags to give."""
+    path = tmp_path / "memory.json"
+    assert main([*flags, "--json", str(path)]) == 1
+    answer = json.loads(path.read_text())["answer"]
+    out, err = capsys.readouterr()
+    assert not answer["fits"] and not err and out.index("machine: ") > 0
+    rows = {row["flags"]: row for row in answer["would_fit"]}
+    for words, row in rows.items():
+        assert re.search(
+            rf"\n  {words} +{row['seconds']:.1f} s per step, {row['tokens_per_second']:,.0f} tokens/s\n", out
+        )
+    return out.splitlines()[0], rows
+
+
+def test_a_step_that_does_not_fit_names_the_changes_that_would(tmp_path, capsys):
+    flags = "--gpu", "4090", "--host_budget", "48GB"
+    first, rows = answer_of(tmp_path, capsys, *flags)
+    assert first == "does not fit: 131,072 tokens into 22.99 GiB of GPU and 48.00 GiB of host memory"
+    gpu, rates = GPUS["RTX4090"].memory_bytes - GIB, scale_rates(GPUS["RTX4090"], "flash")
+    step = step_of("4B", 131_072, backend="flash")
+    host = next(size for size in range(48, 200) if has_plan(step, gpu, size * GIB))
+    longest = find_max_context(step, gpu, 48 * GIB)
+    sharing = "--nproc 2 --context_parallel_size 2 --host_budget 24GB"
+    assert [*rows] == [f"--host_budget {host}GB", sharing, f"--context_length {longest}"]
+    assert rows[f"--host_budget {host}GB"]["seconds"] == make_plan(step, gpu, host * GIB, rates).seconds
+    for words in rows:  # with its words the command says that it fits
+        given = [*flags[:2], *words.split()] if "--host_budget" in words else [*flags, *words.split()]
+        assert run_main(tmp_path, *given)["answer"]["seconds"] == rows[words]["seconds"]
+    assert capsys.readouterr().out.count("fits: predicted ") == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("flags", "first"),
+    [
+        ("--gpu 4090 --host_budget 102GB --batch_size 8", "--batch_size 2 --gradient_accumulation_steps 4"),
+        ("--gpu 4090 --host_budget 48GB --batch_size 2", "--batch_size 1 --host_budget"),
+        ("--gpu 18GB --attention_type sparse", "--attention_type full"),
+        ("--gpu 24GB --no-gradient_checkpointing", "drop --gradient_checkpointing"),
+        ("--gpu 12GB --no-gradient_checkpointing", "drop --gradient_checkpointing --nproc"),
+    ],
+)
+def test_cheaper_changes_come_first(flags, first, tmp_path, capsys):
+    _, rows = answer_of(tmp_path, capsys, *flags.split())
+    assert next(iter(rows)).startswith(first)
+
+
+def test_what_would_be_faster(tmp_path, capsys):
+    [row] = run_main(tmp_path, "--gpu", "H200")["answer"]["faster"]
+    assert (
+        row["flags"] == "--attention_type sparse"
+        and "\nfaster, predicted:\n  --attention_type sparse" in capsys.readouterr().out
+    )
+    rows = run_main(tmp_path, "--gpu", "4090", "--host_budget", "60GB", "--attention_type", "sparse")["answer"][
+        "faster"
+    ]
+    assert [row["flags"] for row in rows] == ["--host_budget 107GB"]
+
+
+def test_an_epoch_of_the_data_is_timed_for_its_documents(tmp_path, capsys):
+    samples = [{"prompt": "p" * 700, "completion": "c" * (99 + i)} for i in range(40)]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    data = (
+        "--data",
+        str(tmp_path / "samples.jsonl"),
+        "--context_length",
+        "2048",
+        "--gpu",
+        "H100",
+        "--model_size",
+        "0.6B",
+    )
+    answer = run_main(tmp_path, *data, "--batch_size", "4")["answer"]
+    out = capsys.readouterr()
+    assert "tokenizing" in out.err and answer["sequences"] == 20 and "in 20 sequences, " in out.out
+    assert 0.75 < answer["filled"] < 0.85 and answer["tokens"] == pytest.approx(answer["filled"] * 20 * 2048)
+    assert answer["hours_per_epoch"] == pytest.approx(5 * answer["seconds"] / 3600)
+    whole = run_main(tmp_path, "--batch_size", "4", *data[2:])["answer"]
+    assert answer["seconds"] != whole["seconds"]  # of one document per sequence
+    shared = run_main(tmp_path, *data, "--nproc", "2")["answer"]
+    assert shared["hours_per_epoch"] == pytest.approx(10 * shared["seconds"] / 3600)
+    assert main([*data, "--batch_size", "64"]) == 1
+    assert "the corpus has 20" in capsys.readouterr().err
+    assert main([*data, "--context_length", "512"]) == 1
+    assert "choose --overlong drop or split" in capsys.readouterr().err
+    assert run_main(tmp_path, *data, "--context_length", "512", "--overlong", "split")["answer"]["fits"]
 
 
 MESHES = [(2, 1), (8, 2), (4, 4)]
@@ -206,12 +301,20 @@ def test_with_and_without(small, tmp_path, capsys):
         ("--json /", "--json '/' cannot be written to: Is a directory; give another file"),
         ("--timeline /proc/step.png", "--timeline '/proc/step.png' cannot be written to: "),
         ("--timeline step.jpeg", "draws .png, .svg or .pdf"),
-        ("--gpu RTX4091", "no GPU 'RTX4091' in the table"),
+        ("--gpu RTX4091", "no GPU 'RTX4091' in the table, did you mean RTX4090;"),
         ("--gpu RTX4090 --memory_budget 30GB", "30.00 GiB is more than the 23.99 GiB of RTX4090"),
         ("--gpu RTX4090 --device cuda", "device has no effect with gpu, which predicts for another"),
         ("--memory_budget 24", "a memory size is between 1MB and 1023TB and looks like \"24GB\", got '24'"),
         ("--host_budget 100", "looks like \"24GB\", got '100'"),
-        ("--gpu 4090", "no GPU '4090' in the table: RTX3090, RTX4090, RTX5090"),
+        ("--gpu 24", "no GPU '24' in the table; give one of RTX3090, RTX4090, RTX5090"),
+        ("--tokenizer bytes", "tokenizer has no effect without data"),
+        ("--data nowhere", "data path nowhere does not exist"),
+        (
+            "--data README.md --num_layers 4",
+            "num_layers needs one GPU to measure on, not --gpu, --nproc, --nnodes, --data",
+        ),
+        ("--compare --data README.md", "data has no effect with compare"),
+        ("--gpu 8GB --model_size 8B", "the model does not fit into 7.00 GiB of GPU and any amount of host memory"),
         ("--memory_budget much", 'looks like "24GB"'),
         ("--compare --find_max_context", "find_max_context has no effect with compare"),
         ("--compare --loss_impl chunked", "loss_impl has no effect with compare"),
@@ -220,12 +323,15 @@ def test_with_and_without(small, tmp_path, capsys):
             "--find_max_context --no-gradient_checkpointing",
             "gradient_checkpointing has no effect with find_max_context",
         ),
-        ("--compare --all_stages", "all_stages has no effect with compare"),
-        ("--find_max_context --all_stages", "all_stages has no effect with find_max_context"),
+        ("--compare --stages", "stages has no effect with compare"),
+        ("--find_max_context --stages", "stages has no effect with find_max_context"),
         ("--measure", "measure has no effect but with find_max_context"),
         ("--compare --measure --gpu H100", "measure needs one GPU"),
         ("--num_layers 4 --gpu H100", "num_layers needs one GPU"),
-        ("--measure --compare --nproc 2", "measure needs one GPU to measure on, not --gpu, --nproc, --nnodes or"),
+        (
+            "--measure --compare --nproc 2",
+            "measure needs one GPU to measure on, not --gpu, --nproc, --nnodes, --data or",
+        ),
         ("--num_layers 4 --nnodes 2", "num_layers needs one GPU"),
         (
             "--nnodes 2 --context_parallel_size 2",
@@ -310,7 +416,7 @@ def pretended_gpu(monkeypatch, dry_run):  # noqa: F811
 
 
 def test_measured_is_printed_beside_predicted(pretended_gpu, tmp_path, capsys):
-    flags = "--model_size", "tiny", "--context_length", "512", "--memory_budget", "2GB"
+    flags = "--model_size", "tiny", "--context_length", "512", "--memory_budget", "2GB", "--stages"
     written = run_main(tmp_path, *flags)
     out = capsys.readouterr().out
     assert "machine: pretended" in out and "measured peak: " in out and "fragmented" in out and "differs" in out

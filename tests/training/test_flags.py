@@ -230,7 +230,7 @@ ALWAYS = {
     "training.data verify": "out",
     "training.checkpoint.weights export": "source target dtype rope_scaling",
 }
-ONE_STEP = "--context_length 9 --no-gradient_checkpointing --num_layers 1 --all_stages --timeline x --snapshot x"
+ONE_STEP = "--context_length 9 --no-gradient_checkpointing --num_layers 1 --stages --timeline x --snapshot x --data x"
 OF_ATTENTION = "attention_type selected_blocks dense_below"  # refused by kinds_of
 ELSEWHERE = {
     "train.py": f"""{OF_ATTENTION} selected_blocks_start selected_blocks_steps memory_budget context_parallel_size
@@ -261,6 +261,7 @@ IDLE = {  # a command line for each row, and the flags that have no effect there
         (f"--compare {ONE_STEP}", FOR_ONE_STEP),
         ("--no-gradient_checkpointing --memory_budget 1GB --host_budget 1GB", "memory_budget host_budget"),
         ("--gpu H100 --device cuda", "device"),
+        ("--tokenizer x --overlong drop", "tokenizer overlong"),
         ("--measure", "measure"),
     ],
     "training.evaluation": [

@@ -5,6 +5,7 @@ H200's rates are scaled by NVIDIA's data sheets. The peak on a data sheet is als
 utilisation (MFU).
 """
 
+import difflib
 import re
 import time
 from collections import Counter
@@ -191,19 +192,45 @@ def find_gpu(device_name: str) -> GPU | None:
     return next((gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.device_name}\b", device_name)), None)
 
 
-def parse_gpu(text: str) -> GPU:
-    """Returns a GPU of the table by its name ("RTX4090"), or a GPU of a size ("24GB") with an H200's speed.
+def parse_gpu(text: str) -> tuple[str, GPU]:
+    """Returns a GPU of the table and its name there, or a GPU of a size ("24GB") with an H200's speed.
+
+    "RTX4090" may be written "rtx 4090", "4090" or "NVIDIA GeForce RTX 4090". Memory may follow: "H100-80GB". Without
+    it, the GPU with the most memory is meant: "A100" is the A100-80GB.
 
     Raises:
         UserError: neither a name of the table nor a size of more than DRIVER_BYTES.
     """
+    (asked, size), found = _read_name(text), {}
     for name, gpu in GPUS.items():
-        if name.lower() == text.lower():
-            return gpu
+        own, _ = _read_name(name)
+        # A name may have the round number of gigabytes: 48 for an A40, which shows 45.
+        if own == asked and (size is None or abs(gpu.memory_bytes / GIB / size - 1) < 0.1):
+            found[name] = gpu
+    if found:
+        return max(found.items(), key=lambda item: item[1].memory_bytes)
     with suppress(UserError):
-        if (size := parse_bytes(text)) > DRIVER_BYTES:
-            return replace(GPUS["H200"], memory_bytes=size)
-    raise UserError(f"no GPU {text!r} in the table: {', '.join(GPUS)}; or a size above 1GB, such as 24GB")
+        if (num_bytes := parse_bytes(text)) > DRIVER_BYTES:
+            return text, replace(GPUS["H200"], memory_bytes=num_bytes)
+    names = {_read_name(name)[0]: name for name in GPUS}
+    near = " or ".join(names[short] for short in difflib.get_close_matches(asked, names))
+    raise UserError(
+        f"no GPU {text[:80]!r} in the table{near and f', did you mean {near}'}; give one of {', '.join(GPUS)}; or a "
+        "size above 1GB, such as 24GB"
+    )
+
+
+def _read_name(text: str) -> tuple[str, int | None]:
+    """Returns a GPU's short name, and its gigabytes if the name has them.
+
+    "NVIDIA A100-SXM4-40GB" is ("a100", 40), and "RTX4090" is ("4090", None).
+    """
+    text = text.lower()
+    size = re.search(r"(?<=[a-z0-9][- ])(\d{1,4}) ?gi?b?\b", text)
+    if size:
+        text = text.replace(size[0], "")
+    name = re.sub(r"nvidia|geforce|quadro|tesla|rtx|sxm\d?|hbm\d?e?|[- _]", "", text)
+    return name, int(size[1]) or None if size else None
 
 
 def scale_rates(gpu: GPU, attention_backend: str, kinds: Iterable[AttentionKind] | None = None) -> Rates:

@@ -7,6 +7,7 @@ measures it as well. Each report returns what it printed as a dictionary for JSO
 import bisect
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,6 +42,7 @@ class Machine:
     rates: Rates
     model: ModelConfig
     given: Execution  # the loss and the kinds that were asked for, and this machine's attention backend
+    flops: float | None = None  # dense bf16 peak of the GPU, FLOP/s; None: not known
 
     @property
     def limits(self) -> tuple[float, float, Rates]:
@@ -48,55 +50,88 @@ class Machine:
         return self.gpu_bytes, self.host_bytes, self.rates
 
 
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch of a run's training data."""
+
+    tokens: int  # of the training documents, without those held out
+    sequences: int
+    filled: float  # share of the sequences' tokens that is not padding
+
+
 # One step
 
 
-def report_step(
-    step: Step, machine: Machine, flags, part: Step | None = None, build_bench: BuildBench | None = None
-) -> dict:
-    """Print the plan, the table of stages, and a summary of the peak.
+def choose_plan(step: Step, machine: Machine, checkpointing: bool | None) -> tuple[Plan | None, bool]:
+    """Returns the plan of a step, if there is one, and whether it fits.
 
     Args:
-        flags: profile_memory.ProfileFlags. With gradient_checkpointing, all blocks are checkpointed, or none.
-        part: the same step with fewer layers, for the table, the measurement and the timeline.
+        checkpointing: nothing is planned: all blocks are checkpointed, or none. None: as `make_plan` plans.
 
     Raises:
-        UserError: no plan fits, or the measured step ran out of memory.
+        UserError: a document is longer than some layer's attention takes.
     """
-    checkpointing = flags.gradient_checkpointing
     if checkpointing is None:
-        plan = make_plan(step, *machine.limits)
-        print(f"plan for {describe_budgets(machine.gpu_bytes, machine.host_bytes)}:")
-    else:
-        placement = Placement() if checkpointing else WHOLE
-        execution = dataclasses.replace(step.given, placements=(placement,) * step.layers)
-        plan = Plan(step, execution, *machine.limits)
-        print(f"gradient checkpointing {'on' if checkpointing else 'off'}, nothing planned:")
-        if plan.peak.bytes * LEAST_HEADROOM > machine.gpu_bytes:
-            print(f"does not fit into {gib(machine.gpu_bytes)}")
-    print(f"{plan}\n")
+        if step.has_too_long_document or has_plan(step, *machine.limits[:2]):
+            return make_plan(step, *machine.limits), True  # raises for the document
+        return None, False
+    placement = Placement() if checkpointing else WHOLE
+    execution = dataclasses.replace(step.given, placements=(placement,) * step.layers)
+    plan = Plan(step, execution, *machine.limits)
+    return plan, plan.peak.bytes * LEAST_HEADROOM <= machine.gpu_bytes
+
+
+def report_step(
+    step: Step, machine: Machine, flags, about: str, plan: Plan | None, fits: bool, changes: dict[str, Plan],
+    epoch: Epoch | None = None, part: Step | None = None, build_bench: BuildBench | None = None,
+) -> dict:  # fmt: skip
+    """Print the answer, then `about`, the plan, and the stages that the flags ask for.
+
+    Args:
+        flags: profile_memory.ProfileFlags.
+        about: lines on the machine and the model.
+        plan, fits: see `choose_plan`.
+        changes: plans of changed steps by the flags to give: steps that are faster, or that fit if this step does not.
+        epoch: of the data whose documents the step has.
+        part: the same step with fewer layers, for the stages, the measurement and the timeline.
+
+    Raises:
+        UserError: neither the step nor a changed step fits, or the measured step ran out of memory.
+    """
+    answer: dict[str, Any] = {"fits": fits}
+    if not fits:
+        if plan is None and not changes:
+            make_plan(step, *machine.limits)  # raises and says why
+        length = f"{step.context_length:,} tokens" + f" x batch_size {step.batch_size}" * (step.batch_size > 1)
+        print(f"does not fit: {length} into {describe_budgets(*machine.limits[:2])}")
+        answer["would_fit"] = _print_changes("what would, the cheapest change first, predicted:", changes)
+    if plan is None:
+        print(about)
+        return {"answer": answer}
+    answer |= _print_answer(plan, machine, fits, epoch)
+    if fits:
+        answer["faster"] = _print_changes("faster, predicted:", changes)
     shown, execution = step, plan.execution
     if part is not None:
         shown, execution = part, profiler.thin(execution, part.layers)
-        print(f"below, {part.layers} of the {step.layers} layers:")
     predicted, measured = list(shown.stages(execution)), None
     peak = max(predicted, key=lambda stage: stage.bytes)
     try:
         if build_bench:
+            sys.stdout.flush()  # measuring may take minutes
             measured = build_bench(shown, execution).measure(shown, execution, snapshot=flags.snapshot)
     except torch.OutOfMemoryError:
-        print(f"predicted, not measured (out of memory):\n{profiler.format_table(predicted, None, flags.all_stages)}")
+        print(f"{about}\n{plan}\npredicted, not measured (out of memory):\n{profiler.format_table(predicted)}")
         raise UserError(
             f"out of memory: a peak of {gib(peak.bytes)} is predicted, in {peak.name}, of {gib(machine.gpu_bytes)} "
             "that are free"
         ) from None
-    stages = predicted, measured.stages if measured else None
-    print(profiler.format_table(*stages, flags.all_stages))
     summary = {
         "predicted_peak": peak.bytes, "predicted_peak_stage": peak.name,
         "predicted_host": shown.host_bytes(execution), "predicted_seconds": shown.seconds(execution, machine.rates),
     }  # fmt: skip
     if measured:
+        answer["fits"] = True
         summary |= {
             "measured_peak": measured.peak.bytes, "measured_peak_stage": measured.peak.name,
             "reserved": measured.reserved,
@@ -105,33 +140,86 @@ def report_step(
             "num_alloc_retries": measured.alloc_retries,
         }  # fmt: skip
         if part is not None:
+            print(f"below, {part.layers} of the {step.layers} layers:")
             summary["extrapolated_seconds"] = profiler.extrapolate(measured, shown, step)
             summary["predicted_seconds_of_all_layers"] = plan.seconds
-    _print_summary(summary, peak.categories, measured)
+        _print_measured(summary)
+    is_planned = flags.gradient_checkpointing is None
+    print(
+        f"{about}\n{f'plan for {describe_budgets(*machine.limits[:2])}' if is_planned else 'nothing planned'}:\n{plan}"
+    )
+    stages = predicted, measured.stages if measured else None
+    if flags.stages:
+        print("\n" + profiler.format_table(*stages, flags.stages == "all"))
     if flags.timeline:
-        profiler.draw_timeline(flags.timeline, *stages, machine.gpu_bytes if checkpointing is None else None)
+        profiler.draw_timeline(flags.timeline, *stages, machine.gpu_bytes if is_planned else None)
     written = [side and [dataclasses.asdict(stage) for stage in side] for side in stages]
-    results = {"plan": str(plan), "execution": dataclasses.asdict(execution), "summary": summary}
+    results = {"answer": answer, "plan": str(plan), "execution": dataclasses.asdict(execution), "summary": summary}
     return results | dict(zip(("predicted", "measured"), written))
 
 
-def _print_summary(summary: dict, predicted: dict[str, int], measured: profiler.Measurement | None) -> None:
-    """Print the peak by category, then the numbers of `summary`, predicted and measured."""
-    print(f"\n{'at the peak, GiB':<16}{'predicted':>12}" + (f"{'measured':>12}" if measured else ""))
-    for category in profiler.CATEGORIES:
-        measured_cell = f"{measured.peak.categories[category] / GIB:12.3f}" if measured else ""
-        print(f"{category:<16}{predicted.get(category, 0) / GIB:12.3f}{measured_cell}")
-    print(f"\npredicted peak: {gib(summary['predicted_peak'])}, in {summary['predicted_peak_stage']}")
-    host = f"pinned host memory: predicted {gib(summary['predicted_host'])}"
-    seconds = f"step: predicted {summary['predicted_seconds']:.2f} s"
-    if measured:
-        error = 100 * (summary["predicted_peak"] / summary["measured_peak"] - 1)
-        print(f"measured peak: {gib(summary['measured_peak'])}, in {summary['measured_peak_stage']} ({error:+.1f}%)")
-        print(f"reserved: {gib(summary['reserved'])}; at the peak {gib(summary['fragmentation'])} more than allocated")
-        print(f"the allocator had to give back what it cached: {summary['num_alloc_retries']} times")
-        host += f", measured {gib(summary['host'])}"
-        seconds += f", measured {summary['measured_seconds']:.2f} s"
-    print(f"{host}\n{seconds}")
+def _speed(plan: Plan) -> dict[str, float]:
+    """Returns a plan's seconds and tokens per second, by the names of the answer."""
+    sequences = _sequences(plan.step)
+    return {"seconds": plan.seconds, "tokens_per_second": sequences * plan.step.context_length / plan.seconds}
+
+
+def _duration(seconds: float) -> str:
+    """Returns a text: _duration(5400) is "1.5 hours", and _duration(90) is "1.5 minutes"."""
+    return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
+
+
+def _sequences(step: Step) -> int:
+    """Returns the sequences of a whole step, on all GPUs."""
+    return step.batch_size * step.micro_batches * max(1, step.num_shards // step.num_ranks)
+
+
+def _print_changes(title: str, changes: dict[str, Plan]) -> list[dict]:
+    """Print a row for each change, if there is one; returns the rows for JSON."""
+    rows = [{"flags": words, **_speed(plan), "host_bytes": plan.host_bytes} for words, plan in changes.items()]
+    if rows:
+        print(title)
+    for row in rows:
+        width = max(map(len, changes))
+        print(f"  {row['flags']:<{width}}  {row['seconds']:8.1f} s per step, {row['tokens_per_second']:,.0f} tokens/s")
+    return rows
+
+
+def _print_answer(plan: Plan, machine: Machine, fits: bool, epoch: Epoch | None) -> dict[str, float]:
+    """Print what a step takes, and how long; returns that for JSON."""
+    step, answer = plan.step, {"peak": plan.peak.bytes, "host_bytes": plan.host_bytes, **_speed(plan)}
+    host = gib(plan.host_bytes)
+    if math.isfinite(machine.host_bytes):
+        host = f"{plan.host_bytes / GIB:.2f} of {gib(machine.host_bytes)}"
+    memory = f"{plan.peak.bytes / GIB:.2f} of {gib(machine.gpu_bytes)} of GPU memory, {host} of host memory"
+    print(f"{'fits' if fits else 'as it is'}: predicted {memory}")
+    speed = f"step: {answer['seconds']:.2f} s, {answer['tokens_per_second']:,.0f} tokens/s"
+    if machine.flops:
+        assert step.documents is not None
+        model, kinds = machine.model, step.given.kinds
+        forward = sum(count * model.forward_flops([round(n)], kinds) for n, count in step.documents.lengths)
+        flops = 3 * step.micro_batches * forward / (step.num_ranks * step.tensor_ranks)
+        answer["mfu"] = flops / plan.seconds / machine.flops
+        speed += f", MFU {answer['mfu']:.0%}"
+    hours = 1e9 / answer["tokens_per_second"] / 3600
+    answer["hours_per_billion_tokens"] = hours
+    print(speed + ("" if epoch else f"; {_duration(3600 * hours)} per billion tokens"))
+    if epoch:
+        steps = epoch.sequences / _sequences(step)
+        answer |= dataclasses.asdict(epoch) | {"hours_per_epoch": steps * plan.seconds / 3600}
+        sequences = f"{epoch.sequences:,} sequences, {epoch.filled:.1%} filled"
+        print(f"data: {epoch.tokens:,} tokens to train on in {sequences}: {_duration(steps * plan.seconds)} per epoch")
+    return answer
+
+
+def _print_measured(summary: dict) -> None:
+    """Print the measured numbers of `summary`, beside their predictions."""
+    error = 100 * (summary["predicted_peak"] / summary["measured_peak"] - 1)
+    print(f"measured peak: {gib(summary['measured_peak'])}, in {summary['measured_peak_stage']} ({error:+.1f}%)")
+    print(f"reserved: {gib(summary['reserved'])}; at the peak {gib(summary['fragmentation'])} more than allocated")
+    print(f"the allocator had to give back what it cached: {summary['num_alloc_retries']} times")
+    print(f"pinned host memory: predicted {gib(summary['predicted_host'])}, measured {gib(summary['host'])}")
+    print(f"step: predicted {summary['predicted_seconds']:.2f} s, measured {summary['measured_seconds']:.2f} s")
     if "extrapolated_seconds" in summary:
         both = summary["predicted_seconds_of_all_layers"], summary["extrapolated_seconds"]
         print("step of all layers: predicted {:.2f} s, extrapolated {:.2f} s".format(*both))

@@ -138,14 +138,35 @@ def test_what_the_driver_calls_them(device_name, name):
     assert find_gpu(device_name) == GPUS.get(name)
 
 
-def test_what_a_user_calls_them():
-    assert parse_gpu("rtx4090") is GPUS["RTX4090"] and parse_gpu("A100-80GB").memory_bytes == 80 * GIB
-    assert parse_gpu("24GB").memory_bytes == 24 * GIB and parse_gpu("24GB").flops == GPUS["H200"].flops
-    for text in ("RTX4091", "4090", "24", "1GB", "512MB"):  # a card's number is no size, and the driver takes 1 GB
-        with pytest.raises(
-            ValueError, match=rf"no GPU '{text}' in the table: RTX3090, RTX4090, .*B200; or a size above 1GB"
-        ):
-            parse_gpu(text)
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("4090", "RTX4090"), ("rtx4090", "RTX4090"), ("NVIDIA GeForce RTX 4090", "RTX4090"), ("3090 24GB", "RTX3090"),
+        ("a100", "A100-80GB"), ("A100-40GB", "A100-40GB"), ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe"), ("H100-80GB", "H100"), ("h100 pcie", "H100-PCIe"),
+        ("RTX A6000", "A6000"), ("A40 48G", "A40"), ("H200-141GB", "H200"),
+    ],
+)  # fmt: skip
+def test_what_a_user_calls_them(text, name):
+    assert parse_gpu(text) == (name, GPUS[name])
+
+
+def test_a_size_is_a_gpu_with_an_h200s_speed():
+    name, gpu = parse_gpu("24GB")
+    assert name == "24GB" and gpu.memory_bytes == 24 * GIB and gpu.flops == GPUS["H200"].flops
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("RTX4091", ", did you mean RTX4090"), ("V100", ", did you mean H100 or A100-80GB"), ("4096", ", did you mean"),
+        ("A100-60GB", ", did you mean A100-80GB or"), ("24", ""), ("1GB", ""), ("512MB", ""),
+    ],
+)  # fmt: skip
+def test_what_nobody_calls_them(text, near):
+    """A card's number is no size, and the driver takes 1 GB."""
+    with pytest.raises(ValueError, match=rf"no GPU '{text}' in the table{near}.*; give one of RTX3090, .*B200; or a"):
+        parse_gpu(text)
 
 
 def test_rates_are_scaled_by_the_data_sheets():
