@@ -216,7 +216,8 @@ def make_step(flags: ProfileFlags, machine: Machine) -> tuple[Step, Epoch | None
 def open_data(paths: tuple[str, ...], tokenizer: str, vocab_size: int) -> tuple[Selection, list[Store]]:
     """Returns the documents that train.py would train on, and the stores of all, as training.data.corpus.pack takes."""
     if texts := [path for path in paths if Path(path).exists() and not is_prepared(Path(path))]:
-        print(f"tokenizing {', '.join(texts)}; prepared sets have their counts", file=sys.stderr, flush=True)
+        what = f"tokenizing {', '.join(texts)} with {tokenizer}"
+        print(f"{what}; prepared sets have their counts", file=sys.stderr, flush=True)
     stores = open_stores([*paths], load_tokenizer(tokenizer), vocab_size)
     return split(join(stores), TrainConfig.validation_fraction, TrainConfig.seed)[0], stores
 
@@ -280,12 +281,15 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
 
 
 def find_faster(flags: ProfileFlags, machine: Machine, world: World, plan: Plan) -> dict[str, Plan]:
-    """Returns changes that save a tenth of the seconds of `plan` and more, as `change` does."""
+    """Returns changes that save a tenth of the seconds of `plan` and more, as `change` does.
+
+    Attention to chosen blocks is not tried on a GPU at hand: its kernels would have to be compiled and measured.
+    """
     found = {}
     if math.isfinite(machine.host_bytes):
         roomy = make_plan(plan.step, machine.gpu_bytes, math.inf, machine.rates)
         found |= change(flags, machine, world, host_budget=f"{math.ceil(roomy.host_bytes / GIB)}GB")
-    if flags.attention_type == "full":
+    if flags.attention_type == "full" and world.device.type == "cpu":
         found |= change(flags, machine, world, attention_type="sparse")
     return {words: other for words, other in found.items() if other.seconds < 0.9 * plan.seconds}
 
@@ -305,10 +309,10 @@ def report(flags: ProfileFlags, machine: Machine, can_measure: bool, world: Worl
     if flags.compare:
         print(about)
         return report_comparison(step, machine, flags.memory_budget, world.device, build)
-    if measures and (flags.find_max_context or flags.memory_budget is not None):
-        cap_gpu_memory(int(machine.gpu_bytes), world.device)
     if flags.find_max_context:
         print(about)
+        if measures:
+            cap_gpu_memory(int(machine.gpu_bytes), world.device)
         return report_max_context(step, machine, build)
     part = None
     if flags.num_layers is not None:
@@ -319,6 +323,8 @@ def report(flags: ProfileFlags, machine: Machine, can_measure: bool, world: Worl
         changes = find_faster(flags, machine, world, plan)
     else:
         changes = {} if fits else find_changes(flags, machine, world)
+    if measures and flags.memory_budget is not None:
+        cap_gpu_memory(int(machine.gpu_bytes), world.device)
     return report_step(step, machine, flags, about, plan, fits, changes, epoch, part, build)
 
 

@@ -54,7 +54,7 @@ class Machine:
 class Epoch:
     """An epoch of a run's training data."""
 
-    tokens: int  # of the training documents, without those held out
+    tokens: int  # tokens of the documents that are not held out
     sequences: int
     filled: float  # share of the sequences' tokens that is not padding
 
