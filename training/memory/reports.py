@@ -145,9 +145,8 @@ def report_step(
             summary["predicted_seconds_of_all_layers"] = plan.seconds
         _print_measured(summary)
     is_planned = flags.gradient_checkpointing is None
-    print(
-        f"{about}\n{f'plan for {describe_budgets(*machine.limits[:2])}' if is_planned else 'nothing planned'}:\n{plan}"
-    )
+    title = f"plan for {describe_budgets(*machine.limits[:2])}" if is_planned else "nothing planned"
+    print(f"{about}\n{title}:\n{plan}")
     stages = predicted, measured.stages if measured else None
     if flags.stages:
         print("\n" + profiler.format_table(*stages, flags.stages == "all"))
