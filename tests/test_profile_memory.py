@@ -145,7 +145,7 @@ def test_a_step_that_does_not_fit_names_the_changes_that_would(tmp_path, capsys)
     sharing = "--nproc 2 --context_parallel_size 2 --host_budget 24GB"
     assert [*rows] == [f"--host_budget {host}GB", sharing, f"--context_length {longest}"]
     assert rows[f"--host_budget {host}GB"]["seconds"] == make_plan(step, gpu, host * GIB, rates).seconds
-    for words in rows:  # with its words the command says that it fits
+    for words in rows:  # the command says that it fits
         given = [*flags[:2], *words.split()] if "--host_budget" in words else [*flags, *words.split()]
         assert run_main(tmp_path, *given)["answer"]["seconds"] == rows[words]["seconds"]
     assert capsys.readouterr().out.count("fits: predicted ") == len(rows)
@@ -197,7 +197,7 @@ def test_an_epoch_of_the_data_is_timed_for_its_documents(tmp_path, capsys):
     assert 0.75 < answer["filled"] < 0.85 and answer["tokens"] == pytest.approx(answer["filled"] * 20 * 2048)
     assert answer["hours_per_epoch"] == pytest.approx(5 * answer["seconds"] / 3600)
     whole = run_main(tmp_path, "--batch_size", "4", *data[2:])["answer"]
-    assert answer["seconds"] != whole["seconds"]  # of one document per sequence
+    assert answer["seconds"] != whole["seconds"]  # sequences of one document each
     shared = run_main(tmp_path, *data, "--nproc", "2")["answer"]
     assert shared["hours_per_epoch"] == pytest.approx(10 * shared["seconds"] / 3600)
     assert main([*data, "--batch_size", "64"]) == 1
