@@ -165,7 +165,7 @@ def open_data(start: resume.Start, world: World) -> tuple[typing.Any, PackedLoad
     store, held_out, packing = load_corpus(
         config.data, tokenizer, start.model_config.vocab_size, validation_fraction=config.validation_fraction,
         context_length=config.context_length, seed=config.seed, reasoning=config.chat_reasoning,
-        packing=config.packing, overlong=config.overlong, weights=config.data_weights,
+        packing=config.packing, overlong=config.overlong, weights=config.data_weights, suffixes=config.suffixes,
     )  # fmt: skip
     loader = PackedLoader(store, packing, config.batch_size, world.data_rank, world.data_size, read_ahead=True)
     loader.check_enough_for_step(config.gradient_accumulation_steps)

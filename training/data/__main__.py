@@ -1,5 +1,6 @@
 """Tokenize a corpus once, for any number of runs: `python -m training.data prepare IN OUT --tokenizer DIR`."""
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 from training.data.chat import REASONING
 from training.data.prepare import histogram, prepare
 from training.data.prepared import PreparedStore, verify
+from training.data.sources import SUFFIXES
 from training.data.tokenizer import load_tokenizer
 from training.flags import flag, read_command
 from training.host.processes import command
@@ -19,10 +21,11 @@ from training.host.processes import command
 class PrepareFlags:
     """Tokenize a corpus into a folder; after a stop, the same command goes on."""
 
-    source: Path = flag(help="a file or folder of .txt .md .py .jsonl", positional=True)
+    source: Path = flag(help="a file or folder of texts, JSON, Parquet or datasets' Arrow", positional=True)
     out: Path = flag(help="the set's folder, to be given to train.py as --data", positional=True)
     tokenizer: str = flag(help="a tokenizer.json or its folder, or bytes")
     chat_reasoning: str = flag("template", "reasoning before a chat's last user message, as train.py has it", REASONING)
+    suffixes: str | None = flag(None, f"of texts, as train.py has it; default: {SUFFIXES}")
     workers: int = flag(len(os.sched_getaffinity(0)), "processes", least=1)
 
 
@@ -36,13 +39,14 @@ class VerifyFlags:
 @command
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0, 1 after an error, 130 after an interrupt."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     flags = read_command({"prepare": PrepareFlags, "verify": VerifyFlags}, argv, "python -m training.data")
     if isinstance(flags, VerifyFlags):
         verify(flags.out)
         print(f"{flags.out}: every byte is as it was written")
         return 0
     try:
-        prepare(flags.source, flags.out, flags.tokenizer, flags.chat_reasoning, flags.workers)
+        prepare(flags.source, flags.out, flags.tokenizer, flags.chat_reasoning, flags.workers, flags.suffixes)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 130

@@ -35,6 +35,7 @@ ROLES_AFTER = {
     "user": ("assistant",),
     "assistant": ("user",),
     "an assistant that calls tools": ("tool",),
+    "an assistant that writes calls": ("tool", "user"),
     "tool": ("tool", "assistant"),
 }
 
@@ -69,11 +70,11 @@ class ChatTemplate:
 
     def __init__(self, tokenizer, reasoning: str = "template"):
         if not isinstance(tokenizer, FileTokenizer):
-            raise UserError(
-                f'data with "messages" need a chat template: give --tokenizer a folder with one, not {tokenizer.name}'
-            )
+            raise UserError(f"chats need a chat template: give --tokenizer a folder with one, not {tokenizer.name}")
         self._tokenizer, self._reasoning = tokenizer, reasoning
         self._file, source, self._variables = _read_template(tokenizer.folder)
+        if source is None:
+            raise UserError(f"chats need a chat template, and {tokenizer.folder} has none: add chat_template.jinja")
         self._template = _compile(source, self._file)
         self._header, self._end = "", ""
         self._openers: list[str] = []  # other strings that begin a turn, such as "<|im_start|>"
@@ -267,7 +268,12 @@ def _shared_start(one: str, other: str) -> str:
     return "".join(a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
 
 
-def _read_template(folder: Path) -> tuple[Path, str, dict[str, str]]:
+def has_template(tokenizer) -> bool:
+    """Whether the folder of a tokenizer has a chat template."""
+    return isinstance(tokenizer, FileTokenizer) and _read_template(tokenizer.folder)[1] is not None
+
+
+def _read_template(folder: Path) -> tuple[Path, str | None, dict[str, str]]:
     """Returns (file, template, special tokens by the names that templates call them) of a tokenizer's folder."""
     file, settings_file = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     settings = read_json(settings_file) if settings_file.exists() else {}
@@ -282,11 +288,10 @@ def _read_template(folder: Path) -> tuple[Path, str, dict[str, str]]:
         if isinstance(template, list):  # several templates, each with a name
             named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
             template = named[0].get("template") if named else None
-    if not isinstance(template, str):
-        raise UserError(f'data with "messages" need a chat template, and {folder} has none: add chat_template.jinja')
     tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
-    return file, template, {name: value for name, value in tokens.items() if isinstance(value, str)}
+    found = {name: value for name, value in tokens.items() if isinstance(value, str)}
+    return file, template if isinstance(template, str) else None, found
 
 
 def _compile(source: str, file: Path):
@@ -352,7 +357,8 @@ def _check_messages(messages) -> list[dict]:
         if thoughts:
             message["reasoning_content"] = thoughts[0]
         empty |= role in ("user", "assistant") and not (message["content"].strip() or calls or thoughts)
-        before = "an assistant that calls tools" if calls else role
+        writes = role == "assistant" and "<tool_call>" in message["content"]  # as rows of ShareGPT do
+        before = "an assistant that calls tools" if calls else "an assistant that writes calls" if writes else role
         checked.append(message)
     if role != "assistant":
         raise UserError(f"the last of {len(messages)} messages is of {role}; it must be the assistant's")

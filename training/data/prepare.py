@@ -9,12 +9,12 @@ files that have changed. Parts of other corpora and settings are left.
 import contextlib
 import fcntl
 import hashlib
-import io
 import json
 import multiprocessing
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -24,8 +24,9 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from training.data.containers import CONTAINERS, cut_rows, suffix_of
 from training.data.prepared import DOCUMENT, FORMAT, INDEX, MASKED, TOKEN, PreparedStore, canonical, hash_of_index
-from training.data.sources import SUFFIXES, Document, DocumentReader, find_files, say_left_out
+from training.data.sources import Document, DocumentReader, find_files, is_data, say_found, say_left_out
 from training.data.tokenizer import load_tokenizer
 from training.host.errors import UserError
 from training.host.files import only_run_in, write_file
@@ -36,21 +37,23 @@ GOES_ON = "mend that, as by making room, and the same command goes on from here"
 
 
 class Extent(NamedTuple):
-    """A text file, or some whole lines of a .jsonl file."""
+    """A text file, or some whole rows of another file."""
 
     path: str
     size: int  # bytes of the file, and when it was changed: another file has other parts
     time_ns: int
     start: int  # bytes start .. stop - 1 of the file
     stop: int
-    line: int  # number of the first line; 0 for a text file
+    line: int  # number of the first row; 0 for a text file
 
 
-def prepare(source: Path, out: Path, tokenizer: str, reasoning: str = "template", workers: int = 1) -> dict:
+def prepare(
+    source: Path, out: Path, tokenizer: str, reasoning: str = "template", workers: int = 1, suffixes: str | None = None
+) -> dict:
     """Makes a prepared set of `source`, a file or a folder, in the folder `out`; returns its index."""
-    opened, files = load_tokenizer(tokenizer), find_files(source)
+    opened, files = load_tokenizer(tokenizer), find_files(source, suffixes)
     identity = opened.identity + _hash_of_templates(opened)
-    if out.is_dir() and any(file.suffix.lower() in SUFFIXES for file in out.iterdir()):
+    if out.is_dir() and any(is_data(file, suffixes) for file in out.iterdir()):
         raise UserError(f"{out} has text in it, which its set would hide from --data; choose another folder")
     with only_run_in(out):
         parts = _find_parts(files, identity, reasoning)
@@ -65,6 +68,7 @@ def prepare(source: Path, out: Path, tokenizer: str, reasoning: str = "template"
             name = file.name.split(".")[0]
             if OURS.fullmatch(file.name) and name not in parts and not _is_of_use(out / name):
                 file.unlink()
+        say_found(source, [done[name].get("found", {}) for name in parts])
         say_left_out([done[name].get("left_out", {}) for name in parts])
         kept = [{"name": name, **done[name]} for name in parts if done[name]["documents"]]
         if not kept:
@@ -95,7 +99,7 @@ def _bytes_of(extents: list[Extent]) -> int:
 
 
 def _find_parts(files: list[Path], identity: str, reasoning: str) -> dict[str, list[Extent]]:
-    """Returns the parts by their names. Shows progress, because .jsonl files are read for the ends of their lines."""
+    """Returns the parts by their names. Shows progress: .jsonl files are read for the ends of their lines."""
     parts = {}
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="finding lines", leave=False) as progress:
@@ -107,18 +111,15 @@ def _find_parts(files: list[Path], identity: str, reasoning: str) -> dict[str, l
 
 
 def _plan(files: list[Path]) -> Iterator[list[Extent]]:
-    """Yields the parts, each some whole text files, or some whole lines of one .jsonl file."""
+    """Yields the parts, each some whole text files, or some whole rows of one file."""
     whole: list[Extent] = []
     total = 0
     for file in files:
         status = file.stat()
         extent = Extent(str(file), status.st_size, status.st_mtime_ns, 0, status.st_size, 0)
-        if file.suffix.lower() == ".jsonl":
-            start, line = 0, 1
-            with file.open("rb") as stream:
-                while lines := stream.read(PART_BYTES) + stream.readline():
-                    yield [extent._replace(start=start, stop=start + len(lines), line=line)]
-                    start, line = start + len(lines), line + lines.count(b"\n")
+        if suffix_of(file) in CONTAINERS:
+            for start, stop, line in cut_rows(file, PART_BYTES):
+                yield [extent._replace(start=start, stop=stop, line=line)]
             continue
         whole.append(extent)
         total += status.st_size
@@ -204,11 +205,7 @@ def _read_extent(extent: Extent, reader: DocumentReader) -> Iterator[Document]:
     path = Path(extent.path)
     if _has_changed(extent):
         raise UserError(f"{path} has changed since the command began: start it again, it goes on from here")
-    if not extent.line:
-        return reader.read(path)
-    with path.open("rb") as stream:
-        stream.seek(extent.start)
-        return reader.read_lines(io.BytesIO(stream.read(extent.stop - extent.start)), path, extent.line)
+    return reader.read(path, extent.start, extent.stop, extent.line)
 
 
 def _make_part(path: Path, extents: list[Extent]) -> dict:
@@ -216,7 +213,7 @@ def _make_part(path: Path, extents: list[Extent]) -> dict:
     assert _reader is not None
     eos_id = np.array([_reader.eos_id], dtype=TOKEN)
     rows, targets, largest, end, are_samples = [], 0, 0, 0, False
-    _reader.left_out = {}
+    _reader.found, _reader.left_out = Counter(), {}
     digest = hashlib.sha256()
     try:
         with path.with_suffix(".tokens.new").open("wb") as stream:
@@ -239,7 +236,7 @@ def _make_part(path: Path, extents: list[Extent]) -> dict:
         _write(path.with_suffix(".documents"), table)
         summary = {
             "documents": len(rows), "tokens": end, "targets": targets, "largest_id": largest,
-            "are_samples": are_samples, "left_out": _reader.left_out,
+            "are_samples": are_samples, "found": _reader.found, "left_out": _reader.left_out,
             "sha256": {".tokens": digest.hexdigest(), ".documents": hashlib.sha256(table).hexdigest()},
         }  # fmt: skip
         _write(path.with_suffix(".json"), json.dumps({"pieces": extents, "summary": summary}).encode())

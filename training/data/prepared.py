@@ -4,7 +4,7 @@ The folder has set.json, which is written last, and three files for each part of
 
 - part-<16 digits>.tokens: uint32 [tokens]. The top bit marks a token that is not a target.
 - part-<16 digits>.documents: int64 [documents, 3]. A row is a document's end in .tokens, the number of its file among
-  the part's files, and the number of its line, 0 for a whole file.
+  the part's files, and the number of its line or row, 0 for a whole file.
 - part-<16 digits>.json: the part's files and its summary, written when the other two are complete.
 
 In memory a set takes 16 bytes per document, however long its documents are.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from training.data.sources import place
+from training.data.containers import place
 from training.data.tokenizer import check_ids
 from training.data.tokens import Store
 from training.host.errors import UserError

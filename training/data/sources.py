@@ -6,26 +6,38 @@ import itertools
 import json
 import logging
 import os
+import re
+import shlex
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from training.data.chat import UNSTORABLE, ChatTemplate, NothingToLearn
+from training.data.chat import UNSTORABLE, ChatTemplate, NothingToLearn, has_template
+from training.data.containers import (
+    COMPRESSIONS,
+    CONTAINERS,
+    check_packages,
+    is_compressed,
+    place,
+    read_compressed,
+    read_rows,
+    suffix_of,
+)
+from training.data.forms import FIELDS, recognise
 from training.data.tokenizer import check_ids
 from training.host.errors import UserError
-from training.host.files import read_file
+from training.host.files import read_file, read_json
 
 logger = logging.getLogger(__name__)
-SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+SUFFIXES = ".txt,.md,.py"  # of texts, each of which is a document
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows' editors begin files so
 SHOWN = 8  # suffixes of files that are left out
-# The forms of a line by their names, each with the name that decides first.
-CHAT, SAMPLE, TEXT = FORMS = (("messages", "tools"), ("completion", "prompt"), ("text",))
-NAMES = {name for form in FORMS for name in form}
+PANDOC = "pandoc -t plain -o {0}.txt {0}"
+TO_TEXT = {".pdf": "pdftotext {0} {0}.txt", ".docx": PANDOC, ".epub": PANDOC, ".odt": PANDOC}
 # Folders of installed packages, and folders of the standard library with tables or tests in place of programs.
 STANDARD_LIBRARY_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
@@ -38,34 +50,41 @@ class Document:
     masked: np.ndarray | None = None  # bool [N]: tokens that are not targets, as a prompt's; None: all are targets
     is_complete: bool = False  # whether the tokens have an end of their own, a chat's; an end-of-text id follows others
     file: str = ""
-    line: int = 0  # its number in a .jsonl file; 0: the document is the whole file
+    line: int = 0  # its line in a .jsonl file, or its row in a table; 0: the document is the whole file
 
 
-def place(file: str | Path, line: int) -> str:
-    """Returns a document's file; for a .jsonl file with the line's number."""
-    return f"{file}:{line}" if line else str(file)
-
-
-def read_documents(path: str | None, tokenizer, vocab_size: int, reasoning: str = "template") -> Iterator[Document]:
-    """Reads and tokenizes a corpus: each text file and each line of a .jsonl file is a document. Yields at least one.
+def read_documents(
+    path: str | None, tokenizer, vocab_size: int, reasoning: str = "template", suffixes: str | None = None
+) -> Iterator[Document]:
+    """Reads and tokenizes a corpus: each text file and each row of the other files is a document. Yields at least one.
 
     Args:
-        path: a .txt, .md, .py or .jsonl file, or a folder, whose subfolders are searched, too, in sorted order. None:
-            the sources of Python's standard library on this machine.
+        path: a file, or a folder, whose subfolders are searched, too, in sorted order. None: the sources of Python's
+            standard library on this machine.
         tokenizer, vocab_size, reasoning: see DocumentReader.
+        suffixes: see find_files.
 
     Raises:
         UserError: see find_files and DocumentReader; or the path holds no text.
     """
     reader, document = DocumentReader(tokenizer, vocab_size, reasoning), None
-    parts = [_standard_library(reader)] if path is None else map(reader.read, find_files(Path(path)))
+    parts = [_standard_library(reader)] if path is None else map(reader.read, find_files(Path(path), suffixes))
     for document in itertools.chain.from_iterable(parts):
         yield document
     if path is not None:  # the standard library has many empty files
+        say_found(path, [reader.found])
         say_left_out([reader.left_out])
     if document is None:
         where = path or "Python's standard library"
-        raise UserError(f"{where} is empty: no text in any {', '.join(SUFFIXES)} file; give other --data")
+        kinds = ", ".join([*_texts(suffixes), *CONTAINERS])
+        raise UserError(f"{where} is empty: no text in any {kinds} file; give other --data")
+
+
+def say_found(path: str | Path, parts: list[dict[str, int]]) -> None:
+    """Logs what the parts of a corpus hold; see DocumentReader."""
+    found = sum(map(Counter, parts), Counter())
+    if found:
+        logger.info("data: %s: %s", path, ", ".join(f"{count:,} {what}" for what, count in found.items()))
 
 
 def say_left_out(parts: list[dict[str, list]]) -> None:
@@ -75,38 +94,99 @@ def say_left_out(parts: list[dict[str, list]]) -> None:
         logger.warning("data: left out %s: %s, the first in %s", what, f"{sum(n for n, _ in found):,}", found[0][1])
 
 
-def find_files(path: Path) -> list[Path]:
-    """Returns the files of text at a path of --data: the file itself, or all files in the folder, sorted."""
+def find_files(path: Path, suffixes: str | None = None) -> list[Path]:
+    """Returns the files of documents at a path of --data: the file itself, or all files in the folder, sorted.
+
+    Args:
+        suffixes: of texts, such as ".rs,.c"; None: SUFFIXES.
+
+    Raises:
+        UserError: the path, a file or a folder cannot be read, or is of a kind that is not; a package is missing.
+    """
 
     def refuse(error: OSError):
         raise UserError(f"cannot read {error.filename}: {error.strerror}; make it readable, or give other --data")
 
     if not path.exists():
-        raise UserError(f"data path {path} does not exist; give --data a file or a folder")
+        hub = f"hf download {path} --repo-type dataset --local-dir DIR"
+        is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists()
+        hint = f"; if it is a dataset of the Hugging Face Hub: {hub}, then --data DIR" if is_name else ""
+        raise UserError(f"data path {path} does not exist; give --data a file or a folder{hint}")
     if path.is_dir():
         files: list[Path] = []
         for root, folders, names in os.walk(path, onerror=refuse):
             if links := [Path(root, name) for name in folders if Path(root, name).is_symlink()]:
                 raise UserError(f"{links[0]} is a link to a folder, which is not followed; give its target to --data")
+            if {"state.json", "dataset_info.json"} <= {*names}:
+                names = _files_of_saved(Path(root))
+            if "dataset_dict.json" in names:
+                folders[:] = _choose_split(Path(root))
+                continue
             files += [Path(root, name) for name in names]
-        texts = sorted(file for file in files if file.suffix.lower() in SUFFIXES and file.is_file())
+        texts = sorted(file for file in files if is_data(file, suffixes))
         if others := Counter(file.suffix or file.name for file in sorted({*files}.difference(texts))).most_common():
-            kinds = ", ".join(f"{count:,} {kind[:30]}" for kind, count in others[:SHOWN])
+            shown = ", ".join(f"{count:,} {kind[:30]}" for kind, count in others[:SHOWN])
             more = " and others" if len(others) > SHOWN else ""
-            logger.warning("data: left out files of other kinds in %s: %s%s", path, kinds, more)
-        return texts
-    if not path.is_file():  # a pipe would be waited for
+            logger.warning("data: left out files of other kinds in %s: %s%s", path, shown, more)
+    elif not path.is_file():  # a pipe would be waited for
         raise UserError(f"cannot read {path}: it is no regular file; give --data a file or a folder")
-    if path.suffix.lower() not in SUFFIXES:
-        raise UserError(f"data file {path} has suffix {path.suffix!r}; it must be one of {', '.join(SUFFIXES)}")
-    return [path]
+    elif (suffix := suffix_of(path)) not in (kinds := [*_texts(suffixes), *CONTAINERS]):
+        cure = f"to read it as text, give --suffixes {suffix}"
+        if suffix in TO_TEXT:
+            cure = "make text of it: " + TO_TEXT[suffix].format(shlex.quote(str(path)))
+        elif not suffix or suffix in COMPRESSIONS or is_compressed(path):
+            cure = "rename it to tell its kind, as in NAME.txt or NAME.jsonl.gz"
+        raise UserError(f"data file {path} has suffix {path.suffix!r}, not {', '.join(kinds)}; {cure}")
+    else:
+        texts = [path]
+    check_packages(texts)
+    return texts
+
+
+def _texts(suffixes: str | None) -> list[str]:
+    """Returns the suffixes of texts. Raises UserError for words that are none, or belong to other files."""
+    found = [suffix.strip().lower() for suffix in (suffixes or SUFFIXES).split(",")]
+    for suffix in found:
+        if not re.fullmatch(r"\.[^./\s]+", suffix) or suffix in (*CONTAINERS, *COMPRESSIONS, *TO_TEXT):
+            raise UserError(f"suffixes must be of text files, with commas between them, as .rs,.c: got {suffix[:30]!r}")
+    return found
+
+
+def is_data(file: Path, suffixes: str | None = None) -> bool:
+    """Whether a file of a folder is data. A .json file is, if its first row has a known form: many hold settings."""
+    suffix = suffix_of(file)
+    if suffix != ".json" or not file.is_file():
+        return suffix in (*_texts(suffixes), *CONTAINERS) and file.is_file()
+    with contextlib.suppress(UserError, StopIteration):
+        recognise(next(read_rows(file))[1])
+        return True
+    return False
+
+
+def _files_of_saved(folder: Path) -> list[str]:
+    """Returns the files of a dataset that `datasets` saved. Others in its folder are caches of earlier steps."""
+    files = read_json(folder / "state.json").get("_data_files")
+    try:
+        return [str(file["filename"]) for file in files]  # type: ignore[union-attr]
+    except (LookupError, TypeError):
+        raise UserError(f"{folder}/state.json is damaged: it does not name the dataset's files") from None
+
+
+def _choose_split(folder: Path) -> list[str]:
+    """Returns the split to read of those that `datasets` saved: the only one, or train."""
+    splits = read_json(folder / "dataset_dict.json").get("splits")
+    if not isinstance(splits, list) or not splits:
+        raise UserError(f"{folder}/dataset_dict.json is damaged: it does not name the splits")
+    if len(splits) > 1 and "train" not in splits:
+        raise UserError(f"{folder} has the splits {', '.join(map(str, splits))}; give --data the folder of one")
+    chosen = str(splits[0] if len(splits) == 1 else "train")
+    if left_out := [str(split) for split in splits if split != chosen]:
+        logger.warning("data: %s: split %s is read; left out: %s", folder, chosen, ", ".join(left_out))
+    return [chosen]
 
 
 class DocumentReader:
-    """Turns files of text into tokenized documents.
-
-    A line of a .jsonl file is {"text": ...}; {"prompt": ..., "completion": ...}, without targets in the prompt; or
-    {"messages": [...], "tools": [...]}, a chat with targets in the assistant's turns.
+    """Turns files into tokenized documents; forms.py has the forms of rows.
 
     Args:
         tokenizer: see load_tokenizer.
@@ -114,12 +194,13 @@ class DocumentReader:
         reasoning: see ChatTemplate.
 
     Attributes:
-        left_out: files and lines from which nothing can be learnt: by what they are, [their number, the first's place].
+        found: how many documents of each form were made, by words for the log.
+        left_out: files and rows from which nothing can be learnt: by what they are, [their number, the first's place].
     """
 
     def __init__(self, tokenizer, vocab_size: int, reasoning: str = "template"):
         self._tokenizer, self._vocab_size, self._reasoning = tokenizer, vocab_size, reasoning
-        self.eos_id, self.left_out = tokenizer.eos_id, dict[str, list]()
+        self.eos_id, self.found, self.left_out = tokenizer.eos_id, Counter[str](), dict[str, list]()
         self._largest = -1  # id that was checked
 
     @functools.cached_property
@@ -127,79 +208,82 @@ class DocumentReader:
         """The template, opened at the first chat: other data need no template."""
         return ChatTemplate(self._tokenizer, self._reasoning)
 
-    def read(self, file: Path) -> Iterator[Document]:
-        """Yields the documents of a file; none if it is empty. A UserError names the file, and the offset or line."""
-        if file.suffix.lower() != ".jsonl":
-            yield from self.read_text(_decode(read_file(file, "give --data a readable file"), str(file)), file)
-            return
-        try:
-            with file.open("rb") as lines:
-                yield from self.read_lines(lines, file)
-        except OSError as error:
-            raise UserError(f"cannot read {file}: {error.strerror}; give --data a readable file") from None
+    @functools.cached_property
+    def _has_template(self) -> bool:
+        return has_template(self._tokenizer)
+
+    def read(self, file: Path, start: int = 0, stop: int = 0, first: int = 1) -> Iterator[Document]:
+        """Yields the documents of a file, or of its piece that cut_rows gave; none if it is empty.
+
+        Raises:
+            UserError: names the file, and the offset or row.
+        """
+        if suffix_of(file) in CONTAINERS:
+            for number, row in read_rows(file, start, stop, first, FIELDS):
+                yield from self._read_row(row, str(file), number)
+        else:
+            content = read_compressed(file) if is_compressed(file) else read_file(file, "give --data a readable file")
+            yield from self.read_text(_decode(content, str(file)), file)
 
     def read_text(self, text: str, file: Path) -> Iterator[Document]:
         """Yields a text file's one document; none if the text is blank."""
         if text.strip():
+            self.found["files of text"] += 1
             yield self._checked(Document(self._tokenizer.encode_from_start(text), file=str(file)))
         else:
             self._leave_out("files without text", str(file))
 
-    def read_lines(self, lines: Iterable[bytes], file: Path, first_number: int = 1) -> Iterator[Document]:
-        """Yields the documents of lines of a .jsonl file. The first line has the number `first_number`.
-
-        Lines end with \\n alone: JSON allows the other separators inside a string.
-        """
-        name = str(file)
-        for number, line in enumerate(lines, start=first_number):
-            where = f"{name}:{number}"
-            if number == 1 and line.startswith(BYTE_ORDER_MARK):
+    def _read_row(self, row, file: str, number: int) -> Iterator[Document]:
+        """Yields the document of a row, an object or a line of JSON; none if there is nothing to learn."""
+        where = place(file, number)
+        if isinstance(row, bytes):
+            if number == 1 and row.startswith(BYTE_ORDER_MARK):
                 self._leave_out("byte order marks", where)
-                line = line.removeprefix(BYTE_ORDER_MARK)
-            if not line.strip():
+                row = row.removeprefix(BYTE_ORDER_MARK)
+            if not row.strip():
                 self._leave_out("blank lines", where)
-                continue
-            text = _decode(line, where)
+                return
+            text = _decode(row, where)
             try:
-                record = json.loads(text)
+                row = json.loads(text)
             except (ValueError, RecursionError) as error:  # ValueError also for 5,000 digits
                 raise UserError(f"{where}: not JSON ({str(error)[:100]}); each line must be one JSON object") from None
-            try:
-                encoded = self._encode(record if isinstance(record, dict) else {})
-            except UserError as error:
-                raise UserError(f"{where}: {error}") from None
-            except NothingToLearn as what:
-                self._leave_out(str(what), where)
-            else:
-                yield self._checked(Document(*encoded, name, number))
+        try:
+            encoded = self._encode(row)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        except NothingToLearn as what:
+            self._leave_out(str(what), where)
+        else:
+            yield self._checked(Document(*encoded, file, number))
 
     def _leave_out(self, what: str, where: str) -> None:
         self.left_out.setdefault(what, [0, where])[0] += 1
 
-    def _encode(self, record: dict) -> tuple[np.ndarray, np.ndarray | None, bool]:
-        """Returns (tokens, masked, is_complete) of a line; see Document."""
-        given = [name for name in sorted(NAMES.intersection(record)) if record[name] is not None]
-        form = next((form for form in FORMS if form[0] in given), None)
-        for name in given:
-            # Released chats often repeat the first question as "prompt".
-            is_repeated = name == "prompt" and form is CHAT and _is_content(record[name], record["messages"])
-            if form and name not in form and record[name] and not is_repeated:
-                raise UserError(f'has "{name}" beside "{form[0]}", where it would be ignored; remove one')
-        if form is CHAT:
-            return *self._chat.encode(record), True
-        is_sample = form is SAMPLE
-        prompt, text = (record.get("prompt"), record["completion"]) if is_sample else ("", record.get("text"))
-        if not isinstance(text, str) or not isinstance(prompt, str):
-            raise UserError('needs a string "text", strings "prompt" and "completion", or a list "messages"')
+    def _encode(self, row: object) -> tuple[np.ndarray, np.ndarray | None, bool]:
+        """Returns (tokens, masked, is_complete) of a row; see Document."""
+        form, made = recognise(row)
+        is_chat = "messages" in made and ("completion" not in made or self._has_template)
+        is_sample = not is_chat and "completion" in made
+        encoded = (*self._chat.encode(made), True) if is_chat else self._encode_text(made, is_sample)
+        self.found[f"rows of {form.name}{', as chats' * is_chat}{', as prompts with completions' * is_sample}"] += 1
+        return encoded
+
+    def _encode_text(self, made: dict, is_sample: bool) -> tuple[np.ndarray, np.ndarray | None, bool]:
+        names = ("prompt", "completion") if is_sample else ("text",)
+        for name in names:
+            if not isinstance(made.get(name), str):
+                raise UserError(f'needs a string "{name}"')
+        *before, text = (made[name] for name in names)
         if not text.strip():
-            raise NothingToLearn("lines without text")
-        if UNSTORABLE.search(prompt + text):
+            raise NothingToLearn("rows without text")
+        if UNSTORABLE.search("".join([*before, text])):
             raise UserError("escaped NUL or lone surrogate in the text; remove it")
-        if not is_sample:
+        if not before:
             return self._tokenizer.encode_from_start(text), None, False
-        before = self._tokenizer.encode_from_start(prompt)
-        tokens = np.concatenate([before, self._tokenizer.encode(text)])
-        return tokens, np.arange(len(tokens)) < len(before), False
+        prompt = self._tokenizer.encode_from_start(before[0])
+        tokens = np.concatenate([prompt, self._tokenizer.encode(text)])
+        return tokens, np.arange(len(tokens)) < len(prompt), False
 
     def _checked(self, document: Document) -> Document:
         largest = int(document.tokens.max(initial=0))
@@ -215,12 +299,6 @@ def _standard_library(reader: DocumentReader) -> Iterator[Document]:
         if STANDARD_LIBRARY_SKIPS.isdisjoint(file.relative_to(root).parts):
             with contextlib.suppress(OSError, UnicodeDecodeError):  # some tests cannot be decoded, on purpose
                 yield from reader.read_text(file.read_bytes().decode(), file)
-
-
-def _is_content(value, messages) -> bool:
-    """Whether a value is the content of a message."""
-    found = messages if isinstance(messages, list) else []
-    return any(isinstance(message, dict) and message.get("content") == value for message in found)
 
 
 def _decode(raw: bytes, where: str) -> str:

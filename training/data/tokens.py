@@ -7,7 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from training.data.sources import Document, place
+from training.data.containers import place
+from training.data.sources import Document
 from training.host.errors import UserError
 
 AT_ONCE = 2**16  # documents looked at together
@@ -22,7 +23,7 @@ class Store(Protocol):
     identity: int  # a checksum of 32 bits over the documents, their order and their masks
 
     def source(self, document: int) -> str:
-        """Returns a document's file; for a .jsonl file with the line's number."""
+        """Returns a document's file; for a row with its number, as "a.jsonl:7"."""
 
     def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns (ids, is_masked) at positions start .. stop - 1 of a document, 0 <= start <= stop <= its length.

@@ -59,6 +59,7 @@ class RunSettings:
     seed: int = flag(help="drew the held-out texts")
     context_length: int | None = flag(None, least=2, most=LONGEST)
     data: list[str] = flag(list)
+    suffixes: str | None = flag(None)
     chat_reasoning: str = flag("template", choices=REASONING)
 
 
@@ -111,7 +112,8 @@ def make_questions(flags: EvaluationFlags, opened: Opened, world: World) -> Ques
 def open_texts(flags: EvaluationFlags, opened: Opened, settings: RunSettings | None) -> Store:
     """The documents of --data, else those that the checkpoint's run held out."""
     paths, reasoning = flags.data or (settings.data if settings else []), settings and settings.chat_reasoning
-    store = join(open_stores(paths, opened.tokenizer, opened.shape.vocab_size, reasoning or "template"))
+    suffixes = flags.suffixes if flags.data or settings is None else settings.suffixes
+    store = join(open_stores(paths, opened.tokenizer, opened.shape.vocab_size, reasoning or "template", suffixes))
     if flags.data or settings is None:
         return store
     trained_on, held_out = split(store, settings.validation_fraction, settings.seed)

@@ -23,6 +23,7 @@ class EvaluationFlags(ModelFlags):
     beside: list[Path] = flag(list, "evaluation.json of earlier ones, to be shown beside")
     sequences: int = flag(16, "the longest pieces of the data, so many; 0: no losses", group="losses")
     data: list[str] = flag(list, "as train.py's; default: what the run held out, else Python's standard library")
+    suffixes: str | None = flag(None, "of texts in data, as train.py's")
     short_context: int | None = flag(None, "tokens; default: 4096, at most a quarter of context_length", least=2)
     margin: float = flag(2.0, "nats by which a token that needs the context is better with it", most=1e6)
     ceiling: float = flag(2.0, "nats of loss that such a token has at most", most=1e6)
@@ -34,6 +35,7 @@ class EvaluationFlags(ModelFlags):
 
     idle: ClassVar[tuple[Idle, ...]] = (
         Idle("data short_context margin ceiling evaluator", "with sequences 0; drop one", lambda f: not f.sequences),
+        Idle("suffixes", "without data; drop it, or give those", lambda f: not f.data),
         Idle("tasks lengths seed", "with samples 0; drop one", lambda f: not f.samples),
         Idle("context_length", "with sequences 0 and lengths; drop one", lambda f: f.lengths and not f.sequences),
     )

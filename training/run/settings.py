@@ -11,6 +11,7 @@ from typing import ClassVar
 from training.choices import ATTENTION_TYPES, IMPLEMENTATIONS, LOSSES, MODEL_SIZES
 from training.data.chat import REASONING
 from training.data.packing import PACKINGS
+from training.data.sources import SUFFIXES
 from training.flags import SMALLEST, Idle, flag, given_flags, refuse_idle
 from training.host.errors import UserError, check_installed
 
@@ -76,8 +77,9 @@ class TrainConfig(StepFlags):
         least=1, most=2**20, group="several GPUs",
     )  # fmt: skip
     data: list[str] = flag(
-        list, "files or folders of .txt .md .py .jsonl, or prepared sets; default: Python's library", group="data"
+        list, "files or folders of texts, JSON, Parquet; prepared sets; default: Python's library", group="data"
     )
+    suffixes: str | None = flag(None, f"of texts, such as .rs,.c,.html; default: {SUFFIXES}")
     data_weights: str | None = flag(None, "shares of the sequences by path of data: 3,1; default: all as one corpus")
     packing: str | None = flag(None, "default: best_fit for data with samples, else concatenate", PACKINGS)
     overlong: str | None = flag(None, "best_fit: documents longer than a sequence; default: refuse", OVERLONG)
@@ -126,6 +128,7 @@ class TrainConfig(StepFlags):
         Idle("rope_scaling", "without init_from, whose weights it extends; drop it, or give those",
              lambda c: c.init_from is None),
         Idle("checkpoint_interval keep_checkpoints", "with save none; drop one", lambda c: c.save == "none"),
+        Idle("suffixes", "without data; drop it, or give those", lambda c: not c.data),
         Idle("gradient_checkpointing compile", "with memory_budget; drop one", lambda c: c.memory_budget is not None),
         Idle("host_budget", "with gradient_checkpointing; drop one", lambda c: c.gradient_checkpointing),
         Idle("host_budget", "with compile; drop one", lambda c: c.compile),

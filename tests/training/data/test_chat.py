@@ -323,7 +323,7 @@ def test_bad_messages(folder, tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text(good)
     with pytest.raises(ValueError, match=r"a\.jsonl:1: chat template .* does not write the content of message 2"):
         load_documents(str(tmp_path / "a.jsonl"), tokenizer, 300)
-    with pytest.raises(ValueError, match=r'"messages" need a chat template: .*, not bytes'):
+    with pytest.raises(ValueError, match=r"chats need a chat template: .*, not bytes"):
         load_documents(str(tmp_path / "a.jsonl"), load_tokenizer("bytes"), 300)
 
 

@@ -56,7 +56,7 @@ def test_what_teaches_nothing_is_left_out_counted_and_said(tmp_path, caplog):
         f"data: left out files of other kinds in {tmp_path}: 4 .csv, 2 .txt, 1 Makefile",
         f"data: left out byte order marks: 1, the first in {tmp_path}/a.jsonl:1",
         f"data: left out blank lines: 3, the first in {tmp_path}/a.jsonl:2",
-        f"data: left out lines without text: 2, the first in {tmp_path}/a.jsonl:3",
+        f"data: left out rows without text: 2, the first in {tmp_path}/a.jsonl:3",
         f"data: left out files without text: 1, the first in {tmp_path}/b.txt",
     ]
 
@@ -77,13 +77,25 @@ def test_prompt_is_masked(tmp_path):
         ("e.jsonl", b"", r"e\.jsonl is empty"),
         ("b.txt", b"abc\0d", r"b\.txt is binary: NUL byte at offset 3"),
         ("b.md", b"ab\xffd", r"b\.md is not UTF-8: byte 0xff at offset 2"),
-        ("b.csv", b"abc", r"b\.csv has suffix '\.csv'; it must be one of \.txt, \.md, \.py, \.jsonl"),
+        (
+            "b.csv",
+            b"abc",
+            r"b\.csv has suffix '\.csv', not \.txt, .*; to read it as text, give --suffixes \.csv",
+        ),
         ("l.jsonl", b'{"text": "a"}\n{"text": \n', r"l\.jsonl:2: not JSON \(Expecting value: .*\)"),
         ("l.jsonl", b'{"text": "a"}\n\n{"text": \n', r"l\.jsonl:3: not JSON"),
         ("l.jsonl", b'{"text": "a", "n": ' + b"1" * 5000 + b"}", r"l\.jsonl:1: not JSON"),
-        ("l.jsonl", b'{"text": "a"}\n["text"]\n', r'l\.jsonl:2: needs a string "text"'),
-        ("l.jsonl", b'{"text": "a"}\n"text"\n', r'l\.jsonl:2: needs a string "text"'),
-        ("l.jsonl", b'{"txt": "a"}', r'l\.jsonl:1: needs a string "text"'),
+        (
+            "l.jsonl",
+            b'{"text": "a"}\n["text"]\n',
+            r"l\.jsonl:2: is not an object but a list; known are objects",
+        ),
+        ("l.jsonl", b'{"text": "a"}\n"text"\n', r"l\.jsonl:2: is not an object but a str"),
+        (
+            "l.jsonl",
+            b'{"txt": "a"}',
+            r'l\.jsonl:1: has the fields "txt"; known are "text"; "prompt" and "completion"; .*Alpaca',
+        ),
         ("l.jsonl", b'{"text": 3}', r'l\.jsonl:1: needs a string "text"'),
         ("l.jsonl", b'{"text": ""}\n\n', r"l\.jsonl is empty"),
         ("l.jsonl", b'{"text": "a", "messages": [{}]}', r'l\.jsonl:1: has "text" beside "messages", where it would be'),
@@ -94,12 +106,12 @@ def test_prompt_is_masked(tmp_path):
         (
             "l.jsonl",
             b'{"text": "a", "messages": null, "tools": []}\n{"text": null}',
-            r'l\.jsonl:2: needs a string "text"',
+            r'l\.jsonl:2: has the fields "text" \(null\); known are',
         ),
         ("l.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"l\.jsonl:2 is not UTF-8: byte 0xff at offset 10"),
         ("l.jsonl", b'{"text": "a\\u0000"}', r"l\.jsonl:1: escaped NUL"),
         ("l.jsonl", b'{"text": "\\ud800"}', r"l\.jsonl:1: escaped NUL or lone surrogate"),
-        ("l.jsonl", b'{"completion": "a"}', r'l\.jsonl:1: needs .*"prompt" and "completion", or a list "messages"'),
+        ("l.jsonl", b'{"completion": "a"}', r'l\.jsonl:1: needs a string "prompt"'),
     ],
 )
 def test_bad_corpus(tmp_path, name, content, message):
@@ -113,7 +125,7 @@ def test_bad_paths_and_ids(tmp_path):
         load_documents(str(tmp_path / "nowhere"), BYTES, 256)
     (tmp_path / "image.png").write_bytes(b"\0")
     with pytest.raises(
-        ValueError, match=r"bad_paths_and_ids0 is empty: no text in any \.txt, \.md, \.py, \.jsonl file"
+        ValueError, match=r"bad_paths_and_ids0 is empty: no text in any \.txt, \.md, \.py, \.jsonl, .* file"
     ):
         load_documents(str(tmp_path), BYTES, 256)
     (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
