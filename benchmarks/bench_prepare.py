@@ -5,11 +5,14 @@ The corpus is this machine's Python sources, the standard library's and installe
 
 - the rate of preparing it with all workers, and the rate per second of one process's processor time. Workers share the
   machine and its memory bandwidth with others; processor time does not count that,
+- the rate per second of one process's processor time by format: the same rows in files of each kind, in turns,
 - seconds and resident memory of opening the set as train.py does, and of reading steps from it: for this set, and for a
   set of `--started_gb` of text. Its parts are hard links to this set's: it takes no disk, but every part is opened.
 """
 
 import argparse
+import gzip
+import itertools
 import json
 import os
 import site
@@ -19,6 +22,10 @@ import sysconfig
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
+
+import pyarrow
+from pyarrow import parquet
 
 from benchmarks.common import commit
 from training.data import prepare as preparing
@@ -60,6 +67,8 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True, help="a tokenizer.json or its folder")
     parser.add_argument("--gb", type=float, default=1.0, help="10^9 bytes of text")
     parser.add_argument("--started_gb", type=float, default=10.0)
+    parser.add_argument("--formats_mb", type=float, default=50.0, help="10^6 bytes of text in each format; 0: none")
+    parser.add_argument("--rounds", type=int, default=3, help="times that each format is prepared")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
         "--folder", help="where the corpus and its set are written; default: the system's for such files"
@@ -82,6 +91,9 @@ def report(arguments: argparse.Namespace, folder: Path) -> None:
         "peak_mib": peak,
     }  # fmt: skip
     print(json.dumps(result), flush=True)
+    if arguments.formats_mb:
+        for result in rates_of_formats(folder / "formats", int(arguments.formats_mb * 1e6), arguments):
+            print(json.dumps(result), flush=True)
     copy_parts(made, large, round(arguments.started_gb * GB / size))
     for each in (made, large):
         for kind in ("concatenate", "best_fit"):
@@ -146,6 +158,31 @@ def rate_of_a_core(source: Path, folder: Path, tokenizer: str) -> tuple[float, f
     tokens = sum(preparing._make_part(folder / f"one-{i}", pieces)["tokens"] for i, pieces in enumerate(parts))
     seconds = time.process_time() - start
     return sum(piece[4] - piece[3] for pieces in parts for piece in pieces) / seconds, tokens / seconds
+
+
+def rates_of_formats(folder: Path, size: int, arguments: argparse.Namespace) -> list[dict]:
+    """Tokens per second of processor time for the same rows in each format: the median of all rounds, and its range."""
+    preparing._open_reader(arguments.tokenizer, "template")
+    rows = write_corpus(folder, size) and (folder / "0000.jsonl").read_bytes()
+    table = pyarrow.Table.from_pylist([json.loads(line) for line in rows.splitlines()])
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(rows, 6))
+    (folder / "a.jsonl.zst").write_bytes(pyarrow.compress(rows, "zstd", asbytes=True))
+    (folder / "a.json").write_bytes(b"[" + b",".join(rows.splitlines()) + b"]")
+    parquet.write_table(table, folder / "a.parquet", row_group_size=1000)
+    with pyarrow.ipc.new_stream(folder / "a.arrow", table.schema) as stream:
+        stream.write_table(table, max_chunksize=1000)  # as `datasets` writes it
+    found: dict[str, list[float]] = {}
+    for number, file in itertools.product(range(arguments.rounds), sorted(folder.iterdir())):
+        start = time.process_time()
+        made = [preparing._make_part(folder / f"{number}-{i}", part) for i, part in enumerate(preparing._plan([file]))]
+        rate = sum(part["tokens"] for part in made) / (time.process_time() - start)
+        found.setdefault("".join(file.suffixes), []).append(rate)
+    base = median(found[".jsonl"])
+    return [
+        {"format": name, "tokens_per_core_second": round(median(rates)), "of_jsonl": round(median(rates) / base, 3),
+         "range": [round(min(rates)), round(max(rates))]}
+        for name, rates in found.items()
+    ]  # fmt: skip
 
 
 def copy_parts(made: Path, large: Path, times: int) -> None:
