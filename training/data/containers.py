@@ -180,7 +180,8 @@ def _read_values(file: Path, start: int, stop: int, first: int, fields: frozense
             if values.next_is("]" if is_array else ""):
                 break
             if is_array and number > 1 and not values.next_is(","):
-                raise values.refusal(number, "there is no comma before it")
+                why = "the file ends before it" if values.next_is("") else "there is no comma before it"
+                raise values.refusal(number, why)
             yield number, values.next(number)
         if is_array and not values.next_is(""):
             raise values.refusal(number, "the array has ended before it")
@@ -204,6 +205,7 @@ class _Values:
 
     def next(self, number: int) -> object:
         """Takes a value. The text behind it may be in its next part, which is read, each time twice as long."""
+        self.next_is("")
         while True:
             try:
                 value, self._at = self._decoder.raw_decode(self._text, self._at)

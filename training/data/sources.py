@@ -134,8 +134,8 @@ def find_files(path: Path, suffixes: str | None = None) -> list[Path]:
         cure = f"to read it as text, give --suffixes {suffix}"
         if suffix in TO_TEXT:
             cure = "make text of it: " + TO_TEXT[suffix].format(shlex.quote(str(path)))
-        elif not suffix or suffix in COMPRESSIONS or is_compressed(path):
-            cure = "rename it to tell its kind, as in NAME.txt or NAME.jsonl.gz"
+        elif not suffix or suffix in COMPRESSIONS:
+            cure = "decompress it, or rename it to tell its kind, as in NAME.jsonl.gz"
         raise UserError(f"data file {path} has suffix {path.suffix!r}, not {', '.join(kinds)}; {cure}")
     else:
         texts = [path]

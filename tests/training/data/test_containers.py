@@ -1,0 +1,260 @@
+"""Files of rows: the same documents from each kind, directly and prepared; damaged files, bombs, missing packages."""
+
+import gzip
+import json
+import logging
+import sys
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from tests.training.data.test_packing import load_documents
+from tests.training.data.test_prepared import contents, one_process  # noqa: F401  a fixture
+from tests.training.data.test_tokens import with_peak
+from training.data import containers
+from training.data.containers import read_rows
+from training.data.corpus import load_corpus, open_stores
+from training.data.prepare import prepare
+from training.data.tokenizer import ByteTokenizer
+
+BYTES = ByteTokenizer()
+ROWS = [{"text": f"text {i} \u00e9\u4e2d" * i, "id": i} for i in range(1, 8)]
+LINES = "\n".join(map(json.dumps, ROWS)).encode()
+TABLE = pyarrow.Table.from_pylist(ROWS)
+
+
+def arrow(table=TABLE):
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table, max_chunksize=3)
+    return sink.getvalue().to_pybytes()
+
+
+def parquet_of(table=TABLE):
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(table, sink, row_group_size=2, write_page_checksum=True)
+    return sink.getvalue().to_pybytes()
+
+
+def zst(content):
+    return pyarrow.compress(content, "zstd", asbytes=True)
+
+
+FILES = {
+    "a.jsonl": LINES,
+    "b.NDJSON": LINES + b"\n",
+    "c.jsonl.gz": gzip.compress(LINES),
+    "d.ndjson.zst": zst(LINES[:100]) + zst(LINES[100:]),  # a file may have several frames
+    "e.json": json.dumps(ROWS, indent=2).encode(),
+    "f.json": LINES,
+    "g.json.gz": gzip.compress(b"\xef\xbb\xbf " + json.dumps(ROWS, ensure_ascii=False).encode()),
+    "h.parquet": parquet_of(),
+    "i.arrow": arrow(),
+}
+
+
+def texts(path):
+    return [BYTES.decode(document.tokens) for document in load_documents(str(path), BYTES, 256)]
+
+
+def test_every_kind_has_the_same_documents_directly_and_prepared(tmp_path, caplog, monkeypatch, one_process):  # noqa: F811
+    monkeypatch.setattr(containers, "CHUNK", 7)
+    caplog.set_level(logging.INFO)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+        assert texts(folder / name) == [row["text"] for row in ROWS], name
+    assert caplog.messages == [f"data: {folder}/{name}: 7 rows of text" for name in FILES]
+    (folder / "config.json").write_text('{"vocab_size": 3}')  # settings are no rows
+    (folder / "j.txt.gz").write_bytes(gzip.compress(b"a text"))
+    caplog.clear()
+    [direct] = open_stores([str(folder)], BYTES, 256)
+    index = prepare(folder, tmp_path / "set", "bytes")
+    [prepared] = open_stores([str(tmp_path / "set")], BYTES, 256)
+    assert contents(direct) == contents(prepared) and len(direct.lengths) == 7 * len(FILES) + 1
+    assert sum(part["found"].get("rows of text", 0) for part in index["parts"]) == 7 * len(FILES)
+    said = (
+        f"data: left out files of other kinds in {folder}: 1 .json",
+        f"data: {folder}: 63 rows of text, 1 files of text",
+    )
+    assert caplog.messages == [*said, *said]
+    places = {direct.source(i).rpartition("/")[2] for i in range(len(direct.lengths))}
+    assert {
+        "a.jsonl:7",
+        "c.jsonl.gz:2",
+        "d.ndjson.zst:1",
+        "e.json, row 3",
+        "h.parquet, row 7",
+        "i.arrow, row 6",
+    } < places
+    pieces = {
+        tuple(piece)
+        for file in (tmp_path / "set").glob("*.json")
+        for piece in json.loads(file.read_text()).get("pieces", [])
+    }
+    assert sum(piece[0].endswith("h.parquet") for piece in pieces) == 4  # its row groups
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        *((name, FILES[name][:-3], "") for name in ("c.jsonl.gz", "d.ndjson.zst", "g.json.gz", "h.parquet", "i.arrow")),
+        *((name, FILES[name][:-40] + b"x" * 40, "") for name in ("c.jsonl.gz", "d.ndjson.zst", "h.parquet")),
+        ("h.parquet", FILES["h.parquet"].replace(b"text 7", b"text 8", 1), ""),  # a page fails its checksum
+        ("i.arrow", FILES["i.arrow"][:200], "no end of an Arrow stream"),
+        ("i.arrow", b"x" * 30 + FILES["i.arrow"][-8:], ""),
+        ("i.arrow", b"", ""),
+        ("h.parquet", b"", ""),
+        ("a.txt.zst", b"no frame", ""),
+    ],
+)  # fmt: skip
+def test_damaged_files(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name} is damaged or cut short \(.*{message}.*\); get it again") as error:
+        texts(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b'[{"text": "a"}', r"row 2: not JSON \(the file ends before it"),
+        (b'[{"text": "a"},', r"row 2: not JSON \(Expecting value"),
+        (b'[{"text": "a"} {"text": "b"}]', r"row 2: not JSON \(there is no comma before it"),
+        (b'[{"text": "a"}] 3', r"row 2: not JSON \(the array has ended before it"),
+        (b'[{"text": "a"}, {"text": "b]', r"row 2: not JSON \(Unterminated string"),
+        (b'{"text": "a"}\n{"text" "b"}' + b" " * 99, r"row 2: not JSON \(Expecting ':' delimiter"),
+        (b'[{"text": "a"}, ["b"]]', "row 2: is not an object but a list"),
+        (b'[{"txt": "a"}]', 'row 1: has the fields "txt"; known are'),
+        (b"[" * 200_000, "row 1: not JSON"),
+        (b'["\xff"]', r"is damaged or cut short \('utf-8' codec can't decode byte 0xff"),
+        (b" ", "is empty"),
+        (b"[]", "is empty"),
+    ],
+)
+def test_bad_arrays(tmp_path, content, message):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"a\.json(, )? ?{message}") as error:
+        texts(tmp_path / "a.json")
+    assert "\n" not in str(error.value)
+
+
+def test_bombs_take_little_memory(tmp_path, monkeypatch):
+    """A megabyte of output per kilobyte of file."""
+    monkeypatch.setattr(containers, "MOST", 2**18)
+    monkeypatch.setattr(containers, "CHUNK", 2**14)
+    for name, before, pack in (
+        ("a.jsonl.gz", b'{"text": "', gzip.compress),
+        ("b.ndjson.zst", b'{"text": "', zst),
+        ("c.json.gz", b'[{"text": "', gzip.compress),
+        ("d.txt.gz", b"", gzip.compress),
+    ):
+        (tmp_path / name).write_bytes(pack(before + b"a" * 2**23))
+
+        def read(name=name):
+            with pytest.raises(ValueError, match=rf"{name}.* more than 262,144 bytes"):
+                texts(tmp_path / name)
+
+        assert with_peak(read)[1] < 2**22, name
+
+
+def test_missing_packages_are_named_before_anything_is_read(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text("not JSON")
+    for name, package in (("b.parquet", "pyarrow"), ("b.arrow", "pyarrow"), ("b.txt.zst", "backports.zstd")):
+        with monkeypatch.context() as patch:
+            for module in (package, "compression.zstd"):
+                patch.setitem(sys.modules, module, None)
+            (tmp_path / name).write_bytes(b"")
+            with pytest.raises(ValueError, match=rf"{name} needs the {package} package: pip install -r requirements-e"):
+                texts(tmp_path)
+            (tmp_path / name).unlink()
+
+
+def test_tables_leave_out_what_is_null_in_objects(tmp_path):
+    calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {"zone": "UTC"}}]
+    rows = [{"messages": [{"role": "user", "tool_calls": None}, {"role": "assistant", "tool_calls": calls}], "n": None}]
+    parquet.write_table(pyarrow.Table.from_pylist([*rows, {"messages": None}]), tmp_path / "a.parquet")
+    expected = [{"role": "user"}, {"role": "assistant", "tool_calls": calls}]
+    assert [*read_rows(tmp_path / "a.parquet")] == [
+        (1, {"messages": expected, "n": None}),
+        (2, {"messages": None, "n": None}),
+    ]
+    assert next(read_rows(tmp_path / "a.parquet", fields=frozenset({"messages"}))) == (1, {"messages": expected})
+
+
+def save(folder, text, cache=None):
+    """Writes a folder as `Dataset.save_to_disk` does."""
+    folder.mkdir(parents=True)
+    (folder / "data-00000-of-00001.arrow").write_bytes(arrow(pyarrow.table({"text": [text]})))
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    if cache:
+        (folder / "cache-0.arrow").write_bytes(arrow(pyarrow.table({"text": [cache]})))
+
+
+def test_saved_datasets(tmp_path, caplog):
+    save(tmp_path / "one", "a", cache="an earlier step")
+    assert texts(tmp_path / "one") == ["a"]
+    for split in ("train", "test"):
+        save(tmp_path / "two" / split, split)
+    splits = tmp_path / "two" / "dataset_dict.json"
+    splits.write_text('{"splits": ["test", "train"]}')
+    assert texts(tmp_path / "two") == ["train"] and texts(tmp_path / "two" / "test") == ["test"]
+    assert texts(tmp_path) == ["a", "train"]
+    assert set(caplog.messages) == {f"data: {tmp_path}/two: split train is read; left out: test"}
+    splits.write_text('{"splits": ["test", "validation"]}')
+    with pytest.raises(ValueError, match="two has the splits test, validation; give --data the folder of one"):
+        texts(tmp_path / "two")
+    splits.write_text('{"splits": ["test"]}')
+    assert texts(tmp_path / "two") == ["test"]
+    for content, file in (("[]", splits), ('{"splits": 3}', splits), ("{}", tmp_path / "one" / "state.json")):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=rf"{file} is damaged"):
+            texts(file.parent)
+
+
+@pytest.mark.parametrize(
+    "name, suffixes, message",
+    [
+        ("a.rs", None, r"a\.rs has suffix '\.rs', not \.txt, \.md, .*; to read it as text, give --suffixes \.rs$"),
+        ("a.rs.gz", None, r"suffix '\.gz', .*; to read it as text, give --suffixes \.rs$"),
+        (
+            "a.txt",
+            ".rs",
+            r"a\.txt has suffix '\.txt', not \.rs, \.jsonl, .*; to read it as text, give --suffixes \.txt",
+        ),
+        ("a b.pdf", None, r"make text of it: pdftotext '.*/a b\.pdf' '.*/a b\.pdf'\.txt$"),
+        ("a.docx", None, r"make text of it: pandoc -t plain -o .*/a\.docx\.txt .*/a\.docx$"),
+        ("a.gz", None, r"decompress it, or rename it to tell its kind, as in NAME\.jsonl\.gz"),
+        ("a.parquet.gz", None, "rename it to tell its kind"),
+        ("Makefile", None, "rename it to tell its kind"),
+        ("a.txt", "rs", r"suffixes must be of text files, with commas between them, as \.rs,\.c: got 'rs'"),
+        ("a.txt", ".rs,", "suffixes must be of text files.*: got ''"),
+        ("a.txt", ".rs,.parquet", "suffixes must be of text files.*: got '.parquet'"),
+    ],
+)
+def test_files_of_other_kinds(tmp_path, name, suffixes, message):
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ValueError, match=message) as error:
+        open_stores([str(tmp_path / name)], BYTES, 256, suffixes=suffixes)
+    assert "\n" not in str(error.value)
+
+
+def test_suffixes_and_names_of_the_hub(tmp_path, one_process):  # noqa: F811
+    for name in ("a.RS", "b.h", "c.md"):
+        (tmp_path / name).write_text(name)
+    [store] = open_stores([str(tmp_path)], BYTES, 256, suffixes=".rs, .h")
+    assert [store.source(i).rpartition("/")[2] for i in range(len(store.lengths))] == ["a.RS", "b.h"]
+    assert prepare(tmp_path, tmp_path / "set", "bytes", suffixes=".rs,.h")["documents"] == 2
+    with pytest.raises(ValueError, match="suffixes has no effect on prepared sets"):
+        load_corpus(
+            [str(tmp_path / "set")], BYTES, 256, validation_fraction=0.5, context_length=4, seed=0, suffixes=".rs"
+        )
+    with pytest.raises(
+        ValueError, match=r"does not exist; .*: hf download no/such-data --repo-type dataset --local-dir DIR"
+    ):
+        texts("no/such-data")
+    with pytest.raises(ValueError, match=r"does not exist; give --data a file or a folder$"):
+        texts(tmp_path / "such")
