@@ -170,7 +170,7 @@ def rates_of_formats(folder: Path, size: int, arguments: argparse.Namespace) -> 
     (folder / "a.json").write_bytes(b"[" + b",".join(rows.splitlines()) + b"]")
     parquet.write_table(table, folder / "a.parquet", row_group_size=1000)
     with pyarrow.ipc.new_stream(folder / "a.arrow", table.schema) as stream:
-        stream.write_table(table, max_chunksize=1000)  # as `datasets` writes it
+        stream.write_table(table, max_chunksize=1000)  # rows of a batch in files of `datasets`
     found: dict[str, list[float]] = {}
     for number, file in itertools.product(range(arguments.rounds), sorted(folder.iterdir())):
         start = time.process_time()

@@ -226,7 +226,7 @@ ALWAYS = {
     "training.evaluation": "checkpoint tokenizer memory_budget device output_dir beside sequences samples",
     "training.generate": """checkpoint tokenizer memory_budget device prompt file chat max_new_tokens temperature""",
     "training.plots": "run",
-    "training.data prepare": "source out tokenizer workers",
+    "training.data prepare": "source out tokenizer workers suffixes",
     "training.data verify": "out",
     "training.checkpoint.weights export": "source target dtype rope_scaling",
 }
@@ -251,6 +251,7 @@ IDLE = {  # a command line for each row, and the flags that have no effect there
         ("--host_budget 1GB --compile", "host_budget"),
         ("--host_budget 1GB --gradient_checkpointing", "host_budget"),
         ("--packing concatenate --overlong drop", "overlong"),
+        ("--suffixes .rs", "suffixes"),
         ("--validation_sequences 0 --validation_interval 100", "validation_interval"),
         ("--max_steps 20 --final_learning_rate_ratio 0.1", "final_learning_rate_ratio"),
     ],
@@ -266,9 +267,10 @@ IDLE = {  # a command line for each row, and the flags that have no effect there
     ],
     "training.evaluation": [
         (
-            "x --sequences 0 --data x --short_context 9 --margin 2 --ceiling 2 --evaluator x",
-            "data short_context margin ceiling evaluator",
+            "x --sequences 0 --data x --suffixes .x --short_context 9 --margin 2 --ceiling 2 --evaluator x",
+            "data suffixes short_context margin ceiling evaluator",
         ),
+        ("x --suffixes .rs", "suffixes"),
         ("x --samples 0 --tasks needle --lengths 9 --seed 0", "tasks lengths seed"),
         ("x --sequences 0 --lengths 9 --context_length 9", "context_length"),
     ],

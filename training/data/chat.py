@@ -357,7 +357,7 @@ def _check_messages(messages) -> list[dict]:
         if thoughts:
             message["reasoning_content"] = thoughts[0]
         empty |= role in ("user", "assistant") and not (message["content"].strip() or calls or thoughts)
-        writes = role == "assistant" and "<tool_call>" in message["content"]  # as rows of ShareGPT do
+        writes = role == "assistant" and "<tool_call>" in message["content"]  # rows of ShareGPT do so
         before = "an assistant that calls tools" if calls else "an assistant that writes calls" if writes else role
         checked.append(message)
     if role != "assistant":

@@ -101,6 +101,8 @@ def refusing_damage(file: Path) -> Iterator[None]:
         yield
     except UserError:
         raise
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8: byte {error.object[error.start]:#04x}; convert it to UTF-8") from None
     except Exception as error:
         library = type(error).__module__.partition(".")[0] in ("pyarrow", "backports", "compression")
         if not library and not isinstance(error, (OSError, EOFError, ValueError, zlib.error)):

@@ -33,7 +33,7 @@ from training.host.errors import UserError
 from training.host.files import read_file, read_json
 
 logger = logging.getLogger(__name__)
-SUFFIXES = ".txt,.md,.py"  # of texts, each of which is a document
+SUFFIXES = ".txt,.md,.py"  # files that are a document each
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows' editors begin files so
 SHOWN = 8  # suffixes of files that are left out
 PANDOC = "pandoc -t plain -o {0}.txt {0}"
@@ -83,8 +83,9 @@ def read_documents(
 def say_found(path: str | Path, parts: list[dict[str, int]]) -> None:
     """Logs what the parts of a corpus hold; see DocumentReader."""
     found = sum(map(Counter, parts), Counter())
-    if found:
-        logger.info("data: %s: %s", path, ", ".join(f"{count:,} {what}" for what, count in found.items()))
+    words = [f"{n:,} {what if n > 1 else what.replace('s of', ' of', 1)}" for what, n in found.items()]
+    if words:
+        logger.info("data: %s: %s", path, ", ".join(words))
 
 
 def say_left_out(parts: list[dict[str, list]]) -> None:

@@ -34,11 +34,12 @@ class EvaluationFlags(ModelFlags):
     seed: int = flag(0, "of the samples")
 
     idle: ClassVar[tuple[Idle, ...]] = (
-        Idle("data short_context margin ceiling evaluator", "with sequences 0; drop one", lambda f: not f.sequences),
+        Idle("data suffixes short_context margin ceiling evaluator", "with sequences 0; drop one",
+             lambda f: not f.sequences),
         Idle("suffixes", "without data; drop it, or give those", lambda f: not f.data),
         Idle("tasks lengths seed", "with samples 0; drop one", lambda f: not f.samples),
         Idle("context_length", "with sequences 0 and lengths; drop one", lambda f: f.lengths and not f.sequences),
-    )
+    )  # fmt: skip
 
 
 def read_evaluation_flags(argv: list[str]) -> EvaluationFlags:

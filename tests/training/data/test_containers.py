@@ -67,7 +67,7 @@ def test_every_kind_has_the_same_documents_directly_and_prepared(tmp_path, caplo
         (folder / name).write_bytes(content)
         assert texts(folder / name) == [row["text"] for row in ROWS], name
     assert caplog.messages == [f"data: {folder}/{name}: 7 rows of text" for name in FILES]
-    (folder / "config.json").write_text('{"vocab_size": 3}')  # settings are no rows
+    (folder / "config.json").write_text('{"vocab_size": 3}')  # settings, not rows
     (folder / "j.txt.gz").write_bytes(gzip.compress(b"a text"))
     caplog.clear()
     [direct] = open_stores([str(folder)], BYTES, 256)
@@ -77,7 +77,7 @@ def test_every_kind_has_the_same_documents_directly_and_prepared(tmp_path, caplo
     assert sum(part["found"].get("rows of text", 0) for part in index["parts"]) == 7 * len(FILES)
     said = (
         f"data: left out files of other kinds in {folder}: 1 .json",
-        f"data: {folder}: 63 rows of text, 1 files of text",
+        f"data: {folder}: 63 rows of text, 1 file of text",
     )
     assert caplog.messages == [*said, *said]
     places = {direct.source(i).rpartition("/")[2] for i in range(len(direct.lengths))}
@@ -129,7 +129,7 @@ def test_damaged_files(tmp_path, name, content, message):
         (b'[{"text": "a"}, ["b"]]', "row 2: is not an object but a list"),
         (b'[{"txt": "a"}]', 'row 1: has the fields "txt"; known are'),
         (b"[" * 200_000, "row 1: not JSON"),
-        (b'["\xff"]', r"is damaged or cut short \('utf-8' codec can't decode byte 0xff"),
+        (b'["\xff"]', "is not UTF-8: byte 0xff; convert it"),
         (b" ", "is empty"),
         (b"[]", "is empty"),
     ],

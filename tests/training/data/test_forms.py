@@ -73,7 +73,7 @@ def test_chats(tmp_path, tokenizer, caplog, row, messages, tools, name):
     caplog.set_level(logging.INFO)
     tokens, is_masked = read(tmp_path, tokenizer, row)
     assert (tokens, is_masked) == expected
-    assert caplog.messages == [f"data: {tmp_path}/a.jsonl: 1 rows of {name}, as chats"]
+    assert caplog.messages == [f"data: {tmp_path}/a.jsonl: 1 row of {name}, as chats"]
     targets = tokenizer.decode([i for i, masked in zip(tokens, is_masked) if not masked], with_special=True)
     answers = [m["content"] for m in messages if m["role"] == "assistant" and m.get("weight") != 0]
     assert targets.replace("\n", "") == "".join(f"{answer}<|im_end|>" for answer in answers)
@@ -91,7 +91,7 @@ def test_alpaca_without_a_chat_template(tmp_path, caplog, row, prompt):
     caplog.set_level(logging.INFO)
     tokens, is_masked = read(tmp_path, ByteTokenizer(), row)
     assert bytes(tokens).decode() == prompt + "Yes?" and is_masked == [True] * len(prompt) + [False] * 4
-    assert caplog.messages == [f"data: {tmp_path}/a.jsonl: 1 rows of Alpaca, as prompts with completions"]
+    assert caplog.messages == [f"data: {tmp_path}/a.jsonl: 1 row of Alpaca, as prompts with completions"]
 
 
 @pytest.mark.parametrize(
