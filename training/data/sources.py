@@ -166,11 +166,15 @@ def is_data(file: Path, suffixes: str | None = None) -> bool:
 
 def _files_of_saved(folder: Path) -> list[str]:
     """Returns the files of a dataset that `datasets` saved. Others in its folder are caches of earlier steps."""
-    files = read_json(folder / "state.json").get("_data_files")
     try:
-        return [str(file["filename"]) for file in files]  # type: ignore[union-attr]
+        names = [str(file["filename"]) for file in read_json(folder / "state.json")["_data_files"]]
     except (LookupError, TypeError):
         raise UserError(f"{folder}/state.json is damaged: it does not name the dataset's files") from None
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise UserError(f"{folder} is not whole: {missing[0][:100]} of its state.json is missing; save it again")
+    if others := {file.name for file in folder.glob("*.arrow")}.difference(names):
+        logger.warning("data: left out %s .arrow in %s, which its state.json does not name", f"{len(others):,}", folder)
+    return names
 
 
 def _choose_split(folder: Path) -> list[str]:

@@ -203,12 +203,20 @@ def test_saved_datasets(tmp_path, caplog):
     splits.write_text('{"splits": ["test", "train"]}')
     assert texts(tmp_path / "two") == ["train"] and texts(tmp_path / "two" / "test") == ["test"]
     assert texts(tmp_path) == ["a", "train"]
-    assert set(caplog.messages) == {f"data: {tmp_path}/two: split train is read; left out: test"}
+    assert {*caplog.messages} == {
+        f"data: left out 1 .arrow in {tmp_path}/one, which its state.json does not name",
+        f"data: {tmp_path}/two: split train is read; left out: test",
+    }
     splits.write_text('{"splits": ["test", "validation"]}')
     with pytest.raises(ValueError, match="two has the splits test, validation; give --data the folder of one"):
         texts(tmp_path / "two")
     splits.write_text('{"splits": ["test"]}')
     assert texts(tmp_path / "two") == ["test"]
+    (tmp_path / "two" / "test" / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(
+        ValueError, match=r"test is not whole: data-00000-of-00001\.arrow of its state\.json is missing"
+    ):
+        texts(tmp_path / "two")
     for content, file in (("[]", splits), ('{"splits": 3}', splits), ("{}", tmp_path / "one" / "state.json")):
         file.write_text(content)
         with pytest.raises(ValueError, match=rf"{file} is damaged"):
