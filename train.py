@@ -44,7 +44,7 @@ from training.parallel.world import World, join_world
 from training.plots import draw_at_end
 from training.run import resume
 from training.run.build import build, check_fits, configure_machine, explain_out_of_memory, resolve_memory_budget
-from training.run.metrics import Display, also_logged_into, describe, gpu_metrics, is_spike, open_metrics
+from training.run.metrics import Display, also_logged_into, describe, gpu_metrics, is_spike, open_metrics, own_amounts
 from training.run.parts import Run
 from training.run.sample import log_sample
 from training.run.saving import check_disk, checkpoint_bytes, is_save_due
@@ -231,8 +231,7 @@ def take_step(run: Run) -> dict | None:
     run.is_updating = False
     values |= {"seconds": seconds, "tokens": tokens, "tokens_per_second": step_tokens / seconds}
     count = run.start.model_config.forward_flops
-    flops = sum(count(batch.text_lengths, kinds, batch.num_valid_tokens) for batch in batches)
-    values |= gpu_metrics(flops, seconds, world)
+    run.amounts = own_amounts(sum(count(b.text_lengths, kinds, b.num_valid_tokens) for b in batches), world)
     if config.selected_blocks_start is not None:
         values["selected_blocks"] = spell_by_layer([kind.selected_blocks for kind in kinds])
     return values
@@ -298,7 +297,8 @@ def save_if_due(run: Run, values: dict) -> None:
     """Write and show a step's metrics; begin a checkpoint if the run ends, or one is due by the main rank's clock."""
     config, step, seconds = run.config, run.progress.step, values["seconds"]
     is_due = is_save_due(config, step, time.monotonic() - run.saved_at, run.saver.error is not None)
-    run.stopped, saves = run.stopping.agree(is_due, seconds)
+    run.stopped, saves, amounts = run.stopping.agree(is_due, seconds, run.amounts)
+    values |= gpu_metrics(amounts, seconds, run.world)
     if run.metrics is not None:
         run.metrics.write(**values)
         run.promise_shutdown_once(seconds)

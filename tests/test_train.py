@@ -639,7 +639,7 @@ def test_mfu_counts_neither_padding_nor_the_head_of_masked_tokens(tmp_path, monk
     line = json.dumps({"prompt": "q" * 20, "completion": "a" * 10}) + "\n"
     (tmp_path / "a.jsonl").write_text(line * 40)
     counted = []
-    monkeypatch.setattr(train, "gpu_metrics", lambda flops, seconds, world: counted.append(flops) or {})
+    monkeypatch.setattr(train, "gpu_metrics", lambda amounts, seconds, world: counted.append(amounts[0]) or {})
     flags = arguments(str(tmp_path / "a.jsonl"), tmp_path / "run", "--validation_sequences", "0", steps=1)
     assert train.main(flags) == 0
     assert counted == [MODEL_SIZES["tiny"].forward_flops([31] * 4, num_targets=4 * 11)]

@@ -118,16 +118,22 @@ def also_logged_into(log_file: str | None) -> Iterator[None]:
         handler.close()
 
 
-def gpu_metrics(forward_flops: float, seconds: float, world: World) -> dict:
-    """Every rank's peak of allocated memory in GiB and a step's model FLOP utilisation; nothing on a CPU.
-
-    All ranks call this. `forward_flops` are of this rank's forwards; a backward takes twice as many.
-    """
-    on_gpu, peaks = world.device.type == "cuda", [0.0] * world.size
-    if on_gpu:
+def own_amounts(forward_flops: float, world: World) -> list[float]:
+    """This rank's part of a sum that `gpu_metrics` takes: FLOPs of its forwards, and [ranks] peaks, 0 but its own."""
+    peaks = [0.0] * world.size
+    if world.device.type == "cuda":
         peaks[world.rank] = torch.cuda.max_memory_allocated(world.device) / 2**30
         torch.cuda.reset_peak_memory_stats(world.device)
-    flops, *peaks = world.sum(forward_flops, *peaks)
+    return [forward_flops, *peaks]
+
+
+def gpu_metrics(amounts: list[float], seconds: float, world: World) -> dict:
+    """Every rank's peak of allocated memory in GiB and a step's model FLOP utilisation; nothing on a CPU.
+
+    `amounts` are sums over ranks of `own_amounts`. A backward takes twice the FLOPs of a forward.
+    """
+    flops, *peaks = amounts
+    on_gpu = world.device.type == "cuda"
     found: dict = {"peak_memory_gib": [round(peak, 2) for peak in peaks]} if on_gpu else {}
     if (most := peak_flops(world.device)) is not None:
         found["mfu"] = 3 * flops / world.size / (world.context_size * world.tensor_size) / seconds / most

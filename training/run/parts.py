@@ -48,6 +48,7 @@ class Run:
     progress: Progress
     saved: int | None  # the step of the last checkpoint
     saved_at: float  # time.monotonic() when it was begun
+    amounts: list[float] = dataclasses.field(default_factory=list)  # `own_amounts` of the last step
     stopped: bool = False
     is_updating: bool = False  # from the start of an update until `progress` counts its step
     began: float = dataclasses.field(default_factory=time.monotonic)

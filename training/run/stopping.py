@@ -142,11 +142,14 @@ class Stopping:
         """Signals that all ranks have got."""
         return self.world.sum(len(self.received))[0]
 
-    def agree(self, is_due: bool, seconds: float) -> tuple[bool, bool]:
-        """(whether any rank has been asked to end, the main rank's `is_due`), after a step of so many seconds."""
+    def agree(self, is_due: bool, seconds: float, amounts: list[float]) -> tuple[bool, bool, list[float]]:
+        """Returns what ranks agree on after a step of so many seconds, by a single collective.
+
+        It is (whether any rank has been asked to end, the main rank's `is_due`, `amounts` summed over the ranks).
+        """
         of_main_rank = (is_due, seconds) if self.world.is_main else (0, 0)
-        signals, due, self.step_seconds = self.world.sum(len(self.received), *of_main_rank)
-        return signals > 0, due > 0
+        signals, due, self.step_seconds, *sums = self.world.sum(len(self.received), *of_main_rank, *amounts)
+        return signals > 0, due > 0, sums
 
     def first_signal(self) -> signal.Signals:
         """A signal that some rank has got."""
