@@ -9,8 +9,8 @@ the documents of --data, a step is predicted. The step follows the plan that tra
 --gradient_checkpointing and --no-gradient_checkpointing profile a step without a plan instead.
 
 `--nproc 8 --context_parallel_size 4` predicts the step that train.py would run under torchrun on 8 GPUs of one machine,
-4 sharing each sequence: bytes of one GPU, and seconds; with `--nnodes 2` on 8 GPUs each of 2 machines.
-benchmarks.bench_train_step measures such a step.
+4 sharing each sequence: bytes of one GPU, and seconds. With `--nnodes 2` it is on 8 GPUs each of 2 machines, and with
+`--replicate 2` each machine shards a copy of the weights. benchmarks.bench_train_step measures such a step.
 
 `--find_max_context` says how long a context fits, `--compare` what the chunked loss, checkpointing and offloading save.
 `--measure` confirms either on the GPU. training/memory/reports.py answers these questions. Memory sizes are in GiB,
@@ -62,7 +62,7 @@ from training.memory.planner import Plan, find_max_context, has_plan, make_plan
 from training.memory.reports import Epoch, Machine, choose_plan, report_comparison, report_max_context, report_step
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
-from training.parallel.world import World, join_world
+from training.parallel.world import World, check_replicate, join_world
 from training.run.build import build_bench, settled_execution, shape_with, step_on_meta, without_plan
 from training.run.resume import choose_tokenizer
 from training.run.settings import OVERLONG, StepFlags, TrainConfig
@@ -153,6 +153,7 @@ def check_mesh(flags: ProfileFlags) -> None:
     if flags.nproc % (context * tensor):
         sizes = f"context_parallel_size {context} x tensor_parallel_size {tensor}"
         raise UserError(f"{sizes} must divide nproc {flags.nproc}; give other numbers of GPUs")
+    check_replicate(flags.nproc * flags.nnodes, flags.nproc, tensor, flags.replicate)
     check_matrix_sharing(tensor, shape)
     check_sharing(context, shape, any(kind.list_length for kind in kinds_of(flags, shape)), tensor)
     if message := without_plan(flags, shape.share(tensor)):
@@ -197,7 +198,7 @@ def make_step(flags: ProfileFlags, machine: Machine) -> tuple[Step, Epoch | None
     """Returns the step that the flags ask for, and an epoch of --data; without, of one document per sequence."""
     num_gpus = flags.nproc * flags.nnodes
     mesh = num_gpus, flags.context_parallel_size, flags.tensor_parallel_size, flags.nnodes
-    step = step_on_meta(machine.model, *flags.lengths, machine.given, *mesh)
+    step = step_on_meta(machine.model, *flags.lengths, machine.given, *mesh, flags.replicate)
     if not flags.data:
         return step, None
     train, stores = open_data((*flags.data,), choose_tokenizer(flags, None), machine.model.vocab_size)

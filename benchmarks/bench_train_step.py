@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="at least 2; see above for which are timed")
     parser.add_argument("--context_parallel_size", type=int, default=1, help="ranks that share each sequence")
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="ranks that share each matrix")
+    parser.add_argument("--replicate", type=int, default=1, help="copies of the weights, each sharded over ranks")
     parser.add_argument("--communication", action="store_true", help="on GPUs; see above")
     parser.add_argument("--save_to", type=Path, help="a folder of the disk that checkpoints go to; see above")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
@@ -106,7 +107,8 @@ def main() -> None:
     if arguments.mean_length is not None and (arguments.mean_length < 2 or not arguments.packed):
         parser.error("--mean_length must be at least 2, and needs --packed")
     results = {}
-    with join_world(arguments.device, arguments.context_parallel_size, arguments.tensor_parallel_size) as world:
+    sizes = arguments.context_parallel_size, arguments.tensor_parallel_size, arguments.replicate
+    with join_world(arguments.device, *sizes) as world:
         steps = standard_library(arguments, world.data_size)
         for setting in arguments.settings:
             results[setting] = measure(setting, arguments, steps, world)
@@ -254,6 +256,7 @@ def our_step(
         gradient_accumulation_steps=arguments.gradient_accumulation_steps,
         context_parallel_size=arguments.context_parallel_size,
         tensor_parallel_size=arguments.tensor_parallel_size,
+        replicate=arguments.replicate,
         attention_backend=backend if backend not in ("", "sparse", "nsa") else "auto",
         attention_type=backend if backend in ("sparse", "nsa") else "full",
         gradient_checkpointing=placement == "checkpointing",

@@ -232,6 +232,8 @@ def test_several_machines_are_predicted(tmp_path, capsys):
     assert written["plan"] == str(plan) and written["summary"]["predicted_seconds"] == plan.seconds
     out = capsys.readouterr().out
     assert "2 GPUs, predicted only" in out and "over 2 machines, 25.0 GB/s per GPU between them, assumed" in out
+    assert run_main(tmp_path, *flags, "--replicate", "2")["plan"] != written["plan"]
+    assert re.search(r"copies of the weights +2, each sharded over 1\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("nproc", "sharing"), MESHES)
@@ -345,6 +347,8 @@ def test_with_and_without(small, tmp_path, capsys):
             "context_parallel_size 2 x tensor_parallel_size 1 must divide nproc 1; give other",
         ),
         ("--nproc 6 --tensor_parallel_size 4", "context_parallel_size 1 x tensor_parallel_size 4 must divide nproc 6"),
+        ("--replicate 2", "replicate 2 x tensor_parallel_size 1 must divide the number of processes, 1; start another"),
+        ("--nproc 2 --nnodes 3 --replicate 2", "replicate 2 must be a multiple or a divisor of the 3 machines"),
         ("--nproc 3 --tensor_parallel_size 3", "tensor_parallel_size 3 must divide the model's 8 key/value heads"),
         ("--nproc 6 --context_parallel_size 6", "must divide the model's 32 query heads; give one of 1, 2, 4, 8, 16"),
         ("--nproc 16 --context_parallel_size 16", "no plan counts copies of 8 key/value heads on 16 ranks; lower"),

@@ -177,6 +177,7 @@ class MasterAdamW:
 
         # On a CPU, torch.cpu's streams and events do nothing and copies are done when they return.
         self.device_module = torch.get_device_module(device)
+        self.compute = self.device_module.current_stream()
         self.inward, self.outward = self.device_module.Stream(), self.device_module.Stream()
         self.leaving: deque[tuple[Tensor, torch.Event]] = deque()  # gradients and their arrivals on the host
         size = min(PIECE_ELEMENTS, max(numels))
@@ -254,12 +255,13 @@ class MasterAdamW:
     def _let_go(self, num_bytes: int) -> None:
         """Wait on the compute stream until at most `num_bytes` of gradients are on their way to the host.
 
-        Kernels queued after the wait may write over the memory of the gradients that have left. With record_stream in
-        place of the wait, the memory in use would depend on how far the host runs ahead of the GPU.
+        Kernels queued after the wait may write over the memory of the gradients that have left. So may FSDP2's, which
+        wait for the compute stream; they run on two streams, and either may have made the gradients. With record_stream
+        in place of the wait, the memory in use would depend on how far the host runs ahead of the GPU.
         """
         while sum(gradient.nbytes for gradient, _ in self.leaving) > num_bytes:
             _, left = self.leaving.popleft()
-            self.device_module.current_stream().wait_event(left)
+            self.compute.wait_event(left)
 
     def zero_grad(self) -> None:
         """Drop all gradients since the last update, after a backward that failed half way as well."""

@@ -222,7 +222,7 @@ ALWAYS = {
         max_grad_norm skip_nonfinite_steps seed output_dir resume save validation_sequences sample_tokens
         tensorboard wandb log_file""",
     "profile_memory.py": """init_from batch_size gradient_accumulation_steps attention_backend nproc nnodes gpu compare
-        json context_parallel_size tensor_parallel_size""",
+        json context_parallel_size tensor_parallel_size replicate""",
     "training.evaluation": "checkpoint tokenizer memory_budget device output_dir beside sequences samples",
     "training.generate": """checkpoint tokenizer memory_budget device prompt file chat max_new_tokens temperature""",
     "training.plots": "run",
@@ -234,7 +234,7 @@ ONE_STEP = "--context_length 9 --no-gradient_checkpointing --num_layers 1 --stag
 OF_ATTENTION = "attention_type selected_blocks dense_below"  # refused by kinds_of
 ELSEWHERE = {
     "train.py": f"""{OF_ATTENTION} selected_blocks_start selected_blocks_steps memory_budget context_parallel_size
-        tensor_parallel_size collective_timeout data_weights chat_reasoning""",
+        tensor_parallel_size replicate collective_timeout data_weights chat_reasoning""",
     "profile_memory.py": OF_ATTENTION,
     "training.evaluation": OF_ATTENTION,
     "training.generate": OF_ATTENTION,

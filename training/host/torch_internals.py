@@ -46,3 +46,8 @@ def set_timeout(group: ProcessGroup, seconds: float) -> None:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Returns `mesh`, some named axes of a larger mesh, flattened into one axis of that mesh under a new name (2.5)."""
     return mesh._flatten(name)
+
+
+def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Returns a mesh of one axis, cut into several: of sizes (2, 4), ranks 0 to 3 become the first row of two (2.9)."""
+    return mesh._unflatten(0, sizes, names)

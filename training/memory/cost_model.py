@@ -126,6 +126,7 @@ class Step:
         num_shards: ranks over which FSDP2 shards each parameter; 1 where all ranks share matrices; 0: no FSDP2.
         tensor_ranks: ranks that share each matrix.
         num_machines: machines of equally many ranks. Ranks of one machine share sequences and matrices.
+        num_copies: copies of the sharded parameters, on machines of their own where there are enough.
     """
 
     share: Any
@@ -140,6 +141,7 @@ class Step:
     num_shards: int = 0
     tensor_ranks: int = 1
     num_machines: int = 1
+    num_copies: int = 1
 
     def __post_init__(self):
         share, self.parameters = self.share, list(self.parameters)
@@ -159,6 +161,8 @@ class Step:
             # tensor is larger for the embedding and an untied head than for a block.
             head_elements = self.head // self.element_size * (1 if share.tie_word_embeddings else 2)
             self._reduction_bytes = 4 * max(0, head_elements - layer_elements)
+            if self.num_copies > 1:  # FSDP2 keeps the sums of copies until the last backward, beside the gradients
+                self._reduction_bytes += 4 * sum(map(_local_elements, self.parameters))
         self._optimizer_bytes = functools.cache(
             functools.partial(optimizer_bytes, self.parameters, accumulate=self.micro_batches > 1)
         )
@@ -268,7 +272,7 @@ class Step:
 
             `ready` is the share of the parameters that have gradients. The arguments after it are bytes beside these.
             """
-            ready = 1 if self.micro_batches > 1 else ready
+            ready = 1 if self.micro_batches > 1 and self.num_copies == 1 else ready
             gradients += int(optimizer.gpu_gradients * ready)
             inputs, attention, mlp = map(add, before[layer], block)
             sizes = {"gradients": gradients, "layer inputs": inputs, "attention": attention, "MLP": mlp}
@@ -431,15 +435,22 @@ class Step:
         # gathered before anything runs and stay until backward. Their gradients are summed last. The rate of a machine
         # is measured with exchanges of heads, which also pay for copies. Other machines send to all its GPUs at once.
         elements, ranks = share.num_parameters(), self.num_shards or 1
-        between_machines = elements * (self.num_machines - 1) / ranks / rates["network"]
+        apart = min(self.num_copies, self.num_machines)  # copies that share no machine
+        between_machines = elements * (self.num_machines // apart - 1) / ranks / rates["network"]
         sent = max(elements * (1 - 1 / ranks) / rates["gpu link"], between_machines)  # seconds, 1 byte each
         gather, add = self.element_size * sent, 4 * sent
         ends = self.head_share * (1 if share.tie_word_embeddings else 2)
         forward = max(forward, copies + (1 - ends) * gather)
         backward = max(backward, copies + (1 - ends) * (gather + add))
+        # Copies sum their float32 shards, there and back, in the last backward. It is counted after the other exchange,
+        # although both overlap where they go by different links.
+        sums = 4 * 2 * (1 - 1 / self.num_copies) * elements / ranks / rates["network" if apart > 1 else "gpu link"]
+        last = max(backward, copies + (1 - ends) * (gather + add + sums))
         # Gradients leave for the host in the first micro-batch. In each later one, the sums come back and leave again.
+        # With copies of the weights they leave in the last alone.
         gradients = optimizer.leaving_gradients / rates["link"]
-        backwards = max(backward, gradients) + (self.micro_batches - 1) * max(backward, 2 * gradients)
+        moved = 2 * gradients if self.num_copies == 1 else 0
+        backwards = max(last, gradients) + (self.micro_batches - 1) * max(backward, moved) + ends * sums
         update = optimizer.host / rates["link"] + 4 * optimizer.gpu_state / rates["memory"]
         return self.micro_batches * (forward + 0.01 * copies + loss + ends * (gather + add)) + backwards + update
 

@@ -53,14 +53,18 @@ class Plan:
 
     def __str__(self) -> str:
         execution, placements, sharing = self.execution, self.execution.placements, self.step.num_ranks
-        axes = {"data": max(1, self.step.num_shards // sharing), "context": sharing}
+        copies, num_shards = self.step.num_copies, self.step.num_shards
+        axes = {"data": max(1, copies * num_shards // sharing), "context": sharing}
         axes |= {"tensor": self.step.tensor_ranks} if self.step.tensor_ranks > 1 else {}
         sizes = " x ".join(map(str, axes.values()))
         rows = [(f"GPUs, {' x '.join(axes)}", f"{sizes}; below, of each")] if math.prod(axes.values()) > 1 else []
+        if copies > 1:
+            rows.append(("copies of the weights", f"{copies}, each sharded over {num_shards * self.step.tensor_ranks}"))
         if (machines := self.step.num_machines) > 1:
             network = self.rates["network"]
             source = "assumed" if network == ASSUMED_NETWORK else "measured"
-            rows.append(("FSDP", f"over {machines} machines, {network / 1e9:.1f} GB/s per GPU between them, {source}"))
+            title = "FSDP" if copies == 1 else "FSDP and copies"
+            rows.append((title, f"over {machines} machines, {network / 1e9:.1f} GB/s per GPU between them, {source}"))
         for title, name in (("layer inputs", "input"), ("attention outputs", "results")):
             places = Counter(getattr(p, name) for p in placements)
             rows.append((title, ", ".join(f"{count} {place}" for place, count in places.items())))

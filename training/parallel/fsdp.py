@@ -15,7 +15,8 @@ def shard_model(
 ) -> None:
     """Shard a model by FSDP2, each transformer block a group and the rest another; gradient sums are float32.
 
-    Gradients are summed over ranks, not averaged: the loss is divided by all ranks' valid tokens already. Gathered
+    Gradients are summed over ranks, and over copies, not averaged: the loss is divided by all ranks' valid tokens
+    already. Gathered
     parameters are of `compute_dtype`, by default bfloat16 on GPUs and float32 on CPUs.
     """
     compute_dtype = compute_dtype or (torch.bfloat16 if world.device.type == "cuda" else torch.float32)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from training.host.errors import UserError, refused_as_user_error
 from training.host.processes import GRACE_SECONDS, show_error
-from training.host.torch_internals import flatten_mesh, set_timeout
+from training.host.torch_internals import flatten_mesh, set_timeout, unflatten_mesh
 
 START_SECONDS = 3600.0  # a rank waits for the others until the first step: some tokenize or read more slowly
 STOPPED_SECONDS = 5.0  # time from a process's SIGSTOP to the warning
@@ -31,12 +31,16 @@ class World:
     The ranks form a mesh of three axes. Along "data" each rank has its own sequences, along "context" ranks share each
     sequence, and along "tensor" they share each matrix. For example, among 8 ranks with context and tensor of size 2,
     rank 6 stands at (1, 1, 0): it shares its sequences with ranks 4, 5 and 7, and its data_rank is 1 of 2.
+
+    Weights and their optimizer state are sharded over data and context. With replicate 2, half of these ranks shard one
+    copy, and the other half another.
     """
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh | None = None  # None in a world of one process
+    replicate: int = 1  # copies of the weights
 
     @property
     def is_main(self) -> bool:
@@ -69,9 +73,14 @@ class World:
 
     @functools.cached_property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The axes data and context as one: FSDP2 shards parameters over it."""
+        """The axes data and context as one: FSDP2 shards parameters over it.
+
+        With copies it is cut into the axes replicate and shard. Neighbouring ranks, on one machine, shard a copy.
+        """
         assert self.mesh is not None, "one process shards nothing"
-        return flatten_mesh(self.mesh["data", "context"], "fsdp")
+        flat = flatten_mesh(self.mesh["data", "context"], "fsdp")
+        sizes = self.replicate, flat.size() // self.replicate
+        return flat if self.replicate == 1 else unflatten_mesh(flat, sizes, ("replicate", "shard"))
 
     def sum(self, *values: float, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
         """Each value summed over the ranks, in float64."""
@@ -88,7 +97,7 @@ class World:
     def limit_waits(self, seconds: float) -> None:
         """Have collectives fail, from now on, where a rank waits so long for another."""
         if self.mesh is not None:
-            for group in (dist.group.WORLD, self.fsdp_mesh.get_group(), *self.mesh.get_all_groups()):
+            for group in (dist.group.WORLD, *self.fsdp_mesh.get_all_groups(), *self.mesh.get_all_groups()):
                 set_timeout(group, seconds)
 
     def broadcast(self, value):
@@ -106,7 +115,9 @@ def make_mesh(device_type: str, size: int, context_parallel_size: int = 1, tenso
     return init_device_mesh(device_type, shape, mesh_dim_names=("data", "context", "tensor"))
 
 
-def check_sizes(size: int, local_size: int, context_parallel_size: int, tensor_parallel_size: int) -> None:
+def check_sizes(
+    size: int, local_size: int, context_parallel_size: int, tensor_parallel_size: int, replicate: int
+) -> None:
     sizes = f"context_parallel_size {context_parallel_size} x tensor_parallel_size {tensor_parallel_size}"
     advice = "start another number by torchrun --nproc_per_node, or lower one of them"
     if size % (context_parallel_size * tensor_parallel_size):
@@ -115,6 +126,22 @@ def check_sizes(size: int, local_size: int, context_parallel_size: int, tensor_p
         raise UserError(
             f"{sizes} must divide each machine's processes, {local_size}: no sequence or matrix is shared between "
             f"machines; {advice}"
+        )
+    check_replicate(size, local_size, tensor_parallel_size, replicate)
+
+
+def check_replicate(size: int, local_size: int, tensor_parallel_size: int, replicate: int) -> None:
+    """Raise UserError unless so many copies of the weights have equally many processes, and whole machines or parts."""
+    if size % (replicate * tensor_parallel_size):
+        raise UserError(
+            f"replicate {replicate} x tensor_parallel_size {tensor_parallel_size} must divide the number of processes, "
+            f"{size}; start another number of them, or lower replicate"
+        )
+    machines = max(1, size // local_size)
+    if replicate % machines and machines % replicate:
+        raise UserError(
+            f"replicate {replicate} must be a multiple or a divisor of the {machines} machines, so that none of the "
+            f"copies lies on a machine and a half; give {machines} for a copy per machine"
         )
 
 
@@ -134,7 +161,9 @@ def choose_device(device: str, local_rank: int, local_size: int) -> torch.device
 
 
 @contextmanager
-def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size: int = 1) -> Iterator[World]:
+def join_world(
+    device: str, context_parallel_size: int = 1, tensor_parallel_size: int = 1, replicate: int = 1
+) -> Iterator[World]:
     """Join the process group that torchrun announced (NCCL on GPUs, gloo on CPUs), or make a world of one process.
 
     A rank that fails shows its error, and all ranks end within seconds. One exception: where a rank is killed that was
@@ -144,14 +173,15 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
         device: "auto" (a GPU if there is one), "cuda" or "cpu".
 
     Raises:
-        UserError: CUDA is asked for and not found; this machine has fewer GPUs than processes; the two sizes do not
+        UserError: CUDA is asked for and not found; this machine has fewer GPUs than processes; the sizes do not
             divide the processes, or the processes of each of several machines; or ranks were given different sizes.
     """
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before CUDA starts: less fragmentation
     defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     with refused_as_user_error("torchrun's RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE in the environment: "):
         rank, size, local_rank, local_size = (int(os.environ.get(name, value)) for name, value in defaults.items())
-    check_sizes(size, local_size, context_parallel_size, tensor_parallel_size)
+    given = context_parallel_size, tensor_parallel_size, replicate
+    check_sizes(size, local_size, *given)
     place = choose_device(device, local_rank, local_size)
     left = threading.Event()
     tasks = os.environ.get("SLURM_NTASKS", "1")
@@ -177,7 +207,7 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
     namespace = os.readlink("/proc/self/ns/pid")  # in a container, a number means another process than outside
     try:
         dist.init_process_group("nccl" if gpu else "gloo", device_id=place if gpu else None, timeout=start)
-        dist.all_gather_object(ranks, ((os.getpid(), namespace), context_parallel_size, tensor_parallel_size))
+        dist.all_gather_object(ranks, ((os.getpid(), namespace), *given))
     except RuntimeError as error:
         why = str(error).splitlines()[0][:300]
         end_by(UserError(f"the ranks did not meet: one of them has ended, or cannot be reached ({why})"), rank == 0)
@@ -187,10 +217,11 @@ def join_world(device: str, context_parallel_size: int = 1, tensor_parallel_size
     machines = Machines() if size > len(neighbours) else None
     threading.Thread(target=end_with, args=(neighbours, os.getppid(), left, machines), daemon=True).start()
     try:
-        for name, of_ranks in zip(("context_parallel_size", "tensor_parallel_size"), sizes):
+        for name, of_ranks in zip(("context_parallel_size", "tensor_parallel_size", "replicate"), sizes):
             if len({*of_ranks}) > 1:
                 raise UserError(f"ranks differ in {name}: {sorted({*of_ranks})}; start all ranks alike")
-        world = World(rank, size, place, make_mesh(place.type, size, context_parallel_size, tensor_parallel_size))
+        mesh = make_mesh(place.type, size, context_parallel_size, tensor_parallel_size)
+        world = World(rank, size, place, mesh, replicate)
         world.limit_waits(START_SECONDS)
         yield world
         dist.barrier()  # no rank ends while another is still at work

@@ -10,6 +10,7 @@ import logging
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from kernels.attention import KINDS
 from kernels.attention.full import choose_backend
@@ -139,10 +140,11 @@ def step_of(config: TrainConfig, model: Transformer, world: World, documents: Pa
     lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
     kinds = kinds_at(config, model.config, step=1)
     given = settled_execution(config.loss_impl, config.attention_backend, world.device, kinds, config.kernels)
-    num_shards = world.data_size * world.context_size if world.size > 1 else 0
+    num_shards = world.data_size * world.context_size // world.replicate if world.size > 1 else 0
     return Step(
         model.share, model.parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
         num_shards=num_shards, tensor_ranks=config.tensor_parallel_size, num_machines=world.num_machines,
+        num_copies=world.replicate,
     )  # fmt: skip
 
 
@@ -156,6 +158,7 @@ def step_on_meta(
     context_parallel_size: int = 1,
     tensor_parallel_size: int = 1,
     num_machines: int = 1,
+    replicate: int = 1,
 ) -> Step:
     """A step of a model on the meta device, which takes no memory; each sequence is one document.
 
@@ -164,16 +167,17 @@ def step_on_meta(
             torch.chunk does, and gives no GPU more than the first.
         context_parallel_size, tensor_parallel_size: GPUs that share each sequence, and each matrix.
         num_machines: machines that have equally many of the GPUs.
+        replicate: copies of the weights.
     """
     dtype = torch.float32 if num_gpus > 1 else torch.bfloat16
-    num_shards = num_gpus // tensor_parallel_size
+    num_shards = num_gpus // tensor_parallel_size // replicate
     parameters = _parameters_on_meta(model_config, tensor_parallel_size)
     shards = [parameter.chunk(num_shards)[0].to(dtype) for parameter in parameters]
     documents = PackedDocuments.one_each(context_length, batch_size)
     return Step(
         model_config.share(tensor_parallel_size), shards, context_length, batch_size, micro_batches, documents,
         given or Execution(), num_ranks=context_parallel_size, num_shards=num_shards if num_gpus > 1 else 0,
-        tensor_ranks=tensor_parallel_size, num_machines=num_machines,
+        tensor_ranks=tensor_parallel_size, num_machines=num_machines, num_copies=replicate,
     )  # fmt: skip
 
 
@@ -229,7 +233,7 @@ def plan_memory(
     backend, kinds = step.given.attention_backend, step.given.kinds
     rates = measure_rates(model.share, backend, world.device, config.context_length, kinds)
     if world.num_machines > 1:
-        rates["network"] = measure_network(world.fsdp_mesh.get_group(), world.num_machines, world.device)
+        rates["network"] = measure_network(dist.group.WORLD, world.num_machines, world.device)
     rates = dict(zip(rates, world.min(*rates.values())))
     torch.cuda.empty_cache()  # frees what the measurements took
     plan = make_plan(step, *budgets, rates)

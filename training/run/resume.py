@@ -228,7 +228,7 @@ def parallel_sizes_of(given: dict) -> dict[str, int]:
     config = TrainConfig(**given)
     last = latest_checkpoint(Path(config.output_dir), {}) if config.resume != "no" else None
     saved = {} if last is None else load_state(last)["settings"]
-    names = "context_parallel_size", "tensor_parallel_size"
+    names = "context_parallel_size", "tensor_parallel_size", "replicate"
     return {name: {**saved, **given}.get(name, getattr(config, name)) for name in names}
 
 

@@ -55,6 +55,8 @@ class StepFlags:
         1, "GPUs that share each sequence, by heads in attention", least=1, most=2**20, group="several GPUs"
     )
     tensor_parallel_size: int = flag(1, "GPUs that share each matrix", least=1, most=2**20)
+    replicate: int = flag(1, "copies of the weights, each sharded over GPUs; 1 per machine spares a slow network",
+                          least=1, most=2**20)  # fmt: skip
 
 
 @dataclass

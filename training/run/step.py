@@ -61,6 +61,8 @@ def train_step(
     losses: list[torch.Tensor] = []
     try:
         for batch in batches:
+            if world.replicate > 1:  # FSDP2 adds up each copy's gradients, and sums over copies once per step
+                model.set_requires_all_reduce(batch is batches[-1])
             loss = run_model(model, batch, world, num_valid)
             loss.backward()
             losses.append(loss.detach())

@@ -66,6 +66,8 @@ def test_flatten_mesh(process_group):
     mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"))
     flat = torch_internals.flatten_mesh(mesh["a", "b"], "ab")
     assert flat.mesh_dim_names == ("ab",) and flat.mesh.tolist() == [0]
+    cut = torch_internals.unflatten_mesh(flat, (1, 1), ("d", "e"))
+    assert cut.mesh_dim_names == ("d", "e") and cut.mesh.tolist() == [[0]]
 
 
 def test_set_timeout(process_group):

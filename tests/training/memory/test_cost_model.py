@@ -1,5 +1,6 @@
 import gc
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -158,6 +159,36 @@ def test_fsdp_over_machines_waits_for_the_network():
     assert f"{row}, measured" in str(Plan(two, execution, rates=rates))
     assert f"{row.replace('5.0', '25.0')}, assumed" in str(Plan(two, execution))
     assert "machines" not in str(Plan(one, execution, rates=rates))
+
+
+def test_copies_of_the_weights_sum_gradients_between_machines():
+    """Short steps on two machines of eight GPUs: only sums of shards go between them, once per step.
+
+    In a step of one micro-batch that are as many bytes as FSDP over both machines sends: 8 per parameter of a shard.
+    """
+    execution, rates = Execution((Placement("gpu", "gpu"),) * 36, 8192), H200 | {"network": 5e9}
+    options = {"num_gpus": 16, "num_machines": 2}
+    one, two = (step_on_meta(MODEL_SIZES["4B"], 512, **options, replicate=n) for n in (1, 2))
+    inside = step_on_meta(MODEL_SIZES["4B"], 512, num_gpus=16, replicate=2)
+    parameters = MODEL_SIZES["4B"].num_parameters()
+    assert two.optimizer(execution).gpu_state == pytest.approx(8 * parameters / 8, rel=1e-3)
+    assert two.optimizer(execution).gpu_state == pytest.approx(2 * one.optimizer(execution).gpu_state, rel=1e-3)
+    gathered, summed = 7 / 8 * parameters / H200["gpu link"], 4 * parameters / 8 / 5e9  # s: of a byte; of all shards
+    embedding = 151_936 * 2560 / parameters
+    expected = (2 + 2 + 4) * gathered - 2 * embedding * gathered + summed
+    compute = two.seconds(execution, rates | {"gpu link": math.inf, "network": math.inf})
+    assert expected - compute <= two.seconds(execution, rates) - compute <= expected * 1.001
+    one_of_four, four = (step_on_meta(MODEL_SIZES["4B"], 512, 1, 4, **options, replicate=n) for n in (1, 2))
+    assert four.seconds(execution, rates) < 0.7 * one_of_four.seconds(execution, rates)
+    assert four.peak(execution).bytes <= one_of_four.peak(execution).bytes + 8 * parameters / 8
+    assert two.seconds(execution, rates | {"network": H200["gpu link"]}) == inside.seconds(execution, rates)
+    wide = step_on_meta(MODEL_SIZES["4B"], 512, num_gpus=32, num_machines=4, replicate=2)  # a copy per two machines
+    assert wide.seconds(execution, rates) > two.seconds(execution, rates)
+    # The float32 sums over copies stay beside the gradients until backward ends.
+    idle = [step.peak(execution).idle for step in (one, two)]
+    assert idle[1] - idle[0] >= 4 * parameters / 8
+    row = r"copies of the weights +2, each sharded over 8\n"
+    assert re.search(row, str(Plan(two, execution))) and not re.search(row, str(Plan(one, execution)))
 
 
 @pytest.mark.parametrize("heads_at_a_time", [None, 1])

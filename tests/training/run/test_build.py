@@ -70,6 +70,7 @@ def compare_with_a_prediction(world):
     """Compares this rank's step with a step of pretended GPUs; no rank has more of a parameter than the first."""
     shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=3)
     sizes = {"context_parallel_size": world.context_size, "tensor_parallel_size": world.tensor_size}
+    sizes["replicate"] = world.replicate
     config = TrainConfig(context_length=1000, batch_size=2, **sizes)
     real = step_of(config, model_on_meta(shape, world), world, PackedDocuments.one_each(1000, 2))
     predicted = step_on_meta(shape, 1000, 2, given=real.given, num_gpus=world.size, **sizes)
@@ -84,10 +85,10 @@ def compare_with_a_prediction(world):
             assert real.seconds(execution, H200) == predicted.seconds(execution, H200)
 
 
-@pytest.mark.parametrize(("num_ranks", "context", "tensor"), [(3, 1, 1), (4, 2, 1), (4, 1, 2)])
-def test_the_step_of_gpus_that_are_not_there_is_that_of_ranks(num_ranks, context, tensor):
+@pytest.mark.parametrize(("num_ranks", "context", "tensor", "replicate"), [(3, 1, 1, 1), (4, 2, 1, 2), (4, 1, 2, 1)])
+def test_the_step_of_gpus_that_are_not_there_is_that_of_ranks(num_ranks, context, tensor, replicate):
     """Three ranks do not divide all parameters' rows."""
-    sizes = {"context_parallel_size": context, "tensor_parallel_size": tensor}
+    sizes = {"context_parallel_size": context, "tensor_parallel_size": tensor, "replicate": replicate}
     run_ranks(num_ranks, compare_with_a_prediction, **sizes)
 
 
