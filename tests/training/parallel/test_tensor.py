@@ -1,6 +1,8 @@
 """Ranks that share matrices equal one process: loss and every gradient, logits, and runs that resume."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -115,20 +117,49 @@ def test_two_gpus_equal_one():
 
 
 def train_shared(world: World, folder: Path) -> None:
-    """One run of 3 steps of 4 sequences each, stopped and resumed by other splits of the ranks."""
+    """One run of 4 steps of 4 sequences each, stopped and resumed by other splits of the ranks, and with copies."""
     worlds = worlds_of(world)
-    start = arguments(str(folder / "corpus.txt"), folder / "shared", *STEADY, "--batch_size", "2", steps=1)
+    start = arguments(str(folder / "corpus.txt"), folder / "shared", *STEADY, "--batch_size", "2", steps=2)
     start += ["--context_parallel_size", "2", "--tensor_parallel_size", "2", "--gradient_accumulation_steps", "2"]
     with (
         mock.patch("training.run.metrics.peak_flops", lambda device: 1e12),
-        mock.patch.object(train, "join_world", lambda device, **sizes: nullcontext(worlds[tuple(sizes.values())[:2]])),
+        mock.patch.object(train, "join_world", lambda device, **sizes: nullcontext(world_of(worlds, **sizes))),
+        counted_collectives() as counts,
     ):
         assert train.main([*start, "--gradient_checkpointing"]) == 0
+        assert counts[1] == 3  # sums: of targets; of the norm and the loss; of signals, saving and metrics
+        once, two = ["--gradient_accumulation_steps", "1"], ["--tensor_parallel_size", "2"]
         for flags in (
-            ["--max_steps", "2", "--tensor_parallel_size", "1", "--gradient_accumulation_steps", "1"],
-            ["--max_steps", "3", "--tensor_parallel_size", "2", "--context_parallel_size", "1", "--sample_tokens", "3"],
+            ["--max_steps", "3", "--tensor_parallel_size", "1", "--replicate", "2", *once],
+            ["--max_steps", "4", *two, "--replicate", "1", "--context_parallel_size", "1", "--sample_tokens", "3"],
         ):
             assert train.main(only_resume(folder / "shared", *flags)) == 0
+
+
+def world_of(worlds: dict, context_parallel_size: int, tensor_parallel_size: int, replicate: int) -> World:
+    return replace(worlds[context_parallel_size, tensor_parallel_size], replicate=replicate)
+
+
+@contextmanager
+def counted_collectives() -> Iterator[list[int]]:
+    """Counts collectives of all ranks together, by the steps of a run: before the first, in the first, and so on.
+
+    FSDP2's, of groups, do not count. A GPU's step has the same: nothing asks for the device.
+    """
+    counts, take_step = [0], train.take_step
+
+    def counting(collective):
+        def counted(*args, **kwargs):
+            counts[-1] += not any(isinstance(x, torch.distributed.ProcessGroup) for x in (*args, *kwargs.values()))
+            return collective(*args, **kwargs)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "take_step", lambda run: counts.append(0) or take_step(run))
+        for name in ("all_reduce", "broadcast", "broadcast_object_list", "all_gather_object", "barrier"):
+            patch.setattr(torch.distributed, name, counting(getattr(torch.distributed, name)))
+        yield counts
 
 
 def test_a_run_goes_on_with_any_split(tmp_path, monkeypatch):
@@ -136,16 +167,16 @@ def test_a_run_goes_on_with_any_split(tmp_path, monkeypatch):
     run_ranks(4, train_shared, tmp_path)
     monkeypatch.setattr("training.run.metrics.peak_flops", lambda device: 1e12)
     one, shared = tmp_path / "one", tmp_path / "shared"
-    assert train.main(arguments(str(tmp_path / "corpus.txt"), one, *STEADY, "--batch_size", "4", steps=4)) == 0
-    assert train.main(only_resume(shared, "--tensor_parallel_size", "1", "--batch_size", "4", "--max_steps", "4")) == 0
+    assert train.main(arguments(str(tmp_path / "corpus.txt"), one, *STEADY, "--batch_size", "4", steps=5)) == 0
+    assert train.main(only_resume(shared, "--tensor_parallel_size", "1", "--batch_size", "4", "--max_steps", "5")) == 0
     lines, expected = metrics(shared), metrics(one)
     for name in ("loss", "gradient_norm", "tokens"):
         assert [line[name] for line in lines] == pytest.approx([line[name] for line in expected], rel=1e-5), name
     assert lines[-1]["validation_loss"] == pytest.approx(expected[-1]["validation_loss"], rel=1e-5)
     work = [line["mfu"] * line["seconds"] for line in expected]  # proportional to the FLOPs of the one process
-    assert [line["mfu"] * line["seconds"] for line in lines] == pytest.approx([w / 4 for w in work[:3]] + work[3:])
-    expected_weights = weights(one, 4)
-    for name, weight in weights(shared, 4).items():
+    assert [line["mfu"] * line["seconds"] for line in lines] == pytest.approx([w / 4 for w in work[:4]] + work[4:])
+    expected_weights = weights(one, 5)
+    for name, weight in weights(shared, 5).items():
         assert (weight - expected_weights[name]).norm() < 1e-4 * expected_weights[name].norm(), name
 
 
