@@ -525,11 +525,6 @@ def test_the_default_batch_is_one_sequence_where_sequences_are_long():
     assert parse(["--context_length", "131072", "--batch_size", "8"]).batch_size == 8
 
 
-def test_readme_names_every_flag():
-    readme = (ROOT / "README.md").read_text()
-    assert [f.name for f in fields(TrainConfig) if f"`--{f.name}`" not in readme] == []
-
-
 BAD_FLAGS = [
     (["--context_lenght", "64"], "unknown flag --context_lenght; did you mean --context_length?"),
     (["--pipeline_parallel_size", "2"], "there is no --pipeline_parallel_size: the last stage would hold the loss"),

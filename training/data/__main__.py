@@ -26,7 +26,7 @@ class PrepareFlags:
     tokenizer: str = flag(help="a tokenizer.json or its folder, or bytes")
     chat_reasoning: str = flag("template", "reasoning before a chat's last user message, as train.py has it", REASONING)
     suffixes: str | None = flag(None, f"of texts, as train.py has it; default: {SUFFIXES}")
-    workers: int = flag(len(os.sched_getaffinity(0)), "processes", least=1)
+    workers: int | None = flag(None, "processes; default: one per core", least=1)
 
 
 @dataclass
@@ -46,7 +46,8 @@ def main(argv: list[str]) -> int:
         print(f"{flags.out}: every byte is as it was written")
         return 0
     try:
-        prepare(flags.source, flags.out, flags.tokenizer, flags.chat_reasoning, flags.workers, flags.suffixes)
+        workers = flags.workers or len(os.sched_getaffinity(0))
+        prepare(flags.source, flags.out, flags.tokenizer, flags.chat_reasoning, workers, flags.suffixes)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 130

@@ -1,0 +1,95 @@
+"""Writes flags.md from the commands' own dataclasses of flags: `.venv/bin/python -m docs.flags`."""
+
+import typing
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+
+from profile_memory import ProfileFlags
+from training.checkpoint.weights import ExportFlags
+from training.data.__main__ import PrepareFlags, VerifyFlags
+from training.evaluation.__main__ import EvaluationFlags
+from training.flags import SMALLEST
+from training.generate import GenerateFlags
+from training.plots import PlotsFlags
+from training.run.settings import TrainConfig
+
+PAGE = Path(__file__).with_suffix(".md")
+COMMANDS = {
+    "train.py": TrainConfig,
+    "profile_memory.py": ProfileFlags,
+    "-m training.evaluation": EvaluationFlags,
+    "-m training.generate": GenerateFlags,
+    "-m training.data prepare": PrepareFlags,
+    "-m training.data verify": VerifyFlags,
+    "-m training.checkpoint.weights export": ExportFlags,
+    "-m training.plots": PlotsFlags,
+}
+MOST_SHOWN = 1000  # larger limits keep nonsense out
+INTRODUCTION = """\
+# Flags
+
+`.venv/bin/python -m docs.flags` writes this page from the commands' own tables. `--help` prints the same.
+
+Each flag is also a key of a TOML file that `--config` names: `--max_steps 20` is `max_steps = 20`, and a switch such as
+`--show_batch` is `show_batch = true`. Defaults give way to the file, and the file to flags. A switch is turned off by
+`--no-show_batch`. Names in capitals are given by their place, without a name. A flag that does not exist, a value out
+of range and a flag without effect are refused in one line before any work.
+"""
+
+
+def page() -> str:
+    """Returns the page's text."""
+    return "\n".join([INTRODUCTION, *(section(name, kind) for name, kind in COMMANDS.items())])
+
+
+def section(name: str, kind: type) -> str:
+    """Returns a command's table, and the cases in which a flag has no effect."""
+    must = [each for each in fields(kind) if each.default is each.default_factory is MISSING]
+    words = [name, *(spelled(each) + f" {each.name.upper()}" * (not each.metadata["positional"]) for each in must)]
+    lines = [f"## {name.removeprefix('-m ')}", "", f"`.venv/bin/python {' '.join(words)}`. {kind.__doc__}", ""]
+    lines += ["| flag | values | default | meaning |", "| --- | --- | --- | --- |", *map(row, fields(kind)), ""]
+    if rows := getattr(kind, "idle", ()):
+        lines += ["Refused, because a flag has no effect:", ""]
+        for idle in rows:
+            lines.append(f"- {', '.join(f'`--{flag}`' for flag in idle.names.split())} {idle.why}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def row(each: Field) -> str:
+    """Returns a flag's row. The end of its help, "; default: ...", goes to the column of defaults."""
+    meaning, _, default = each.metadata["help"].partition("default: ")
+    if each.default is each.default_factory is MISSING:
+        default = "must be given"
+    elif each.default not in (MISSING, None):
+        meaning, default = each.metadata["help"], "off" if each.default is False else str(each.default)
+    cells = f"`{spelled(each)}`", values(each), default, meaning.rstrip("; ")
+    return f"| {' | '.join(cell.replace('|', ', ') for cell in cells)} |"
+
+
+def spelled(each: Field) -> str:
+    """Returns --name, or NAME of a flag that is given by its place."""
+    return each.name.upper() if each.metadata["positional"] else f"--{each.name}"
+
+
+def values(each: Field) -> str:
+    """Returns what a flag takes, such as "whole number, from 1"."""
+    element = next(iter(typing.get_args(each.type)), each.type)
+    least, most = each.metadata["least"], each.metadata["most"]
+    if each.metadata["choices"]:
+        found = ", ".join(each.metadata["choices"])
+    elif element in (int, float):
+        found = "whole number" if element is int else "number"
+        found += " above 0" if least == SMALLEST else f" from {least:,g}" if least else ""
+        found += f", at most {most:,g}" if most <= MOST_SHOWN else ""
+    else:
+        found = {bool: "switch", Path: "path"}.get(element, "word")
+    return found + (", or several" if typing.get_origin(each.type) is list else "")
+
+
+def main() -> None:
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Checks the pages for users: each command's flags, some commands by running them, links, and docs/flags.md."""
+
+import importlib.util
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser as torchrun_parser
+
+import train
+from docs.flags import COMMANDS, PAGE, page
+from training.flags import given_flags, refuse_idle
+from training.run.settings import TrainConfig
+
+ROOT = Path(__file__).parents[1]
+GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKED = [*GUIDES, ROOT / "MEMORY_REPORT.md", ROOT / "kernels/attention/README.md"]
+BIN = ".venv/bin/"
+OTHERS = {"pip", "pytest", "hf", "ruff", "mypy"}  # programs of others in .venv/bin
+RUN = "<!-- the tests run this -->\n"  # stands before a block of commands that a CPU runs in seconds
+
+
+class Parsed(Exception):
+    """A command has read its flags."""
+
+
+def blocks(text: str, before: str = "") -> list[str]:
+    return re.findall(rf"{before}```bash\n(.*?)```", text, re.DOTALL)
+
+
+def code(text: str) -> list[str]:
+    """Returns the lines of a page's bash blocks, and the code in its prose."""
+    prose = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    lines = [line for block in blocks(text) for line in block.replace("\\\n", " ").splitlines()]
+    return lines + [" ".join(words.split()) for words in prose]
+
+
+def split_python(words: list[str]) -> tuple[str, list[str]] | None:
+    """Returns what Python runs, as "-m training.data prepare", and the words after it; None for other programs."""
+    program, *words = words
+    if program == f"{BIN}torchrun":
+        parsed = torchrun_parser().parse_args(words)
+        words = ["-m"] * parsed.module + [parsed.training_script, *parsed.training_script_args]
+    elif program != f"{BIN}python":
+        assert program.removeprefix(BIN) in OTHERS, program
+        return None
+    for size in (3, 2, 1):
+        if (name := " ".join(words[:size])) in COMMANDS:
+            return name, words[size:]
+    size = 2 if words[0] == "-m" else 1
+    return " ".join(words[:size]), words[size:]
+
+
+def main_of(name: str):
+    """Returns the main function of "-m training.evaluation" or "train.py"."""
+    module = name.split()[1] if name.startswith("-m ") else name.removesuffix(".py")
+    is_package = importlib.util.find_spec(module).submodule_search_locations is not None
+    return importlib.import_module(module + ".__main__" * is_package).main
+
+
+@pytest.fixture
+def parse_only(monkeypatch):
+    """Has every command end once argparse has read its words."""
+    parse = ArgumentParser.parse_args
+
+    def parse_and_end(self, *arguments):
+        parse(self, *arguments)
+        raise Parsed
+
+    def read(name, words):
+        main = main_of(name)
+        if "parse" not in inspect.getsource(main):  # it has no flags
+            assert not words, (name, words)
+            return
+        monkeypatch.setattr(ArgumentParser, "parse_args", parse_and_end)
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        with pytest.raises(Parsed):
+            main(words) if main.__code__.co_argcount else main()
+        monkeypatch.undo()
+
+    return read
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
+def test_each_command_takes_its_flags(path, monkeypatch, parse_only):
+    monkeypatch.chdir(ROOT)
+    for command in (part for line in code(path.read_text()) for part in line.split(BIN)[1:] if " " in part.strip()):
+        if (found := split_python(shlex.split(BIN + command.split(" && ")[0], comments=True))) is None:
+            continue
+        name, words = found
+        if (kind := COMMANDS.get(name)) is None:
+            parse_only(name, words)
+        else:
+            given = given_flags(kind, words, name)
+            (train.check_config if kind is TrainConfig else refuse_idle)(kind(**given), given)
+
+
+def test_commands_have_one_habit_and_flags_exist():
+    """Programs of the virtual environment are called by their path, and prose names flags that some command has."""
+    known = {each for kind in COMMANDS.values() for each in kind.__dataclass_fields__} | {"config", "help"}
+    known |= {name.strip("-") for action in torchrun_parser()._actions for name in action.option_strings}
+    for path in GUIDES:
+        text = path.read_text()
+        assert not [line for line in code(text) if re.match(r"(python|torchrun|pytest|pip) ", line)], path
+        if path.name != "CONTRIBUTING.md":
+            assert {name.removeprefix("no-") for name in re.findall(r"`--([a-z_-]+)", text)} <= known, path
+
+
+def test_blocks_run(tmp_path, monkeypatch, capsys):
+    """Runs the marked blocks of all pages in a folder with one file of the checkout, in their order."""
+    (tmp_path / "model.py").write_bytes((ROOT / "model.py").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    text = "".join(block for path in GUIDES for block in blocks(path.read_text(), RUN)).replace("\\\n", " ")
+    for line in re.findall(r"(?:.*<<'END'\n(?:.*\n)*?END|.+)\n", text):
+        if not line.startswith(BIN):
+            subprocess.run(["bash", "-ec", line], check=True)
+        elif found := split_python(shlex.split(line)):
+            name, words = found
+            assert not main_of(name)(name.split()[2:] + words), (line, capsys.readouterr())
+
+
+def anchors(path: Path) -> set[str]:
+    """Returns the anchors that GitHub gives a page's headings: "A user's GPU" is a-users-gpu."""
+    headings = re.findall(r"^#+ (.+)", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere():
+    for path in LINKED:
+        for target in re.findall(r"\]\(([^)]+)\)", path.read_text()):
+            if "://" not in target:
+                name, _, anchor = target.partition("#")
+                file = (path.parent / name).resolve() if name else path
+                assert file.exists(), (path.name, target)
+                assert not anchor or anchor in anchors(file), (path.name, target)
+
+
+def test_flags_page_is_what_its_command_writes():
+    assert PAGE.read_text() == page(), "run .venv/bin/python -m docs.flags"
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
