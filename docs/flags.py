@@ -8,7 +8,7 @@ from profile_memory import ProfileFlags
 from training.checkpoint.weights import ExportFlags
 from training.data.__main__ import PrepareFlags, VerifyFlags
 from training.evaluation.__main__ import EvaluationFlags
-from training.flags import SMALLEST
+from training.flags import SMALLEST, grouped
 from training.generate import GenerateFlags
 from training.plots import PlotsFlags
 from training.run.settings import TrainConfig
@@ -33,7 +33,8 @@ INTRODUCTION = """\
 Each flag is also a key of a TOML file that `--config` names: `--max_steps 20` is `max_steps = 20`, and a switch such as
 `--show_batch` is `show_batch = true`. Defaults give way to the file, and the file to flags. A switch is turned off by
 `--no-show_batch`. Names in capitals are given by their place, without a name. A flag that does not exist, a value out
-of range and a flag without effect are refused in one line before any work.
+of range and a flag without effect are refused in one line before any work. Dashes may stand for
+underscores: `--max-steps 20`.
 """
 
 
@@ -47,7 +48,9 @@ def section(name: str, kind: type) -> str:
     must = [each for each in fields(kind) if each.default is each.default_factory is MISSING]
     words = [name, *(spelled(each) + f" {each.name.upper()}" * (not each.metadata["positional"]) for each in must)]
     lines = [f"## {name.removeprefix('-m ')}", "", f"`.venv/bin/python {' '.join(words)}`. {kind.__doc__}", ""]
-    lines += ["| flag | values | default | meaning |", "| --- | --- | --- | --- |", *map(row, fields(kind)), ""]
+    for title, members in grouped(kind).items():
+        lines += [f"**{title}**", ""] if title else []
+        lines += ["| flag | values | default | meaning |", "| --- | --- | --- | --- |", *map(row, members), ""]
     if rows := getattr(kind, "idle", ()):
         lines += ["Refused, because a flag has no effect:", ""]
         for idle in rows:

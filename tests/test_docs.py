@@ -15,6 +15,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 import train
 from docs.flags import COMMANDS, PAGE, page
 from training.flags import given_flags, refuse_idle
+from training.run import settings
 from training.run.settings import TrainConfig
 
 ROOT = Path(__file__).parents[1]
@@ -89,11 +90,14 @@ def parse_only(monkeypatch):
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
 def test_each_command_takes_its_flags(path, monkeypatch, parse_only):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(settings, "check_installed", lambda *_: None)
     for command in (part for line in code(path.read_text()) for part in line.split(BIN)[1:] if " " in part.strip()):
         if (found := split_python(shlex.split(BIN + command.split(" && ")[0], comments=True))) is None:
             continue
         name, words = found
-        if (kind := COMMANDS.get(name)) is None:
+        if "/" in name:  # a program without flags
+            assert (ROOT / name).is_file() and not words, command
+        elif (kind := COMMANDS.get(name)) is None:
             parse_only(name, words)
         else:
             given = given_flags(kind, words, name)
@@ -103,12 +107,12 @@ def test_each_command_takes_its_flags(path, monkeypatch, parse_only):
 def test_commands_have_one_habit_and_flags_exist():
     """Programs of the virtual environment are called by their path, and prose names flags that some command has."""
     known = {each for kind in COMMANDS.values() for each in kind.__dataclass_fields__} | {"config", "help"}
-    known |= {name.strip("-") for action in torchrun_parser()._actions for name in action.option_strings}
+    known |= {name.strip("-").replace("-", "_") for action in torchrun_parser()._actions for name in action.option_strings}
     for path in GUIDES:
         text = path.read_text()
         assert not [line for line in code(text) if re.match(r"(python|torchrun|pytest|pip) ", line)], path
         if path.name != "CONTRIBUTING.md":
-            assert {name.removeprefix("no-") for name in re.findall(r"`--([a-z_-]+)", text)} <= known, path
+            assert {name.removeprefix("no-").replace("-", "_") for name in re.findall(r"`--([a-z_-]+)", text)} <= known, path
 
 
 def test_blocks_run(tmp_path, monkeypatch, capsys):
@@ -146,3 +150,9 @@ def test_flags_page_is_what_its_command_writes():
 
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_layout_names_every_file():
+    layout = (ROOT / "CONTRIBUTING.md").read_text()
+    files = [path for room in ("kernels", "training") for path in (ROOT / room).rglob("*.py") if "__" not in path.name]
+    assert [path.name for path in files if path.name not in layout and path.parent.name not in ("sparse", "nsa")] == []
