@@ -27,3 +27,8 @@ resolve_process_group = _resolve_process_group
 
 # True while a backward runs that keeps its graph, as under retain_graph=True (2.5).
 backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Returns how often a tensor was written in place; None of an inference tensor, which does not count (1.9)."""
+    return None if tensor.is_inference() else tensor._version

@@ -16,6 +16,7 @@ from .attention.attend import attention
 from .attention.documents import find_documents
 from .common import cast_by_autocast
 from .parts import AttentionKind
+from .torch_internals import version_of
 
 # Keywords of transformers' attention functions that change the result
 REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias", "cache", "output_attentions")
@@ -120,7 +121,7 @@ def _segments(
     """Returns the documents, see `attention`. All layers of a forward share them: the host waits once."""
     global _last
     tensors = position_ids, cu_seq_lens, is_token
-    versions = [None if x is None or x.is_inference() else x._version for x in tensors]
+    versions = [None if x is None else version_of(x) for x in tensors]
     known, known_versions, segments = _last
     if known and all(a is b for a, b in zip(tensors, known)) and versions == known_versions:
         return segments

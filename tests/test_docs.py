@@ -107,12 +107,14 @@ def test_each_command_takes_its_flags(path, monkeypatch, parse_only):
 def test_commands_have_one_habit_and_flags_exist():
     """Programs of the virtual environment are called by their path, and prose names flags that some command has."""
     known = {each for kind in COMMANDS.values() for each in kind.__dataclass_fields__} | {"config", "help"}
-    known |= {name.strip("-").replace("-", "_") for action in torchrun_parser()._actions for name in action.option_strings}
+    of_torchrun = [name for action in torchrun_parser()._actions for name in action.option_strings]
+    known |= {name.strip("-").replace("-", "_") for name in of_torchrun}
     for path in GUIDES:
         text = path.read_text()
         assert not [line for line in code(text) if re.match(r"(python|torchrun|pytest|pip) ", line)], path
         if path.name != "CONTRIBUTING.md":
-            assert {name.removeprefix("no-").replace("-", "_") for name in re.findall(r"`--([a-z_-]+)", text)} <= known, path
+            named = {name.removeprefix("no-").replace("-", "_") for name in re.findall(r"`--([a-z_-]+)", text)}
+            assert named <= known, f"{path}: {named - known}"
 
 
 def test_blocks_run(tmp_path, monkeypatch, capsys):
