@@ -8,8 +8,7 @@ Qwen2 has biases of q, k and v instead. Parameter names are Hugging Face's.
 
 import functools
 import logging
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -97,26 +96,6 @@ class Share:
         )
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + layers + self.hidden_size
-
-    def forward_flops(
-        self, document_lengths: Sequence[int], kinds: Sequence[AttentionKind] = (), num_targets: int | None = None
-    ) -> float:
-        """Floating-point operations of one forward over documents of these lengths, attention counted causally.
-
-        A training step needs three times as many; recomputed activations are not counted (model FLOPs).
-
-        Args:
-            kinds: how each layer attends; (): as the configuration says.
-            num_targets: tokens that the head predicts; None: as many as the documents have.
-        """
-        matrices = sum(self.layer_matrix_parameters(layer) for layer in range(self.num_hidden_layers))
-        tokens = sum(document_lengths)
-        head = self.vocab_size * self.hidden_size * (tokens if num_targets is None else num_targets)
-        attention = sum(
-            layers * kind.forward_flops(document_lengths, *self.heads)
-            for kind, layers in Counter(kinds or self.kinds).items()
-        )
-        return 2 * (matrices * tokens + head) + attention
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from training.data.show import show_batch
 from training.data.tokens import Store
 from training.host.files import only_run_in
 from training.host.processes import command, outliving_its_output, say_last
-from training.memory.cost_model import PackedDocuments
+from training.memory.cost_model import PackedDocuments, forward_flops
 from training.memory.placement import set_kinds
 from training.parallel.world import World, join_world
 from training.plots import draw_at_end
@@ -230,8 +230,9 @@ def take_step(run: Run) -> dict | None:
     run.progress = dataclasses.replace(run.progress, step=step, tokens=tokens, loader=run.loader.state_dict())
     run.is_updating = False
     values |= {"seconds": seconds, "tokens": tokens, "tokens_per_second": step_tokens / seconds}
-    count = run.start.model_config.forward_flops
-    run.amounts = own_amounts(sum(count(b.text_lengths, kinds, b.num_valid_tokens) for b in batches), world)
+    shape = run.start.model_config
+    flops = sum(forward_flops(shape, batch.text_lengths, kinds, batch.num_valid_tokens) for batch in batches)
+    run.amounts = own_amounts(flops, world)
     if config.selected_blocks_start is not None:
         values["selected_blocks"] = spell_by_layer([kind.selected_blocks for kind in kinds])
     return values

@@ -58,7 +58,7 @@ from training.data.tokens import TokenStore
 from training.families import to_config_json
 from training.host.files import size_on_disk
 from training.host.sizes import GIB
-from training.memory.cost_model import PackedDocuments
+from training.memory.cost_model import PackedDocuments, forward_flops
 from training.memory.planner import Plan
 from training.optimizer import MasterAdamW
 from training.parallel.world import World, join_world
@@ -224,7 +224,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
         )
     own = [batch for ranks in timed for batch in ranks[world.data_rank]]
     kinds = plan.execution.kinds if plan else ()
-    model_flops = 3 * sum(config.forward_flops(b.text_lengths, kinds, b.num_valid_tokens) for b in own) / len(timed)
+    model_flops = 3 * sum(forward_flops(config, b.text_lengths, kinds, b.num_valid_tokens) for b in own) / len(timed)
     return {
         "seconds": seconds,
         "predicted_seconds": predicted,

@@ -15,7 +15,7 @@ from pathlib import Path
 from kernels.attention import KINDS
 from model import MODEL_SIZES
 from training.host.sizes import GIB, parse_bytes
-from training.memory.cost_model import Stage
+from training.memory.cost_model import Stage, forward_flops
 from training.memory.execution import Execution
 from training.memory.machine import GPUS
 from training.memory.profiler import CATEGORIES, MeasuredStage, draw_stages
@@ -191,7 +191,7 @@ def sparse() -> list[list[str]]:
         context, peak = result["settings"]["context_length"], result["summary"]["measured_peak"] / GIB
         seconds = result["summary"]["measured_seconds"]
         dense = dense_seconds[context]
-        flops = 3 * MODEL_SIZES["4B"].forward_flops([context], 36 * [KINDS[kind]()])
+        flops = 3 * forward_flops(MODEL_SIZES["4B"], [context], 36 * [KINDS[kind]()])
         rows.append([
             kind, f"{context:,}", "none",
             differing(result["summary"]["predicted_peak"] / GIB, peak), f"{peak:.2f}",

@@ -20,7 +20,7 @@ from profile_memory import main
 from tests.training.memory.test_profiler import dry_run, run_dry, step_of  # noqa: F401
 from training.families import to_config_json
 from training.memory import reports
-from training.memory.cost_model import Execution
+from training.memory.cost_model import Execution, forward_flops
 from training.memory.execution import WHOLE, Placement
 from training.memory.machine import GPUS, H200, scale_rates
 from training.memory.planner import find_max_context, has_plan, make_plan
@@ -60,7 +60,7 @@ def test_without_a_gpu_the_plan_for_an_h200_is_shown(tmp_path, capsys):
     assert f"\nstep: {plan.seconds:.2f} s, {tokens_per_second:,.0f} tokens/s, MFU " in out
     assert written["answer"]["tokens_per_second"] == tokens_per_second and written["answer"]["fits"]
     assert written["answer"]["hours_per_billion_tokens"] == pytest.approx(1e9 / tokens_per_second / 3600)
-    flops = 3 * MODEL_SIZES["4B"].forward_flops([131_072])
+    flops = 3 * forward_flops(MODEL_SIZES["4B"], [131_072])
     assert written["answer"]["mfu"] == pytest.approx(flops / plan.seconds / 989e12)
     assert written["plan"] == str(plan) and written["measured"] is None
     assert written["execution"]["placements"] == [asdict(p) for p in plan.execution.placements]

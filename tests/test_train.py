@@ -23,6 +23,7 @@ from training.families import to_config_json
 from training.host.errors import UserError
 from training.host.files import write_file
 from training.inference import open_tokenizer
+from training.memory.cost_model import forward_flops
 from training.optimizer import MasterAdamW, warmup_cosine
 from training.parallel.fsdp import copy_weights, initial_weights
 from training.run import resume
@@ -637,7 +638,7 @@ def test_mfu_counts_neither_padding_nor_the_head_of_masked_tokens(tmp_path, monk
     monkeypatch.setattr(train, "gpu_metrics", lambda amounts, seconds, world: counted.append(amounts[0]) or {})
     flags = arguments(str(tmp_path / "a.jsonl"), tmp_path / "run", "--validation_sequences", "0", steps=1)
     assert train.main(flags) == 0
-    assert counted == [MODEL_SIZES["tiny"].forward_flops([31] * 4, num_targets=4 * 11)]
+    assert counted == [forward_flops(MODEL_SIZES["tiny"], [31] * 4, num_targets=4 * 11)]
 
 
 def test_a_steps_seconds_hold_its_update(corpus, tmp_path, monkeypatch):

@@ -8,7 +8,8 @@ share one link.
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import add
 from typing import Any
@@ -23,6 +24,7 @@ from kernels.linear import PLAIN
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.parts import AttentionKind, Footprint
 from kernels.qkv_attention import qkv_attention_footprint
+from model import Share
 from training.data.packing import deal
 from training.host.memory import SLOT_ALIGNMENT
 from training.host.sizes import GIB, MIB
@@ -463,3 +465,21 @@ def _local_elements(parameter: Tensor) -> int:
 def gib(num_bytes: float) -> str:
     """Returns a number of bytes as text: gib(3 * 2**29) is "1.50 GiB"."""
     return f"{num_bytes / GIB:.2f} GiB"
+
+
+def forward_flops(
+    share: Share, document_lengths: Sequence[int], kinds: Sequence[AttentionKind] = (), num_targets: int | None = None
+) -> float:
+    """Returns the floating-point operations of one forward over documents of these lengths, attention causal.
+
+    A training step needs three times as many; recomputed activations are not counted (model FLOPs).
+
+    Args:
+        kinds: how each layer attends; (): as the configuration says.
+        num_targets: tokens that the head predicts; None: as many as the documents have.
+    """
+    matrices, tokens = sum(map(share.layer_matrix_parameters, range(share.num_hidden_layers))), sum(document_lengths)
+    head = share.vocab_size * share.hidden_size * (tokens if num_targets is None else num_targets)
+    layers = Counter(kinds or share.kinds)
+    attention = sum(n * kind.forward_flops(document_lengths, *share.heads) for kind, n in layers.items())
+    return 2 * (matrices * tokens + head) + attention

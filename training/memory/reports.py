@@ -20,7 +20,7 @@ from model import ModelConfig
 from training.host.errors import UserError
 from training.host.sizes import GIB, parse_bytes
 from training.memory import profiler
-from training.memory.cost_model import Step, gib
+from training.memory.cost_model import Step, forward_flops, gib
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import Rates, cap_gpu_memory
 from training.memory.planner import LEAST_HEADROOM, Plan, describe_budgets, find_max_context, has_plan, make_plan
@@ -196,7 +196,7 @@ def _print_answer(plan: Plan, machine: Machine, fits: bool, epoch: Epoch | None)
     if machine.flops:
         assert step.documents is not None
         model, kinds = machine.model, step.given.kinds
-        forward = sum(count * model.forward_flops([round(n)], kinds) for n, count in step.documents.lengths)
+        forward = sum(count * forward_flops(model, [round(n)], kinds) for n, count in step.documents.lengths)
         flops = 3 * step.micro_batches * forward / (step.num_ranks * step.tensor_ranks)
         answer["mfu"] = flops / plan.seconds / machine.flops
         speed += f", MFU {answer['mfu']:.0%}"

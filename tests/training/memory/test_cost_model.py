@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kernels.attention.full import FULL, attention_flops, together_pairs
 from model import MODEL_SIZES, Transformer
-from training.memory.cost_model import PackedDocuments, Step
+from training.memory.cost_model import PackedDocuments, Step, forward_flops
 from training.memory.execution import Execution, Placement
 from training.memory.machine import H200
 from training.memory.planner import Plan, _Search, find_max_context
@@ -264,3 +264,13 @@ def check_that_the_reduction_keeps_its_memory(step, unsharded):
     assert _Search(step, fullest + stages[0].idle, 0).fits(execution)
     assert not _Search(step, fullest, 0).fits(execution)
     assert all(stage.idle == 0 for stage in unsharded.stages(execution))
+
+
+def test_forward_flops_count_attention_causally():
+    config = MODEL_SIZES["4B"]
+    dense = 2 * (config.num_parameters() - 36 * (2 * 2560 + 256) - 2560) * 131_072
+    pairs = 131_072 * 131_073 // 2
+    assert forward_flops(config, [131_072]) == dense + 36 * 4 * 32 * 128 * pairs
+    assert forward_flops(config, [65_536, 65_536]) < forward_flops(config, [131_072])
+    head = 2 * config.vocab_size * config.hidden_size
+    assert forward_flops(config, [131_072]) - forward_flops(config, [131_072], num_targets=72) == 131_000 * head
