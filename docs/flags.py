@@ -33,8 +33,8 @@ INTRODUCTION = """\
 Each flag is also a key of a TOML file that `--config` names: `--max_steps 20` is `max_steps = 20`, and a switch such as
 `--show_batch` is `show_batch = true`. Defaults give way to the file, and the file to flags. A switch is turned off by
 `--no-show_batch`. Names in capitals are given by their place, without a name. A flag that does not exist, a value out
-of range and a flag without effect are refused in one line before any work. Dashes may stand for
-underscores: `--max-steps 20`.
+of range and a flag without effect are refused in one line before any work. Dashes may stand for underscores, as in
+`--max-steps 20`.
 """
 
 
