@@ -17,23 +17,28 @@ the documents of --data, a step is predicted. The step follows the plan that tra
 2**30 bytes; "24GB" on the command line means 24 GiB.
 """
 
+import sys
+
+from training.flags import answer_early
+from training.run.profile_flags import ProfileFlags, read_profile_flags
+
+if __name__ == "__main__":
+    answer_early(read_profile_flags)
+
 import bisect
 import dataclasses
 import functools
 import json
 import math
 import signal
-import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from kernels.attention.full import BACKENDS
 from model import MODEL_SIZES, ModelConfig
 from training.attention_flags import check_head_dim, kinds_of
 from training.checkpoint.weights import shape_of_weights
@@ -42,7 +47,6 @@ from training.data.loader import PackedLoader
 from training.data.prepared import is_prepared
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import Selection, Store, join, split
-from training.flags import Idle, flag, read_flags
 from training.host.errors import UserError
 from training.host.files import check_can_write
 from training.host.processes import command
@@ -65,73 +69,26 @@ from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, check_replicate, join_world
 from training.run.build import build_bench, settled_execution, shape_with, step_on_meta, without_plan
 from training.run.resume import choose_tokenizer
-from training.run.settings import OVERLONG, StepFlags, TrainConfig
+from training.run.settings import TrainConfig
 
-CONTEXT_LENGTH = 131_072
-FOR_ONE_STEP = "context_length gradient_checkpointing num_layers stages timeline snapshot data"
 MOST_HOST_GB = 4096  # host memory that is tried where a step does not fit
 MOST_LAYERS = 256  # a plan for more would take minutes
 
 
-@dataclass
-class ProfileFlags(StepFlags):
-    """Say whether a training step fits, what memory it takes, and how long it and an epoch of the data take."""
-
-    model_size: str | None = flag(None, "default: 4B, unless init_from is given", MODEL_SIZES)
-    context_length: int | None = flag(None, f"tokens in a sequence; default: {CONTEXT_LENGTH}", least=2, most=2**27)
-    batch_size: int = flag(1, "sequences in a micro-batch", least=1, most=2**20)
-    attention_backend: str = flag("auto", "attention kernel", [name for name in BACKENDS if name != "cpu"])
-    gradient_checkpointing: bool | None = flag(None, "no plan: checkpoint every block, or keep all")
-    nproc: int = flag(1, "predict for so many GPUs of a machine, as torchrun's --nproc_per_node", least=1, most=2**10)
-    nnodes: int = flag(1, "predict for so many machines, as torchrun's --nnodes", least=1, most=2**16)
-    gpu: str | None = flag(None, "predict for another GPU: RTX4090, A100-80GB, H100 ..., or a size such as 24GB")
-    data: list[str] = flag(list, "as in train.py: predict the hours of an epoch, for its documents", group="data")
-    tokenizer: str | None = flag(None, "of data, a tokenizer.json or its folder, or bytes; default: init_from's")
-    overlong: str | None = flag(None, "documents of data longer than a sequence; default: refuse", OVERLONG)
-    find_max_context: bool = flag(False, "the longest context that fits", group="answers")
-    compare: bool = flag(False, "with and without chunked loss, checkpointing, a plan; 32k to 256k")
-    measure: bool = flag(False, "with find_max_context and compare: confirm on the GPU")
-    num_layers: int | None = flag(None, "measure so many of the layers, where a whole step takes too long", least=1)
-    stages: str | None = flag(
-        None, "memory by stages: a row for equal neighbouring layers; all: for each", ("equal", "all"), bare="equal"
-    )
-    timeline: Path | None = flag(None, "draw the step there (.png, .svg)")
-    snapshot: Path | None = flag(None, "write PyTorch's memory snapshot of the step there (.pickle)")
-    json: Path | None = flag(None, "write everything there")
-
-    idle: ClassVar[tuple[Idle, ...]] = (
-        Idle("model_size", "with init_from; drop one", lambda f: f.init_from is not None),
-        Idle("find_max_context loss_impl", "with compare; drop one", lambda f: f.compare),
-        Idle(FOR_ONE_STEP, "with find_max_context; drop one", lambda f: f.find_max_context),
-        Idle(FOR_ONE_STEP, "with compare; drop one", lambda f: f.compare),
-        Idle("memory_budget host_budget", "with gradient_checkpointing; drop one",
-             lambda f: f.gradient_checkpointing is not None),
-        Idle("device", "with gpu, which predicts for another; drop one", lambda f: f.gpu and f.device == "cuda"),
-        Idle("tokenizer overlong", "without data; drop it, or give data", lambda f: not f.data),
-        Idle("measure", "but with find_max_context or compare: a step is measured anyway",
-             lambda f: not (f.find_max_context or f.compare)),
-    )  # fmt: skip
-
-    @property
-    def lengths(self) -> tuple[int, int, int]:
-        """(tokens in a sequence, sequences in a micro-batch, micro-batches in a step)."""
-        return self.context_length or CONTEXT_LENGTH, self.batch_size, self.gradient_accumulation_steps
-
-    @property
-    def shape(self) -> ModelConfig:
-        """The shape of --init_from's weights or of --model_size, with the parameters of --attention_type."""
-        size = shape_of_weights(self.init_from) if self.init_from else MODEL_SIZES[self.model_size]
-        return shape_with(self.attention_type, size)
+def shape_of(flags: ProfileFlags) -> ModelConfig:
+    """The shape of --init_from's weights or of --model_size, with the parameters of --attention_type."""
+    size = shape_of_weights(flags.init_from) if flags.init_from else MODEL_SIZES[flags.model_size]
+    return shape_with(flags.attention_type, size)
 
 
 def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
     """Refuse flags without effect, sizes that do not fit each other, and files that could not be written."""
-    layers = flags.shape.num_hidden_layers
+    layers = shape_of(flags).num_hidden_layers
     if layers > MOST_LAYERS:
         raise UserError(f"{flags.init_from} has {layers} layers; up to {MOST_LAYERS} are profiled, give other weights")
     if flags.num_layers is not None and flags.num_layers > layers:
         raise UserError(f"num_layers must be at most {layers}, got {flags.num_layers}")
-    kinds_of(flags, flags.shape)
+    kinds_of(flags, shape_of(flags))
     check_mesh(flags)
     for name in ("measure", "num_layers", "snapshot"):
         if getattr(flags, name) and not can_measure:
@@ -149,7 +106,7 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
 
 def check_mesh(flags: ProfileFlags) -> None:
     """Refuse numbers of GPUs that cannot share sequences or matrices, and those for which no prediction is made."""
-    context, tensor, shape = flags.context_parallel_size, flags.tensor_parallel_size, flags.shape
+    context, tensor, shape = flags.context_parallel_size, flags.tensor_parallel_size, shape_of(flags)
     if flags.nproc % (context * tensor):
         sizes = f"context_parallel_size {context} x tensor_parallel_size {tensor}"
         raise UserError(f"{sizes} must divide nproc {flags.nproc}; give other numbers of GPUs")
@@ -162,7 +119,7 @@ def check_mesh(flags: ProfileFlags) -> None:
 
 def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World) -> Machine:
     """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an H200."""
-    model = flags.shape
+    model = shape_of(flags)
     kinds, loss_impl = kinds_of(flags, model), flags.loss_impl
     check_head_dim(kinds, model.head_dim, world.device)
     if world.device.type == "cuda":
@@ -201,7 +158,7 @@ def make_step(flags: ProfileFlags, machine: Machine) -> tuple[Step, Epoch | None
     step = step_on_meta(machine.model, *flags.lengths, machine.given, *mesh, flags.replicate)
     if not flags.data:
         return step, None
-    train, stores = open_data((*flags.data,), choose_tokenizer(flags, None), machine.model.vocab_size)
+    train, stores = open_data((*flags.data,), choose_tokenizer(flags, None), machine.model.vocab_size, flags.suffixes)
     packing = pack(train, stores, step.context_length, TrainConfig.seed, overlong=flags.overlong)
     num_ranks = num_gpus // (flags.context_parallel_size * flags.tensor_parallel_size)
     loader = PackedLoader(train, packing, flags.batch_size, world_size=num_ranks)
@@ -214,12 +171,14 @@ def make_step(flags: ProfileFlags, machine: Machine) -> tuple[Step, Epoch | None
 
 
 @functools.cache  # changes of a step that does not fit ask for them again
-def open_data(paths: tuple[str, ...], tokenizer: str, vocab_size: int) -> tuple[Selection, list[Store]]:
+def open_data(
+    paths: tuple[str, ...], tokenizer: str, vocab_size: int, suffixes: str | None
+) -> tuple[Selection, list[Store]]:
     """Returns the documents that train.py would train on, and the stores of all, as training.data.corpus.pack takes."""
     if texts := [path for path in paths if Path(path).exists() and not is_prepared(Path(path))]:
         what = f"tokenizing {', '.join(texts)} with {tokenizer}"
         print(f"{what}; prepared sets have their counts", file=sys.stderr, flush=True)
-    stores = open_stores([*paths], load_tokenizer(tokenizer), vocab_size)
+    stores = open_stores([*paths], load_tokenizer(tokenizer), vocab_size, suffixes=suffixes)
     return split(join(stores), TrainConfig.validation_fraction, TrainConfig.seed)[0], stores
 
 
@@ -332,7 +291,7 @@ def report(flags: ProfileFlags, machine: Machine, can_measure: bool, world: Worl
 @command
 def main(argv: list[str]) -> int:
     """Returns the exit status: 1 where a step does not fit, or after an error."""
-    flags = read_flags(ProfileFlags, argv, "profile_memory.py")
+    flags = read_profile_flags(argv)
     if not flags.init_from:
         flags.model_size = flags.model_size or "4B"
     with join_world("cpu" if flags.gpu else flags.device) as world:

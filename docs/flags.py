@@ -4,13 +4,13 @@ import typing
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
-from profile_memory import ProfileFlags
 from training.checkpoint.weights import ExportFlags
 from training.data.__main__ import PrepareFlags, VerifyFlags
 from training.evaluation.__main__ import EvaluationFlags
 from training.flags import SMALLEST, grouped
 from training.generate import GenerateFlags
 from training.plots import PlotsFlags
+from training.run.profile_flags import ProfileFlags
 from training.run.settings import TrainConfig
 
 PAGE = Path(__file__).with_suffix(".md")

@@ -11,9 +11,9 @@ import pytest
 
 import train
 from kernels.attention import KINDS
+from kernels.attention.full import BACKENDS
 from kernels.common import IMPLEMENTATIONS
 from model import MODEL_SIZES
-from profile_memory import FOR_ONE_STEP, ProfileFlags
 from training import choices
 from training.checkpoint.weights import ExportFlags
 from training.data.__main__ import PrepareFlags, VerifyFlags
@@ -22,6 +22,7 @@ from training.flags import USUAL_NAMES, Idle, flag, given_flags, grouped, read_c
 from training.host.errors import UserError
 from training.inference_flags import GenerateFlags
 from training.plots import PlotsFlags
+from training.run.profile_flags import FOR_ONE_STEP, ProfileFlags
 from training.run.settings import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -104,12 +105,13 @@ def test_a_field_declared_anew_keeps_its_title():
 
 def test_choices_without_torch_are_those_of_the_code():
     assert tuple(MODEL_SIZES) == choices.MODEL_SIZES and IMPLEMENTATIONS == choices.IMPLEMENTATIONS
+    assert tuple(name for name in BACKENDS if name != "cpu") == choices.GPU_BACKENDS
     assert tuple(name for name in KINDS if name in choices.ATTENTION_TYPES) == choices.ATTENTION_TYPES
 
 
 @pytest.mark.parametrize("words", [["train.py", "--help"], ["train.py", "--lr", "3"], ["training.generate", "--help"],
                                    ["training.evaluation", "--help"], ["training.data", "prepare", "--help"],
-                                   ["training.plots", "--help"]])  # fmt: skip
+                                   ["training.plots", "--help"], ["profile_memory.py", "--help"]])  # fmt: skip
 def test_help_and_wrong_flags_are_answered_without_torch(words):
     script = (
         "import atexit, runpy, sys, time\n"
@@ -262,7 +264,7 @@ IDLE = {  # a command line for each row, and the flags that have no effect there
         (f"--compare {ONE_STEP}", FOR_ONE_STEP),
         ("--no-gradient_checkpointing --memory_budget 1GB --host_budget 1GB", "memory_budget host_budget"),
         ("--gpu H100 --device cuda", "device"),
-        ("--tokenizer x --overlong drop", "tokenizer overlong"),
+        ("--tokenizer x --suffixes .rs --overlong drop", "tokenizer suffixes overlong"),
         ("--measure", "measure"),
     ],
     "training.evaluation": [

@@ -1,0 +1,67 @@
+"""The flags of profile_memory.py. No torch is imported here: --help is to be quick."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from training.choices import GPU_BACKENDS, MODEL_SIZES
+from training.flags import Idle, flag, read_flags
+from training.run.settings import OVERLONG, StepFlags
+
+CONTEXT_LENGTH = 131_072
+FOR_ONE_STEP = "context_length gradient_checkpointing num_layers stages timeline snapshot data"
+
+
+@dataclass
+class ProfileFlags(StepFlags):
+    """Say whether a training step fits, what memory it takes, and how long it and an epoch of the data take."""
+
+    model_size: str | None = flag(None, "default: 4B, unless init_from is given", MODEL_SIZES)
+    context_length: int | None = flag(  # type: ignore[assignment]
+        None, f"tokens in a sequence; default: {CONTEXT_LENGTH}", least=2, most=2**27
+    )
+    batch_size: int = flag(1, "sequences in a micro-batch", least=1, most=2**20)
+    attention_backend: str = flag("auto", "attention kernel", GPU_BACKENDS)
+    gradient_checkpointing: bool | None = flag(  # type: ignore[assignment]
+        None, "no plan: checkpoint every block, or keep all"
+    )
+    nproc: int = flag(1, "predict for so many GPUs of a machine, as torchrun's --nproc_per_node", least=1, most=2**10)
+    nnodes: int = flag(1, "predict for so many machines, as torchrun's --nnodes", least=1, most=2**16)
+    gpu: str | None = flag(None, "predict for another GPU: RTX4090, A100-80GB, H100 ..., or a size such as 24GB")
+    data: list[str] = flag(list, "as in train.py: predict the hours of an epoch, for its documents", group="data")
+    tokenizer: str | None = flag(None, "of data, a tokenizer.json or its folder, or bytes; default: init_from's")
+    suffixes: str | None = flag(None, "of texts in data, as train.py's")
+    overlong: str | None = flag(None, "documents of data longer than a sequence; default: refuse", OVERLONG)
+    find_max_context: bool = flag(False, "the longest context that fits", group="answers")
+    compare: bool = flag(False, "with and without chunked loss, checkpointing, a plan; 32k to 256k")
+    measure: bool = flag(False, "with find_max_context and compare: confirm on the GPU")
+    num_layers: int | None = flag(None, "measure so many of the layers, where a whole step takes too long", least=1)
+    stages: str | None = flag(
+        None, "memory by stages: a row for equal neighbouring layers; all: for each", ("equal", "all"), bare="equal"
+    )
+    timeline: Path | None = flag(None, "draw the step there (.png, .svg)")
+    snapshot: Path | None = flag(None, "write PyTorch's memory snapshot of the step there (.pickle)")
+    json: Path | None = flag(None, "write everything there")
+
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle("model_size", "with init_from; drop one", lambda f: f.init_from is not None),
+        Idle("find_max_context loss_impl", "with compare; drop one", lambda f: f.compare),
+        Idle(FOR_ONE_STEP, "with find_max_context; drop one", lambda f: f.find_max_context),
+        Idle(FOR_ONE_STEP, "with compare; drop one", lambda f: f.compare),
+        Idle("memory_budget host_budget", "with gradient_checkpointing; drop one",
+             lambda f: f.gradient_checkpointing is not None),
+        Idle("device", "with gpu, which predicts for another; drop one", lambda f: f.gpu and f.device == "cuda"),
+        Idle("tokenizer suffixes overlong", "without data; drop it, or give data", lambda f: not f.data),
+        Idle("measure", "but with find_max_context or compare: a step is measured anyway",
+             lambda f: not (f.find_max_context or f.compare)),
+    )  # fmt: skip
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """(tokens in a sequence, sequences in a micro-batch, micro-batches in a step)."""
+        return self.context_length or CONTEXT_LENGTH, self.batch_size, self.gradient_accumulation_steps
+
+
+def read_profile_flags(argv: list[str]) -> ProfileFlags:
+    """Reads the command line; raises as `given_flags`."""
+    return read_flags(ProfileFlags, argv, "profile_memory.py")
