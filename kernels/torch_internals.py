@@ -3,6 +3,8 @@
 tests/kernels/test_torch_internals.py checks each of them, so that a new version of torch fails in that test first.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -32,3 +34,12 @@ backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 def version_of(tensor: torch.Tensor) -> int | None:
     """Returns how often a tensor was written in place; None of an inference tensor, which does not count (1.9)."""
     return None if tensor.is_inference() else tensor._version
+
+
+def assume_constant(function: Callable) -> Callable:
+    """Marks a function as torch.compiler.assume_constant_result does, which imports torch._dynamo, a second, to do so.
+
+    The compiler then calls it while it traces, and takes its result for a constant (2.1).
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

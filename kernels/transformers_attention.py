@@ -6,6 +6,7 @@ padding, whose tokens become documents of their own.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -60,8 +61,9 @@ def register_attention(
 
     sparse = Sparse(selected_blocks=selected_blocks, window=window, block_size=block_size, dense_below=dense_below)
     kinds: dict[str, AttentionKind] = {"fathom": Full(), "fathom_sparse": sparse}
+    find_segments = torch.compiler.disable(_segments)  # reads tensors on the host
     for name, kind in kinds.items():
-        function = functools.partial(_attend, kind=kind, backend=backend, impl=impl)
+        function = functools.partial(_attend, find_segments, kind=kind, backend=backend, impl=impl)
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, _padding_mask)
 
@@ -78,9 +80,10 @@ def _padding_mask(
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    kind: AttentionKind, backend: str, impl: str, dropout: float = 0.0, scaling: float | None = None,
-    is_causal: bool | None = None, position_ids: Tensor | None = None, cu_seq_lens_q: Tensor | None = None, **options,
+    find_segments: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | None, *, kind: AttentionKind, backend: str, impl: str, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None, **options,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attends as transformers asks: q [B, H, T, K], k and v [B, G, S, K] -> out [B, T, H, K]."""
     refused = [name for name in REFUSED if options.get(name)] + ["dropout"] * (dropout > 0)
@@ -96,7 +99,7 @@ def _attend(
         return _decode(query, key, value, attention_mask, scaling).transpose(1, 2), None
     if cu_seq_lens_q is None and (position_ids is None or position_ids.dim() != 2):
         raise ValueError(f"{type(module).__name__} hands no position_ids [B, T] to attention: documents are not known")
-    segments = _segments(B, T, position_ids, cu_seq_lens_q, attention_mask)
+    segments = find_segments(B, T, position_ids, cu_seq_lens_q, attention_mask)
     if scaling is not None and abs(scaling * K**0.5 - 1) > 1e-6:  # `attention` scales by 1 / sqrt(K)
         query = query * (scaling * K**0.5)
     q, k, v = (x.transpose(1, 2).contiguous() for x in (query, key, value))
@@ -114,7 +117,6 @@ def _decode(query: Tensor, key: Tensor, value: Tensor, is_token: Tensor | None, 
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
 
 
-@torch.compiler.disable
 def _segments(
     B: int, T: int, position_ids: Tensor | None, cu_seq_lens: Tensor | None, is_token: Tensor | None
 ) -> Tensor | None:

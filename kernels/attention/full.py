@@ -192,7 +192,7 @@ KERNELS = {
 BACKENDS = ("auto", *KERNELS)
 
 
-@torch.compiler.assume_constant_result  # the function asks the driver; a compiled graph cannot
+@torch_internals.assume_constant  # the function asks the driver; a compiled graph cannot
 def choose_backend(requested: str, device: torch.device) -> str:
     """Returns the name of the kernel that attention runs on `device`. Names other than "auto" are taken or refused.
 

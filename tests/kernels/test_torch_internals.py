@@ -74,3 +74,15 @@ def test_backward_keeps_graph(keeps):
     y.register_hook(lambda _: seen.append(torch_internals.backward_keeps_graph()))
     y.backward(retain_graph=keeps)
     assert seen == [keeps]
+
+
+def test_a_function_that_is_assumed_constant_is_called_while_the_compiler_traces():
+    """The result is no part of the graph, as with torch.compiler.assume_constant_result."""
+
+    @torch_internals.assume_constant
+    def choose() -> int:
+        return 2
+
+    compiled = torch.compile(lambda x: x * choose(), backend="eager", fullgraph=True)
+    assert compiled(torch.ones(3)).tolist() == [2.0] * 3
+    assert vars(choose) == vars(torch.compiler.assume_constant_result(lambda: 2))
