@@ -22,20 +22,22 @@ SECONDS_TO_SAVE = 20.0
 BEGUN = "config: "  # a run's log has it once signals are noted
 
 
-def storm_of_signals(folder: Path, count: int, ranks: int, seed: int) -> dict:
+def storm_of_signals(
+    folder: Path, count: int, ranks: int, seed: int, seconds: float = SECONDS, steps: int = STEPS
+) -> dict:
     """Send signals `count` times; returns what was seen. Raises AssertionError if a run lost a step or ended badly."""
     draws, seen, runs = random.Random(seed), Counter(), 0
-    flags = ["--data", str(ROOT / "model.py"), "--max_steps", str(STEPS), "--checkpoint_interval", str(INTERVAL)]
+    flags = ["--data", str(ROOT / "model.py"), "--max_steps", str(steps), "--checkpoint_interval", str(INTERVAL)]
     flags += [*FLAGS.split(), "--resume", "auto", "--output_dir"]
     whole, log = folder / "whole", folder / "log"
     assert wait(start([*flags, str(whole)], ranks, log)) == [0] * ranks, log.read_text()
     while sum(seen.values()) - seen["whole runs"] < count:
         run, before = folder / f"run{runs}", log.stat().st_size
         processes = start([*flags, str(run)], ranks, log)
-        is_after_start, deadline = draws.random() < 0.8, time.monotonic() + draws.uniform(0, SECONDS)
+        is_after_start, deadline = draws.random() < 0.8, time.monotonic() + draws.uniform(0, seconds)
         while is_after_start and BEGUN not in log.read_text()[before:] and all(p.is_alive() for p in processes):
             time.sleep(0.01)
-            deadline = time.monotonic() + draws.uniform(0, SECONDS)
+            deadline = time.monotonic() + draws.uniform(0, seconds)
         while time.monotonic() < deadline and any(process.is_alive() for process in processes):
             time.sleep(0.002)
         targets = processes[: draws.choice([1, ranks])]
