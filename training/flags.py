@@ -234,6 +234,8 @@ def _element(each: Field) -> typing.Any:
 
 def _checked(each: Field, value):
     """Returns the value, with words as paths where the field has paths; a value out of range raises UserError."""
+    if value == []:
+        raise UserError(f"{each.name} is --, which argparse takes for nothing; give another value")
     if isinstance(value, list):
         return [_checked(each, one) for one in value]
     least, most = each.metadata["least"], each.metadata["most"]

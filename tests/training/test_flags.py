@@ -129,6 +129,17 @@ def test_help_and_wrong_flags_are_answered_without_torch(words):
     assert torch_is_there == "False" and float(seconds) < 1
 
 
+def test_two_dashes_are_a_word_or_refused():
+    """Older versions of argparse take them for nothing, an empty list."""
+    for words in (["--output_dir=--"], ["--data=--"]):
+        try:
+            given = given_flags(TrainConfig, words, "train.py")
+        except UserError as error:
+            assert "is --" in str(error)
+        else:
+            assert next(iter(given.values())) in ("--", ["--"])
+
+
 def test_a_file_gives_way_to_flags(tmp_path):
     file = tmp_path / "greeting.toml"
     file.write_text('times = 3\npauses = [1, 2.5]\nfile = "a.txt"\naloud = true\n')
