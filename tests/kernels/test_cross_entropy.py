@@ -379,7 +379,7 @@ def test_compiles_in_one_graph(device, inplace, impl):
     logits, target = _inputs(device, vocab=53)
     options = {"impl": impl, "inplace": inplace}
     expected = _loss_and_gradient(cross_entropy, logits, target, **options)
-    backend = "inductor" if device.type == "cuda" else "aot_eager"  # which compiles no C++
+    backend = "inductor" if device.type == "cuda" else "aot_eager"  # compiles no C++
     compiled = torch.compile(lambda x: cross_entropy(x * 1, target, **options), fullgraph=True, backend=backend)
     leaf = logits.clone().requires_grad_()
     loss = compiled(leaf)

@@ -288,7 +288,7 @@ def test_compiles_in_one_graph(device, reduction, impl):
         return linear_cross_entropy(x * 1, w, target, reduction=reduction, chunk_size=4, impl=impl).sum()
 
     leaves = [t.clone().requires_grad_() for t in (input, linear_weight)]
-    backend = "inductor" if device.type == "cuda" else "aot_eager"  # which compiles no C++
+    backend = "inductor" if device.type == "cuda" else "aot_eager"  # compiles no C++
     compiled = torch.compile(loss, fullgraph=True, backend=backend)(*leaves)
     gradients = torch.autograd.grad(compiled, leaves)
     torch.testing.assert_close(compiled, loss(*leaves))

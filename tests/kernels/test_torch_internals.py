@@ -77,7 +77,7 @@ def test_backward_keeps_graph(keeps):
 
 
 def test_a_function_that_is_assumed_constant_is_called_while_the_compiler_traces():
-    """The result is no part of the graph, as with torch.compiler.assume_constant_result."""
+    """The graph lacks the call, as with torch.compiler.assume_constant_result."""
 
     @torch_internals.assume_constant
     def choose() -> int:
