@@ -15,7 +15,9 @@ Statistics leave the kernel because ranks that share V combine theirs (`process_
 Kept for backward: logits and 16 bytes per row; with inplace=True only the gradient, in the logits' storage.
 """
 
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -632,25 +634,25 @@ def cross_entropy(
 
 
 class CrossEntropyLoss(nn.Module):
-    """`cross_entropy` as a module, in place of torch.nn.CrossEntropyLoss. Arguments are as in `cross_entropy`.
+    """`cross_entropy` as a module, in place of torch.nn.CrossEntropyLoss. Class dimensions come last: logits [..., V].
 
-    `weight` becomes a buffer. Class dimensions come last: logits [..., V] and target [...].
+    The constructor takes `weight`, which becomes a buffer, and the function's other options; calls take the function's
+    tensors, and more options such as `denominator`.
+
+    Raises:
+        TypeError: an option that the function does not take.
     """
 
-    def __init__(
-        self, weight: Tensor | None = None, *, reduction: str = "mean", ignore_index: int = -100,
-        label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, inplace: bool = False,
-        impl: str = "auto",
-    ):  # fmt: skip
-        super().__init__()
-        self.register_buffer("weight", weight)
-        self.options: dict[str, Any] = dict(
-            reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
-            softcap=softcap, inplace=inplace, impl=impl,
-        )  # fmt: skip
+    function: Callable = staticmethod(cross_entropy)
 
-    def forward(self, logits: Tensor, target: Tensor, denominator: float | Tensor | None = None) -> Tensor:
-        return cross_entropy(logits, target, weight=self.weight, denominator=denominator, **self.options)
+    def __init__(self, weight: Tensor | None = None, **options):
+        super().__init__()
+        inspect.signature(self.function).bind_partial(weight=weight, **options)
+        self.register_buffer("weight", weight)
+        self.options = options
+
+    def forward(self, *tensors: Tensor, **more):
+        return self.function(*tensors, weight=self.weight, **self.options, **more)
 
 
 def checked_labels_and_weight(logits, target, weight, num_classes, reduction, label_smoothing, softcap):

@@ -16,15 +16,14 @@ the losses alone. Backward runs the chunks again and scales g's rows.
 Kept for backward: dx in the input's dtype and dW in float32; with reduction="none" the inputs instead.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .common import cast_by_autocast, operation, use_triton
 from .cross_entropy import (
+    CrossEntropyLoss,
     Details,
     RowOptions,
     checked_labels_and_weight,
@@ -250,33 +249,13 @@ def linear_cross_entropy(
     return details(loss, losses, log_sum_exp, target.shape) if return_details else loss
 
 
-class LinearCrossEntropyLoss(nn.Module):
-    """`linear_cross_entropy` as a module: the constructor takes its options, `forward` its tensors.
+class LinearCrossEntropyLoss(CrossEntropyLoss):
+    """`linear_cross_entropy` as a module, called as loss(hidden, model.lm_head.weight, labels).
 
-    The head stays outside, for instance `loss(hidden, model.lm_head.weight, labels)`. `weight` [V], of classes, becomes
-    a buffer. Labels are not shifted here: label t belongs to hidden state t.
+    Labels are not shifted here: label t belongs to hidden state t. Options are as in `CrossEntropyLoss`.
     """
 
-    def __init__(
-        self, weight: Tensor | None = None, *, reduction: str = "mean", ignore_index: int = -100,
-        label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, chunk_size: int = CHUNK_SIZE,
-        impl: str = "auto",
-    ):  # fmt: skip
-        super().__init__()
-        self.register_buffer("weight", weight)
-        self.options: dict[str, Any] = dict(
-            reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
-            softcap=softcap, chunk_size=chunk_size, impl=impl,
-        )  # fmt: skip
-
-    def forward(
-        self, input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None = None,
-        denominator: float | Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        return linear_cross_entropy(
-            input, linear_weight, target,
-            linear_bias=linear_bias, weight=self.weight, denominator=denominator, **self.options,
-        )  # fmt: skip
+    function = staticmethod(linear_cross_entropy)
 
 
 def _check(input, linear_weight, linear_bias, target, num_valid_tokens, chunk_size):

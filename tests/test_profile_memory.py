@@ -232,7 +232,10 @@ def test_several_machines_are_predicted(tmp_path, capsys):
     assert written["plan"] == str(plan) and written["summary"]["predicted_seconds"] == plan.seconds
     out = capsys.readouterr().out
     assert "2 GPUs, predicted only" in out and "over 2 machines, 25.0 GB/s per GPU between them, assumed" in out
-    assert run_main(tmp_path, *flags, "--replicate", "2")["plan"] != written["plan"]
+    copies = run_main(tmp_path, *flags, "--replicate", "2")
+    assert copies["plan"] != written["plan"]
+    for answer in (written["answer"], copies["answer"]):
+        assert answer["seconds"] * answer["tokens_per_second"] == pytest.approx(2 * 4096)
     assert re.search(r"copies of the weights +2, each sharded over 1\n", capsys.readouterr().out)
 
 

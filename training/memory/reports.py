@@ -170,7 +170,7 @@ def _duration(seconds: float) -> str:
 
 def _sequences(step: Step) -> int:
     """Returns the sequences of a whole step, on all GPUs."""
-    return step.batch_size * step.micro_batches * max(1, step.num_shards // step.num_ranks)
+    return step.batch_size * step.micro_batches * max(1, step.num_copies * step.num_shards // step.num_ranks)
 
 
 def _print_changes(title: str, changes: dict[str, Plan]) -> list[dict]:
