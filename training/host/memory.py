@@ -79,12 +79,14 @@ class HostCopies:
     def __init__(self, arena: PinnedArena):
         self.arena = arena
         self.slots: dict[tuple[int, str, int], list[Tensor]] = {}  # by the key of `send`, in this pass
-        self.leaving: list[Sequence[Tensor]] = []
+        # References until the copies are made, so that the memory is not reused while it is read.
+        self.leaving: dict[tuple[int, str, int], tuple[Sequence[Tensor], torch.Event]] = {}
         self.device_module = torch.get_device_module(arena.device)  # torch.cpu's streams do nothing
         self.to_host, self.to_gpu = self.device_module.Stream(), self.device_module.Stream()
 
     def begin_pass(self) -> None:
         """Give out the whole arena anew: the tensors of the last forward were fetched, or are not needed any more."""
+        self.finish_sending()
         self.finish_fetching()
         self.slots.clear()
         self.arena.used_bytes = 0
@@ -94,12 +96,16 @@ class HostCopies:
         slots = self.slots[key] = [self.arena.allocate(t.shape, t.dtype) for t in tensors]
         # The copy waits for the kernels that make the tensors, and for all fetches of the last pass.
         self._copy(slots, tensors, self.to_host)
-        self.leaving.append(tensors)  # a reference, so that their memory is not reused while it is read
+        self.leaving[key] = tensors, self.to_host.record_event()
 
-    def finish_sending(self) -> None:
-        """Release the tensors that were sent. Kernels queued later wait for the copies: they may reuse the memory."""
-        self.device_module.current_stream().wait_stream(self.to_host)
-        self.leaving.clear()
+    def finish_sending(self, but: int | None = None) -> None:
+        """Release the tensors that were sent, other than block `but`'s.
+
+        Kernels queued later wait for the copies: they may reuse the memory.
+        """
+        for key in [key for key in self.leaving if key[0] != but]:
+            _, left = self.leaving.pop(key)
+            self.device_module.current_stream().wait_event(left)
 
     def fetch(self, key: tuple[int, str, int]) -> list[Tensor]:
         """Returns tensors on the device that hold what was sent once `finish_fetching` has been called."""

@@ -231,12 +231,10 @@ class Step:
 
     def arena_bytes(self, execution: Execution) -> int:
         """Returns the bytes of the pinned arena that `apply_placement` needs, with every slot aligned."""
-        total, alignment = 0, 2 * SLOT_ALIGNMENT
+        total = 0
         for placement, kind in zip(execution.placements, self.kinds):
-            if placement.input == "host":
-                total += self.input_bytes + alignment
-            if placement.results == "host":
-                total += self.results_bytes(kind) + alignment * kind.branches
+            slots = (placement.input == "host") + (placement.results == "host") * kind.branches
+            total += sum(self._sent_bytes(placement, kind)) + 2 * SLOT_ALIGNMENT * slots
         return total
 
     def host_bytes(self, execution: Execution) -> int:
@@ -284,8 +282,13 @@ class Step:
         # Ranks that share the embedding have both the rows of their own words and the sum over the ranks.
         yield stage("embedding", 0, block=(x * min(2, self.tensor_ranks), 0, 0))
         block_bytes = {block: self._block_bytes(execution, *block) for block in {*blocks}}
+        last_placed = max((i for i in range(L) if not blocks[i][0].is_whole), default=None)
+        sent = 0, 0  # of the placed block before, which still leave for the host; the last one waits for its own
         for layer, block in enumerate(blocks):
-            yield stage(f"forward of layer {layer}", layer, block=(x, *block_bytes[block][0]))
+            attention, mlp = block_bytes[block][0]
+            yield stage(f"forward of layer {layer}", layer, block=(x + sent[0], attention + sent[1], mlp))
+            if not block[0].is_whole:
+                sent = self._sent_bytes(*block) if layer != last_placed else (0, 0)
         # 2 * x: the last norm's output, and the gradient of its input.
         yield stage("loss", L, loss=self._loss_bytes(execution) + 2 * x)
 
@@ -377,6 +380,13 @@ class Step:
             mlp_backward = x + attention.forward, x  # attention runs again
         return [forward, mlp_backward, (saved + attention.backward, x if whole else 2 * x)]
 
+    def _sent_bytes(self, placement: Placement, kind: AttentionKind) -> tuple[int, int]:
+        """Returns the bytes that a block sends to the host: its input, results of attention."""
+        return (
+            self.input_bytes if placement.input == "host" else 0,
+            self.results_bytes(kind) if placement.results == "host" else 0,
+        )
+
     def _waiting_bytes(self, placement: Placement, kind: AttentionKind) -> tuple[int, int, int]:
         """Returns the bytes that a block keeps on the GPU for backward: its input, of attention and of the MLP."""
         attention, mlp = self._footprints(self.given, kind)
@@ -429,7 +439,10 @@ class Step:
             backward += sum(attend[j] for j in range(start, i + 1) if placements[j].results == "recompute")
             if not execution.heads_at_a_time:  # kept outputs are exchanged again
                 backward += exchange * sum(placements[j].results != "recompute" for j in range(start, i + 1))
-        copies = self.arena_bytes(execution) / rates["link"]
+        copied = [sum(self._sent_bytes(*block)) / rates["link"] for block in zip(placements, kinds)]
+        copies = sum(copied)
+        # A block's copies have the time of one block: only one block's tensors leave, or come back, at a time.
+        forward, backward = (sum(max(seconds / L, each) for each in copied) for seconds in (forward, backward))
         optimizer = self.optimizer(execution)
         loss = linear_cross_entropy_footprint(self.tokens, share.hidden_size, share.vocab_size).matrix_flops
         loss /= rates[PLAIN.rate]  # the standard loss has the same products

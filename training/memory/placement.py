@@ -98,7 +98,8 @@ class _PlacedBlocks:
     def __init__(self, blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None, skips: bool):
         self.blocks, self.placements, self.skips = blocks, placements, skips
         self.forwards = [block.forward for block in blocks]
-        self.first = next((i for i, placement in enumerate(placements) if not placement.is_whole), None)
+        placed = [i for i, placement in enumerate(placements) if not placement.is_whole]
+        self.first, self.last = min(placed, default=None), max(placed, default=None)
         self.copies = None if arena is None else HostCopies(arena)
         # By (layer, name): tensors of each call. Names are "input" and the roles of kernels.common.Keepable.
         self.on_gpu: dict[tuple[int, str], list[Sequence[Tensor]]] = {}
@@ -121,8 +122,8 @@ class _PlacedBlocks:
         intercepted = self.placements[layer].results != "recompute" or self.skips
         with _Interception(keep=functools.partial(self._keep, layer)) if intercepted else nullcontext():
             y_BTD = self.forwards[layer](x_BTD, context)
-        if self.copies is not None:
-            self.copies.finish_sending()
+        if self.copies is not None:  # its own copies go on beside the next block
+            self.copies.finish_sending(but=layer if layer != self.last else None)
         return y_BTD
 
     def backward(self, layer: int, dy_BTD: Tensor, context) -> Tensor:
