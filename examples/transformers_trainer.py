@@ -21,7 +21,7 @@ documents = [
 fathom_kernels.register_attention(selected_blocks=2, window=64, block_size=32, dense_below=128)  # sizes of a toy
 config = Qwen3Config(
     vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16,
+    num_key_value_heads=2, head_dim=64,
 )  # fmt: skip
 model = AutoModelForCausalLM.from_config(config, attn_implementation="fathom_sparse")
 print(fathom_kernels.apply_to(model))

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import kernels
+from kernels.attention.sparse.sparse_attention import HEAD_DIMS
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = {"torch", "triton"}
@@ -76,10 +77,12 @@ def test_a_checkout_hands_on_the_other_kernels(tmp_path, monkeypatch):
         _ = kernels.unknown
 
 
+@pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ["losses", "transformers_trainer"])
-def test_examples_run(name, monkeypatch, capsys):
+def test_examples_run(name, gpu, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "fathom_kernels", kernels)
     with torch.random.fork_rng():
-        runpy.run_path(str(ROOT / f"examples/{name}.py"), run_name="__main__")
+        names = runpy.run_path(str(ROOT / f"examples/{name}.py"), run_name="__main__")
     said = capsys.readouterr().out
     assert "plain" in said if name == "losses" else "'train_loss'" in said
+    assert name == "losses" or names["config"].head_dim in HEAD_DIMS  # a GPU's kernels take no other
