@@ -80,5 +80,6 @@ def test_two_processes_equal_one_in_bfloat16():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_equal_one():
-    run_ranks(2, compare_with_one_process, device="cuda")
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_two_gpus_equal_one(replicate):
+    run_ranks(2, compare_with_one_process, device="cuda", replicate=replicate)
