@@ -283,7 +283,7 @@ class Step:
         yield stage("embedding", 0, block=(x * min(2, self.tensor_ranks), 0, 0))
         block_bytes = {block: self._block_bytes(execution, *block) for block in {*blocks}}
         last_placed = max((i for i in range(L) if not blocks[i][0].is_whole), default=None)
-        sent = 0, 0  # of the placed block before, which still leave for the host; the last one waits for its own
+        sent = 0, 0  # bytes that the placed block before still sends to the host; the last one waits for its own
         for layer, block in enumerate(blocks):
             attention, mlp = block_bytes[block][0]
             yield stage(f"forward of layer {layer}", layer, block=(x + sent[0], attention + sent[1], mlp))
