@@ -231,7 +231,7 @@ class Attention(nn.Module):
                 cache.append(*project_heads(x_BTD, one_head, cos, sin, linear, impl)[1:])
             return ranks.leave(attended_BTD)
         q_BTHK, *new = project_heads(x_BTD, qkv, cos, sin, linear, impl)
-        attended_BTHK = kind.decode(q_BTHK, *cache.append(*new), gates, cache.state)
+        attended_BTHK = kind.decode(q_BTHK, *cache.append(*new), gates)
         return ranks.leave(linear(attended_BTHK.flatten(2), o_weight))
 
 
@@ -452,7 +452,7 @@ class Transformer(nn.Module):
                 f"up to 1, got {input_ids.shape[1]} tokens, temperature {temperature} and top_p {top_p}"
             )
         length = input_ids.shape[1] + max_new_tokens
-        caches = [KeyValueCache(length, layer.self_attn.kind) for layer in self.layers]
+        caches = [KeyValueCache(length) for _ in self.layers]
         if input_ids.shape[1] > 1:  # all but the last token only fill the cache: no logits
             self(input_ids[:, :-1], caches=caches)
         next_ids = input_ids[:, -1:]

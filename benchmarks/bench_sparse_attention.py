@@ -21,6 +21,7 @@ from kernels.attention.full import BACKWARD_FLOPS, attention_flops, choose_backe
 from kernels.attention.nsa import compression, gates, nsa
 from kernels.attention.nsa.compression import make_windows
 from kernels.attention.nsa.nsa import NSA, nsa_attention_reference
+from kernels.attention.nsa.window_scores import score_windows
 from kernels.attention.sparse import band, combine, gather, inverse_index, selection
 from kernels.attention.sparse.common import TileConfig
 from kernels.attention.sparse.layout import EMPTY, first_local_block, make_layout
@@ -46,7 +47,14 @@ BAND_CONFIGS = [
     TileConfig(*c)
     for c in ((64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 4, 2), (128, 8, 1), (128, 8, 2), (128, 8, 3))
 ]
-SCORES_CONFIGS = [TileConfig(*c) for c in ((64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 4, 3), (128, 4, 4), (128, 8, 3))]
+SCORES_CONFIGS = [
+    selection.ScoresConfig(*c)
+    for c in (
+        (128, 64, 4, 3), (128, 64, 4, 4), (128, 128, 4, 2), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 8, 3),
+        (128, 256, 8, 3), (256, 64, 8, 3), (256, 64, 8, 4), (256, 128, 8, 2), (256, 128, 8, 3),
+        (256, 128, 8, 4), (256, 256, 16, 3),
+    )
+]  # fmt: skip
 
 
 def main() -> None:
@@ -173,16 +181,14 @@ class Bench:
         band_pairs = float((own.clamp(max=7) + 0.5 + (own > 7)).sum()) * 64 * G
         candidates = float((own - 7).clamp(min=0).sum()) * 64 * G
         self.gather_flops, self.band_flops = entries * pair_flops, band_pairs * pair_flops
-        # Two halves per candidate, and the mean keys of all earlier blocks.
-        self.score_flops = (2 * candidates + float(own.sum()) * 64 * G) * pair_flops / 64
+        self.score_flops = Sparse(selected, dense_below=0).flops(tokens, H, G, K).choice
         self.slot_bytes = entries * (H // G) * K * 2
         self.score_bytes = candidates * 4
 
     def choose(self) -> Tensor:
         """Returns the lists of all tokens."""
-        lists = _empty_lists(self.k, self.selected)
-        selection.choose_blocks(self.q, self.k, self.layout, lists, SCORES_BYTES)
-        return lists
+        kind = Sparse(self.selected, dense_below=0)
+        return kind.choose(self.q[None], self.k[None], None, on_triton=True)[0]
 
     def inputs(self) -> list[Tensor]:
         """Inputs of `attend`, without the dimension of rows."""
@@ -234,8 +240,9 @@ class Bench:
             rows.append([name, ms, flops / ms / 1e9 if flops else "", num_bytes / ms / 1e6 if num_bytes else ""])
 
         out, lse = sparse_forward(q, k, v, lists, layout, workspace_bytes)
-        add("choose (pool, scores, top-k)", self.choose)
-        add("  pool", lambda: selection.pool(k, layout), num_bytes=k.nbytes * (1 + 4 / 64))
+        dtype = selection.scoring_dtype(q)
+        add("choose (round keys, scores, top-k)", self.choose)
+        add("  round keys", lambda: selection.round_keys(k, layout, dtype), num_bytes=k.nbytes * 1.5)
         add("  scores", lambda: self.all_scores(None), self.score_flops, self.score_bytes)
         add("  top-k", self.top_blocks_of_random_scores(), num_bytes=self.score_bytes)
 
@@ -289,10 +296,11 @@ class Bench:
         return [(r, selection.score_width(layout, r)) for r in selection.ranges(layout.num_blocks, step)]
 
     def all_scores(self, config):
-        if not hasattr(self, "pooled"):
-            self.pooled = selection.pool(self.k, self.layout)
+        if not hasattr(self, "keys"):
+            dtype = selection.scoring_dtype(self.q)
+            self.keys = [selection.round_keys(self.k, self.layout, dtype, pairs) for pairs in (False, True)]
         for blocks, width in self.score_ranges():
-            selection.score_blocks(self.q, self.pooled, self.layout, range(self.G), blocks, width, config)
+            selection.score_blocks(self.q, self.keys.__getitem__, self.layout, blocks, width, config)
 
     def top_blocks_of_random_scores(self):
         """A function that chooses from random scores; every range reads the same scores."""
@@ -304,7 +312,7 @@ class Bench:
 
         def run():
             for of_range, maxima, blocks in work:
-                selection.top_blocks(of_range, maxima, lists, self.layout, range(self.G), blocks)
+                selection.top_blocks(of_range, maxima, lists, self.layout, blocks)
 
         return run
 
@@ -470,8 +478,9 @@ class NSABench(Bench):
             return compression.compressed_forward(q, *pooled, windows, backend, workspace_bytes)
 
         def choose() -> Tensor:
-            lists, scores = _empty_lists(k, self.nsa.list_length), {"lse": lse_c, "first_window": first_window}
-            selection.choose_blocks(q, pooled[0], layout, lists, SCORES_BYTES, **scores)
+            lists = torch.full((*k.shape[:2], self.nsa.list_length), EMPTY, dtype=torch.int16, device=k.device)
+            score = functools.partial(score_windows, q, pooled[0], lse_c, first_window, layout)
+            selection.choose_blocks(score, layout, lists, SCORES_BYTES)
             return lists
 
         (out_c, lse_c), first_window = compressed(), windows.first_window[layout.block_start]
@@ -510,10 +519,6 @@ class NSABench(Bench):
         """Copy q's rows into tiles, in the branch's ranges of heads."""
         for heads, groups in compression.head_ranges(self.q, self.k.shape[1], windows, self.backend, workspace_bytes):
             compression.to_tiles(self.q, heads, len(groups), windows)
-
-
-def _empty_lists(k: Tensor, selected: int) -> Tensor:
-    return torch.full((*k.shape[:2], selected), EMPTY, dtype=torch.int16, device=k.device)
 
 
 def _slots(buffer: Tensor, work: tuple[range, range]) -> Tensor:

@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -172,15 +172,11 @@ class AttentionKind(Part, ABC):
         return outs[0]
 
     @abstractmethod
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, state: Any) -> Tensor:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None) -> Tensor:
         """Returns the output [B, 1, H, K] of one new token, the last of S.
 
-        Its queries are q [B, 1, H, K]; k and v are [B, S, G, K]. `decoding_state` returned `state` for this cache.
+        Its queries are q [B, 1, H, K]; k and v are the cached [B, S, G, K].
         """
-
-    def decoding_state(self) -> Any:
-        """Returns what a new key/value cache keeps for this kind besides keys and values; None: nothing."""
-        return None
 
     def for_longest(self, longest: int) -> "AttentionKind":
         """Returns the cheapest kind that computes the same for documents of up to `longest` tokens."""

@@ -44,11 +44,26 @@ def patch_language_once_a_launch():
     interpreter._patch_lang = patch_unless_patched
 
 
+def round_to_fp8_by_torch():
+    """Have Triton's interpreter round float32 to FP8 as GPUs do: its own rounding takes 127 to 64."""
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def convert_or_round(input, input_dtype, output_dtype, rounding_mode):
+        if input_dtype.is_fp32() and output_dtype.is_fp8e4nv():
+            return torch.from_numpy(input).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return convert(input, input_dtype, output_dtype, rounding_mode)
+
+    interpreter._convert_float = convert_or_round
+
+
 def pytest_configure(config):
     # Commands that a shell script starts in the background ignore SIGINT, and so would the runs that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not torch.cuda.is_available():
         patch_language_once_a_launch()
+        round_to_fp8_by_torch()
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
         torch.set_num_threads = lambda _: None  # training.parallel.world.join_world would take all cores

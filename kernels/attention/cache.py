@@ -2,22 +2,17 @@
 
 from torch import Tensor
 
-from ..parts import AttentionKind
-from .full import FULL
-
 
 class KeyValueCache:
     """Keys and values of the tokens seen so far, for one layer.
 
     Args:
         max_length: most tokens that the cache has room for.
-        kind: the layer's kind of attention. `state` is what it keeps besides keys and values.
     """
 
-    def __init__(self, max_length: int, kind: AttentionKind = FULL):
+    def __init__(self, max_length: int):
         self.max_length, self.length = max_length, 0
         self._keys_values: tuple[Tensor, Tensor] | None = None
-        self.state = kind.decoding_state()
 
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the keys and values of new tokens [B, T, G, K]; returns all of them so far, [B, S, G, K]."""

@@ -376,7 +376,7 @@ class Full(AttentionKind):
     def backward(self, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton):
         return full_backward(dout, q, k, v, outs[0], lses[0], segments, backend)
 
-    def decode(self, q, k, v, gates, state):
+    def decode(self, q, k, v, gates):
         q, k, v = _heads_first(q, k, v)
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 

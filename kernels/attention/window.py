@@ -81,7 +81,7 @@ class Window(AttentionKind):
         band_dkv(dout, q, k, v, lse, delta, None, dk, dv, layout, range(k.shape[1]))
         return [x.view(shape) for x, shape in zip((dq, dk, dv), shapes)]
 
-    def decode(self, q, k, v, gates, state):
+    def decode(self, q, k, v, gates):
         q, k, v = (x.transpose(1, 2) for x in (q, k[:, -self.window :], v[:, -self.window :]))
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 

@@ -14,6 +14,7 @@ Kept for backward, per token: q, k and v, (H + 2G) K elements; each branch's out
 H; the logits, 3 H; and the lists of blocks, G * (selected_blocks - 3) int16.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -26,7 +27,7 @@ from ..documents import all_segments
 from ..full import BACKWARD_FLOPS, FULL, attention_flops, put
 from ..sparse.band import band_dkv, band_dq, band_forward
 from ..sparse.layout import EMPTY, LONGEST_DOCUMENT, Layout, make_layout
-from ..sparse.selection import choose_blocks, top_blocks_reference, window_scores_reference
+from ..sparse.selection import choose_blocks, top_blocks_reference
 from ..sparse.sparse_attention import (
     HEAD_DIMS,
     SCORES_BYTES,
@@ -52,6 +53,7 @@ from .compression import (
     pool_windows_reference,
 )
 from .gates import BRANCHES, gate_backward, gated_sum, gated_sum_reference
+from .window_scores import score_windows, window_scores_reference
 
 BLOCK_SIZE, LOCAL_TOKENS = 64, 128  # tokens of a block, and of the selected branch's two local blocks
 FORCED_BLOCKS = 3  # the first block and the two local blocks
@@ -216,8 +218,11 @@ class NSA(AttentionKind):
         del pooled_v
         if lists is None:
             lists = torch.full((*k.shape[:2], self.list_length), EMPTY, dtype=torch.int16, device=q.device)
-            first_window = windows.first_window[layout.block_start]
-            choose_blocks(q, pooled_k, layout, lists, SCORES_BYTES, lse=compressed[1], first_window=first_window)
+            if layout.has_candidates:
+                first_window = windows.first_window[layout.block_start]
+                score = functools.partial(score_windows, q, pooled_k, compressed[1], first_window, layout)
+                choose_blocks(score, layout, lists, SCORES_BYTES)
+                del score
             lists = lists.view(*shape[:2], *lists.shape[1:])
         del pooled_k
         selected = sparse_forward(q, k, v, flat(lists), layout, self.workspace_bytes)
@@ -269,7 +274,7 @@ class NSA(AttentionKind):
     def normalise_lists(self, lists, q, segments):
         return self.selected.normalise_lists(lists, q, segments)
 
-    def decode(self, q, k, v, gates, state):
+    def decode(self, q, k, v, gates):
         """Pools all windows anew, in plain PyTorch: one query is too little work for kernels."""
         options = {"selected_blocks": self.selected_blocks, "window": self.window}
         return nsa_attention_reference(q, k, v, gates, **options)
@@ -304,7 +309,7 @@ class NSA(AttentionKind):
         compressed = attention_flops(H, K, pairs)
         candidates = sum_to(num_blocks - LOCAL_TOKENS // BLOCK_SIZE)
         choice = BLOCK_SIZE // WINDOW_STRIDE * candidates * product // BLOCK_SIZE
-        selected = sparse_flops(length, H, K, self.selected)
+        selected = sparse_flops(length, H, G, K, self.selected)
         in_window = (num_blocks + sum_to(num_blocks, self.window // BLOCK_SIZE)) * product
         backward = BACKWARD_FLOPS * compressed + selected.backward + 7 * in_window
         return AttentionFlops(compressed + selected.forward + 2 * in_window, choice, backward)

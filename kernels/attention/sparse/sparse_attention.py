@@ -31,18 +31,20 @@ from ..reference import attend_written_out, scores_written_out, within_documents
 from .band import band_dkv, band_dkv_extra, band_dq, band_forward
 from .combine import add_partials, combine
 from .common import TileConfig
-from .decode import PooledKeys, attend_to_cache
+from .decode import attend_to_cache
 from .gather import BACKWARD_CONFIG, FORWARD_CONFIG, gather_backward, gather_forward, item_tokens
 from .inverse_index import SORT_BYTES, build_inverse_index
 from .layout import EMPTY, LONGEST_DOCUMENT, Layout, build_layout, make_layout, normalise_lists
 from .selection import (
-    PART_KEYS,
+    LATE,
     choose_blocks,
-    pool_reference,
     query_bytes,
     ranges,
+    round_keys,
+    score_blocks,
     score_columns,
     scores_reference,
+    scoring_dtype,
     top_blocks_reference,
 )
 
@@ -249,11 +251,11 @@ class Sparse(AttentionKind):
         tensors = flat(q), flat(k), lists.flatten(0, 1)
         for span, layout in self._divide(q, segments).long:
             q_n, k_n, chosen = (x[span.start : span.stop] for x in tensors)
-            if on_triton:
-                choose_blocks(q_n, k_n, layout, chosen, SCORES_BYTES)
-            else:
-                scores = scores_reference(q_n, pool_reference(k_n, layout), layout)
-                chosen.copy_(top_blocks_reference(scores, self.selected_blocks))
+            if not on_triton:
+                chosen.copy_(top_blocks_reference(scores_reference(q_n, k_n, layout), self.selected_blocks))
+            elif self.selected_blocks and layout.has_candidates:
+                keys = functools.cache(functools.partial(round_keys, k_n, layout, scoring_dtype(q)))
+                choose_blocks(functools.partial(score_blocks, q_n, keys, layout), layout, chosen, SCORES_BYTES)
         return lists
 
     def forward(self, q, k, v, segments, lists, backend, on_triton):
@@ -289,11 +291,8 @@ class Sparse(AttentionKind):
                 put([x[0] for x in _reference_backward(dout, q, k, v, out, lse, visible)], into)
         return gradients
 
-    def decode(self, q, k, v, gates, state):
-        return attend_to_cache(q, k, v, state, self)
-
-    def decoding_state(self):
-        return PooledKeys()
+    def decode(self, q, k, v, gates):
+        return attend_to_cache(q, k, v, self)
 
     def footprint(self, T, H, G, K, *, element_size=2, backend="auto", context_length=None, longest=None):
         """Counts the T tokens as one long document. If documents are packed, it takes the maximum with short ones."""
@@ -303,12 +302,14 @@ class Sparse(AttentionKind):
         if (longest or context_length or T) < self.dense_below:
             return full
         forward, backward = sparse_workspace(T, H, G, K, self, element_size)
+        # Output and log-sum-exp do not exist yet while blocks are chosen.
+        forward = max(forward, choice_bytes(T, G, K, self, element_size) - T * full.results)
         if longest is not None:
             forward, backward = max(forward, full.forward), max(backward, full.backward)
         return AttentionBytes(full.results, 2 * G * self.selected_blocks, forward, backward)
 
     def flops(self, length, H, G, K):
-        return FULL.flops(length, H, G, K) if length < self.dense_below else sparse_flops(length, H, K, self)
+        return FULL.flops(length, H, G, K) if length < self.dense_below else sparse_flops(length, H, G, K, self)
 
     def work(self, lengths, H, G, K, *, backend, steps, is_packed=True):
         lengths = [*lengths]
@@ -369,44 +370,53 @@ def scores_bytes(num_blocks: int, block_size: int, window_blocks: int, G: int, s
 
 
 @functools.cache
-def _pairs(T: int, kind: Sparse) -> tuple[int, int, int, int]:
-    """Returns how many pairs (block of queries, block of keys) are candidates, chosen, and in the band.
+def _pairs(T: int, kind: Sparse) -> tuple[float, int, int]:
+    """Returns how many pairs (block of queries, block of keys) are scored, chosen, and in the band.
 
-    The fourth number counts pairs of a block of queries and a block of keys before it, as the choice's lse needs them.
+    From position `LATE` on, two keys are scored as one: such a pair counts half.
     """
     num_blocks, window_blocks = -(-T // kind.block_size), kind.window // kind.block_size
     with_first_block = max(0, num_blocks - window_blocks)  # blocks of queries whose window begins after block 0
-    candidates = sum_to(with_first_block) if kind.selected_blocks else 0  # nothing is scored for empty lists
+    early = min(with_first_block, LATE // kind.block_size - window_blocks)
+    scored = (sum_to(with_first_block) + sum_to(early)) / 2 if kind.selected_blocks else 0  # none for empty lists
     gathered = sum_to(with_first_block, kind.selected_blocks)
     band = sum_to(num_blocks + 1, window_blocks) + with_first_block
-    return candidates, gathered, band, sum_to(num_blocks) if candidates else 0
+    return scored, gathered, band
 
 
-def sparse_flops(T: int, H: int, K: int, kind: Sparse) -> AttentionFlops:
+def sparse_flops(T: int, H: int, G: int, K: int, kind: Sparse) -> AttentionFlops:
     """Floating-point operations of one document of T tokens that attends to chosen blocks."""
-    candidates, gathered, band, means = _pairs(T, kind)
-    product = 2 * kind.block_size * kind.block_size * H * K  # one block of queries with one block of keys
-    choice = (kind.block_size // PART_KEYS * candidates + means) * product // kind.block_size
-    return AttentionFlops(2 * (gathered + band) * product, choice, (5 * gathered + 7 * band) * product)
+    scored, gathered, band = _pairs(T, kind)
+    product = 2 * kind.block_size * kind.block_size * K  # of one head, for one block of queries and one of keys
+    return AttentionFlops(
+        2 * (gathered + band) * product * H, scored * product * G, (5 * gathered + 7 * band) * product * H
+    )
+
+
+def choice_bytes(T: int, G: int, K: int, kind: Sparse, element_size: int) -> int:
+    """Returns the bytes of the scores that exist at a time, and of the keys that are scored."""
+    if not _pairs(T, kind)[1]:
+        return 0
+    num_blocks = -(-T // kind.block_size)
+    keys = num_blocks * kind.block_size * G * K * element_size  # FP8 takes half; pairs of keys are half as many
+    scores = scores_bytes(num_blocks, kind.block_size, kind.window // kind.block_size, G, kind.selected_blocks)
+    return scores + (keys if T <= LATE else keys * 3 // 2)
 
 
 @functools.cache
 def sparse_workspace(T: int, H: int, G: int, K: int, kind: Sparse, element_size: int = 2) -> tuple[int, int]:
     """Returns the bytes of forward and of backward for one document of T tokens, without tables by block."""
     S, block_size, group = kind.selected_blocks, kind.block_size, H // G
-    num_blocks, window_blocks = -(-T // block_size), kind.window // block_size
+    num_blocks = -(-T // block_size)
     delta = 4 * T * H
     if not _pairs(T, kind)[1]:
         return 0, delta + 8 * T * G * K
     token_bytes = slot_bytes_per_token(group, K, S, element_size)
     tokens, heads = range_sizes(T, G, token_bytes, kind.workspace_bytes)
     slots, entries = heads * tokens * token_bytes, heads * T * S
-    pooled = (block_size // PART_KEYS + 1) * num_blocks * G * K * element_size
-    scores = scores_bytes(num_blocks, block_size, window_blocks, G, S) + pooled
     chunk = BACKWARD_CONFIG.tiles * min(block_size, BACKWARD_CONFIG.rows // triton.next_power_of_2(group))
     items = heads * num_blocks + heads * tokens * S // chunk
     partials = 8 * items * block_size * K  # float32 dk and dv of each item
     slots_of_dq = slots - 4 * heads * tokens * S * group  # no log-sum-exps
-    scores -= T * (H * K * element_size + 4 * H)  # output and log-sum-exp do not exist yet while scores do
     sorting, totals = SORT_BYTES * entries, delta + 8 * heads * T * K  # float32 dk and dv of all tokens
-    return max(slots + 4 * entries, sorting, scores), totals + max(slots_of_dq + 4 * entries + partials, sorting)
+    return max(slots + 4 * entries, sorting), totals + max(slots_of_dq + 4 * entries + partials, sorting)

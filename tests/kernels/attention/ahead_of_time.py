@@ -11,7 +11,7 @@ HEADS = {"G": 8, "GROUP": 4, "GROUP_PAD": 4, "K": 128}
 TILE = {"BLOCK": 64, "BLOCK_T": 16}
 _INTS = (
     "first_token num_tokens first_head num_heads num_blocks num_rows num_items width num_queries "
-    "first_query_block head_elements num_windows"
+    "first_query_block head_elements num_windows first_block first_index stop_index before"
 )
 TYPES = {
     **dict.fromkeys(_INTS.split(), "i32"),
@@ -36,7 +36,8 @@ TYPES = {
 }
 GATHER = HEADS | TILE | {"S": 32, "CHUNK": 512}
 BAND = HEADS | TILE | {"WINDOW": 8, "EXACT": False}
-SCORES = HEADS | {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "CHUNK": 16, "LARGEST_EXPONENT": 80.0}
+WINDOW_SCORES = {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "WINDOW": 2, "CHUNK": 16, "LARGEST_EXPONENT": 80.0}
+SCORES = {"G": 8, "GROUP": 4, "K": 128, "BLOCK": 64, "KEYS": 64, "BLOCKS": 2, "WINDOW": 8, "CHUNK": 16}
 TOP = {"S": 32, "G": 8, "BLOCK": 64, "BLOCK_T": 1, "WINDOW": 8, "COLUMNS": 512, "CHUNK": 16}
 LISTS = {"S": 32, "BLOCK_S": 32, "EMPTY": 32767}
 WINDOWS = {"G": 8, "K": 128, "KEYS": 32}
@@ -75,25 +76,23 @@ KERNELS_TO_COMPILE = {
         ("_gate_backward_kernel", {"BRANCH": 1, "K": 128, "BLOCK": 32}, {}),
     ],
     "sparse.selection": [
-        ("_pool_kernel", {"G": 8, "K": 128, "BLOCK": 64, "PART": 32}, {}),
-        (
-            "_scores_kernel",
-            SCORES | {"WINDOW": 8, "PARTS": 2, "BY_WINDOWS": False, "lse_ptr": None, "first_window_ptr": None},
-            {"num_stages": 2},
-        ),
-        ("_scores_kernel", SCORES | {"WINDOW": 2, "PARTS": 5, "BY_WINDOWS": True}, {"num_stages": 3}),
+        ("_round_keys_kernel", {"G": 8, "K": 128, "BLOCK": 64, "KEYS": 32}, {}),
+        ("_scores_kernel", SCORES | {"ROWS": 128}, {"num_warps": 8, "num_stages": 2}, 80),
+        ("_scores_kernel", SCORES | {"ROWS": 256}, {"num_warps": 8}, 90),
         ("_top_kernel", TOP | {"OF_CHUNKS": True}, {"num_warps": 1}),
         ("_top_kernel", TOP | {"OF_CHUNKS": False}, {"num_warps": 1}),
     ],
+    "nsa.window_scores": [("_window_scores_kernel", HEADS | WINDOW_SCORES, {"num_stages": 3})],
 }
 
 
 def main(*capabilities: str) -> None:
     for file, kernels in KERNELS_TO_COMPILE.items():
-        for name, constants, options in kernels:
-            types = {n: t for n, t in TYPES.items() if n not in constants}
-            kernel = KernelToCompile(name, _Signature(types), constants, **options)
-            for capability in map(int, capabilities or ("80", "90")):
+        for name, constants, options, *only in kernels:
+            for capability in only or map(int, capabilities or ("80", "90")):
+                types = TYPES | {"keys_ptr": "*bf16" if capability < 89 else "*fp8e4nv"}
+                types = {n: t for n, t in types.items() if n not in constants}
+                kernel = KernelToCompile(name, _Signature(types), constants, **options)
                 c = compile_kernel(f"attention.{file}", kernel, capability)
                 print(
                     f"{file.split('.')[1]}.{name} sm_{capability}: {c.registers} registers, "

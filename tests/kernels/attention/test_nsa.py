@@ -7,7 +7,7 @@ import torch
 
 from kernels.attention import full
 from kernels.attention.attend import attention
-from kernels.attention.nsa import compression, gates, nsa
+from kernels.attention.nsa import compression, gates, nsa, window_scores
 from kernels.attention.nsa.compression import (
     add_unpooled,
     compressed_backward,
@@ -232,7 +232,7 @@ def test_footprint_is_what_is_allocated(T, selected_blocks, workspace_bytes, sco
 
     kernel = full.KERNELS["cpu"]._replace(forward=forward, backward=backward, workspace_rows=0)
     monkeypatch.setitem(full.KERNELS, "cpu", kernel)
-    for module in (band, combine, compression, gates, gather, selection):
+    for module in (band, combine, compression, gates, gather, selection, window_scores):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, NoLaunch())
     for module in (nsa, sparse_attention):

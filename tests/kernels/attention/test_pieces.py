@@ -1,10 +1,13 @@
 """Each piece alone against its reference."""
 
+import functools
 import itertools
 
 import pytest
 import torch
 
+from kernels.attention.nsa import window_scores
+from kernels.attention.nsa.window_scores import WINDOW_WEIGHTS, score_windows, window_scores_reference
 from kernels.attention.reference import attend_written_out
 from kernels.attention.sparse import selection
 from kernels.attention.sparse.band import band_dkv, band_dq, band_forward
@@ -14,17 +17,16 @@ from kernels.attention.sparse.gather import gather_forward, item_tokens
 from kernels.attention.sparse.inverse_index import build_inverse_index, inverse_index_reference
 from kernels.attention.sparse.layout import EMPTY, make_layout, normalise_lists
 from kernels.attention.sparse.selection import (
-    WINDOW_WEIGHTS,
+    ScoresConfig,
     choose_blocks,
-    pool,
-    pool_reference,
     ranges,
+    round_keys,
     score_blocks,
     score_width,
+    scored_keys,
     scores_reference,
     top_blocks,
     top_blocks_reference,
-    window_scores_reference,
 )
 from kernels.attention.sparse.sparse_attention import visible_keys
 from kernels.attention.window import window_reference
@@ -128,36 +130,78 @@ def test_band_against_its_reference(device):
     torch.testing.assert_close(band_forward(q, k, v, layout), tuple(x[0] for x in expected))
 
 
-@pytest.mark.parametrize("block_size", [32, 64])
-def test_pool(block_size, device, poisoned_memory):
-    k = random(600, 2, 64, device=device)
-    layout = make_layout(k.view(2, 300, 2, 64), SEGMENTS, block_size, block_size)
-    torch.testing.assert_close(pool(k, layout), pool_reference(k, layout))
+FP8 = torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize(("group", "dtype"), [(1, torch.float32), (3, torch.float32), (4, torch.bfloat16)])
-def test_scores(group, dtype, device, monkeypatch):
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
+def test_round_keys(dtype, pairs, device, poisoned_memory):
+    """Keys past FP8's range included; keys of short blocks are 0."""
+    k = 1000 * random(600, 2, 64, dtype=torch.float32 if dtype == FP8 else dtype, device=device)
+    layout = make_layout(k.view(2, 300, 2, 64), SEGMENTS, 32, 64)
+    found = round_keys(k, layout, dtype, pairs).float()
+    assert found.abs().max() == 448 or dtype != FP8
+    for block, (start, stop) in enumerate(zip(layout.block_start.tolist(), layout.block_stop.tolist())):
+        if stop - start == 32:
+            keys = k[start:stop]
+            keys = keys.float().unflatten(0, (-1, 2)).mean(1).to(k.dtype) if pairs else keys
+            expected = scored_keys(keys, dtype).transpose(0, 1)
+            torch.testing.assert_close(
+                found[:, block], expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-6, atol=0
+            )
+        else:
+            assert (found[:, block, (stop - start + 1) // (1 + pairs) :] == 0).all()
+
+
+@pytest.mark.parametrize("late", [selection.LATE, 96])
+@pytest.mark.parametrize(
+    ("group", "dtype", "scored"),
+    [
+        (1, torch.float32, torch.float32),
+        (3, torch.float32, FP8),
+        (4, torch.bfloat16, torch.bfloat16),
+        (4, torch.bfloat16, FP8),
+    ],
+)
+def test_scores(group, dtype, scored, late, device, monkeypatch):
+    """A range that begins and ends within documents, scored by pairs of keys from token `late` on."""
+    if scored == FP8 and device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no FP8")
     monkeypatch.setattr(selection, "CHUNK", 4)
+    monkeypatch.setattr(selection, "LATE", late)
     q, k, _ = (x.flatten(0, 1) for x in make_qkv(2, 300, 2 * group, 2, 64, dtype, device))
     layout = make_layout(q.view(2, 300, 2 * group, 64), SEGMENTS, **SMALL)
-    pooled = pool_reference(k, layout)
-    expected = scores_reference(q.double(), pooled.double(), layout)
-    query_blocks = range(3, layout.num_blocks)
+    expected = scores_reference(q, k, layout, scored)
+    query_blocks = range(3, layout.num_blocks - 1)
     width = score_width(layout, query_blocks)
-    scores, maxima = score_blocks(q, pooled, layout, range(1, 2), query_blocks, width)
+    config = ScoresConfig(rows=64, keys=64, num_warps=4, num_stages=1)
+    scores, maxima = score_blocks(
+        q, lambda pairs: round_keys(k, layout, scored, pairs), layout, query_blocks, width, config
+    )
     compared = 0
     for i, block in enumerate(query_blocks):
         start, stop = int(layout.block_start[block]), int(layout.block_stop[block])
         left = int(layout.index_of_block[block]) - layout.window_blocks + 1
         if left > 1:
-            found = scores[0, i * 32 : i * 32 + stop - start, 1:left].double()
-            tolerance = 1e-5 if dtype == torch.float32 else 1e-3
-            torch.testing.assert_close(found, expected[start:stop, 1, 1:left], rtol=tolerance, atol=0)
-            largest = [chunk.amax(1) for chunk in torch.cat([found[:, :1], found], 1).split(4, 1)]  # block 0 counts not
-            of_chunks = maxima[0, i * 32 : i * 32 + stop - start, : len(largest)].double()
+            found = scores[1, i * 32 : i * 32 + stop - start, 1:left]
+            tolerance = 1e-5 if scored == torch.float32 else 2e-2
+            largest_score = float(expected[start:stop, 1, 1:left].abs().max())
+            torch.testing.assert_close(found, expected[start:stop, 1, 1:left], rtol=0, atol=tolerance * largest_score)
+            block_0 = torch.full_like(found[:, :1], float("-inf"))  # is no candidate
+            largest = [chunk.amax(1) for chunk in torch.cat([block_0, found], 1).split(4, 1)]
+            of_chunks = maxima[1, i * 32 : i * 32 + stop - start, : len(largest)]
             assert torch.equal(of_chunks, torch.stack(largest, 1))
             compared += left - 1
     assert compared > 10
+
+
+def test_scores_by_hand():
+    """Two query heads [1, 0] and [3, 4], whose mean is [2, 2]; block 1's best key is [5, -1], a score of 8."""
+    q = torch.tensor([[1.0, 0.0], [3.0, 4.0]]).expand(32 * 4, 2, 2)
+    k = torch.zeros(32 * 4, 1, 2)
+    k[40, 0] = torch.tensor([5.0, -1.0])
+    layout = make_layout(q[None], None, **SMALL)
+    assert scores_reference(q, k, layout)[-1, 0].tolist() == [float("-inf"), 8.0, float("-inf"), float("-inf")]
 
 
 @pytest.mark.parametrize(("group", "dtype"), [(1, torch.float32), (3, torch.float32), (4, torch.bfloat16)])
@@ -167,8 +211,9 @@ def test_nsa_scores(group, dtype, device, monkeypatch):
     In the interpreter a tile has 2 blocks, so that windows between two tiles count in both.
     """
     if device.type == "cpu":
-        monkeypatch.setattr(selection, "BLOCK_J", 2)
-        monkeypatch.setattr(selection, "CHUNK", 2)
+        monkeypatch.setattr(window_scores, "BLOCK_J", 2)
+        for module in (selection, window_scores):
+            monkeypatch.setattr(module, "CHUNK", 2)
     lengths, first_window = (370, 260), (0, 22)
     q = random(630, 2 * group, 64, dtype=dtype, device=device)
     pooled, lse = random(2, 37, 64, seed=1, dtype=dtype, device=device), random(630, 2 * group, seed=2, device=device)
@@ -176,24 +221,22 @@ def test_nsa_scores(group, dtype, device, monkeypatch):
     windows = torch.tensor(first_window, dtype=torch.int32, device=device).repeat_interleave(
         torch.tensor([6, 5], device=device)
     )
-    options = {"lse": lse, "first_window": windows}
-    width = score_width(layout, range(11))
-    scores, _ = score_blocks(q, pooled, layout, range(1, 2), range(11), width, **options)
+    scores, _ = score_windows(q, pooled, lse, windows, layout, range(11), score_width(layout, range(11)))
     compared = 0
     for start, length, window, row in ((0, 370, 0, 0), (370, 260, 22, 384)):
         tokens, left = slice(start, start + length), torch.arange(length, device=device) // 64 - 1
         keys = pooled[:, window:].transpose(0, 1).double()
-        expected = window_scores_reference(q[tokens].double(), keys, lse[tokens], left, -(-length // 64))[:, 1]
-        found = scores[0, row : row + length, : expected.shape[1]].double()
+        expected = window_scores_reference(q[tokens].double(), keys, lse[tokens], left, -(-length // 64))
+        found = scores[:, row : row + length, : expected.shape[2]].double().transpose(0, 1)
         tolerance = 1e-5 if dtype == torch.float32 else 1e-3
-        is_candidate = expected >= 0
+        is_candidate = expected > float("-inf")
         torch.testing.assert_close(found[is_candidate], expected[is_candidate], rtol=tolerance, atol=0)
         compared += int(is_candidate.sum())
-    assert compared > 400 and sum(WINDOW_WEIGHTS) == 8
+    assert compared > 800 and sum(WINDOW_WEIGHTS) == 8
 
 
 @pytest.mark.parametrize("chunk", [2, 4])
-@pytest.mark.parametrize("kind", ["random", "ties", "all equal", "zeros", "huge"])
+@pytest.mark.parametrize("kind", ["random", "negative", "ties", "all equal", "zeros", "huge"])
 def test_top_blocks(kind, chunk, device, poisoned_memory, monkeypatch):
     """Exactly the reference's lists on given scores: highest first, of equals the lowest index."""
     monkeypatch.setattr(selection, "CHUNK", chunk)
@@ -201,22 +244,24 @@ def test_top_blocks(kind, chunk, device, poisoned_memory, monkeypatch):
     num_blocks, S = layout.num_blocks, 3
     scores = torch.rand(2, num_blocks * 32, 16, generator=torch.Generator().manual_seed(0)).to(device)
     if kind == "ties":
-        scores = (scores * 3).floor()
+        scores = (scores * 5).floor() - 2
+        scores[:, ::2][scores[:, ::2] == 0] = -0.0
+    elif kind == "negative":
+        scores -= 0.7
     elif kind != "random":
         scores = torch.full_like(scores, {"all equal": 0.3, "zeros": 0.0, "huge": 3e38}[kind])
-    of_candidates = torch.full_like(scores, -1)
-    by_token = torch.full((600, 2, 16), -1.0, device=device)
+    of_candidates = torch.full_like(scores, float("-inf"))
+    by_token = torch.full((600, 2, 16), float("-inf"), device=device)
     for block in range(num_blocks):
         start, stop = int(layout.block_start[block]), int(layout.block_stop[block])
         candidates = slice(1, max(1, int(layout.index_of_block[block]) - layout.window_blocks + 1))
         rows = slice(block * 32, block * 32 + stop - start)
         of_candidates[:, rows, candidates] = scores[:, rows, candidates]
         by_token[start:stop] = of_candidates[:, rows].transpose(0, 1)
-    blocks = torch.full((600, 3, S), EMPTY, dtype=torch.int16, device=device)
+    blocks = torch.full((600, 2, S), EMPTY, dtype=torch.int16, device=device)
     maxima = of_candidates.unflatten(-1, (-1, chunk)).amax(-1)
-    top_blocks(scores, maxima, blocks, layout, range(1, 3), range(num_blocks))
-    assert (blocks[:, 0] == EMPTY).all()
-    assert torch.equal(blocks[:, 1:], top_blocks_reference(by_token, S))
+    top_blocks(scores, maxima, blocks, layout, range(num_blocks))
+    assert torch.equal(blocks, top_blocks_reference(by_token, S))
 
 
 def test_choosing_by_ranges_is_choosing_at_once(device):
@@ -225,7 +270,8 @@ def test_choosing_by_ranges_is_choosing_at_once(device):
 
     def choose(workspace_bytes):
         chosen = torch.full((600, 1, 3), EMPTY, dtype=torch.int16, device=device)
-        choose_blocks(q, k, layout, chosen, workspace_bytes)
+        keys = round_keys(k, layout, k.dtype)
+        choose_blocks(functools.partial(score_blocks, q, lambda pairs: keys, layout), layout, chosen, workspace_bytes)
         return chosen
 
     whole = choose(2**30)

@@ -303,8 +303,8 @@ def test_flops():
     """Blocks of 64, window of 1: tokens of block b attend to block 0, b, and one of b - 1 candidates."""
     flops = Sparse(1, window=64, dense_below=0).flops(64 * 5, 2, 1, 64)
     product = 2 * 64 * 64 * 2 * 64
-    gathered, in_band, scored = 0 + 0 + 1 + 1 + 1, 1 + 2 + 2 + 2 + 2, 2 * (1 + 2 + 3) + (1 + 2 + 3 + 4)
-    assert flops.forward == 2 * (gathered + in_band) * product and flops.choice == scored * product // 64
+    gathered, in_band, scored = 0 + 0 + 1 + 1 + 1, 1 + 2 + 2 + 2 + 2, 1 + 2 + 3  # one query per key/value head scores
+    assert flops.forward == 2 * (gathered + in_band) * product and flops.choice == scored * product // 2
     assert flops.backward == (5 * gathered + 7 * in_band) * product
 
 
