@@ -6,7 +6,7 @@ Each variant attends as `Sparse` does (first block, window, chosen blocks; one l
 candidates in its own way. Its loss minus the loss of attention to everything, on the same tokens, is printed by
 position. Variants:
 
-- today: `Sparse.choose`, scores from means of 32 keys
+- own: `Sparse.choose`, the kernels (as max_fp8 on a GPU with FP8, as max on others)
 - max: the mean of the group's query heads against every key; the largest logit of the block
 - lse: the same with the log-sum-exp of the block's logits
 - max_fp8: max, with the mean query and the keys rounded to float8_e4m3fn
@@ -74,7 +74,7 @@ SCORES = {
     "max": Score(), "lse": Score(sums=True), "max_fp8": Score(is_fp8=True),
     "max_pairs_fp8": Score(keys=2, is_fp8=True), "two_stage": Score(first_keys=8),
 }  # fmt: skip
-VARIANTS = "today", *SCORES, "max_fp8+tail1", "max_fp8+tail2"
+VARIANTS = "own", *SCORES, "max_fp8+tail1", "max_fp8+tail2"
 
 
 def round_fp8(x: Tensor) -> Tensor:
@@ -162,11 +162,11 @@ def add_tail(
 class Variant(Sparse):
     """`Sparse` with another choice of blocks, and a tail of `tails` pseudo-tokens per block; forward only."""
 
-    score: str = "max"  # "today", or a name in SCORES
+    score: str = "max"  # "own", or a name in SCORES
     tails: int = 0
 
     def choose(self, q, k, segments, on_triton):
-        if self.score == "today":
+        if self.score == "own":
             return super().choose(q, k, segments, on_triton)
         lists = torch.full((*k.shape[:3], self.selected_blocks), EMPTY, dtype=torch.int16, device=q.device)
         for q_n, k_n, lists_n in documents_of(segments, q, k, lists):
@@ -188,7 +188,7 @@ def documents_of(segments: Tensor | None, *tensors: Tensor) -> Iterator[list[Ten
 
 def variant_of(name: str, selected_blocks: int, window: int) -> Variant:
     score, _, tails = name.partition("+tail")
-    if (score != "today" and score not in SCORES) or tails not in ("", "1", "2"):
+    if (score != "own" and score not in SCORES) or tails not in ("", "1", "2"):
         raise UserError(f"{name} is no variant; give some of {', '.join(VARIANTS)}")
     return Variant(selected_blocks, window=window, dense_below=0, score=score, tails=int(tails or 0))
 
