@@ -13,7 +13,7 @@ from kernels.parts import AttentionKind
 from training.host.errors import UserError, refused_as_user_error
 
 ANNEALING_STAGES = 8  # numbers of blocks from start to end, both included: kernels are compiled anew for each
-ANNEALING_MULTIPLE = 4  # blocks
+MULTIPLE = 4  # blocks: annealed and calibrated numbers are multiples of it
 FLAGS = sorted({name for kind in KINDS.values() for name in kind.takes})  # obeyed by some kind
 
 
@@ -49,13 +49,20 @@ def annealed(start: int, final: int, step: int, steps: int) -> int:
     """Returns the number of chosen blocks in a step, counted from 1: `start` at first, `final` after `steps` steps.
 
     In between the number falls linearly, in at most `ANNEALING_STAGES` - 1 equal intervals and by multiples of
-    `ANNEALING_MULTIPLE`. From 64 to 32 the numbers are 64, 60, 56, 52, 44, 40, 36, 32.
+    `MULTIPLE`. From 64 to 32 the numbers are 64, 60, 56, 52, 44, 40, 36, 32.
     """
     if step > steps:
         return final
     stage = (step - 1) * (ANNEALING_STAGES - 1) // steps
     fall = (start - final) * stage / (ANNEALING_STAGES - 1)
-    return max(final, start - ANNEALING_MULTIPLE * round(fall / ANNEALING_MULTIPLE))
+    return max(final, start - MULTIPLE * round(fall / MULTIPLE))
+
+
+def with_blocks(kind: AttentionKind, number: int) -> AttentionKind:
+    """Returns the kind with another number of chosen blocks; a kind that chooses none stays as it is."""
+    if "selected_blocks" not in kind.takes:
+        return kind
+    return replace(kind, selected_blocks=number)  # type: ignore[type-var]
 
 
 def kinds_of(flags, config) -> tuple[AttentionKind, ...]:
@@ -122,12 +129,7 @@ def kinds_at(config, model_config, step: int) -> tuple[AttentionKind, ...]:
         numbers = spell_by_layer([kind.selected_blocks for kind in final])
         raise UserError(f"selected_blocks_start {start} must be above selected_blocks {numbers}, in no layer below it")
 
-    def in_step(kind: AttentionKind, n: int) -> AttentionKind:
-        if "selected_blocks" not in kind.takes:
-            return kind
-        return replace(kind, selected_blocks=annealed(n, kind.selected_blocks, step, steps))  # type: ignore[type-var]
-
-    return tuple(map(in_step, final, starts))
+    return tuple(with_blocks(kind, annealed(n, kind.selected_blocks, step, steps)) for n, kind in zip(starts, final))
 
 
 def check_head_dim(kinds: Sequence[AttentionKind], head_dim: int, device: torch.device) -> None:
