@@ -376,7 +376,7 @@ class Transformer(nn.Module):
             has_none = (targets[:, -1] == IGNORE_INDEX).all()
             assert_async(has_none, "targets must be -100 at the last position of a whole sequence")
             targets = targets[:, :-1]
-        x_BTD, context = self.embed_tokens(input_ids), self._context(input_ids, documents, caches)
+        x_BTD, context = self.embed_tokens(input_ids), self.context(input_ids, documents, caches)
         for layer in self.layers:
             x_BTD = layer(x_BTD, context)
         x_BTD = self.norm(x_BTD)
@@ -387,7 +387,10 @@ class Transformer(nn.Module):
             hidden_states=x_BTD if return_hidden_states else None,
         )
 
-    def _context(self, input_ids: Tensor, documents: Documents | None, caches: list[KeyValueCache] | None) -> Context:
+    def context(
+        self, input_ids: Tensor, documents: Documents | None = None, caches: list[KeyValueCache] | None = None
+    ) -> Context:
+        """Returns what every block must know of the tokens; arguments as `forward`."""
         (_, T), device = input_ids.shape, input_ids.device
         start = caches[0].length if caches else 0
         if caches and (documents is not None or (start and T > 1)):

@@ -19,6 +19,7 @@ import train
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
 from tests.training.data.test_tokenizer import write_tokenizer
+from training.attention_flags import numbers_by_layer
 from training.families import to_config_json
 from training.host.errors import UserError
 from training.host.files import write_file
@@ -117,6 +118,37 @@ def test_chosen_blocks_are_annealed_and_resumed(corpus, tmp_path):
     (run / "step_00000004").rename(tmp_path / "lost")
     assert train.main(["--output_dir", str(run), "--resume", "--device", "cpu"]) == 0
     assert losses(run) == whole and [line["selected_blocks"] for line in metrics(run)] == numbers
+
+
+def test_numbers_are_calibrated_once(corpus, tmp_path, caplog, capsys, monkeypatch):
+    """The settings of a run have the numbers; the same command goes on with them, another mean is calibrated anew."""
+    monkeypatch.setattr("training.calibration.MOST_TEXTS", 2)
+    assert train.main(arguments(corpus, tmp_path / "dense", steps=1)) == 0
+    run = tmp_path / "run"
+    sizes = ["--context_length", "960", "--batch_size", "1", "--validation_sequences", "0", *SPARSE]
+    command = ["--init_from", str(tmp_path / "dense" / "step_00000001"), *sizes]
+    caplog.set_level(logging.INFO)
+    assert train.main(arguments(corpus, run, *command, "--selected_blocks", "auto:4", steps=1)) == 0
+    numbers = saved_settings(run, 1)["selected_blocks"]
+    assert "auto" not in numbers and sum(numbers_by_layer("selected_blocks", numbers, 4)) <= 16
+    assert re.search(r"selected_blocks [0-9x,]+: loss \d\.\d+ on 1 other texts, [+-]", caplog.text)
+    assert json.loads((run / "config.json").read_text())["selected_blocks"] == numbers
+    monkeypatch.setattr(train, "calibrate", lambda *_: pytest.fail("calibrated again"))
+    again = [*command, "--selected_blocks", "auto:4", "--resume", "auto"]
+    assert train.main(arguments(corpus, run, *again, steps=2)) == 0
+    assert saved_settings(run, 2)["selected_blocks"] == numbers
+    calls = []
+    monkeypatch.setattr(train, "calibrate", lambda config, shape, folder, *_: calls.append(folder) or "8x2,0")
+    assert train.main(only_resume(run, "--max_steps", "3", "--selected_blocks", "auto:8")) == 1
+    assert "auto:8 has no effect at context_length 960" in capsys.readouterr().err
+    assert train.main(only_resume(run, "--max_steps", "3", "--selected_blocks", "4x1,0")) == 0
+    assert train.main(only_resume(run, "--max_steps", "4", "--selected_blocks", "auto:4")) == 0
+    assert calls == [run / "step_00000003"] and saved_settings(run, 4)["selected_blocks"] == "8x2,0"
+    assert "selected_blocks: 4x1,0 -> auto:4" in caplog.messages
+
+
+def saved_settings(run, step):
+    return json.loads((run / f"step_{step:08d}" / "trainer.json").read_text())["trainer_state"]["settings"]
 
 
 def test_resume_of_a_finished_run_goes_on(corpus, tmp_path, monkeypatch):
@@ -545,6 +577,21 @@ BAD_FLAGS = [
     (["--attention_type", "nsa", "--selected_blocks", "3"], "selected_blocks must be at least 4, got 3: nsa forces 3"),
     (["--selected_blocks", "16"], "selected_blocks has no effect with attention_type full"),
     (["--selected_blocks=-1", *SPARSE], "selected_blocks must be a number, 0 or more, or"),
+    (["--selected_blocks", "auto:16"], "selected_blocks has no effect with attention_type full"),
+    (["--selected_blocks", "auto:16", "--attention_type", "nsa"], "auto:16 is for attention_type sparse, not nsa"),
+    (
+        ["--selected_blocks", "auto:6", *SPARSE],
+        "selected_blocks auto:N must have a multiple of 4 as N, as auto:32",
+    ),
+    (
+        ["--selected_blocks", "auto:0", *SPARSE],
+        "selected_blocks auto:N must have a multiple of 4 as N, as auto:32",
+    ),
+    (["--selected_blocks", "auto", *SPARSE], "selected_blocks auto:N must have a multiple of 4 as N, as auto:32"),
+    (["--selected_blocks", "auto:4", *SPARSE], "auto:4 has no effect at context_length 64: tokens choose from 832"),
+    (["--selected_blocks", "auto:4", *SPARSE, "--context_length", "900"], "this run starts from random ones; give"),
+    (["--selected_blocks", "auto:4", *SPARSE, *ANNEALED, "4"], "selected_blocks_start has no effect with selected_bl"),
+    (["--selected_blocks_start", "auto:4", "--selected_blocks_steps", "2", *SPARSE], "only --selected_blocks of train"),
     (["--selected_blocks", "8x2,4x1", *SPARSE], "selected_blocks 8x2,4x1 names 3 layers, the model has 4"),
     ([*ANNEALED, "4", "--compile", *SPARSE], "past PyTorch's limit; drop one"),
     (["--selected_blocks_start", "16"], "selected_blocks_start has no effect without an attention_type"),

@@ -9,11 +9,12 @@ import torch
 
 from kernels.attention import KINDS
 from kernels.attention.full import Full
+from kernels.attention.sparse.sparse_attention import Sparse
 from kernels.parts import AttentionKind
 from training.host.errors import UserError, refused_as_user_error
 
 ANNEALING_STAGES = 8  # numbers of blocks from start to end, both included: kernels are compiled anew for each
-ANNEALING_MULTIPLE = 4  # blocks
+MULTIPLE = 4  # blocks: annealed and calibrated numbers are multiples of it
 FLAGS = sorted({name for kind in KINDS.values() for name in kind.takes})  # obeyed by some kind
 
 
@@ -25,6 +26,8 @@ def numbers_by_layer(name: str, text: str, layers: int) -> list[int]:
     Raises:
         UserError: another form, a negative number, too many layers or too few.
     """
+    if text.startswith("auto"):
+        raise UserError(f"{name} {text}: only --selected_blocks of train.py calibrates numbers; give them, as 64x4,32")
     entry = r"(\d{1,5})(?:x([1-9]\d{0,4}))?"
     if not re.fullmatch(f"{entry}(,{entry})*", text):
         raise UserError(f'{name} must be a number, 0 or more, or look like "64x4,32" or "64,48,32", got {text!r}')
@@ -45,17 +48,57 @@ def spell_by_layer(numbers: Sequence[int]) -> str:
     return ",".join([*before, str(runs[-1][0])])
 
 
+def calibrated_mean(flags) -> int | None:
+    """Returns the mean number of blocks, 32 for --selected_blocks auto:32; None: the flag asks for no calibration.
+
+    `flags` has attention_type, selected_blocks, selected_blocks_start and context_length, None where not given.
+
+    Raises:
+        UserError: another form, or flags with which numbers are not calibrated.
+    """
+    text = str(flags.selected_blocks)
+    if not text.startswith("auto") or flags.attention_type == Full.name:  # `kinds_of` refuses it there
+        return None
+    mean = int(match[1]) if (match := re.fullmatch(r"auto:(\d{1,5})", text)) else 0
+    if mean < MULTIPLE or mean % MULTIPLE:
+        raise UserError(f"selected_blocks auto:N must have a multiple of {MULTIPLE} as N, as auto:32, got {text!r}")
+    if flags.attention_type != Sparse.name:
+        raise UserError(
+            f"selected_blocks {text} is for attention_type sparse, not {flags.attention_type}; give numbers"
+        )
+    if getattr(flags, "selected_blocks_start", None) is not None:
+        raise UserError(f"selected_blocks_start has no effect with selected_blocks {text}; drop it, or give numbers")
+    if flags.context_length is not None and flags.context_length < sees_all(Sparse(mean)) + 2:
+        raise UserError(
+            f"selected_blocks {text} has no effect at context_length {flags.context_length}: tokens choose from "
+            f"{sees_all(Sparse(mean))} tokens on; raise the one, or lower the other"
+        )
+    return mean
+
+
+def sees_all(kind: Sparse) -> int:
+    """Returns the tokens at a document's start that see all tokens before them, whatever is chosen."""
+    return kind.block_size * (kind.selected_blocks + 1) + kind.window
+
+
 def annealed(start: int, final: int, step: int, steps: int) -> int:
     """Returns the number of chosen blocks in a step, counted from 1: `start` at first, `final` after `steps` steps.
 
     In between the number falls linearly, in at most `ANNEALING_STAGES` - 1 equal intervals and by multiples of
-    `ANNEALING_MULTIPLE`. From 64 to 32 the numbers are 64, 60, 56, 52, 44, 40, 36, 32.
+    `MULTIPLE`. From 64 to 32 the numbers are 64, 60, 56, 52, 44, 40, 36, 32.
     """
     if step > steps:
         return final
     stage = (step - 1) * (ANNEALING_STAGES - 1) // steps
     fall = (start - final) * stage / (ANNEALING_STAGES - 1)
-    return max(final, start - ANNEALING_MULTIPLE * round(fall / ANNEALING_MULTIPLE))
+    return max(final, start - MULTIPLE * round(fall / MULTIPLE))
+
+
+def with_blocks(kind: AttentionKind, number: int) -> AttentionKind:
+    """Returns the kind with another number of chosen blocks; a kind that chooses none stays as it is."""
+    if "selected_blocks" not in kind.takes:
+        return kind
+    return replace(kind, selected_blocks=number)  # type: ignore[type-var]
 
 
 def kinds_of(flags, config) -> tuple[AttentionKind, ...]:
@@ -122,12 +165,7 @@ def kinds_at(config, model_config, step: int) -> tuple[AttentionKind, ...]:
         numbers = spell_by_layer([kind.selected_blocks for kind in final])
         raise UserError(f"selected_blocks_start {start} must be above selected_blocks {numbers}, in no layer below it")
 
-    def in_step(kind: AttentionKind, n: int) -> AttentionKind:
-        if "selected_blocks" not in kind.takes:
-            return kind
-        return replace(kind, selected_blocks=annealed(n, kind.selected_blocks, step, steps))  # type: ignore[type-var]
-
-    return tuple(map(in_step, final, starts))
+    return tuple(with_blocks(kind, annealed(n, kind.selected_blocks, step, steps)) for n, kind in zip(starts, final))
 
 
 def check_head_dim(kinds: Sequence[AttentionKind], head_dim: int, device: torch.device) -> None:
