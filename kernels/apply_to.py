@@ -58,6 +58,7 @@ def _attention_forward(original: FunctionType, impl: str):
     of the family. The result is therefore the same code over a copy of the globals. The copy lacks `__name__`, so that
     torch.compile guards the copy: with the name, it would guard the module, which has another function.
     """
+    original = inspect.unwrap(original)  # without transformers 5.24's decorator for an old keyword
     if "apply_rotary_pos_emb" not in original.__code__.co_names:
         raise ValueError(f"{original.__qualname__} has no apply_rotary_pos_emb: transformers of an unsupported version")
 
@@ -92,7 +93,9 @@ def _loss(model, hidden_states, labels, impl, num_items_in_batch=None, ignore_in
 
 @functools.cache
 def _causal_lm_forward(original, impl: str):
-    output_class = inspect.unwrap(original).__globals__["CausalLMOutputWithPast"]
+    innermost = inspect.unwrap(original)
+    output_class = innermost.__globals__["CausalLMOutputWithPast"]
+    cache_name = "cache" if "cache" in inspect.signature(innermost).parameters else "past_key_values"  # before 5.24
 
     @functools.wraps(original)
     def forward(
@@ -101,7 +104,7 @@ def _causal_lm_forward(original, impl: str):
     ):  # fmt: skip
         inputs = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
-            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache,
+            cache_name: kwargs.pop("cache", past_key_values), "inputs_embeds": inputs_embeds, "use_cache": use_cache,
         }  # fmt: skip
         all_logits = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is None or not all_logits:
@@ -111,7 +114,7 @@ def _causal_lm_forward(original, impl: str):
         loss_arguments = {name: kwargs.pop(name) for name in LOSS_ARGUMENTS if name in kwargs}
         outputs = self.model(**inputs, **kwargs, return_dict=True)
         loss = _loss(self, outputs.last_hidden_state, labels, impl, **loss_arguments)
-        others = {name: getattr(outputs, name) for name in ("past_key_values", "hidden_states", "attentions")}
+        others = {name: getattr(outputs, name) for name in (cache_name, "hidden_states", "attentions")}
         outputs = output_class(loss=loss, **others)
         return outputs if return_dict else outputs.to_tuple()
 

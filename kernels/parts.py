@@ -197,9 +197,9 @@ class AttentionKind(Part, ABC):
         """Returns the floating-point operations of one document of `length` tokens."""
 
     def forward_flops(self, lengths: Iterable[int], H: int, G: int, K: int) -> float:
-        """Returns the floating-point operations of forward and choice, summed over documents of these lengths."""
-        flops = {length: self.flops(length, H, G, K) for length in {*lengths}}
-        return sum(flops[length].forward + flops[length].choice for length in lengths)
+        """Returns the floating-point operations of forward, summed over documents; choosing blocks is not counted."""
+        flops = {length: self.flops(length, H, G, K).forward for length in {*lengths}}
+        return sum(flops[length] for length in lengths)
 
     def work(
         self, lengths: Iterable[tuple[float, float]], H: int, G: int, K: int, *, backend: str, steps: int,

@@ -11,6 +11,8 @@ position. Variants:
 - lse: the same with the log-sum-exp of the block's logits
 - max_fp8: max, with the mean query and the keys rounded to float8_e4m3fn
 - max_pairs_fp8: the same, on means of 2 neighbouring keys
+- means: every query head against two mean keys per block, 32 keys each; the larger sum of attention shares. Before
+  2026-11-24 the kernels chose so
 - two_stage: max on means of 8 keys picks 4 times as many blocks, then max chooses among these
 
 `+tail1` after a name adds a tail: candidates that are not chosen enter the same softmax as one pseudo-token each, with
@@ -72,7 +74,7 @@ class Score(NamedTuple):
 
 SCORES = {
     "max": Score(), "lse": Score(sums=True), "max_fp8": Score(is_fp8=True),
-    "max_pairs_fp8": Score(keys=2, is_fp8=True), "two_stage": Score(first_keys=8),
+    "max_pairs_fp8": Score(keys=2, is_fp8=True), "two_stage": Score(first_keys=8), "means": Score(keys=32),
 }  # fmt: skip
 VARIANTS = "own", *SCORES, "max_fp8+tail1", "max_fp8+tail2"
 
@@ -111,6 +113,8 @@ def best_blocks(q_THK: Tensor, k_TGK: Tensor, kind: "Variant") -> Tensor:
     def scores_of(tokens: range, keys: Tensor, hidden: Tensor) -> Tensor:
         """[G, tokens, blocks]; -inf where `hidden`."""
         per_block, blocks = keys.shape[1] * size // len(whole), hidden.shape[-1]
+        if kind.score == "means":
+            return shares_of_means(q_THK[tokens.start : tokens.stop], keys, hidden)
         logits = queries[:, tokens.start : tokens.stop] @ keys[:, : blocks * per_block].transpose(1, 2)
         logits = logits.unflatten(-1, (blocks, per_block))
         scores = (logits / math.sqrt(K)).logsumexp(-1) if score.sums else logits.amax(-1)
@@ -129,6 +133,15 @@ def best_blocks(q_THK: Tensor, k_TGK: Tensor, kind: "Variant") -> Tensor:
         order = torch.where(values > float("-inf"), order, EMPTY).sort(-1).values
         lists[tokens.start : tokens.stop, :, : order.shape[-1]] = order.transpose(0, 1).to(torch.int16)
     return lists
+
+
+def shares_of_means(q_THK: Tensor, means_GPK: Tensor, hidden: Tensor) -> Tensor:
+    """Returns scores [G, T, blocks]: the larger of two halves' shares of attention, summed over the query heads."""
+    queries, blocks = q_THK.unflatten(1, (len(means_GPK), -1)).float().permute(1, 2, 0, 3), hidden.shape[-1]
+    logits = queries @ means_GPK[:, None, : 2 * blocks].transpose(2, 3) / math.sqrt(q_THK.shape[-1])
+    logits = logits.unflatten(-1, (blocks, 2))  # [G, R, T, blocks, 2]
+    lse = logits.mean(-1).masked_fill(hidden, float("-inf")).logsumexp(-1)[..., None, None]
+    return (logits - lse).clamp(max=80).exp().sum(1).amax(-1).masked_fill(hidden, float("-inf"))
 
 
 def add_tail(
