@@ -479,7 +479,7 @@ class NSABench(Bench):
         def choose() -> Tensor:
             lists = torch.full((*k.shape[:2], self.nsa.list_length), EMPTY, dtype=torch.int16, device=k.device)
             score = functools.partial(score_windows, q, pooled[0], lse_c, first_window, layout)
-            selection.choose_blocks(score, layout, lists, SCORES_BYTES)
+            selection.choose_blocks(score, layout, lists, nsa.SCORES_BYTES)
             return lists
 
         (out_c, lse_c), first_window = compressed(), windows.first_window[layout.block_start]

@@ -30,7 +30,6 @@ from ..sparse.layout import EMPTY, LONGEST_DOCUMENT, Layout, make_layout
 from ..sparse.selection import choose_blocks, top_blocks_reference
 from ..sparse.sparse_attention import (
     HEAD_DIMS,
-    SCORES_BYTES,
     Sparse,
     check_inputs,
     flat,
@@ -57,6 +56,7 @@ from .window_scores import score_windows, window_scores_reference
 
 BLOCK_SIZE, LOCAL_TOKENS = 64, 128  # tokens of a block, and of the selected branch's two local blocks
 FORCED_BLOCKS = 3  # the first block and the two local blocks
+SCORES_BYTES = 2**29  # bytes of the scores that exist at a time, about
 WORKSPACE_BYTES = 7 * 2**28  # holds one key/value head's slots at 131,072 tokens, 13 chosen blocks: 1.65 GiB
 
 
@@ -292,7 +292,8 @@ class NSA(AttentionKind):
         heads = heads_at_a_time(H, G, of_a_head, self.workspace_bytes)
         pooled, head = windows * G * K * element_size, T * K * element_size  # keys of all windows, one query head
         compressed = 2 * pooled + 2 * heads * head
-        scores = scores_bytes(-(-T // BLOCK_SIZE), BLOCK_SIZE, LOCAL_TOKENS // BLOCK_SIZE, G, self.list_length)
+        blocks = -(-T // BLOCK_SIZE), BLOCK_SIZE, LOCAL_TOKENS // BLOCK_SIZE
+        scores = scores_bytes(*blocks, G, self.list_length, SCORES_BYTES)
         sums = 8 * windows * G * K  # float32 gradients of pooled keys and values
         compressed_backward = 2 * pooled + sums + heads * of_a_head
         result = H * K * element_size + 4 * H

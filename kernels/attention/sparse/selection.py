@@ -44,7 +44,7 @@ class ScoresConfig(NamedTuple):
     num_stages: int
 
 
-SCORES_CONFIGS = {1: ScoresConfig(128, 128, 8, 3), 2: ScoresConfig(128, 128, 8, 2), 4: ScoresConfig(64, 64, 4, 1)}
+SCORES_CONFIGS = {1: ScoresConfig(128, 128, 8, 4), 2: ScoresConfig(128, 128, 8, 2), 4: ScoresConfig(64, 64, 4, 1)}
 
 
 def scoring_dtype(q: Tensor) -> torch.dtype:

@@ -50,7 +50,7 @@ from .selection import (
 
 BLOCK_SIZES, HEAD_DIMS, LARGEST_GROUP = (32, 64, 128), (64, 128), 16
 WORKSPACE_BYTES = 9 * 2**28  # holds half of one key/value head's slots at 131,072 tokens, 32 blocks: 2.03 GiB
-SCORES_BYTES = 2**29  # bytes of the scores that exist at a time, about
+SCORES_BYTES = 2**31  # bytes of the scores that exist at a time, about: no more than the slots after them
 
 
 def sparse_attention_reference(
@@ -363,10 +363,12 @@ def slot_bytes_per_token(group: int, K: int, selected: int, element_size: int) -
     return selected * group * (K * element_size + 4)
 
 
-def scores_bytes(num_blocks: int, block_size: int, window_blocks: int, G: int, selected: int) -> int:
-    """Returns the bytes of the scores that exist at a time: of as many blocks of queries as SCORES_BYTES holds."""
+def scores_bytes(
+    num_blocks: int, block_size: int, window_blocks: int, G: int, selected: int, workspace_bytes: int
+) -> int:
+    """Returns the bytes of the scores that exist at a time: of as many blocks of queries as `workspace_bytes` hold."""
     row = block_size * G * query_bytes(score_columns(num_blocks - 1, window_blocks), selected)
-    return row * min(num_blocks, max(1, SCORES_BYTES // row))
+    return row * min(num_blocks, max(1, workspace_bytes // row))
 
 
 @functools.cache
@@ -399,7 +401,8 @@ def choice_bytes(T: int, G: int, K: int, kind: Sparse, element_size: int) -> int
         return 0
     num_blocks = -(-T // kind.block_size)
     keys = num_blocks * kind.block_size * G * K * element_size  # FP8 takes half; pairs of keys are half as many
-    scores = scores_bytes(num_blocks, kind.block_size, kind.window // kind.block_size, G, kind.selected_blocks)
+    sizes = num_blocks, kind.block_size, kind.window // kind.block_size, G, kind.selected_blocks
+    scores = scores_bytes(*sizes, SCORES_BYTES)
     return scores + (keys if T <= LATE else keys * 3 // 2)
 
 

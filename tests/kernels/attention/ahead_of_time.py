@@ -78,7 +78,7 @@ KERNELS_TO_COMPILE = {
     "sparse.selection": [
         ("_round_keys_kernel", {"G": 8, "K": 128, "BLOCK": 64, "KEYS": 32}, {}),
         ("_scores_kernel", SCORES | {"ROWS": 128}, {"num_warps": 8, "num_stages": 2}, 80),
-        ("_scores_kernel", SCORES | {"ROWS": 128}, {"num_warps": 8}, 90),
+        ("_scores_kernel", SCORES | {"ROWS": 128}, {"num_warps": 8, "num_stages": 4}, 90),
         ("_top_kernel", TOP | {"OF_CHUNKS": True}, {"num_warps": 1}),
         ("_top_kernel", TOP | {"OF_CHUNKS": False}, {"num_warps": 1}),
     ],
