@@ -27,7 +27,7 @@ from torch import Tensor
 from .common import matmul
 from .layout import EMPTY, Layout
 
-LATE = 524_288  # tokens
+LATE = 262_144  # tokens
 KEY_DIVISOR = tl.constexpr(4.0)
 FP8, LARGEST_FP8 = torch.float8_e4m3fn, tl.constexpr(448.0)
 LOWEST = tl.constexpr(-(2**31))
