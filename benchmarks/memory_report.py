@@ -115,14 +115,18 @@ def packed_documents() -> list[list[str]]:
 
 
 def shared_sequences() -> list[list[str]]:
-    """The latest steps of GPUs that share a sequence or matrices, compared with one GPU's latest step without a cap."""
-    alone = {
-        (run["context_length"], setting): result["seconds"]
-        for run in step_runs() for setting, result in run["results"].items() if setting.startswith("auto")
-    }  # fmt: skip
+    """The latest steps of GPUs that share a sequence or matrices.
+
+    They are compared with one GPU's step without a cap, its latest on that day or before.
+    """
     rows = {}
     for run in step_runs(shared=True):
         context = run["context_length"]
+        alone = {
+            (before["context_length"], setting): result["seconds"]
+            for before in step_runs() if before["date"] <= run["date"]
+            for setting, result in before["results"].items() if setting.startswith("auto")
+        }  # fmt: skip
         for setting, result in run["results"].items():
             limit, plus, kind = setting.partition("+")
             one = alone.get((context, f"auto{plus}{kind}"))

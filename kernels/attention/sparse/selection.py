@@ -257,7 +257,7 @@ class Part(NamedTuple):
 
 
 def parts_of(layout: Layout, query_blocks: range) -> Iterator[Part]:
-    """Yields the parts of `query_blocks` that have candidates, cut where documents end and where `LATE` begins."""
+    """Yields the parts of `query_blocks` with candidates. Ends of documents and `LATE` divide parts."""
     firsts = (layout.index_of_block == 0).nonzero().squeeze(1).tolist()
     for first, stop in zip(firsts, [*firsts[1:], layout.num_blocks]):
         late = first + LATE // layout.block_size

@@ -208,7 +208,7 @@ class Sparse(AttentionKind):
     takes: ClassVar[tuple[str, ...]] = ("selected_blocks", "dense_below")
     h200_rates: ClassVar[dict[str, float]] = {
         "sparse forward": 570e12 * 0.28,
-        "sparse choice": 270e12,
+        "sparse choice": 740e12,
         "sparse backward": 535e12 * 0.45,
     }
 
@@ -389,7 +389,7 @@ def _pairs(T: int, kind: Sparse) -> tuple[float, int, int]:
 def sparse_flops(T: int, H: int, G: int, K: int, kind: Sparse) -> AttentionFlops:
     """Floating-point operations of one document of T tokens that attends to chosen blocks."""
     scored, gathered, band = _pairs(T, kind)
-    product = 2 * kind.block_size * kind.block_size * K  # of one head, for one block of queries and one of keys
+    product = 2 * kind.block_size * kind.block_size * K  # one head, one block of queries, one block of keys
     return AttentionFlops(
         2 * (gathered + band) * product * H, scored * product * G, (5 * gathered + 7 * band) * product * H
     )
