@@ -16,7 +16,7 @@ position. Variants:
 - two_stage: max on means of 8 keys picks 4 times as many blocks, then max chooses among these
 
 `+tail1` after a name adds a tail: candidates that are not chosen enter the same softmax as one pseudo-token each, with
-the logit scale q . k_mean + log(keys of the mean) and the value v_mean. `+tail2` makes one of each half of a block.
+the logit scale q . k_mean + log(keys of the mean) and the value v_mean. `+tail2` takes two, a half of the block each.
 
 Scores are computed for a range of queries at a time, in float32; a GPU rounds their factors to TF32, which holds
 float8 and bfloat16 exactly. On a CPU attention is the reference, which writes the tokens x tokens matrix out.
@@ -58,7 +58,7 @@ from training.memory.placement import set_kinds
 from training.parallel.world import join_world
 
 SCORES_BYTES = 2**30  # limit on logits that exist at once
-LARGEST_FP8 = 448.0  # of float8_e4m3fn
+LARGEST_FP8 = 448.0  # float8_e4m3fn's
 FIRST_STAGE = 4  # blocks that the first of two stages picks per chosen block
 LEAST_POSITION = 1024  # buckets before it are not printed: their tokens have few candidates
 

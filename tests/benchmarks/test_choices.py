@@ -53,7 +53,7 @@ def test_tail_written_out(tails, qkv):
     q, k, v = qkv
     kind = kind_of(f"max+tail{tails}", 2)
     out, lists = attention(q, k, v, SEGMENTS, kind=kind), kind.choose(q, k, SEGMENTS, False)
-    t, h, part = 655, 4, 64 // tails  # of block 10: candidates 1 to 8, of which two are chosen
+    t, h, part = 655, 4, 64 // tails  # token 655 is in block 10: candidates 1 to 8, two are chosen
     chosen = set(lists[1, t, h // 3].tolist())
     seen = [s for s in range(t + 1) if s // 64 in {0, 9, 10, *chosen}]
     means = [slice(64 * j + i * part, 64 * j + (i + 1) * part)
