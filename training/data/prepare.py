@@ -29,10 +29,14 @@ from training.data.prepared import DOCUMENT, FORMAT, INDEX, MASKED, TOKEN, Prepa
 from training.data.sources import Document, DocumentReader, find_files, is_data, say_found, say_left_out
 from training.data.tokenizer import load_tokenizer
 from training.host.errors import UserError
-from training.host.files import only_run_in, write_file
+from training.host.files import only_run_in, read_file, read_json, write_file
 
 PART_BYTES = 2**24  # of text
 OURS = re.compile(r"part-[0-9a-f]{16}\.(tokens|documents|json)(\.new)?")
+# Types of the values that a part's summary must have.
+SUMMARY_TYPES = {
+    "documents": int, "tokens": int, "targets": int, "largest_id": int, "are_samples": bool, "sha256": dict,
+}  # fmt: skip
 GOES_ON = "mend that, as by making room, and the same command goes on from here"
 
 
@@ -89,8 +93,8 @@ def _hash_of_templates(tokenizer) -> str:
     """Returns a hash of the files beside a tokenizer that may hold a chat template."""
     found = hashlib.sha256()
     for name in ("chat_template.jinja", "tokenizer_config.json") if hasattr(tokenizer, "folder") else ():
-        with contextlib.suppress(OSError):
-            found.update((tokenizer.folder / name).read_bytes())
+        with contextlib.suppress(UserError):
+            found.update(read_file(tokenizer.folder / name, "give --tokenizer another folder"))
     return found.hexdigest()
 
 
@@ -131,19 +135,22 @@ def _plan(files: list[Path]) -> Iterator[list[Extent]]:
 
 
 def _read_part(path: Path) -> dict | None:
-    """Returns a part's summary, or None if the part is not complete."""
+    """Returns a part's summary, or None if the part is not complete, or somebody has edited its .json."""
     try:
-        found = json.loads(path.with_suffix(".json").read_bytes())["summary"]
+        found = read_json(path.with_suffix(".json"))["summary"]
+        counts = [*found.get("found", {}).values(), *(count for count, _ in found.get("left_out", {}).values())]
+        are_typed = all(type(found[name]) is kind for name, kind in SUMMARY_TYPES.items())
         sizes = [path.with_suffix(kind).stat().st_size for kind in (".tokens", ".documents")]
-        return found if sizes == [4 * found["tokens"], 24 * found["documents"]] else None
-    except (OSError, ValueError, LookupError, TypeError):
+        is_whole = are_typed and {*map(type, counts)} <= {int}
+        return found if is_whole and sizes == [4 * found["tokens"], 24 * found["documents"]] else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
 def _is_of_use(path: Path) -> bool:
     """Whether a part is complete and its files have not changed: the command that made it may go on with it."""
     try:
-        return not any(map(_has_changed, json.loads(path.with_suffix(".json").read_bytes())["pieces"]))
+        return not any(map(_has_changed, read_json(path.with_suffix(".json"))["pieces"]))
     except FileNotFoundError:
         return path.with_suffix(".json").exists()  # a corpus may be back later
     except (OSError, ValueError, LookupError, TypeError):

@@ -151,7 +151,7 @@ class PreparedStore(Store):
         name, number = self._find(document)
         _, file, line = self._read(f"{name}.documents", DOCUMENT, 3 * number, 3).tolist()
         try:
-            path = json.loads((self.folder / f"{name}.json").read_bytes())["pieces"][file][0]
+            path = read_json(self.folder / f"{name}.json")["pieces"][file][0]
         except (OSError, ValueError, LookupError, TypeError):
             return f"{self.folder / name}, document {number}"
         return place(path, line)

@@ -241,10 +241,12 @@ def wandb_writer(config: TrainConfig, stack: contextlib.ExitStack) -> Writer:
     """Sends metrics and settings to Weights & Biases. A resumed run goes on in its run, named in output_dir/wandb_id.
 
     Raises:
-        UserError: wandb cannot be imported, or cannot start, as without a login.
+        UserError: wandb cannot be imported, or cannot start, as without a login; wandb_id cannot be read.
     """
     file = Path(config.output_dir, "wandb_id")
-    earlier = file.read_text().strip() if config.resume != "no" and file.exists() else None
+    earlier = None
+    if config.resume != "no" and file.exists():
+        earlier = read_file(file, "delete it").decode(errors="replace").strip()
     try:
         import wandb  # optional
 

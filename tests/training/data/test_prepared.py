@@ -137,6 +137,46 @@ def test_preparing_goes_on_where_it_stopped_and_names_bad_lines(tmp_path, corpus
         prepare(corpus, tmp_path / "set", "bytes")
 
 
+def edit_summary(**changes):
+    def edit(path):
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(content | {"summary": content["summary"] | changes}))
+
+    return edit
+
+
+EDITS = {
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "huge": lambda path: os.truncate(path, 3 * 2**30),  # of which the disk stores nothing
+    "no object": lambda path: path.write_text("[]"),
+    **{f"{name} {value}": edit_summary(**{name: value}) for name, value in
+       (("are_samples", None), ("targets", "3"), ("found", []), ("found", {"a": "b"}), ("left_out", {"a": 1}))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_a_part_that_somebody_edited_is_made_anew(edit, tmp_path, corpus, one_process):
+    """Beside a part of the same corpus, there is a part of another one, which is left or deleted."""
+    folder = tmp_path / "set"
+    expected = prepare(corpus, folder, "bytes")
+    part = folder / f"{expected['parts'][0]['name']}.json"
+    good = part.read_text()
+    other = folder / "part-0000000000000000.json"
+    shutil.copyfile(part, other)
+    edit(part)
+    edit(other)
+    assert PreparedStore(folder, load_tokenizer("bytes"), 256).source(0)
+    assert prepare(corpus, folder, "bytes") == expected
+    (folder / "set.json").unlink()
+    assert with_peak(lambda: prepare(corpus, folder, "bytes"))[1] < 2**27
+    assert json.loads((folder / "set.json").read_text()) == expected and part.read_text() == good
+
+
+def test_a_pipe_for_a_template_is_not_waited_for(tmp_path, corpus, one_process):
+    os.mkfifo(tmp_path / "tokenizer" / "tokenizer_config.json")
+    assert prepare(corpus, tmp_path / "set", str(tmp_path / "tokenizer"))["parts"]
+
+
 def test_parts_of_other_corpora_are_left(tmp_path, corpus, one_process):
     """Another corpus, or another tokenizer, was begun in the same folder."""
     folder, other = tmp_path / "set", tmp_path / "other"

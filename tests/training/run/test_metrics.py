@@ -152,6 +152,15 @@ def test_weights_and_biases_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path,
     assert wandb.calls[4][1]["id"] == "r1" and wandb.calls[-1] == ("finish", (), {"exit_code": 1})
     with pytest.raises(UserError, match=r"^--wandb closed: no login; log in with `wandb login`, set WANDB_MODE=off"):
         open_metrics(replace(config, wandb="closed"), 0, contextlib.ExitStack())
+    file, resumed = tmp_path / "run" / "wandb_id", replace(config, resume="yes")
+    file.write_bytes(b"r\xff\n")  # edited, or damaged
+    with contextlib.ExitStack() as stack:
+        open_metrics(resumed, 0, stack)
+    assert wandb.calls[-3][1]["id"] == "r\ufffd"
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(UserError, match=r"wandb_id: it is no regular file; delete it$"):
+        open_metrics(resumed, 0, contextlib.ExitStack())
 
 
 def test_packages_that_are_missing_are_refused_at_the_start(tmp_path, monkeypatch):
