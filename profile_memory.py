@@ -143,7 +143,8 @@ def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World)
         raise UserError(f"flash-attn-4 needs compute capability 9.0, which {name} has not; use auto")
     given = Execution(loss_impl=loss_impl, attention_backend=backend, kinds=kinds)
     described = name if flags.gpu else "no GPU in use, so an H200"
-    description = f"{described}; its speed is an H200's scaled by data sheets, not measured"
+    speed = "was measured on another H200" if name == "H200" else "is an H200's scaled by data sheets, not measured"
+    description = f"{described}; its speed {speed}"
     host_bytes = math.inf if flags.host_budget is None else parse_bytes(flags.host_budget)
     return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend, given.kinds), model, given, gpu.flops)
 

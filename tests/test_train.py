@@ -764,6 +764,17 @@ def test_links_to_themselves_are_one_line(corpus, tmp_path, capsys):
         assert error.startswith("error: ") and "\n" not in error and str(loop) in error
 
 
+def test_a_batch_is_shown_where_a_run_has_been(corpus, tmp_path, capsys):
+    """Most people try --show_batch after a run in the same, default, output_dir."""
+    run = tmp_path / "run"
+    assert train.main(arguments(corpus, run, steps=1)) == 0
+    before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+    capsys.readouterr()
+    assert train.main(arguments(corpus, run, "--show_batch", "--context_length", "32")) == 0
+    assert "of 32 tokens are trained on" in capsys.readouterr().out
+    assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == before
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_cuda_asked_for_and_absent(corpus, tmp_path, capsys):
     assert train.main([*arguments(corpus, tmp_path / "run"), "--device", "cuda"]) == 1

@@ -8,6 +8,7 @@ The weights are in model.safetensors, or in several such files with an index.
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -110,7 +111,11 @@ def shape_of_weights(folder: str | Path) -> ModelConfig:
         which = f"give a checkpoint in it, as {found[-1]}" if found else "it has no checkpoint yet"
         raise UserError(f"{folder} is the output_dir of a run; {which}")
     if not path.is_file():
-        raise UserError(f"{folder} has no config.json; give a checkpoint's step_ folder or one in Hugging Face's form")
+        is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not Path(folder).parent.exists()
+        hint = f"; if it is a model of the Hugging Face Hub: hf download {folder} --local-dir DIR" if is_name else ""
+        raise UserError(
+            f"{folder} has no config.json; give a checkpoint's step_ folder or one in Hugging Face's form{hint}"
+        )
     with refused_as_user_error(f"cannot take {path}: "):
         return from_config_json(read_json(path))
 

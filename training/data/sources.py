@@ -128,7 +128,9 @@ def find_files(path: Path, suffixes: str | None = None) -> list[Path]:
         if others := Counter(file.suffix or file.name for file in sorted({*files}.difference(texts))).most_common():
             shown = ", ".join(f"{count:,} {kind[:30]}" for kind, count in others[:SHOWN])
             more = " and others" if len(others) > SHOWN else ""
-            logger.warning("data: left out files of other kinds in %s: %s%s", path, shown, more)
+            documents = [kind for kind, _ in others if kind in TO_TEXT]
+            cures = "".join(f"; text of a {kind}: {TO_TEXT[kind].format('FILE')}" for kind in documents)
+            logger.warning("data: left out files of other kinds in %s: %s%s%s", path, shown, more, cures)
     elif not path.is_file():  # a pipe would be waited for
         raise UserError(f"cannot read {path}: it is no regular file; give --data a file or a folder")
     elif (suffix := suffix_of(path)) not in (kinds := [*_texts(suffixes), *CONTAINERS]):

@@ -137,10 +137,11 @@ def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> Start
     `passed_over` is as in `latest_checkpoint`.
     """
     config = TrainConfig(**given)
-    found = checkpoints(Path(config.output_dir))
+    is_only_shown = config.show_batch and config.resume == "no"  # writes nothing, so a run may be in output_dir
+    found = [] if is_only_shown else checkpoints(Path(config.output_dir))
     if config.resume == "no" and found:
         raise UserError(f"{found[-1]} is already there: {how_to_go_on(found)}")
-    last = latest_checkpoint(Path(config.output_dir), passed_over)
+    last = latest_checkpoint(Path(config.output_dir), passed_over) if found else None
     if last is not None:
         return resume(last, given, world)
     if found:

@@ -46,14 +46,15 @@ def test_what_teaches_nothing_is_left_out_counted_and_said(tmp_path, caplog):
         b"\n\n"
     )
     (tmp_path / "b.txt").write_text(" \n")
-    for name in ("c.csv", "d.csv", "f.csv", "Makefile", "g.csv", "Makefile"):
+    for name in ("c.csv", "d.csv", "f.csv", "Makefile", "g.csv", "h.pdf"):
         (tmp_path / name).write_text("x")
     for name in ("broken.txt", "lost.txt"):
         (tmp_path / name).symlink_to("nowhere")
     documents = load_documents(str(tmp_path), BYTES, 256)
     assert [BYTES.decode(d.tokens) for d in documents] == ["one", "two"] and documents[1].line == 6
     assert [record.getMessage() for record in caplog.records] == [
-        f"data: left out files of other kinds in {tmp_path}: 4 .csv, 2 .txt, 1 Makefile",
+        f"data: left out files of other kinds in {tmp_path}: 4 .csv, 2 .txt, 1 Makefile, 1 .pdf; "
+        "text of a .pdf: pdftotext FILE FILE.txt",
         f"data: left out byte order marks: 1, the first in {tmp_path}/a.jsonl:1",
         f"data: left out blank lines: 3, the first in {tmp_path}/a.jsonl:2",
         f"data: left out rows without text: 2, the first in {tmp_path}/a.jsonl:3",
