@@ -147,7 +147,7 @@ def edit_summary(**changes):
 
 EDITS = {
     "deep": lambda path: path.write_text("[" * 100_000),
-    "huge": lambda path: os.truncate(path, 3 * 2**30),  # of which the disk stores nothing
+    "huge": lambda path: os.truncate(path, 3 * 2**30),  # a sparse file: the disk stores nothing of it
     "no object": lambda path: path.write_text("[]"),
     **{f"{name} {value}": edit_summary(**{name: value}) for name, value in
        (("are_samples", None), ("targets", "3"), ("found", []), ("found", {"a": "b"}), ("left_out", {"a": 1}))},
@@ -156,7 +156,7 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_a_part_that_somebody_edited_is_made_anew(edit, tmp_path, corpus, one_process):
-    """Beside a part of the same corpus, there is a part of another one, which is left or deleted."""
+    """A part of another corpus lies in the same folder, and is left or deleted."""
     folder = tmp_path / "set"
     expected = prepare(corpus, folder, "bytes")
     part = folder / f"{expected['parts'][0]['name']}.json"
