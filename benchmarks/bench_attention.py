@@ -2,7 +2,8 @@
 
 `--tokens 1048576 --heads 4,1,128` is the share of each GPU, in each layer of the 4B, when eight GPUs share a sequence
 of a million tokens. The table has a row for each installed kernel. Each is first compared with float32 on a short
-document.
+document. `--windows 1024 4096 --selected_blocks 16 32` adds rows of windows and of sparse attention, which
+tests/kernels/attention/ compares.
 """
 
 import functools
@@ -12,7 +13,10 @@ import torch
 
 from benchmarks.common import extra_gib, parse_flags, print_json, print_results, require_close, time_once
 from kernels.attention.attend import attention
-from kernels.attention.full import BACKWARD_FLOPS, attention_flops, attention_reference, choose_backend
+from kernels.attention.full import BACKWARD_FLOPS, FULL, attention_flops, attention_reference, choose_backend
+from kernels.attention.sparse.sparse_attention import Sparse
+from kernels.attention.window import Window
+from kernels.parts import AttentionKind
 
 
 def main() -> None:
@@ -21,13 +25,19 @@ def main() -> None:
         cpu_tokens=512,
         heads={"default": "32,8,128", "help": "query heads, key/value heads, head_dim"},
         backends={"nargs": "+", "default": [], "help": "kernels of kernels.attention.full; default: all installed"},
+        windows={"type": int, "nargs": "*", "default": [], "help": "tokens of a window, for a row each"},
+        selected_blocks={"type": int, "nargs": "*", "default": [], "help": "chosen blocks of sparse, for a row each"},
         repeats={"type": int, "default": 5},
     )
     device, shape = arguments.device, [int(part) for part in arguments.heads.split(",")]
     results = {}
     for backend in arguments.backends or installed(device):
         check(backend, shape, device)
-        results[backend] = bench(backend, arguments.tokens, shape, arguments.repeats, device)
+        results[backend] = bench(FULL, backend, arguments.tokens, shape, arguments.repeats, device)
+    windows = {f"window of {tokens}": Window(tokens) for tokens in arguments.windows}
+    sparse = {f"sparse, {blocks} blocks": Sparse(blocks) for blocks in arguments.selected_blocks}
+    for name, kind in {**windows, **sparse}.items():
+        results[name] = bench(kind, "auto", arguments.tokens, shape, arguments.repeats, device)
     print_results(f"attention, {arguments.tokens} tokens, heads {arguments.heads}", results)
     settings = {"tokens": arguments.tokens, "heads": arguments.heads}
     print_json("attention", device, **settings, results=results)
@@ -61,9 +71,12 @@ def check(backend: str, shape: list[int], device: torch.device) -> None:
     require_close(f"attention by {backend}", found[backend], found["exact"], 2e-2)
 
 
-def bench(backend: str, tokens: int, shape: list[int], repeats: int, device: torch.device) -> dict[str, float]:
+def bench(
+    kind: AttentionKind, backend: str, tokens: int, shape: list[int], repeats: int, device: torch.device
+) -> dict[str, float]:
+    """Measures a kind by one kernel. TFLOP/s count attention to everything, whatever `kind` leaves out."""
     inputs, dout = make(tokens, shape, device)
-    forward = functools.partial(attention, *inputs, backend=backend)
+    forward = functools.partial(attention, *inputs, kind=kind, backend=backend)
     out = forward()
     backward = functools.partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
     backward()
