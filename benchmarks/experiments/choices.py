@@ -6,7 +6,9 @@ Each variant attends as `Sparse` does (first block, window, chosen blocks; one l
 candidates in its own way. Its loss minus the loss of attention to everything, on the same tokens, is printed by
 position. Variants:
 
-- own: `Sparse.choose`, the kernels (as max_fp8 on a GPU with FP8, as max on others)
+- own: `Sparse.choose`, the kernels: heads up to position 32,767, then max; FP8 where the GPU has it
+- heads: every query head against every key; the largest logit of all heads
+- mass: the same with the sum over the heads of the block's share of attention
 - max: the mean of the group's query heads against every key; the largest logit of the block
 - lse: the same with the log-sum-exp of the block's logits
 - max_fp8: max, with the mean query and the keys rounded to float8_e4m3fn
@@ -73,10 +75,10 @@ class Score(NamedTuple):
 
 
 SCORES = {
-    "max": Score(), "lse": Score(sums=True), "max_fp8": Score(is_fp8=True),
+    "heads": Score(), "mass": Score(), "max": Score(), "lse": Score(sums=True), "max_fp8": Score(is_fp8=True),
     "max_pairs_fp8": Score(keys=2, is_fp8=True), "two_stage": Score(first_keys=8), "means": Score(keys=32),
 }  # fmt: skip
-VARIANTS = "own", *SCORES, "max_fp8+tail1", "max_fp8+tail2"
+VARIANTS = "own", *SCORES, "heads+tail1", "heads+tail2"
 
 
 def round_fp8(x: Tensor) -> Tensor:
@@ -113,14 +115,14 @@ def best_blocks(q_THK: Tensor, k_TGK: Tensor, kind: "Variant") -> Tensor:
     def scores_of(tokens: range, keys: Tensor, hidden: Tensor) -> Tensor:
         """[G, tokens, blocks]; -inf where `hidden`."""
         per_block, blocks = keys.shape[1] * size // len(whole), hidden.shape[-1]
-        if kind.score == "means":
-            return shares_of_means(q_THK[tokens.start : tokens.stop], keys, hidden)
+        if kind.score in OF_ALL_HEADS:
+            return OF_ALL_HEADS[kind.score](q_THK[tokens.start : tokens.stop], keys, per_block, hidden)
         logits = queries[:, tokens.start : tokens.stop] @ keys[:, : blocks * per_block].transpose(1, 2)
         logits = logits.unflatten(-1, (blocks, per_block))
         scores = (logits / math.sqrt(K)).logsumexp(-1) if score.sums else logits.amax(-1)
         return scores.masked_fill_(hidden, float("-inf"))
 
-    for tokens in ranges(T, max(size, SCORES_BYTES // (4 * G * T))):
+    for tokens in ranges(T, max(size, SCORES_BYTES // (4 * q_THK.shape[1] * T))):
         hidden = ~candidates(tokens, kind, q_THK.device)
         if (blocks := hidden.shape[-1]) < 2:
             continue
@@ -135,13 +137,34 @@ def best_blocks(q_THK: Tensor, k_TGK: Tensor, kind: "Variant") -> Tensor:
     return lists
 
 
-def shares_of_means(q_THK: Tensor, means_GPK: Tensor, hidden: Tensor) -> Tensor:
+def logits_of_heads(q_THK: Tensor, keys_GPK: Tensor, per_block: int, blocks: int) -> Tensor:
+    """Returns scaled logits of every query head, [G, R, T, blocks, per_block]."""
+    queries = q_THK.unflatten(1, (len(keys_GPK), -1)).float().permute(1, 2, 0, 3)
+    logits = queries @ keys_GPK[:, None, : blocks * per_block].transpose(2, 3) / math.sqrt(q_THK.shape[-1])
+    return logits.unflatten(-1, (blocks, per_block))
+
+
+def shares_of_means(q_THK: Tensor, means_GPK: Tensor, per_block: int, hidden: Tensor) -> Tensor:
     """Returns scores [G, T, blocks]: the larger of two halves' shares of attention, summed over the query heads."""
-    queries, blocks = q_THK.unflatten(1, (len(means_GPK), -1)).float().permute(1, 2, 0, 3), hidden.shape[-1]
-    logits = queries @ means_GPK[:, None, : 2 * blocks].transpose(2, 3) / math.sqrt(q_THK.shape[-1])
-    logits = logits.unflatten(-1, (blocks, 2))  # [G, R, T, blocks, 2]
+    logits = logits_of_heads(q_THK, means_GPK, per_block, hidden.shape[-1])
     lse = logits.mean(-1).masked_fill(hidden, float("-inf")).logsumexp(-1)[..., None, None]
     return (logits - lse).clamp(max=80).exp().sum(1).amax(-1).masked_fill(hidden, float("-inf"))
+
+
+def shares_of_keys(q_THK: Tensor, keys_GTK: Tensor, per_block: int, hidden: Tensor) -> Tensor:
+    """Returns scores [G, T, blocks]: a block's share of the candidates' attention, summed over the query heads."""
+    lse = logits_of_heads(q_THK, keys_GTK, per_block, hidden.shape[-1]).logsumexp(-1)  # of each block
+    lse = lse.masked_fill(hidden, float("-inf"))
+    return lse.softmax(-1).sum(1).masked_fill(hidden, float("-inf"))
+
+
+def largest_of_heads(q_THK: Tensor, keys_GTK: Tensor, per_block: int, hidden: Tensor) -> Tensor:
+    """Returns scores [G, T, blocks]: the largest logit of all query heads and keys of the block."""
+    logits = logits_of_heads(q_THK, keys_GTK, per_block, hidden.shape[-1])
+    return logits.amax((1, -1)).masked_fill(hidden, float("-inf"))
+
+
+OF_ALL_HEADS = {"means": shares_of_means, "mass": shares_of_keys, "heads": largest_of_heads}
 
 
 def add_tail(

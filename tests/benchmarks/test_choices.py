@@ -1,4 +1,4 @@
-"""Variants of the choice: all blocks are dense attention, `max` equals a loop, a tail equals its softmax."""
+"""Variants of the choice: all blocks are dense attention, scores equal a loop, a tail equals its softmax."""
 
 import json
 import math
@@ -34,16 +34,18 @@ def test_all_blocks_are_dense_attention(name, qkv):
     torch.testing.assert_close(out, attention(*qkv, SEGMENTS), rtol=1e-5, atol=1e-5)
 
 
-def test_max_against_a_loop(qkv):
+@pytest.mark.parametrize("name", ["max", "heads"])
+def test_scores_against_a_loop(name, qkv):
     q, k, _ = qkv
-    lists = kind_of("max", 3).choose(q, k, SEGMENTS, False)
+    lists = kind_of(name, 3).choose(q, k, SEGMENTS, False)
     for row, start, stop in LENGTHS:
         for t in range(start, stop, 13):
             left = (t - start) // 64 - 2 + 1
             for g in range(2):
-                query = q[row, t, 3 * g : 3 * g + 3].mean(0)
+                queries = q[row, t, 3 * g : 3 * g + 3]
+                queries = queries if name == "heads" else queries.mean(0, keepdim=True)
                 first = {j: start + 64 * j for j in range(1, left)}
-                score = {j: float((k[row, s : s + 64, g] @ query).max()) for j, s in first.items()}
+                score = {j: float((k[row, s : s + 64, g] @ queries.T).max()) for j, s in first.items()}
                 best = sorted(sorted(score, key=lambda j: -score[j])[:3])
                 assert lists[row, t, g].tolist() == best + [EMPTY] * (3 - len(best))
 
@@ -83,7 +85,7 @@ def test_the_command(tmp_path, capsys):
     assert len(written) == 2 * len(VARIANTS)
     assert all(sum(row["tokens"] for row in one["losses"]) == 1099 for one in written)
     assert all(one["losses"][-1]["sparse"] != one["losses"][-1]["dense"] for one in written)
-    assert "| max_fp8+tail2 4 | 4 | " in capsys.readouterr().out
+    assert "| heads+tail2 4 | 4 | " in capsys.readouterr().out
     assert main([*flags, "--check"]) == 0
     assert main([*flags, "--variants", "min"]) == 1
     assert "min is no variant" in capsys.readouterr().err
