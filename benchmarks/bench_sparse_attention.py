@@ -297,7 +297,7 @@ class Bench:
     def all_scores(self, config):
         if not hasattr(self, "keys"):
             dtype = selection.scoring_dtype(self.q)
-            self.keys = [selection.round_keys(self.k, self.layout, dtype, pairs) for pairs in (False, True)]
+            self.keys = [selection.round_keys(self.k, self.layout, dtype, mean_keys) for mean_keys in (False, True)]
         for blocks, width in self.score_ranges():
             selection.score_blocks(self.q, self.keys.__getitem__, self.layout, blocks, width, config)
 

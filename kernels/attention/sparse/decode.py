@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .selection import LATE, candidate_scores, ranges, scoring_dtype, top_blocks_reference
+from .selection import candidate_scores, look_from, ranges, scoring_dtype, top_blocks_reference
 
 BLOCKS_AT_A_TIME = 1024  # blocks that are scored at a time
 
@@ -27,11 +27,11 @@ def choose_for_last_token(q_BHK: Tensor, k_BSGK: Tensor, kind) -> Tensor:
     count = min(kind.selected_blocks, max(0, left - 1))
     if count == 0:
         return torch.zeros(B, G, 0, dtype=torch.int64, device=q_BHK.device)
-    pairs, dtype = own >= LATE // size, scoring_dtype(q_BHK)
+    look, dtype = look_from(own * size), scoring_dtype(q_BHK)
     scores = torch.full((B, G, left), float("-inf"), device=q_BHK.device)
     for row, blocks in itertools.product(range(B), ranges(left, BLOCKS_AT_A_TIME)):
         keys = k_BSGK[row, blocks.start * size : blocks.stop * size].unflatten(0, (-1, size))
-        scores[row, :, blocks.start : blocks.stop] = candidate_scores(q_BHK[row, None], keys, pairs, dtype)[0]
+        scores[row, :, blocks.start : blocks.stop] = candidate_scores(q_BHK[row, None], keys, look, dtype)[0]
     scores[..., 0] = float("-inf")
     return top_blocks_reference(scores, count).long()
 

@@ -1,21 +1,23 @@
 """The choice of blocks: each token scores blocks of keys and takes the `selected` best. It carries no gradient.
 
 Let token t be in block b, and let its window begin at block `left`. Its candidates are the blocks 1 <= j < left. The
-query heads of a key/value head share one list, chosen by their mean query. A block's score is its largest logit:
+query heads of a key/value head share one list. A block's score is its largest logit:
 
-    q_mean = mean_h q[h],  score[j] = max_{s in block j} q_mean . k[s]
+    score[j] = max_{s in block j, h} q[h] . k[s]
 
 The highest scores are chosen, and among equal scores the lowest index: every run makes the same list. Every key is
-looked at, because the mean of neighbouring keys loses what rotary positions turn fast (Prism, arXiv 2602.08426). From
-position `LATE` on a token looks at means of two neighbouring keys, which halves the longest products.
+looked at, because the mean of neighbouring keys loses what rotary positions turn fast (Prism, arXiv 2602.08426). The
+product grows with the square of a document's length, so far positions look less closely (`Look`). From position
+`EARLY` on the mean of the query heads looks in their place, and from `LATE` on at means of two neighbouring keys.
 
-Only the order of scores matters. GPUs that multiply in FP8 therefore score in FP8: each mean query is scaled so that
-its largest element is FP8's largest number, and keys are divided by 4 (`KEY_DIVISOR`).
+Only the order of scores matters. GPUs that multiply in FP8 therefore score in FP8: the queries of a token are scaled
+so that their largest element is FP8's largest number, and keys are divided by 4 (`KEY_DIVISOR`).
 
 The best blocks are found in two rounds, see `top_blocks`. At 131,072 tokens, 32 blocks are searched among 128 chunks
 of 16, then among the 512 blocks of the best chunks, not among all 2,048.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -27,7 +29,7 @@ from torch import Tensor
 from .common import matmul
 from .layout import EMPTY, Layout
 
-LATE = 262_144  # tokens
+EARLY, LATE = 32_768, 262_144  # tokens
 KEY_DIVISOR = tl.constexpr(4.0)
 FP8, LARGEST_FP8 = torch.float8_e4m3fn, tl.constexpr(448.0)
 LOWEST = tl.constexpr(-(2**31))
@@ -53,12 +55,26 @@ def scoring_dtype(q: Tensor) -> torch.dtype:
     return FP8 if has_fp8 and q.element_size() == 2 else q.dtype
 
 
-def mean_queries(q: Tensor, G: int, dtype: torch.dtype) -> Tensor:
-    """Returns the mean query of each key/value head as `dtype` rounds it, [tokens, G, K], for q [tokens, H, K]."""
-    mean = q.to(torch.promote_types(q.dtype, torch.float32)).unflatten(1, (G, -1)).mean(2)
+class Look(NamedTuple):
+    """What a token looks with, and at what."""
+
+    mean_query: bool  # with the mean of a group's query heads, else with each
+    mean_keys: bool  # at means of two neighbouring keys, else at each
+
+
+def look_from(position: int) -> Look:
+    """Returns how the tokens of a block look that begins at `position` of its document."""
+    return Look(position >= EARLY, position >= LATE)
+
+
+def scoring_queries(q: Tensor, G: int, look: Look, dtype: torch.dtype) -> Tensor:
+    """Returns queries as `dtype` rounds them, [tokens, G, H / G, K], or [tokens, G, 1, K]; for q [tokens, H, K]."""
+    queries = q.to(torch.promote_types(q.dtype, torch.float32)).unflatten(1, (G, -1))
+    queries = queries.mean(2, keepdim=True) if look.mean_query else queries
     if dtype == FP8:
-        return (mean / mean.abs().amax(-1, keepdim=True).clamp(min=1e-30) * LARGEST_FP8.value).to(FP8).float()
-    return mean.to(dtype).to(mean.dtype)
+        largest = queries.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)
+        return (queries / largest * LARGEST_FP8.value).to(FP8).float()
+    return queries.to(dtype).to(queries.dtype)
 
 
 def scored_keys(k: Tensor, dtype: torch.dtype) -> Tensor:
@@ -68,19 +84,18 @@ def scored_keys(k: Tensor, dtype: torch.dtype) -> Tensor:
     return k.to(dtype).to(torch.promote_types(k.dtype, torch.float32))
 
 
-def candidate_scores(q: Tensor, k: Tensor, pairs: bool, dtype: torch.dtype) -> Tensor:
+def candidate_scores(q: Tensor, k: Tensor, look: Look, dtype: torch.dtype) -> Tensor:
     """Returns scores [T, G, J] of J blocks, for queries that see all of them.
 
     Args:
         q: [T, H, K].
         k: whole blocks of keys, [J, block_size, G, K].
-        pairs: whether means of two neighbouring keys are scored.
         dtype: of the product's factors, see `scoring_dtype`.
     """
-    if pairs:
+    if look.mean_keys:
         k = k.to(torch.promote_types(k.dtype, torch.float32)).unflatten(1, (-1, 2)).mean(2).to(k.dtype)
-    logits = torch.einsum("tgk,jsgk->tgjs", mean_queries(q, k.shape[2], dtype), scored_keys(k, dtype))
-    return logits.amax(-1)
+    queries = scoring_queries(q, k.shape[2], look, dtype)
+    return torch.einsum("tgrk,jsgk->tgrjs", queries, scored_keys(k, dtype)).amax((2, 4))
 
 
 def scores_reference(q: Tensor, k: Tensor, layout: Layout, dtype: torch.dtype | None = None) -> Tensor:
@@ -96,8 +111,8 @@ def scores_reference(q: Tensor, k: Tensor, layout: Layout, dtype: torch.dtype | 
         left, first_token = own - layout.window_blocks + 1, start - own * size
         if left > 1:
             keys = k[first_token + size : first_token + left * size].unflatten(0, (-1, size))
-            pairs = own >= LATE // size
-            scores[start:stop, :, 1:left] = candidate_scores(q[start:stop], keys, pairs, dtype or q.dtype)
+            of_block = candidate_scores(q[start:stop], keys, look_from(own * size), dtype or q.dtype)
+            scores[start:stop, :, 1:left] = of_block
     return scores
 
 
@@ -133,35 +148,44 @@ def _round_keys_kernel(
     tl.store(keys_ptr + ((head * num_blocks + block) * KEYS + rows) * K + columns, mean.to(keys_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["first_block", "first_index", "stop_index", "before", "num_blocks", "num_rows"])
+@triton.jit(do_not_specialize=["first_block", "first_index", "stop_index", "before", "num_blocks", "num_tokens"])
 def _scores_kernel(
     q_ptr, keys_ptr, scores_ptr, maxima_ptr, block_start_ptr, document_stop_ptr,
-    first_block, first_index, stop_index, before, num_blocks, num_rows, width,
+    first_block, first_index, stop_index, before, num_blocks, num_tokens, width,
     G: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Computes what `score_blocks` returns, for the tokens first_index to stop_index - 1 of one document.
 
-    A program has ROWS tokens and goes through BLOCKS blocks of KEYS keys at a time. Long programs start first.
+    A program has ROWS queries, QUERIES per token: the mean of its query heads, or all of them, of which the last is
+    repeated up to a power of two. It goes through BLOCKS blocks of KEYS keys at a time. Long programs start first.
     """
+    TOKENS: tl.constexpr = ROWS // QUERIES
     head = tl.program_id(1).to(tl.int64)
-    row = first_index + (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS + tl.arange(0, ROWS)  # in the document
-    start = tl.load(block_start_ptr + first_block).to(tl.int64)
-    inside = (row < stop_index) & (start + row < tl.load(document_stop_ptr + first_block))
-    columns = tl.arange(0, K)
+    first = first_index + (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS  # in the document
+    start, stop = tl.load(block_start_ptr + first_block).to(tl.int64), tl.load(document_stop_ptr + first_block)
+    row, columns = first + tl.arange(0, ROWS) // QUERIES, tl.arange(0, K)
+    inside = (row < stop_index) & (start + row < stop)
     address = q_ptr + ((start + row)[:, None] * G + head) * GROUP * K + columns[None, :]  # [ROWS, K]
-    q = tl.zeros([ROWS, K], tl.float32)
-    for r in tl.static_range(GROUP):
-        q += tl.load(address + r * K, mask=inside[:, None], other=0.0).to(tl.float32)
-    q /= GROUP
+    if QUERIES == 1:
+        q = tl.zeros([ROWS, K], tl.float32)
+        for r in tl.static_range(GROUP):
+            q += tl.load(address + r * K, mask=inside[:, None], other=0.0).to(tl.float32)
+        q /= GROUP
+    else:
+        r = tl.minimum(tl.arange(0, ROWS) % QUERIES, GROUP - 1)
+        q = tl.load(address + r[:, None] * K, mask=inside[:, None], other=0.0).to(tl.float32)
     if keys_ptr.dtype.element_ty == tl.float8e4nv:
-        q = q / tl.maximum(tl.max(tl.abs(q), 1), 1e-30)[:, None] * LARGEST_FP8
+        largest = tl.max(tl.reshape(tl.max(tl.abs(q), 1), [TOKENS, QUERIES]), 1)
+        largest = tl.reshape(tl.broadcast_to(largest[:, None], [TOKENS, QUERIES]), [ROWS])
+        q = q / tl.maximum(largest, 1e-30)[:, None] * LARGEST_FP8
     q = q.to(keys_ptr.dtype.element_ty)
-    left = tl.where(inside, row // BLOCK - WINDOW + 1, 0)  # [ROWS]
+    token = first + tl.arange(0, TOKENS)
+    left = tl.where((token < stop_index) & (start + token < stop), token // BLOCK - WINDOW + 1, 0)  # [TOKENS]
     last = tl.max(left, 0)
     first_key = (head * num_blocks + first_block) * KEYS
-    score_row = head * num_rows + row - before
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    score_row = head * num_tokens + token - before
+    largest = tl.full([TOKENS], float("-inf"), tl.float32)
     for j0 in range(0, last, BLOCKS):
         key = j0 * KEYS + tl.arange(0, BLOCKS * KEYS)
         keys = tl.load(
@@ -169,6 +193,8 @@ def _scores_kernel(
         )
         logits = matmul(q, tl.trans(keys))  # [ROWS, BLOCKS * KEYS]
         best = tl.max(tl.reshape(logits, [ROWS, BLOCKS, KEYS]), 2)
+        if QUERIES > 1:
+            best = tl.max(tl.reshape(best, [TOKENS, QUERIES, BLOCKS]), 1)
         j = j0 + tl.arange(0, BLOCKS)[None, :]
         is_candidate = (j >= 1) & (j < left[:, None])
         tl.store(scores_ptr + score_row[:, None] * width + j, best, mask=is_candidate)
@@ -187,8 +213,8 @@ def _top_kernel(
 ):  # fmt: skip
     """Writes the S best chunks by their maxima (OF_CHUNKS) to [heads, queries, S], or their S best blocks to the lists.
 
-    The S-th highest score is found by bisection of its bits. Read as integers, floats keep their order if the other
-    bits of negative numbers are inverted.
+    Scores are read as integers, and the S-th highest is found by bisection. The integers keep the order of the floats
+    if the other bits of negative numbers are inverted.
     """
     head = tl.program_id(1).to(tl.int64)
     query = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # [BLOCK_T, 1]
@@ -213,39 +239,50 @@ def _top_kernel(
     scores = tl.load(scores_ptr + row * width + index, mask=is_candidate, other=0.0)
     bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
     key = tl.where(is_candidate, bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST)
-    threshold = tl.full([BLOCK_T], LOWEST, tl.int32)  # the highest with at least S keys at or above it, or LOWEST
-    reached = tl.sum(is_candidate.to(tl.int32), 1)  # candidates at or above the threshold
-    bit = 31
-    unresolved = 1
-    while (bit >= 0) & (unresolved > 0):
-        higher = threshold ^ (1 << bit)  # bit 31 leads from LOWEST to 0, every other bit adds to the threshold
-        count = tl.sum((key >= higher[:, None]).to(tl.int32), 1)
-        threshold = tl.where(count >= S, higher, threshold)
-        reached = tl.where(count >= S, count, reached)
-        # A row is resolved once exactly S keys are at or above its threshold: lower bits cannot change the choice.
-        unresolved = tl.max((reached > S).to(tl.int32), 0)
-        bit -= 1
-    chosen = is_candidate & (key >= threshold[:, None])
-    if unresolved > 0:  # Some row has more than S: among keys equal to the threshold the first are taken.
-        above = key > threshold[:, None]
-        equal = chosen & (key == threshold[:, None])
+    highest = tl.max(key, 1)
+    lowest = tl.min(tl.where(is_candidate, key, highest[:, None]), 1)
+    if not OF_CHUNKS and COLUMNS >= S * CHUNK:  # S blocks, one of each chunk, reach the lowest of the chunks' maxima.
+        maxima = tl.max(tl.reshape(key, [BLOCK_T, COLUMNS // CHUNK, CHUNK]), 2)
+        is_chunk = tl.arange(0, COLUMNS // CHUNK)[None, :] < S
+        lowest = tl.maximum(lowest, tl.min(tl.where(is_chunk, maxima, highest[:, None]), 1))
+        is_candidate &= key >= lowest[:, None]
+    reached = tl.sum(is_candidate.to(tl.int32), 1)  # candidates at or above `lowest`
+    # The S-th highest key lies between `lowest` and `highest`. A row is resolved once S keys are at or above `lowest`.
+    unresolved = tl.max(reached, 0) > S
+    while unresolved:
+        middle = (lowest | highest) - ((lowest ^ highest) >> 1)  # their mean, rounded up; a sum would overflow
+        count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
+        enough = count >= S
+        lowest = tl.where(enough, middle, lowest)
+        reached = tl.where(enough, count, reached)
+        highest = tl.where(enough, highest, middle - 1)
+        unresolved = tl.max(((reached > S) & (lowest < highest)).to(tl.int32), 0) > 0
+    chosen = is_candidate & (key >= lowest[:, None])
+    if tl.max(reached, 0) > S:  # Some row has more than S: among keys equal to the lowest the first are taken.
+        above = key > lowest[:, None]
+        equal = chosen & (key == lowest[:, None])
         room = S - tl.sum(above.to(tl.int32), 1)
         chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= room[:, None]))
     place = tl.cumsum(chosen.to(tl.int32), 1) - 1
     tl.store(chosen_ptr + target * S + place, index.to(tl.int16), mask=chosen)
 
 
-def round_keys(k: Tensor, layout: Layout, dtype: torch.dtype, pairs: bool = False) -> Tensor:
+def round_keys(k: Tensor, layout: Layout, dtype: torch.dtype, mean_keys: bool = False) -> Tensor:
     """Returns what the kernel multiplies: keys, or means of two neighbouring keys, [G, blocks, keys per block, K].
 
     k is [tokens, G, K]. Keys past the end of a short block are 0: nobody can choose it.
     """
     (_, G, K), size = k.shape, layout.block_size
-    keys = torch.empty(G, layout.num_blocks, size // 2 if pairs else size, K, dtype=dtype, device=k.device)
+    keys = torch.empty(G, layout.num_blocks, size // 2 if mean_keys else size, K, dtype=dtype, device=k.device)
     _round_keys_kernel[(layout.num_blocks, G)](
         k, keys, layout.block_start, layout.block_stop, layout.num_blocks, G=G, K=K, BLOCK=size, KEYS=keys.shape[2]
     )
     return keys
+
+
+def queries_per_token(group: int, look: Look) -> int:
+    """Returns the queries that `_scores_kernel` multiplies per token and key/value head."""
+    return 1 if look.mean_query else triton.next_power_of_2(group)
 
 
 class Part(NamedTuple):
@@ -253,18 +290,19 @@ class Part(NamedTuple):
 
     first_block: int  # the document's
     blocks: range
-    pairs: bool
+    look: Look
 
 
 def parts_of(layout: Layout, query_blocks: range) -> Iterator[Part]:
-    """Yields the parts of `query_blocks` with candidates. Ends of documents and `LATE` divide parts."""
+    """Yields the parts of `query_blocks` with candidates. Ends of documents and another `Look` divide parts."""
     firsts = (layout.index_of_block == 0).nonzero().squeeze(1).tolist()
     for first, stop in zip(firsts, [*firsts[1:], layout.num_blocks]):
-        late = first + LATE // layout.block_size
-        for start, end, pairs in ((first + layout.window_blocks + 1, min(late, stop), False), (late, stop, True)):
-            blocks = range(max(start, query_blocks.start), min(end, query_blocks.stop))
+        begin = first + layout.window_blocks + 1
+        bounds = sorted([begin, *(first + position // layout.block_size for position in (EARLY, LATE)), stop])
+        for start, end in itertools.pairwise(bounds):
+            blocks = range(max(start, begin, query_blocks.start), min(end, stop, query_blocks.stop))
             if blocks:
-                yield Part(first, blocks, pairs)
+                yield Part(first, blocks, look_from((blocks.start - first) * layout.block_size))
 
 
 def score_blocks(
@@ -273,23 +311,23 @@ def score_blocks(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns scores of a range of query blocks, and the largest of each CHUNK, as `choose_blocks` takes them.
 
-    q is [tokens, H, K]; keys(pairs) returns what `round_keys` returns.
+    q is [tokens, H, K]; keys(mean_keys) returns what `round_keys` returns.
     """
-    (_, H, K), size, num_rows = q.shape, layout.block_size, len(query_blocks) * layout.block_size
+    (_, H, K), size, num_tokens = q.shape, layout.block_size, len(query_blocks) * layout.block_size
     scores = maxima = None
-    for first, blocks, pairs in parts_of(layout, query_blocks):
-        scored = keys(pairs)
+    for first, blocks, look in parts_of(layout, query_blocks):
+        scored = keys(look.mean_keys)
         G, per_block = len(scored), scored.shape[2]
         if scores is None:
-            scores = q.new_empty(G, num_rows, width, dtype=torch.float32)
-            maxima = q.new_empty(G, num_rows, width // CHUNK, dtype=torch.float32)
-        tile = config or SCORES_CONFIGS[scored.element_size()]
-        _scores_kernel[(triton.cdiv(len(blocks) * size, tile.rows), G)](
+            scores = q.new_empty(G, num_tokens, width, dtype=torch.float32)
+            maxima = q.new_empty(G, num_tokens, width // CHUNK, dtype=torch.float32)
+        tile, queries = config or SCORES_CONFIGS[scored.element_size()], queries_per_token(H // G, look)
+        _scores_kernel[(triton.cdiv(len(blocks) * size, tile.rows // queries), G)](
             q, scored, scores, maxima, layout.block_start, layout.document_stop,
             first, (blocks.start - first) * size, (blocks.stop - first) * size, (query_blocks.start - first) * size,
-            layout.num_blocks, num_rows, width, G=G, GROUP=H // G, K=K, BLOCK=size, KEYS=per_block,
-            WINDOW=layout.window_blocks, CHUNK=CHUNK, ROWS=tile.rows, BLOCKS=max(1, tile.keys // per_block),
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            layout.num_blocks, num_tokens, width, G=G, GROUP=H // G, K=K, BLOCK=size, KEYS=per_block,
+            WINDOW=layout.window_blocks, CHUNK=CHUNK, ROWS=tile.rows, QUERIES=queries,
+            BLOCKS=max(1, tile.keys // per_block), num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return scores, maxima
 

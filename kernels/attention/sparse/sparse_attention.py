@@ -36,8 +36,11 @@ from .gather import BACKWARD_CONFIG, FORWARD_CONFIG, gather_backward, gather_for
 from .inverse_index import SORT_BYTES, build_inverse_index
 from .layout import EMPTY, LONGEST_DOCUMENT, Layout, build_layout, make_layout, normalise_lists
 from .selection import (
+    EARLY,
     LATE,
     choose_blocks,
+    look_from,
+    queries_per_token,
     query_bytes,
     ranges,
     round_keys,
@@ -372,35 +375,41 @@ def scores_bytes(
 
 
 @functools.cache
-def _pairs(T: int, kind: Sparse) -> tuple[float, int, int]:
-    """Returns how many pairs (block of queries, block of keys) are scored, chosen, and in the band.
-
-    From position `LATE` on, two keys are scored as one: such a pair counts half.
-    """
+def _pairs(T: int, kind: Sparse) -> tuple[int, int]:
+    """Returns how many pairs (block of queries, block of keys) are chosen, and in the band."""
     num_blocks, window_blocks = -(-T // kind.block_size), kind.window // kind.block_size
     with_first_block = max(0, num_blocks - window_blocks)  # blocks of queries whose window begins after block 0
-    early = min(with_first_block, LATE // kind.block_size - window_blocks)
-    scored = (sum_to(with_first_block) + sum_to(early)) / 2 if kind.selected_blocks else 0  # none for empty lists
-    gathered = sum_to(with_first_block, kind.selected_blocks)
-    band = sum_to(num_blocks + 1, window_blocks) + with_first_block
-    return scored, gathered, band
+    return sum_to(with_first_block, kind.selected_blocks), sum_to(num_blocks + 1, window_blocks) + with_first_block
+
+
+@functools.cache
+def _scored_pairs(T: int, kind: Sparse, group: int) -> float:
+    """Returns how many pairs (block of queries, block of keys) are multiplied to choose, see `Look`.
+
+    Means of two keys make a pair half. Every one of `group` query heads makes pairs of its own.
+    """
+    if not kind.selected_blocks:
+        return 0
+    blocks, size = kind.window // kind.block_size, kind.block_size
+    of_all, of_close, of_early = (sum_to(max(0, -(-min(T, end) // size) - blocks)) for end in (T, LATE, EARLY))
+    queries = queries_per_token(group, look_from(0))
+    return queries * of_early + (of_close - of_early) + (of_all - of_close) / 2
 
 
 def sparse_flops(T: int, H: int, G: int, K: int, kind: Sparse) -> AttentionFlops:
     """Floating-point operations of one document of T tokens that attends to chosen blocks."""
-    scored, gathered, band = _pairs(T, kind)
+    gathered, band = _pairs(T, kind)
     product = 2 * kind.block_size * kind.block_size * K  # one head, one block of queries, one block of keys
-    return AttentionFlops(
-        2 * (gathered + band) * product * H, scored * product * G, (5 * gathered + 7 * band) * product * H
-    )
+    choice = _scored_pairs(T, kind, H // G) * product * G
+    return AttentionFlops(2 * (gathered + band) * product * H, choice, (5 * gathered + 7 * band) * product * H)
 
 
 def choice_bytes(T: int, G: int, K: int, kind: Sparse, element_size: int) -> int:
     """Returns the bytes of the scores that exist at a time, and of the keys that are scored."""
-    if not _pairs(T, kind)[1]:
+    if not _pairs(T, kind)[0]:
         return 0
     num_blocks = -(-T // kind.block_size)
-    keys = num_blocks * kind.block_size * G * K * element_size  # FP8 takes half; pairs of keys are half as many
+    keys = num_blocks * kind.block_size * G * K * element_size  # FP8 takes half; means of two keys are half as many
     sizes = num_blocks, kind.block_size, kind.window // kind.block_size, G, kind.selected_blocks
     scores = scores_bytes(*sizes, SCORES_BYTES)
     return scores + (keys if T <= LATE else keys * 3 // 2)
@@ -412,7 +421,7 @@ def sparse_workspace(T: int, H: int, G: int, K: int, kind: Sparse, element_size:
     S, block_size, group = kind.selected_blocks, kind.block_size, H // G
     num_blocks = -(-T // block_size)
     delta = 4 * T * H
-    if not _pairs(T, kind)[1]:
+    if not _pairs(T, kind)[0]:
         return 0, delta + 8 * T * G * K
     token_bytes = slot_bytes_per_token(group, K, S, element_size)
     tokens, heads = range_sizes(T, G, token_bytes, kind.workspace_bytes)

@@ -37,7 +37,7 @@ TYPES = {
 GATHER = HEADS | TILE | {"S": 32, "CHUNK": 512}
 BAND = HEADS | TILE | {"WINDOW": 8, "EXACT": False}
 WINDOW_SCORES = {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "WINDOW": 2, "CHUNK": 16, "LARGEST_EXPONENT": 80.0}
-SCORES = {"G": 8, "GROUP": 4, "K": 128, "BLOCK": 64, "KEYS": 64, "BLOCKS": 2, "WINDOW": 8, "CHUNK": 16}
+SCORES = {"G": 8, "GROUP": 4, "K": 128, "BLOCK": 64, "KEYS": 64, "BLOCKS": 2, "WINDOW": 8, "CHUNK": 16, "ROWS": 128}
 TOP = {"S": 32, "G": 8, "BLOCK": 64, "BLOCK_T": 1, "WINDOW": 8, "COLUMNS": 512, "CHUNK": 16}
 LISTS = {"S": 32, "BLOCK_S": 32, "EMPTY": 32767}
 WINDOWS = {"G": 8, "K": 128, "KEYS": 32}
@@ -77,8 +77,10 @@ KERNELS_TO_COMPILE = {
     ],
     "sparse.selection": [
         ("_round_keys_kernel", {"G": 8, "K": 128, "BLOCK": 64, "KEYS": 32}, {}),
-        ("_scores_kernel", SCORES | {"ROWS": 128}, {"num_warps": 8, "num_stages": 2}, 80),
-        ("_scores_kernel", SCORES | {"ROWS": 128}, {"num_warps": 8, "num_stages": 4}, 90),
+        ("_scores_kernel", SCORES | {"QUERIES": 1}, {"num_warps": 8, "num_stages": 2}, 80),
+        ("_scores_kernel", SCORES | {"QUERIES": 1}, {"num_warps": 8, "num_stages": 4}, 90),
+        ("_scores_kernel", SCORES | {"QUERIES": 4}, {"num_warps": 8, "num_stages": 2}, 80),
+        ("_scores_kernel", SCORES | {"QUERIES": 4}, {"num_warps": 8, "num_stages": 4}, 90),
         ("_top_kernel", TOP | {"OF_CHUNKS": True}, {"num_warps": 1}),
         ("_top_kernel", TOP | {"OF_CHUNKS": False}, {"num_warps": 1}),
     ],

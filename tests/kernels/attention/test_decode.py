@@ -9,13 +9,13 @@ from kernels.attention.sparse.sparse_attention import Sparse
 from tests.kernels.attention.inputs import attend_sparsely, make_qkv, select_blocks
 
 
-@pytest.mark.parametrize("late", [selection.LATE, 224])
+@pytest.mark.parametrize(("early", "late"), [(selection.EARLY, selection.LATE), (160, 224)])
 @pytest.mark.parametrize("kind", [Sparse(2, 32, 64), Sparse(0, 32, 32), Sparse(20, 32, 96), Sparse(1, 64, 64)])
-def test_every_token_as_in_the_whole_sequence(kind, late, monkeypatch):
-    """Token by token after a prompt of 70; blocks are scored two at a time, from token `late` on by pairs of keys."""
+def test_every_token_as_in_the_whole_sequence(kind, early, late, monkeypatch):
+    """Token by token after a prompt of 70. Blocks are scored two at a time, with each `Look` from its position on."""
     monkeypatch.setattr(decode, "BLOCKS_AT_A_TIME", 2)
-    for module in (decode, selection):
-        monkeypatch.setattr(module, "LATE", late)
+    monkeypatch.setattr(selection, "EARLY", early)
+    monkeypatch.setattr(selection, "LATE", late)
     options = {name: getattr(kind, name) for name in ("selected_blocks", "block_size", "window")}
     q, k, v = make_qkv(2, 333, 6, 2, 32, torch.float32, "cpu")
     out = attend_sparsely(q, k, v, **options)

@@ -133,27 +133,27 @@ def test_band_against_its_reference(device):
 FP8 = torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("mean_keys", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
-def test_round_keys(dtype, pairs, device, poisoned_memory):
+def test_round_keys(dtype, mean_keys, device, poisoned_memory):
     """Keys past FP8's range included; keys of short blocks are 0."""
     k = 1000 * random(600, 2, 64, dtype=torch.float32 if dtype == FP8 else dtype, device=device)
     layout = make_layout(k.view(2, 300, 2, 64), SEGMENTS, 32, 64)
-    found = round_keys(k, layout, dtype, pairs).float()
+    found = round_keys(k, layout, dtype, mean_keys).float()
     assert found.abs().max() == 448 or dtype != FP8
     for block, (start, stop) in enumerate(zip(layout.block_start.tolist(), layout.block_stop.tolist())):
         if stop - start == 32:
             keys = k[start:stop]
-            keys = keys.float().unflatten(0, (-1, 2)).mean(1).to(k.dtype) if pairs else keys
+            keys = keys.float().unflatten(0, (-1, 2)).mean(1).to(k.dtype) if mean_keys else keys
             expected = scored_keys(keys, dtype).transpose(0, 1)
             torch.testing.assert_close(
                 found[:, block], expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-6, atol=0
             )
         else:
-            assert (found[:, block, (stop - start + 1) // (1 + pairs) :] == 0).all()
+            assert (found[:, block, (stop - start + 1) // (1 + mean_keys) :] == 0).all()
 
 
-@pytest.mark.parametrize("late", [selection.LATE, 96])
+@pytest.mark.parametrize(("early", "late"), [(selection.EARLY, selection.LATE), (0, 96), (96, 128)])
 @pytest.mark.parametrize(
     ("group", "dtype", "scored"),
     [
@@ -163,11 +163,12 @@ def test_round_keys(dtype, pairs, device, poisoned_memory):
         (4, torch.bfloat16, FP8),
     ],
 )
-def test_scores(group, dtype, scored, late, device, monkeypatch):
-    """A range that begins and ends within documents, scored by pairs of keys from token `late` on."""
+def test_scores(group, dtype, scored, early, late, device, monkeypatch):
+    """A range that begins and ends within documents. Each `Look` has tokens, in documents of unlike lengths."""
     if scored == FP8 and device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no FP8")
     monkeypatch.setattr(selection, "CHUNK", 4)
+    monkeypatch.setattr(selection, "EARLY", early)
     monkeypatch.setattr(selection, "LATE", late)
     q, k, _ = (x.flatten(0, 1) for x in make_qkv(2, 300, 2 * group, 2, 64, dtype, device))
     layout = make_layout(q.view(2, 300, 2 * group, 64), SEGMENTS, **SMALL)
@@ -176,7 +177,7 @@ def test_scores(group, dtype, scored, late, device, monkeypatch):
     width = score_width(layout, query_blocks)
     config = ScoresConfig(rows=64, keys=64, num_warps=4, num_stages=1)
     scores, maxima = score_blocks(
-        q, lambda pairs: round_keys(k, layout, scored, pairs), layout, query_blocks, width, config
+        q, lambda mean_keys: round_keys(k, layout, scored, mean_keys), layout, query_blocks, width, config
     )
     compared = 0
     for i, block in enumerate(query_blocks):
@@ -195,13 +196,15 @@ def test_scores(group, dtype, scored, late, device, monkeypatch):
     assert compared > 10
 
 
-def test_scores_by_hand():
-    """Two query heads [1, 0] and [3, 4], whose mean is [2, 2]; block 1's best key is [5, -1], a score of 8."""
+@pytest.mark.parametrize(("early", "score"), [(selection.EARLY, 11.0), (0, 8.0)])
+def test_scores_by_hand(early, score, monkeypatch):
+    """Two query heads [1, 0] and [3, 4], whose mean is [2, 2]; block 1's best key is [5, -1]: logits 5, 11 and 8."""
+    monkeypatch.setattr(selection, "EARLY", early)
     q = torch.tensor([[1.0, 0.0], [3.0, 4.0]]).expand(32 * 4, 2, 2)
     k = torch.zeros(32 * 4, 1, 2)
     k[40, 0] = torch.tensor([5.0, -1.0])
     layout = make_layout(q[None], None, **SMALL)
-    assert scores_reference(q, k, layout)[-1, 0].tolist() == [float("-inf"), 8.0, float("-inf"), float("-inf")]
+    assert scores_reference(q, k, layout)[-1, 0].tolist() == [float("-inf"), score, float("-inf"), float("-inf")]
 
 
 @pytest.mark.parametrize(("group", "dtype"), [(1, torch.float32), (3, torch.float32), (4, torch.bfloat16)])
@@ -271,7 +274,9 @@ def test_choosing_by_ranges_is_choosing_at_once(device):
     def choose(workspace_bytes):
         chosen = torch.full((600, 1, 3), EMPTY, dtype=torch.int16, device=device)
         keys = round_keys(k, layout, k.dtype)
-        choose_blocks(functools.partial(score_blocks, q, lambda pairs: keys, layout), layout, chosen, workspace_bytes)
+        choose_blocks(
+            functools.partial(score_blocks, q, lambda mean_keys: keys, layout), layout, chosen, workspace_bytes
+        )
         return chosen
 
     whole = choose(2**30)

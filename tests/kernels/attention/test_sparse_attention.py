@@ -299,13 +299,19 @@ def test_footprint_is_what_is_allocated(workspace_bytes, monkeypatch):
     assert backward.peak == pytest.approx(expected, rel=0.01)
 
 
-def test_flops():
+def test_flops(monkeypatch):
     """Blocks of 64, window of 1: tokens of block b attend to block 0, b, and one of b - 1 candidates."""
     flops = Sparse(1, window=64, dense_below=0).flops(64 * 5, 2, 1, 64)
-    product = 2 * 64 * 64 * 2 * 64
-    gathered, in_band, scored = 0 + 0 + 1 + 1 + 1, 1 + 2 + 2 + 2 + 2, 1 + 2 + 3  # one query per key/value head scores
-    assert flops.forward == 2 * (gathered + in_band) * product and flops.choice == scored * product // 2
+    product = 2 * 64 * 64 * 2 * 64  # of two query heads
+    gathered, in_band, scored = 0 + 0 + 1 + 1 + 1, 1 + 2 + 2 + 2 + 2, 1 + 2 + 3
+    assert flops.forward == 2 * (gathered + in_band) * product and flops.choice == scored * product
     assert flops.backward == (5 * gathered + 7 * in_band) * product
+    # Block 2 has two queries per key/value head, block 3 one, and block 4 one on half as many keys.
+    monkeypatch.setattr(sparse, "EARLY", 64 * 3)
+    monkeypatch.setattr(sparse, "LATE", 64 * 4)
+    monkeypatch.setattr(sparse, "_scored_pairs", sparse._scored_pairs.__wrapped__)
+    flops = Sparse(1, window=64, dense_below=0).flops(64 * 5, 2, 1, 64)
+    assert flops.choice == (1 + 2 / 2 + 3 / 4) * product
 
 
 @pytest.mark.gpu
