@@ -291,7 +291,8 @@ class Bench:
         """(range of query blocks, its columns of scores), in the steps of `choose_blocks`."""
         layout = self.layout
         width = selection.score_width(layout, range(layout.num_blocks))
-        step = max(1, SCORES_BYTES // (64 * self.G * selection.query_bytes(width, self.selected)))
+        block_bytes = 64 * self.G * selection.query_bytes(width, self.selected)
+        step = selection.blocks_at_a_time(SCORES_BYTES, block_bytes, 64, self.G, selection.WAVE)
         return [(r, selection.score_width(layout, r)) for r in selection.ranges(layout.num_blocks, step)]
 
     def all_scores(self, config):

@@ -34,6 +34,7 @@ KEY_DIVISOR = tl.constexpr(4.0)
 FP8, LARGEST_FP8 = torch.float8_e4m3fn, tl.constexpr(448.0)
 LOWEST = tl.constexpr(-(2**31))
 CHUNK = 16  # neighbouring blocks that the first round takes together
+WAVE = 33_792  # tokens x key/value heads that the 132 multiprocessors of an H100 or H200 score at once: 264 programs
 TOPK_ELEMENTS, WARP_ELEMENTS = 256, 1024  # scores per program that chooses (or one row, if longer); most per warp
 
 
@@ -370,12 +371,24 @@ def score_width(layout: Layout, query_blocks: range) -> int:
     return score_columns(last, layout.window_blocks)
 
 
+def blocks_at_a_time(workspace_bytes: int, block_bytes: int, block_size: int, G: int, wave: int) -> int:
+    """Returns how many blocks of queries are scored at a time: as `workspace_bytes` hold, and whole waves if one fits.
+
+    Args:
+        block_bytes: of the scores of one block of queries.
+        wave: tokens x key/value heads that the GPU scores at once; 1: any number will do.
+    """
+    blocks, wave_blocks = workspace_bytes // block_bytes, max(1, wave // (block_size * G))
+    return max(1, blocks // wave_blocks * wave_blocks or blocks)
+
+
 def choose_blocks(
-    score: Callable[[range, int], tuple[Tensor, Tensor]], layout: Layout, chosen: Tensor, workspace_bytes: int
-) -> None:
+    score: Callable[[range, int], tuple[Tensor, Tensor]], layout: Layout, chosen: Tensor, workspace_bytes: int,
+    wave: int = 1,
+) -> None:  # fmt: skip
     """Writes every token's list into `chosen` [tokens, G, selected] int16, which the caller has filled with EMPTY.
 
-    Scores of `workspace_bytes` exist at a time, about.
+    `workspace_bytes` and `wave` are as in `blocks_at_a_time`.
 
     Args:
         score: score(query_blocks, width) returns scores [G, len(query_blocks) * block_size, width] float32, valid for
@@ -386,7 +399,8 @@ def choose_blocks(
     widest = score_width(layout, range(layout.num_blocks))
     # A range of blocks is scored for all heads, then chosen from: its scores are read while they are in the L2 cache.
     block_bytes = layout.block_size * G * query_bytes(widest, selected)
-    for query_blocks in ranges(layout.num_blocks, max(1, workspace_bytes // block_bytes)):
+    step = blocks_at_a_time(workspace_bytes, block_bytes, layout.block_size, G, wave)
+    for query_blocks in ranges(layout.num_blocks, step):
         if int(layout.index_of_block[query_blocks.start : query_blocks.stop].max()) > layout.window_blocks:
             scores, maxima = score(query_blocks, score_width(layout, query_blocks))
             top_blocks(scores, maxima, chosen, layout, query_blocks)

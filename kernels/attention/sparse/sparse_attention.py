@@ -38,6 +38,8 @@ from .layout import EMPTY, LONGEST_DOCUMENT, Layout, build_layout, make_layout, 
 from .selection import (
     EARLY,
     LATE,
+    WAVE,
+    blocks_at_a_time,
     choose_blocks,
     look_from,
     queries_per_token,
@@ -53,7 +55,7 @@ from .selection import (
 
 BLOCK_SIZES, HEAD_DIMS, LARGEST_GROUP = (32, 64, 128), (64, 128), 16
 WORKSPACE_BYTES = 9 * 2**28  # holds half of one key/value head's slots at 131,072 tokens, 32 blocks: 2.03 GiB
-SCORES_BYTES = 2**31  # bytes of the scores that exist at a time, about: no more than the slots after them
+SCORES_BYTES = WORKSPACE_BYTES  # of the scores that exist at a time: no more than the slots after them
 
 
 def sparse_attention_reference(
@@ -258,7 +260,7 @@ class Sparse(AttentionKind):
                 chosen.copy_(top_blocks_reference(scores_reference(q_n, k_n, layout), self.selected_blocks))
             elif self.selected_blocks and layout.has_candidates:
                 keys = functools.cache(functools.partial(round_keys, k_n, layout, scoring_dtype(q)))
-                choose_blocks(functools.partial(score_blocks, q_n, keys, layout), layout, chosen, SCORES_BYTES)
+                choose_blocks(functools.partial(score_blocks, q_n, keys, layout), layout, chosen, SCORES_BYTES, WAVE)
         return lists
 
     def forward(self, q, k, v, segments, lists, backend, on_triton):
@@ -367,11 +369,11 @@ def slot_bytes_per_token(group: int, K: int, selected: int, element_size: int) -
 
 
 def scores_bytes(
-    num_blocks: int, block_size: int, window_blocks: int, G: int, selected: int, workspace_bytes: int
+    num_blocks: int, block_size: int, window_blocks: int, G: int, selected: int, workspace_bytes: int, wave: int = 1
 ) -> int:
-    """Returns the bytes of the scores that exist at a time: of as many blocks of queries as `workspace_bytes` hold."""
-    row = block_size * G * query_bytes(score_columns(num_blocks - 1, window_blocks), selected)
-    return row * min(num_blocks, max(1, workspace_bytes // row))
+    """Returns the bytes of the scores that exist at a time; the last two arguments are as in `blocks_at_a_time`."""
+    block_bytes = block_size * G * query_bytes(score_columns(num_blocks - 1, window_blocks), selected)
+    return block_bytes * min(num_blocks, blocks_at_a_time(workspace_bytes, block_bytes, block_size, G, wave))
 
 
 @functools.cache
@@ -411,7 +413,7 @@ def choice_bytes(T: int, G: int, K: int, kind: Sparse, element_size: int) -> int
     num_blocks = -(-T // kind.block_size)
     keys = num_blocks * kind.block_size * G * K * element_size  # FP8 takes half; means of two keys are half as many
     sizes = num_blocks, kind.block_size, kind.window // kind.block_size, G, kind.selected_blocks
-    scores = scores_bytes(*sizes, SCORES_BYTES)
+    scores = scores_bytes(*sizes, SCORES_BYTES, WAVE)
     return scores + (keys if T <= LATE else keys * 3 // 2)
 
 

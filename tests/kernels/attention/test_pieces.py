@@ -18,6 +18,7 @@ from kernels.attention.sparse.inverse_index import build_inverse_index, inverse_
 from kernels.attention.sparse.layout import EMPTY, make_layout, normalise_lists
 from kernels.attention.sparse.selection import (
     ScoresConfig,
+    blocks_at_a_time,
     choose_blocks,
     ranges,
     round_keys,
@@ -283,6 +284,13 @@ def test_choosing_by_ranges_is_choosing_at_once(device):
     assert torch.equal(whole, choose(1))
     assert torch.equal(whole, choose(2**30))
     assert (whole != EMPTY).any()
+
+
+@pytest.mark.parametrize(("wave", "blocks"), [(1, 8), (2 * 3 * 32, 6), (2 * 9 * 32, 8), (10, 8)])
+def test_blocks_at_a_time(wave, blocks):
+    """Blocks of 32 tokens and two heads. The workspace holds 8 blocks; a wave of 3 blocks fits twice, one of 9 not."""
+    assert blocks_at_a_time(899, 100, 32, 2, wave) == blocks
+    assert blocks_at_a_time(99, 100, 32, 2, wave) == 1
 
 
 def test_a_head_chooses_alike_alone_and_among_others(device):
