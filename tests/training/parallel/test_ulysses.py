@@ -4,6 +4,7 @@ import functools
 import json
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -272,9 +273,12 @@ def check_two_gpus(world: World) -> None:
 def in_bfloat16(case: Case) -> Case:
     """The case as the GPU's kernels take it, with norms of heads where attention chooses blocks.
 
-    Heads without norms choose other blocks in bfloat16 than in float32: gradients of random weights differ by 0.2.
+    Heads without norms choose other blocks in bfloat16 than in float32: gradients of random weights differ by 0.2. With
+    one of five blocks chosen in FP8 they differ by 0.1 even so, with three by 0.05.
     """
-    return case._replace(dtype=torch.bfloat16, K=64, model_type="qwen3" if case.kinds else case.model_type)
+    kinds = tuple(replace(kind, selected_blocks=3) if isinstance(kind, Sparse) else kind for kind in case.kinds)
+    model_type = "qwen3" if kinds else case.model_type
+    return case._replace(dtype=torch.bfloat16, K=64, model_type=model_type, kinds=kinds)
 
 
 def check_on_gpus(world: World, cases: dict[str, Case]) -> None:
