@@ -57,10 +57,10 @@ def scoring_dtype(q: Tensor) -> torch.dtype:
 
 
 class Look(NamedTuple):
-    """What a token looks with, and at what."""
+    """How closely tokens look for blocks."""
 
-    mean_query: bool  # with the mean of a group's query heads, else with each
-    mean_keys: bool  # at means of two neighbouring keys, else at each
+    mean_query: bool  # whether the mean of a group's query heads looks, or each of them
+    mean_keys: bool  # whether it looks at means of two neighbouring keys, or at each key
 
 
 def look_from(position: int) -> Look:
@@ -242,7 +242,7 @@ def _top_kernel(
     key = tl.where(is_candidate, bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST)
     highest = tl.max(key, 1)
     lowest = tl.min(tl.where(is_candidate, key, highest[:, None]), 1)
-    if not OF_CHUNKS and COLUMNS >= S * CHUNK:  # S blocks, one of each chunk, reach the lowest of the chunks' maxima.
+    if not OF_CHUNKS and COLUMNS >= S * CHUNK:  # A block of each of the S chunks reaches the chunks' lowest maximum.
         maxima = tl.max(tl.reshape(key, [BLOCK_T, COLUMNS // CHUNK, CHUNK]), 2)
         is_chunk = tl.arange(0, COLUMNS // CHUNK)[None, :] < S
         lowest = tl.maximum(lowest, tl.min(tl.where(is_chunk, maxima, highest[:, None]), 1))
