@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 from training.parallel.world import join_world
 
 # Each process of pytest has a server that ranks are forked from. It imports these once, because that takes seconds.
-multiprocessing.set_forkserver_preload(["hypothesis", "pytest", "train", "tests.ranks"])
+multiprocessing.set_forkserver_preload(["hypothesis", "pytest", "train", "torch._dynamo", "tests.ranks"])
 gc.freeze()  # a rank whose garbage collection looked at the server's imports would copy their memory
 
 
