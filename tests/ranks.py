@@ -49,5 +49,6 @@ def announce(rank: int, num_ranks: int, port: int) -> None:
 
 def _call_in_rank(rank, num_ranks, port, function, args, device, sizes):
     announce(rank, num_ranks, port)
+    gc.freeze = gc.unfreeze = lambda: None  # a run would thaw the server's imports when it ends
     with join_world(device, **sizes) as world:
         function(world, *args)
