@@ -93,13 +93,17 @@ def round_to_fp8_by_torch():
     interpreter._convert_float = convert_or_round
 
 
+def patch_interpreter():
+    patch_language_once_a_launch()
+    remember_types()
+    round_to_fp8_by_torch()
+
+
 def pytest_configure(config):
     # Commands that a shell script starts in the background ignore SIGINT, and so would the runs that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not torch.cuda.is_available():
-        patch_language_once_a_launch()
-        remember_types()
-        round_to_fp8_by_torch()
+        patch_interpreter()
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
         torch.set_num_threads = lambda _: None  # training.parallel.world.join_world would take all cores
