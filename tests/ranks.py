@@ -10,7 +10,6 @@ import torch.distributed.run
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
-from tests.conftest import patch_interpreter
 from training.parallel.world import join_world
 
 # Each process of pytest has a server that ranks are forked from. It imports these once, because that takes seconds.
@@ -69,6 +68,8 @@ def _call_in_rank(rank, num_ranks, port, function, args, device, sizes):
     announce(rank, num_ranks, port)
     gc.freeze = gc.unfreeze = lambda: None  # a run would thaw the server's imports when it ends
     if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.conftest import patch_interpreter  # asks for a GPU, after which the server could not fork
+
         patch_interpreter()
     with join_world(device, **sizes) as world:
         function(world, *args)
