@@ -44,6 +44,41 @@ def patch_language_once_a_launch():
     interpreter._patch_lang = patch_unless_patched
 
 
+def remember_types():
+    """Have Triton's interpreter make each type once, and what tensors of one type have alike: a third of its time.
+
+    An interpreter with other parts stays as it is.
+    """
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_get_np_dtype"):
+        return
+    numpy_type, make_type, make_tensor = interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__
+    numpy_types, types, tensors = {}, {}, {}
+
+    def numpy_type_once(type):
+        if type.name not in numpy_types:
+            numpy_types[type.name] = numpy_type(type)
+        return numpy_types[type.name]
+
+    def make_type_once(self, element_ty, shape):
+        key = element_ty.name, *shape
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = {**vars(self)}
+        vars(self).update(types[key])
+
+    def make_tensor_of_known_type(self, handle, type):
+        if type.name not in tensors:
+            make_tensor(self, handle, type)
+            tensors[type.name] = {**vars(self)}
+        vars(self).update(tensors[type.name], handle=handle)
+
+    interpreter._get_np_dtype = numpy_type_once
+    core.block_type.__init__, core.tensor.__init__ = make_type_once, make_tensor_of_known_type
+
+
 def round_to_fp8_by_torch():
     """Have Triton's interpreter round float32 to FP8 as GPUs do: its own rounding takes 127 to 64."""
     from triton.runtime import interpreter
@@ -58,12 +93,17 @@ def round_to_fp8_by_torch():
     interpreter._convert_float = convert_or_round
 
 
+def patch_interpreter():
+    patch_language_once_a_launch()
+    remember_types()
+    round_to_fp8_by_torch()
+
+
 def pytest_configure(config):
     # Commands that a shell script starts in the background ignore SIGINT, and so would the runs that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not torch.cuda.is_available():
-        patch_language_once_a_launch()
-        round_to_fp8_by_torch()
+        patch_interpreter()
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
         torch.set_num_threads = lambda _: None  # training.parallel.world.join_world would take all cores
@@ -92,7 +132,12 @@ def corpus(tmp_path):
 
 
 def pytest_collection_finish():
-    gc.freeze()  # a garbage collection that looks at all imports takes 0.2 s
+    """Have no garbage collection look at all imports, which takes 0.3 s. A run would thaw them when it ends."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch._dynamo  # noqa: F401  some test of each worker imports it
+
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 def pytest_collection_modifyitems(items):

@@ -4,14 +4,16 @@ import gc
 import multiprocessing
 import os
 from collections.abc import Callable
+from pathlib import Path
 
+import torch.distributed.run
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
 from training.parallel.world import join_world
 
 # Each process of pytest has a server that ranks are forked from. It imports these once, because that takes seconds.
-multiprocessing.set_forkserver_preload(["hypothesis", "pytest", "train", "tests.ranks"])
+multiprocessing.set_forkserver_preload(["hypothesis", "pytest", "train", "torch._dynamo", "tests.ranks"])
 gc.freeze()  # a rank whose garbage collection looked at the server's imports would copy their memory
 
 
@@ -29,6 +31,21 @@ def run_ranks(num_ranks: int, function: Callable, *args, device: str = "cpu", **
     mp.start_processes(
         _call_in_rank, (num_ranks, store.port, function, args, device, sizes), num_ranks, start_method="forkserver"
     )
+
+
+def start_torchrun(folder: Path, *arguments: str) -> multiprocessing.Process:
+    """Start torchrun in a process that has imported it. Output and errors go to the ends of two files of a folder."""
+    process = multiprocessing.get_context("forkserver").Process(target=_torchrun, args=(folder, arguments))
+    process.start()
+    return process
+
+
+def _torchrun(folder, arguments):
+    for number, name in ((1, "output"), (2, "errors")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.chdir(Path(__file__).parents[1])
+    torch.distributed.run.main(arguments)
 
 
 def meeting_point() -> TCPStore:
@@ -49,5 +66,10 @@ def announce(rank: int, num_ranks: int, port: int) -> None:
 
 def _call_in_rank(rank, num_ranks, port, function, args, device, sizes):
     announce(rank, num_ranks, port)
+    gc.freeze = gc.unfreeze = lambda: None  # a run would thaw the server's imports when it ends
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.conftest import patch_interpreter  # asks for a GPU, after which the server could not fork
+
+        patch_interpreter()
     with join_world(device, **sizes) as world:
         function(world, *args)

@@ -108,7 +108,6 @@ def storm(folder: Path, count: int, ranks: int, seed: int, seconds: float = SECO
 
 
 def start(argv: list[str], ranks: int, log: Path) -> list:
-    multiprocessing.set_forkserver_preload(["train"])
     store, context = meeting_point(), multiprocessing.get_context("forkserver")
     processes = [context.Process(target=train_in_rank, args=(r, ranks, store.port, argv, log)) for r in range(ranks)]
     for process in processes:

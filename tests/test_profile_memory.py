@@ -50,6 +50,13 @@ def small(monkeypatch):
     monkeypatch.setattr(reports, "COMPARED_CONTEXTS", CONTEXTS)
 
 
+@pytest.fixture
+def nine_layers(monkeypatch):
+    """Models of nine layers: the time of a search for a plan grows with the square of their number."""
+    sizes = {name: replace(config, num_hidden_layers=9) for name, config in MODEL_SIZES.items()}
+    monkeypatch.setattr(profile_memory, "MODEL_SIZES", sizes)
+
+
 def test_without_a_gpu_the_plan_for_an_h200_is_shown(tmp_path, capsys):
     written = run_main(tmp_path, "--device", "cpu")
     plan = make_plan(cudnn_step("4B", 131_072), GPUS["H200"].memory_bytes - GIB, math.inf)
@@ -97,10 +104,10 @@ def test_classic_choices(tmp_path, flag, placement):
     assert [stage["categories"] for stage in written["predicted"]] == [stage.categories for stage in stages]
 
 
-def test_another_gpu(tmp_path, capsys):
-    flags = "--model_size", "0.6B", "--context_length", "16384"
+def test_another_gpu(nine_layers, tmp_path, capsys):
+    flags = "--model_size", "0.6B", "--context_length", "49152"
     written = run_main(tmp_path, *flags, "--gpu", "RTX3090", "--host_budget", "32GB")
-    step = step_of("0.6B", 16_384, backend="flash")
+    step = step_of("0.6B", 49_152, backend="flash", num_hidden_layers=9)
     rates, h200 = scale_rates(GPUS["RTX3090"], "flash", [FULL]), scale_rates(GPUS["H200"], "cudnn", [FULL])
     plan = make_plan(step, GPUS["RTX3090"].memory_bytes - GIB, 32 * GIB, rates)
     assert written["plan"] == str(plan) and written["environment"]["rates"] == rates
@@ -178,7 +185,7 @@ def test_what_would_be_faster(tmp_path, capsys):
     assert [row["flags"] for row in rows] == ["--host_budget 107GB"]
 
 
-def test_an_epoch_of_the_data_is_timed_for_its_documents(tmp_path, capsys):
+def test_an_epoch_of_the_data_is_timed_for_its_documents(nine_layers, tmp_path, capsys):
     samples = [{"prompt": "p" * 700, "completion": "c" * (99 + i)} for i in range(40)]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     data = (
@@ -211,11 +218,13 @@ MESHES = [(2, 1), (8, 2), (4, 4)]
 
 
 @pytest.mark.parametrize(("nproc", "sharing"), MESHES)
-def test_several_gpus_are_predicted(nproc, sharing, tmp_path, capsys):
+def test_several_gpus_are_predicted(nproc, sharing, nine_layers, tmp_path, capsys):
     flags = "--nproc", str(nproc), "--context_parallel_size", str(sharing), "--gpu", "H100", "--host_budget", "40GB"
+    flags += "--context_length", "524288"
     written = run_main(tmp_path, *flags, "--batch_size", "2", "--timeline", str(tmp_path / "step.png"))
     given, rates = Execution(attention_backend="cudnn"), scale_rates(GPUS["H100"], "cudnn")
-    step = step_on_meta(MODEL_SIZES["4B"], 131_072, 2, given=given, num_gpus=nproc, context_parallel_size=sharing)
+    shape = profile_memory.MODEL_SIZES["4B"]
+    step = step_on_meta(shape, 524_288, 2, given=given, num_gpus=nproc, context_parallel_size=sharing)
     plan = make_plan(step, GPUS["H100"].memory_bytes - GIB, 40 * GIB, rates)
     assert written["plan"] == str(plan) and written["summary"]["predicted_seconds"] == plan.seconds
     assert written["settings"]["nproc"] == nproc and written["measured"] is None
@@ -224,10 +233,11 @@ def test_several_gpus_are_predicted(nproc, sharing, tmp_path, capsys):
     assert re.search(rf"GPUs, data x context +{nproc // sharing} x {sharing}; below, of each\n", out)
 
 
-def test_several_machines_are_predicted(tmp_path, capsys):
-    flags = "--nproc", "1", "--nnodes", "2", "--gpu", "H100", "--host_budget", "40GB", "--context_length", "4096"
+def test_several_machines_are_predicted(nine_layers, tmp_path, capsys):
+    flags = "--nproc", "1", "--nnodes", "2", "--gpu", "H100", "--host_budget", "40GB", "--context_length", "131072"
     written = run_main(tmp_path, *flags)
-    step = step_on_meta(MODEL_SIZES["4B"], 4096, given=Execution(attention_backend="cudnn"), num_gpus=2, num_machines=2)
+    shape, given = profile_memory.MODEL_SIZES["4B"], Execution(attention_backend="cudnn")
+    step = step_on_meta(shape, 131_072, given=given, num_gpus=2, num_machines=2)
     plan = make_plan(step, GPUS["H100"].memory_bytes - GIB, 40 * GIB, scale_rates(GPUS["H100"], "cudnn"))
     assert written["plan"] == str(plan) and written["summary"]["predicted_seconds"] == plan.seconds
     out = capsys.readouterr().out
@@ -235,7 +245,7 @@ def test_several_machines_are_predicted(tmp_path, capsys):
     copies = run_main(tmp_path, *flags, "--replicate", "2")
     assert copies["plan"] != written["plan"]
     for answer in (written["answer"], copies["answer"]):
-        assert answer["seconds"] * answer["tokens_per_second"] == pytest.approx(2 * 4096)
+        assert answer["seconds"] * answer["tokens_per_second"] == pytest.approx(2 * 131_072)
     assert re.search(r"copies of the weights +2, each sharded over 1\n", capsys.readouterr().out)
 
 
@@ -285,7 +295,7 @@ def test_with_and_without(small, tmp_path, capsys):
         assert f"{int(context_length):,} tokens: {size:.1f} GiB" in out
 
 
-def test_numbers_that_would_be_calibrated_are_profiled_as_their_mean(tmp_path, capsys):
+def test_numbers_that_would_be_calibrated_are_profiled_as_their_mean(nine_layers, tmp_path, capsys):
     told = []
     for blocks in ("auto:16", "16"):
         flags = f"--device cpu --attention_type sparse --selected_blocks {blocks} --json {tmp_path}/a.json"
@@ -448,26 +458,26 @@ def test_measured_is_printed_beside_predicted(pretended_gpu, tmp_path, capsys):
     assert pretended_gpu == [2 * GIB]
 
 
-def test_some_layers_are_measured_and_all_predicted(pretended_gpu, tmp_path, capsys):
+def test_some_layers_are_measured_and_all_predicted(nine_layers, pretended_gpu, tmp_path, capsys):
     written = run_main(tmp_path, "--model_size", "0.6B", "--context_length", "4096", "--num_layers", "2")
-    assert "2 of the 28 layers" in capsys.readouterr().out and len(written["measured"]) == 4 + 3 * 2
-    step = cudnn_step("0.6B", 4096)
+    assert "2 of the 9 layers" in capsys.readouterr().out and len(written["measured"]) == 4 + 3 * 2
+    step = cudnn_step("0.6B", 4096, num_hidden_layers=9)
     seconds = make_plan(step, 79 * GIB, 100 * GIB).seconds
     assert written["summary"]["predicted_seconds_of_all_layers"] == seconds
     assert "extrapolated_seconds" in written["summary"] and pretended_gpu == []
 
 
-def test_several_gpus_of_this_machine_are_predicted_by_the_rates_of_one(pretended_gpu, tmp_path):
+def test_several_gpus_of_this_machine_are_predicted_by_the_rates_of_one(nine_layers, pretended_gpu, tmp_path):
     written = run_main(tmp_path, "--model_size", "0.6B", "--nproc", "4", "--memory_budget", "8GB")
     assert DryBench.built == 0 and written["measured"] is None and pretended_gpu == []
     assert written["environment"]["gpu_bytes"] == 8 * GIB and written["environment"]["host_bytes"] == 25 * GIB
 
 
-def test_out_of_memory_prints_the_prediction_and_one_line(pretended_gpu, monkeypatch, capsys):
+def test_out_of_memory_prints_the_prediction_and_one_line(nine_layers, pretended_gpu, monkeypatch, capsys):
     monkeypatch.setattr(DryBench, "limit", 0)
-    assert main([]) == 1
+    assert main(["--context_length", "524288"]) == 1
     captured = capsys.readouterr()
-    assert "predicted, not measured" in captured.out and "backward of layer 35, MLP" in captured.out
+    assert "predicted, not measured" in captured.out and "backward of layer 8, MLP" in captured.out
     assert captured.err.count("\n") == 1 and "of 79.00 GiB that are free" in captured.err
 
 

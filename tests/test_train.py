@@ -4,7 +4,6 @@ import logging
 import math
 import re
 import socket
-import subprocess
 import sys
 import time
 import zlib
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 import train
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
+from tests.ranks import start_torchrun
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.attention_flags import numbers_by_layer
 from training.families import to_config_json
@@ -167,7 +167,8 @@ def test_accumulation_equals_one_batch(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--gradient_checkpointing", "--compile", "--kernels=torch", "--loss_impl=chunked"])
-def test_options_do_not_change_the_losses(option, corpus, tmp_path):
+def test_options_do_not_change_the_losses(option, corpus, tmp_path, monkeypatch):
+    monkeypatch.setitem(MODEL_SIZES, "tiny", replace(MODEL_SIZES["tiny"], num_hidden_layers=1))
     assert train.main(arguments(corpus, tmp_path / "plain", steps=2)) == 0
     assert train.main(arguments(corpus, tmp_path / "option", option, steps=2)) == 0
     assert losses(tmp_path / "option") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
@@ -509,12 +510,11 @@ def test_two_machines_equal_one_process(corpus, tmp_path):
     assert train.main(arguments(corpus, one, "--gradient_accumulation_steps", "2")) == 0
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"--rdzv_endpoint=127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--rdzv_backend=c10d", endpoint, "train.py"]
-    command += arguments(corpus, two, "--gradient_checkpointing", "--sample_tokens", "3", "--checkpoint_interval", "2")
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    for machine in [subprocess.Popen(command, cwd=ROOT, text=True, **pipes) for _ in range(2)]:
-        error = machine.communicate(timeout=300)[1]
-        assert machine.returncode == 0, error[-3000:]
+    words = arguments(corpus, two, "--gradient_checkpointing", "--sample_tokens", "3", "--checkpoint_interval", "2")
+    words = "--nnodes=2", "--rdzv_backend=c10d", endpoint, "train.py", *words
+    for machine in [start_torchrun(tmp_path, *words) for _ in range(2)]:
+        machine.join(300)
+        assert machine.exitcode == 0, (tmp_path / "errors").read_text()[-3000:]
     equals_one(two, one)
     interrupt(two, 2, tmp_path / "lost")
     assert train.main(arguments(corpus, two, "--gradient_accumulation_steps", "2", "--resume")) == 0

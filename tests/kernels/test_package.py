@@ -48,8 +48,8 @@ def test_the_wheel_has_fathom_kernels_alone_and_works_beside_another_kernels(tmp
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "--wheel-dir", tmp_path / "wheels", tmp_path], check=True)
+    build = "from setuptools import build_meta; build_meta.build_wheel('wheels')"  # as pip does, in fewer processes
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
     (wheel,) = (tmp_path / "wheels").iterdir()
     installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
     with zipfile.ZipFile(wheel) as archive:

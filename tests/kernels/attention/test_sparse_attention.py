@@ -169,9 +169,7 @@ def at_one_kind(kind, impl, inputs, segments):
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize(
-    "lengths", [([40, 150, 101, 59], [200, 150]), ([150, 200], [100, 99, 151]), ([99, 52, 99, 100],)], ids=str
-)
+@pytest.mark.parametrize("lengths", [([40, 150, 59],), ([130, 149], [100, 52, 127]), ([99, 52, 99, 100],)], ids=str)
 def test_a_document_does_not_depend_on_its_neighbours(lengths, impl, device, poisoned_memory):
     """Documents below 100 tokens attend to everything, longer ones to chosen blocks, packed as well as alone."""
     kind, dtype = Sparse(1, **SMALL, dense_below=100), bf16 if device.type == "cuda" else fp32

@@ -47,13 +47,14 @@ def whole(tensor):
 
 def save_while_training(world, folder, waits, sharded=True, dtype=torch.float32, host=False):
     """Write three checkpoints, each begun ahead of a step; returns whether the files hold the state at `begin`."""
-    pieces.PIECE_BYTES = 1024
     model = Layers(dtype).to(world.device)
     if sharded:
         shard_model(model, model.layers, world)
     optimizer = MasterAdamW(model.named_parameters(), accumulate=False, gpu_state_bytes=0 if host else math.inf)
     write, writer, equal = Piece.write, Saver(folder, keep=5), []
-    Piece.write = lambda *args: (time.sleep(0.01), write(*args))  # slower than a step
+    patch = pytest.MonkeyPatch()
+    patch.setattr(pieces, "PIECE_BYTES", 1024)
+    patch.setattr(Piece, "write", lambda *args: (time.sleep(0.01), write(*args)))  # slower than a step
 
     def step(before_update):
         model(torch.randn(4, 33, device=world.device, dtype=dtype)).square().sum().backward()
@@ -78,7 +79,7 @@ def save_while_training(world, folder, waits, sharded=True, dtype=torch.float32,
             found = load_file(folder / f"step_{number:08d}" / "model.safetensors")
             equal += [torch.equal(found[f"model.{n}"], t.to(found[f"model.{n}"].dtype)) for n, t in weights.items()]
     finally:
-        Piece.write = write
+        patch.undo()
     return all(equal)
 
 

@@ -52,7 +52,7 @@ CASES = {
     ),
     "nsa": ([(1, 4)], Case(8, 4, 321, NSA_LENGTHS, (WHOLE, KEPT), "chunked", NATIVE, **TILES, **LLAMA)),
     "nsa, one head": ([(1, 2)], Case(8, 4, 321, NSA_LENGTHS, (AGAIN, KEPT), "standard", NATIVE, **ONE_HEAD)),
-    "bfloat16": ([(1, 2), (1, 4)], Case(8, 4, 64, PACKED, (KEPT, WHOLE), "chunked", dtype=torch.bfloat16, **TILES)),
+    "bfloat16": ([(1, 4)], Case(8, 4, 64, PACKED, (KEPT, WHOLE), "chunked", dtype=torch.bfloat16, **TILES)),
     "bfloat16, standard": ([(2, 2)], Case(8, 4, 64, PACKED, (AGAIN, WHOLE), "standard", dtype=torch.bfloat16, **QWEN2)),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from model import MODEL_SIZES, Transformer
-from tests.ranks import announce, meeting_point, run_ranks
+from tests.ranks import announce, meeting_point, run_ranks, start_torchrun
 from tests.training.data.test_packing import make_documents, make_loader
 from training.host.errors import UserError
 from training.optimizer import MasterAdamW
@@ -76,6 +76,17 @@ def test_an_environment_that_torchrun_did_not_set_is_refused(monkeypatch):
             pass
 
 
+DYING = "-m", "tests.training.parallel.dying_rank"
+
+
+def fail(folder, *program):
+    """Run a program that fails in two ranks; returns their output, their errors, and torchrun's."""
+    process = start_torchrun(folder, "--standalone", "--nproc_per_node=2", *program)
+    process.join(120)
+    assert process.exitcode == 1
+    return (folder / "output").read_text(), *(folder / "errors").read_text().split("closing signal SIGTERM", 1)
+
+
 TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 
@@ -89,36 +100,26 @@ TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, r
         ("in the last barrier", 1, None),
     ],
 )
-def test_a_rank_that_dies_ends_all_within_seconds(death, rank, message, device):
+def test_a_rank_that_dies_ends_all_within_seconds(death, rank, message, device, tmp_path):
     """The output has no other rank's error, and ends with torchrun's summary, where the error stands again."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    result = subprocess.run(
-        [*command, "-m", "tests.training.parallel.dying_rank", death, device], cwd=Path(__file__).parents[3],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert result.returncode == 1 and time.time() - float(result.stdout) < 20
-    ranks, torchruns = result.stderr.split("closing signal SIGTERM", 1)
+    died, ranks, torchruns = fail(tmp_path, *DYING, death, device)
+    assert time.time() - float(died) < 20
     cause = torchruns.split("Root Cause (first observed failure)")[1]
     assert f"rank      : {rank} " in cause and (message or "Signal 9 (SIGKILL)") in cause
     assert re.findall(r"\w+: rank \d fails", ranks) == ([message] if message else [])
-    assert ranks.count("Traceback") == (death == "RuntimeError") and "closed by peer" not in result.stderr
+    assert ranks.count("Traceback") == (death == "RuntimeError") and "closed by peer" not in ranks + torchruns
 
 
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (["tests.training.parallel.dying_rank", "unlike sizes", "cpu"],
+        ((*DYING, "unlike sizes", "cpu"),
          "error: ranks differ in context_parallel_size: [1, 2]; start all ranks alike"),
-        (["training.plots"], "error: run is missing: output_dir of a run"),
+        (("-m", "training.plots"), "error: run is missing: output_dir of a run"),
     ],
 )  # fmt: skip
-def test_what_ranks_refuse_before_they_have_met_is_shown_once_and_by_torchrun(module, message):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", *module]
-    result = subprocess.run(
-        command, cwd=Path(__file__).parents[3], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
-        text=True, timeout=60,
-    )  # fmt: skip
-    ranks, torchruns = result.stderr.split("closing signal SIGTERM", 1)
+def test_what_ranks_refuse_before_they_have_met_is_shown_once_and_by_torchrun(module, message, tmp_path):
+    _, ranks, torchruns = fail(tmp_path, *module)
     assert ranks.count(message) == 1 and message in torchruns.split("Root Cause (first observed failure)")[1]
 
 
@@ -144,17 +145,16 @@ def test_a_rank_that_leaves_before_all_have_met_is_one_line(tmp_path):
     assert log.read_text().startswith("error: the ranks did not meet") and log.read_text().count("\n") == 1
 
 
-def test_the_ranks_of_two_machines_end_together():
+def test_the_ranks_of_two_machines_end_together(tmp_path):
     """Ranks 0 and 1 run on one machine, 2 and 3 on the other."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"--rdzv_endpoint=127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
-    command += ["--rdzv_backend=c10d", endpoint, "-m", "tests.training.parallel.dying_rank", "SIGKILL", "cpu"]
-    options = {"cwd": Path(__file__).parents[3], "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    agents = [subprocess.Popen(command, **options, **pipes) for _ in range(2)]
-    died = "".join(agent.communicate(timeout=120)[0] for agent in agents)
-    assert [agent.returncode for agent in agents] == [1, 1] and time.time() - float(died) < 20
+    words = "--nnodes=2", "--nproc_per_node=2", "--rdzv_backend=c10d", endpoint, *DYING, "SIGKILL", "cpu"
+    agents = [start_torchrun(tmp_path, *words) for _ in range(2)]
+    for agent in agents:
+        agent.join(120)
+    died = (tmp_path / "output").read_text()
+    assert [agent.exitcode for agent in agents] == [1, 1] and time.time() - float(died) < 20
 
 
 def test_ranks_end_with_their_torchrun():
