@@ -4,7 +4,7 @@
 2. All layers choose the mean. One layer at a time then chooses fewer or more blocks, and the loss changes. Forwards
    begin at that layer.
 3. `allot` adds up the changes of single layers: of all numbers with that mean or less, it finds the least sum.
-4. The other texts compare these numbers with the mean in every layer. The better ones are taken.
+4. The other texts compare these numbers with the mean in every layer. They are taken if they gain `LEAST_GAIN`.
 """
 
 import gc
@@ -31,6 +31,7 @@ from training.parallel.world import World
 from training.run.settings import TrainConfig
 
 logger = logging.getLogger(__name__)
+LEAST_GAIN = 0.001  # nats per token; each number of blocks needs kernels of its own
 TOKENS, MOST_TEXTS = 2**19, 64  # texts are read until they have so many tokens, and so many texts at most
 
 
@@ -86,7 +87,7 @@ def long_texts(store: Store, even: Sparse, context_length: int, seed: int) -> li
 
 
 def choose_numbers(model: Transformer, even: Sparse, texts: list[Piece], world: World) -> list[int]:
-    """Returns the number of each layer: calibrated where a layer attends by `even`, unless the mean is better."""
+    """Returns the number of each layer: calibrated where it attends by `even`, or the mean if that gains little."""
     began, mean, choices = time.monotonic(), even.selected_blocks, choices_of(even, len(texts[0].ids))
     first, halves = sees_all(replace(even, selected_blocks=choices[0])), (texts[::2], texts[1::2])
     layers = [layer for layer, block in enumerate(model.layers) if block.self_attn.kind == even]
@@ -96,12 +97,12 @@ def choose_numbers(model: Transformer, even: Sparse, texts: list[Piece], world: 
     old, old_on_others = (mean_loss(model, half, first, world) for half in halves)
     set_kinds(model, [with_blocks(block.self_attn.kind, n) for block, n in zip(model.layers, numbers)])
     new, new_on_others = (mean_loss(model, half, first, world) for half in halves)
-    is_better = new_on_others < old_on_others
+    is_better = old_on_others - new_on_others >= LEAST_GAIN
     logger.info(
         "selected_blocks %s: loss %.4f on %d other texts, %+.4f against %d in every layer (%+.4f on the texts that "
         "calibrated); took %.0f s%s", spell_by_layer(numbers), new_on_others, len(halves[1]),
         new_on_others - old_on_others, mean, new - old, time.monotonic() - began,
-        "" if is_better else f"; not better, so {mean} in every layer",
+        "" if is_better else f"; gains less than {LEAST_GAIN}, so {mean} in every layer",
     )  # fmt: skip
     return numbers if is_better else [mean] * len(numbers)
 
