@@ -11,14 +11,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import training.optimizer
+import training.state_format
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
 from tests.ranks import run_ranks
 from training.checkpoint.files import load_optimizer_state
 from training.checkpoint.manifest import OPTIMIZER
-from training.optimizer import LEAVING_BYTES, Float32State, MasterAdamW, optimizer_bytes, warmup_cosine
+from training.optimizer import LEAVING_BYTES, MasterAdamW, optimizer_bytes, warmup_cosine
 from training.parallel.fsdp import shard_model
 from training.parallel.world import World
+from training.state_format import Float32State, Kept
 
 ANY_WEIGHTS = {"weight": torch.zeros(1)}  # weights of a checkpoint in which only the optimizer state is looked at
 SHAPES = {"matrix": (8, 16), "norm.weight": (16,), "other": (5, 7)}
@@ -101,12 +103,12 @@ class BFloat16Moments(Float32State):
     """A format with other dtypes: moments in bfloat16, widened for the update."""
 
     @property
-    def dtypes(self):
-        return super().dtypes | dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16)
+    def kept(self):
+        return super().kept | dict.fromkeys(("exp_avg", "exp_avg_sq"), Kept(torch.bfloat16))
 
-    def update(self, state, parameter, gradient, steps, **options):
+    def update(self, state, parameter, gradient, update):
         moments = {name: state[name].float() for name in ("exp_avg", "exp_avg_sq")}
-        super().update({**state, **moments}, parameter, gradient, steps, **options)
+        super().update({**state, **moments}, parameter, gradient, update)
         for name, moment in moments.items():
             state[name].copy_(moment)
 
@@ -116,7 +118,7 @@ class BFloat16Moments(Float32State):
 @pytest.mark.parametrize("placement", ["host", "partly"])
 def test_another_format_is_streamed_saved_and_counted(dtype, micro_batches, placement, device, monkeypatch):
     expected = run(make_parameters(dtype, device), "device", micro_batches)
-    monkeypatch.setattr(training.optimizer, "Float32State", BFloat16Moments)
+    monkeypatch.setattr(training.state_format, "Float32State", BFloat16Moments)
     parameters, on_device = make_parameters(dtype, device), make_parameters(dtype, device)
     state, weights, norms = run(parameters, placement, micro_batches)
     state_there, weights_there, norms_there = run(on_device, "device", micro_batches)
@@ -301,7 +303,8 @@ def test_bytes_are_predicted(dtype, accumulate, placement, device):
     on_host = [state for state in optimizer.states.values() if state.on_host]
     assert predicted.gpu_state == size(t for state in on_gpu for t in state.tensors.values())
     assert predicted.gpu_gradients == size(state.gradient for state in on_gpu)
-    assert predicted.gpu_buffers == size([optimizer.room, *(t for s in optimizer.slots for t in s[0].values())])
+    slots = [tensors for ring in optimizer.slots.values() for tensors, _ in ring]
+    assert predicted.gpu_buffers == size([optimizer.room, *(t for tensors in slots for t in tensors.values())])
     if on_host:
         assert optimizer.arena.num_bytes == predicted.host >= optimizer.arena.used_bytes > predicted.host - 512
         assert predicted.host - size(t for s in on_host for t in (*s.tensors.values(), s.gradient)) < 12 * 512

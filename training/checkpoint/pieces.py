@@ -120,6 +120,23 @@ def read_tensors(entries: dict[str, Entry], tensors: dict[str, Tensor]) -> None:
     in_threads(read, local_pieces({name: tensors[name] for name in entries}))
 
 
+def read_pieces(
+    entries: dict[str, Entry], tensors: dict[str, Tensor], use: Callable[[Piece, Tensor, Tensor], None]
+) -> None:
+    """Call use(piece, this rank's elements, the file's) for the entries' pieces, on several threads.
+
+    The file's elements are on the CPU, in the file's dtype, and finite.
+    """
+
+    def read(piece_and_part: tuple[Piece, Tensor]) -> None:
+        piece, part = piece_and_part
+        content = piece.content(entries[piece.name])
+        check_finite(content, entries[piece.name])
+        use(piece, part, content)
+
+    in_threads(read, local_pieces({name: tensors[name] for name in entries}))
+
+
 def header_of(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
     """A safetensors file up to its data: the header's length in 8 little-endian bytes, then the header in JSON.
 

@@ -18,7 +18,6 @@ from kernels.parts import AttentionKind
 from model import GATES, MODEL_SIZES, ModelConfig, Share, Transformer
 from training.attention_flags import check_head_dim, kinds_at
 from training.checkpoint.files import load_optimizer_state, restore_rng
-from training.checkpoint.pieces import read_tensors
 from training.checkpoint.weights import find_weights, shape_of_weights
 from training.families import extend
 from training.host.errors import UserError, refused_as_user_error
@@ -308,8 +307,7 @@ def build(
         if model_config.num_gates():  # these gates stay if the weights have none
             fresh = initial_weights(model, config.seed)
             optimizer.load_weights((name, full) for name, full in fresh if GATES in name)
-        read_tensors(find_weights(config.init_from, shapes, may_lack=GATES), optimizer.weights())
-        optimizer.restore_parameters()
+        optimizer.read_weights(find_weights(config.init_from, shapes, may_lack=GATES))
     else:
         optimizer.load_weights(initial_weights(model, config.seed))
     return model, optimizer, plan
