@@ -32,7 +32,7 @@ from training.checkpoint.pieces import Entry, Piece, read_pieces
 from training.host.memory import SLOT_ALIGNMENT, PinnedArena
 from training.host.torch_internals import dtensor_like
 from training.parallel.fsdp import local_part
-from training.state_format import Kept, StateFormat, Update, format_of
+from training.state_format import BETA1, BETA2, Kept, StateFormat, Update, format_of
 
 # 32 MiB of float32: copies of that size run at the link's full rate. A multiple of every format's group.
 PIECE_ELEMENTS = 2**23
@@ -52,10 +52,11 @@ class OptimizerBytes:
 
 
 def optimizer_bytes(
-    parameters: Iterable[Tensor], *, accumulate: bool = True, gpu_state_bytes: float = math.inf
-) -> OptimizerBytes:
+    parameters: Iterable[Tensor], *, accumulate: bool = True, gpu_state_bytes: float = math.inf,
+    state_format: str = "float32",
+) -> OptimizerBytes:  # fmt: skip
     """Predicts the bytes of a `MasterAdamW` with these arguments; parameters on the meta device will do."""
-    layout = _layout(list(parameters), accumulate, gpu_state_bytes)
+    layout = _layout(list(parameters), accumulate, gpu_state_bytes, state_format)
     on_gpu, on_host = ([item for item in layout if item.on_host is wanted] for wanted in (False, True))
     buffers = 4 * min(PIECE_ELEMENTS, max(item.numel for item in layout))
     for format, size in _slot_sizes(layout).items():
@@ -84,10 +85,10 @@ class _Layout:
         return [self.numel // tensor.group * tensor.dtype.itemsize for tensor in kept]
 
 
-def _layout(parameters: list[Tensor], accumulate: bool, gpu_state_bytes: float) -> list[_Layout]:
+def _layout(parameters: list[Tensor], accumulate: bool, gpu_state_bytes: float, state_format: str) -> list[_Layout]:
     layout = []
     for parameter in parameters:
-        format, numel = format_of(parameter), _flat(parameter).numel()
+        format, numel = format_of(parameter, state_format), _flat(parameter).numel()
         on_host = format.num_bytes(numel) > gpu_state_bytes
         gpu_state_bytes -= 0 if on_host else format.num_bytes(numel)
         layout.append(_Layout(format, torch.float32 if accumulate else parameter.dtype, numel, on_host))
@@ -148,6 +149,7 @@ class MasterAdamW:
         accumulate: whether there may be more than one backward before an update.
         gpu_state_bytes: limit on the masters and moments that stay on the GPU, whole parameters in their order; the
             rest lives in pinned host memory, if the host lets that much be pinned (else UserError).
+        state_format: "float32" or "compact", see `training.state_format`.
     """
 
     def __init__(
@@ -157,6 +159,7 @@ class MasterAdamW:
         weight_decay: float = 0.1,
         accumulate: bool = True,
         gpu_state_bytes: float = math.inf,
+        state_format: str = "float32",
     ):
         self.parameters = dict(named_parameters)
         parameters = list(self.parameters.values())
@@ -164,7 +167,7 @@ class MasterAdamW:
         kinds = {(p.dtype, p.device_mesh if isinstance(p, DTensor) else None) for p in parameters}
         assert len(kinds) == 1, f"parameters of several dtypes or meshes: {kinds}"
         self.accumulate = accumulate
-        layout = _layout(parameters, accumulate, gpu_state_bytes)
+        layout = _layout(parameters, accumulate, gpu_state_bytes, state_format)
 
         # On a CPU, torch.cpu's streams and events do nothing and copies are done when they return.
         self.device_module = torch.get_device_module(device)
@@ -174,7 +177,9 @@ class MasterAdamW:
         size = min(PIECE_ELEMENTS, max(item.numel for item in layout))
         self.room = torch.empty(size, device=device)  # one piece of a gradient in float32
         if any(item.on_host for item in layout):
-            needed = optimizer_bytes(parameters, accumulate=accumulate, gpu_state_bytes=gpu_state_bytes)
+            needed = optimizer_bytes(
+                parameters, accumulate=accumulate, gpu_state_bytes=gpu_state_bytes, state_format=state_format
+            )
             self.arena = PinnedArena(needed.host, device)
         # Room on the GPU for pieces of state from the host, by format: (tensors, the gradient included, and an event
         # that is recorded once the piece that was here last has gone back).
@@ -289,6 +294,8 @@ class MasterAdamW:
     def step(self, learning_rate: float) -> None:
         """Update the masters from their gradients, round them into the parameters, and drop the gradients."""
         self.steps.add_(1)
+        corrections = 1 - torch.stack([beta ** self.steps.double() for beta in (BETA1, BETA2)])
+        update = Update(learning_rate, 0.0, self.scale, self.steps, corrections.float(), self.room)
         current = self.device_module.current_stream()
         slots = {format: itertools.cycle(of_format) for format, of_format in self.slots.items()}
         self._let_go(0)
@@ -297,12 +304,12 @@ class MasterAdamW:
         for state in self.states.values():
             for _, piece in state.pieces if state.arrived else ():
                 if state.on_host:
-                    self._update_through(next(slots[state.format]), state, piece, learning_rate)
+                    self._update_through(next(slots[state.format]), state, piece, update)
                 else:
-                    self._update(state.slices(piece), state, piece, learning_rate)
+                    self._update(state.slices(piece), state, piece, update)
         self.zero_grad()
 
-    def _update_through(self, slot: tuple, state: _State, piece: slice, learning_rate: float) -> None:
+    def _update_through(self, slot: tuple, state: _State, piece: slice, update: Update) -> None:
         """Update a piece of state that lives on the host; the three streams work on three pieces at a time."""
         current, (room, left) = self.device_module.current_stream(), slot
         host = state.slices(piece)
@@ -312,16 +319,16 @@ class MasterAdamW:
             for key, part in host.items():
                 tensors[key].copy_(part, non_blocking=True)
         current.wait_stream(self.inward)  # the piece has arrived: its copies are the last issued there
-        self._update(tensors, state, piece, learning_rate)
+        self._update(tensors, state, piece, update)
         self.outward.wait_stream(current)  # the piece is updated
         with self.device_module.stream(self.outward):
             for key in state.tensors:
                 host[key].copy_(tensors[key], non_blocking=True)
             left.record()
 
-    def _update(self, tensors: dict[str, Tensor], state: _State, piece: slice, learning_rate: float) -> None:
+    def _update(self, tensors: dict[str, Tensor], state: _State, piece: slice, update: Update) -> None:
         """Update one piece; its state and its gradient, `tensors`, are on the parameter's device."""
-        update = Update(learning_rate, state.weight_decay, self.scale, self.steps, self.room)
+        update = update._replace(weight_decay=state.weight_decay)
         state.format.update(tensors, _flat(state.parameter)[piece], tensors["gradient"], update)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:

@@ -4,6 +4,7 @@ Only a format knows what its tensors hold. All else, such as streams, checkpoint
 write values, to make an update, or how large its tensors are.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from kernels.compact_adamw import (
+    GROUP,
+    compact_adamw,
+    decode_exp_avg,
+    decode_exp_avg_sq,
+    encode_exp_avg,
+    encode_exp_avg_sq,
+    join_master,
+    split_master,
+)
 from training.host.torch_internals import fused_adamw_
 
 BETA1, BETA2, EPS = 0.9, 0.95, 1e-8  # of AdamW
@@ -31,6 +43,7 @@ class Update(NamedTuple):
     weight_decay: float
     gradient_scale: float
     steps: Tensor  # [] float32, this update included
+    bias_corrections: Tensor  # [2] float32, 1 - beta^steps of both moments
     room: Tensor  # float32, for the elements of any piece
 
 
@@ -105,5 +118,55 @@ class Float32State(StateFormat):
             parameter.copy_(master)
 
 
-def format_of(parameter: Tensor) -> StateFormat:
+class CompactState(StateFormat):
+    """Moments of 8 bits, and 16 bits that make a bf16 parameter a float32 master; see `kernels.compact_adamw`."""
+
+    @property
+    def kept(self) -> dict[str, Kept]:
+        scale = Kept(torch.bfloat16, GROUP)
+        corrections = {} if self.parameter_dtype == torch.float32 else {"correction": Kept(torch.int16)}
+        return {
+            **corrections, "exp_avg": Kept(torch.int8), "exp_avg_scale": scale,
+            "exp_avg_sq": Kept(torch.uint8), "exp_avg_sq_scale": scale,
+        }  # fmt: skip
+
+    def read(self, state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
+        return {
+            "master": join_master(parameter, state["correction"]) if "correction" in state else parameter,
+            "exp_avg": decode_exp_avg(state["exp_avg"], state["exp_avg_scale"]),
+            "exp_avg_sq": decode_exp_avg_sq(state["exp_avg_sq"], state["exp_avg_sq_scale"]),
+        }
+
+    def write(self, state: dict[str, Tensor], parameter: Tensor, values: dict[str, Tensor]) -> None:
+        encoded: dict[str, Tensor] = {}
+        if "master" in values and "correction" not in state:
+            parameter.copy_(values["master"])
+        elif "master" in values:
+            weight, encoded["correction"] = split_master(values["master"])
+            parameter.copy_(weight)
+        for name, encode in (("exp_avg", encode_exp_avg), ("exp_avg_sq", encode_exp_avg_sq)):
+            if name in values:
+                encoded[name], encoded[f"{name}_scale"] = encode(values[name])
+        for name, tensor in encoded.items():
+            state[name].copy_(tensor)
+
+    def update(self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update) -> None:
+        compact_adamw(
+            parameter, state.get("correction"), state["exp_avg"], state["exp_avg_scale"], state["exp_avg_sq"],
+            state["exp_avg_sq_scale"], gradient, update.bias_corrections, update.gradient_scale,
+            lr=update.learning_rate, beta1=BETA1, beta2=BETA2, weight_decay=update.weight_decay, eps=EPS,
+        )  # fmt: skip
+
+
+def format_of(parameter: Tensor, state_format: str) -> StateFormat:
+    """Returns the format of one parameter's state.
+
+    In "compact", matrices whose rows are groups on every rank are compact. All other state is small, and float32.
+    """
+    ranks = 1  # that share each row
+    if isinstance(parameter, DTensor):
+        sizes = zip(parameter.device_mesh.mesh.shape, parameter.placements)
+        ranks = math.prod(size for size, placement in sizes if placement.is_shard(parameter.ndim - 1))
+    if state_format == "compact" and parameter.ndim >= 2 and parameter.shape[-1] % (GROUP * ranks) == 0:
+        return CompactState(parameter.dtype)
     return Float32State(parameter.dtype)
