@@ -22,17 +22,22 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from training.checkpoint.pieces import Entry, Piece, read_pieces
+from training.checkpoint.files import load_optimizer_state
+from training.checkpoint.pieces import Entry, Piece, in_threads, local_pieces, read_pieces, read_tensors
+from training.checkpoint.ranks import failing_together
+from training.checkpoint.weights import find_weights
+from training.host.errors import UserError
 from training.host.memory import SLOT_ALIGNMENT, PinnedArena
 from training.host.torch_internals import dtensor_like
 from training.parallel.fsdp import local_part
-from training.state_format import BETA1, BETA2, Kept, StateFormat, Update, format_of
+from training.state_format import BETA1, BETA2, Kept, StateFormat, Update, format_of, format_with
 
 # 32 MiB of float32: copies of that size run at the link's full rate. A multiple of every format's group.
 PIECE_ELEMENTS = 2**23
@@ -332,7 +337,10 @@ class MasterAdamW:
         state.format.update(tensors, _flat(state.parameter)[piece], tensors["gradient"], update)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """References to the state by parameter name, to save, or to load in place ahead of `restore_parameters`."""
+        """References to the state by parameter name, to save.
+
+        Without a "master" the parameter is a part of its master, and must be saved as it is.
+        """
         self.device_module.synchronize()  # the state that the last step sent back has reached the host
         return {name: self._state_of(state) for name, state in self.states.items()}
 
@@ -372,12 +380,57 @@ class MasterAdamW:
         state.format.write(state.slices(piece), _flat(state.parameter)[piece], values)
 
     @torch.no_grad()
-    def restore_parameters(self) -> None:
-        """Round the masters into the parameters, after the state was loaded."""
+    def load(self, checkpoint: Path) -> None:
+        """Read state and parameters from a verified checkpoint. All ranks call this, as `load_optimizer_state`.
+
+        State of the same format is read as it is. State of another format is decoded and encoded, piece by piece;
+        masters stay exact.
+        """
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        weights = functools.cache(lambda: find_weights(checkpoint, shapes))
+        own, converted = self.state_dict(), set()
+
+        def convert(name: str, stored: dict[str, Entry], done: set[str]) -> None:
+            converted.add(name)
+            self._convert(name, stored, stored.get("master") or weights()[name], done)
+
+        load_optimizer_state(checkpoint, own, convert)
+        halves = {n: p for n, p in self.parameters.items() if n not in converted and "master" not in own[n]}
+        with failing_together():
+            read_tensors({name: weights()[name] for name in halves}, halves)
         for state in self.states.values():
             for _, piece in state.pieces if "master" in state.tensors else ():
                 parameter = _flat(state.parameter)[piece]
                 parameter.copy_(state.tensors["master"][piece].to(parameter.device))
+
+    def _convert(self, name: str, stored: dict[str, Entry], weight: Entry, done: set[str]) -> None:
+        """Set the values of one parameter but those in `done`, from the weight and the state that are `stored`."""
+        dtype = torch.float32 if "master" in stored else torch.bfloat16
+        source, parameter = format_with(stored.keys() - {"master", "step"}, dtype), self.parameters[name]
+        if source is None:
+            raise UserError(f"{weight.file.parent} is of another model or optimizer: {name} has {', '.join(stored)}")
+        for entry, kept in [(weight, Kept(dtype)), *((stored[key], kept) for key, kept in source.kept.items())]:
+            shape = _grouped(parameter.shape, kept.group)
+            if (entry.dtype, entry.shape) != (kept.dtype, shape):
+                raise UserError(
+                    f"{entry.file.parent} is of another model: {entry.name} has shape {list(entry.shape)} and dtype "
+                    f"{entry.dtype}, this model needs {list(shape)} and {kept.dtype}"
+                )
+
+        def read(piece_and_part: tuple[Piece, Tensor]) -> None:
+            piece, part = piece_and_part
+            whole = piece.in_groups(source.group, 1)  # the file's groups, of which this rank may have a part
+            content = {
+                key: piece.in_groups(source.group, kept.group).content(stored[key]) for key, kept in source.kept.items()
+            }
+            tensors = {key: tensor.to(part.device).view(-1) for key, tensor in content.items()}
+            values = source.read(tensors, whole.content(weight).to(part.device).view(-1))
+            start = piece.offset[-1] - whole.offset[-1]
+            cut = {key: value.view(whole.shape).narrow(-1, start, piece.shape[-1]) for key, value in values.items()}
+            missing = {key: value.reshape(-1) for key, value in cut.items() if key not in done}
+            self._write(name, self._elements(name, part), missing)
+
+        in_threads(read, local_pieces({name: parameter}))
 
 
 @torch.no_grad()
@@ -387,12 +440,14 @@ def _like(parameter: nn.Parameter, flat: Tensor, group: int) -> Tensor:
     For a group of 32 and a parameter [6, 64] it is [6, 2].
     """
 
-    def grouped(shape: torch.Size) -> tuple[int, ...]:
-        return (*shape[:-1], shape[-1] // group) if group > 1 else shape
-
     if not isinstance(parameter, DTensor):
-        return flat.view(grouped(parameter.shape))
-    return dtensor_like(parameter, flat.view(grouped(parameter.to_local().shape)), grouped(parameter.shape))
+        return flat.view(_grouped(parameter.shape, group))
+    local = flat.view(_grouped(parameter.to_local().shape, group))
+    return dtensor_like(parameter, local, _grouped(parameter.shape, group))
+
+
+def _grouped(shape: tuple[int, ...], group: int) -> tuple[int, ...]:
+    return (*shape[:-1], shape[-1] // group) if group > 1 else tuple(shape)
 
 
 def warmup_cosine(step: int, *, learning_rate: float, warmup_steps: int, max_steps: int, final_ratio: float) -> float:

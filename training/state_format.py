@@ -6,7 +6,7 @@ write values, to make an update, or how large its tensors are.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -156,6 +156,12 @@ class CompactState(StateFormat):
             state["exp_avg_sq_scale"], gradient, update.bias_corrections, update.gradient_scale,
             lr=update.learning_rate, beta1=BETA1, beta2=BETA2, weight_decay=update.weight_decay, eps=EPS,
         )  # fmt: skip
+
+
+def format_with(names: Collection[str], parameter_dtype: torch.dtype) -> StateFormat | None:
+    """Returns the format that keeps tensors of these names for such a parameter, if there is one."""
+    formats = Float32State(parameter_dtype), CompactState(parameter_dtype)
+    return next((format for format in formats if format.kept.keys() == set(names)), None)
 
 
 def format_of(parameter: Tensor, state_format: str) -> StateFormat:

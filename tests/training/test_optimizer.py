@@ -6,21 +6,23 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import training.optimizer
 import training.state_format
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
 from tests.ranks import run_ranks
-from training.checkpoint.files import load_optimizer_state
-from training.checkpoint.manifest import OPTIMIZER
+from training.checkpoint.files import flat
+from training.checkpoint.manifest import OPTIMIZER, verify_checkpoint
+from training.host.errors import UserError
 from training.optimizer import LEAVING_BYTES, MasterAdamW, optimizer_bytes, warmup_cosine
 from training.parallel.fsdp import shard_model
 from training.parallel.world import World
-from training.state_format import Float32State, Kept
+from training.state_format import Float32State, Kept, format_with
 
 ANY_WEIGHTS = {"weight": torch.zeros(1)}  # weights of a checkpoint in which only the optimizer state is looked at
 SHAPES = {"matrix": (8, 16), "norm.weight": (16,), "other": (5, 7)}
@@ -270,8 +272,7 @@ def test_checkpoint_restores_the_optimizer_exactly_in_another_placement(dtype, s
         tmp_path, 3, weights=ANY_WEIGHTS, model_config={}, trainer_state={}, optimizer_state=optimizer.state_dict()
     )
     other = MasterAdamW(restored.items(), gpu_state_bytes=PLACEMENTS[loaded])
-    load_optimizer_state(path, other.state_dict())
-    other.restore_parameters()
+    other.load(path)
     assert_equal_states(copy_of_state(other), copy_of_state(optimizer))
     for both, its_optimizer in ((parameters, optimizer), (restored, other)):
         backward(both, 10)
@@ -426,6 +427,79 @@ def train_sharded(gpu_state_bytes, world, micro_batches, steps=3, state_format="
     return model, optimizer, norms
 
 
+def values_of(optimizer):
+    """The state in float32 values, and the parameters, whole on every rank and on the CPU."""
+    values = {}
+    for name, tensors in full(optimizer.state_dict()).items():
+        parameter = full({name: {"": optimizer.parameters[name].detach()}})[name][""].cpu()
+        kept = {key: tensor.cpu().flatten() for key, tensor in tensors.items() if key not in ("master", "step")}
+        own = tensors["master"].detach().cpu() if "master" in tensors else parameter
+        format = format_with(kept.keys(), own.dtype)
+        values[name] = {**format.read(kept, own.flatten()), "parameter": parameter.flatten()}
+    return values
+
+
+def assert_converted(found, expected, saved):
+    """Masters are equal; moments are what a format in between left of them."""
+    for name, values in values_of(expected).items():
+        for key, value in values_of(found)[name].items():
+            if key == "master":
+                assert torch.equal(value, values[key]), name
+            elif key == "exp_avg" and saved == "float32":
+                torch.testing.assert_close(value, values[key], rtol=0, atol=1e-2 * float(values[key].abs().max()))
+            elif key == "exp_avg_sq" and saved == "float32":
+                root = values[key].sqrt()
+                torch.testing.assert_close(value.sqrt(), root, rtol=0, atol=1e-2 * float(root.max()))
+            elif key != "parameter":
+                assert torch.equal(value, values[key]), (name, key)
+        assert found.steps == expected.steps
+
+
+@DTYPES
+@pytest.mark.parametrize("loaded_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("saved, loaded", [("compact", "float32"), ("float32", "compact"), ("compact", "compact")])
+@pytest.mark.parametrize("placements", [("device", "host"), ("host", "device")])
+def test_a_checkpoint_is_loaded_in_either_format(dtype, loaded_dtype, saved, loaded, placements, device, tmp_path):
+    parameters, restored = make_parameters(dtype, device, WIDE), make_parameters(loaded_dtype, device, WIDE)
+    on = [PLACEMENTS[placement] for placement in placements]
+    optimizer = MasterAdamW(parameters.items(), gpu_state_bytes=on[0], state_format=saved)
+    for seed in range(3):
+        backward(parameters, seed)
+        optimizer.step(1e-2)
+    path = save_checkpoint(
+        tmp_path, 3, weights=parameters, model_config={}, trainer_state={}, optimizer_state=optimizer.state_dict()
+    )
+    verify_checkpoint(path)
+    in_file = load_file(path / OPTIMIZER)
+    assert (in_file["matrix.exp_avg"].dtype == torch.int8) == (saved == "compact")
+    assert_equal_states({"": in_file}, {"": {key: t.cpu() for key, t in flat(optimizer.state_dict()).items()}})
+    other = MasterAdamW(restored.items(), gpu_state_bytes=on[1], state_format=loaded)
+    other.load(path)
+    assert_converted(other, optimizer, None if saved == loaded else saved)
+    if saved == loaded and dtype == loaded_dtype:
+        for both, its_optimizer in ((parameters, optimizer), (restored, other)):
+            backward(both, 10)
+            its_optimizer.step(1e-2)
+        assert_equal_states(copy_of_state(other), copy_of_state(optimizer))
+        assert all(torch.equal(parameters[n], restored[n]) for n in parameters)
+
+
+def test_state_of_another_model_is_refused_in_another_format(tmp_path):
+    parameters = make_parameters(torch.bfloat16, "cpu", WIDE)
+    state = MasterAdamW(parameters.items(), state_format="compact").state_dict()
+    path = save_checkpoint(
+        tmp_path, 3, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state
+    )  # fmt: skip
+    for shape, message in (((6, 32), r"shape \[6, 64\]"), ((3, 64), r"\[6, 64\]")):
+        other = MasterAdamW(make_parameters(torch.bfloat16, "cpu", WIDE | {"matrix": shape}).items())
+        with pytest.raises(UserError, match=message):
+            other.load(path)
+    state["matrix"].pop("exp_avg_scale")
+    path = save_checkpoint(tmp_path, 4, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state)
+    with pytest.raises(UserError, match="another model or optimizer"):
+        MasterAdamW(parameters.items()).load(path)
+
+
 def full(state):
     return {
         name: {key: t.full_tensor() if isinstance(t, DTensor) else t.clone() for key, t in tensors.items()}
@@ -456,8 +530,7 @@ def check_sharded(world, folder):
         optimizer_state=optimizer.state_dict(),
     )
     model, other, _ = train_sharded(0, world, 3, steps=1)
-    load_optimizer_state(path, other.state_dict())
-    other.restore_parameters()
+    other.load(path)
     assert_equal_states(full(other.state_dict()), expected)
     assert all(torch.equal(p.full_tensor(), expected[n]["master"]) for n, p in model.named_parameters())
 
@@ -489,6 +562,52 @@ def check_compact_sharded(world):
 def test_compact_state_of_sharded_parameters():
     """Two ranks, of which one has no row of some parameters, agree with one process up to rounding."""
     run_ranks(2, check_compact_sharded)
+
+
+def save_sharded(world, folder):
+    _, optimizer, _ = train_sharded(0, world, 1, state_format="compact")
+    save_checkpoint(
+        folder, 3, weights=optimizer.parameters, model_config={}, trainer_state={},
+        optimizer_state=optimizer.state_dict(),
+    )  # fmt: skip
+    if world.size == 1:
+        return optimizer
+    if world.is_main:
+        torch.save(values_of(optimizer), folder / "values.pt")
+    else:
+        values_of(optimizer)
+
+
+def load_sharded(world, folder, state_format):
+    """Into whole and sharded parameters; columns too, whose parts are no whole groups."""
+    expected = torch.load(folder / "values.pt")
+    model = Sharded(64, 32)
+    if world.size > 1:
+        shard_model(model, model.layers, world)
+    columns = (
+        nn.Parameter(distribute_tensor(torch.zeros(32, 64), world.fsdp_mesh, [Shard(1)])) if world.size > 1 else None
+    )
+    parameters = dict(model.named_parameters())
+    optimizers = [MasterAdamW(parameters.items(), state_format=state_format)]
+    if columns is not None:
+        others = {
+            n: nn.Parameter(distribute_tensor(torch.zeros(p.shape), world.fsdp_mesh, [Replicate()]))
+            for n, p in parameters.items()
+        }
+        others["layers.0.weight"] = columns
+        optimizers.append(MasterAdamW(others.items(), state_format=state_format))
+    for optimizer in optimizers:
+        optimizer.load(folder / "step_00000003")
+        found = values_of(optimizer)
+        for name, values in expected.items():
+            assert all(torch.equal(found[name][key], value) for key, value in values.items()), name
+
+
+@pytest.mark.parametrize("state_format", ["float32", "compact"])
+def test_compact_state_of_two_ranks_is_loaded_by_one_and_three(state_format, tmp_path):
+    run_ranks(2, save_sharded, tmp_path)
+    load_sharded(World(0, 1, torch.device("cpu")), tmp_path, state_format)
+    run_ranks(3, load_sharded, tmp_path, state_format)
 
 
 def test_state_of_sharded_bf16_parameters_is_float32(tmp_path):
@@ -618,8 +737,7 @@ def test_sharded_state_stays_on_the_host(tmp_path):
             tmp_path / "run", 1, weights=ANY_WEIGHTS, model_config={}, trainer_state={}, optimizer_state=state
         )
         other_weight, other = make(3.0)
-        load_optimizer_state(path, other.state_dict())
-        other.restore_parameters()
+        other.load(path)
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(other.states["weight"].tensors[key], optimizer.states["weight"].tensors[key])
         assert torch.equal(other_weight.to_local(), weight.to_local())

@@ -17,7 +17,7 @@ from kernels.attention.full import choose_backend
 from kernels.parts import AttentionKind
 from model import GATES, MODEL_SIZES, ModelConfig, Share, Transformer
 from training.attention_flags import check_head_dim, kinds_at
-from training.checkpoint.files import load_optimizer_state, restore_rng
+from training.checkpoint.files import restore_rng
 from training.checkpoint.weights import find_weights, shape_of_weights
 from training.families import extend
 from training.host.errors import UserError, refused_as_user_error
@@ -299,8 +299,7 @@ def build(
         gpu_state_bytes=plan.execution.gpu_state_bytes,
     )  # fmt: skip
     if checkpoint:
-        load_optimizer_state(checkpoint, optimizer.state_dict())
-        optimizer.restore_parameters()
+        optimizer.load(checkpoint)
         restore_rng(checkpoint)
     elif config.init_from:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
