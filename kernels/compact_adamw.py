@@ -6,12 +6,12 @@
                  m = s y / (2 - |y|) with y = code / 127
     exp_avg_sq   uint8 codes of u = sqrt(v): code = round(255 u / t); v = (t code / 255)^2
 
-s and t are bfloat16, each the largest |m| or u of GROUP neighbouring elements, rounded as a weight is. A group of zeros
-has the scale 0. Ties to even would not do for the weight: masters 0x00008000 and 0x00018000 would have the corrections
-0x8000 and -0x8000, of which int16 has one.
+s and t are bfloat16, the largest |m| and the largest u of GROUP neighbouring elements, rounded as a weight is. A group
+of zeros has the scale 0. Ties to even would not do for the weight: the masters 0x00008000 and 0x00018000 would have the
+corrections 0x8000 and -0x8000, and int16 has only the second.
 
-Softsign gives small moments more codes than large ones: x = 1/64 has the code 4, where a linear code is 2. A second
-moment above 0 has a code of at least 1, because the update of a moment that became 0 would be m / eps.
+Softsign gives small moments more codes than large ones: the code of x = 1/64 is 4, and a linear code would be 2. The
+code of a second moment above 0 is at least 1: the update by a moment that became 0 would be m / eps.
 
 The update is torch.optim.AdamW's, by the new moments before they are rounded to codes:
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from .common import use_triton
 
 GROUP = 32  # neighbouring elements with one scale
-PROGRAM_GROUPS = 64  # that a program updates
+PROGRAM_GROUPS = 64  # groups of one program
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:

@@ -169,7 +169,7 @@ def format_of(parameter: Tensor, state_format: str) -> StateFormat:
 
     In "compact", matrices whose rows are groups on every rank are compact. All other state is small, and float32.
     """
-    ranks = 1  # that share each row
+    ranks = 1  # number of ranks with a part of each row
     if isinstance(parameter, DTensor):
         sizes = zip(parameter.device_mesh.mesh.shape, parameter.placements)
         ranks = math.prod(size for size, placement in sizes if placement.is_shard(parameter.ndim - 1))

@@ -31,6 +31,7 @@ PLACEMENTS = {"device": math.inf, "host": 0, "partly": 8 * 16 * 12}  # gpu_state
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 MICRO_BATCHES = pytest.mark.parametrize("micro_batches", [1, 3])
 PLACEMENT = pytest.mark.parametrize("placement", PLACEMENTS)
+STATE_FORMAT = pytest.mark.parametrize("state_format", ["float32", "compact"])
 
 
 @pytest.fixture(autouse=True)
@@ -304,7 +305,7 @@ def test_compact_placements_agree_bit_for_bit(dtype, micro_batches, placement, d
 @DTYPES
 def test_compact_masters_stay_near_float32s(dtype, device):
     """The first update is the same up to rounding: it comes before any moment is rounded."""
-    for steps, tolerance in ((1, 1e-6), (20, 2e-3)):  # of steps of 1e-2 each
+    for steps, tolerance in ((1, 1e-6), (20, 2e-3)):  # each step moves a weight by about 1e-2
         parameters, theirs = (make_parameters(dtype, device, WIDE) for _ in range(2))
         optimizer = MasterAdamW(parameters.items(), state_format="compact")
         float32 = MasterAdamW(theirs.items())
@@ -333,7 +334,7 @@ def test_compact_masters_start_from_float32_weights(placement, device):
 @DTYPES
 @pytest.mark.parametrize("accumulate", [False, True])
 @PLACEMENT
-@pytest.mark.parametrize("state_format", ["float32", "compact"])
+@STATE_FORMAT
 def test_bytes_are_predicted(dtype, accumulate, placement, state_format, device):
     parameters = make_parameters(dtype, device, WIDE if state_format == "compact" else SHAPES)
     arguments = {"accumulate": accumulate, "gpu_state_bytes": PLACEMENTS[placement], "state_format": state_format}
@@ -406,7 +407,7 @@ class Sharded(nn.Module):
 
 
 def train_sharded(gpu_state_bytes, world, micro_batches, steps=3, state_format="float32"):
-    """In compact format the layers' weights are as wide as two groups and one."""
+    """Returns model, optimizer and norms. For the compact format, the layers' rows are two groups and one."""
     model = Sharded() if state_format == "float32" else Sharded(64, 32)
     if world.size > 1:
         shard_model(model, model.layers, world)
@@ -603,7 +604,7 @@ def load_sharded(world, folder, state_format):
             assert all(torch.equal(found[name][key], value) for key, value in values.items()), name
 
 
-@pytest.mark.parametrize("state_format", ["float32", "compact"])
+@STATE_FORMAT
 def test_compact_state_of_two_ranks_is_loaded_by_one_and_three(state_format, tmp_path):
     run_ranks(2, save_sharded, tmp_path)
     load_sharded(World(0, 1, torch.device("cpu")), tmp_path, state_format)
@@ -650,13 +651,17 @@ def delay_streams(optimizer):
 @pytest.mark.gpu
 @MICRO_BATCHES
 @GPU_SHARE
-def test_placements_agree_bit_for_bit_whatever_stream_is_late(micro_batches, share):
+@STATE_FORMAT
+def test_placements_agree_bit_for_bit_whatever_stream_is_late(micro_batches, share, state_format):
     """Parameters of several pieces of full size, so that the slots are used again within a step."""
-    expected = run(make_parameters(torch.bfloat16, "cuda", GPU_SHAPES), "device", micro_batches)
+    parameters = make_parameters(torch.bfloat16, "cuda", GPU_SHAPES)
+    expected = run(parameters, "device", micro_batches, state_format=state_format)
     for prepare in (None, delay_streams):
         parameters = make_parameters(torch.bfloat16, "cuda", GPU_SHAPES)
-        gpu_state_bytes = share * optimizer_bytes(parameters.values()).gpu_state
-        state, weights, norms = run(parameters, gpu_state_bytes, micro_batches, prepare=prepare)
+        gpu_state_bytes = share * optimizer_bytes(parameters.values(), state_format=state_format).gpu_state
+        state, weights, norms = run(
+            parameters, gpu_state_bytes, micro_batches, prepare=prepare, state_format=state_format
+        )
         assert norms == expected[2]
         assert_equal_states(state, expected[0])
         assert_equal_states(weights, expected[1])
@@ -698,12 +703,14 @@ def test_no_growth_over_50_steps(device, shapes, micro_batches, share):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0, 0.5, 1])
-def test_gpu_memory_is_as_predicted(share):
+@STATE_FORMAT
+def test_gpu_memory_is_as_predicted(share, state_format):
     parameters = make_parameters(torch.bfloat16, "cuda", GPU_SHAPES)
-    gpu_state_bytes = share * optimizer_bytes(parameters.values()).gpu_state
-    predicted = optimizer_bytes(parameters.values(), accumulate=False, gpu_state_bytes=gpu_state_bytes)
+    gpu_state_bytes = share * optimizer_bytes(parameters.values(), state_format=state_format).gpu_state
+    arguments = {"accumulate": False, "gpu_state_bytes": gpu_state_bytes, "state_format": state_format}
+    predicted = optimizer_bytes(parameters.values(), **arguments)
     (before, _), _ = memory_in_use("cuda")
-    optimizer = MasterAdamW(parameters.items(), accumulate=False, gpu_state_bytes=gpu_state_bytes)
+    optimizer = MasterAdamW(parameters.items(), **arguments)
     (held, _), _ = memory_in_use("cuda")
     assert held - before == pytest.approx(predicted.gpu_state + predicted.gpu_buffers, abs=4096)
     backward(parameters, 0)

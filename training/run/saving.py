@@ -31,7 +31,7 @@ def checkpoint_bytes(config: TrainConfig, model_config: ModelConfig, world: Worl
     weights = numbers * (2 if is_cuda else 4)
     if config.save != "full":
         return weights + SPARE_BYTES
-    is_half = is_cuda and world.size == 1  # of a master, which is in the optimizer's state otherwise
+    is_half = is_cuda and world.size == 1  # weights are halves of masters; else float32 masters are in the state
     matrix = torch.empty(1, GROUP, dtype=torch.bfloat16 if is_half else torch.float32, device="meta")
     state = format_of(matrix, config.optimizer_state).num_bytes(numbers) + (0 if is_half else 4 * numbers)
     return weights + state + SPARE_BYTES

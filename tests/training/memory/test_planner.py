@@ -67,7 +67,7 @@ def test_compact_state_makes_131k_fit_where_float32_does_not():
     budgets = 24 * GIB, 50 * GIB
     assert has_plan(compact, *budgets) and not has_plan(float32, *budgets)
     plan = make_plan(compact, *budgets)
-    assert plan.execution.state_format == "compact" and "compact, " in str(plan)
+    assert plan.execution.state_format == "compact" and ", compact\n" in str(plan)
     assert make_plan(float32, 24 * GIB, 101 * GIB).seconds > 0
 
 
