@@ -67,7 +67,14 @@ from training.memory.reports import Epoch, Machine, choose_plan, report_comparis
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, check_replicate, join_world
-from training.run.build import build_bench, settled_execution, shape_with, step_on_meta, without_plan
+from training.run.build import (
+    build_bench,
+    check_optimizer_state,
+    settled_execution,
+    shape_with,
+    step_on_meta,
+    without_plan,
+)
 from training.run.resume import choose_tokenizer
 from training.run.settings import TrainConfig
 
@@ -90,6 +97,7 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
         raise UserError(f"num_layers must be at most {layers}, got {flags.num_layers}")
     kinds_of(flags, shape_of(flags))
     check_mesh(flags)
+    check_optimizer_state(flags, shape_of(flags))
     for name in ("measure", "num_layers", "snapshot"):
         if getattr(flags, name) and not can_measure:
             raise UserError(
@@ -123,7 +131,9 @@ def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World)
     kinds, loss_impl = kinds_of(flags, model), flags.loss_impl
     check_head_dim(kinds, model.head_dim, world.device)
     if world.device.type == "cuda":
-        given = settled_execution(loss_impl, flags.attention_backend, world.device, kinds)
+        given = settled_execution(
+            loss_impl, flags.attention_backend, world.device, kinds, state_format=flags.optimizer_state
+        )
         gpu_bytes = gpu_budget(memory_budget or "auto", world.device)
         part = model.share(flags.tensor_parallel_size)
         rates = measure_rates(part, given.attention_backend, world.device, flags.lengths[0], given.kinds)
@@ -141,7 +151,7 @@ def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World)
     backend = gpu.attention_backend if flags.attention_backend == "auto" else flags.attention_backend
     if backend == "flash-attn-4" and gpu.attention_backend == "flash":
         raise UserError(f"flash-attn-4 needs compute capability 9.0, which {name} has not; use auto")
-    given = Execution(loss_impl=loss_impl, attention_backend=backend, kinds=kinds)
+    given = Execution(loss_impl=loss_impl, attention_backend=backend, kinds=kinds, state_format=flags.optimizer_state)
     described = name if flags.gpu else "no GPU in use, so an H200"
     speed = "was measured on another H200" if name == "H200" else "is an H200's scaled by data sheets, not measured"
     description = f"{described}; its speed {speed}"

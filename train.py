@@ -129,7 +129,7 @@ def set_up(start: resume.Start, world: World, stack: contextlib.ExitStack) -> Ru
     configure_machine(config, model_config, world)
     check_fits(config, model_config, world)
     if world.is_main and config.save != "none":
-        check_disk(config, first_step, checkpoint_bytes(config, model_config, world.device))
+        check_disk(config, first_step, checkpoint_bytes(config, model_config, world))
     tokenizer, loader, held_out = open_data(start, world)
     if start.calibrates:
         folder = start.checkpoint or Path(str(config.init_from))

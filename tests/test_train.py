@@ -3,6 +3,7 @@ import json
 import logging
 import math
 import re
+import shutil
 import socket
 import sys
 import time
@@ -20,6 +21,7 @@ from tests.checkpoints import save_checkpoint
 from tests.ranks import start_torchrun
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.attention_flags import numbers_by_layer
+from training.checkpoint.files import SPARE_BYTES
 from training.families import to_config_json
 from training.host.errors import UserError
 from training.host.files import write_file
@@ -27,8 +29,10 @@ from training.inference import open_tokenizer
 from training.memory.cost_model import forward_flops
 from training.optimizer import MasterAdamW, warmup_cosine
 from training.parallel.fsdp import copy_weights, initial_weights
+from training.parallel.world import World
 from training.run import resume
 from training.run.build import resolve_memory_budget
+from training.run.saving import checkpoint_bytes
 from training.run.settings import TrainConfig, given_settings
 
 ROOT = Path(__file__).parents[1]
@@ -106,6 +110,35 @@ def test_resume_equals_an_uninterrupted_run(corpus, tmp_path):
     assert losses(parts) == losses(whole)
     for name, tensor in weights(whole, 6).items():
         assert torch.equal(tensor, weights(parts, 6)[name]), name
+
+
+def test_compact_state_resumes_exactly_and_in_float32(corpus, tmp_path, caplog):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    compact = ["--optimizer_state", "compact", "--checkpoint_interval", "3"]
+    assert train.main(arguments(corpus, whole, *compact, steps=6)) == 0
+    assert train.main(arguments(corpus, parts, *compact, steps=6)) == 0
+    interrupt(parts, 3, tmp_path / "lost")
+    assert train.main(only_resume(parts)) == 0  # the run before says that its state is compact
+    assert losses(parts) == losses(whole)
+    for name, tensor in weights(whole, 6).items():
+        assert torch.equal(tensor, weights(parts, 6)[name]), name
+    files = [load_file(path / "optimizer.safetensors") for path in (parts / "step_00000006", whole / "step_00000006")]
+    assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
+    assert {tensor.dtype for tensor in files[0].values()} > {torch.int8, torch.uint8}
+    size = checkpoint_bytes(
+        TrainConfig(optimizer_state="compact"), MODEL_SIZES["tiny"], World(0, 1, torch.device("cpu"))
+    ) - SPARE_BYTES  # fmt: skip
+    assert sum(file.stat().st_size for file in (parts / "step_00000006").glob("*.safetensors")) == pytest.approx(
+        size, rel=0.02
+    )
+
+    shutil.rmtree(parts / "step_00000006")
+    caplog.set_level(logging.INFO)
+    assert train.main(only_resume(parts, "--optimizer_state", "float32")) == 0
+    assert "optimizer_state: compact -> float32" in caplog.messages
+    assert losses(parts)[:4] == losses(whole)[:4] and losses(parts) == pytest.approx(losses(whole), rel=1e-2)
+    shutil.rmtree(parts / "step_00000006")
+    assert train.main(only_resume(parts, "--optimizer_state", "compact")) == 0
 
 
 def test_chosen_blocks_are_annealed_and_resumed(corpus, tmp_path):

@@ -26,6 +26,7 @@ from training.checkpoint.pieces import Piece
 from training.data import __main__ as data_command
 from training.host.errors import UserError
 from training.optimizer import MasterAdamW
+from training.parallel.world import World
 from training.run import resume, saving, step, stopping
 from training.run.settings import TrainConfig, given_settings
 from training.run.stopping import LOOKS_BEHIND, Stopping, promise_shutdown
@@ -366,7 +367,7 @@ def test_room_on_the_disk_is_looked_at_first(corpus, tmp_path, monkeypatch, caps
     with pytest.raises(UserError, match=r"free some space, choose another --output_dir$"):
         saving.check_disk(TrainConfig(output_dir=str(run), max_steps=8, save="model"), 4, 1000)
     shutil.rmtree(run)
-    free = 2 * saving.checkpoint_bytes(TrainConfig(), MODEL_SIZES["tiny"], torch.device("cpu"))
+    free = 2 * saving.checkpoint_bytes(TrainConfig(), MODEL_SIZES["tiny"], World(0, 1, torch.device("cpu")))
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
     assert train.main(arguments(corpus, run, "--checkpoint_interval", "1")) == 0
     assert "old checkpoints will be deleted before new ones are complete" in caplog.text

@@ -1,9 +1,10 @@
 """AdamW on float32 master weights, state on the GPU or in pinned host memory, for plain and for sharded parameters.
 
 A float32 parameter is its own master: on a CPU, or as a shard under FSDP, which computes in bf16. For a bf16 parameter
-the optimizer keeps a float32 copy. It takes each gradient as soon as backward has made it: a single micro-batch's as it
-is, several added in float32. The last addition takes the norm, so the exact global norm is known before any weight
-moves, and the update scales by it.
+the optimizer keeps a float32 copy, or in compact format (`state_format`) the 16 bits that the parameter lacks. The
+optimizer takes each gradient as soon as backward has made it: a single micro-batch's as it is, several added in
+float32. The last addition takes the norm, so the exact global norm is known before any weight moves, and the update
+scales by it.
 
 Each parameter is updated on the GPU, in pieces of at most PIECE_ELEMENTS. Pieces and calls are the same wherever the
 state lives, so results are equal bit for bit. State in host memory costs only the time of its copies. For the 4B
@@ -12,66 +13,37 @@ state lives, so results are equal bit for bit. State in host memory costs only t
   sends 12 back at the same time: 1.13 s. Host: 52.4 GiB.
 - several: backward fetches and sends the float32 sums on a side stream, 32 GB in 0.64 s (0.32 s the first time). The
   update fetches 16 bytes per parameter: 1.29 s. Host: 59.9 GiB.
-With everything on the GPU the update takes about 0.05 s.
+With everything on the GPU the update takes about 0.05 s. These are numbers of the float32 format.
 """
 
+import functools
 import itertools
 import math
 import weakref
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from training.checkpoint.files import load_optimizer_state
+from training.checkpoint.pieces import Entry, Piece, in_threads, local_pieces, read_pieces, read_tensors
+from training.checkpoint.ranks import failing_together
+from training.checkpoint.weights import find_weights
+from training.host.errors import UserError
 from training.host.memory import SLOT_ALIGNMENT, PinnedArena
-from training.host.torch_internals import dtensor_like, fused_adamw_
+from training.host.torch_internals import dtensor_like
 from training.parallel.fsdp import local_part
+from training.state_format import BETA1, BETA2, Kept, StateFormat, Update, format_of, format_with
 
-BETA1, BETA2, EPS = 0.9, 0.95, 1e-8  # of AdamW
-PIECE_ELEMENTS = 2**23  # 32 MiB of float32: copies of that size run at the link's full rate
+# 32 MiB of float32: copies of that size run at the link's full rate. A multiple of every format's group.
+PIECE_ELEMENTS = 2**23
 NUM_SLOTS = 3  # one piece arrives, one is updated, one leaves
 LEAVING_BYTES = 2**28  # gradients on their way to the host at once: about one transformer block's, in bf16
-
-
-@dataclass(frozen=True)
-class Float32State:
-    """The format of optimizer state: float32 moments, and a float32 master of each bf16 parameter.
-
-    Only the format knows what the kept tensors mean. Its methods take a piece of one parameter: `parameter` [n], and
-    `state`, the kept tensors [n] by name.
-    """
-
-    parameter_dtype: torch.dtype
-
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """Name -> dtype of each tensor that is kept."""
-        masters = () if self.parameter_dtype == torch.float32 else ("master",)
-        return dict.fromkeys((*masters, "exp_avg", "exp_avg_sq"), torch.float32)
-
-    @property
-    def bytes_per_parameter(self) -> int:
-        return sum(dtype.itemsize for dtype in self.dtypes.values())
-
-    def weights(self, state: dict[str, Tensor], parameter: Tensor) -> Tensor:
-        """Float32 weights [n], to read or to fill in place: the master, or the parameter that is its own master."""
-        return state.get("master", parameter)
-
-    def set_weights(self, state: dict[str, Tensor], parameter: Tensor, weights: Tensor) -> None:
-        parameter.copy_(weights)
-        if "master" in state:
-            state["master"].copy_(weights)
-
-    def update(self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, steps: Tensor, **options) -> None:
-        """Make a step of AdamW by a float32 gradient [n], all on one device; `options` go to `fused_adamw_`."""
-        weights = self.weights(state, parameter)
-        fused_adamw_([weights], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [steps], **options)
-        if weights is not parameter:
-            parameter.copy_(weights)
 
 
 @dataclass(frozen=True)
@@ -86,34 +58,56 @@ class OptimizerBytes:
 
 
 def optimizer_bytes(
-    parameters: Iterable[Tensor], *, accumulate: bool = True, gpu_state_bytes: float = math.inf
-) -> OptimizerBytes:
+    parameters: Iterable[Tensor], *, accumulate: bool = True, gpu_state_bytes: float = math.inf,
+    state_format: str = "float32",
+) -> OptimizerBytes:  # fmt: skip
     """Predicts the bytes of a `MasterAdamW` with these arguments; parameters on the meta device will do."""
-    parameters = list(parameters)
-    format, gradient_dtype, numels, kept = _layout(parameters, accumulate, gpu_state_bytes)
-    state, gradient = format.bytes_per_parameter, gradient_dtype.itemsize
-    on_gpu, on_host = ([n for n, k in zip(numels, kept) if k is wanted] for wanted in (True, False))
-    slots = NUM_SLOTS * (state + gradient) if on_host else 0
-    host_sizes = [n * dtype.itemsize for n in on_host for dtype in (*format.dtypes.values(), gradient_dtype)]
+    layout = _layout(list(parameters), accumulate, gpu_state_bytes, state_format)
+    on_gpu, on_host = ([item for item in layout if item.on_host is wanted] for wanted in (False, True))
+    buffers = 4 * min(PIECE_ELEMENTS, max(item.numel for item in layout))
+    for format, size in _slot_sizes(layout).items():
+        buffers += NUM_SLOTS * (format.num_bytes(size) + layout[0].gradient_dtype.itemsize * size)
     return OptimizerBytes(
-        gpu_state=state * sum(on_gpu),
-        gpu_gradients=gradient * sum(on_gpu),
-        gpu_buffers=(4 + slots) * min(PIECE_ELEMENTS, max(numels)),
-        leaving_gradients=gradient * sum(on_host),
-        host=sum(-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for size in host_sizes),
+        gpu_state=sum(item.format.num_bytes(item.numel) for item in on_gpu),
+        gpu_gradients=sum(item.gradient_dtype.itemsize * item.numel for item in on_gpu),
+        gpu_buffers=buffers,
+        leaving_gradients=sum(item.gradient_dtype.itemsize * item.numel for item in on_host),
+        host=sum(-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for item in on_host for size in item.sizes()),
     )
 
 
-def _layout(
-    parameters: list[Tensor], accumulate: bool, gpu_state_bytes: float
-) -> tuple[Float32State, torch.dtype, list[int], list[bool]]:
-    """(format of the state, dtype of kept gradients, each parameter's elements, whether its state stays on the GPU)."""
-    dtype = parameters[0].dtype
-    format, numels, kept = Float32State(dtype), [_flat(parameter).numel() for parameter in parameters], []
-    for numel in numels:
-        kept.append(numel * format.bytes_per_parameter <= gpu_state_bytes)
-        gpu_state_bytes -= numel * format.bytes_per_parameter * kept[-1]
-    return format, torch.float32 if accumulate else dtype, numels, kept
+@dataclass(frozen=True)
+class _Layout:
+    """Place and size of one parameter's state."""
+
+    format: StateFormat
+    gradient_dtype: torch.dtype
+    numel: int
+    on_host: bool
+
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor of state, and of the gradient."""
+        kept = [*self.format.kept.values(), Kept(self.gradient_dtype)]
+        return [self.numel // tensor.group * tensor.dtype.itemsize for tensor in kept]
+
+
+def _layout(parameters: list[Tensor], accumulate: bool, gpu_state_bytes: float, state_format: str) -> list[_Layout]:
+    layout = []
+    for parameter in parameters:
+        format, numel = format_of(parameter, state_format), _flat(parameter).numel()
+        on_host = format.num_bytes(numel) > gpu_state_bytes
+        gpu_state_bytes -= 0 if on_host else format.num_bytes(numel)
+        layout.append(_Layout(format, torch.float32 if accumulate else parameter.dtype, numel, on_host))
+    return layout
+
+
+def _slot_sizes(layout: list[_Layout]) -> dict[StateFormat, int]:
+    """Elements of the largest piece that is updated through the GPU, by format."""
+    sizes: dict[StateFormat, int] = {}
+    for item in layout:
+        if item.on_host:
+            sizes[item.format] = max(sizes.get(item.format, 0), min(PIECE_ELEMENTS, item.numel))
+    return sizes
 
 
 @torch.no_grad()
@@ -130,21 +124,25 @@ def _num_copies(parameter: Tensor) -> int:
     return math.prod(mesh.size(axis) for axis, p in enumerate(parameter.placements) if p.is_replicate())
 
 
-def _slices(tensors: dict[str, Tensor], piece: slice) -> dict[str, Tensor]:
-    return {name: tensor[piece] for name, tensor in tensors.items()}
-
-
 @dataclass
 class _State:
-    """State of one parameter: flat tensors [n], all on the GPU or all on the host."""
+    """State of one parameter: flat tensors [n / group], all on the GPU or all on the host."""
 
     parameter: nn.Parameter
+    format: StateFormat
     weight_decay: float
     on_host: bool
     pieces: list[tuple[int, slice]]  # (index into the norms, elements)
     tensors: dict[str, Tensor]
     gradient: Tensor | None = None  # exists always where state is on the host, else from backward to the update
     arrived: bool = False  # whether a gradient has come since the last update
+
+    def slices(self, piece: slice) -> dict[str, Tensor]:
+        """The part of the tensors, and of the gradient if there is one, for some elements of the parameter."""
+        gradient = {} if self.gradient is None else {"gradient": self.gradient[piece]}
+        groups = {name: kept.group for name, kept in self.format.kept.items()}
+        parts = {name: t[piece.start // groups[name] : piece.stop // groups[name]] for name, t in self.tensors.items()}
+        return parts | gradient
 
 
 class MasterAdamW:
@@ -157,6 +155,7 @@ class MasterAdamW:
         accumulate: whether there may be more than one backward before an update.
         gpu_state_bytes: limit on the masters and moments that stay on the GPU, whole parameters in their order; the
             rest lives in pinned host memory, if the host lets that much be pinned (else UserError).
+        state_format: "float32" or "compact", see `training.state_format`.
     """
 
     def __init__(
@@ -166,6 +165,7 @@ class MasterAdamW:
         weight_decay: float = 0.1,
         accumulate: bool = True,
         gpu_state_bytes: float = math.inf,
+        state_format: str = "float32",
     ):
         self.parameters = dict(named_parameters)
         parameters = list(self.parameters.values())
@@ -173,40 +173,47 @@ class MasterAdamW:
         kinds = {(p.dtype, p.device_mesh if isinstance(p, DTensor) else None) for p in parameters}
         assert len(kinds) == 1, f"parameters of several dtypes or meshes: {kinds}"
         self.accumulate = accumulate
-        self.format, gradient_dtype, numels, kept = _layout(parameters, accumulate, gpu_state_bytes)
+        layout = _layout(parameters, accumulate, gpu_state_bytes, state_format)
 
         # On a CPU, torch.cpu's streams and events do nothing and copies are done when they return.
         self.device_module = torch.get_device_module(device)
         self.compute = self.device_module.current_stream()
         self.inward, self.outward = self.device_module.Stream(), self.device_module.Stream()
         self.leaving: deque[tuple[Tensor, torch.Event]] = deque()  # gradients and their arrivals on the host
-        size = min(PIECE_ELEMENTS, max(numels))
+        size = min(PIECE_ELEMENTS, max(item.numel for item in layout))
         self.room = torch.empty(size, device=device)  # one piece of a gradient in float32
-        # Room on the GPU for pieces of state from the host: (tensors [size], the gradient included, an event that is
-        # recorded once the piece that was here last has gone back).
-        self.slots: list[tuple[dict[str, Tensor], torch.Event]] = []
-        if not all(kept):
-            needed = optimizer_bytes(parameters, accumulate=accumulate, gpu_state_bytes=gpu_state_bytes)
+        if any(item.on_host for item in layout):
+            needed = optimizer_bytes(
+                parameters, accumulate=accumulate, gpu_state_bytes=gpu_state_bytes, state_format=state_format
+            )
             self.arena = PinnedArena(needed.host, device)
-            dtypes = {**self.format.dtypes, "gradient": gradient_dtype}
+        # Room on the GPU for pieces of state from the host, by format: (tensors, the gradient included, and an event
+        # that is recorded once the piece that was here last has gone back).
+        self.slots: dict[StateFormat, list[tuple[dict[str, Tensor], torch.Event]]] = {}
+        empty = functools.partial(torch.empty, device=device)
+        for format, most in _slot_sizes(layout).items():
+            self.slots[format] = []
             for _ in range(NUM_SLOTS):
-                tensors = {key: torch.empty(size, dtype=dtype, device=device) for key, dtype in dtypes.items()}
-                self.slots.append((tensors, self.device_module.Event()))
+                tensors = {**format.allocate(most, empty), "gradient": empty((most,), dtype=layout[0].gradient_dtype)}
+                self.slots[format].append((tensors, self.device_module.Event()))
 
         # The hooks refer to the optimizer weakly: Python cannot free a cycle that goes through a tensor's hook.
         optimizer = weakref.proxy(self)
         self.states: dict[str, _State] = {}
         indices = itertools.count()
-        for (name, parameter), numel, keep in zip(self.parameters.items(), numels, kept):
-            pieces = [(next(indices), slice(start, min(start + size, numel))) for start in range(0, numel, size)]
-            allocate = (lambda n, dtype: torch.empty(n, dtype=dtype, device=device)) if keep else self.arena.allocate
-            tensors = {key: allocate((numel,), dtype).zero_() for key, dtype in self.format.dtypes.items()}
-            state = _State(parameter, weight_decay if parameter.ndim >= 2 else 0.0, not keep, pieces, tensors)
+        for (name, parameter), item in zip(self.parameters.items(), layout):
+            starts = range(0, item.numel, size)
+            pieces = [(next(indices), slice(start, min(start + size, item.numel))) for start in starts]
+            tensors = item.format.allocate(item.numel, self.arena.allocate if item.on_host else empty)
+            decay = weight_decay if parameter.ndim >= 2 else 0.0
+            state = _State(parameter, item.format, decay, item.on_host, pieces, tensors)
             if state.on_host:
-                state.gradient = self.arena.allocate((numel,), gradient_dtype)
+                state.gradient = self.arena.allocate((item.numel,), item.gradient_dtype)
+            for tensor in tensors.values():
+                tensor.zero_()
             for _, piece in pieces:  # rounding and widening are done on the GPU, a piece at a time
                 weights = _flat(parameter)[piece]
-                self.format.set_weights(_slices(tensors, piece), weights, weights.float())
+                item.format.write(state.slices(piece), weights, {"master": weights.float()})
             self.states[name] = state
             hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: optimizer.take_gradient(name))
             weakref.finalize(self, hook.remove)
@@ -293,87 +300,155 @@ class MasterAdamW:
     def step(self, learning_rate: float) -> None:
         """Update the masters from their gradients, round them into the parameters, and drop the gradients."""
         self.steps.add_(1)
-        current, slots = self.device_module.current_stream(), itertools.cycle(self.slots)
+        corrections = 1 - torch.stack([beta ** self.steps.double() for beta in (BETA1, BETA2)])
+        update = Update(learning_rate, 0.0, self.scale, self.steps, corrections.float(), self.room)
+        current = self.device_module.current_stream()
+        slots = {format: itertools.cycle(of_format) for format, of_format in self.slots.items()}
         self._let_go(0)
         current.wait_stream(self.outward)  # `room` and `norms` are free
         self.inward.wait_stream(current)  # so the host has all gradients, and the state that the last step sent back
         for state in self.states.values():
             for _, piece in state.pieces if state.arrived else ():
                 if state.on_host:
-                    self._update_through(next(slots), state, piece, learning_rate)
+                    self._update_through(next(slots[state.format]), state, piece, update)
                 else:
-                    tensors = _slices({**state.tensors, "gradient": state.gradient}, piece)
-                    self._update(tensors, state, piece, learning_rate)
+                    self._update(state.slices(piece), state, piece, update)
         self.zero_grad()
 
-    def _update_through(self, slot: tuple, state: _State, piece: slice, learning_rate: float) -> None:
+    def _update_through(self, slot: tuple, state: _State, piece: slice, update: Update) -> None:
         """Update a piece of state that lives on the host; the three streams work on three pieces at a time."""
         current, (room, left) = self.device_module.current_stream(), slot
-        tensors = _slices(room, slice(piece.stop - piece.start))
+        host = state.slices(piece)
+        tensors = {key: room[key][: len(part)] for key, part in host.items()}
         with self.device_module.stream(self.inward):
             self.inward.wait_event(left)  # the slot is free
-            for key, host in {**state.tensors, "gradient": state.gradient}.items():
-                tensors[key].copy_(host[piece], non_blocking=True)
+            for key, part in host.items():
+                tensors[key].copy_(part, non_blocking=True)
         current.wait_stream(self.inward)  # the piece has arrived: its copies are the last issued there
-        self._update(tensors, state, piece, learning_rate)
+        self._update(tensors, state, piece, update)
         self.outward.wait_stream(current)  # the piece is updated
         with self.device_module.stream(self.outward):
-            for key, host in state.tensors.items():
-                host[piece].copy_(tensors[key], non_blocking=True)
+            for key in state.tensors:
+                host[key].copy_(tensors[key], non_blocking=True)
             left.record()
 
-    def _update(self, tensors: dict[str, Tensor], state: _State, piece: slice, learning_rate: float) -> None:
-        """Scale the gradient and update one piece, all tensors [n] on the parameter's device."""
-        parameter = _flat(state.parameter)[piece]
-        gradient = self.room[: len(parameter)].copy_(tensors["gradient"]).mul_(self.scale)
-        self.format.update(
-            tensors, parameter, gradient, self.steps, lr=learning_rate, beta1=BETA1, beta2=BETA2,
-            weight_decay=state.weight_decay, eps=EPS, amsgrad=False, maximize=False,
-        )  # fmt: skip
+    def _update(self, tensors: dict[str, Tensor], state: _State, piece: slice, update: Update) -> None:
+        """Update one piece; its state and its gradient, `tensors`, are on the parameter's device."""
+        update = update._replace(weight_decay=state.weight_decay)
+        state.format.update(tensors, _flat(state.parameter)[piece], tensors["gradient"], update)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """References to the state by parameter name, to save, or to load in place ahead of `restore_parameters`."""
-        weights = self.weights()
-        return {
-            name: {
-                "master": weights[name],
-                **{key: _like(state.parameter, tensor) for key, tensor in state.tensors.items()},
-                "step": self.steps,
-            }
-            for name, state in self.states.items()
-        }
+        """References to the state by parameter name, to save.
 
-    def weights(self) -> dict[str, Tensor]:
-        """Float32 weights by parameter name, to read or to fill in place ahead of `restore_parameters`."""
+        Without a "master" the parameter is a part of its master, and must be saved as it is.
+        """
         self.device_module.synchronize()  # the state that the last step sent back has reached the host
-        return {
-            name: _like(state.parameter, self.format.weights(state.tensors, _flat(state.parameter)))
-            for name, state in self.states.items()
-        }
+        return {name: self._state_of(state) for name, state in self.states.items()}
+
+    def _state_of(self, state: _State) -> dict[str, Tensor]:
+        is_master = state.parameter.dtype == torch.float32
+        own = {"master": _like(state.parameter, _flat(state.parameter), 1)} if is_master else {}
+        groups = {name: kept.group for name, kept in state.format.kept.items()}
+        kept = {name: _like(state.parameter, tensor, groups[name]) for name, tensor in state.tensors.items()}
+        return {**own, **kept, "step": self.steps}
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Start from full tensors, the same on every rank, by parameter name: float32 masters keep what bf16 rounds."""
         for name, full in weights:
-            state = self.states[name]
-            local = local_part(state.parameter, full).flatten()
-            self.format.set_weights(state.tensors, _flat(state.parameter), local)
+            local = local_part(self.states[name].parameter, full).flatten()
+            for _, piece in self.states[name].pieces:
+                self._write(name, piece, {"master": local[piece]})
+
+    def read_weights(self, entries: dict[str, Entry]) -> None:
+        """Start from the weights of these names in files, each rank from its own part."""
+
+        def write(piece: Piece, part: Tensor, content: Tensor) -> None:
+            self._write(piece.name, self._elements(piece.name, part), {"master": content.to(part.device).view(-1)})
+
+        read_pieces(entries, {name: self.parameters[name] for name in entries}, write)
+
+    def _elements(self, name: str, part: Tensor) -> slice:
+        """The elements of a parameter that `part`, some of its rows, is a view of."""
+        start = part.storage_offset() - _flat(self.parameters[name]).storage_offset()
+        return slice(start, start + part.numel())
 
     @torch.no_grad()
-    def restore_parameters(self) -> None:
-        """Round the masters into the parameters, after the state was loaded."""
+    def _write(self, name: str, piece: slice, values: dict[str, Tensor]) -> None:
+        """Set values of some elements, see `StateFormat.write`."""
+        state = self.states[name]
+        values = {key: value.float() for key, value in values.items()}
+        state.format.write(state.slices(piece), _flat(state.parameter)[piece], values)
+
+    @torch.no_grad()
+    def load(self, checkpoint: Path) -> None:
+        """Read state and parameters from a verified checkpoint. All ranks call this, as `load_optimizer_state`.
+
+        State of the same format is read as it is. State of another format is decoded and encoded, piece by piece;
+        masters stay exact.
+        """
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        weights = functools.cache(lambda: find_weights(checkpoint, shapes))
+        own, converted = self.state_dict(), set()
+
+        def convert(name: str, stored: dict[str, Entry], done: set[str]) -> None:
+            converted.add(name)
+            self._convert(name, stored, stored.get("master") or weights()[name], done)
+
+        load_optimizer_state(checkpoint, own, convert)
+        halves = {n: p for n, p in self.parameters.items() if n not in converted and "master" not in own[n]}
+        with failing_together():
+            read_tensors({name: weights()[name] for name in halves}, halves)
         for state in self.states.values():
-            for _, piece in state.pieces:
+            for _, piece in state.pieces if "master" in state.tensors else ():
                 parameter = _flat(state.parameter)[piece]
-                parameter.copy_(self.format.weights(_slices(state.tensors, piece), parameter).to(parameter.device))
+                parameter.copy_(state.tensors["master"][piece].to(parameter.device))
+
+    def _convert(self, name: str, stored: dict[str, Entry], weight: Entry, done: set[str]) -> None:
+        """Set the values of one parameter but those in `done`, from the weight and the state that are `stored`."""
+        dtype = torch.float32 if "master" in stored else torch.bfloat16
+        source, parameter = format_with(stored.keys() - {"master", "step"}, dtype), self.parameters[name]
+        if source is None:
+            raise UserError(f"{weight.file.parent} is of another model or optimizer: {name} has {', '.join(stored)}")
+        for entry, kept in [(weight, Kept(dtype)), *((stored[key], kept) for key, kept in source.kept.items())]:
+            shape = _grouped(parameter.shape, kept.group)
+            if (entry.dtype, entry.shape) != (kept.dtype, shape):
+                raise UserError(
+                    f"{entry.file.parent} is of another model: {entry.name} has shape {list(entry.shape)} and dtype "
+                    f"{entry.dtype}, this model needs {list(shape)} and {kept.dtype}"
+                )
+
+        def read(piece_and_part: tuple[Piece, Tensor]) -> None:
+            piece, part = piece_and_part
+            whole = piece.in_groups(source.group, 1)  # the file's groups, of which this rank may have a part
+            content = {
+                key: piece.in_groups(source.group, kept.group).content(stored[key]) for key, kept in source.kept.items()
+            }
+            tensors = {key: tensor.to(part.device).view(-1) for key, tensor in content.items()}
+            values = source.read(tensors, whole.content(weight).to(part.device).view(-1))
+            start = piece.offset[-1] - whole.offset[-1]
+            cut = {key: value.view(whole.shape).narrow(-1, start, piece.shape[-1]) for key, value in values.items()}
+            missing = {key: value.reshape(-1) for key, value in cut.items() if key not in done}
+            self._write(name, self._elements(name, part), missing)
+
+        in_threads(read, local_pieces({name: parameter}))
 
 
 @torch.no_grad()
-def _like(parameter: nn.Parameter, flat: Tensor) -> Tensor:
-    """`flat` [n] in the parameter's shape, and sharded as it is, wherever `flat` lives."""
+def _like(parameter: nn.Parameter, flat: Tensor, group: int) -> Tensor:
+    """`flat` [n / group] in the parameter's shape but for the last dimension, sharded as it is, wherever `flat` is.
+
+    For a group of 32 and a parameter [6, 64] it is [6, 2].
+    """
+
     if not isinstance(parameter, DTensor):
-        return flat.view(parameter.shape)
-    return dtensor_like(parameter, flat.view(parameter.to_local().shape))
+        return flat.view(_grouped(parameter.shape, group))
+    local = flat.view(_grouped(parameter.to_local().shape, group))
+    return dtensor_like(parameter, local, _grouped(parameter.shape, group))
+
+
+def _grouped(shape: tuple[int, ...], group: int) -> tuple[int, ...]:
+    return (*shape[:-1], shape[-1] // group) if group > 1 else tuple(shape)
 
 
 def warmup_cosine(step: int, *, learning_rate: float, warmup_steps: int, max_steps: int, final_ratio: float) -> float:

@@ -247,8 +247,8 @@ ONE_STEP = "--context_length 9 --no-gradient_checkpointing --num_layers 1 --stag
 OF_ATTENTION = "attention_type selected_blocks dense_below"  # refused by kinds_of
 ELSEWHERE = {
     "train.py": f"""{OF_ATTENTION} selected_blocks_start selected_blocks_steps memory_budget context_parallel_size
-        tensor_parallel_size replicate collective_timeout data_weights chat_reasoning""",
-    "profile_memory.py": OF_ATTENTION,
+        tensor_parallel_size replicate collective_timeout data_weights chat_reasoning optimizer_state""",
+    "profile_memory.py": f"{OF_ATTENTION} optimizer_state",
     "training.evaluation": OF_ATTENTION,
     "training.generate": OF_ATTENTION,
     "training.data prepare": "chat_reasoning",

@@ -31,7 +31,10 @@ PIECE_BYTES = 2**25  # 32 MiB: a thread copies, adds up and writes that much at 
 # of `DirectFile`.
 SAVING_BYTES = IO_THREADS * (PIECE_BYTES + PIECE_BYTES // 2 + BUFFER_BYTES)
 LONGEST_HEADER = 10**8  # bytes; safetensors' own limit
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPE_NAMES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+}  # fmt: skip
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -53,6 +56,14 @@ class Piece:
     name: str
     offset: tuple[int, ...]  # index of the first element
     shape: tuple[int, ...]
+
+    def in_groups(self, group: int, unit: int) -> "Piece":
+        """The box of whole groups of a row around this piece, in a tensor with one number for `unit` elements of a row.
+
+        Columns 40 to 69 are in groups of 32 columns 32 to 95, and columns 1 and 2 of a tensor of one number for each.
+        """
+        start, stop = self.offset[-1] // group * group, -(-(self.offset[-1] + self.shape[-1]) // group) * group
+        return Piece(self.name, (*self.offset[:-1], start // unit), (*self.shape[:-1], (stop - start) // unit))
 
     def runs(self, entry: Entry) -> Iterator[tuple[int, int]]:
         """(first byte in the file, bytes) of each contiguous run, in the order of the piece's elements.
@@ -120,6 +131,23 @@ def read_tensors(entries: dict[str, Entry], tensors: dict[str, Tensor]) -> None:
     in_threads(read, local_pieces({name: tensors[name] for name in entries}))
 
 
+def read_pieces(
+    entries: dict[str, Entry], tensors: dict[str, Tensor], use: Callable[[Piece, Tensor, Tensor], None]
+) -> None:
+    """Call use(piece, this rank's elements, the file's) for the entries' pieces, on several threads.
+
+    The file's elements are on the CPU, in the file's dtype, and finite.
+    """
+
+    def read(piece_and_part: tuple[Piece, Tensor]) -> None:
+        piece, part = piece_and_part
+        content = piece.content(entries[piece.name])
+        check_finite(content, entries[piece.name])
+        use(piece, part, content)
+
+    in_threads(read, local_pieces({name: tensors[name] for name in entries}))
+
+
 def header_of(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
     """A safetensors file up to its data: the header's length in 8 little-endian bytes, then the header in JSON.
 
@@ -137,13 +165,13 @@ def header_of(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
 
 
 def read_entries(header: bytes, file: Path) -> dict[str, Entry]:
-    """Tensors that the header of `file` lists, by name. Refuses tensors of other dtypes, as of quantized weights."""
+    """Tensors that the header of `file` lists, by name. Refuses tensors of other dtypes than DTYPES."""
     entries = {}
     try:
         for name, value in json.loads(header[8:]).items():
             if name != "__metadata__":
                 if (dtype := value["dtype"]) not in DTYPES:
-                    raise UserError(f"{file}: {name} is of dtype {dtype!s:.20}, weights must be of {', '.join(DTYPES)}")
+                    raise UserError(f"{file}: {name} is of dtype {dtype!s:.20}, tensors must be of {', '.join(DTYPES)}")
                 shape, (start, end) = tuple(map(operator.index, value["shape"])), value["data_offsets"]
                 entries[name] = Entry(file, DTYPES[dtype], shape, len(header) + operator.index(start), name)
                 if min(start, *shape, 0) < 0 or end - start != math.prod(shape) * DTYPES[dtype].itemsize:
@@ -197,7 +225,9 @@ def check_finite(content: Tensor, entry: Entry) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a CPU tensor's elements are finite. Takes one thread of the CPU."""
+    """Whether a CPU tensor's elements are finite, as integers are. Takes one thread of the CPU."""
+    if not tensor.is_floating_point():
+        return True
     flattened = tensor.reshape(-1)
     if tensor.dtype != torch.float32:  # NumPy has no bfloat16; infinities and NaN have all exponent bits set
         exponent = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}[tensor.dtype]

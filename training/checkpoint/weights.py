@@ -21,7 +21,15 @@ from torch import Tensor
 
 from model import ModelConfig, Transformer
 from training.checkpoint.manifest import WEIGHTS, verify_weights
-from training.checkpoint.pieces import Entry, bytes_of, header_of, read_entries, read_header, read_tensors
+from training.checkpoint.pieces import (
+    DTYPE_NAMES,
+    Entry,
+    bytes_of,
+    header_of,
+    read_entries,
+    read_header,
+    read_tensors,
+)
 from training.families import extend, from_config_json, to_config_json
 from training.flags import flag, read_command
 from training.host.errors import UserError, refused_as_user_error
@@ -72,6 +80,9 @@ def find_weights(
             name = key.removeprefix("model.")
             if name in found:
                 raise UserError(f"{path} has {key} twice, also in {found[name].file.name}; give another folder")
+            if not entry.dtype.is_floating_point:
+                fitting = ", ".join(name for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point)
+                raise UserError(f"{file}: {key} is of dtype {DTYPE_NAMES[entry.dtype]}, weights must be of {fitting}")
             if not name.endswith(NOT_WEIGHTS):
                 found[name] = entry
     if may_lack is not None and not any(may_lack in name for name in found):

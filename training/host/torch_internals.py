@@ -4,6 +4,7 @@ The number in parentheses is the first version of torch with the form used here.
 test_torch_internals.py checks each part, so a new version of torch fails in that test first.
 """
 
+import dataclasses
 import datetime
 
 import torch
@@ -29,13 +30,16 @@ dump_memory_snapshot = torch.cuda.memory._dump_snapshot
 compute_local_shape_and_global_offset = tensor_utils.compute_local_shape_and_global_offset
 
 
-def dtensor_like(sharded: DTensor, local: Tensor) -> DTensor:
+def dtensor_like(sharded: DTensor, local: Tensor, shape: tuple[int, ...] | None = None) -> DTensor:
     """Returns a DTensor sharded like `sharded`, with `local` as this rank's part on any device (2.5).
 
+    `shape` is the whole's, where it differs from the shape of `sharded`.
     DTensor.from_local would copy `local` to the mesh's device. FSDP's CPU offload makes its DTensors in this way.
     """
+    meta = torch.empty(shape or sharded.shape, dtype=local.dtype, device="meta")
     spec = torch.empty_like(sharded, dtype=local.dtype, device="meta")._spec
-    return DTensor(local, spec, requires_grad=False)
+    meta = spec.tensor_meta._replace(shape=meta.shape, stride=meta.stride())
+    return DTensor(local, dataclasses.replace(spec, tensor_meta=meta), requires_grad=False)
 
 
 def set_timeout(group: ProcessGroup, seconds: float) -> None:

@@ -223,7 +223,7 @@ class Step:
 
     def optimizer(self, execution: Execution) -> OptimizerBytes:
         """Returns the bytes of the optimizer under an execution."""
-        return self._optimizer_bytes(gpu_state_bytes=execution.gpu_state_bytes)
+        return self._optimizer_bytes(gpu_state_bytes=execution.gpu_state_bytes, state_format=execution.state_format)
 
     def results_bytes(self, kind: AttentionKind) -> int:
         """Returns the bytes of the results that the attention of a block can keep."""

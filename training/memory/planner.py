@@ -72,6 +72,7 @@ class Plan:
         rows.append(("blocks kept whole", str(num_whole)))
         state = {math.inf: "GPU", 0: "host"}.get(execution.gpu_state_bytes)
         state = state or f"up to {gib(execution.gpu_state_bytes)} on the GPU, the rest on the host"
+        state = state if execution.state_format == "float32" else f"{state}, {execution.state_format}"
         if num_whole < len(placements):
             heads = "one key/value head at a time" if execution.heads_at_a_time else "all heads at once"
             tiles = f"{execution.mlp_tile_size} rows at a time" if execution.mlp_tile_size else "all rows at once"

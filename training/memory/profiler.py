@@ -264,7 +264,8 @@ class Recorder:
         optimizer = self.optimizer
         states = [state for state in optimizer.states.values() if not state.on_host]
         parameters = list(self.model.parameters())
-        tensors = [*(state.tensors for state in states), *(slot[0] for slot in optimizer.slots)]
+        slots = [tensors for ring in optimizer.slots.values() for tensors, _ in ring]
+        tensors = [*(state.tensors for state in states), *slots]
         gradients = [p.grad for p in parameters] + [state.gradient for state in states]
         groups = {
             "parameters": parameters,

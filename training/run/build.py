@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from kernels.attention import KINDS
 from kernels.attention.full import choose_backend
+from kernels.compact_adamw import GROUP
 from kernels.parts import AttentionKind
 from model import GATES, MODEL_SIZES, ModelConfig, Share, Transformer
 from training.attention_flags import check_head_dim, kinds_at
-from training.checkpoint.files import load_optimizer_state, restore_rng
-from training.checkpoint.pieces import read_tensors
+from training.checkpoint.files import restore_rng
 from training.checkpoint.weights import find_weights, shape_of_weights
 from training.families import extend
 from training.host.errors import UserError, refused_as_user_error
@@ -34,7 +34,7 @@ from training.parallel.fsdp import copy_weights, initial_weights, shard_model
 from training.parallel.tensor import share_matrices
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World
-from training.run.settings import TrainConfig
+from training.run.settings import StepFlags, TrainConfig
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +61,19 @@ def configure_machine(config: TrainConfig, model_config: ModelConfig, world: Wor
         raise UserError("collective_timeout has no effect on one process, which waits for nobody; drop it")
     if config.kernels == "triton" and world.device.type != "cuda":
         raise UserError('kernels "triton" needs a CUDA GPU; use auto')
+    check_optimizer_state(config, model_config)
     if config.kernels != "torch":
         check_head_dim(kinds_at(config, model_config, step=1), model_config.head_dim, world.device)
     settled_execution(config.loss_impl, config.attention_backend, world.device)  # refuses a backend that is not there
     if config.memory_budget is not None:
         gpu_budget(config.memory_budget, world.device)
+
+
+def check_optimizer_state(config: StepFlags, model_config: ModelConfig) -> None:
+    """Refuse compact state for a model whose rows are no whole groups: its state would be float32 all the same."""
+    if config.optimizer_state == "compact" and model_config.hidden_size % GROUP:
+        rows = f"rows of {model_config.hidden_size}, which is no multiple of {GROUP}"
+        raise UserError(f"optimizer_state compact has no effect on {rows}; drop it")
 
 
 def shape_with(attention_type: str, size: ModelConfig) -> ModelConfig:
@@ -127,19 +135,21 @@ def _extended(shape: ModelConfig, rope_scaling: str, resumed: Path | None) -> Mo
 
 def settled_execution(
     loss_impl: str, attention_backend: str, device: torch.device, kinds: tuple[AttentionKind, ...] = (),
-    impl: str = "auto",
+    impl: str = "auto", state_format: str = "float32",
 ) -> Execution:  # fmt: skip
     """Returns what flags settle of an execution; raises UserError for a backend that `device` does not have."""
     with refused_as_user_error():
         backend = choose_backend(attention_backend, device)
-    return Execution(loss_impl=loss_impl, attention_backend=backend, kinds=kinds, impl=impl)
+    return Execution(loss_impl=loss_impl, attention_backend=backend, kinds=kinds, impl=impl, state_format=state_format)
 
 
 def step_of(config: TrainConfig, model: Transformer, world: World, documents: PackedDocuments | None) -> Step:
     """The step that the settings ask for; `documents` are None where they are not known yet."""
     lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
     kinds = kinds_at(config, model.config, step=1)
-    given = settled_execution(config.loss_impl, config.attention_backend, world.device, kinds, config.kernels)
+    given = settled_execution(
+        config.loss_impl, config.attention_backend, world.device, kinds, config.kernels, config.optimizer_state
+    )
     num_shards = world.data_size * world.context_size // world.replicate if world.size > 1 else 0
     return Step(
         model.share, model.parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
@@ -297,19 +307,17 @@ def build(
     model, plan = build_model(config, model_config, world, documents)
     optimizer = MasterAdamW(
         model.named_parameters(), weight_decay=config.weight_decay, accumulate=config.gradient_accumulation_steps > 1,
-        gpu_state_bytes=plan.execution.gpu_state_bytes,
+        gpu_state_bytes=plan.execution.gpu_state_bytes, state_format=plan.execution.state_format,
     )  # fmt: skip
     if checkpoint:
-        load_optimizer_state(checkpoint, optimizer.state_dict())
-        optimizer.restore_parameters()
+        optimizer.load(checkpoint)
         restore_rng(checkpoint)
     elif config.init_from:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         if model_config.num_gates():  # these gates stay if the weights have none
             fresh = initial_weights(model, config.seed)
             optimizer.load_weights((name, full) for name, full in fresh if GATES in name)
-        read_tensors(find_weights(config.init_from, shapes, may_lack=GATES), optimizer.weights())
-        optimizer.restore_parameters()
+        optimizer.read_weights(find_weights(config.init_from, shapes, may_lack=GATES))
     else:
         optimizer.load_weights(initial_weights(model, config.seed))
     return model, optimizer, plan
@@ -321,6 +329,7 @@ def build_bench(step: Step, execution: Execution, world: World) -> Bench:
     model = model_on_meta(ModelConfig(**vars(step.share)), world).to_empty(device=world.device)
     copy_weights(model, initial_weights(model, seed=0))
     optimizer = MasterAdamW(
-        model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=execution.gpu_state_bytes
-    )
+        model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=execution.gpu_state_bytes,
+        state_format=execution.state_format,
+    )  # fmt: skip
     return Bench(model, optimizer)

@@ -5,11 +5,14 @@ from pathlib import Path
 
 import torch
 
+from kernels.compact_adamw import GROUP
 from model import ModelConfig
 from training.checkpoint.files import SPARE_BYTES, check_room, checkpoints
 from training.host.errors import UserError
 from training.host.files import size_on_disk
+from training.parallel.world import World
 from training.run.settings import CHECKPOINT_INTERVAL, KEPT_CHECKPOINTS, TrainConfig, parse_interval
+from training.state_format import format_of
 
 logger = logging.getLogger(__name__)
 RETRY_SECONDS = 60  # from a checkpoint that failed to the next attempt
@@ -22,10 +25,16 @@ def is_save_due(config: TrainConfig, step: int, since_save: float, has_failed: b
     return is_time or (steps > 0 and step % steps == 0)
 
 
-def checkpoint_bytes(config: TrainConfig, model_config: ModelConfig, device: torch.device) -> int:
-    """Bytes of a checkpoint on disk: bf16 weights on a GPU, float32 on a CPU; masters and two moments in float32."""
-    weight = 2 if device.type == "cuda" else 4
-    return model_config.num_parameters() * (weight + 12 * (config.save == "full")) + SPARE_BYTES
+def checkpoint_bytes(config: TrainConfig, model_config: ModelConfig, world: World) -> int:
+    """Bytes of a checkpoint on disk: bf16 weights on GPUs, float32 on a CPU; and the optimizer's state."""
+    numbers, is_cuda = model_config.num_parameters(), world.device.type == "cuda"
+    weights = numbers * (2 if is_cuda else 4)
+    if config.save != "full":
+        return weights + SPARE_BYTES
+    is_half = is_cuda and world.size == 1  # weights are halves of masters; else float32 masters are in the state
+    matrix = torch.empty(1, GROUP, dtype=torch.bfloat16 if is_half else torch.float32, device="meta")
+    state = format_of(matrix, config.optimizer_state).num_bytes(numbers) + (0 if is_half else 4 * numbers)
+    return weights + state + SPARE_BYTES
 
 
 def check_disk(config: TrainConfig, step: int, size: int) -> None:

@@ -8,7 +8,7 @@ from os.path import realpath
 from pathlib import Path
 from typing import ClassVar
 
-from training.choices import ATTENTION_TYPES, IMPLEMENTATIONS, LOSSES, MODEL_SIZES
+from training.choices import ATTENTION_TYPES, IMPLEMENTATIONS, LOSSES, MODEL_SIZES, OPTIMIZER_STATES
 from training.data.chat import REASONING
 from training.data.packing import PACKINGS
 from training.data.sources import SUFFIXES
@@ -53,6 +53,9 @@ class StepFlags:
         None, "GPU memory to plan for and not to exceed: 24GB; default: auto, what is free"
     )
     host_budget: str | None = flag(None, "host memory each process may pin; default: its share of 80% of what is free")
+    optimizer_state: str = flag(
+        "float32", "compact: 8-bit moments; 4.1 bytes per parameter beside bf16 weights, not 12", OPTIMIZER_STATES
+    )
     context_parallel_size: int = flag(
         1, "GPUs that share each sequence, by heads in attention", least=1, most=2**20, group="several GPUs"
     )

@@ -58,6 +58,8 @@ def test_dtensor_like(process_group):
         made = torch_internals.dtensor_like(sharded, local)
         assert isinstance(made, DTensor) and made.dtype == torch.float32
         assert made.shape == (4, 3) and made.placements == sharded.placements
+        narrow = torch_internals.dtensor_like(sharded, local[:, :1], (4, 1))
+        assert narrow.shape == (4, 1) and narrow.dtype == torch.float32
         assert made.to_local().device == local.device and made.to_local().data_ptr() == local.data_ptr()
 
 

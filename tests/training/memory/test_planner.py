@@ -12,7 +12,7 @@ from tests.training.memory.test_cost_model import step_of
 from training.memory.cost_model import PackedDocuments
 from training.memory.execution import WHOLE, Execution
 from training.memory.machine import H200
-from training.memory.planner import HEADROOM, LEAST_HEADROOM, find_max_context, make_plan
+from training.memory.planner import HEADROOM, LEAST_HEADROOM, find_max_context, has_plan, make_plan
 from training.run.build import step_on_meta
 
 GIB = 2**30
@@ -59,6 +59,16 @@ def test_blocks_stay_whole_where_memory_is_plenty():
     assert all(places == sorted(places) for places in whole)
     assert 0 < sum(whole[0]) < sum(whole[1]) < sum(whole[2]) < 36
     assert plans[0].seconds > plans[1].seconds > plans[2].seconds > plan.seconds
+
+
+def test_compact_state_makes_131k_fit_where_float32_does_not():
+    compact = Execution(state_format="compact")
+    float32, compact = (step_on_meta(MODEL_SIZES["4B"], 131_072, given=given) for given in (Execution(), compact))
+    budgets = 24 * GIB, 50 * GIB
+    assert has_plan(compact, *budgets) and not has_plan(float32, *budgets)
+    plan = make_plan(compact, *budgets)
+    assert plan.execution.state_format == "compact" and ", compact\n" in str(plan)
+    assert make_plan(float32, 24 * GIB, 101 * GIB).seconds > 0
 
 
 def test_headroom_is_left_where_it_can_be():

@@ -78,7 +78,7 @@ def check_layouts(world: World) -> None:
 
 def check_written_once(optimizer: MasterAdamW, rank: int, layout: tuple[int, ...]) -> None:
     """Each element of the weights is in a piece of one rank."""
-    tensors = optimizer.weights()
+    tensors = optimizer.parameters
     own = {name: tensor for name, tensor in tensors.items() if is_written_here(tensor, rank)}
     places = [None] * 4
     dist.all_gather_object(places, [(piece.name, piece.offset, piece.shape) for piece, _ in local_pieces(own)])

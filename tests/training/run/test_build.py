@@ -56,6 +56,13 @@ def test_the_reference_kernels_have_no_plan():
     assert resolve_memory_budget(config, torch.device("cuda")) is None
 
 
+def test_compact_state_is_refused_where_rows_are_no_groups():
+    config = TrainConfig(optimizer_state="compact")
+    run.check_optimizer_state(config, MODEL_SIZES["0.6B"])
+    with pytest.raises(ValueError, match="compact has no effect on rows of 100, which is no multiple of 32; drop it"):
+        run.check_optimizer_state(config, replace(MODEL_SIZES["0.6B"], hidden_size=100))
+
+
 @pytest.mark.parametrize("kinds", [(FULL,), (NSA(),), (Window(), FULL)])
 def test_a_bench_has_the_steps_shape(kinds):
     """A bench has as many layers as the step's model, not as the size that a flag names."""

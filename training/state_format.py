@@ -1,0 +1,178 @@
+"""Formats of the optimizer's state: which tensors a parameter has, and their meaning.
+
+Only a format knows what its tensors hold. All else, such as streams, checkpoints and the planner, asks it to read or to
+write values, to make an update, or how large its tensors are.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from kernels.compact_adamw import (
+    GROUP,
+    compact_adamw,
+    decode_exp_avg,
+    decode_exp_avg_sq,
+    encode_exp_avg,
+    encode_exp_avg_sq,
+    join_master,
+    split_master,
+)
+from training.host.torch_internals import fused_adamw_
+
+BETA1, BETA2, EPS = 0.9, 0.95, 1e-8  # of AdamW
+
+
+class Kept(NamedTuple):
+    """A tensor that a format keeps for each parameter: one number for each `group` neighbouring elements of a row."""
+
+    dtype: torch.dtype
+    group: int = 1
+
+
+class Update(NamedTuple):
+    """The numbers of an update, which are the same for all pieces of a parameter."""
+
+    learning_rate: float
+    weight_decay: float
+    gradient_scale: float
+    steps: Tensor  # [] float32, this update included
+    bias_corrections: Tensor  # [2] float32, 1 - beta^steps of both moments
+    room: Tensor  # float32, for the elements of any piece
+
+
+@dataclass(frozen=True)
+class StateFormat(ABC):
+    """A format for parameters of one dtype.
+
+    Methods take a piece of one parameter: `parameter` [n], and `state`, the kept tensors [n / group] by name. Float32
+    values by name are "master", "exp_avg" and "exp_avg_sq". A float32 parameter is its own master.
+    """
+
+    parameter_dtype: torch.dtype
+
+    @property
+    @abstractmethod
+    def kept(self) -> dict[str, Kept]:
+        """Name -> dtype and group of each tensor that is kept."""
+
+    @abstractmethod
+    def read(self, state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
+        """Returns the values [n], which may be views of the state; all tensors are on one device."""
+
+    @abstractmethod
+    def write(self, state: dict[str, Tensor], parameter: Tensor, values: dict[str, Tensor]) -> None:
+        """Sets the values [n] that are given. A master is rounded into the parameter. Devices may differ."""
+
+    @abstractmethod
+    def update(self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update) -> None:
+        """Makes a step of AdamW by the gradient [n], of any dtype, all on one device."""
+
+    @property
+    def group(self) -> int:
+        """A piece's elements are a multiple of this number."""
+        return max(kept.group for kept in self.kept.values())
+
+    def num_bytes(self, numel: int) -> int:
+        """Bytes of the state of so many elements."""
+        return sum(numel // kept.group * kept.dtype.itemsize for kept in self.kept.values())
+
+    def allocate(self, numel: int, empty: Callable[..., Tensor]) -> dict[str, Tensor]:
+        """Returns the tensors of so many elements, made by `empty`, which takes arguments of torch.empty."""
+        return {name: empty((numel // kept.group,), dtype=kept.dtype) for name, kept in self.kept.items()}
+
+
+class Float32State(StateFormat):
+    """Float32 moments, and a float32 master of each bf16 parameter."""
+
+    @property
+    def kept(self) -> dict[str, Kept]:
+        masters = () if self.parameter_dtype == torch.float32 else ("master",)
+        return dict.fromkeys((*masters, "exp_avg", "exp_avg_sq"), Kept(torch.float32))
+
+    def read(self, state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
+        return {"master": parameter, **state}
+
+    def write(self, state: dict[str, Tensor], parameter: Tensor, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            if name == "master":
+                parameter.copy_(value)
+            if name in state:
+                state[name].copy_(value)
+
+    def update(self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update) -> None:
+        master = state.get("master", parameter)
+        gradient = update.room[: len(parameter)].copy_(gradient).mul_(update.gradient_scale)
+        fused_adamw_(
+            [master], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [update.steps],
+            lr=update.learning_rate, beta1=BETA1, beta2=BETA2, weight_decay=update.weight_decay, eps=EPS,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+        if master is not parameter:
+            parameter.copy_(master)
+
+
+class CompactState(StateFormat):
+    """Moments of 8 bits, and 16 bits that make a bf16 parameter a float32 master; see `kernels.compact_adamw`."""
+
+    @property
+    def kept(self) -> dict[str, Kept]:
+        scale = Kept(torch.bfloat16, GROUP)
+        corrections = {} if self.parameter_dtype == torch.float32 else {"correction": Kept(torch.int16)}
+        return {
+            **corrections, "exp_avg": Kept(torch.int8), "exp_avg_scale": scale,
+            "exp_avg_sq": Kept(torch.uint8), "exp_avg_sq_scale": scale,
+        }  # fmt: skip
+
+    def read(self, state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
+        return {
+            "master": join_master(parameter, state["correction"]) if "correction" in state else parameter,
+            "exp_avg": decode_exp_avg(state["exp_avg"], state["exp_avg_scale"]),
+            "exp_avg_sq": decode_exp_avg_sq(state["exp_avg_sq"], state["exp_avg_sq_scale"]),
+        }
+
+    def write(self, state: dict[str, Tensor], parameter: Tensor, values: dict[str, Tensor]) -> None:
+        encoded: dict[str, Tensor] = {}
+        if "master" in values and "correction" not in state:
+            parameter.copy_(values["master"])
+        elif "master" in values:
+            weight, encoded["correction"] = split_master(values["master"])
+            parameter.copy_(weight)
+        for name, encode in (("exp_avg", encode_exp_avg), ("exp_avg_sq", encode_exp_avg_sq)):
+            if name in values:
+                encoded[name], encoded[f"{name}_scale"] = encode(values[name])
+        for name, tensor in encoded.items():
+            state[name].copy_(tensor)
+
+    def update(self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update) -> None:
+        compact_adamw(
+            parameter, state.get("correction"), state["exp_avg"], state["exp_avg_scale"], state["exp_avg_sq"],
+            state["exp_avg_sq_scale"], gradient, update.bias_corrections, update.gradient_scale,
+            lr=update.learning_rate, beta1=BETA1, beta2=BETA2, weight_decay=update.weight_decay, eps=EPS,
+        )  # fmt: skip
+
+
+def format_with(names: Collection[str], parameter_dtype: torch.dtype) -> StateFormat | None:
+    """Returns the format that keeps tensors of these names for such a parameter, if there is one."""
+    formats = Float32State(parameter_dtype), CompactState(parameter_dtype)
+    return next((format for format in formats if format.kept.keys() == set(names)), None)
+
+
+def format_of(parameter: Tensor, state_format: str) -> StateFormat:
+    """Returns the format of one parameter's state.
+
+    In "compact", matrices whose rows are groups on every rank are compact. All other state is small, and float32.
+    """
+    ranks = 1  # number of ranks with a part of each row
+    if isinstance(parameter, DTensor):
+        sizes = zip(parameter.device_mesh.mesh.shape, parameter.placements)
+        ranks = math.prod(size for size, placement in sizes if placement.is_shard(parameter.ndim - 1))
+    if state_format == "compact" and parameter.ndim >= 2 and parameter.shape[-1] % (GROUP * ranks) == 0:
+        return CompactState(parameter.dtype)
+    return Float32State(parameter.dtype)
