@@ -153,7 +153,7 @@ def shares_of_means(q_THK: Tensor, means_GPK: Tensor, per_block: int, hidden: Te
 
 def shares_of_keys(q_THK: Tensor, keys_GTK: Tensor, per_block: int, hidden: Tensor) -> Tensor:
     """Returns scores [G, T, blocks]: a block's share of the candidates' attention, summed over the query heads."""
-    lse = logits_of_heads(q_THK, keys_GTK, per_block, hidden.shape[-1]).logsumexp(-1)  # of each block
+    lse = logits_of_heads(q_THK, keys_GTK, per_block, hidden.shape[-1]).logsumexp(-1)
     lse = lse.masked_fill(hidden, float("-inf"))
     return lse.softmax(-1).sum(1).masked_fill(hidden, float("-inf"))
 

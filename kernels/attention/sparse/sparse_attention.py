@@ -55,7 +55,7 @@ from .selection import (
 
 BLOCK_SIZES, HEAD_DIMS, LARGEST_GROUP = (32, 64, 128), (64, 128), 16
 WORKSPACE_BYTES = 9 * 2**28  # holds half of one key/value head's slots at 131,072 tokens, 32 blocks: 2.03 GiB
-SCORES_BYTES = WORKSPACE_BYTES  # of the scores that exist at a time: no more than the slots after them
+SCORES_BYTES = WORKSPACE_BYTES  # limit on scores that exist at a time: no more than the slots after them
 
 
 def sparse_attention_reference(
@@ -388,7 +388,7 @@ def _pairs(T: int, kind: Sparse) -> tuple[int, int]:
 def _scored_pairs(T: int, kind: Sparse, group: int) -> float:
     """Returns how many pairs (block of queries, block of keys) are multiplied to choose, see `Look`.
 
-    Means of two keys make a pair half. Every one of `group` query heads makes pairs of its own.
+    Means of two keys make a pair half. Where every query head looks, each of the `group` heads makes pairs of its own.
     """
     if not kind.selected_blocks:
         return 0
