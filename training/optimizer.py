@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from training.checkpoint.files import load_optimizer_state
-from training.checkpoint.pieces import Entry, Piece, in_threads, local_pieces, read_pieces, read_tensors
+from training.checkpoint.pieces import Entry, Piece, check_finite, in_threads, local_pieces, read_pieces, read_tensors
 from training.checkpoint.ranks import failing_together
 from training.checkpoint.weights import find_weights
 from training.host.errors import UserError
@@ -424,8 +424,11 @@ class MasterAdamW:
             content = {
                 key: piece.in_groups(source.group, kept.group).content(stored[key]) for key, kept in source.kept.items()
             }
+            content["master"] = whole.content(weight)
+            for key, tensor in content.items():
+                check_finite(tensor, weight if key == "master" else stored[key])
             tensors = {key: tensor.to(part.device).view(-1) for key, tensor in content.items()}
-            values = source.read(tensors, whole.content(weight).to(part.device).view(-1))
+            values = source.read(tensors, tensors.pop("master"))
             start = piece.offset[-1] - whole.offset[-1]
             cut = {key: value.view(whole.shape).narrow(-1, start, piece.shape[-1]) for key, value in values.items()}
             missing = {key: value.reshape(-1) for key, value in cut.items() if key not in done}

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -499,6 +499,22 @@ def test_state_of_another_model_is_refused_in_another_format(tmp_path):
     path = save_checkpoint(tmp_path, 4, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state)
     with pytest.raises(UserError, match="another model or optimizer"):
         MasterAdamW(parameters.items()).load(path)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "key"), [("float32", "compact", "exp_avg_sq"), ("compact", "float32", "exp_avg_scale")]
+)
+def test_state_that_is_not_finite_is_refused_in_another_format(saved, loaded, key, tmp_path):
+    parameters = make_parameters(torch.bfloat16, "cpu", WIDE)
+    state = MasterAdamW(parameters.items(), state_format=saved).state_dict()
+    path = save_checkpoint(
+        tmp_path, 3, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state
+    )  # fmt: skip
+    tensors = load_file(path / OPTIMIZER)
+    tensors[f"matrix.{key}"].view(-1)[1] = float("nan")
+    save_file(tensors, path / OPTIMIZER)
+    with pytest.raises(UserError, match=rf"matrix\.{key} in .* is not finite"):
+        MasterAdamW(parameters.items(), state_format=loaded).load(path)
 
 
 def full(state):

@@ -288,7 +288,7 @@ def test_choosing_by_ranges_is_choosing_at_once(device):
 
 @pytest.mark.parametrize(("wave", "blocks"), [(1, 8), (2 * 3 * 32, 6), (2 * 9 * 32, 8), (10, 8)])
 def test_blocks_at_a_time(wave, blocks):
-    """Blocks of 32 tokens and two heads. The workspace holds 8 blocks; a wave of 3 blocks fits twice, one of 9 not."""
+    """Blocks of 32 tokens and two heads. The workspace holds 8 blocks: two waves of 3 blocks, no wave of 9."""
     assert blocks_at_a_time(899, 100, 32, 2, wave) == blocks
     assert blocks_at_a_time(99, 100, 32, 2, wave) == 1
 

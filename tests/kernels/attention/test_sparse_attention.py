@@ -300,7 +300,7 @@ def test_footprint_is_what_is_allocated(workspace_bytes, monkeypatch):
 def test_flops(monkeypatch):
     """Blocks of 64, window of 1: tokens of block b attend to block 0, b, and one of b - 1 candidates."""
     flops = Sparse(1, window=64, dense_below=0).flops(64 * 5, 2, 1, 64)
-    product = 2 * 64 * 64 * 2 * 64  # of two query heads
+    product = 2 * 64 * 64 * 2 * 64  # two query heads
     gathered, in_band, scored = 0 + 0 + 1 + 1 + 1, 1 + 2 + 2 + 2 + 2, 1 + 2 + 3
     assert flops.forward == 2 * (gathered + in_band) * product and flops.choice == scored * product
     assert flops.backward == (5 * gathered + 7 * in_band) * product

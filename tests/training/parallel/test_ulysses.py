@@ -274,8 +274,8 @@ def check_two_gpus(world: World) -> None:
 def in_bfloat16(case: Case) -> Case:
     """The case as the GPU's kernels take it, with norms of heads where attention chooses blocks.
 
-    Heads without norms choose other blocks in bfloat16 than in float32: gradients of random weights differ by 0.2. With
-    one of five blocks chosen in FP8 they differ by 0.1 even so, with three by 0.05.
+    Heads without norms choose other blocks in bfloat16 than in float32: gradients of random weights differ by 0.2.
+    Norms leave a difference of 0.1 where FP8 chooses one block of five, and of 0.05 where it chooses three.
     """
     kinds = tuple(replace(kind, selected_blocks=3) if isinstance(kind, Sparse) else kind for kind in case.kinds)
     model_type = "qwen3" if kinds else case.model_type
