@@ -104,6 +104,7 @@ def main() -> None:
         steps={"type": int, "default": 1000},
         warmup_steps={"type": int, "default": 50},
         learning_rate={"type": float, "default": 1e-3},
+        optimizer_state={"default": "float32", "choices": ("float32", "compact"), "help": "as train.py's"},
         seed={"type": int, "default": 0, "help": "for the initial weights and the rows"},
         evaluate_every={"type": int, "default": 100, "help": "steps"},
         evaluation_rows={"type": int, "default": 32},
@@ -176,7 +177,7 @@ def build(arguments: argparse.Namespace, world: World) -> tuple[Transformer, Mas
     model = model_on_meta(config, world).to_empty(device=world.device)
     backend = choose_backend("auto", world.device)
     apply_execution(model, Execution((WHOLE,) * config.num_hidden_layers, attention_backend=backend))
-    optimizer = MasterAdamW(model.named_parameters(), accumulate=False)
+    optimizer = MasterAdamW(model.named_parameters(), accumulate=False, state_format=arguments.optimizer_state)
     optimizer.load_weights(initial_weights(model, arguments.seed))
     return model, optimizer
 
@@ -301,6 +302,7 @@ def compare(arguments: argparse.Namespace) -> None:
     for line in lines:
         blocks = f" {line['selected_blocks']}" if line["attention_type"] in ("sparse", "nsa") else ""
         name = f"{line['model']} {line['attention_type']}{blocks}, schedule of {line['steps']} steps"
+        name += ", compact" if line.get("optimizer_state") == "compact" else ""
         runs.setdefault(name, []).append(line)
     last = {name: evaluations[-1] for name, evaluations in runs.items()}
     print_table(
