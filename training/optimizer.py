@@ -64,7 +64,7 @@ def optimizer_bytes(
     """Predicts the bytes of a `MasterAdamW` with these arguments; parameters on the meta device will do."""
     layout = _layout(list(parameters), accumulate, gpu_state_bytes, state_format)
     on_gpu, on_host = ([item for item in layout if item.on_host is wanted] for wanted in (False, True))
-    buffers = 4 * min(PIECE_ELEMENTS, max(item.numel for item in layout))
+    buffers = 4 * _room_size(layout, accumulate)
     for format, size in _slot_sizes(layout).items():
         buffers += NUM_SLOTS * (format.num_bytes(size) + layout[0].gradient_dtype.itemsize * size)
     return OptimizerBytes(
@@ -108,6 +108,12 @@ def _slot_sizes(layout: list[_Layout]) -> dict[StateFormat, int]:
         if item.on_host:
             sizes[item.format] = max(sizes.get(item.format, 0), min(PIECE_ELEMENTS, item.numel))
     return sizes
+
+
+def _room_size(layout: list[_Layout], accumulate: bool) -> int:
+    """Elements of the largest piece of a gradient that is needed in float32: for the update, or to be added up."""
+    needing = (item for item in layout if item.format.needs_room or (accumulate and item.on_host))
+    return max((min(PIECE_ELEMENTS, item.numel) for item in needing), default=0)
 
 
 @torch.no_grad()
@@ -180,8 +186,7 @@ class MasterAdamW:
         self.compute = self.device_module.current_stream()
         self.inward, self.outward = self.device_module.Stream(), self.device_module.Stream()
         self.leaving: deque[tuple[Tensor, torch.Event]] = deque()  # gradients and their arrivals on the host
-        size = min(PIECE_ELEMENTS, max(item.numel for item in layout))
-        self.room = torch.empty(size, device=device)  # one piece of a gradient in float32
+        self.room = torch.empty(_room_size(layout, accumulate), device=device)  # one piece of a gradient in float32
         if any(item.on_host for item in layout):
             needed = optimizer_bytes(
                 parameters, accumulate=accumulate, gpu_state_bytes=gpu_state_bytes, state_format=state_format
@@ -202,8 +207,8 @@ class MasterAdamW:
         self.states: dict[str, _State] = {}
         indices = itertools.count()
         for (name, parameter), item in zip(self.parameters.items(), layout):
-            starts = range(0, item.numel, size)
-            pieces = [(next(indices), slice(start, min(start + size, item.numel))) for start in starts]
+            starts = range(0, item.numel, PIECE_ELEMENTS)
+            pieces = [(next(indices), slice(start, min(start + PIECE_ELEMENTS, item.numel))) for start in starts]
             tensors = item.format.allocate(item.numel, self.arena.allocate if item.on_host else empty)
             decay = weight_decay if parameter.ndim >= 2 else 0.0
             state = _State(parameter, item.format, decay, item.on_host, pieces, tensors)

@@ -375,6 +375,12 @@ def test_bytes_of_4b(monkeypatch):
     assert half.gpu_state / 12 + half.host / 14 == pytest.approx(4_022_468_096, rel=1e-4)
     compact = optimizer_bytes(parameters, accumulate=False, state_format="compact")
     assert compact.gpu_state == pytest.approx(4.125 * 4_022_468_096, rel=1e-3)
+    assert compact.gpu_buffers == 2560 * 4  # only norms have float32 state
+    on_host = [
+        optimizer_bytes(parameters, accumulate=a, gpu_state_bytes=0, state_format="compact") for a in (False, True)
+    ]
+    slots = [3 * (2**23 * (4.125 + gradient) + 2560 * (12 + gradient)) for gradient in (2, 4)]
+    assert [each.gpu_buffers for each in on_host] == [slots[0] + 2560 * 4, slots[1] + 2**23 * 4]
 
 
 @PLACEMENT
