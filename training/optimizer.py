@@ -162,6 +162,7 @@ class MasterAdamW:
         gpu_state_bytes: limit on the masters and moments that stay on the GPU, whole parameters in their order; the
             rest lives in pinned host memory, if the host lets that much be pinned (else UserError).
         state_format: "float32" or "compact", see `training.state_format`.
+        impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.
     """
 
     def __init__(
@@ -172,13 +173,14 @@ class MasterAdamW:
         accumulate: bool = True,
         gpu_state_bytes: float = math.inf,
         state_format: str = "float32",
+        impl: str = "auto",
     ):
         self.parameters = dict(named_parameters)
         parameters = list(self.parameters.values())
         device = _flat(parameters[0]).device
         kinds = {(p.dtype, p.device_mesh if isinstance(p, DTensor) else None) for p in parameters}
         assert len(kinds) == 1, f"parameters of several dtypes or meshes: {kinds}"
-        self.accumulate = accumulate
+        self.accumulate, self.impl = accumulate, impl
         layout = _layout(parameters, accumulate, gpu_state_bytes, state_format)
 
         # On a CPU, torch.cpu's streams and events do nothing and copies are done when they return.
@@ -306,7 +308,7 @@ class MasterAdamW:
         """Update the masters from their gradients, round them into the parameters, and drop the gradients."""
         self.steps.add_(1)
         corrections = 1 - torch.stack([beta ** self.steps.double() for beta in (BETA1, BETA2)])
-        update = Update(learning_rate, 0.0, self.scale, self.steps, corrections.float(), self.room)
+        update = Update(learning_rate, 0.0, self.scale, self.steps, corrections.float(), self.room, self.impl)
         current = self.device_module.current_stream()
         slots = {format: itertools.cycle(of_format) for format, of_format in self.slots.items()}
         self._let_go(0)

@@ -45,6 +45,7 @@ class Update(NamedTuple):
     steps: Tensor  # [] float32, this update included
     bias_corrections: Tensor  # [2] float32, 1 - beta^steps of both moments
     room: Tensor  # float32, for the elements of any piece whose format needs it
+    impl: str  # a name in kernels.common.IMPLEMENTATIONS
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,7 @@ class CompactState(StateFormat):
             parameter, state.get("correction"), state["exp_avg"], state["exp_avg_scale"], state["exp_avg_sq"],
             state["exp_avg_sq_scale"], gradient, update.bias_corrections, update.gradient_scale,
             lr=update.learning_rate, beta1=BETA1, beta2=BETA2, weight_decay=update.weight_decay, eps=EPS,
+            impl=update.impl,
         )  # fmt: skip
 
 

@@ -320,6 +320,20 @@ def test_compact_masters_stay_near_float32s(dtype, device):
 
 
 @PLACEMENT
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+def test_impl_reaches_the_update(impl, placement, monkeypatch):
+    seen, update = [], training.state_format.compact_adamw
+    record = lambda *tensors, **options: seen.append(options["impl"]) or update(*tensors, **options)  # noqa: E731
+    monkeypatch.setattr(training.state_format, "compact_adamw", record)
+    parameters = make_parameters(torch.bfloat16, "cpu", WIDE)
+    arguments = {"gpu_state_bytes": PLACEMENTS[placement], "state_format": "compact"}
+    optimizer = MasterAdamW(parameters.items(), impl=impl, **arguments)
+    backward(parameters, 0)
+    optimizer.step(1e-2)
+    assert seen == [impl] * 12  # pieces of the matrix
+
+
+@PLACEMENT
 def test_compact_masters_start_from_float32_weights(placement, device):
     parameters = make_parameters(torch.bfloat16, device, WIDE)
     optimizer = MasterAdamW(parameters.items(), gpu_state_bytes=PLACEMENTS[placement], state_format="compact")
