@@ -186,11 +186,13 @@ def documents_of(ranks: list[list[Batch]]) -> PackedDocuments:
 def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[Batch]]], world: World) -> dict:
     """Run a setting's steps. Returns seconds per step, tokens/s, MFU, peaks, host memory, the plan and each loss.
 
-    Seconds are NaN if memory runs out.
+    Seconds are NaN if memory runs out. Host memory is of this process: its peak since before the model was built, the
+    bytes that the plan pins, and the difference. Python, torch, CUDA and the data take the difference.
     """
     on_gpu, plan, saving = world.device.type == "cuda", None, {}
     config = shape_of(arguments)
     communication: list[dict] = []
+    restart_peak()
     losses, every, timed = [], [], steps[len(steps) // 2 :] if arguments.packed else steps[-1:]
     try:
         if setting == "peer":
@@ -209,6 +211,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
                 peak = f", {torch.cuda.max_memory_allocated() / GIB:.2f} GiB" if on_gpu else ""
                 print(f"{setting}, step {len(every)}: {every[-1]:.2f} s{peak}, loss {losses[-1]}", file=sys.stderr)
         seconds = statistics.mean(every[-len(timed) :])
+        host_peak = resident_bytes("VmHWM")
         if arguments.save_to is not None:
             batches = [ranks[world.data_rank] for ranks in timed] * arguments.steps
             saving = time_saving(step, batches[: arguments.steps], optimizer, config, arguments.save_to, world)
@@ -216,8 +219,9 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
             communication = communication_seconds(lambda: step(steps[-1][world.data_rank]), world)
     except torch.OutOfMemoryError as error:
         print(f"{setting}: {str(error).splitlines()[0]}", file=sys.stderr)
-        seconds = float("nan")
+        seconds, host_peak = float("nan"), resident_bytes("VmHWM")
     flops, length, predicted = peak_flops(world.device), arguments.context_length, 0.0
+    pinned = plan.host_bytes if plan else 0
     if plan:
         predicted = statistics.mean(
             plan.step.at(length, documents_of(ranks)).seconds(plan.execution, plan.rates) for ranks in timed
@@ -234,7 +238,10 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
         "predicted_gib": plan.peak.bytes / GIB if plan else 0.0,
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB if on_gpu else 0.0,
         "host_gib": resident_bytes() / GIB,
-        "predicted_host_gib": plan.host_bytes / GIB if plan else 0.0,
+        "predicted_host_gib": pinned / GIB,
+        "host_process_bytes": host_peak,
+        "host_pinned_bytes": pinned,
+        "host_other_bytes": host_peak - pinned,
         "losses": losses,
         **({"communication": communication} if communication else {}),
         **({"saving": saving} if saving else {}),
@@ -288,8 +295,7 @@ def time_saving(
     saver, peaks = Saver(folder, keep=1), {}
     try:
         for saving, every in seconds.items():
-            with suppress(OSError):  # the peak of resident memory starts anew if the kernel allows it
-                Path("/proc/self/clear_refs").write_text("5")
+            restart_peak()
             for number, batches in enumerate(steps, 1):
                 synchronize(world)
                 began = time.perf_counter()
@@ -405,6 +411,12 @@ def synchronize(world: World) -> None:
 def resident_bytes(kind: str = "VmRSS") -> int:
     """Host memory of this process, pinned pages included; "VmHWM" is the peak."""
     return 1024 * int(re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+def restart_peak() -> None:
+    """Start the peak of resident memory anew, where the kernel allows it; else the peak is the whole process's."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def release(world: World) -> None:

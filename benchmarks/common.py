@@ -190,6 +190,13 @@ def print_table(title: str, header: list[str], rows: list[list]) -> None:
         print("| " + " | ".join(row) + " |")
 
 
-def print_json(operation: str, device: torch.device, /, **results) -> None:
-    """Print the last line of a benchmark as JSON: operation, environment and everything measured."""
-    print(json.dumps({"operation": operation, **environment(device), **results}), flush=True)
+def print_json(operation: str, device: torch.device, out: Path | None = None, /, **results) -> None:
+    """Print the last line of a benchmark as JSON: operation, environment and everything measured.
+
+    The line is also appended to the file `out`, if there is one.
+    """
+    line = json.dumps({"operation": operation, **environment(device), **results})
+    print(line, flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(line + "\n")

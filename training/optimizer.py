@@ -64,7 +64,7 @@ def optimizer_bytes(
     """Predicts the bytes of a `MasterAdamW` with these arguments; parameters on the meta device will do."""
     layout = _layout(list(parameters), accumulate, gpu_state_bytes, state_format)
     on_gpu, on_host = ([item for item in layout if item.on_host is wanted] for wanted in (False, True))
-    buffers = 4 * min(PIECE_ELEMENTS, max(item.numel for item in layout))
+    buffers = 4 * _room_size(layout, accumulate)
     for format, size in _slot_sizes(layout).items():
         buffers += NUM_SLOTS * (format.num_bytes(size) + layout[0].gradient_dtype.itemsize * size)
     return OptimizerBytes(
@@ -108,6 +108,12 @@ def _slot_sizes(layout: list[_Layout]) -> dict[StateFormat, int]:
         if item.on_host:
             sizes[item.format] = max(sizes.get(item.format, 0), min(PIECE_ELEMENTS, item.numel))
     return sizes
+
+
+def _room_size(layout: list[_Layout], accumulate: bool) -> int:
+    """Elements of the largest piece of a gradient that is needed in float32: for the update, or to be added up."""
+    needing = (item for item in layout if item.format.needs_room or (accumulate and item.on_host))
+    return max((min(PIECE_ELEMENTS, item.numel) for item in needing), default=0)
 
 
 @torch.no_grad()
@@ -156,6 +162,7 @@ class MasterAdamW:
         gpu_state_bytes: limit on the masters and moments that stay on the GPU, whole parameters in their order; the
             rest lives in pinned host memory, if the host lets that much be pinned (else UserError).
         state_format: "float32" or "compact", see `training.state_format`.
+        impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.
     """
 
     def __init__(
@@ -166,13 +173,14 @@ class MasterAdamW:
         accumulate: bool = True,
         gpu_state_bytes: float = math.inf,
         state_format: str = "float32",
+        impl: str = "auto",
     ):
         self.parameters = dict(named_parameters)
         parameters = list(self.parameters.values())
         device = _flat(parameters[0]).device
         kinds = {(p.dtype, p.device_mesh if isinstance(p, DTensor) else None) for p in parameters}
         assert len(kinds) == 1, f"parameters of several dtypes or meshes: {kinds}"
-        self.accumulate = accumulate
+        self.accumulate, self.impl = accumulate, impl
         layout = _layout(parameters, accumulate, gpu_state_bytes, state_format)
 
         # On a CPU, torch.cpu's streams and events do nothing and copies are done when they return.
@@ -180,8 +188,7 @@ class MasterAdamW:
         self.compute = self.device_module.current_stream()
         self.inward, self.outward = self.device_module.Stream(), self.device_module.Stream()
         self.leaving: deque[tuple[Tensor, torch.Event]] = deque()  # gradients and their arrivals on the host
-        size = min(PIECE_ELEMENTS, max(item.numel for item in layout))
-        self.room = torch.empty(size, device=device)  # one piece of a gradient in float32
+        self.room = torch.empty(_room_size(layout, accumulate), device=device)  # one piece of a gradient in float32
         if any(item.on_host for item in layout):
             needed = optimizer_bytes(
                 parameters, accumulate=accumulate, gpu_state_bytes=gpu_state_bytes, state_format=state_format
@@ -202,8 +209,8 @@ class MasterAdamW:
         self.states: dict[str, _State] = {}
         indices = itertools.count()
         for (name, parameter), item in zip(self.parameters.items(), layout):
-            starts = range(0, item.numel, size)
-            pieces = [(next(indices), slice(start, min(start + size, item.numel))) for start in starts]
+            starts = range(0, item.numel, PIECE_ELEMENTS)
+            pieces = [(next(indices), slice(start, min(start + PIECE_ELEMENTS, item.numel))) for start in starts]
             tensors = item.format.allocate(item.numel, self.arena.allocate if item.on_host else empty)
             decay = weight_decay if parameter.ndim >= 2 else 0.0
             state = _State(parameter, item.format, decay, item.on_host, pieces, tensors)
@@ -301,7 +308,7 @@ class MasterAdamW:
         """Update the masters from their gradients, round them into the parameters, and drop the gradients."""
         self.steps.add_(1)
         corrections = 1 - torch.stack([beta ** self.steps.double() for beta in (BETA1, BETA2)])
-        update = Update(learning_rate, 0.0, self.scale, self.steps, corrections.float(), self.room)
+        update = Update(learning_rate, 0.0, self.scale, self.steps, corrections.float(), self.room, self.impl)
         current = self.device_module.current_stream()
         slots = {format: itertools.cycle(of_format) for format, of_format in self.slots.items()}
         self._let_go(0)

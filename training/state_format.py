@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +44,8 @@ class Update(NamedTuple):
     gradient_scale: float
     steps: Tensor  # [] float32, this update included
     bias_corrections: Tensor  # [2] float32, 1 - beta^steps of both moments
-    room: Tensor  # float32, for the elements of any piece
+    room: Tensor  # float32, for the elements of any piece whose format needs it
+    impl: str  # a name in kernels.common.IMPLEMENTATIONS
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class StateFormat(ABC):
     """
 
     parameter_dtype: torch.dtype
+    needs_room: ClassVar[bool]  # whether `update` writes the gradient in float32 into the update's room
 
     @property
     @abstractmethod
@@ -91,6 +93,8 @@ class StateFormat(ABC):
 class Float32State(StateFormat):
     """Float32 moments, and a float32 master of each bf16 parameter."""
 
+    needs_room = True  # torch's fused kernel takes tensors of one dtype
+
     @property
     def kept(self) -> dict[str, Kept]:
         masters = () if self.parameter_dtype == torch.float32 else ("master",)
@@ -120,6 +124,8 @@ class Float32State(StateFormat):
 
 class CompactState(StateFormat):
     """Moments of 8 bits, and 16 bits that make a bf16 parameter a float32 master; see `kernels.compact_adamw`."""
+
+    needs_room = False
 
     @property
     def kept(self) -> dict[str, Kept]:
@@ -155,6 +161,7 @@ class CompactState(StateFormat):
             parameter, state.get("correction"), state["exp_avg"], state["exp_avg_scale"], state["exp_avg_sq"],
             state["exp_avg_sq_scale"], gradient, update.bias_corrections, update.gradient_scale,
             lr=update.learning_rate, beta1=BETA1, beta2=BETA2, weight_decay=update.weight_decay, eps=EPS,
+            impl=update.impl,
         )  # fmt: skip
 
 

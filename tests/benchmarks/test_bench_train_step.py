@@ -19,6 +19,8 @@ def test_times_every_step_but_the_first(flags, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(bench_train_step, "read_documents", lambda *of: itertools.islice(read(*of), 20))
     bench_train_step.main()
     result = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["checkpointing"]
+    assert result["host_process_bytes"] > 10**8 and result["host_pinned_bytes"] == 0
+    assert result["host_other_bytes"] == result["host_process_bytes"]
     every = result["seconds_of_each_step"]
     assert len(every) == len(result["losses"]) == (3 if "--packed" in flags else 2)
     assert result["seconds"] == pytest.approx(sum(every[1:]) / len(every[1:]), abs=0.01)

@@ -320,6 +320,20 @@ def test_compact_masters_stay_near_float32s(dtype, device):
 
 
 @PLACEMENT
+@pytest.mark.parametrize("impl", ["torch", "auto"])
+def test_impl_reaches_the_update(impl, placement, monkeypatch):
+    seen, update = [], training.state_format.compact_adamw
+    record = lambda *tensors, **options: seen.append(options["impl"]) or update(*tensors, **options)  # noqa: E731
+    monkeypatch.setattr(training.state_format, "compact_adamw", record)
+    parameters = make_parameters(torch.bfloat16, "cpu", WIDE)
+    arguments = {"gpu_state_bytes": PLACEMENTS[placement], "state_format": "compact"}
+    optimizer = MasterAdamW(parameters.items(), impl=impl, **arguments)
+    backward(parameters, 0)
+    optimizer.step(1e-2)
+    assert seen == [impl] * 12  # pieces of the matrix
+
+
+@PLACEMENT
 def test_compact_masters_start_from_float32_weights(placement, device):
     parameters = make_parameters(torch.bfloat16, device, WIDE)
     optimizer = MasterAdamW(parameters.items(), gpu_state_bytes=PLACEMENTS[placement], state_format="compact")
@@ -375,6 +389,12 @@ def test_bytes_of_4b(monkeypatch):
     assert half.gpu_state / 12 + half.host / 14 == pytest.approx(4_022_468_096, rel=1e-4)
     compact = optimizer_bytes(parameters, accumulate=False, state_format="compact")
     assert compact.gpu_state == pytest.approx(4.125 * 4_022_468_096, rel=1e-3)
+    assert compact.gpu_buffers == 2560 * 4  # only norms have float32 state
+    on_host = [
+        optimizer_bytes(parameters, accumulate=a, gpu_state_bytes=0, state_format="compact") for a in (False, True)
+    ]
+    slots = [3 * (2**23 * (4.125 + gradient) + 2560 * (12 + gradient)) for gradient in (2, 4)]
+    assert [each.gpu_buffers for each in on_host] == [slots[0] + 2560 * 4, slots[1] + 2**23 * 4]
 
 
 @PLACEMENT

@@ -308,6 +308,7 @@ def build(
     optimizer = MasterAdamW(
         model.named_parameters(), weight_decay=config.weight_decay, accumulate=config.gradient_accumulation_steps > 1,
         gpu_state_bytes=plan.execution.gpu_state_bytes, state_format=plan.execution.state_format,
+        impl=plan.execution.impl,
     )  # fmt: skip
     if checkpoint:
         optimizer.load(checkpoint)
@@ -330,6 +331,6 @@ def build_bench(step: Step, execution: Execution, world: World) -> Bench:
     copy_weights(model, initial_weights(model, seed=0))
     optimizer = MasterAdamW(
         model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=execution.gpu_state_bytes,
-        state_format=execution.state_format,
+        state_format=execution.state_format, impl=execution.impl,
     )  # fmt: skip
     return Bench(model, optimizer)

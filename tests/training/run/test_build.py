@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import training.state_format
 from kernels.attention import NSA, Window
 from kernels.attention.full import FULL
 from model import MODEL_SIZES, Transformer
@@ -61,6 +62,20 @@ def test_compact_state_is_refused_where_rows_are_no_groups():
     run.check_optimizer_state(config, MODEL_SIZES["0.6B"])
     with pytest.raises(ValueError, match="compact has no effect on rows of 100, which is no multiple of 32; drop it"):
         run.check_optimizer_state(config, replace(MODEL_SIZES["0.6B"], hidden_size=100))
+
+
+def test_kernels_are_also_the_optimizers(monkeypatch):
+    """Kernels "torch" run no Triton in the update of compact state either."""
+    config = TrainConfig(kernels="torch", optimizer_state="compact", gradient_checkpointing=True, context_length=64)
+    seen, update = set(), training.state_format.compact_adamw
+    record = lambda *tensors, **options: seen.add(options["impl"]) or update(*tensors, **options)  # noqa: E731
+    monkeypatch.setattr(training.state_format, "compact_adamw", record)
+    world, documents = World(0, 1, torch.device("cpu")), PackedDocuments.one_each(64, 1)
+    shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=1)
+    model, optimizer, _ = run.build(config, shape, None, documents, world)
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step(1e-3)
+    assert seen == {"torch"}
 
 
 @pytest.mark.parametrize("kinds", [(FULL,), (NSA(),), (Window(), FULL)])
