@@ -2,7 +2,7 @@
 
 `python -m benchmarks.bench_train_step --settings auto 24GB checkpointing peer --host_budget 84GB`
 
-Our step is train.py's, with float32 masters and moments and its looks between blocks for a signal to stop. A setting is
+Our step is train.py's, with float32 masters and its looks between blocks for a signal to stop. A setting is
 "auto" or a size, taken as --memory_budget (a hard cap), or "checkpointing", which is --gradient_checkpointing. After
 either, "+flash-attn-4" names another attention kernel, and "+sparse" and "+nsa" are --attention_type. The peer is
 transformers' Qwen3 with Liger's kernels and loss, gradient checkpointing and fused AdamW on bf16 weights (no float32
@@ -50,6 +50,7 @@ from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer
 from training.checkpoint.files import SPARE_BYTES
 from training.checkpoint.pieces import SAVING_BYTES
 from training.checkpoint.saver import Saver
+from training.choices import OPTIMIZER_STATES
 from training.data.loader import Batch, PackedLoader
 from training.data.packing import ConcatenatedPacking
 from training.data.sources import Document, read_documents
@@ -78,6 +79,7 @@ def main() -> None:
     parser.add_argument("--context_length", type=int, default=131_072)
     parser.add_argument("--settings", nargs="+", default=["auto", "checkpointing", "peer"])
     parser.add_argument("--host_budget", help="for settings with a memory budget")
+    parser.add_argument("--optimizer_state", default="float32", choices=OPTIMIZER_STATES, help="as train.py's")
     parser.add_argument("--steps", type=int, default=2, help="at least 2; see above for which are timed")
     parser.add_argument("--context_parallel_size", type=int, default=1, help="ranks that share each sequence")
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="ranks that share each matrix")
@@ -98,8 +100,9 @@ def main() -> None:
     if arguments.save_to is not None and (not arguments.save_to.is_dir() or "peer" in arguments.settings):
         parser.error("--save_to must be a folder that exists, and the peer saves nothing")
     if arguments.save_to is not None:
-        # Bytes per parameter: a bf16 weight, a float32 master and two float32 moments.
-        needed = 2 * (2 + 12) * MODEL_SIZES[arguments.model_size].num_parameters() + 2 * SPARE_BYTES
+        # Bytes per parameter: a bf16 weight, and a float32 master and two float32 moments or compact state.
+        each = 2 + (4.2 if arguments.optimizer_state == "compact" else 12)
+        needed = 2 * each * MODEL_SIZES[arguments.model_size].num_parameters() + 2 * SPARE_BYTES
         if (free := shutil.disk_usage(arguments.save_to).free) < needed:
             parser.error(f"--save_to needs {needed / GIB:.0f} GiB for two checkpoints, its disk has {free / GIB:.0f}")
     if arguments.num_layers is not None and arguments.num_layers < 1:
@@ -264,6 +267,7 @@ def our_step(
         context_parallel_size=arguments.context_parallel_size,
         tensor_parallel_size=arguments.tensor_parallel_size,
         replicate=arguments.replicate,
+        optimizer_state=arguments.optimizer_state,
         attention_backend=backend if backend not in ("", "sparse", "nsa") else "auto",
         attention_type=backend if backend in ("sparse", "nsa") else "full",
         gradient_checkpointing=placement == "checkpointing",

@@ -44,11 +44,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=1, help="processes of a run that is killed or signalled")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--optimizer_state", default="float32", help="train.py's flag, of the runs that are killed")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder, count, seed = Path(name), arguments.count, arguments.seed
         if arguments.kind == "kills":
-            print(storm(folder, count, arguments.ranks, seed))
+            print(storm(folder, count, arguments.ranks, seed, state=arguments.optimizer_state))
         elif arguments.kind == "signals":
             from tests.storm_of_signals import storm_of_signals  # imports this module
 
@@ -62,11 +63,14 @@ def main(argv: list[str]) -> None:
             print(seen)
 
 
-def storm(folder: Path, count: int, ranks: int, seed: int, seconds: float = SECONDS, steps: int = STEPS) -> dict:
+def storm(
+    folder: Path, count: int, ranks: int, seed: int, seconds: float = SECONDS, steps: int = STEPS,
+    state: str = "float32",
+) -> dict:  # fmt: skip
     """Kill `count` times; returns what was seen. Raises AssertionError if anything was lost or damaged."""
     draws = random.Random(seed)
     flags = ["--data", str(ROOT / "model.py"), "--max_steps", str(steps), "--checkpoint_interval", str(INTERVAL)]
-    flags += [*FLAGS.split(), "--resume", "auto", "--output_dir"]
+    flags += [*FLAGS.split(), "--optimizer_state", state, "--resume", "auto", "--output_dir"]
     whole, seen = folder / "whole", {"kills": 0, "while saving": 0, "before the first checkpoint": 0, "whole runs": 0}
     assert wait(start([*flags, str(whole)], ranks, folder / "log")) == [0] * ranks, (folder / "log").read_text()
     run, newest, taken = folder / "run0", 0, 0
