@@ -31,7 +31,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from training.checkpoint.files import load_optimizer_state
-from training.checkpoint.pieces import Entry, Piece, check_finite, in_threads, local_pieces, read_pieces, read_tensors
+from training.checkpoint.pieces import (
+    CONVERTED_BYTES,
+    Entry,
+    Piece,
+    check_finite,
+    in_threads,
+    local_pieces,
+    read_pieces,
+    read_tensors,
+)
 from training.checkpoint.ranks import failing_together
 from training.checkpoint.weights import find_weights
 from training.host.errors import UserError
@@ -441,7 +450,7 @@ class MasterAdamW:
             missing = {key: value.reshape(-1) for key, value in cut.items() if key not in done}
             self._write(name, self._elements(name, part), missing)
 
-        in_threads(read, local_pieces({name: parameter}))
+        in_threads(read, local_pieces({name: parameter}, CONVERTED_BYTES))
 
 
 @torch.no_grad()

@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import training.optimizer
 import training.state_format
+from benchmarks.bench_train_step import resident_bytes
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
 from tests.ranks import run_ranks
+from training.checkpoint import pieces
 from training.checkpoint.files import flat
 from training.checkpoint.manifest import OPTIMIZER, verify_checkpoint
 from training.host.errors import UserError
@@ -503,6 +505,41 @@ def test_a_checkpoint_is_loaded_in_either_format(dtype, loaded_dtype, saved, loa
             its_optimizer.step(1e-2)
         assert_equal_states(copy_of_state(other), copy_of_state(optimizer))
         assert all(torch.equal(parameters[n], restored[n]) for n in parameters)
+
+
+LARGE = {"matrix": (10240, 1536), "norm.weight": (1536,)}  # float32 state of 189 MB, compact of 65 MB
+PIECES_BYTES = 48 * 2**20  # bound on all pieces on their way, of the sizes below: 24 MiB were measured
+
+
+def save_large(world, folder, saved):
+    parameters = make_parameters(torch.bfloat16, "cpu", LARGE)
+    state = MasterAdamW(parameters.items(), state_format=saved).state_dict()
+    save_checkpoint(folder, 3, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state)
+
+
+def check_memory_of_loading(world, folder, loaded, gpu_state_bytes):
+    # Two threads, each with a piece of 64K elements, so that a whole state stands out.
+    pieces.IO_THREADS, pieces.PIECE_BYTES, training.optimizer.PIECE_ELEMENTS = 2, 2**17, 2**16
+    pieces.CONVERTED_BYTES = training.optimizer.CONVERTED_BYTES = 2**17
+    torch.set_num_threads(1)  # threads of OpenMP would wait for each other at full load
+    parameters = make_parameters(torch.bfloat16, "cpu", LARGE)
+    before = resident_bytes()
+    arguments = {"accumulate": False, "gpu_state_bytes": gpu_state_bytes, "state_format": loaded}
+    optimizer = MasterAdamW(parameters.items(), **arguments)
+    state = sum(tensor.nbytes for each in optimizer.states.values() for tensor in each.tensors.values())
+    optimizer.load(folder / "step_00000003")
+    grown = resident_bytes("VmHWM") - before
+    assert grown < state + PIECES_BYTES, (grown, state)
+
+
+@pytest.mark.parametrize(
+    "saved, loaded, placement",
+    [("compact", "compact", "device"), ("float32", "compact", "host"), ("compact", "float32", "device")],
+)
+def test_loading_takes_no_more_host_memory_than_the_state_and_some_pieces(saved, loaded, placement, tmp_path):
+    """On a CPU, where both placements are host memory. A whole state read before it is converted would exceed it."""
+    run_ranks(1, save_large, tmp_path, saved)
+    run_ranks(1, check_memory_of_loading, tmp_path, loaded, PLACEMENTS[placement])
 
 
 def test_state_of_another_model_is_refused_in_another_format(tmp_path):

@@ -27,6 +27,7 @@ from training.host.torch_internals import compute_local_shape_and_global_offset
 
 IO_THREADS = 8
 PIECE_BYTES = 2**25  # 32 MiB: a thread copies, adds up and writes that much at a time
+CONVERTED_BYTES = 2**21  # pieces that a thread converts, with several copies of their elements in float32
 # Host memory for saving. Each thread has a pinned buffer for a piece from a GPU, the same piece in bf16, and the buffer
 # of `DirectFile`.
 SAVING_BYTES = IO_THREADS * (PIECE_BYTES + PIECE_BYTES // 2 + BUFFER_BYTES)
@@ -134,7 +135,7 @@ def read_tensors(entries: dict[str, Entry], tensors: dict[str, Tensor]) -> None:
 def read_pieces(
     entries: dict[str, Entry], tensors: dict[str, Tensor], use: Callable[[Piece, Tensor, Tensor], None]
 ) -> None:
-    """Call use(piece, this rank's elements, the file's) for the entries' pieces, on several threads.
+    """Call use(piece, this rank's elements, the file's) for pieces of CONVERTED_BYTES of `tensors`, on several threads.
 
     The file's elements are on the CPU, in the file's dtype, and finite.
     """
@@ -145,7 +146,7 @@ def read_pieces(
         check_finite(content, entries[piece.name])
         use(piece, part, content)
 
-    in_threads(read, local_pieces({name: tensors[name] for name in entries}))
+    in_threads(read, local_pieces({name: tensors[name] for name in entries}, CONVERTED_BYTES))
 
 
 def header_of(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
@@ -196,8 +197,8 @@ def read_header(file: Path) -> bytes:
     raise UserError(f"{file} is missing, truncated or no safetensors file")
 
 
-def local_pieces(tensors: dict[str, Tensor]) -> Iterator[tuple[Piece, Tensor]]:
-    """This rank's parts, in pieces of at most PIECE_BYTES or one row, each with a view of its elements."""
+def local_pieces(tensors: dict[str, Tensor], piece_bytes: int | None = None) -> Iterator[tuple[Piece, Tensor]]:
+    """This rank's parts, in pieces of at most `piece_bytes`, default PIECE_BYTES, or one row, with views of them."""
     for name, tensor in tensors.items():
         local, offset = tensor.detach(), (0,) * tensor.ndim
         if isinstance(tensor, DTensor):
@@ -206,7 +207,7 @@ def local_pieces(tensors: dict[str, Tensor]) -> Iterator[tuple[Piece, Tensor]]:
         if local.ndim == 0:
             yield Piece(name, (), ()), local
         elif local.numel():
-            rows = max(1, PIECE_BYTES // local[0].nbytes)
+            rows = max(1, (piece_bytes or PIECE_BYTES) // local[0].nbytes)
             for start in range(0, len(local), rows):
                 part = local[start : start + rows]
                 yield Piece(name, (offset[0] + start, *offset[1:]), tuple(part.shape)), part

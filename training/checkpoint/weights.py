@@ -24,8 +24,12 @@ from training.checkpoint.manifest import WEIGHTS, verify_weights
 from training.checkpoint.pieces import (
     DTYPE_NAMES,
     Entry,
+    Piece,
     bytes_of,
+    check_finite,
     header_of,
+    in_threads,
+    pieces_of,
     read_entries,
     read_header,
     read_tensors,
@@ -99,7 +103,7 @@ def find_weights(
     for name in found:
         if name not in expected:
             raise UserError(f"{another}: it has {name_in_file(name)}, this model does not; {hint}")
-    if tied_copy and not torch.equal(_read_weight(tied_copy), _read_weight(found["embed_tokens.weight"])):
+    if tied_copy and not _are_equal(tied_copy, found["embed_tokens.weight"]):
         raise UserError(f"checkpoint {path} has an lm_head.weight of its own, this model ties it to the embedding")
     return {name: found[name] for name in expected}
 
@@ -193,6 +197,19 @@ def _entries(file: Path) -> dict[str, Entry]:
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is missing, truncated or no safetensors file: {error}") from None
     return read_entries(header, file)
+
+
+def _are_equal(one: Entry, other: Entry) -> bool:
+    """Whether two tensors in files are equal, read a piece at a time. Refuses elements that are not finite."""
+
+    def equal(entry_and_piece: tuple[Entry, Piece]) -> bool:
+        _, piece = entry_and_piece
+        contents = piece.content(one), piece.content(other)
+        for content, entry in zip(contents, (one, other)):
+            check_finite(content, entry)
+        return torch.equal(*contents)
+
+    return one.shape == other.shape and all(in_threads(equal, pieces_of({one.name: one})))
 
 
 def _read_weight(entry: Entry) -> Tensor:
