@@ -7,8 +7,8 @@
     exp_avg_sq   uint8 codes of u = sqrt(v): code = round(255 u / t); v = (t code / 255)^2
 
 s and t are bfloat16, the largest |m| and the largest u of GROUP neighbouring elements, rounded as a weight is. A group
-of zeros has the scale 0. Ties to even would not do for the weight: the masters 0x00008000 and 0x00018000 would have the
-corrections 0x8000 and -0x8000, and int16 has only the second.
+of zeros has the scale 0. A group of moments below 2^-126 becomes 0. Ties to even would not do for the weight: the
+masters 0x00008000 and 0x00018000 would have the corrections 0x8000 and -0x8000, and int16 has only the second.
 
 Softsign gives small moments more codes than large ones: the code of x = 1/64 is 4, and a linear code would be 2. The
 code of a second moment above 0 is at least 1: the update by a moment that became 0 would be m / eps.
@@ -28,7 +28,7 @@ from torch import Tensor
 from .common import use_triton
 
 GROUP = 32  # neighbouring elements with one scale
-PROGRAM_GROUPS = 64  # groups of one program
+PROGRAM_GROUPS = 32  # groups of one program: each thread has 8 elements, 16 bytes of bf16
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,8 @@ def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
     """Returns values [n] over the largest of their group, [n / GROUP, GROUP], and these scales in bf16."""
     groups = values.view(-1, GROUP)
     scale, _ = split_master(groups.abs().amax(1))
-    return groups / torch.where(scale > 0, scale.float(), 1)[:, None], scale
+    is_normal = scale >= torch.finfo(torch.bfloat16).tiny
+    return groups / torch.where(is_normal, scale.float(), 1)[:, None], scale
 
 
 def adamw_reference(
@@ -113,6 +114,12 @@ def _rounded_bits(x):
 
 
 @triton.jit
+def _inverse(high):
+    """Inverses of the scales with the bits `high`; 1 for 0 and denormal numbers, whose inverse may be infinite."""
+    return 1 / tl.where(high >= 0x0080, _widened(high), 1.0)
+
+
+@triton.jit
 def _compact_adamw_kernel(
     weight_ptr, correction_ptr, codes_ptr, scale_ptr, codes_sq_ptr, scale_sq_ptr, gradient_ptr, bias_corrections_ptr,
     num_groups, gradient_scale, lr, decay, one_minus_beta1, beta2, one_minus_beta2, eps,
@@ -122,26 +129,26 @@ def _compact_adamw_kernel(
     groups = tl.program_id(0).to(tl.int64) * PROGRAM_GROUPS + tl.arange(0, PROGRAM_GROUPS)  # [PROGRAM_GROUPS]
     here = groups < num_groups
     offsets = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [PROGRAM_GROUPS, GROUP]
-    mask = here[:, None] & (offsets >= 0)
+    mask = here[:, None]
 
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0)
     if correction_ptr is not None:
         correction = tl.load(correction_ptr + offsets, mask=mask, other=0)
         bits = (weight.to(tl.int32) << 16) + correction.to(tl.int32)
         weight = bits.to(tl.float32, bitcast=True)
-    y = tl.load(codes_ptr + offsets, mask=mask, other=0).to(tl.float32) / 127
+    y = tl.load(codes_ptr + offsets, mask=mask, other=0).to(tl.float32) * (1 / 127)
     s = _widened(tl.load(scale_ptr + groups, mask=here, other=0))
-    u = tl.load(codes_sq_ptr + offsets, mask=mask, other=0).to(tl.float32) / 255
+    u = tl.load(codes_sq_ptr + offsets, mask=mask, other=0).to(tl.float32) * (1 / 255)
     t = _widened(tl.load(scale_sq_ptr + groups, mask=here, other=0))
     gradient = tl.load(gradient_ptr + offsets, mask=mask, other=0).to(tl.float32) * gradient_scale
     step_size = lr / tl.load(bias_corrections_ptr)
-    root = tl.sqrt_rn(tl.load(bias_corrections_ptr + 1))
+    inverse_root = 1 / tl.sqrt_rn(tl.load(bias_corrections_ptr + 1))
 
     m = s[:, None] * (y / (2 - tl.abs(y)))
     u = t[:, None] * u
     m = m + (gradient - m) * one_minus_beta1
-    u = tl.sqrt_rn(u * u * beta2 + gradient * gradient * one_minus_beta2)
-    weight = weight * decay - step_size * m / (u / root + eps)
+    u = tl.sqrt(u * u * beta2 + gradient * gradient * one_minus_beta2)
+    weight = weight * decay - step_size * m / (u * inverse_root + eps)
 
     if correction_ptr is not None:
         high = _rounded_bits(weight)
@@ -152,36 +159,15 @@ def _compact_adamw_kernel(
 
     high = _rounded_bits(tl.max(tl.abs(m), axis=1))  # [PROGRAM_GROUPS]
     tl.store(scale_ptr + groups, high.to(tl.int16), mask=here)
-    x = m / tl.where(high > 0, _widened(high), 1.0)[:, None]
+    x = m * _inverse(high)[:, None]
     codes = tl.floor(127 * (2 * x / (1 + tl.abs(x))) + 0.5)
     tl.store(codes_ptr + offsets, tl.minimum(tl.maximum(codes, -127), 127).to(tl.int8), mask=mask)
 
     high = _rounded_bits(tl.max(u, axis=1))
     tl.store(scale_sq_ptr + groups, high.to(tl.int16), mask=here)
-    x = u / tl.where(high > 0, _widened(high), 1.0)[:, None]
-    codes = tl.maximum(tl.minimum(tl.floor(255 * x + 0.5), 255), tl.where(u > 0, 1.0, 0.0))
+    x = u * _inverse(high)[:, None]
+    codes = tl.maximum(tl.minimum(255 * x + 0.5, 255), tl.where(u > 0, 1.0, 0.0))  # cut to integers below
     tl.store(codes_sq_ptr + offsets, codes.to(tl.int32).to(tl.uint8), mask=mask)
-
-
-@torch.library.custom_op(
-    "fathom::compact_adamw",
-    mutates_args=("weight", "correction", "codes", "scale", "codes_sq", "scale_sq"),
-)
-def _compact_adamw(
-    weight: Tensor, correction: Tensor | None, codes: Tensor, scale: Tensor, codes_sq: Tensor, scale_sq: Tensor,
-    gradient: Tensor, bias_corrections: Tensor, gradient_scale: float,
-    lr: float, beta1: float, beta2: float, weight_decay: float, eps: float,
-) -> None:  # fmt: skip
-    if correction is not None:
-        weight = weight.view(torch.int16)
-    _compact_adamw_kernel[(triton.cdiv(scale.numel(), PROGRAM_GROUPS),)](
-        weight, correction, codes, scale.view(torch.int16), codes_sq, scale_sq.view(torch.int16),
-        gradient, bias_corrections, scale.numel(), gradient_scale,
-        lr, 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps, GROUP=GROUP, PROGRAM_GROUPS=PROGRAM_GROUPS,
-    )  # fmt: skip
-
-
-_compact_adamw.register_fake(lambda *tensors_and_numbers: None)
 
 
 def compact_adamw(
@@ -223,7 +209,17 @@ def compact_adamw(
         raise ValueError(
             f"weight must be {expected} of {scale.numel()} x {GROUP} elements, got {weight.dtype} of {weight.numel()}"
         )
-    tensors = weight, correction, codes, scale, codes_sq, scale_sq, gradient, bias_corrections
-    options = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps}
-    update = _compact_adamw if use_triton(impl, gradient) else compact_adamw_reference
-    update(*tensors, gradient_scale, **options)
+    if not use_triton(impl, gradient):
+        compact_adamw_reference(
+            weight, correction, codes, scale, codes_sq, scale_sq, gradient, bias_corrections, gradient_scale,
+            lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
+        )  # fmt: skip
+        return
+    # A custom op that writes six tensors would take the host longer than the GPU takes for a piece, and nothing
+    # differentiates or compiles an update.
+    _compact_adamw_kernel[(triton.cdiv(scale.numel(), PROGRAM_GROUPS),)](
+        weight if correction is None else weight.view(torch.int16), correction,
+        codes, scale.view(torch.int16), codes_sq, scale_sq.view(torch.int16),
+        gradient, bias_corrections, scale.numel(), gradient_scale,
+        lr, 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps, GROUP=GROUP, PROGRAM_GROUPS=PROGRAM_GROUPS,
+    )  # fmt: skip

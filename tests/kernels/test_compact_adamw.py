@@ -171,6 +171,17 @@ def test_a_second_moment_above_zero_never_becomes_zero(ratio, device):
             assert (masters(tensors) - before).abs().max() < 0.02 + 1e-2  # lr, and the weight decay
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_denormal_moments_stay_finite(impl, device):
+    tensors = make(2 * GROUP, torch.bfloat16, device)
+    for moment in tensors[2:]:
+        moment.zero_()
+    gradient = torch.tensor([1e-37, 1e-44], device=device).repeat_interleave(GROUP)
+    for _ in range(3):
+        compact_adamw(*tensors, gradient, bias_corrections(1, device), **OPTIONS, impl=impl)
+    assert decode_exp_avg(*tensors[2:4]).isfinite().all() and masters(tensors).isfinite().all()
+
+
 def test_decoded_moments_are_encoded_as_they_were(device):
     codes = torch.arange(-127, 128, device=device, dtype=torch.int8)[: 7 * GROUP].clone()
     codes.view(-1, GROUP)[:, 3] = 127  # each group has a largest element
