@@ -41,6 +41,7 @@ def main() -> None:
         model_size={"default": "4B", "choices": MODEL_SIZES},
         num_layers={"type": positive, "help": "default: all of the model's"},
         pieces={"type": positive, "help": "default: 16 on a GPU, 1 on a CPU"},
+        places={"nargs": "+", "choices": PLACES, "default": [*PLACES], "help": "of the whole model's state"},
         repeats={"type": positive, "default": 5, "help": "timed updates; the median counts"},
         out={"type": Path, "help": "a file that the last line is appended to"},
     )
@@ -57,7 +58,7 @@ def main() -> None:
     with torch.device("meta"):
         shapes = {name: tuple(parameter.shape) for name, parameter in Transformer(shape).named_parameters()}
     model: dict[str, dict[str, float]] = {}
-    for place in PLACES:
+    for place in arguments.places:
         for state_format in FORMATS:
             model[f"{state_format}, {place}"] = measure_model(shapes, state_format, place, arguments.repeats, device)
         seconds = [model[f"{state_format}, {place}"]["seconds"] for state_format in FORMATS]
