@@ -68,8 +68,17 @@ def differing(predicted: float, measured: float) -> str:
     return f"{predicted:.2f} ({predicted / measured - 1:+.1%})"
 
 
-def cap(setting: str) -> str:
-    return "none" if setting == "auto" else setting.replace("GB", " GiB")
+def cap(setting: str, run: dict | None = None) -> str:
+    """A memory budget as text. With a run of compact optimizer state, that too, and its host budget."""
+    text = "none" if setting == "auto" else setting.replace("GB", " GiB")
+    if run and run.get("optimizer_state", "float32") == "compact":
+        text += f", compact state, {run['host_budget'].replace('GB', ' GiB')} of the host"
+    return text
+
+
+def cap_and_kind(setting: str, run: dict) -> tuple[str, str]:
+    limit, _, kind = setting.partition("+")
+    return cap(limit, run), kind
 
 
 def date(run: dict) -> str:
@@ -84,8 +93,9 @@ def budgets() -> list[list[str]]:
             if setting == PEER or "+" in setting:
                 continue
             uncapped = run["results"].get("auto")
-            rows[gpu, context, setting] = [  # the last run's
-                gpu, f"{context:,}", cap(setting),
+            limit = cap(setting, run)
+            rows[gpu, context, limit] = [  # the last run's
+                gpu, f"{context:,}", limit,
                 differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
                 f"{result['reserved_gib']:.2f}", f"{result['predicted_seconds']:.1f}", f"{result['seconds']:.1f}",
                 f"{result['seconds'] / uncapped['seconds']:.2f}" if uncapped else "-", f"{result['mfu']:.1%}",
@@ -168,7 +178,7 @@ def sparse() -> list[list[str]]:
     rows = [["attention", "context", "cap", "peak GiB, predicted", "measured", "s per step, predicted", "measured",
              "÷ dense", "MFU", "host GiB", "date, commit"]]  # fmt: skip
     latest = {
-        (run["context_length"], setting): (run, result)
+        (run["context_length"], *cap_and_kind(setting, run)): (run, result)
         for run in step_runs() for setting, result in run["results"].items()
     }  # fmt: skip
     dense_seconds = {  # extrapolated where no whole step was measured
@@ -176,14 +186,13 @@ def sparse() -> list[list[str]]:
         for result in results("profile_step_*.json") if result["settings"]["attention_type"] == "full"
     }  # fmt: skip
     dense_seconds |= {
-        context: result["seconds"] for (context, setting), (_, result) in latest.items() if setting == "auto"
+        context: result["seconds"] for (context, *rest), (_, result) in latest.items() if rest == ["none", ""]
     }
-    for (context, setting), (run, result) in latest.items():
-        limit, _, kind = setting.partition("+")
+    for (context, limit, kind), (run, result) in latest.items():
         if kind in KINDS:
             dense = dense_seconds[context]
             rows.append([
-                kind, f"{context:,}", cap(limit),
+                kind, f"{context:,}", limit,
                 differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
                 differing(result["predicted_seconds"], result["seconds"]), f"{result['seconds']:.2f}",
                 f"{result['seconds'] / dense:.3f}", f"{result['mfu']:.1%}", f"{result['host_gib']:.1f}", date(run),
