@@ -100,11 +100,10 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
             f"attention to chosen blocks takes documents of up to {step.longest_document:,} tokens, and context_length "
             f"{step.context_length:,} has longer ones; lower it, or use attention_type full"
         )
-    found = _Search(step, gpu_bytes / HEADROOM, host_bytes).found()
-    found = found or _Search(step, gpu_bytes / LEAST_HEADROOM, host_bytes).found()
+    found = _Search(step, gpu_bytes / HEADROOM, host_bytes).found(rates)
+    found = found or _Search(step, gpu_bytes / LEAST_HEADROOM, host_bytes).found(rates)
     if found:
-        fastest = min(found, key=lambda execution: step.seconds(execution, rates))
-        return Plan(step, fastest, gpu_bytes, host_bytes, rates)
+        return Plan(step, min(found, key=found.__getitem__), gpu_bytes, host_bytes, rates)
     budgets = gpu_bytes, host_bytes
     length = f"context_length {step.context_length}"
     if step.batch_size > 1:
@@ -165,9 +164,23 @@ class _Search:
     gpu_bytes: float
     host_bytes: float
 
-    def found(self) -> list[Execution]:
-        """Returns the executions that fit: the fastest for each layout and each number of inputs on the host."""
-        return [self.keep(base, inputs) for base in self.layouts() for inputs in self.fastest_inputs(base)]
+    def found(self, rates: Rates) -> dict[Execution, float]:
+        """Returns executions that fit, with their seconds: the fastest by layout and number of inputs on the host.
+
+        Leaves out what cannot be faster. A layout without room for all inputs and attention outputs on the GPU is at
+        best as fast as with that room. Once all attention outputs stay there, more inputs on the host only take time.
+        """
+        found: dict[Execution, float] = {}
+        for base in self.layouts():
+            roomy = _placed(base, ["gpu"] * self.step.layers, self.step.layers)
+            if found and self.step.seconds(roomy, rates) >= min(found.values()) and not self.fits(roomy):
+                continue
+            for inputs in self.fastest_inputs(base):
+                execution = self.keep(base, inputs)
+                found[execution] = self.step.seconds(execution, rates)
+                if all(placement.results == "gpu" for placement in execution.placements):
+                    break
+        return found
 
     def fits(self, execution: Execution) -> bool:
         """Whether an execution fits. Stops at the first stage that is too full: most executions do not fit."""
