@@ -69,9 +69,9 @@ from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, check_replicate, join_world
 from training.run.build import (
     build_bench,
-    check_optimizer_state,
     settled_execution,
     shape_with,
+    state_format_of,
     step_on_meta,
     without_plan,
 )
@@ -97,7 +97,7 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
         raise UserError(f"num_layers must be at most {layers}, got {flags.num_layers}")
     kinds_of(flags, shape_of(flags))
     check_mesh(flags)
-    check_optimizer_state(flags, shape_of(flags))
+    state_format_of(flags, shape_of(flags))  # refuses a format without effect
     for name in ("measure", "num_layers", "snapshot"):
         if getattr(flags, name) and not can_measure:
             raise UserError(
@@ -128,12 +128,10 @@ def check_mesh(flags: ProfileFlags) -> None:
 def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World) -> Machine:
     """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an H200."""
     model = shape_of(flags)
-    kinds, loss_impl = kinds_of(flags, model), flags.loss_impl
+    kinds, loss_impl, state_format = kinds_of(flags, model), flags.loss_impl, state_format_of(flags, model)
     check_head_dim(kinds, model.head_dim, world.device)
     if world.device.type == "cuda":
-        given = settled_execution(
-            loss_impl, flags.attention_backend, world.device, kinds, state_format=flags.optimizer_state
-        )
+        given = settled_execution(loss_impl, flags.attention_backend, world.device, kinds, state_format=state_format)
         gpu_bytes = gpu_budget(memory_budget or "auto", world.device)
         part = model.share(flags.tensor_parallel_size)
         rates = measure_rates(part, given.attention_backend, world.device, flags.lengths[0], given.kinds)
@@ -151,7 +149,7 @@ def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World)
     backend = gpu.attention_backend if flags.attention_backend == "auto" else flags.attention_backend
     if backend == "flash-attn-4" and gpu.attention_backend == "flash":
         raise UserError(f"flash-attn-4 needs compute capability 9.0, which {name} has not; use auto")
-    given = Execution(loss_impl=loss_impl, attention_backend=backend, kinds=kinds, state_format=flags.optimizer_state)
+    given = Execution(loss_impl=loss_impl, attention_backend=backend, kinds=kinds, state_format=state_format)
     described = name if flags.gpu else "no GPU in use, so an H200"
     speed = "was measured on another H200" if name == "H200" else "is an H200's scaled by data sheets, not measured"
     description = f"{described}; its speed {speed}"
@@ -205,6 +203,8 @@ def change(flags: ProfileFlags, machine: Machine, world: World, **values) -> dic
             machine = choose_machine(changed, flags.memory_budget, world)
         elif changed.host_budget:
             machine = dataclasses.replace(machine, host_bytes=parse_bytes(changed.host_budget))
+        given = dataclasses.replace(machine.given, state_format=state_format_of(changed, machine.model))
+        machine = dataclasses.replace(machine, given=given)
         words = [f"drop --{name}" if value is None else f"--{name} {value}" for name, value in values.items()]
         return {" ".join(words): make_plan(make_step(changed, machine)[0], *machine.limits)}
     return {}
@@ -216,9 +216,10 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
     1. A plan, where the flags ask for none. If that fits, nothing else is tried.
     2. Fewer sequences at a time, and as many in a step. If even one at a time does not fit, all changes below have one.
     3. Attention to everything, which takes less memory than attention to chosen blocks.
-    4. More host memory, the least that is enough.
-    5. Twice as many GPUs of the same host, or 4 or 8 times, that share each sequence and the host's memory.
-    6. The longest context that fits.
+    4. Compact optimizer state, where the flags ask for float32.
+    5. More host memory, the least that is enough.
+    6. Twice as many GPUs of the same host, or 4 or 8 times, that share each sequence and the host's memory.
+    7. The longest context that fits.
     """
     base: dict[str, Any] = {}
     if flags.gradient_checkpointing is not None:
@@ -234,6 +235,8 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
     step, _ = make_step(dataclasses.replace(flags, **base), machine)
     if flags.attention_type != "full":
         found |= change(flags, machine, world, **base, attention_type="full")
+    if flags.optimizer_state == "float32":
+        found |= change(flags, machine, world, **base, optimizer_state="compact")
     host_gib = machine.host_bytes / GIB
     if math.isfinite(host_gib):
         sizes = range(int(host_gib) + 1, MOST_HOST_GB)
@@ -257,8 +260,11 @@ def find_faster(flags: ProfileFlags, machine: Machine, world: World, plan: Plan)
     Attention to chosen blocks is not tried on a GPU at hand: its kernels would have to be compiled and measured.
     """
     found = {}
+    if flags.optimizer_state == "float32":
+        found |= change(flags, machine, world, optimizer_state="compact")
     if math.isfinite(machine.host_bytes):
-        roomy = make_plan(plan.step, machine.gpu_bytes, math.inf, machine.rates)
+        step = plan.step.with_format(plan.execution.state_format)  # auto might need more, for float32 state
+        roomy = make_plan(step, machine.gpu_bytes, math.inf, machine.rates)
         found |= change(flags, machine, world, host_budget=f"{math.ceil(roomy.host_bytes / GIB)}GB")
     if flags.attention_type == "full" and world.device.type == "cpu":
         found |= change(flags, machine, world, attention_type="sparse")

@@ -75,8 +75,7 @@ def choose_plan(step: Step, machine: Machine, checkpointing: bool | None) -> tup
         if step.has_too_long_document or has_plan(step, *machine.limits[:2]):
             return make_plan(step, *machine.limits), True  # raises for the document
         return None, False
-    placement = Placement() if checkpointing else WHOLE
-    execution = dataclasses.replace(step.given, placements=(placement,) * step.layers)
+    execution = step.unplanned(Placement() if checkpointing else WHOLE)
     plan = Plan(step, execution, *machine.limits)
     return plan, plan.peak.bytes * LEAST_HEADROOM <= machine.gpu_bytes
 
@@ -271,7 +270,7 @@ def report_max_context(step: Step, machine: Machine, build_bench: BuildBench | N
 def compared_executions(step: Step) -> dict[str, Execution]:
     """Returns executions with and without checkpointing, and with the standard and the chunked loss, by name."""
     return {
-        f"{name}, {loss} loss": dataclasses.replace(step.given, placements=(place,) * step.layers, loss_impl=loss)
+        f"{name}, {loss} loss": step.unplanned(place, loss_impl=loss)
         for name, place in (("no checkpointing", WHOLE), ("checkpointing", Placement()))
         for loss in ("standard", "chunked")
     }
@@ -299,7 +298,7 @@ def report_comparison(
     columns = ["tokens", "logits", "peak", "pinned", "seconds", *(["measured", "seconds"] if build_bench else [])]
     print(f"{'predicted, GiB':<33}" + "".join(f"{name:>10}" for name in columns))
     rows = []
-    benches: dict[float, profiler.Bench] = {}
+    benches: dict[tuple, profiler.Bench] = {}
     for way, execution in ways.items():
         gpu_bytes = machine.gpu_bytes if execution else planned_bytes
         for at in map(step.at, COMPARED_CONTEXTS):
@@ -329,11 +328,12 @@ def report_comparison(
 
 def _measure_compared(step: Step, execution: Execution, benches: dict, build_bench: BuildBench) -> dict:
     """Returns the measured columns of a row of the comparison. The last bench is used again where it can be."""
-    if execution.gpu_state_bytes not in benches:
+    state = execution.gpu_state_bytes, execution.state_format
+    if state not in benches:
         benches.clear()  # frees its memory before the next is built
-        benches[execution.gpu_state_bytes] = build_bench(step, execution)
+        benches[state] = build_bench(step, execution)
     try:
-        measured = benches[execution.gpu_state_bytes].measure(step, execution)
+        measured = benches[state].measure(step, execution)
     except torch.OutOfMemoryError:
         return {"out_of_memory": True}
     return {"measured_peak": measured.peak.bytes, "measured_seconds": measured.seconds}
