@@ -21,6 +21,7 @@ from profile_memory import main
 from tests.training.memory.test_profiler import dry_run, run_dry  # noqa: F401
 from tests.training.memory.test_profiler import step_of as step_of_format
 from training.families import to_config_json
+from training.host.sizes import budget_of_machine
 from training.memory import reports
 from training.memory.cost_model import Execution, forward_flops
 from training.memory.execution import WHOLE, Placement
@@ -174,6 +175,7 @@ def test_a_step_that_does_not_fit_names_the_changes_that_would(tmp_path, capsys)
             "--gpu 4090 --host_budget 48GB --batch_size 2 --optimizer_state float32",
             "--batch_size 1 --optimizer_state compact",
         ),
+        ("--gpu 4090 --host_memory 32GB", "--host_memory 48GB"),
         ("--gpu 18GB --attention_type sparse", "--attention_type full"),
         ("--gpu 24GB --no-gradient_checkpointing", "drop --gradient_checkpointing"),
         ("--gpu 12GB --no-gradient_checkpointing", "drop --gradient_checkpointing --nproc"),
@@ -193,6 +195,23 @@ def test_what_would_be_faster(tmp_path, capsys):
     flags = "--gpu", "4090", "--attention_type", "sparse", "--optimizer_state", "float32"
     rows = run_main(tmp_path, *flags, "--host_budget", "60GB")["answer"]["faster"]
     assert [row["flags"] for row in rows] == ["--optimizer_state compact", "--host_budget 107GB"]
+    rows = run_main(tmp_path, *flags[:2], "--host_memory", "64GB")["answer"]["faster"]
+    assert [row["flags"] for row in rows] == ["--host_memory 96GB", "--attention_type sparse"]
+
+
+def test_the_size_of_the_machine_limits_its_processes(nine_layers, tmp_path, capsys):
+    flags = "--gpu", "4090", "--nproc", "2", "--host_memory", "16GB"
+    written = run_main(tmp_path, *flags)
+    assert written["environment"]["host_bytes"] == budget_of_machine(16 * GIB, 2) and 2 * 4 + 2 < 16
+    pinned = written["answer"]["host_bytes"] / GIB
+    line = f"{pinned:.2f} GiB pinned, about {pinned + 4:.2f} GiB of the whole process"
+    line = f"\nhost memory: {line}, {2 * pinned + 10:.2f} of 16.00 GiB of the machine\n"
+    out = capsys.readouterr().out
+    assert line in out and f"predicted host memory        {pinned:.2f} GiB, pinned\n" in out
+    run_main(tmp_path, *flags, "--find_max_context")
+    assert "\nhost memory: " in capsys.readouterr().out
+    run_main(tmp_path, "--gpu", "4090", "--host_budget", "6GB")
+    assert "\nhost memory: " not in capsys.readouterr().out
 
 
 def test_an_epoch_of_the_data_is_timed_for_its_documents(nine_layers, tmp_path, capsys):
@@ -345,6 +364,8 @@ def test_numbers_that_would_be_calibrated_are_profiled_as_their_mean(nine_layers
         ("--gpu RTX4090 --memory_budget 30GB", "30.00 GiB is more than the 23.99 GiB of RTX4090"),
         ("--gpu RTX4090 --device cuda", "device has no effect with gpu, which predicts for another"),
         ("--memory_budget 24", "a memory size is between 1MB and 1023TB and looks like \"24GB\", got '24'"),
+        ("--host_memory 100", "looks like \"24GB\", got '100'"),
+        ("--host_memory 4GB --gpu H100", "host_memory 4GB: the system and nproc 1 take 6GB before any is pinned; give"),
         ("--host_budget 100", "looks like \"24GB\", got '100'"),
         ("--gpu 24", "no GPU '24' in the table; give one of RTX3090, RTX4090, RTX5090"),
         ("--tokenizer bytes", "tokenizer has no effect without data"),

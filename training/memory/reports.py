@@ -18,7 +18,7 @@ import torch
 
 from model import ModelConfig
 from training.host.errors import UserError
-from training.host.sizes import GIB, parse_bytes
+from training.host.sizes import GIB, PROCESS_BYTES, SYSTEM_BYTES, parse_bytes
 from training.memory import profiler
 from training.memory.cost_model import Step, forward_flops, gib
 from training.memory.execution import WHOLE, Execution, Placement
@@ -43,11 +43,21 @@ class Machine:
     model: ModelConfig
     given: Execution  # the loss and the kinds that were asked for, and this machine's attention backend
     flops: float | None = None  # dense bf16 peak of the GPU, FLOP/s; None: not known
+    host_memory: int | None = None  # bytes of the machine, as sold; None: not known
+    processes: int = 1  # on the machine
 
     @property
     def limits(self) -> tuple[float, float, Rates]:
         """The arguments of `make_plan` after the step."""
         return self.gpu_bytes, self.host_bytes, self.rates
+
+    def print_host_memory(self, plan: Plan) -> None:
+        """Print the bytes that a plan pins, a whole process takes, and the machine, if its memory is known."""
+        if self.host_memory:
+            whole = plan.host_bytes + PROCESS_BYTES
+            shares = f"{gib(plan.host_bytes)} pinned, about {gib(whole)} of the whole process"
+            total = (self.processes * whole + SYSTEM_BYTES) / GIB
+            print(f"host memory: {shares}, {total:.2f} of {gib(self.host_memory)} of the machine")
 
 
 @dataclass(frozen=True)
@@ -191,6 +201,7 @@ def _print_answer(plan: Plan, machine: Machine, fits: bool, epoch: Epoch | None)
         host = f"{plan.host_bytes / GIB:.2f} of {gib(machine.host_bytes)}"
     memory = f"{plan.peak.bytes / GIB:.2f} of {gib(machine.gpu_bytes)} of GPU memory, {host} of host memory"
     print(f"{'fits' if fits else 'as it is'}: predicted {memory}")
+    machine.print_host_memory(plan)
     speed = f"step: {answer['seconds']:.2f} s, {answer['tokens_per_second']:,.0f} tokens/s"
     if machine.flops:
         assert step.documents is not None
@@ -234,7 +245,9 @@ def report_max_context(step: Step, machine: Machine, build_bench: BuildBench | N
     """
     predicted = find_max_context(step, machine.gpu_bytes, machine.host_bytes)
     plan = make_plan(step.at(predicted or step.context_length), *machine.limits)  # raises where none fits
-    print(f"predicted: {predicted:,} tokens in {describe_budgets(*machine.limits[:2])}\n{plan}")
+    print(f"predicted: {predicted:,} tokens in {describe_budgets(*machine.limits[:2])}")
+    machine.print_host_memory(plan)
+    print(plan)
     results = {"predicted_context": predicted, "plan": str(plan), "execution": dataclasses.asdict(plan.execution)}
     if build_bench is None:
         return results
