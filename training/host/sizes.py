@@ -34,7 +34,7 @@ def budget_of(free_bytes: float, processes: int) -> int:
 
 
 def budget_of_machine(memory_bytes: int, processes: int) -> int:
-    """Returns the bytes that each process may pin by default on a machine of so much memory that does nothing else.
+    """Returns the bytes that each process may pin by default, on an idle machine of so much memory.
 
     Raises:
         UserError: the processes fill the memory before they pin anything.

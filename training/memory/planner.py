@@ -135,7 +135,7 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
 
 
 def _choose(step: Step, seconds: dict[Execution, float]) -> tuple[Execution, str]:
-    """Returns the fastest execution, or one of float32 state where compact state hardly saves time; and why."""
+    """Returns the fastest execution, or the fastest in float32 where compact state hardly saves time; and why."""
     fastest = min(seconds, key=seconds.__getitem__)
     if step.given.state_format != "auto":
         return fastest, ""
