@@ -50,7 +50,7 @@ from training.data.tokens import Selection, Store, join, split
 from training.host.errors import UserError
 from training.host.files import check_can_write
 from training.host.processes import command
-from training.host.sizes import GIB, available_host_bytes, parse_bytes
+from training.host.sizes import GIB, available_host_bytes, budget_of_machine, parse_bytes
 from training.memory.cost_model import PackedDocuments, Step, gib
 from training.memory.execution import Execution
 from training.memory.machine import (
@@ -69,9 +69,9 @@ from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, check_replicate, join_world
 from training.run.build import (
     build_bench,
-    check_optimizer_state,
     settled_execution,
     shape_with,
+    state_format_of,
     step_on_meta,
     without_plan,
 )
@@ -79,6 +79,7 @@ from training.run.resume import choose_tokenizer
 from training.run.settings import TrainConfig
 
 MOST_HOST_GB = 4096  # host memory that is tried where a step does not fit
+SOLD_GB = sorted([2**n for n in range(4, 13)] + [3 * 2**n for n in range(3, 12)])  # host memory of machines: 16, 24, 32
 MOST_LAYERS = 256  # a plan for more would take minutes
 
 
@@ -97,7 +98,7 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
         raise UserError(f"num_layers must be at most {layers}, got {flags.num_layers}")
     kinds_of(flags, shape_of(flags))
     check_mesh(flags)
-    check_optimizer_state(flags, shape_of(flags))
+    state_format_of(flags, shape_of(flags))  # refuses a format without effect
     for name in ("measure", "num_layers", "snapshot"):
         if getattr(flags, name) and not can_measure:
             raise UserError(
@@ -128,20 +129,18 @@ def check_mesh(flags: ProfileFlags) -> None:
 def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World) -> Machine:
     """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an H200."""
     model = shape_of(flags)
-    kinds, loss_impl = kinds_of(flags, model), flags.loss_impl
+    kinds, loss_impl, state_format = kinds_of(flags, model), flags.loss_impl, state_format_of(flags, model)
+    host = parse_bytes(flags.host_memory) if flags.host_memory else None, flags.nproc
     check_head_dim(kinds, model.head_dim, world.device)
     if world.device.type == "cuda":
-        given = settled_execution(
-            loss_impl, flags.attention_backend, world.device, kinds, state_format=flags.optimizer_state
-        )
+        given = settled_execution(loss_impl, flags.attention_backend, world.device, kinds, state_format=state_format)
         gpu_bytes = gpu_budget(memory_budget or "auto", world.device)
         part = model.share(flags.tensor_parallel_size)
         rates = measure_rates(part, given.attention_backend, world.device, flags.lengths[0], given.kinds)
         torch.cuda.empty_cache()
         name = torch.cuda.get_device_name(world.device)
-        host_bytes = parse_bytes(flags.host_budget) if flags.host_budget else available_host_bytes() / flags.nproc
-        known = find_gpu(name)
-        return Machine(name, gpu_bytes, host_bytes, rates, model, given, known and known.flops)
+        known, host_bytes = find_gpu(name), host_limit(flags, available_host_bytes() / flags.nproc)
+        return Machine(name, gpu_bytes, host_bytes, rates, model, given, known and known.flops, *host)
     name, gpu = parse_gpu(flags.gpu or "H200")
     gpu_bytes = gpu.memory_bytes - DRIVER_BYTES
     if memory_budget not in (None, "auto"):
@@ -151,12 +150,20 @@ def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World)
     backend = gpu.attention_backend if flags.attention_backend == "auto" else flags.attention_backend
     if backend == "flash-attn-4" and gpu.attention_backend == "flash":
         raise UserError(f"flash-attn-4 needs compute capability 9.0, which {name} has not; use auto")
-    given = Execution(loss_impl=loss_impl, attention_backend=backend, kinds=kinds, state_format=flags.optimizer_state)
+    given = Execution(loss_impl=loss_impl, attention_backend=backend, kinds=kinds, state_format=state_format)
     described = name if flags.gpu else "no GPU in use, so an H200"
     speed = "was measured on another H200" if name == "H200" else "is an H200's scaled by data sheets, not measured"
     description = f"{described}; its speed {speed}"
-    host_bytes = math.inf if flags.host_budget is None else parse_bytes(flags.host_budget)
-    return Machine(description, gpu_bytes, host_bytes, scale_rates(gpu, backend, given.kinds), model, given, gpu.flops)
+    host_bytes = host_limit(flags, math.inf)
+    rates = scale_rates(gpu, backend, given.kinds)
+    return Machine(description, gpu_bytes, host_bytes, rates, model, given, gpu.flops, *host)
+
+
+def host_limit(flags: ProfileFlags, default: float) -> float:
+    """Bytes that each process may pin, by --host_budget or the machine's --host_memory."""
+    if flags.host_memory:
+        return budget_of_machine(parse_bytes(flags.host_memory), flags.nproc)
+    return parse_bytes(flags.host_budget) if flags.host_budget else default
 
 
 # The step, and the data
@@ -203,8 +210,8 @@ def change(flags: ProfileFlags, machine: Machine, world: World, **values) -> dic
         check_mesh(changed)
         if changed.attention_type != flags.attention_type:
             machine = choose_machine(changed, flags.memory_budget, world)
-        elif changed.host_budget:
-            machine = dataclasses.replace(machine, host_bytes=parse_bytes(changed.host_budget))
+        given = dataclasses.replace(machine.given, state_format=state_format_of(changed, machine.model))
+        machine = dataclasses.replace(machine, given=given, host_bytes=host_limit(changed, machine.host_bytes))
         words = [f"drop --{name}" if value is None else f"--{name} {value}" for name, value in values.items()]
         return {" ".join(words): make_plan(make_step(changed, machine)[0], *machine.limits)}
     return {}
@@ -216,9 +223,10 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
     1. A plan, where the flags ask for none. If that fits, nothing else is tried.
     2. Fewer sequences at a time, and as many in a step. If even one at a time does not fit, all changes below have one.
     3. Attention to everything, which takes less memory than attention to chosen blocks.
-    4. More host memory, the least that is enough.
-    5. Twice as many GPUs of the same host, or 4 or 8 times, that share each sequence and the host's memory.
-    6. The longest context that fits.
+    4. Compact optimizer state, where the flags ask for float32.
+    5. More host memory, the least that is enough.
+    6. Twice as many GPUs of the same host, or 4 or 8 times, that share each sequence and the host's memory.
+    7. The longest context that fits.
     """
     base: dict[str, Any] = {}
     if flags.gradient_checkpointing is not None:
@@ -234,15 +242,18 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
     step, _ = make_step(dataclasses.replace(flags, **base), machine)
     if flags.attention_type != "full":
         found |= change(flags, machine, world, **base, attention_type="full")
+    if flags.optimizer_state == "float32":
+        found |= change(flags, machine, world, **base, optimizer_state="compact")
     host_gib = machine.host_bytes / GIB
     if math.isfinite(host_gib):
         sizes = range(int(host_gib) + 1, MOST_HOST_GB)
         enough = bisect.bisect_left(sizes, True, key=lambda size: has_plan(step, machine.gpu_bytes, size * GIB))
         if enough < len(sizes):
-            found |= change(flags, machine, world, **base, host_budget=f"{sizes[enough]}GB")
+            found |= change(flags, machine, world, **base, **host_flag(flags, sizes[enough] * GIB))
     for times in (2, 4, 8):
         mesh = {"nproc": times * flags.nproc, "context_parallel_size": times * flags.context_parallel_size}
-        share = {"host_budget": f"{int(host_gib / times)}GB"} if math.isfinite(host_gib) else {}
+        is_shared = math.isfinite(host_gib) and not flags.host_memory  # --host_memory is of all processes anyway
+        share = {"host_budget": f"{int(host_gib / times)}GB"} if is_shared else {}
         if shared := change(flags, machine, world, **base, **mesh, **share):
             found |= shared
             break
@@ -251,15 +262,27 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
     return found
 
 
+def host_flag(flags: ProfileFlags, num_bytes: float) -> dict[str, str]:
+    """Returns the flag, and its value, by which each process may pin so many bytes."""
+    if flags.host_memory is None:
+        return {"host_budget": f"{math.ceil(num_bytes / GIB)}GB"}
+    larger = (size for size in SOLD_GB if size * GIB > parse_bytes(flags.host_memory))
+    enough = (size for size in larger if budget_of_machine(size * GIB, flags.nproc) >= num_bytes)
+    return {"host_memory": f"{next(enough, SOLD_GB[-1])}GB"}
+
+
 def find_faster(flags: ProfileFlags, machine: Machine, world: World, plan: Plan) -> dict[str, Plan]:
     """Returns changes that save a tenth of the seconds of `plan` and more, as `change` does.
 
     Attention to chosen blocks is not tried on a GPU at hand: its kernels would have to be compiled and measured.
     """
     found = {}
+    if flags.optimizer_state == "float32":
+        found |= change(flags, machine, world, optimizer_state="compact")
     if math.isfinite(machine.host_bytes):
-        roomy = make_plan(plan.step, machine.gpu_bytes, math.inf, machine.rates)
-        found |= change(flags, machine, world, host_budget=f"{math.ceil(roomy.host_bytes / GIB)}GB")
+        step = plan.step.with_format(plan.execution.state_format)  # auto might need more, for float32 state
+        roomy = make_plan(step, machine.gpu_bytes, math.inf, machine.rates)
+        found |= change(flags, machine, world, **host_flag(flags, roomy.host_bytes))
     if flags.attention_type == "full" and world.device.type == "cpu":
         found |= change(flags, machine, world, attention_type="sparse")
     return {words: other for words, other in found.items() if other.seconds < 0.9 * plan.seconds}

@@ -128,8 +128,9 @@ def set_up(start: resume.Start, world: World, stack: contextlib.ExitStack) -> Ru
     model_config, first_step = start.model_config, start.progress.step
     configure_machine(config, model_config, world)
     check_fits(config, model_config, world)
-    if world.is_main and config.save != "none":
-        check_disk(config, first_step, checkpoint_bytes(config, model_config, world))
+    saves, size = world.is_main and config.save != "none", checkpoint_bytes(config, model_config, world)
+    if saves:
+        check_disk(config, first_step, size)
     tokenizer, loader, held_out = open_data(start, world)
     if start.calibrates:
         folder = start.checkpoint or Path(str(config.init_from))
@@ -140,6 +141,13 @@ def set_up(start: resume.Start, world: World, stack: contextlib.ExitStack) -> Ru
         config.batch_size, world.data_size, config.gradient_accumulation_steps,
     )  # fmt: skip
     model, optimizer, plan = build(config, model_config, start.checkpoint, documents, world)
+    if config.optimizer_state == "auto":
+        state_format = plan.execution.state_format
+        start.config, config = (
+            dataclasses.replace(each, optimizer_state=state_format) for each in (start.config, config)
+        )
+        if saves and (larger := checkpoint_bytes(config, model_config, world)) > size:
+            check_disk(config, first_step, larger)
     metrics = open_metrics(config, first_step, stack) if world.is_main else None
     companions = NO_COMPANIONS if tokenizer.name == "bytes" else read_companions(Path(tokenizer.name))
     saver = Saver(Path(config.output_dir), config.keep_checkpoints or KEPT_CHECKPOINTS, start.checkpoint, companions)

@@ -1,6 +1,7 @@
 """profile_memory.py: its predictions are the cost model's; flags; measured beside predicted, without data."""
 
 import contextlib
+import functools
 import gc
 import json
 import math
@@ -17,8 +18,10 @@ import profile_memory
 from kernels.attention.full import FULL
 from model import MODEL_SIZES
 from profile_memory import main
-from tests.training.memory.test_profiler import dry_run, run_dry, step_of  # noqa: F401
+from tests.training.memory.test_profiler import dry_run, run_dry  # noqa: F401
+from tests.training.memory.test_profiler import step_of as step_of_format
 from training.families import to_config_json
+from training.host.sizes import budget_of_machine
 from training.memory import reports
 from training.memory.cost_model import Execution, forward_flops
 from training.memory.execution import WHOLE, Placement
@@ -34,6 +37,9 @@ def run_main(tmp_path, *flags):
     path = tmp_path / "memory.json"
     assert main([*flags, "--json", str(path)]) == 0
     return json.loads(path.read_text())
+
+
+step_of = functools.partial(step_of_format, state_format="auto")
 
 
 def cudnn_step(size, context_length, **options):
@@ -78,7 +84,7 @@ def test_without_a_gpu_the_plan_for_an_h200_is_shown(tmp_path, capsys):
 
 
 def test_stages_are_shown_on_demand_and_equal_layers_share_rows_unless_all_are_asked_for(tmp_path, capsys):
-    flags = "--gpu", "25GB", "--memory_budget", "24GB", "--host_budget", "102GB"
+    flags = "--gpu", "25GB", "--memory_budget", "24GB", "--host_budget", "102GB", "--optimizer_state", "float32"
     assert main([*flags]) == 0 and "layer 5" not in capsys.readouterr().out
     folded, short = run_main(tmp_path, *flags, "--stages"), capsys.readouterr().out
     every, long = run_main(tmp_path, *flags, "--stages", "all"), capsys.readouterr().out
@@ -142,18 +148,20 @@ def answer_of(tmp_path, capsys, *flags):
 
 
 def test_a_step_that_does_not_fit_names_the_changes_that_would(tmp_path, capsys):
-    flags = "--gpu", "4090", "--host_budget", "48GB"
+    flags = "--gpu", "4090", "--optimizer_state", "float32", "--host_budget", "48GB"
     first, rows = answer_of(tmp_path, capsys, *flags)
     assert first == "does not fit: 131,072 tokens into 22.99 GiB of GPU and 48.00 GiB of host memory"
     gpu, rates = GPUS["RTX4090"].memory_bytes - GIB, scale_rates(GPUS["RTX4090"], "flash")
-    step = step_of("4B", 131_072, backend="flash")
+    step = step_of("4B", 131_072, backend="flash", state_format="float32")
     host = next(size for size in range(48, 200) if has_plan(step, gpu, size * GIB))
     longest = find_max_context(step, gpu, 48 * GIB)
     sharing = "--nproc 2 --context_parallel_size 2 --host_budget 24GB"
-    assert [*rows] == [f"--host_budget {host}GB", sharing, f"--context_length {longest}"]
+    compact = "--optimizer_state compact"
+    assert [*rows] == [compact, f"--host_budget {host}GB", sharing, f"--context_length {longest}"]
     assert rows[f"--host_budget {host}GB"]["seconds"] == make_plan(step, gpu, host * GIB, rates).seconds
     for words in rows:  # the command says that it fits
-        given = [*flags[:2], *words.split()] if "--host_budget" in words else [*flags, *words.split()]
+        given = [*flags[:4], *words.split()] if "--host_budget" in words else [*flags, *words.split()]
+        given = [*flags[:2], *flags[4:], *words.split()] if words == compact else given
         assert run_main(tmp_path, *given)["answer"]["seconds"] == rows[words]["seconds"]
     assert capsys.readouterr().out.count("fits: predicted ") == len(rows)
 
@@ -162,7 +170,12 @@ def test_a_step_that_does_not_fit_names_the_changes_that_would(tmp_path, capsys)
     ("flags", "first"),
     [
         ("--gpu 4090 --host_budget 102GB --batch_size 8", "--batch_size 2 --gradient_accumulation_steps 4"),
-        ("--gpu 4090 --host_budget 48GB --batch_size 2", "--batch_size 1 --host_budget"),
+        ("--gpu 4090 --host_budget 24GB --batch_size 2", "--batch_size 1 --host_budget"),
+        (
+            "--gpu 4090 --host_budget 48GB --batch_size 2 --optimizer_state float32",
+            "--batch_size 1 --optimizer_state compact",
+        ),
+        ("--gpu 4090 --host_memory 32GB", "--host_memory 48GB"),
         ("--gpu 18GB --attention_type sparse", "--attention_type full"),
         ("--gpu 24GB --no-gradient_checkpointing", "drop --gradient_checkpointing"),
         ("--gpu 12GB --no-gradient_checkpointing", "drop --gradient_checkpointing --nproc"),
@@ -179,10 +192,26 @@ def test_what_would_be_faster(tmp_path, capsys):
         row["flags"] == "--attention_type sparse"
         and "\nfaster, predicted:\n  --attention_type sparse" in capsys.readouterr().out
     )
-    rows = run_main(tmp_path, "--gpu", "4090", "--host_budget", "60GB", "--attention_type", "sparse")["answer"][
-        "faster"
-    ]
-    assert [row["flags"] for row in rows] == ["--host_budget 107GB"]
+    flags = "--gpu", "4090", "--attention_type", "sparse", "--optimizer_state", "float32"
+    rows = run_main(tmp_path, *flags, "--host_budget", "60GB")["answer"]["faster"]
+    assert [row["flags"] for row in rows] == ["--optimizer_state compact", "--host_budget 107GB"]
+    rows = run_main(tmp_path, *flags[:2], "--host_memory", "64GB")["answer"]["faster"]
+    assert [row["flags"] for row in rows] == ["--host_memory 96GB", "--attention_type sparse"]
+
+
+def test_the_size_of_the_machine_limits_its_processes(nine_layers, tmp_path, capsys):
+    flags = "--gpu", "4090", "--nproc", "2", "--host_memory", "16GB"
+    written = run_main(tmp_path, *flags)
+    assert written["environment"]["host_bytes"] == budget_of_machine(16 * GIB, 2) and 2 * 4 + 2 < 16
+    pinned = written["answer"]["host_bytes"] / GIB
+    line = f"{pinned:.2f} GiB pinned, about {pinned + 4:.2f} GiB of the whole process"
+    line = f"\nhost memory: {line}, {2 * pinned + 10:.2f} of 16.00 GiB of the machine\n"
+    out = capsys.readouterr().out
+    assert line in out and f"predicted host memory        {pinned:.2f} GiB, pinned\n" in out
+    run_main(tmp_path, *flags, "--find_max_context")
+    assert "\nhost memory: " in capsys.readouterr().out
+    run_main(tmp_path, "--gpu", "4090", "--host_budget", "6GB")
+    assert "\nhost memory: " not in capsys.readouterr().out
 
 
 def test_an_epoch_of_the_data_is_timed_for_its_documents(nine_layers, tmp_path, capsys):
@@ -222,7 +251,7 @@ def test_several_gpus_are_predicted(nproc, sharing, nine_layers, tmp_path, capsy
     flags = "--nproc", str(nproc), "--context_parallel_size", str(sharing), "--gpu", "H100", "--host_budget", "40GB"
     flags += "--context_length", "524288"
     written = run_main(tmp_path, *flags, "--batch_size", "2", "--timeline", str(tmp_path / "step.png"))
-    given, rates = Execution(attention_backend="cudnn"), scale_rates(GPUS["H100"], "cudnn")
+    given, rates = Execution(attention_backend="cudnn", state_format="auto"), scale_rates(GPUS["H100"], "cudnn")
     shape = profile_memory.MODEL_SIZES["4B"]
     step = step_on_meta(shape, 524_288, 2, given=given, num_gpus=nproc, context_parallel_size=sharing)
     plan = make_plan(step, GPUS["H100"].memory_bytes - GIB, 40 * GIB, rates)
@@ -236,7 +265,7 @@ def test_several_gpus_are_predicted(nproc, sharing, nine_layers, tmp_path, capsy
 def test_several_machines_are_predicted(nine_layers, tmp_path, capsys):
     flags = "--nproc", "1", "--nnodes", "2", "--gpu", "H100", "--host_budget", "40GB", "--context_length", "131072"
     written = run_main(tmp_path, *flags)
-    shape, given = profile_memory.MODEL_SIZES["4B"], Execution(attention_backend="cudnn")
+    shape, given = profile_memory.MODEL_SIZES["4B"], Execution(attention_backend="cudnn", state_format="auto")
     step = step_on_meta(shape, 131_072, given=given, num_gpus=2, num_machines=2)
     plan = make_plan(step, GPUS["H100"].memory_bytes - GIB, 40 * GIB, scale_rates(GPUS["H100"], "cudnn"))
     assert written["plan"] == str(plan) and written["summary"]["predicted_seconds"] == plan.seconds
@@ -253,6 +282,7 @@ def test_several_machines_are_predicted(nine_layers, tmp_path, capsys):
 def test_the_longest_context_of_several_gpus(nproc, sharing, tmp_path):
     mesh = "--nproc", str(nproc), "--context_parallel_size", str(sharing)
     flags = "--model_size", "0.6B", "--gpu", "RTX4090", "--memory_budget", "6GB", "--host_budget", "8GB"
+    flags += "--optimizer_state", "float32"
     given = Execution(attention_backend="flash")
     step = step_on_meta(MODEL_SIZES["0.6B"], 1024, given=given, num_gpus=nproc, context_parallel_size=sharing)
     longest = run_main(tmp_path, "--find_max_context", *flags, *mesh)["predicted_context"]
@@ -334,6 +364,8 @@ def test_numbers_that_would_be_calibrated_are_profiled_as_their_mean(nine_layers
         ("--gpu RTX4090 --memory_budget 30GB", "30.00 GiB is more than the 23.99 GiB of RTX4090"),
         ("--gpu RTX4090 --device cuda", "device has no effect with gpu, which predicts for another"),
         ("--memory_budget 24", "a memory size is between 1MB and 1023TB and looks like \"24GB\", got '24'"),
+        ("--host_memory 100", "looks like \"24GB\", got '100'"),
+        ("--host_memory 4GB --gpu H100", "host_memory 4GB: the system and nproc 1 take 6GB before any is pinned; give"),
         ("--host_budget 100", "looks like \"24GB\", got '100'"),
         ("--gpu 24", "no GPU '24' in the table; give one of RTX3090, RTX4090, RTX5090"),
         ("--tokenizer bytes", "tokenizer has no effect without data"),

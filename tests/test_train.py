@@ -141,6 +141,24 @@ def test_compact_state_resumes_exactly_and_in_float32(corpus, tmp_path, caplog):
     assert train.main(only_resume(parts, "--optimizer_state", "compact")) == 0
 
 
+def test_a_run_keeps_the_format_of_its_state(corpus, tmp_path, caplog, monkeypatch):
+    """Without a plan auto is float32. A resumed run has the format that the settings of the run before name."""
+    run, name = tmp_path / "run", "optimizer_state"
+    assert train.main(arguments(corpus, run, steps=1)) == 0
+    assert saved_settings(run, 1)[name] == "float32" == json.loads((run / "config.json").read_text())[name]
+    assert train.main(only_resume(run, "--max_steps", "2", f"--{name}", "compact")) == 0
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    again = arguments(corpus, run, "--resume", "auto", f"--{name}", "auto", steps=3)
+    assert train.main(again) == 0 and not any(line.startswith(name) for line in caplog.messages)
+    assert saved_settings(run, 3)[name] == "compact"
+    edited = run / "step_00000003" / "trainer.json"  # as checkpoints were before there was a choice
+    content = json.loads(edited.read_text())
+    del content["trainer_state"]["settings"][name]
+    monkeypatch.setattr(resume, "load_trainer_state", lambda _: content["trainer_state"])
+    assert resume.load_state(run / "step_00000003")["settings"][name] == "float32"
+
+
 def test_chosen_blocks_are_annealed_and_resumed(corpus, tmp_path):
     """A resumed run goes on with the numbers of its steps; a token of the last of 11 blocks chooses one or none."""
     run, flags = tmp_path / "run", ["--context_length", "704", "--batch_size", "1", "--validation_sequences", "0"]

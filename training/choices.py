@@ -3,6 +3,6 @@
 MODEL_SIZES = ("tiny", "0.6B", "1.7B", "4B", "8B")  # names of model.MODEL_SIZES
 ATTENTION_TYPES = ("full", "sparse", "nsa")  # kinds of attention that a flag can ask for
 IMPLEMENTATIONS = ("auto", "triton", "torch")  # kernels.common.IMPLEMENTATIONS
-OPTIMIZER_STATES = ("float32", "compact")  # training.state_format
+OPTIMIZER_STATES = ("auto", "float32", "compact")  # training.state_format; auto: a plan chooses
 LOSSES = ("auto", "chunked", "standard")
 GPU_BACKENDS = ("auto", "cudnn", "flash", "flash-attn-4")  # kernels.attention.full.BACKENDS but cpu

@@ -176,6 +176,8 @@ def format_of(parameter: Tensor, state_format: str) -> StateFormat:
 
     In "compact", matrices whose rows are groups on every rank are compact. All other state is small, and float32.
     """
+    if state_format not in ("float32", "compact"):
+        raise ValueError(f"a format is float32 or compact, got {state_format}")
     ranks = 1  # number of ranks with a part of each row
     if isinstance(parameter, DTensor):
         sizes = zip(parameter.device_mesh.mesh.shape, parameter.placements)

@@ -273,7 +273,11 @@ IDLE = {  # a command line for each row, and the flags that have no effect there
         ("--compare --find_max_context --loss_impl auto", "find_max_context loss_impl"),
         (f"--find_max_context {ONE_STEP}", FOR_ONE_STEP),
         (f"--compare {ONE_STEP}", FOR_ONE_STEP),
-        ("--no-gradient_checkpointing --memory_budget 1GB --host_budget 1GB", "memory_budget host_budget"),
+        ("--host_memory 64GB --host_budget 1GB", "host_memory"),
+        (
+            "--no-gradient_checkpointing --memory_budget 1GB --host_budget 1GB --host_memory 64GB",
+            "memory_budget host_budget host_memory",
+        ),
         ("--gpu H100 --device cuda", "device"),
         ("--tokenizer x --suffixes .rs --overlong drop", "tokenizer suffixes overlong"),
         ("--measure", "measure"),

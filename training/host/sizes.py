@@ -10,6 +10,9 @@ from pathlib import Path
 from training.host.errors import UserError
 
 MIB, GIB = 2**20, 2**30  # bytes
+SYSTEM_BYTES = 2 * GIB  # assumed: host memory of Linux, a desktop and page tables
+# Host memory of one process beside what is pinned: Python, torch, CUDA, libraries. A guess, to be measured.
+PROCESS_BYTES = 4 * GIB
 
 
 def parse_bytes(text: str) -> int:
@@ -25,10 +28,30 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+def budget_of(free_bytes: float, processes: int) -> int:
+    """Returns the bytes that each process of a machine may pin by default: its share of 80% of what is free."""
+    return int(0.8 * free_bytes) // processes
+
+
+def budget_of_machine(memory_bytes: int, processes: int) -> int:
+    """Returns the bytes that each process may pin by default, on an idle machine of so much memory.
+
+    Raises:
+        UserError: the processes fill the memory before they pin anything.
+    """
+    taken = SYSTEM_BYTES + processes * PROCESS_BYTES
+    if memory_bytes <= taken:
+        raise UserError(
+            f"host_memory {memory_bytes / GIB:g}GB: the system and nproc {processes} take {taken / GIB:g}GB before any "
+            "is pinned; give more"
+        )
+    return budget_of(memory_bytes - taken, processes)
+
+
 def available_host_bytes() -> int:
     """Returns this rank's share of 80% of the host memory that the machine and its control groups have left."""
     available = 1024 * int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0])
-    return int(0.8 * min(available, *_bytes_left_in_groups())) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return budget_of(min(available, *_bytes_left_in_groups()), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _bytes_left_in_groups() -> Iterator[float]:

@@ -121,8 +121,8 @@ class Step:
         context_length, batch_size, micro_batches: for one rank, or for the ranks that share sequences.
         documents: the documents of a micro-batch. None: not known. Bytes are then counted for sequences of several
             documents, the longest of nearly the whole length, and seconds for sequences of one document.
-        given: settings that planning does not change: attention backend, kinds and implementation, and the loss unless
-            it is "auto".
+        given: settings that planning does not change: attention backend, kinds and implementation, and the loss and
+            the optimizer state's format unless they are "auto".
         element_size: bytes per element of an activation.
         num_ranks: ranks that share each sequence, a divisor of the key/value heads.
         num_shards: ranks over which FSDP2 shards each parameter; 1 where all ranks share matrices; 0: no FSDP2.
@@ -190,6 +190,12 @@ class Step:
             step.documents = PackedDocuments(self.documents.longest, lengths)
         return step
 
+    def with_format(self, state_format: str) -> "Step":
+        """Returns the same step with another format of the optimizer's state."""
+        step = copy.copy(self)
+        step.given = replace(self.given, state_format=state_format)
+        return step
+
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank."""
@@ -220,6 +226,11 @@ class Step:
     def has_too_long_document(self) -> bool:
         """Whether a document is known to be longer than `longest_document`."""
         return self.documents is not None and self.documents.longest > self.longest_document
+
+    def unplanned(self, placement: Placement, **changes: Any) -> Execution:
+        """Returns an execution that nobody searched: blocks placed alike, and float32 state unless asked otherwise."""
+        given = replace(self.given, state_format="float32") if self.given.state_format == "auto" else self.given
+        return replace(given, placements=(placement,) * self.layers, **changes)
 
     def optimizer(self, execution: Execution) -> OptimizerBytes:
         """Returns the bytes of the optimizer under an execution."""

@@ -53,7 +53,7 @@ class Execution:
         mlp_tile_size: tokens that a block's MLP works on at a time; None, and in whole blocks: all.
         heads_at_a_time: key/value heads that a block's attention works on at a time; None, and in whole blocks: all.
         gpu_state_bytes: of the optimizer's masters and moments, stay on the GPU, see training.optimizer.MasterAdamW.
-        state_format: of the optimizer's state, see training.state_format.
+        state_format: of the optimizer's state, see training.state_format. "auto": not chosen yet, the planner chooses.
         loss_impl: "auto" switches by the size of the logits; "chunked" and "standard" force a loss.
         attention_backend: the library kernel that attends, a name in kernels.attention.full.BACKENDS.
         kinds: how each block attends, one kind per block; (): as the model's configuration says.

@@ -2,6 +2,7 @@
 
 import bisect
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ HEADROOM = 1.04
 LEAST_HEADROOM = 1.01
 # Tokens, in every plan. Tiles cost no time, and save one matrix product that a placed block otherwise recomputes.
 MLP_TILE_SIZE = 8192
+# Share of a step's seconds that compact state must save where float32 state fits too: its moments are less precise.
+COMPACT_SAVES = 0.01
 _CONTEXT_MULTIPLE = 1024  # tokens: the precision to which the largest context is found
 
 
@@ -33,6 +36,7 @@ class Plan:
     gpu_budget: float = math.inf  # bytes that the allocator may reserve
     host_budget: float = math.inf  # bytes that may be pinned
     rates: Rates = field(default_factory=lambda: H200)
+    why: str = ""  # the reason for the format of the optimizer's state, where the planner chose it
 
     @functools.cached_property
     def peak(self) -> Stage:
@@ -72,7 +76,8 @@ class Plan:
         rows.append(("blocks kept whole", str(num_whole)))
         state = {math.inf: "GPU", 0: "host"}.get(execution.gpu_state_bytes)
         state = state or f"up to {gib(execution.gpu_state_bytes)} on the GPU, the rest on the host"
-        state = state if execution.state_format == "float32" else f"{state}, {execution.state_format}"
+        state += f", {execution.state_format}" if self.why or execution.state_format != "float32" else ""
+        state += f" (auto: {self.why})" if self.why else ""
         if num_whole < len(placements):
             heads = "one key/value head at a time" if execution.heads_at_a_time else "all heads at once"
             tiles = f"{execution.mlp_tile_size} rows at a time" if execution.mlp_tile_size else "all rows at once"
@@ -82,7 +87,7 @@ class Plan:
         rows += [("predicted GPU peak", f"{gib(self.peak.bytes)}, in {self.peak.name}")]
         rows += [(f"  {name}", gib(size)) for name, size in self.peak.categories.items() if size]
         rows += [("  and idle in FSDP's stream", gib(self.peak.idle))] if self.peak.idle else []
-        rows += [("predicted host memory", gib(self.host_bytes))]
+        rows += [("predicted host memory", f"{gib(self.host_bytes)}, pinned")]
         rows += [("  and while saving", gib(SAVING_BYTES)), ("predicted step", f"{self.seconds:.1f} s")]
         width = max(len(title) for title, _ in rows)
         return "\n".join(f"{title:<{width}}  {value}" for title, value in rows)
@@ -100,27 +105,53 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
             f"attention to chosen blocks takes documents of up to {step.longest_document:,} tokens, and context_length "
             f"{step.context_length:,} has longer ones; lower it, or use attention_type full"
         )
-    found = _Search(step, gpu_bytes / HEADROOM, host_bytes).found()
-    found = found or _Search(step, gpu_bytes / LEAST_HEADROOM, host_bytes).found()
+    found = _Search(step, gpu_bytes / HEADROOM, host_bytes).found(rates)
+    found = found or _Search(step, gpu_bytes / LEAST_HEADROOM, host_bytes).found(rates)
     if found:
-        fastest = min(found, key=lambda execution: step.seconds(execution, rates))
-        return Plan(step, fastest, gpu_bytes, host_bytes, rates)
+        execution, why = _choose(step, found)
+        return Plan(step, execution, gpu_bytes, host_bytes, rates, why)
     budgets = gpu_bytes, host_bytes
     length = f"context_length {step.context_length}"
     if step.batch_size > 1:
         length += f" with batch_size {step.batch_size}"
     length += f" does not fit into {describe_budgets(*budgets)}"
+    compact = step.with_format("compact")
+    is_compact = step.given.state_format != "float32" or not has_plan(compact, *budgets)  # or it would not help
+    advice = "" if is_compact else "; give optimizer_state compact"
     fewer = _largest(step.batch_size - 1, lambda n: has_plan(step.with_batch(n), *budgets))
     largest = find_max_context(step if fewer else step.with_batch(1), *budgets)
     if fewer:
-        raise UserError(f"{length}; lower batch_size to {fewer}" + f", or context_length to {largest}" * (largest > 0))
+        lower = f"lower batch_size to {fewer}" + f", or context_length to {largest}" * (largest > 0)
+        raise UserError(f"{length}{advice}; {'or ' if advice else ''}{lower}")
     if largest:
-        raise UserError(f"{length}; the largest that does is {largest}" + " with batch_size 1" * (step.batch_size > 1))
-    parameters, state = gib(step.parameter_bytes), gib(step.optimizer(step.given).gpu_state)
+        float32, alone = " in float32" if advice else "", " with batch_size 1" * (step.batch_size > 1)
+        raise UserError(f"{length}{advice}; the largest that does{float32} is {largest}{alone}")
+    least = step.with_format(_formats(step)[-1])
+    parameters, state = gib(step.parameter_bytes), gib(step.optimizer(least.given).gpu_state)
     raise UserError(
         f"the model does not fit into {describe_budgets(*budgets)} at {_CONTEXT_MULTIPLE} tokens of context and "
-        f"batch_size 1: its parameters take {parameters} of the GPU, its optimizer's state {state} of either"
+        f"batch_size 1: its parameters take {parameters} of the GPU, its optimizer's state {state} of either{advice}"
     )
+
+
+def _choose(step: Step, seconds: dict[Execution, float]) -> tuple[Execution, str]:
+    """Returns the fastest execution, or the fastest in float32 where compact state hardly saves time; and why."""
+    fastest = min(seconds, key=seconds.__getitem__)
+    if step.given.state_format != "auto":
+        return fastest, ""
+    in_float32 = (execution for execution in seconds if execution.state_format == "float32")
+    float32 = min(in_float32, key=seconds.__getitem__, default=None)
+    if float32 is None:
+        return fastest, "too little room for float32"
+    saved = seconds[float32] - seconds[fastest]
+    if saved < COMPACT_SAVES * seconds[float32]:
+        return float32, f"costs less than {COMPACT_SAVES:.0%} of a step"
+    return fastest, f"saves {saved:.1f} s of a step"
+
+
+def _formats(step: Step) -> tuple[str, ...]:
+    """Returns the formats that the optimizer's state may have; the last takes the least of both budgets."""
+    return ("float32", "compact") if step.given.state_format == "auto" else (step.given.state_format,)
 
 
 def describe_budgets(gpu_bytes: float, host_bytes: float) -> str:
@@ -135,7 +166,8 @@ def has_plan(step: Step, gpu_bytes: float, host_bytes: float) -> bool:
     return not step.has_too_long_document and any(
         search.fitting_inputs(base, step.layers // 2)
         for base in search.layouts()
-        if base.heads_at_a_time  # this, with half of the inputs recomputed, takes the least memory
+        # These take the least memory, with half of the inputs recomputed.
+        if base.heads_at_a_time and base.state_format == _formats(step)[-1]
     )
 
 
@@ -165,9 +197,23 @@ class _Search:
     gpu_bytes: float
     host_bytes: float
 
-    def found(self) -> list[Execution]:
-        """Returns the executions that fit: the fastest for each layout and each number of inputs on the host."""
-        return [self.keep(base, inputs) for base in self.layouts() for inputs in self.fastest_inputs(base)]
+    def found(self, rates: Rates) -> dict[Execution, float]:
+        """Returns executions that fit, with their seconds: the fastest by layout and number of inputs on the host.
+
+        Leaves out what cannot be faster. A layout without room for all inputs and attention outputs on the GPU is at
+        best as fast as with that room. Once all attention outputs stay there, more inputs on the host only take time.
+        """
+        found: dict[Execution, float] = {}
+        for base in self.layouts():
+            roomy = _placed(base, ["gpu"] * self.step.layers, self.step.layers)
+            if found and self.step.seconds(roomy, rates) >= min(found.values()) and not self.fits(roomy):
+                continue
+            for inputs in self.fastest_inputs(base):
+                execution = self.keep(base, inputs)
+                found[execution] = self.step.seconds(execution, rates)
+                if all(placement.results == "gpu" for placement in execution.placements):
+                    break
+        return found
 
     def fits(self, execution: Execution) -> bool:
         """Whether an execution fits. Stops at the first stage that is too full: most executions do not fit."""
@@ -175,15 +221,18 @@ class _Search:
         return fits_host and all(stage.bytes + stage.idle <= self.gpu_bytes for stage in self.step.stages(execution))
 
     def layouts(self) -> Iterator[Execution]:
-        """Yields executions without placements: all combinations of state on the GPU, heads at a time, and loss."""
+        """Yields executions without placements.
+
+        They are all combinations of the state's format and share on the GPU, of heads at a time, and of the loss.
+        """
         step, given = self.step, self.step.given
-        state = step.optimizer(given).gpu_state
         can_choose = given.loss_impl == "auto" and not step.uses_chunked_loss(given)
-        for gpu_state in (math.inf, *(state * quarters / 4 for quarters in (3, 2, 1, 0))):
-            base = replace(given, mlp_tile_size=MLP_TILE_SIZE, gpu_state_bytes=gpu_state)
-            for heads in (None, 1):
-                for loss_impl in ("auto", "chunked") if can_choose else (given.loss_impl,):
-                    yield replace(base, heads_at_a_time=heads, loss_impl=loss_impl)
+        losses = ("auto", "chunked") if can_choose else (given.loss_impl,)
+        for state_format, share in itertools.product(_formats(step), (math.inf, 0.75, 0.5, 0.25, 0)):
+            base = replace(given, mlp_tile_size=MLP_TILE_SIZE, state_format=state_format)
+            base = replace(base, gpu_state_bytes=share * step.optimizer(base).gpu_state)
+            for heads, loss_impl in itertools.product((None, 1), losses):
+                yield replace(base, heads_at_a_time=heads, loss_impl=loss_impl)
 
     def fastest_inputs(self, base: Execution) -> list[list[str]]:
         """Returns `fitting_inputs` with as few inputs recomputed as possible: recomputing more only takes longer."""

@@ -18,7 +18,7 @@ import torch
 
 from model import ModelConfig
 from training.host.errors import UserError
-from training.host.sizes import GIB, parse_bytes
+from training.host.sizes import GIB, PROCESS_BYTES, SYSTEM_BYTES, parse_bytes
 from training.memory import profiler
 from training.memory.cost_model import Step, forward_flops, gib
 from training.memory.execution import WHOLE, Execution, Placement
@@ -43,11 +43,21 @@ class Machine:
     model: ModelConfig
     given: Execution  # the loss and the kinds that were asked for, and this machine's attention backend
     flops: float | None = None  # dense bf16 peak of the GPU, FLOP/s; None: not known
+    host_memory: int | None = None  # bytes of the machine, as sold; None: not known
+    processes: int = 1  # on the machine
 
     @property
     def limits(self) -> tuple[float, float, Rates]:
         """The arguments of `make_plan` after the step."""
         return self.gpu_bytes, self.host_bytes, self.rates
+
+    def print_host_memory(self, plan: Plan) -> None:
+        """Print the bytes that a plan pins, a whole process takes, and the machine, if its memory is known."""
+        if self.host_memory:
+            whole = plan.host_bytes + PROCESS_BYTES
+            shares = f"{gib(plan.host_bytes)} pinned, about {gib(whole)} of the whole process"
+            total = (self.processes * whole + SYSTEM_BYTES) / GIB
+            print(f"host memory: {shares}, {total:.2f} of {gib(self.host_memory)} of the machine")
 
 
 @dataclass(frozen=True)
@@ -75,8 +85,7 @@ def choose_plan(step: Step, machine: Machine, checkpointing: bool | None) -> tup
         if step.has_too_long_document or has_plan(step, *machine.limits[:2]):
             return make_plan(step, *machine.limits), True  # raises for the document
         return None, False
-    placement = Placement() if checkpointing else WHOLE
-    execution = dataclasses.replace(step.given, placements=(placement,) * step.layers)
+    execution = step.unplanned(Placement() if checkpointing else WHOLE)
     plan = Plan(step, execution, *machine.limits)
     return plan, plan.peak.bytes * LEAST_HEADROOM <= machine.gpu_bytes
 
@@ -192,6 +201,7 @@ def _print_answer(plan: Plan, machine: Machine, fits: bool, epoch: Epoch | None)
         host = f"{plan.host_bytes / GIB:.2f} of {gib(machine.host_bytes)}"
     memory = f"{plan.peak.bytes / GIB:.2f} of {gib(machine.gpu_bytes)} of GPU memory, {host} of host memory"
     print(f"{'fits' if fits else 'as it is'}: predicted {memory}")
+    machine.print_host_memory(plan)
     speed = f"step: {answer['seconds']:.2f} s, {answer['tokens_per_second']:,.0f} tokens/s"
     if machine.flops:
         assert step.documents is not None
@@ -235,7 +245,9 @@ def report_max_context(step: Step, machine: Machine, build_bench: BuildBench | N
     """
     predicted = find_max_context(step, machine.gpu_bytes, machine.host_bytes)
     plan = make_plan(step.at(predicted or step.context_length), *machine.limits)  # raises where none fits
-    print(f"predicted: {predicted:,} tokens in {describe_budgets(*machine.limits[:2])}\n{plan}")
+    print(f"predicted: {predicted:,} tokens in {describe_budgets(*machine.limits[:2])}")
+    machine.print_host_memory(plan)
+    print(plan)
     results = {"predicted_context": predicted, "plan": str(plan), "execution": dataclasses.asdict(plan.execution)}
     if build_bench is None:
         return results
@@ -271,7 +283,7 @@ def report_max_context(step: Step, machine: Machine, build_bench: BuildBench | N
 def compared_executions(step: Step) -> dict[str, Execution]:
     """Returns executions with and without checkpointing, and with the standard and the chunked loss, by name."""
     return {
-        f"{name}, {loss} loss": dataclasses.replace(step.given, placements=(place,) * step.layers, loss_impl=loss)
+        f"{name}, {loss} loss": step.unplanned(place, loss_impl=loss)
         for name, place in (("no checkpointing", WHOLE), ("checkpointing", Placement()))
         for loss in ("standard", "chunked")
     }
@@ -299,7 +311,7 @@ def report_comparison(
     columns = ["tokens", "logits", "peak", "pinned", "seconds", *(["measured", "seconds"] if build_bench else [])]
     print(f"{'predicted, GiB':<33}" + "".join(f"{name:>10}" for name in columns))
     rows = []
-    benches: dict[float, profiler.Bench] = {}
+    benches: dict[tuple, profiler.Bench] = {}
     for way, execution in ways.items():
         gpu_bytes = machine.gpu_bytes if execution else planned_bytes
         for at in map(step.at, COMPARED_CONTEXTS):
@@ -329,11 +341,12 @@ def report_comparison(
 
 def _measure_compared(step: Step, execution: Execution, benches: dict, build_bench: BuildBench) -> dict:
     """Returns the measured columns of a row of the comparison. The last bench is used again where it can be."""
-    if execution.gpu_state_bytes not in benches:
+    state = execution.gpu_state_bytes, execution.state_format
+    if state not in benches:
         benches.clear()  # frees its memory before the next is built
-        benches[execution.gpu_state_bytes] = build_bench(step, execution)
+        benches[state] = build_bench(step, execution)
     try:
-        measured = benches[execution.gpu_state_bytes].measure(step, execution)
+        measured = benches[state].measure(step, execution)
     except torch.OutOfMemoryError:
         return {"out_of_memory": True}
     return {"measured_peak": measured.peak.bytes, "measured_seconds": measured.seconds}

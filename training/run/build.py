@@ -61,7 +61,7 @@ def configure_machine(config: TrainConfig, model_config: ModelConfig, world: Wor
         raise UserError("collective_timeout has no effect on one process, which waits for nobody; drop it")
     if config.kernels == "triton" and world.device.type != "cuda":
         raise UserError('kernels "triton" needs a CUDA GPU; use auto')
-    check_optimizer_state(config, model_config)
+    state_format_of(config, model_config)  # refuses a format without effect
     if config.kernels != "torch":
         check_head_dim(kinds_at(config, model_config, step=1), model_config.head_dim, world.device)
     settled_execution(config.loss_impl, config.attention_backend, world.device)  # refuses a backend that is not there
@@ -69,11 +69,14 @@ def configure_machine(config: TrainConfig, model_config: ModelConfig, world: Wor
         gpu_budget(config.memory_budget, world.device)
 
 
-def check_optimizer_state(config: StepFlags, model_config: ModelConfig) -> None:
-    """Refuse compact state for a model whose rows are no whole groups: its state would be float32 all the same."""
-    if config.optimizer_state == "compact" and model_config.hidden_size % GROUP:
+def state_format_of(config: StepFlags, model_config: ModelConfig) -> str:
+    """The run's --optimizer_state. A model whose rows are no whole groups has float32 state, and compact is refused."""
+    if model_config.hidden_size % GROUP == 0:
+        return config.optimizer_state
+    if config.optimizer_state == "compact":
         rows = f"rows of {model_config.hidden_size}, which is no multiple of {GROUP}"
         raise UserError(f"optimizer_state compact has no effect on {rows}; drop it")
+    return "float32"
 
 
 def shape_with(attention_type: str, size: ModelConfig) -> ModelConfig:
@@ -147,8 +150,9 @@ def step_of(config: TrainConfig, model: Transformer, world: World, documents: Pa
     """The step that the settings ask for; `documents` are None where they are not known yet."""
     lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
     kinds = kinds_at(config, model.config, step=1)
+    state_format = state_format_of(config, model.config)
     given = settled_execution(
-        config.loss_impl, config.attention_backend, world.device, kinds, config.kernels, config.optimizer_state
+        config.loss_impl, config.attention_backend, world.device, kinds, config.kernels, state_format
     )
     num_shards = world.data_size * world.context_size // world.replicate if world.size > 1 else 0
     return Step(
@@ -237,8 +241,7 @@ def plan_memory(
     """
     step = step_of(config, model, world, documents)
     if config.memory_budget is None:
-        placement = Placement() if config.gradient_checkpointing else WHOLE
-        return Plan(step, dataclasses.replace(step.given, placements=(placement,) * step.layers))
+        return Plan(step, step.unplanned(Placement() if config.gradient_checkpointing else WHOLE))
     budgets = memory_budgets(config, world)
     backend, kinds = step.given.attention_backend, step.given.kinds
     rates = measure_rates(model.share, backend, world.device, config.context_length, kinds)

@@ -28,6 +28,9 @@ class ProfileFlags(StepFlags):
     nproc: int = flag(1, "predict for so many GPUs of a machine, as torchrun's --nproc_per_node", least=1, most=2**10)
     nnodes: int = flag(1, "predict for so many machines, as torchrun's --nnodes", least=1, most=2**16)
     gpu: str | None = flag(None, "predict for another GPU: RTX4090, A100-80GB, H100 ..., or a size such as 24GB")
+    host_memory: str | None = flag(
+        None, "predict for a machine of so much host memory, as sold: 64GB; its processes pin what train.py would"
+    )
     data: list[str] = flag(list, "as in train.py: predict the hours of an epoch, for its documents", group="data")
     tokenizer: str | None = flag(None, "of data, a tokenizer.json or its folder, or bytes; default: init_from's")
     suffixes: str | None = flag(None, "of texts in data, as train.py's")
@@ -48,7 +51,8 @@ class ProfileFlags(StepFlags):
         Idle("find_max_context loss_impl", "with compare; drop one", lambda f: f.compare),
         Idle(FOR_ONE_STEP, "with find_max_context; drop one", lambda f: f.find_max_context),
         Idle(FOR_ONE_STEP, "with compare; drop one", lambda f: f.compare),
-        Idle("memory_budget host_budget", "with gradient_checkpointing; drop one",
+        Idle("host_memory", "with host_budget; drop one", lambda f: f.host_budget is not None),
+        Idle("memory_budget host_budget host_memory", "with gradient_checkpointing; drop one",
              lambda f: f.gradient_checkpointing is not None),
         Idle("device", "with gpu, which predicts for another; drop one", lambda f: f.gpu and f.device == "cuda"),
         Idle("tokenizer suffixes overlong", "without data; drop it, or give data", lambda f: not f.data),

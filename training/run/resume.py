@@ -182,6 +182,8 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
     if state["ignored"]:
         logger.info("settings of another version, ignored: %s", ", ".join(name[:80] for name in state["ignored"]))
     before = with_defaults(TrainConfig(**saved))
+    if given.get("optimizer_state") == "auto":  # the run before has chosen
+        given = given | {"optimizer_state": saved["optimizer_state"]}
     if state["calibrated"] and given.get("selected_blocks") == state["calibrated"]:
         given = given | {"selected_blocks": saved["selected_blocks"]}  # the command of the run before, once more
     config = with_defaults(inherit_settings(saved, given, world.device))
@@ -207,7 +209,8 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
 def state_to_save(config: TrainConfig, progress: Progress, tokenizer: str, world: World) -> dict:
     """The trainer_state of a checkpoint, which `load_state` reads; `tokenizer` is the tokenizer's identity.
 
-    The settings are as given: a resumed run finds out anew what "auto" stands for.
+    The settings are as given, but with the format of the optimizer's state: a resumed run finds out anew what "auto"
+    stands for elsewhere.
     """
     return dataclasses.asdict(progress) | {
         "max_steps": config.max_steps, "tokens_per_step": tokens_per_step(config, world), "ranks": world.data_size,
@@ -231,6 +234,7 @@ def load_state(checkpoint: Path) -> dict:
     absent = {"skipped": 0, "unvalidated": None, "calibrated": None}  # in checkpoints before 2026-11-24
     state = absent | load_trainer_state(checkpoint)
     known = [each.name for each in dataclasses.fields(TrainConfig)]
+    unnamed = {"optimizer_state": "float32"}  # settings of checkpoints before 2026-11-25
     try:
         for name, kind in STATE.items():
             if not isinstance(state.get(name), kind) or isinstance(state.get(name), bool):
@@ -240,7 +244,9 @@ def load_state(checkpoint: Path) -> dict:
         for name in ("step", "max_steps", "cosine_steps"):
             if not 0 < state[name] <= LARGE:
                 raise UserError(f"{name} must be between 1 and {LARGE}, got {state[name]}")
-        saved = {name: value for name, value in state["settings"].items() if name in known and value not in (None, [])}
+        saved = unnamed | {
+            name: value for name, value in state["settings"].items() if name in known and value not in (None, [])
+        }
         settings = given_flags(TrainConfig, as_words(saved, known), "train.py")
         return state | {"settings": settings, "ignored": sorted(state["settings"].keys() - {*known})}
     except UserError as error:

@@ -33,7 +33,10 @@ def checkpoint_bytes(config: TrainConfig, model_config: ModelConfig, world: Worl
         return weights + SPARE_BYTES
     is_half = is_cuda and world.size == 1  # weights are halves of masters; else float32 masters are in the state
     matrix = torch.empty(1, GROUP, dtype=torch.bfloat16 if is_half else torch.float32, device="meta")
-    state = format_of(matrix, config.optimizer_state).num_bytes(numbers) + (0 if is_half else 4 * numbers)
+    state_format = config.optimizer_state
+    if state_format == "auto":  # until the plan is made, which may choose compact, the least is counted
+        state_format = "compact" if config.memory_budget else "float32"
+    state = format_of(matrix, state_format).num_bytes(numbers) + (0 if is_half else 4 * numbers)
     return weights + state + SPARE_BYTES
 
 

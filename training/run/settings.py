@@ -54,7 +54,9 @@ class StepFlags:
     )
     host_budget: str | None = flag(None, "host memory each process may pin; default: its share of 80% of what is free")
     optimizer_state: str = flag(
-        "float32", "compact: 8-bit moments; 4.1 bytes per parameter beside bf16 weights, not 12", OPTIMIZER_STATES
+        "auto",
+        "compact: 8-bit moments, 4.1 bytes per parameter beside bf16, not 12; auto: a plan chooses",
+        OPTIMIZER_STATES,
     )
     context_parallel_size: int = flag(
         1, "GPUs that share each sequence, by heads in attention", least=1, most=2**20, group="several GPUs"

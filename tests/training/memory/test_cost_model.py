@@ -22,8 +22,8 @@ from training.run.settings import TrainConfig
 GIB = 2**30
 
 
-def step_of(config, context_length, backend="cudnn", loss_impl="auto", **options):
-    given = Execution(loss_impl=loss_impl, attention_backend=backend)
+def step_of(config, context_length, backend="cudnn", loss_impl="auto", state_format="float32", **options):
+    given = Execution(loss_impl=loss_impl, attention_backend=backend, state_format=state_format)
     with torch.device("meta"):
         model = Transformer(config, options.get("tensor_ranks", 1)).to(torch.bfloat16)
     return Step(model.share, list(model.parameters()), context_length, given=given, **options)
@@ -215,7 +215,9 @@ def test_fsdp_gathers_what_a_rank_has_of_shared_matrices():
         for size in (1, 2):
             world = World(0, 4, torch.device("cpu"), make_mesh("cpu", 4, 1, size))
             model = model_on_meta(config, world)
-            steps.append(step_of_run(TrainConfig(tensor_parallel_size=size), model, world, None))
+            steps.append(
+                step_of_run(TrainConfig(tensor_parallel_size=size, optimizer_state="float32"), model, world, None)
+            )
     finally:
         gc.collect()
         torch.distributed.destroy_process_group()

@@ -71,9 +71,58 @@ def test_compact_state_makes_131k_fit_where_float32_does_not():
     assert make_plan(float32, 24 * GIB, 101 * GIB).seconds > 0
 
 
+@pytest.mark.parametrize(
+    ("gpu", "host", "state"),
+    [
+        (139, 110, "GPU, float32 (auto: costs less than 1% of a step)"),
+        (24, 50, "on the host, compact (auto: too little room for float32)"),  # of pinned memory
+        (24, 60, "on the host, compact (auto: saves "),
+    ],
+)
+def test_auto_takes_compact_state_where_float32_does_not_fit_or_costs_time(gpu, host, state):
+    auto, float32, compact = (
+        step_of(MODEL_SIZES["4B"], 131_072, state_format=name) for name in ("auto", "float32", "compact")
+    )
+    budgets = gpu * GIB, host * GIB
+    plan, state_format = make_plan(auto, *budgets), "compact" if "compact" in state else "float32"
+    assert plan.execution.state_format == state_format
+    chosen = make_plan({"float32": float32, "compact": compact}[state_format], *budgets)
+    assert plan.execution == chosen.execution and plan.seconds == chosen.seconds
+    assert state in str(plan) and "auto: " not in str(chosen)
+    assert has_plan(auto, *budgets) and has_plan(float32, *budgets) == ("too little" not in state)
+    if has_plan(float32, *budgets):
+        saved = make_plan(float32, *budgets).seconds - make_plan(compact, *budgets).seconds
+        assert (saved >= 0.01 * make_plan(float32, *budgets).seconds) == (state_format == "compact")
+        assert "saves" not in state or f"saves {saved:.1f} s of a step)" in str(plan)
+
+
+def test_auto_has_a_plan_where_float32_has_one():
+    """Compact state takes less of both budgets: the longest context of auto is that of compact."""
+    for size, budgets in (("0.6B", (6, 16)), ("4B", (24, 50)), ("4B", (90, 4))):
+        steps = [step_of(MODEL_SIZES[size], 1024, state_format=name) for name in ("auto", "compact", "float32")]
+        auto, compact, float32 = (find_max_context(step, *(each * GIB for each in budgets)) for step in steps)
+        assert auto == compact >= float32
+
+
+def test_a_refusal_of_float32_state_proposes_compact():
+    step, budgets = step_on_meta(MODEL_SIZES["4B"], 131_072), (24 * GIB, 50 * GIB)
+    largest = find_max_context(step, *budgets)
+    wide = step_on_meta(MODEL_SIZES["4B"], 16_384, batch_size=8)
+    auto = step.with_format("auto")
+    for refused, gpu, host, end in (
+        (step, 24, 50, rf"host memory; give optimizer_state compact; the largest that does in float32 is {largest}"),
+        (wide, 24, 50, r"; give optimizer_state compact; or lower batch_size to \d, or context_length to \d+"),
+        (step.at(1024), 12, 30, r"its optimizer's state 44\.95 GiB of either; give optimizer_state compact"),
+        (auto, 20, 20, r"host memory; the largest that does is \d+"),
+        (auto, 8, 10, r"its optimizer's state 15\.45 GiB of either"),
+    ):
+        with pytest.raises(ValueError, match=f"{end}$"):
+            make_plan(refused, gpu * GIB, host * GIB)
+
+
 def test_headroom_is_left_where_it_can_be():
     """Up to the largest context that fits with the least of it."""
-    step = step_of(MODEL_SIZES["0.6B"], 1024)
+    step = step_of(MODEL_SIZES["0.6B"], 1024, state_format="auto")
     largest = find_max_context(step, 6 * GIB, 16 * GIB)
     assert 6 * GIB / make_plan(step.at(largest // 2), 6 * GIB, 16 * GIB).peak.bytes > HEADROOM
     assert LEAST_HEADROOM < 6 * GIB / make_plan(step.at(largest), 6 * GIB, 16 * GIB).peak.bytes < HEADROOM
@@ -94,7 +143,7 @@ def test_more_memory_is_never_slower():
 
 
 def test_the_largest_context_fits_and_the_next_does_not():
-    step = step_of(MODEL_SIZES["0.6B"], 1024)
+    step = step_of(MODEL_SIZES["0.6B"], 1024, state_format="auto")
     largest = find_max_context(step, 6 * GIB, 16 * GIB)
     assert largest > 32_768 and largest % 1024 == 0
     make_plan(step.at(largest), 6 * GIB, 16 * GIB)

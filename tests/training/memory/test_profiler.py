@@ -131,7 +131,10 @@ def run_dry(step, *executions, warm_up=False):
         bench = (Bench if step.num_ranks == 1 else SharedBench)(
             model,
             MasterAdamW(
-                model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=first.gpu_state_bytes
+                model.named_parameters(),
+                accumulate=step.micro_batches > 1,
+                gpu_state_bytes=first.gpu_state_bytes,
+                state_format=first.state_format,
             ),
         )
         measurements = []
@@ -150,10 +153,12 @@ def step_of(
     num_hidden_layers=None,
     kinds=(FULL,),
     model_type="qwen3",
+    state_format="float32",
     **options,
 ):
     """Layers repeat `kinds`; `tensor_ranks` in the options share each matrix."""
-    config, given = MODEL_SIZES[size], Execution(loss_impl=loss_impl, attention_backend=backend)
+    config = MODEL_SIZES[size]
+    given = Execution(loss_impl=loss_impl, attention_backend=backend, state_format=state_format)
     layers = num_hidden_layers or config.num_hidden_layers
     config = replace(in_family(config, model_type), num_hidden_layers=layers, layer_kinds=kinds)
     with torch.device("meta"):

@@ -59,9 +59,12 @@ def test_the_reference_kernels_have_no_plan():
 
 def test_compact_state_is_refused_where_rows_are_no_groups():
     config = TrainConfig(optimizer_state="compact")
-    run.check_optimizer_state(config, MODEL_SIZES["0.6B"])
+    narrow = replace(MODEL_SIZES["0.6B"], hidden_size=100)
+    assert run.state_format_of(config, MODEL_SIZES["0.6B"]) == "compact"
+    assert run.state_format_of(TrainConfig(), narrow) == "float32"
+    assert run.state_format_of(TrainConfig(), MODEL_SIZES["0.6B"]) == "auto"
     with pytest.raises(ValueError, match="compact has no effect on rows of 100, which is no multiple of 32; drop it"):
-        run.check_optimizer_state(config, replace(MODEL_SIZES["0.6B"], hidden_size=100))
+        run.state_format_of(config, narrow)
 
 
 def test_kernels_are_also_the_optimizers(monkeypatch):
@@ -93,7 +96,7 @@ def compare_with_a_prediction(world):
     shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=3)
     sizes = {"context_parallel_size": world.context_size, "tensor_parallel_size": world.tensor_size}
     sizes["replicate"] = world.replicate
-    config = TrainConfig(context_length=1000, batch_size=2, **sizes)
+    config = TrainConfig(context_length=1000, batch_size=2, optimizer_state="float32", **sizes)
     real = step_of(config, model_on_meta(shape, world), world, PackedDocuments.one_each(1000, 2))
     predicted = step_on_meta(shape, 1000, 2, given=real.given, num_gpus=world.size, **sizes)
     elements = [[_local_elements(parameter) for parameter in step.parameters] for step in (real, predicted)]
@@ -148,7 +151,7 @@ def test_out_of_memory_without_a_plan_names_one_that_fits(flag, pretended_gpu):
 
 
 def test_out_of_memory_with_a_plan_names_one_of_less():
-    text, plan = explain_out_of_memory(plan_budget=40 * GIB)
+    text, plan = explain_out_of_memory(plan_budget=40 * GIB, optimizer_state="float32")
     assert "\nforward of layers " in text  # equal layers share a row
     advice = "36.00 GiB; --memory_budget 36.0GB makes such a plan"
     assert text == explanation(plan, advice, make_plan(plan.step, 36 * GIB, 60 * GIB))
