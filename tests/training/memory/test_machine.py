@@ -101,12 +101,12 @@ def test_host_memory_is_that_of_the_control_groups(line, root, names, path, limi
 
 
 def test_a_machine_of_a_size_lets_its_processes_pin_80_percent_of_what_they_leave():
-    assert budget_of_machine(64 * 2**30, 1) == int(0.8 * (64 - 2 - 4) * 2**30)
+    assert budget_of_machine(64 * 2**30, 1) == int(0.8 * (64 - 2 - 2) * 2**30)
     for gib, processes in ((16, 1), (64, 2), (512, 8)):
         whole = budget_of_machine(gib * 2**30, processes) + PROCESS_BYTES
         assert 0 < processes * whole <= gib * 2**30 - SYSTEM_BYTES
-    with pytest.raises(ValueError, match="host_memory 32GB: the system and nproc 8 take 34GB before any is pinned;"):
-        budget_of_machine(32 * 2**30, 8)
+    with pytest.raises(ValueError, match="host_memory 16GB: the system and nproc 8 take 18GB before any is pinned;"):
+        budget_of_machine(16 * 2**30, 8)
 
 
 def test_without_a_gpu_the_rates_are_an_h200s():
