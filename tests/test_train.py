@@ -848,3 +848,25 @@ def test_checkpoints_that_do_not_fit_are_refused(corpus, tmp_path, capsys):
         assert train.main(arguments(corpus, run, "--resume", how, steps=2)) == 1
         error = capsys.readouterr().err
         assert "can be used; of the newest: checkpoint" in error and "model.safetensors is truncated" in error
+
+
+@pytest.mark.gpu
+def test_a_plan_chooses_compact_state_and_a_resumed_run_keeps_it(tmp_path):
+    """Float32 state of the 0.6B takes 6.7 GiB, and within 5 GiB of a GPU the way to the host and back takes time."""
+    flags = {
+        "model_size": "0.6B", "context_length": "512", "batch_size": "2", "memory_budget": "5GB", "host_budget": "12GB",
+        "data": str(ROOT / "model.py"), "max_steps": "3", "warmup_steps": "1", "checkpoint_interval": "2",
+        "keep_checkpoints": "3", "validation_sequences": "1", "sample_tokens": "0",
+    }  # fmt: skip
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    for folder in (run, whole):
+        words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+        assert train.main([*words, "--output_dir", str(folder)]) == 0
+    shutil.rmtree(run / "step_00000003")
+    assert train.main(["--resume", "--optimizer_state", "auto", "--output_dir", str(run)]) == 0
+    for step in (2, 3):
+        assert saved_settings(run, step)["optimizer_state"] == "compact"
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            ours, theirs = (load_file(folder / f"step_{step:08d}" / name) for folder in (run, whole))
+            assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert any(key.endswith("correction") for key in ours)
