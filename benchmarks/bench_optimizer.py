@@ -5,8 +5,9 @@ float32 weights. Bytes are those that each update must move: state read and writ
 and read where they are a part of the masters. The floor is a copy on the GPU that moves as many bytes.
 
 Then a whole model's update, with all state on the GPU and with all state in pinned host memory. The model has the
-shapes of --model_size, random weights, and random gradients of one micro-batch; no forward runs. Link rates are those
-of a copy of one piece, 32 MiB, in the same process. GB are 10^9 bytes. Clocks are read when the GPU has finished.
+shapes of --model_size, random weights, and random gradients of one micro-batch; no forward runs. Link rates are
+measured with a copy of one piece, 32 MiB, in the same process. GB are 10^9 bytes. Clocks are read when the GPU has
+finished.
 """
 
 import functools
