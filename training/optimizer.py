@@ -21,7 +21,7 @@ import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,14 +74,18 @@ def optimizer_bytes(
     layout = _layout(list(parameters), accumulate, gpu_state_bytes, state_format)
     on_gpu, on_host = ([item for item in layout if item.on_host is wanted] for wanted in (False, True))
     buffers = 4 * _room_size(layout, accumulate)
-    for format, size in _slot_sizes(layout).items():
-        buffers += NUM_SLOTS * (format.num_bytes(size) + layout[0].gradient_dtype.itemsize * size)
+    for size, tensors in _slots(layout).values():
+        buffers += NUM_SLOTS * sum(kept.num_bytes(size) for kept in tensors.values())
     return OptimizerBytes(
         gpu_state=sum(item.format.num_bytes(item.numel) for item in on_gpu),
         gpu_gradients=sum(item.gradient_dtype.itemsize * item.numel for item in on_gpu),
         gpu_buffers=buffers,
         leaving_gradients=sum(item.gradient_dtype.itemsize * item.numel for item in on_host),
-        host=sum(-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for item in on_host for size in item.sizes()),
+        host=sum(
+            -(-kept.num_bytes(item.numel) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+            for item in on_host
+            for kept in item.tensors.values()
+        ),
     )
 
 
@@ -94,10 +98,10 @@ class _Layout:
     numel: int
     on_host: bool
 
-    def sizes(self) -> list[int]:
-        """Bytes of each tensor of state, and of the gradient."""
-        kept = [*self.format.kept.values(), Kept(self.gradient_dtype)]
-        return [self.numel // tensor.group * tensor.dtype.itemsize for tensor in kept]
+    @property
+    def tensors(self) -> dict[str, Kept]:
+        """Tensors that an update moves through the GPU if the state is on the host, by name."""
+        return {**self.format.kept, "gradient": Kept(self.gradient_dtype)}
 
 
 def _layout(parameters: list[Tensor], accumulate: bool, gpu_state_bytes: float, state_format: str) -> list[_Layout]:
@@ -110,13 +114,19 @@ def _layout(parameters: list[Tensor], accumulate: bool, gpu_state_bytes: float, 
     return layout
 
 
-def _slot_sizes(layout: list[_Layout]) -> dict[StateFormat, int]:
-    """Elements of the largest piece that is updated through the GPU, by format."""
-    sizes: dict[StateFormat, int] = {}
+def _allocate(tensors: dict[str, Kept], numel: int, empty: Callable[..., Tensor]) -> dict[str, Tensor]:
+    """Returns tensors for so many elements, made by `empty`, which takes arguments of torch.empty."""
+    return {name: empty((numel // kept.group,), dtype=kept.dtype) for name, kept in tensors.items()}
+
+
+def _slots(layout: list[_Layout]) -> dict[StateFormat, tuple[int, dict[str, Kept]]]:
+    """Elements and tensors of the largest piece that is updated through the GPU, by format."""
+    slots: dict[StateFormat, tuple[int, dict[str, Kept]]] = {}
     for item in layout:
         if item.on_host:
-            sizes[item.format] = max(sizes.get(item.format, 0), min(PIECE_ELEMENTS, item.numel))
-    return sizes
+            most, tensors = slots.get(item.format, (0, {}))
+            slots[item.format] = max(most, min(PIECE_ELEMENTS, item.numel)), tensors | item.tensors
+    return slots
 
 
 def _room_size(layout: list[_Layout], accumulate: bool) -> int:
@@ -207,11 +217,9 @@ class MasterAdamW:
         # that is recorded once the piece that was here last has gone back).
         self.slots: dict[StateFormat, list[tuple[dict[str, Tensor], torch.Event]]] = {}
         empty = functools.partial(torch.empty, device=device)
-        for format, most in _slot_sizes(layout).items():
-            self.slots[format] = []
-            for _ in range(NUM_SLOTS):
-                tensors = {**format.allocate(most, empty), "gradient": empty((most,), dtype=layout[0].gradient_dtype)}
-                self.slots[format].append((tensors, self.device_module.Event()))
+        for format, (most, kept) in _slots(layout).items():
+            made = (_allocate(kept, most, empty) for _ in range(NUM_SLOTS))
+            self.slots[format] = [(tensors, self.device_module.Event()) for tensors in made]
 
         # The hooks refer to the optimizer weakly: Python cannot free a cycle that goes through a tensor's hook.
         optimizer = weakref.proxy(self)
@@ -220,11 +228,11 @@ class MasterAdamW:
         for (name, parameter), item in zip(self.parameters.items(), layout):
             starts = range(0, item.numel, PIECE_ELEMENTS)
             pieces = [(next(indices), slice(start, min(start + PIECE_ELEMENTS, item.numel))) for start in starts]
-            tensors = item.format.allocate(item.numel, self.arena.allocate if item.on_host else empty)
+            kept, allocate = (item.tensors, self.arena.allocate) if item.on_host else (item.format.kept, empty)
+            tensors = _allocate(kept, item.numel, allocate)
+            gradient = tensors.pop("gradient", None)
             decay = weight_decay if parameter.ndim >= 2 else 0.0
-            state = _State(parameter, item.format, decay, item.on_host, pieces, tensors)
-            if state.on_host:
-                state.gradient = self.arena.allocate((item.numel,), item.gradient_dtype)
+            state = _State(parameter, item.format, decay, item.on_host, pieces, tensors, gradient)
             for tensor in tensors.values():
                 tensor.zero_()
             for _, piece in pieces:  # rounding and widening are done on the GPU, a piece at a time
