@@ -35,11 +35,16 @@ def allocate(model: nn.Module, placements: Sequence[Placement], device: torch.de
 
     Returns the parameters without memory: weights of the blocks with weights on the host. They are the optimizer's
     `host_weights`. All of them together may be larger than the device's memory.
+
+    Raises:
+        ValueError: weights on the host, of a model that FSDP2 shards.
     """
     on_host = [block for block, placement in zip(model.layers, placements) if placement.weights == "host"]
     if not on_host:
         model.to_empty(device=device)
         return []
+    if isinstance(model, FSDPModule):
+        raise ValueError("weights of sharded parameters stay on the GPU; place them there")
     parts = {part for block in on_host for part in block.modules()}
     for part in model.modules():
         part.to_empty(device=device, recurse=False)

@@ -516,6 +516,8 @@ def compare_sharded(world: World) -> None:
         with torch.device("meta"):
             model = Transformer(TINY)
         shard_model(model, model.layers, world)
+        with pytest.raises(ValueError, match="sharded parameters stay on the GPU"):
+            allocate(model, WEIGHTS["weights"], world.device)
         model.to_empty(device=world.device)
         copy_weights(model, initial_weights(model, seed=0))
         if placements is not None:
