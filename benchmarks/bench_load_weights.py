@@ -20,7 +20,6 @@ from model import MODEL_SIZES, Transformer
 from training.checkpoint.weights import find_weights, name_in_file
 from training.families import to_config_json
 from training.memory.cost_model import PackedDocuments
-from training.optimizer import MasterAdamW
 from training.parallel.world import join_world
 from training.run.build import build_model, choose_model, configure_machine, resolve_memory_budget
 from training.run.settings import TrainConfig
@@ -95,11 +94,10 @@ def main() -> None:
         config.memory_budget = resolve_memory_budget(config, world.device)
         model_config = choose_model(config)
         configure_machine(config, model_config, world)
-        model, plan = build_model(config, model_config, world, PackedDocuments.one_each(flags.context_length, 1))
-        state = plan.execution.gpu_state_bytes
-        optimizer = MasterAdamW(model.named_parameters(), accumulate=False, gpu_state_bytes=state)
-        for parameter in model.parameters():  # a CPU provides memory only when it is written to
-            parameter.detach().zero_()
+        documents = PackedDocuments.one_each(flags.context_length, 1)
+        model, optimizer, plan = build_model(config, model_config, world, documents)
+        for weight in optimizer.weights().values():  # a CPU provides memory only when it is written to
+            weight.detach().zero_()
         if flags.drop_cache:
             forget(flags.folder)
         torch.get_device_module(world.device).synchronize()

@@ -305,7 +305,7 @@ def time_saving(
                 began = time.perf_counter()
                 if saving:
                     saver.begin(
-                        number, weights=optimizer.parameters, model_config=to_config_json(config),
+                        number, weights=optimizer.weights(), model_config=to_config_json(config),
                         optimizer_state=optimizer.state_dict(), trainer_state={},
                     )  # fmt: skip
                     waited.append(time.perf_counter() - began)

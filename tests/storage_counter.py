@@ -22,8 +22,21 @@ class StorageCounter(TorchDispatchMode):
         self.allocated = self.peak = 0
         self.own_bytes, self.on_host = own_bytes or {}, False
         self.known = weakref.WeakSet()
+        self.watched = weakref.WeakKeyDictionary()  # bytes of storages that are counted, and may be resized
+
+    def watch(self, tensors):
+        """Count tensors that it knows by the size that their storages have at any time."""
+        for tensor in tensors:
+            self.watched[tensor.untyped_storage()] = tensor.untyped_storage().nbytes()
+
+    def _look(self):
+        for storage, counted in list(self.watched.items()):
+            if storage.nbytes() != counted:
+                self.watched[storage] = storage.nbytes()
+                self.allocated += storage.nbytes() - counted
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self._look()
         output = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self.known:
@@ -40,6 +53,7 @@ class StorageCounter(TorchDispatchMode):
         self.allocated -= num_bytes
 
     def read(self):
+        self._look()
         peak, self.peak = self.peak, self.allocated
         return Reading(self.allocated, peak, peak)
 

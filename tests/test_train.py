@@ -27,11 +27,13 @@ from training.host.errors import UserError
 from training.host.files import write_file
 from training.inference import open_tokenizer
 from training.memory.cost_model import forward_flops
+from training.memory.execution import WHOLE, Placement
+from training.memory.planner import Plan
 from training.optimizer import MasterAdamW, warmup_cosine
 from training.parallel.fsdp import copy_weights, initial_weights
 from training.parallel.world import World
 from training.run import resume
-from training.run.build import resolve_memory_budget
+from training.run.build import resolve_memory_budget, step_of
 from training.run.saving import checkpoint_bytes
 from training.run.settings import TrainConfig, given_settings
 
@@ -110,6 +112,43 @@ def test_resume_equals_an_uninterrupted_run(corpus, tmp_path):
     assert losses(parts) == losses(whole)
     for name, tensor in weights(whole, 6).items():
         assert torch.equal(tensor, weights(parts, 6)[name]), name
+
+
+def test_a_run_is_the_same_wherever_weights_live(corpus, tmp_path, monkeypatch, caplog):
+    """Losses, validations, sample and checkpoints; each kind of run goes on from the other's checkpoint."""
+    caplog.set_level(logging.INFO)
+    flags = "--optimizer_state", "compact", "--checkpoint_interval", "2", "--validation_interval", "2"
+    flags += "--gradient_accumulation_steps", "2", "--validation_sequences", "2", "--sample_tokens", "8"
+
+    def run(folder, weights, *more):
+        def plan_memory(config, model, world, documents=None):
+            step = step_of(config, model, world, documents)
+            placements = (
+                Placement(weights=weights),
+                Placement("recompute", weights=weights),
+                WHOLE,
+                Placement(weights=weights),
+            )
+            return Plan(step, replace(step.unplanned(Placement()), placements=placements))
+
+        caplog.clear()
+        monkeypatch.setattr("training.run.build.plan_memory", plan_memory)
+        assert train.main(arguments(corpus, folder, *flags, *more, steps=4)) == 0
+        found = [(line["loss"], line["gradient_norm"], line.get("validation_loss")) for line in metrics(folder)]
+        return found, re.search("(?s)sample, .*", caplog.text)[0].splitlines()[:2]
+
+    folders = {weights: tmp_path / weights for weights in ("gpu", "host")}
+    expected = run(folders["gpu"], "gpu")
+    assert run(folders["host"], "host") == expected
+    files = [load_file(folder / "step_00000004" / "model.safetensors") for folder in folders.values()]
+    assert all(torch.equal(files[0][name], tensor) for name, tensor in files[1].items())
+    for weights, folder in folders.items():
+        shutil.rmtree(folder / "step_00000004")
+        assert run(folder, {"gpu": "host", "host": "gpu"}[weights], "--resume") == expected
+        assert all(
+            torch.equal(files[0][name], tensor)
+            for name, tensor in load_file(folder / "step_00000004" / "model.safetensors").items()
+        )
 
 
 def test_compact_state_resumes_exactly_and_in_float32(corpus, tmp_path, caplog):

@@ -21,6 +21,7 @@ from training.memory.cost_model import PackedDocuments, Step
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.placement import apply_execution
 from training.memory.planner import Plan
+from training.optimizer import MasterAdamW
 
 B, T = 2, 288  # rows and tokens of a micro-batch
 DENSE_BELOW = 161
@@ -177,6 +178,73 @@ def test_a_sparse_run_lives_through_mixed_documents():
         assert_close(run(placed, batched(batch)), unplaced("sparse", batch), batch)
         used.add(arena.used_bytes)
     assert len(used) == 1 and 0 <= arena.num_bytes - arena.used_bytes <= 1024 * 5
+
+
+def on_host(placement):
+    return replace(placement, weights="host")
+
+
+VISITING = {  # and key/value heads at a time
+    "all": ((on_host(ON_HOST),) * 3, None),
+    "some": ((on_host(Placement("gpu", "host")), Placement("recompute", "gpu"), on_host(ON_HOST)), 1),
+    "chain": (tuple(map(on_host, PLACEMENTS["chain"][0])), None),
+    "beside a whole block": ((on_host(Placement()), WHOLE, on_host(Placement("gpu", "host"))), 1),
+}
+
+
+def train(kinds, placements, heads_at_a_time, dtype, state_format):
+    """Losses, norms and gradients of updates from unlike batches, validation losses after them, and the last weights.
+
+    The second update follows a backward that was broken off.
+    """
+    model = build(kinds).to(dtype)
+    blocks = [block for block, placement in zip(model.layers, placements) if placement.weights == "host"]
+    optimizer = MasterAdamW(
+        model.named_parameters(), state_format=state_format,
+        host_weights=[parameter for block in blocks for parameter in block.parameters()],
+    )  # fmt: skip
+    documents = PackedDocuments(T, ((T, 1.0), (24, 6.0)))
+    step = Step(model.share, model.parameters(), T, B, documents=documents, element_size=dtype.itemsize)
+    plan = Plan(step, Execution(placements, mlp_tile_size=64, heads_at_a_time=heads_at_a_time))
+    apply_execution(model, plan.execution, plan.arena_bytes, optimizer.homes)
+    seen = []
+
+    def loss_of(batch):
+        [(ids, documents)] = batched(batch)
+        return model(ids, ids, documents=find_documents(documents), denominator=B * T).loss
+
+    for number, batches in enumerate([(LONG, SHORT), (SHORT,), (LONG, LONG, SHORT)]):
+        if number == 1:
+            handle = model.layers[0].mlp.up_proj.weight.register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loss_of(LONG).backward()
+            handle.remove()
+            optimizer.zero_grad()
+        for batch in batches:
+            loss = loss_of(batch)
+            loss.backward()
+            seen.append(loss.detach())
+        seen += [state.gradient.clone() for state in optimizer.states.values()]
+        seen.append(torch.tensor(optimizer.clip_grad_norm(1.0)))
+        optimizer.step(1e-2)
+        with torch.no_grad():
+            seen.append(loss_of(LONG))
+    return [*seen, *(weight.detach().clone() for weight in optimizer.weights().values())]
+
+
+FORMATS = (torch.float32, "float32"), (torch.bfloat16, "float32"), (torch.bfloat16, "compact")
+TRAINED = [("full", placement, *formats) for placement in VISITING for formats in FORMATS]
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "dtype", "state_format"), [*TRAINED, ("sparse, window, nsa", "chain", *FORMATS[2])]
+)
+def test_weights_on_the_host_train_alike(name, placement, dtype, state_format):
+    """Bit for bit as weights on the GPU."""
+    placements, heads_at_a_time = VISITING[placement]
+    there = tuple(replace(placement, weights="gpu") for placement in placements)
+    runs = [train(KINDS[name], each, heads_at_a_time, dtype, state_format) for each in (there, placements)]
+    assert len(runs[0]) == len(runs[1]) and all(map(torch.equal, *runs))
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -7,7 +7,8 @@ float32. The last addition takes the norm, so the exact global norm is known bef
 scales by it.
 
 Each parameter is updated on the GPU, in pieces of at most PIECE_ELEMENTS. Pieces and calls are the same wherever the
-state lives, so results are equal bit for bit. State in host memory costs only the time of its copies. For the 4B
+state lives, so results are equal bit for bit. State in host memory costs only the time of its copies. A weight may
+live there as well: an update moves it like state, and `training.memory.visiting` brings it to its block. For the 4B
 (4.02e9 parameters) with all state in host memory, at 50 GB/s each way:
 - one micro-batch: bf16 gradients leave during backward, 8 GB in 0.16 s. The update fetches 14 bytes per parameter and
   sends 12 back at the same time: 1.13 s. Host: 52.4 GiB.
@@ -21,7 +22,7 @@ import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,25 +64,29 @@ class OptimizerBytes:
     gpu_gradients: int  # gradients of parameters whose state is on the GPU; exist from backward to the update
     gpu_buffers: int  # pieces on their way through an update
     leaving_gradients: int  # gradients on their way to the host; at most LEAVING_BYTES of them are on the GPU at once
-    host: int  # masters, moments and gradients, pinned
+    host: int  # masters, moments, gradients and `host_weights`, pinned
 
 
 def optimizer_bytes(
     parameters: Iterable[Tensor], *, accumulate: bool = True, gpu_state_bytes: float = math.inf,
-    state_format: str = "float32",
+    state_format: str = "float32", host_weights: Iterable[Tensor] = (),
 ) -> OptimizerBytes:  # fmt: skip
     """Predicts the bytes of a `MasterAdamW` with these arguments; parameters on the meta device will do."""
-    layout = _layout(list(parameters), accumulate, gpu_state_bytes, state_format)
+    layout = _layout(list(parameters), accumulate, gpu_state_bytes, state_format, host_weights)
     on_gpu, on_host = ([item for item in layout if item.on_host is wanted] for wanted in (False, True))
     buffers = 4 * _room_size(layout, accumulate)
-    for format, size in _slot_sizes(layout).items():
-        buffers += NUM_SLOTS * (format.num_bytes(size) + layout[0].gradient_dtype.itemsize * size)
+    for size, tensors in _slots(layout).values():
+        buffers += NUM_SLOTS * sum(kept.num_bytes(size) for kept in tensors.values())
     return OptimizerBytes(
         gpu_state=sum(item.format.num_bytes(item.numel) for item in on_gpu),
         gpu_gradients=sum(item.gradient_dtype.itemsize * item.numel for item in on_gpu),
         gpu_buffers=buffers,
         leaving_gradients=sum(item.gradient_dtype.itemsize * item.numel for item in on_host),
-        host=sum(-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for item in on_host for size in item.sizes()),
+        host=sum(
+            -(-kept.num_bytes(item.numel) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+            for item in on_host
+            for kept in item.tensors.values()
+        ),
     )
 
 
@@ -93,30 +98,45 @@ class _Layout:
     gradient_dtype: torch.dtype
     numel: int
     on_host: bool
+    has_home: bool  # whether the weight is on the host, too
 
-    def sizes(self) -> list[int]:
-        """Bytes of each tensor of state, and of the gradient."""
-        kept = [*self.format.kept.values(), Kept(self.gradient_dtype)]
-        return [self.numel // tensor.group * tensor.dtype.itemsize for tensor in kept]
+    @property
+    def tensors(self) -> dict[str, Kept]:
+        """Tensors that an update moves through the GPU if the state is on the host, by name."""
+        weight = {"weight": Kept(self.format.parameter_dtype)} if self.has_home else {}
+        return {**self.format.kept, "gradient": Kept(self.gradient_dtype), **weight}
 
 
-def _layout(parameters: list[Tensor], accumulate: bool, gpu_state_bytes: float, state_format: str) -> list[_Layout]:
-    layout = []
+def _layout(
+    parameters: list[Tensor], accumulate: bool, gpu_state_bytes: float, state_format: str,
+    host_weights: Iterable[Tensor],
+) -> list[_Layout]:  # fmt: skip
+    layout, homes = [], {id(parameter) for parameter in host_weights}
+    assert homes <= set(map(id, parameters)), "host_weights must be some of the parameters"
     for parameter in parameters:
-        format, numel = format_of(parameter, state_format), _flat(parameter).numel()
-        on_host = format.num_bytes(numel) > gpu_state_bytes
+        format, numel, has_home = format_of(parameter, state_format), _flat(parameter).numel(), id(parameter) in homes
+        if has_home and isinstance(parameter, DTensor):
+            raise ValueError("weights of sharded parameters stay on the GPU")
+        on_host = has_home or format.num_bytes(numel) > gpu_state_bytes
         gpu_state_bytes -= 0 if on_host else format.num_bytes(numel)
-        layout.append(_Layout(format, torch.float32 if accumulate else parameter.dtype, numel, on_host))
+        gradient_dtype = torch.float32 if accumulate else parameter.dtype
+        layout.append(_Layout(format, gradient_dtype, numel, on_host, has_home))
     return layout
 
 
-def _slot_sizes(layout: list[_Layout]) -> dict[StateFormat, int]:
-    """Elements of the largest piece that is updated through the GPU, by format."""
-    sizes: dict[StateFormat, int] = {}
+def _allocate(tensors: dict[str, Kept], numel: int, empty: Callable[..., Tensor]) -> dict[str, Tensor]:
+    """Returns tensors for so many elements, made by `empty`, which takes arguments of torch.empty."""
+    return {name: empty((numel // kept.group,), dtype=kept.dtype) for name, kept in tensors.items()}
+
+
+def _slots(layout: list[_Layout]) -> dict[StateFormat, tuple[int, dict[str, Kept]]]:
+    """Elements and tensors of the largest piece that is updated through the GPU, by format."""
+    slots: dict[StateFormat, tuple[int, dict[str, Kept]]] = {}
     for item in layout:
         if item.on_host:
-            sizes[item.format] = max(sizes.get(item.format, 0), min(PIECE_ELEMENTS, item.numel))
-    return sizes
+            most, tensors = slots.get(item.format, (0, {}))
+            slots[item.format] = max(most, min(PIECE_ELEMENTS, item.numel)), tensors | item.tensors
+    return slots
 
 
 def _room_size(layout: list[_Layout], accumulate: bool) -> int:
@@ -150,14 +170,21 @@ class _State:
     pieces: list[tuple[int, slice]]  # (index into the norms, elements)
     tensors: dict[str, Tensor]
     gradient: Tensor | None = None  # exists always where state is on the host, else from backward to the update
+    home: Tensor | None = None  # the weight in host memory, in the parameter's shape; None: the parameter has it
     arrived: bool = False  # whether a gradient has come since the last update
 
+    @property
+    def weight(self) -> Tensor:
+        """The weight where it lives."""
+        return self.parameter if self.home is None else self.home
+
     def slices(self, piece: slice) -> dict[str, Tensor]:
-        """The part of the tensors, and of the gradient if there is one, for some elements of the parameter."""
+        """The part of the tensors for some elements of the parameter; also of gradient and host weight, if any."""
         gradient = {} if self.gradient is None else {"gradient": self.gradient[piece]}
+        weight = {} if self.home is None else {"weight": _flat(self.home)[piece]}
         groups = {name: kept.group for name, kept in self.format.kept.items()}
         parts = {name: t[piece.start // groups[name] : piece.stop // groups[name]] for name, t in self.tensors.items()}
-        return parts | gradient
+        return parts | gradient | weight
 
 
 class MasterAdamW:
@@ -169,9 +196,16 @@ class MasterAdamW:
         weight_decay: argument of torch.optim.AdamW.
         accumulate: whether there may be more than one backward before an update.
         gpu_state_bytes: limit on the masters and moments that stay on the GPU, whole parameters in their order; the
-            rest lives in pinned host memory, if the host lets that much be pinned (else UserError).
+            rest lives in pinned host memory, if the host lets that much be pinned (else UserError). State of
+            `host_weights` is never on the GPU, and does not count.
         state_format: "float32" or "compact", see `training.state_format`.
         impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.
+        host_weights: parameters whose weights live in pinned host memory, as their state does. They lose their memory
+            on the GPU, whose content becomes the weight. Sharded parameters are refused (ValueError).
+
+    Attributes:
+        homes: the weight in host memory of each of `host_weights`. Kernels queued on the compute stream after `step`
+            find it updated.
     """
 
     def __init__(
@@ -183,14 +217,15 @@ class MasterAdamW:
         gpu_state_bytes: float = math.inf,
         state_format: str = "float32",
         impl: str = "auto",
+        host_weights: Iterable[nn.Parameter] = (),
     ):
         self.parameters = dict(named_parameters)
-        parameters = list(self.parameters.values())
-        device = _flat(parameters[0]).device
+        parameters, host_weights = list(self.parameters.values()), list(host_weights)
+        self.device = device = _flat(parameters[0]).device
         kinds = {(p.dtype, p.device_mesh if isinstance(p, DTensor) else None) for p in parameters}
         assert len(kinds) == 1, f"parameters of several dtypes or meshes: {kinds}"
         self.accumulate, self.impl = accumulate, impl
-        layout = _layout(parameters, accumulate, gpu_state_bytes, state_format)
+        layout = _layout(parameters, accumulate, gpu_state_bytes, state_format, host_weights)
 
         # On a CPU, torch.cpu's streams and events do nothing and copies are done when they return.
         self.device_module = torch.get_device_module(device)
@@ -200,18 +235,17 @@ class MasterAdamW:
         self.room = torch.empty(_room_size(layout, accumulate), device=device)  # one piece of a gradient in float32
         if any(item.on_host for item in layout):
             needed = optimizer_bytes(
-                parameters, accumulate=accumulate, gpu_state_bytes=gpu_state_bytes, state_format=state_format
-            )
+                parameters, accumulate=accumulate, gpu_state_bytes=gpu_state_bytes, state_format=state_format,
+                host_weights=host_weights,
+            )  # fmt: skip
             self.arena = PinnedArena(needed.host, device)
         # Room on the GPU for pieces of state from the host, by format: (tensors, the gradient included, and an event
         # that is recorded once the piece that was here last has gone back).
         self.slots: dict[StateFormat, list[tuple[dict[str, Tensor], torch.Event]]] = {}
         empty = functools.partial(torch.empty, device=device)
-        for format, most in _slot_sizes(layout).items():
-            self.slots[format] = []
-            for _ in range(NUM_SLOTS):
-                tensors = {**format.allocate(most, empty), "gradient": empty((most,), dtype=layout[0].gradient_dtype)}
-                self.slots[format].append((tensors, self.device_module.Event()))
+        for format, (most, kept) in _slots(layout).items():
+            made = (_allocate(kept, most, empty) for _ in range(NUM_SLOTS))
+            self.slots[format] = [(tensors, self.device_module.Event()) for tensors in made]
 
         # The hooks refer to the optimizer weakly: Python cannot free a cycle that goes through a tensor's hook.
         optimizer = weakref.proxy(self)
@@ -220,19 +254,24 @@ class MasterAdamW:
         for (name, parameter), item in zip(self.parameters.items(), layout):
             starts = range(0, item.numel, PIECE_ELEMENTS)
             pieces = [(next(indices), slice(start, min(start + PIECE_ELEMENTS, item.numel))) for start in starts]
-            tensors = item.format.allocate(item.numel, self.arena.allocate if item.on_host else empty)
+            kept, allocate = (item.tensors, self.arena.allocate) if item.on_host else (item.format.kept, empty)
+            tensors = _allocate(kept, item.numel, allocate)
+            gradient, home = tensors.pop("gradient", None), tensors.pop("weight", None)
             decay = weight_decay if parameter.ndim >= 2 else 0.0
-            state = _State(parameter, item.format, decay, item.on_host, pieces, tensors)
-            if state.on_host:
-                state.gradient = self.arena.allocate((item.numel,), item.gradient_dtype)
+            home = None if home is None else home.view(parameter.shape)
+            state = _State(parameter, item.format, decay, item.on_host, pieces, tensors, gradient, home)
             for tensor in tensors.values():
                 tensor.zero_()
-            for _, piece in pieces:  # rounding and widening are done on the GPU, a piece at a time
+            is_there = home is None or parameter.untyped_storage().nbytes()
+            for _, piece in pieces if is_there else ():  # rounding and widening are done on the GPU, a piece at a time
                 weights = _flat(parameter)[piece]
-                item.format.write(state.slices(piece), weights, {"master": weights.float()})
+                item.format.write(state.slices(piece), _flat(state.weight)[piece], {"master": weights.float()})
+            if home is not None:
+                parameter.untyped_storage().resize_(0)
             self.states[name] = state
             hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: optimizer.take_gradient(name))
             weakref.finalize(self, hook.remove)
+        self.homes = {state.parameter: state.home for state in self.states.values() if state.home is not None}
         self.norms = torch.zeros(next(indices), device=device)  # norm of each piece of the gradients
         copies = [_num_copies(state.parameter) for state in self.states.values() for _ in state.pieces]
         self.copies = torch.tensor(copies, device=device)  # ranks that have the same elements, for each piece
@@ -329,6 +368,7 @@ class MasterAdamW:
                     self._update_through(next(slots[state.format]), state, piece, update)
                 else:
                     self._update(state.slices(piece), state, piece, update)
+        current.wait_stream(self.outward)  # weights may be fetched from the host
         self.zero_grad()
 
     def _update_through(self, slot: tuple, state: _State, piece: slice, update: Update) -> None:
@@ -344,14 +384,20 @@ class MasterAdamW:
         self._update(tensors, state, piece, update)
         self.outward.wait_stream(current)  # the piece is updated
         with self.device_module.stream(self.outward):
-            for key in state.tensors:
+            for key in host.keys() - {"gradient"}:
                 host[key].copy_(tensors[key], non_blocking=True)
             left.record()
 
     def _update(self, tensors: dict[str, Tensor], state: _State, piece: slice, update: Update) -> None:
-        """Update one piece; its state and its gradient, `tensors`, are on the parameter's device."""
+        """Update one piece; `tensors`, which are its state, gradient and host weight, are on the parameter's device."""
         update = update._replace(weight_decay=state.weight_decay)
-        state.format.update(tensors, _flat(state.parameter)[piece], tensors["gradient"], update)
+        weight = _flat(state.parameter)[piece] if state.home is None else tensors["weight"]
+        state.format.update(tensors, weight, tensors["gradient"], update)
+
+    def weights(self) -> dict[str, Tensor]:
+        """References to the weights by parameter name, to save: parameters, or tensors of their shape on the host."""
+        self.device_module.synchronize()  # the weights that the last step sent back have reached the host
+        return {name: state.weight for name, state in self.states.items()}
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """References to the state by parameter name, to save.
@@ -363,7 +409,7 @@ class MasterAdamW:
 
     def _state_of(self, state: _State) -> dict[str, Tensor]:
         is_master = state.parameter.dtype == torch.float32
-        own = {"master": _like(state.parameter, _flat(state.parameter), 1)} if is_master else {}
+        own = {"master": _like(state.parameter, _flat(state.weight), 1)} if is_master else {}
         groups = {name: kept.group for name, kept in state.format.kept.items()}
         kept = {name: _like(state.parameter, tensor, groups[name]) for name, tensor in state.tensors.items()}
         return {**own, **kept, "step": self.steps}
@@ -380,13 +426,13 @@ class MasterAdamW:
         """Start from the weights of these names in files, each rank from its own part."""
 
         def write(piece: Piece, part: Tensor, content: Tensor) -> None:
-            self._write(piece.name, self._elements(piece.name, part), {"master": content.to(part.device).view(-1)})
+            self._write(piece.name, self._elements(piece.name, part), {"master": content.to(self.device).view(-1)})
 
-        read_pieces(entries, {name: self.parameters[name] for name in entries}, write)
+        read_pieces(entries, {name: self.states[name].weight for name in entries}, write)
 
     def _elements(self, name: str, part: Tensor) -> slice:
-        """The elements of a parameter that `part`, some of its rows, is a view of."""
-        start = part.storage_offset() - _flat(self.parameters[name]).storage_offset()
+        """The elements of a parameter's weight that `part`, some of its rows, is a view of."""
+        start = part.storage_offset() - _flat(self.states[name].weight).storage_offset()
         return slice(start, start + part.numel())
 
     @torch.no_grad()
@@ -394,7 +440,7 @@ class MasterAdamW:
         """Set values of some elements, see `StateFormat.write`."""
         state = self.states[name]
         values = {key: value.float() for key, value in values.items()}
-        state.format.write(state.slices(piece), _flat(state.parameter)[piece], values)
+        state.format.write(state.slices(piece), _flat(state.weight)[piece], values)
 
     @torch.no_grad()
     def load(self, checkpoint: Path) -> None:
@@ -412,18 +458,18 @@ class MasterAdamW:
             self._convert(name, stored, stored.get("master") or weights()[name], done)
 
         load_optimizer_state(checkpoint, own, convert)
-        halves = {n: p for n, p in self.parameters.items() if n not in converted and "master" not in own[n]}
+        halves = {n: w for n, w in self.weights().items() if n not in converted and "master" not in own[n]}
         with failing_together():
             read_tensors({name: weights()[name] for name in halves}, halves)
         for state in self.states.values():
             for _, piece in state.pieces if "master" in state.tensors else ():
-                parameter = _flat(state.parameter)[piece]
-                parameter.copy_(state.tensors["master"][piece].to(parameter.device))
+                weight = _flat(state.weight)[piece]
+                weight.copy_(state.tensors["master"][piece].to(weight.device))
 
     def _convert(self, name: str, stored: dict[str, Entry], weight: Entry, done: set[str]) -> None:
         """Set the values of one parameter but those in `done`, from the weight and the state that are `stored`."""
         dtype = torch.float32 if "master" in stored else torch.bfloat16
-        source, parameter = format_with(stored.keys() - {"master", "step"}, dtype), self.parameters[name]
+        source, parameter = format_with(stored.keys() - {"master", "step"}, dtype), self.states[name].weight
         if source is None:
             raise UserError(f"{weight.file.parent} is of another model or optimizer: {name} has {', '.join(stored)}")
         for entry, kept in [(weight, Kept(dtype)), *((stored[key], kept) for key, kept in source.kept.items())]:
@@ -443,7 +489,7 @@ class MasterAdamW:
             content["master"] = whole.content(weight)
             for key, tensor in content.items():
                 check_finite(tensor, weight if key == "master" else stored[key])
-            tensors = {key: tensor.to(part.device).view(-1) for key, tensor in content.items()}
+            tensors = {key: tensor.to(self.device).view(-1) for key, tensor in content.items()}
             values = source.read(tensors, tensors.pop("master"))
             start = piece.offset[-1] - whole.offset[-1]
             cut = {key: value.view(whole.shape).narrow(-1, start, piece.shape[-1]) for key, value in values.items()}

@@ -6,7 +6,7 @@ write values, to make an update, or how large its tensors are.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -34,6 +34,10 @@ class Kept(NamedTuple):
 
     dtype: torch.dtype
     group: int = 1
+
+    def num_bytes(self, numel: int) -> int:
+        """Bytes of the tensor for so many elements of a parameter."""
+        return numel // self.group * self.dtype.itemsize
 
 
 class Update(NamedTuple):
@@ -83,11 +87,7 @@ class StateFormat(ABC):
 
     def num_bytes(self, numel: int) -> int:
         """Bytes of the state of so many elements."""
-        return sum(numel // kept.group * kept.dtype.itemsize for kept in self.kept.values())
-
-    def allocate(self, numel: int, empty: Callable[..., Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors of so many elements, made by `empty`, which takes arguments of torch.empty."""
-        return {name: empty((numel // kept.group,), dtype=kept.dtype) for name, kept in self.kept.items()}
+        return sum(kept.num_bytes(numel) for kept in self.kept.values())
 
 
 class Float32State(StateFormat):

@@ -2,6 +2,7 @@ import gc
 import math
 import os
 import weakref
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from tests.ranks import run_ranks
 from training.checkpoint import pieces
 from training.checkpoint.files import flat
 from training.checkpoint.manifest import OPTIMIZER, verify_checkpoint
+from training.checkpoint.weights import find_weights
 from training.host.errors import UserError
+from training.memory.visiting import VisitingWeights
 from training.optimizer import LEAVING_BYTES, MasterAdamW, optimizer_bytes, warmup_cosine
 from training.parallel.fsdp import shard_model
 from training.parallel.world import World
@@ -48,12 +51,13 @@ def make_parameters(dtype, device, shapes=SHAPES):
     return {n: nn.Parameter(torch.randn(s, generator=generator, device=device).to(dtype)) for n, s in shapes.items()}
 
 
-def backward(parameters, seed):
+def backward(parameters, seed, homes=MappingProxyType({})):
     """A loss whose gradients are known: random numbers in the parameters' dtype, returned by name."""
     device = next(iter(parameters.values())).device
     generator = torch.Generator(device).manual_seed(seed)
     gradients = {n: torch.randn(p.shape, generator=generator, device=device).to(p.dtype) for n, p in parameters.items()}
-    sum((p * gradients[n]).sum() for n, p in parameters.items()).backward()
+    with VisitingWeights({0: homes}, device).visit(0):
+        sum((p * gradients[n]).sum() for n, p in parameters.items()).backward()
     return gradients
 
 
@@ -150,21 +154,140 @@ def test_equals_torchs_optimizer(device):
         assert torch.equal(parameters["norm.weight"], theirs["norm.weight"])
 
 
-def run(parameters, placement, micro_batches, steps=5, prepare=None, state_format="float32"):
-    """The state, the parameters and the norms after some steps, the last one clipped."""
+def run(parameters, placement, micro_batches, steps=5, prepare=None, state_format="float32", host_weights=()):
+    """The state, the weights and the norms after some steps, the last one clipped."""
     optimizer = MasterAdamW(
         parameters.items(), accumulate=micro_batches > 1, gpu_state_bytes=PLACEMENTS.get(placement, placement),
-        state_format=state_format,
+        state_format=state_format, host_weights=[parameters[name] for name in host_weights],
     )  # fmt: skip
     if prepare:
         prepare(optimizer)
     norms = []
     for step in range(steps):
         for micro in range(micro_batches):
-            backward(parameters, seed=10 * step + micro)
+            backward(parameters, seed=10 * step + micro, homes=optimizer.homes)
         norms += optimizer.clip_grad_norm(1.0 if step == steps - 1 else math.inf)
         optimizer.step(1e-2)
-    return copy_of_state(optimizer), {n: {"": p.detach()} for n, p in parameters.items()}, norms
+    return copy_of_state(optimizer), weights_of(optimizer), norms
+
+
+def weights_of(optimizer):
+    return {name: {"": weight.detach().to(optimizer.device)} for name, weight in optimizer.weights().items()}
+
+
+HOST_WEIGHTS = pytest.mark.parametrize("host_weights", [["matrix"], ["norm.weight", "other"], [*SHAPES]], ids=len)
+
+
+@DTYPES
+@MICRO_BATCHES
+@STATE_FORMAT
+@HOST_WEIGHTS
+def test_weights_on_the_host_agree_bit_for_bit(dtype, micro_batches, state_format, host_weights, device):
+    """State of the other parameters is on the GPU."""
+    parameters = make_parameters(dtype, device, WIDE)
+    found = run(parameters, "device", micro_batches, state_format=state_format, host_weights=host_weights)
+    expected = run(make_parameters(dtype, device, WIDE), "device", micro_batches, state_format=state_format)
+    assert found[2] == expected[2]
+    assert_equal_states(found[0], expected[0])
+    assert_equal_states(found[1], expected[1])
+    assert [n for n, p in parameters.items() if not p.untyped_storage().nbytes()] == host_weights
+
+
+@DTYPES
+@STATE_FORMAT
+@HOST_WEIGHTS
+def test_weights_on_the_host_start_from_float32_weights_and_files(dtype, state_format, host_weights, device, tmp_path):
+    weights = {n: torch.randn(shape, device=device) for n, shape in WIDE.items()}
+    save_file({f"model.{n}": weight.cpu() for n, weight in weights.items()}, tmp_path / "model.safetensors")
+    entries = find_weights(tmp_path, WIDE)
+    for homes in ((), host_weights):
+        for load in (lambda o: o.load_weights(weights.items()), lambda o: o.read_weights(entries)):
+            parameters = make_parameters(dtype, device, WIDE)
+            options = {"state_format": state_format, "host_weights": [parameters[name] for name in homes]}
+            optimizer = MasterAdamW(parameters.items(), **options)
+            load(optimizer)
+            for name, state in optimizer.states.items():
+                own = state.weight.detach().flatten().cpu()
+                kept = {key: tensor.cpu() for key, tensor in state.tensors.items()}
+                assert torch.equal(state.format.read(kept, own)["master"], weights[name].flatten().cpu())
+                assert torch.equal(own, weights[name].flatten().cpu().to(dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize(("saved", "loaded"), [([], [*WIDE]), ([*WIDE], []), (["matrix"], ["other", "norm.weight"])])
+@pytest.mark.parametrize(
+    "formats", [("float32",) * 2, ("compact",) * 2, ("float32", "compact"), ("compact", "float32")]
+)
+def test_a_checkpoint_is_loaded_wherever_weights_live(dtype, saved, loaded, formats, device, tmp_path):
+    """State of the same format is restored exactly, masters by every format."""
+
+    def make(host_weights, state_format):
+        parameters = make_parameters(dtype, device, WIDE)
+        host_weights = [parameters[name] for name in host_weights]
+        return MasterAdamW(parameters.items(), state_format=state_format, host_weights=host_weights)
+
+    def masters(optimizer):
+        for state in optimizer.states.values():
+            kept = {key: tensor.cpu() for key, tensor in state.tensors.items()}
+            yield state.format.read(kept, state.weight.detach().flatten().cpu())["master"]
+
+    optimizer, other, third = make(saved, formats[0]), make(loaded, formats[1]), make([], formats[1])
+    for seed in range(3):
+        backward(optimizer.parameters, seed, optimizer.homes)
+        optimizer.step(1e-2)
+    path = save_checkpoint(
+        tmp_path, 3, weights=optimizer.weights(), model_config={}, trainer_state={},
+        optimizer_state=optimizer.state_dict(),
+    )  # fmt: skip
+    for each in (other, third):
+        each.load(path)
+        assert_equal_states(weights_of(each), weights_of(optimizer))
+        assert all(map(torch.equal, masters(each), masters(optimizer)))
+        backward(each.parameters, 10, each.homes)
+        each.step(1e-2)
+    assert_equal_states(copy_of_state(other), copy_of_state(third))
+    assert_equal_states(weights_of(other), weights_of(third))
+    if formats[0] == formats[1]:
+        backward(optimizer.parameters, 10, optimizer.homes)
+        optimizer.step(1e-2)
+        assert_equal_states(copy_of_state(other), copy_of_state(optimizer))
+
+
+@DTYPES
+@STATE_FORMAT
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_bytes_of_weights_on_the_host(dtype, state_format, accumulate, device):
+    parameters = make_parameters(dtype, device, WIDE)
+    arguments = {"accumulate": accumulate, "state_format": state_format}
+    arguments["host_weights"] = [parameters["matrix"], parameters["norm.weight"]]
+    predicted, none = (
+        optimizer_bytes(parameters.values(), **options) for options in (arguments, {**arguments, "host_weights": ()})
+    )
+    optimizer = MasterAdamW(parameters.items(), **arguments)
+
+    def size(tensors):
+        return sum(t.nbytes for t in tensors)
+
+    on_host = [optimizer.states[name] for name in ("matrix", "norm.weight")]
+    assert all(state.on_host for state in on_host) and not optimizer.states["other"].on_host
+    assert predicted.gpu_state == size(optimizer.states["other"].tensors.values()) < none.gpu_state
+    slots = [tensors for ring in optimizer.slots.values() for tensors, _ in ring]
+    assert all(tensors["weight"].dtype == dtype for tensors in slots)
+    assert predicted.gpu_buffers == size([optimizer.room, *(t for tensors in slots for t in tensors.values())])
+    assert optimizer.arena.num_bytes == predicted.host >= optimizer.arena.used_bytes > predicted.host - 512
+    host = size(t for state in on_host for t in (*state.tensors.values(), state.gradient, state.home))
+    assert 0 <= predicted.host - host < 14 * 512 and none.host == 0
+    assert size(optimizer.homes.values()) == (6 * 64 + 64) * dtype.itemsize
+
+
+def test_weights_of_sharded_parameters_stay_on_the_gpu(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (1,)), [Shard(0)]))
+        with pytest.raises(ValueError, match="weights of sharded parameters stay on the GPU"):
+            MasterAdamW([("weight", weight)], host_weights=[weight])
+    finally:
+        dist.destroy_process_group()
 
 
 @DTYPES
@@ -725,16 +848,16 @@ def delay_streams(optimizer):
 @MICRO_BATCHES
 @GPU_SHARE
 @STATE_FORMAT
-def test_placements_agree_bit_for_bit_whatever_stream_is_late(micro_batches, share, state_format):
+@pytest.mark.parametrize("host_weights", [[], ["matrix", "norm.weight"]], ids=["gpu", "host"])
+def test_placements_agree_bit_for_bit_whatever_stream_is_late(micro_batches, share, state_format, host_weights):
     """Parameters of several pieces of full size, so that the slots are used again within a step."""
     parameters = make_parameters(torch.bfloat16, "cuda", GPU_SHAPES)
     expected = run(parameters, "device", micro_batches, state_format=state_format)
     for prepare in (None, delay_streams):
         parameters = make_parameters(torch.bfloat16, "cuda", GPU_SHAPES)
         gpu_state_bytes = share * optimizer_bytes(parameters.values(), state_format=state_format).gpu_state
-        state, weights, norms = run(
-            parameters, gpu_state_bytes, micro_batches, prepare=prepare, state_format=state_format
-        )
+        options = {"prepare": prepare, "state_format": state_format, "host_weights": host_weights}
+        state, weights, norms = run(parameters, gpu_state_bytes, micro_batches, **options)
         assert norms == expected[2]
         assert_equal_states(state, expected[0])
         assert_equal_states(weights, expected[1])
@@ -777,16 +900,19 @@ def test_no_growth_over_50_steps(device, shapes, micro_batches, share):
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0, 0.5, 1])
 @STATE_FORMAT
-def test_gpu_memory_is_as_predicted(share, state_format):
+@pytest.mark.parametrize("host_weights", [[], ["matrix", "norm.weight"]], ids=["gpu", "host"])
+def test_gpu_memory_is_as_predicted(share, state_format, host_weights):
     parameters = make_parameters(torch.bfloat16, "cuda", GPU_SHAPES)
     gpu_state_bytes = share * optimizer_bytes(parameters.values(), state_format=state_format).gpu_state
     arguments = {"accumulate": False, "gpu_state_bytes": gpu_state_bytes, "state_format": state_format}
+    arguments["host_weights"] = [parameters[name] for name in host_weights]
     predicted = optimizer_bytes(parameters.values(), **arguments)
     (before, _), _ = memory_in_use("cuda")
+    before -= sum(parameter.nbytes for parameter in arguments["host_weights"])
     optimizer = MasterAdamW(parameters.items(), **arguments)
     (held, _), _ = memory_in_use("cuda")
     assert held - before == pytest.approx(predicted.gpu_state + predicted.gpu_buffers, abs=4096)
-    backward(parameters, 0)
+    backward(parameters, 0, optimizer.homes)
     (with_gradients, _), _ = memory_in_use("cuda")
     leaving = min(predicted.leaving_gradients, LEAVING_BYTES)  # released when more come, or in the update
     assert with_gradients - held == pytest.approx(predicted.gpu_gradients + leaving, abs=4096)

@@ -16,24 +16,31 @@ PLACES = ("gpu", "host", "recompute")
 
 @dataclass(frozen=True)
 class Placement:
-    """The places where one block's activations wait for backward: "gpu", "host", or "recompute", to be computed again.
+    """The places where one block's activations wait for backward, and where its weights live.
+
+    Places are "gpu", "host", and for activations "recompute", to be computed again. Embedding, head and last norm have
+    no placement: their weights stay on the GPU. So do all weights on several GPUs.
 
     Raises:
-        ValueError: a place that does not exist, or `rest` on the GPU without input and results.
+        ValueError: a place that does not exist, or `rest` on the GPU without input, results and weights.
     """
 
     input: str = "gpu"  # "recompute" runs the block before it again
     results: str = "recompute"  # results of the operations that `kernels.common` calls keepable
     rest: str = "recompute"  # all other activations; "gpu" needs input and results there, "host" does not exist
+    weights: str = "gpu"  # on the "host" with their optimizer's state; on the GPU while the block runs
 
     def __post_init__(self):
+        others = {"rest": ("gpu", "recompute"), "weights": ("gpu", "host")}
         for name, place in vars(self).items():
-            places = PLACES if name != "rest" else ("gpu", "recompute")
+            places = others.get(name, PLACES)
             if place not in places:
                 raise ValueError(f"{name} must be placed in one of {', '.join(places)}, got {place!r}")
         if self.is_whole and (self.input, self.results) != ("gpu", "gpu"):
-            others = f"{self.input} and {self.results}"
-            raise ValueError(f"rest on gpu needs input and results there, got {others}; place them on gpu")
+            got = f"{self.input} and {self.results}"
+            raise ValueError(f"rest on gpu needs input and results there, got {got}; place them on gpu")
+        if self.is_whole and self.weights != "gpu":
+            raise ValueError("rest on gpu needs weights there, got host; place them on gpu")
 
     @property
     def is_whole(self) -> bool:

@@ -4,13 +4,17 @@ A placed block is one autograd function, after Chen et al., arXiv 1604.06174. Fo
 the activations that the block's `Placement` names. Backward rebuilds the block from its input and runs through that
 graph, so only one block's activations exist at a time. An operation does not run again if its results were kept, or if
 no gradient needs its result: `kernels.common.operation` declares both. A whole block is left to autograd.
+
+The weights of a placed block are on the GPU, or visit it from host memory, see `training.memory.visiting`: in forward,
+with or without gradients, and in backward.
 """
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +25,41 @@ from kernels.parts import AttentionKind
 from training.host.memory import HostCopies, PinnedArena
 from training.host.torch_internals import TorchDispatchMode
 from training.memory.execution import Execution, Placement, needed_for_backward
+from training.memory.visiting import VisitingWeights
+
+Homes = Mapping[nn.Parameter, Tensor]  # weights in host memory, see `training.optimizer.MasterAdamW`
 
 
-def apply_execution(model: nn.Module, execution: Execution, arena_bytes: int = 0) -> None:
+def allocate(model: nn.Module, placements: Sequence[Placement], device: torch.device) -> list[nn.Parameter]:
+    """Give a model.Transformer, which is on the meta device, memory on `device` for the weights that live there.
+
+    Returns the parameters without memory: weights of the blocks with weights on the host. They are the optimizer's
+    `host_weights`. All of them together may be larger than the device's memory.
+
+    Raises:
+        ValueError: weights on the host, of a model that FSDP2 shards.
+    """
+    on_host = [block for block, placement in zip(model.layers, placements) if placement.weights == "host"]
+    if not on_host:
+        model.to_empty(device=device)
+        return []
+    if isinstance(model, FSDPModule):
+        raise ValueError("weights of sharded parameters stay on the GPU; place them there")
+    parts = {part for block in on_host for part in block.modules()}
+    for part in model.modules():
+        part.to_empty(device=device, recurse=False)
+        for parameter in part.parameters(recurse=False) if part in parts else ():
+            parameter.untyped_storage().resize_(0)
+    return [parameter for block in on_host for parameter in block.parameters()]
+
+
+def apply_execution(
+    model: nn.Module, execution: Execution, arena_bytes: int = 0, homes: Homes = MappingProxyType({})
+) -> None:
     """Make a model.Transformer, on its device, run as `execution` says.
 
-    Pins `arena_bytes` of host memory for the activations with placements on the host.
+    Pins `arena_bytes` of host memory for the activations with placements on the host. `homes` are the weights of the
+    blocks with weights there.
 
     Raises:
         UserError: the host does not let that much be pinned.
@@ -43,7 +76,8 @@ def apply_execution(model: nn.Module, execution: Execution, arena_bytes: int = 0
         block.mlp.tile_size = None if placement.is_whole else execution.mlp_tile_size
     arena = PinnedArena(arena_bytes, model.embed_tokens.weight.device) if arena_bytes else None
     chooses = any(block.self_attn.kind.list_length for block in model.layers)
-    apply_placement(model.layers, execution.placements, arena, skips=execution.mlp_tile_size is not None or chooses)
+    skips = execution.mlp_tile_size is not None or chooses
+    apply_placement(model.layers, execution.placements, arena, skips, homes)
 
 
 def set_kinds(model: nn.Module, kinds: Sequence[AttentionKind]) -> None:
@@ -60,8 +94,9 @@ def set_kinds(model: nn.Module, kinds: Sequence[AttentionKind]) -> None:
 
 
 def apply_placement(
-    blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None = None, skips: bool = True
-) -> None:
+    blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None = None, skips: bool = True,
+    homes: Homes = MappingProxyType({}),
+) -> None:  # fmt: skip
     """Give each block a forward that keeps activations for backward as its placement says. Gradients stay the same.
 
     Args:
@@ -72,9 +107,11 @@ def apply_placement(
         arena: pinned memory for everything placed on the "host".
         skips: whether to keep the choices of operations in forward and to leave out skippable operations in backward.
             False for compiled blocks, because their operations cannot be seen.
+        homes: weights in host memory of the blocks with weights on the "host", and of no others. On several GPUs no
+            block can have some.
 
     Raises:
-        ValueError: placements that do not fit the blocks or each other, or need an arena.
+        ValueError: placements that do not fit the blocks, the homes or each other, or need an arena.
     """
     if len(placements) != len(blocks):
         raise ValueError(f"{len(blocks)} blocks need as many placements, got {len(placements)}")
@@ -86,7 +123,10 @@ def apply_placement(
             raise ValueError(f"block {layer}'s input {cause}; place it on gpu or host")
     if arena is None and any("host" in (p.input, p.results) for p in placements):
         raise ValueError("placements in host memory need an arena")
-    placed = _PlacedBlocks(blocks, placements, arena, skips)
+    for layer, (block, placement) in enumerate(zip(blocks, placements)):
+        if any((parameter in homes) != (placement.weights == "host") for parameter in block.parameters()):
+            raise ValueError(f"block {layer} is placed with weights on the {placement.weights}, where they do not live")
+    placed = _PlacedBlocks(blocks, placements, arena, skips, homes)
     for layer, block in enumerate(blocks):
         if not placements[layer].is_whole:
             block.forward = functools.partial(placed.run, layer)
@@ -95,20 +135,31 @@ def apply_placement(
 class _PlacedBlocks:
     """The blocks' own forwards, and the tensors that placed blocks keep between forward and backward."""
 
-    def __init__(self, blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None, skips: bool):
+    def __init__(
+        self, blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None, skips: bool,
+        homes: Homes,
+    ):  # fmt: skip
         self.blocks, self.placements, self.skips = blocks, placements, skips
         self.forwards = [block.forward for block in blocks]
         placed = [i for i, placement in enumerate(placements) if not placement.is_whole]
         self.first, self.last = min(placed, default=None), max(placed, default=None)
         self.copies = None if arena is None else HostCopies(arena)
+        visiting = {
+            i: {parameter: homes[parameter] for parameter in block.parameters()}
+            for i, block in enumerate(blocks) if placements[i].weights == "host"
+        }  # fmt: skip
+        self.weights = VisitingWeights(visiting, next(blocks.parameters()).device)
         # By (layer, name): tensors of each call. Names are "input" and the roles of kernels.common.Keepable.
         self.on_gpu: dict[tuple[int, str], list[Sequence[Tensor]]] = {}
         self.kept_calls: Counter = Counter()  # by (layer, name): calls of `_keep` in the last forward
         self.passes = [0] * len(blocks)
 
     def run(self, layer: int, x_BTD: Tensor, context) -> Tensor:
+        if layer == self.first:  # an update may have come since a pass that was broken off left weights here
+            self.weights.free()
         if not torch.is_grad_enabled():
-            return self.forwards[layer](x_BTD, context)
+            with self.weights.visit(layer, layer + 1):
+                return self.forwards[layer](x_BTD, context)
         assert x_BTD.requires_grad, "without it no gradient would reach this block's parameters"
         return _PlacedBlock.apply(x_BTD, self, layer, context)
 
@@ -120,7 +171,8 @@ class _PlacedBlocks:
             self.kept_calls.clear()
         self._keep(layer, "input", (x_BTD,))
         intercepted = self.placements[layer].results != "recompute" or self.skips
-        with _Interception(keep=functools.partial(self._keep, layer)) if intercepted else nullcontext():
+        keeping = _Interception(keep=functools.partial(self._keep, layer)) if intercepted else nullcontext()
+        with self.weights.visit(layer, layer + 1), keeping:
             y_BTD = self.forwards[layer](x_BTD, context)
         if self.copies is not None:  # its own copies go on beside the next block
             self.copies.finish_sending(but=layer if layer != self.last else None)
@@ -134,14 +186,20 @@ class _PlacedBlocks:
         if layer > 0:
             self._fetch(layer - 1)
         x_BTD = self._input(layer, context).detach().requires_grad_()
-        with torch.enable_grad():
-            y_BTD = self._rebuild(layer, x_BTD, context, self.skips)
-        for name in ("input", "results", "choices"):  # the graph frees each kept tensor once it has used it
-            self.on_gpu.pop((layer, name), None)
-        root = torch.autograd.graph.get_gradient_edge(y_BTD)
-        del y_BTD  # backward does not need it
-        torch.autograd.backward(root, dy_BTD)
+        with self.weights.visit(layer, self._start(layer - 1)):
+            with torch.enable_grad():
+                y_BTD = self._rebuild(layer, x_BTD, context, self.skips)
+            for name in ("input", "results", "choices"):  # the graph frees each kept tensor once it has used it
+                self.on_gpu.pop((layer, name), None)
+            root = torch.autograd.graph.get_gradient_edge(y_BTD)
+            del y_BTD  # backward does not need it
+            torch.autograd.backward(root, dy_BTD)
         return x_BTD.grad
+
+    def _start(self, layer: int) -> int | None:
+        """Returns the first block that runs again for the backward of block `layer`; None: there is none."""
+        needed = needed_for_backward(self.placements, layer) if layer >= 0 else []
+        return needed[0][0] if needed else None
 
     def _input(self, layer: int, context) -> Tensor:
         """Returns the block's input: as it was kept, or recomputed from the blocks before."""
@@ -150,7 +208,7 @@ class _PlacedBlocks:
         for i in range(start, layer):
             if isinstance(self.blocks[i], FSDPModule):
                 self.blocks[i].unshard()  # stays gathered for block i's backward, which follows
-            with torch.no_grad():
+            with torch.no_grad(), self.weights.visit(i, i + 1):
                 x_BTD = self._rebuild(i, x_BTD, context)
         return x_BTD
 

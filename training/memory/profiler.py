@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from training.host.sizes import GIB
 from training.host.torch_internals import dump_memory_snapshot, record_memory_history
 from training.memory.cost_model import Stage, Step
-from training.memory.execution import Execution, Placement
+from training.memory.execution import Execution
 from training.memory.placement import apply_execution
 from training.optimizer import MasterAdamW
 
@@ -263,10 +263,11 @@ class Recorder:
                 self._know("layer inputs" if name == "input" else "attention", tensor)
         optimizer = self.optimizer
         states = [state for state in optimizer.states.values() if not state.on_host]
-        parameters = list(self.model.parameters())
+        homes = optimizer.homes
+        parameters = [p for p in self.model.parameters() if p not in homes or p.untyped_storage().nbytes()]
         slots = [tensors for ring in optimizer.slots.values() for tensors, _ in ring]
         tensors = [*(state.tensors for state in states), *slots]
-        gradients = [p.grad for p in parameters] + [state.gradient for state in states]
+        gradients = [p.grad for p in self.model.parameters()] + [state.gradient for state in states]
         groups = {
             "parameters": parameters,
             "gradients": gradients + [gradient for gradient, _ in optimizer.leaving],
@@ -303,7 +304,7 @@ class Bench:
         if step.context_length > LONGEST_REPEATED:
             self._warm_up(step, execution, ids)
         arena_bytes = step.arena_bytes(execution)
-        apply_execution(self.model, execution, arena_bytes)
+        apply_execution(self.model, execution, arena_bytes, self.optimizer.homes)
         seconds = 0.0
         if step.context_length <= LONGEST_REPEATED:
             self._run(step, ids)
@@ -330,12 +331,14 @@ class Bench:
     def _warm_up(self, step: Step, execution: Execution, ids: Tensor) -> None:
         """Run a micro-batch through one layer of each way to run, and update: kernels are compiled for its shapes."""
         layers, kinds = self.model.layers, execution.kinds or self.model.config.kinds
-        on_gpu = [Placement("gpu", p.results.replace("host", "gpu"), p.rest) for p in execution.placements]
+        on_gpu = [replace(p, input="gpu", results=p.results.replace("host", "gpu")) for p in execution.placements]
         chosen = dict(zip(zip(kinds, on_gpu), layers))  # a layer of each way
         kinds, placements = zip(*chosen)
         self.model.layers = nn.ModuleList(chosen.values())
         try:
-            apply_execution(self.model, replace(execution, placements=placements, kinds=kinds))
+            apply_execution(
+                self.model, replace(execution, placements=placements, kinds=kinds), homes=self.optimizer.homes
+            )
             self._run(replace(step, micro_batches=1), ids)
             self.clear()
         finally:
@@ -357,6 +360,8 @@ class Bench:
             vars(block).pop("forward", None)
         torch.get_device_module(self.device).synchronize()  # copies to and from the arena
         self.optimizer.zero_grad()
+        for parameter in self.optimizer.homes:  # weights that were visiting
+            parameter.untyped_storage().resize_(0)
         gc.collect()  # frees the arena before the next is pinned
         torch.cuda.empty_cache()
 

@@ -252,7 +252,7 @@ def report_max_context(step: Step, machine: Machine, build_bench: BuildBench | N
     if build_bench is None:
         return results
     # Placements that take the least: a context longer than predicted leaves no room for attention outputs.
-    placements = tuple(Placement(placement.input) for placement in plan.execution.placements)
+    placements = tuple(Placement(placement.input, weights=placement.weights) for placement in plan.execution.placements)
     execution = dataclasses.replace(plan.execution, placements=placements)
     bench, probes = build_bench(step, execution), []
 
@@ -341,7 +341,7 @@ def report_comparison(
 
 def _measure_compared(step: Step, execution: Execution, benches: dict, build_bench: BuildBench) -> dict:
     """Returns the measured columns of a row of the comparison. The last bench is used again where it can be."""
-    state = execution.gpu_state_bytes, execution.state_format
+    state = execution.gpu_state_bytes, execution.state_format, tuple(p.weights for p in execution.placements)
     if state not in benches:
         benches.clear()  # frees its memory before the next is built
         benches[state] = build_bench(step, execution)

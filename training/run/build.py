@@ -26,11 +26,11 @@ from training.host.sizes import available_host_bytes, parse_bytes
 from training.memory.cost_model import PackedDocuments, Step, gib
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import cap_gpu_memory, gpu_budget, measure_network, measure_rates
-from training.memory.placement import apply_execution
+from training.memory.placement import allocate, apply_execution
 from training.memory.planner import Plan, has_plan, make_plan
 from training.memory.profiler import Bench, format_table
 from training.optimizer import MasterAdamW
-from training.parallel.fsdp import copy_weights, initial_weights, shard_model
+from training.parallel.fsdp import initial_weights, shard_model
 from training.parallel.tensor import share_matrices
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World
@@ -292,27 +292,27 @@ def model_on_meta(model_config: ModelConfig, world: World) -> Transformer:
 
 def build_model(
     config: TrainConfig, model_config: ModelConfig, world: World, documents: PackedDocuments | None = None
-) -> tuple[Transformer, Plan]:
-    """A model on its device whose weights are not set yet, and its plan, which its blocks follow."""
+) -> tuple[Transformer, MasterAdamW, Plan]:
+    """A model and its optimizer, with weights that are not set yet, and the plan that both follow."""
     model = model_on_meta(model_config, world)
     plan = plan_memory(config, model, world, documents)
-    model.to_empty(device=world.device)
+    host_weights = allocate(model, plan.execution.placements, world.device)
+    optimizer = MasterAdamW(
+        model.named_parameters(), weight_decay=config.weight_decay, accumulate=config.gradient_accumulation_steps > 1,
+        gpu_state_bytes=plan.execution.gpu_state_bytes, state_format=plan.execution.state_format,
+        impl=plan.execution.impl, host_weights=host_weights,
+    )  # fmt: skip
     for block in model.layers if config.compile else ():
         block.forward = torch.compile(block.forward)
-    apply_execution(model, plan.execution, plan.arena_bytes)
-    return model, plan
+    apply_execution(model, plan.execution, plan.arena_bytes, optimizer.homes)
+    return model, optimizer, plan
 
 
 def build(
     config: TrainConfig, model_config: ModelConfig, checkpoint: Path | None, documents: PackedDocuments, world: World
 ) -> tuple[Transformer, MasterAdamW, Plan]:
     """Model, optimizer and plan, with all of their state from `checkpoint`; None: weights of --init_from, or fresh."""
-    model, plan = build_model(config, model_config, world, documents)
-    optimizer = MasterAdamW(
-        model.named_parameters(), weight_decay=config.weight_decay, accumulate=config.gradient_accumulation_steps > 1,
-        gpu_state_bytes=plan.execution.gpu_state_bytes, state_format=plan.execution.state_format,
-        impl=plan.execution.impl,
-    )  # fmt: skip
+    model, optimizer, plan = build_model(config, model_config, world, documents)
     if checkpoint:
         optimizer.load(checkpoint)
         restore_rng(checkpoint)
@@ -330,10 +330,11 @@ def build(
 def build_bench(step: Step, execution: Execution, world: World) -> Bench:
     """A model of fresh weights and an optimizer, on which a profiler measures `step`."""
     gc.collect()  # frees the memory of an earlier bench
-    model = model_on_meta(ModelConfig(**vars(step.share)), world).to_empty(device=world.device)
-    copy_weights(model, initial_weights(model, seed=0))
+    model = model_on_meta(ModelConfig(**vars(step.share)), world)
+    host_weights = allocate(model, execution.placements, world.device)
     optimizer = MasterAdamW(
         model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=execution.gpu_state_bytes,
-        state_format=execution.state_format, impl=execution.impl,
+        state_format=execution.state_format, impl=execution.impl, host_weights=host_weights,
     )  # fmt: skip
+    optimizer.load_weights(initial_weights(model, seed=0))
     return Bench(model, optimizer)

@@ -67,7 +67,7 @@ class Run:
             return
         self.saved, self.saved_at = step, time.monotonic()
         self.saver.begin(
-            step, weights=self.optimizer.parameters, model_config=to_config_json(self.start.model_config),
+            step, weights=self.optimizer.weights(), model_config=to_config_json(self.start.model_config),
             optimizer_state=self.optimizer.state_dict() if self.config.save == "full" else None,
             trainer_state=state_to_save(self.start.config, self.progress, self.tokenizer.identity, self.world),
         )  # fmt: skip

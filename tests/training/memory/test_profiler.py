@@ -40,7 +40,7 @@ from training.memory.profiler import (
     largest_that_runs,
     thin,
 )
-from training.optimizer import MasterAdamW
+from training.optimizer import MasterAdamW, optimizer_bytes
 
 
 @pytest.fixture
@@ -128,6 +128,10 @@ def run_dry(step, *executions, warm_up=False):
         for module in model.modules() if step.tensor_ranks > 1 else ():
             if hasattr(module, "tensor_ranks"):
                 module.tensor_ranks = TensorRanks(dist.group.WORLD)
+        placed = zip(model.layers, first.placements)
+        blocks = [block for block, placement in placed if placement.weights == "host"]
+        host_weights = [parameter for block in blocks for parameter in block.parameters()]
+        counter.watch(host_weights)
         bench = (Bench if step.num_ranks == 1 else SharedBench)(
             model,
             MasterAdamW(
@@ -135,6 +139,7 @@ def run_dry(step, *executions, warm_up=False):
                 accumulate=step.micro_batches > 1,
                 gpu_state_bytes=first.gpu_state_bytes,
                 state_format=first.state_format,
+                host_weights=host_weights,
             ),
         )
         measurements = []
@@ -291,6 +296,33 @@ def test_peaks_of_other_models_and_steps(variant, placement, dry_run):
     [measured] = dry_run(step, execution)
     assert step.peak(execution).bytes == pytest.approx(measured.peak.bytes, rel=0.02)
     assert step.peak(execution).name == measured.peak.name
+
+
+PAIRED = Placement("host"), Placement("recompute"), Placement("host")
+
+
+@pytest.mark.parametrize(
+    ("placements", "state_format"), [((Placement(),) * 3, "compact"), (PAIRED, "float32")], ids=["alone", "paired"]
+)
+def test_weights_of_two_blocks_are_on_the_gpu_at_most(placements, state_format, dry_run):
+    """Of the block that runs and of the next one to run, at the peak of each stage."""
+    step = step_of("0.6B", 16_384, num_hidden_layers=3, state_format=state_format)
+    there = replace(step.given, placements=placements, gpu_state_bytes=0)
+    on_host = replace(there, placements=tuple(replace(placement, weights="host") for placement in placements))
+    [expected], [measured] = dry_run(step, there), dry_run(step, on_host)
+    _, *weights, _ = step.parameters  # without the embedding, which is the head, and the last norm
+    block = sum(weight.nbytes for weight in weights) // 3
+    buffers = [
+        optimizer_bytes(step.parameters, accumulate=False, gpu_state_bytes=0, state_format=state_format, host_weights=w)
+        for w in ((), weights)
+    ]
+    slots = buffers[1].gpu_buffers - buffers[0].gpu_buffers
+    visiting = dict.fromkeys(("embedding", "loss", "backward of embedding", "update"), 0)
+    # In forward no block comes after the last one, in backward none after the first one.
+    visiting |= dict.fromkeys(("forward of layer 2", "backward of layer 0, MLP", "backward of layer 0, attention"), 1)
+    for ours, theirs in zip(measured.stages, expected.stages, strict=True):
+        assert ours.bytes == theirs.bytes + slots - (3 - visiting.get(ours.name, 2)) * block, ours.name
+    assert measured.host_bytes - expected.host_bytes == pytest.approx(3 * block, abs=512 * len(weights))
 
 
 def test_one_model_under_one_placement_after_another(dry_run):

@@ -5,16 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import training.state_format
 from kernels.attention import NSA, Window
 from kernels.attention.full import FULL
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
+from tests.storage_counter import StorageCounter
 from training.memory.cost_model import PackedDocuments, _local_elements
 from training.memory.execution import WHOLE, Placement
 from training.memory.machine import H200
-from training.memory.planner import find_max_context, make_plan
+from training.memory.planner import Plan, find_max_context, make_plan
 from training.memory.profiler import format_table
 from training.parallel.world import World
 from training.run import build as run
@@ -89,6 +91,58 @@ def test_a_bench_has_the_steps_shape(kinds):
     model = build_bench(step, step.given, World(0, 1, torch.device("cpu"))).model
     assert model.share == step.share == shape.share() and len(model.layers) == 7
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def resident(model):
+    """Bytes of each block's weights on the device."""
+    return [sum(p.untyped_storage().nbytes() for p in block.parameters()) for block in model.layers]
+
+
+MIXED = Placement(weights="host"), Placement(weights="gpu"), Placement("recompute", weights="host")
+
+
+@pytest.mark.parametrize("state_format", ["float32", "compact"])
+def test_a_bench_has_weights_where_they_are_placed(state_format):
+    """And steps like a bench with all weights on the GPU."""
+    step = step_on_meta(replace(MODEL_SIZES["tiny"], num_hidden_layers=3), context_length=64)
+    world, found = World(0, 1, torch.device("cpu")), []
+    for placements in (MIXED, tuple(replace(placement, weights="gpu") for placement in MIXED)):
+        execution = replace(step.given, placements=placements, state_format=state_format)
+        bench = build_bench(step, execution, world)
+        has_memory = [placement.weights == "gpu" for placement in placements]
+        assert [bool(nbytes) for nbytes in resident(bench.model)] == has_memory
+        with StorageCounter() as counter:
+            measured = bench.measure(step, execution, counter)
+        assert [bool(nbytes) for nbytes in resident(bench.model)] == has_memory
+        assert measured.host_bytes >= 2 * sum(home.nbytes for home in bench.optimizer.homes.values())
+        found.append([weight.detach() for weight in bench.optimizer.weights().values()])
+    assert all(weight.isfinite().all() for weight in found[0])
+    # Each bench's step has tokens of its own.
+    assert all((one - other).abs().max() < 1e-4 for one, other in zip(*found))
+
+
+def test_a_run_starts_from_files_with_weights_on_the_host(monkeypatch, tmp_path):
+    """Released weights go straight into their places."""
+    shape, world = replace(MODEL_SIZES["tiny"], num_hidden_layers=3), World(0, 1, torch.device("cpu"))
+    weights = {name: torch.randn_like(weight) for name, weight in Transformer(shape).state_dict().items()}
+    save_file({f"model.{name}": weight for name, weight in weights.items()}, tmp_path / "model.safetensors")
+
+    def plan_memory(config, model, world, documents=None):
+        step = step_of(config, model, world, documents)
+        return Plan(step, replace(step.unplanned(Placement()), placements=MIXED))
+
+    monkeypatch.setattr(run, "plan_memory", plan_memory)
+    config = TrainConfig(context_length=64, init_from=str(tmp_path), optimizer_state="compact")
+    model, optimizer, _ = run.build(config, shape, None, PackedDocuments.one_each(64, 1), world)
+    assert [bool(nbytes) for nbytes in resident(model)] == [False, True, False]
+    found = optimizer.weights()
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+    ids = torch.arange(64)[None]
+    with torch.no_grad():
+        loss = model(ids, ids).loss
+        expected = Transformer(shape)
+        expected.load_state_dict(weights)
+        assert torch.equal(loss, expected(ids, ids).loss)
 
 
 def compare_with_a_prediction(world):
