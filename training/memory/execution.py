@@ -12,28 +12,34 @@ from kernels.parts import AttentionKind
 from training.choices import LOSSES
 
 PLACES = ("gpu", "host", "recompute")
+_FEWER_PLACES = {"rest": ("gpu", "recompute"), "weights": ("gpu", "host")}
 
 
 @dataclass(frozen=True)
 class Placement:
     """The places where one block's activations wait for backward: "gpu", "host", or "recompute", to be computed again.
 
+    Weights on the host are fetched each time the block runs.
+
     Raises:
-        ValueError: a place that does not exist, or `rest` on the GPU without input and results.
+        ValueError: a place that does not exist, or `rest` on the GPU without input, results and weights.
     """
 
     input: str = "gpu"  # "recompute" runs the block before it again
     results: str = "recompute"  # results of the operations that `kernels.common` calls keepable
-    rest: str = "recompute"  # all other activations; "gpu" needs input and results there, "host" does not exist
+    rest: str = "recompute"  # all other activations; "gpu" needs the others there, "host" does not exist
+    weights: str = "gpu"
 
     def __post_init__(self):
         for name, place in vars(self).items():
-            places = PLACES if name != "rest" else ("gpu", "recompute")
+            places = _FEWER_PLACES.get(name, PLACES)
             if place not in places:
                 raise ValueError(f"{name} must be placed in one of {', '.join(places)}, got {place!r}")
         if self.is_whole and (self.input, self.results) != ("gpu", "gpu"):
             others = f"{self.input} and {self.results}"
             raise ValueError(f"rest on gpu needs input and results there, got {others}; place them on gpu")
+        if self.is_whole and self.weights != "gpu":
+            raise ValueError(f"rest on gpu needs weights there, got {self.weights}; place them on gpu")
 
     @property
     def is_whole(self) -> bool:
