@@ -21,7 +21,7 @@ import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,19 +63,25 @@ class OptimizerBytes:
     gpu_gradients: int  # gradients of parameters whose state is on the GPU; exist from backward to the update
     gpu_buffers: int  # pieces on their way through an update
     leaving_gradients: int  # gradients on their way to the host; at most LEAVING_BYTES of them are on the GPU at once
-    host: int  # masters, moments and gradients, pinned
+    host: int  # masters, moments, gradients, and weights that wait on the host, pinned
 
 
 def optimizer_bytes(
     parameters: Iterable[Tensor], *, accumulate: bool = True, gpu_state_bytes: float = math.inf,
-    state_format: str = "float32",
+    state_format: str = "float32", host_weights: Collection[int] = (),
 ) -> OptimizerBytes:  # fmt: skip
-    """Predicts the bytes of a `MasterAdamW` with these arguments; parameters on the meta device will do."""
-    layout = _layout(list(parameters), accumulate, gpu_state_bytes, state_format)
+    """Predicts the bytes of a `MasterAdamW` with these arguments; parameters on the meta device will do.
+
+    Args:
+        host_weights: numbers of the parameters that wait on the host, where their state is too.
+    """
+    layout = _layout(list(parameters), accumulate, gpu_state_bytes, state_format, host_weights)
     on_gpu, on_host = ([item for item in layout if item.on_host is wanted] for wanted in (False, True))
     buffers = 4 * _room_size(layout, accumulate)
+    visiting = {item.format for item in layout if item.weight_on_host}
     for format, size in _slot_sizes(layout).items():
-        buffers += NUM_SLOTS * (format.num_bytes(size) + layout[0].gradient_dtype.itemsize * size)
+        each = layout[0].gradient_dtype.itemsize + format.parameter_dtype.itemsize * (format in visiting)
+        buffers += NUM_SLOTS * (format.num_bytes(size) + each * size)
     return OptimizerBytes(
         gpu_state=sum(item.format.num_bytes(item.numel) for item in on_gpu),
         gpu_gradients=sum(item.gradient_dtype.itemsize * item.numel for item in on_gpu),
@@ -93,20 +99,25 @@ class _Layout:
     gradient_dtype: torch.dtype
     numel: int
     on_host: bool
+    weight_on_host: bool = False
 
     def sizes(self) -> list[int]:
-        """Bytes of each tensor of state, and of the gradient."""
+        """Bytes of each tensor of state, of the gradient, and of a weight on the host."""
         kept = [*self.format.kept.values(), Kept(self.gradient_dtype)]
+        kept += [Kept(self.format.parameter_dtype)] * self.weight_on_host
         return [self.numel // tensor.group * tensor.dtype.itemsize for tensor in kept]
 
 
-def _layout(parameters: list[Tensor], accumulate: bool, gpu_state_bytes: float, state_format: str) -> list[_Layout]:
+def _layout(
+    parameters: list[Tensor], accumulate: bool, gpu_state_bytes: float, state_format: str,
+    host_weights: Collection[int] = (),
+) -> list[_Layout]:  # fmt: skip
     layout = []
-    for parameter in parameters:
-        format, numel = format_of(parameter, state_format), _flat(parameter).numel()
-        on_host = format.num_bytes(numel) > gpu_state_bytes
+    for number, parameter in enumerate(parameters):
+        format, numel, waits = format_of(parameter, state_format), _flat(parameter).numel(), number in host_weights
+        on_host = waits or format.num_bytes(numel) > gpu_state_bytes
         gpu_state_bytes -= 0 if on_host else format.num_bytes(numel)
-        layout.append(_Layout(format, torch.float32 if accumulate else parameter.dtype, numel, on_host))
+        layout.append(_Layout(format, torch.float32 if accumulate else parameter.dtype, numel, on_host, waits))
     return layout
 
 
