@@ -252,7 +252,7 @@ def report_max_context(step: Step, machine: Machine, build_bench: BuildBench | N
     if build_bench is None:
         return results
     # Placements that take the least: a context longer than predicted leaves no room for attention outputs.
-    placements = tuple(Placement(placement.input) for placement in plan.execution.placements)
+    placements = tuple(Placement(placement.input, weights=placement.weights) for placement in plan.execution.placements)
     execution = dataclasses.replace(plan.execution, placements=placements)
     bench, probes = build_bench(step, execution), []
 
