@@ -76,8 +76,10 @@ class Plan:
                 rows.append((title, ", ".join(f"{count} {place}" for place, count in places.items())))
         num_whole = sum(p.is_whole for p in placements)
         rows.append(("blocks kept whole", str(num_whole)))
-        state = {math.inf: "GPU", 0: "host"}.get(execution.gpu_state_bytes)
-        state = state or f"up to {gib(execution.gpu_state_bytes)} on the GPU, the rest on the host"
+        on_gpu = execution.gpu_state_bytes
+        if math.isinf(on_gpu) and _num_visiting(execution):
+            on_gpu = self.step.optimizer(execution).gpu_state
+        state = {math.inf: "GPU", 0: "host"}.get(on_gpu) or f"up to {gib(on_gpu)} on the GPU, the rest on the host"
         state += f", {execution.state_format}" if self.why or execution.state_format != "float32" else ""
         state += f" (auto: {self.why})" if self.why else ""
         if num_whole < len(placements):

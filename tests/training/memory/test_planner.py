@@ -138,6 +138,7 @@ def test_weights_wait_on_the_host_where_they_must(visits):
         plan = make_plan(step.at(context_length), 24 * GIB, 118 * GIB)
         assert places_of_weights(plan) == ["host"] * num + ["gpu"] * (40 - num)
         assert re.search(rf"\nweights +{num} host" + r"(, 20 gpu)?\n", str(plan))
+        assert re.search(r"\noptimizer state +(up to .* GiB on the GPU, the rest on the )?host, compact\n", str(plan))
         assert plan.peak.bytes * LEAST_HEADROOM <= 24 * GIB and plan.host_bytes <= 118 * GIB
     refusal = f"; the largest that does is {longest}$"
     with pytest.raises(ValueError, match=refusal):
