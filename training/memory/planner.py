@@ -219,7 +219,7 @@ class _Search:
         Leaves out what cannot be faster. A layout without room for all inputs and attention outputs on the GPU is at
         best as fast as with that room. Once all attention outputs stay there, more inputs on the host only take time.
         If they stay there with all weights on the GPU, no weights wait on the host. If all weights may, half of them
-        are tried where fetching them takes time.
+        are tried where fetching them takes time. Other numbers of blocks are tried where nothing else fits.
         """
         found: dict[Execution, float] = {}
         L, least = self.step.layers, math.inf
@@ -234,6 +234,8 @@ class _Search:
             roomy = _placed(base, ["gpu"] * L, L)
             if cost(roomy) >= least and not self.fits(roomy):
                 continue
+            if found and visiting not in (0, L, _half(L)):
+                break
             if 0 < visiting < L and any(_num_visiting(execution) == L for execution in found):
                 every = replace(roomy, placements=(_placement("gpu", "gpu", weights="host"),) * L)
                 if cost(roomy) >= (1 - VISITS_SAVE) * cost(every):
@@ -263,8 +265,7 @@ class _Search:
         can_choose = given.loss_impl == "auto" and not step.uses_chunked_loss(given)
         losses = ("auto", "chunked") if can_choose else (given.loss_impl,)
         L = step.layers
-        # The first blocks visit, and so do both blocks of each pair of which one input is recomputed.
-        visiting = (0, L, L // 4 * 2) if step.can_visit else (0,)
+        visiting = dict.fromkeys((0, L, _half(L), *range(0, L, 4))) if step.can_visit else [0]  # the first blocks do
         shares = math.inf, 0.75, 0.5, 0.25, 0
         few = (math.inf, 0) if step.share.tie_word_embeddings else (math.inf, 0.5, 0)  # of the embedding and the head
         for num, state_format, share in itertools.product(visiting, _formats(step), shares):
@@ -331,6 +332,11 @@ def _placed(base: Execution, inputs: list[str], on_gpu: int = 0, on_host: int = 
     rest = ["recompute"] * (L - whole) + ["gpu"] * whole
     weights = (placement.weights for placement in base.placements)
     return replace(base, placements=tuple(map(_placement, inputs, results, rest, weights)))
+
+
+def _half(L: int) -> int:
+    """Returns half of the blocks, and both blocks of each pair of which one input is recomputed."""
+    return L // 4 * 2
 
 
 def _num_visiting(execution: Execution) -> int:

@@ -148,6 +148,14 @@ def test_weights_wait_on_the_host_where_they_must(visits):
         make_plan(step, 3 * GIB, 118 * GIB)
 
 
+def test_as_many_weights_visit_as_both_budgets_need(visits):
+    """Where weights stay on the GPU, so can their state: with a short host more than half of the blocks visit."""
+    step = step_on_meta(MODEL_SIZES["14B"], 1024, given=Execution(state_format="compact"))
+    longest = find_max_context(step, 24 * GIB, 99 * GIB)
+    places = places_of_weights(make_plan(step.at(longest), 24 * GIB, 99 * GIB))
+    assert longest > 16_384 and 20 < places.count("host") < 40 and places == sorted(places, reverse=True)
+
+
 def test_weights_stay_on_the_gpu_where_they_cost_nothing(visits, monkeypatch):
     """The same plans as without weights that visit, and a row about weights in none."""
     step = step_of(MODEL_SIZES["4B"], 32_768, state_format="auto")
