@@ -87,15 +87,16 @@ class Share:
         attention_width = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
         return self.hidden_size * (attention_width + self.num_gates(layer) + 3 * self.intermediate_size)
 
+    def layer_parameters(self, layer: int) -> int:
+        """Elements of one block."""
+        vectors = 2 * self.hidden_size + 2 * self.head_dim * self.has_head_norms + self.num_gates(layer)
+        vectors += (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim * self.has_qkv_biases
+        return self.layer_matrix_parameters(layer) + vectors
+
     def num_parameters(self) -> int:
         """All trained elements; a tied head counts once."""
-        vectors = 2 * self.hidden_size + 2 * self.head_dim * self.has_head_norms  # norms of a layer
-        vectors += (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim * self.has_qkv_biases
-        layers = sum(
-            self.layer_matrix_parameters(i) + vectors + self.num_gates(i) for i in range(self.num_hidden_layers)
-        )
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return embeddings + layers + self.hidden_size
+        return embeddings + sum(map(self.layer_parameters, range(self.num_hidden_layers))) + self.hidden_size
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,14 @@ MODEL_SIZES: dict[str, ModelConfig] = {
     "1.7B": replace(_QWEN3, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16),
     "4B": _QWEN3,
     "8B": replace(_QWEN3, hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
+    "14B": replace(
+        _QWEN3, hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40,
+        tie_word_embeddings=False,
+    ),
+    "32B": replace(
+        _QWEN3, hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
+        tie_word_embeddings=False,
+    ),
 }  # fmt: skip
 
 

@@ -35,8 +35,11 @@ def tokens(*shape, seed=0, high=256):
 
 @pytest.mark.parametrize(
     ("size", "count"),
-    [("tiny", 820_608), ("0.6B", 596_049_920), ("1.7B", 1_720_574_976), ("4B", 4_022_468_096), ("8B", 8_190_735_360)],
-)
+    [
+        ("tiny", 820_608), ("0.6B", 596_049_920), ("1.7B", 1_720_574_976), ("4B", 4_022_468_096),
+        ("8B", 8_190_735_360), ("14B", 14_768_307_200), ("32B", 32_762_123_264),
+    ],
+)  # fmt: skip
 def test_parameter_counts(size, count):
     with torch.device("meta"):
         model = Transformer(MODEL_SIZES[size])

@@ -1,3 +1,4 @@
+import functools
 import gc
 import math
 import os
@@ -520,6 +521,26 @@ def test_bytes_of_4b(monkeypatch):
     ]
     slots = [3 * (2**23 * (4.125 + gradient) + 2560 * (12 + gradient)) for gradient in (2, 4)]
     assert [each.gpu_buffers for each in on_host] == [slots[0] + 2560 * 4, slots[1] + 2**23 * 4]
+
+
+@pytest.mark.parametrize(("state_format", "bytes_each"), [("float32", 12), ("compact", 4.125)])
+def test_bytes_of_weights_on_the_host(state_format, bytes_each, monkeypatch):
+    """The 4B, of which the first block waits on the host with its state, whatever state the GPU has room for."""
+    monkeypatch.undo()  # pieces of full size
+    with torch.device("meta"):
+        model = Transformer(MODEL_SIZES["4B"]).to(torch.bfloat16)
+    parameters, block = list(model.parameters()), list(model.layers[0].parameters())
+    elements, matrices = (sum(p.numel() for p in block if p.ndim >= least) for least in (0, 2))
+    predicted = functools.partial(optimizer_bytes, parameters, accumulate=False, state_format=state_format)
+    gpu, one = predicted(), predicted(host_weights=parameters[1 : 1 + len(block)])
+    state = bytes_each * matrices + 12 * (elements - matrices)
+    assert one.host == pytest.approx(state + (2 + 2) * elements, abs=512 * 5 * len(block)) and one.host % 512 == 0
+    assert one.gpu_state == gpu.gpu_state - state
+    assert one.leaving_gradients == 2 * elements == gpu.gpu_gradients - one.gpu_gradients
+    slots = 3 * 2**23 * (bytes_each + 2 + 2) + 3 * 2560 * (12 + 2 + 2) * (state_format == "compact")
+    assert one.gpu_buffers == gpu.gpu_buffers + slots
+    rest = predicted(gpu_state_bytes=0), predicted(gpu_state_bytes=0, host_weights=parameters[1 : 1 + len(block)])
+    assert rest[1].host - rest[0].host == pytest.approx(2 * elements, abs=512 * len(block))
 
 
 @PLACEMENT

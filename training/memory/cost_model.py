@@ -6,8 +6,10 @@ is too short to hide. Copies to the host and the traffic of FSDP2 are counted on
 share one link.
 """
 
+import bisect
 import copy
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +38,7 @@ from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
 _attention_footprint, _mlp_footprint = functools.cache(qkv_attention_footprint), functools.cache(gated_mlp_footprint)
 _NORMS_BYTES = 8  # per token: 1 / rms of a block's two norms, float32
 LIBRARY_BYTES = 160 * MIB  # cuBLAS workspaces and the small tensors that nothing below counts
+WEIGHTS_VISIT = False  # whether `training.memory.placement` fetches weights from the host
 
 
 @dataclass(frozen=True)
@@ -165,8 +168,15 @@ class Step:
             self._reduction_bytes = 4 * max(0, head_elements - layer_elements)
             if self.num_copies > 1:  # FSDP2 keeps the sums of copies until the last backward, beside the gradients
                 self._reduction_bytes += 4 * sum(map(_local_elements, self.parameters))
+        # Each block's weights: their bytes, and the numbers of their parameters, which follow the embedding.
+        elements = [*map(share.layer_parameters, range(self.layers))]
+        self.weight_bytes = [self.parameters[0].element_size() * n for n in elements]
+        starts = [*itertools.accumulate(map(_local_elements, self.parameters), initial=0)]
+        ends = itertools.accumulate(elements, initial=self.head // self.element_size)
+        self._numbers = [range(*pair) for pair in itertools.pairwise(bisect.bisect_left(starts, n) for n in ends)]
+        of_all = functools.partial(optimizer_bytes, self.parameters, accumulate=self.micro_batches > 1)
         self._optimizer_bytes = functools.cache(
-            functools.partial(optimizer_bytes, self.parameters, accumulate=self.micro_batches > 1)
+            lambda host_weights, **changes: of_all(host_weights=[self.parameters[n] for n in host_weights], **changes)
         )
 
     def at(self, context_length: int, documents: PackedDocuments | None = None) -> "Step":
@@ -232,9 +242,18 @@ class Step:
         given = replace(self.given, state_format="float32") if self.given.state_format == "auto" else self.given
         return replace(given, placements=(placement,) * self.layers, **changes)
 
+    @property
+    def can_visit(self) -> bool:
+        """Whether blocks' weights may wait on the host: where one GPU has them whole."""
+        return WEIGHTS_VISIT and not self.num_shards and self.tensor_ranks == 1
+
     def optimizer(self, execution: Execution) -> OptimizerBytes:
         """Returns the bytes of the optimizer under an execution."""
-        return self._optimizer_bytes(gpu_state_bytes=execution.gpu_state_bytes, state_format=execution.state_format)
+        waiting = [numbers for p, numbers in zip(execution.placements, self._numbers) if p.weights == "host"]
+        return self._optimizer_bytes(
+            tuple(itertools.chain(*waiting)), gpu_state_bytes=execution.gpu_state_bytes,
+            state_format=execution.state_format,
+        )  # fmt: skip
 
     def results_bytes(self, kind: AttentionKind) -> int:
         """Returns the bytes of the results that the attention of a block can keep."""
@@ -264,8 +283,10 @@ class Step:
         """Yields the stages of a step in order: of its last micro-batch, and with the optimizer's state in place."""
         T, L, optimizer = self.tokens, self.layers, self.optimizer(execution)
         positions = self.num_ranks + (self.is_packed or self.num_ranks > 1)
+        weights = self._waiting_weights(execution)
+        visit = any(weights)
         always = {
-            "parameters": self.parameter_bytes,
+            "parameters": self.parameter_bytes - sum(weights),
             "optimizer": optimizer.gpu_state + optimizer.gpu_buffers,
             # cos and sin: cached for whole sequences, and at the positions of packed documents or of a rank's tokens.
             # 64 bytes per token: token ids, labels, losses.
@@ -278,34 +299,43 @@ class Step:
             inputs, attention, mlp = map(add, before[-1], waiting[block])
             before.append((inputs, attention, mlp))
 
-        def stage(name: str, layer: int, ready=0.0, gradients=0, block=(0, 0, 0), **others: int) -> Stage:
+        def stage(
+            name: str, layer: int, ready=0.0, gradients=0, block=(0, 0, 0), running: Iterable[int] = (), **others: int
+        ) -> Stage:
             """Returns a stage in which the blocks before `layer` wait for backward.
 
-            `ready` is the share of the parameters that have gradients. The arguments after it are bytes beside these.
+            `ready` is the share of the gradients on the GPU that exist. The arguments after it are bytes beside these.
+            `running` are the blocks that run, and the next: at most two blocks' weights visit.
             """
             ready = 1 if self.micro_batches > 1 and self.num_copies == 1 else ready
             gradients += int(optimizer.gpu_gradients * ready)
             inputs, attention, mlp = map(add, before[layer], block)
             sizes = {"gradients": gradients, "layer inputs": inputs, "attention": attention, "MLP": mlp}
+            if visit:
+                sizes["parameters"] = always["parameters"] + sum(sorted(weights[i] for i in running)[-2:])
             idle = self._reduction_bytes + int(optimizer.gpu_gradients * (1 - ready)) if self.num_shards else 0
             return Stage(name, {**always, **sizes, **others}, idle=idle)
 
         # Ranks that share the embedding have both the rows of their own words and the sum over the ranks.
-        yield stage("embedding", 0, block=(x * min(2, self.tensor_ranks), 0, 0))
+        yield stage("embedding", 0, block=(x * min(2, self.tensor_ranks), 0, 0), running=[0])
         block_bytes = {block: self._block_bytes(execution, *block) for block in {*blocks}}
         last_placed = max((i for i in range(L) if not blocks[i][0].is_whole), default=None)
         sent = 0, 0  # bytes that the placed block before still sends to the host; the last one waits for its own
         for layer, block in enumerate(blocks):
             attention, mlp = block_bytes[block][0]
-            yield stage(f"forward of layer {layer}", layer, block=(x + sent[0], attention + sent[1], mlp))
+            sizes = x + sent[0], attention + sent[1], mlp
+            yield stage(f"forward of layer {layer}", layer, block=sizes, running=range(layer, min(layer + 2, L)))
             if not block[0].is_whole:
                 sent = self._sent_bytes(*block) if layer != last_placed else (0, 0)
         # 2 * x: the last norm's output, and the gradient of its input.
-        yield stage("loss", L, loss=self._loss_bytes(execution) + 2 * x)
+        yield stage("loss", L, loss=self._loss_bytes(execution) + 2 * x, running=[L - 1])
 
         # An untied head's gradient is ready after the loss. A tied head's gradient waits for the embedding's.
         tied, ready = (self.head, 0.0) if self.share.tie_word_embeddings else (0, self.head_share)
         needed = [needed_for_backward(execution.placements, layer) for layer in range(L)]
+        firsts = [each[0][0] if each else layer for layer, each in enumerate(needed)]  # blocks that backward runs first
+        stays = 1 - self.layer_share * sum(map(bool, weights))  # share of the parameters that do not visit
+        visited = 0.0  # share that visited, and whose gradients have left
         for layer in reversed(range(L)):
             # Tensors that come back from the host: this block is rebuilt from some, others are on their way for the
             # next. A whole block fetches nothing.
@@ -313,15 +343,19 @@ class Step:
             for i, name in {*needed[layer], *needed[max(layer - 1, 0)]} if needed[layer] else ():
                 if i < layer and getattr(execution.placements[i], name) == "host":
                     fetched[name] += x if name == "input" else self.results_bytes(self.kinds[i])
+            running = {*range(firsts[layer], layer + 1), firsts[max(layer - 1, 0)]}
             for part, (attention, mlp) in zip(("MLP", "attention"), block_bytes[blocks[layer]][1:]):
                 here = ready + self.layer_share * (L - 1 - layer) + self.layer_share * (part == "attention")
+                visited += self.layer_share * (part == "attention" and weights[layer] > 0)
                 gradients = tied + min(LEAVING_BYTES, int(optimizer.leaving_gradients * here))
                 sizes = x + fetched["input"], attention + fetched["results"], mlp
-                yield stage(f"backward of layer {layer}, {part}", layer, here, gradients, sizes)
+                on_gpu = (here - visited) / stays
+                yield stage(f"backward of layer {layer}, {part}", layer, on_gpu, gradients, sizes, running)
         gradients = tied + self.head + min(LEAVING_BYTES, optimizer.leaving_gradients)  # self.head: as it is made
         if self.num_shards and self.tensor_ranks > 1:  # autograd adds two DTensors into a third
             gradients += tied
-        yield stage("backward of embedding", 0, 1 - self.head_share, gradients + self.embedding_sums(), (x, 0, 0))
+        gradients += self.embedding_sums()
+        yield stage("backward of embedding", 0, 1 - self.head_share / stays, gradients, (x, 0, 0))
         yield stage("update", 0, 1)
 
     def embedding_sums(self) -> int:
@@ -398,6 +432,10 @@ class Step:
             self.results_bytes(kind) if placement.results == "host" else 0,
         )
 
+    def _waiting_weights(self, execution: Execution) -> list[int]:
+        """Returns the bytes of each block's weights that wait on the host; 0 where they stay on the GPU."""
+        return [size * (p.weights == "host") for p, size in zip(execution.placements, self.weight_bytes)]
+
     def _waiting_bytes(self, placement: Placement, kind: AttentionKind) -> tuple[int, int, int]:
         """Returns the bytes that a block keeps on the GPU for backward: its input, of attention and of the MLP."""
         attention, mlp = self._footprints(self.given, kind)
@@ -443,17 +481,22 @@ class Step:
         # Backward recomputes a placed block's matrix products, except skippable ones: the tiled MLP's own backward
         # recomputes gate and up.
         again = mlp.backward_matrix_flops - (3 if mlp.is_skippable else 2) * mlp.matrix_flops
+        leaving = [sum(self._sent_bytes(*block)) / rates["link"] for block in zip(placements, kinds)]
+        weights = [size / rates["link"] for size in self._waiting_weights(execution)]
+        returning = leaving.copy()
         for i in placed:
             start, _ = needed_for_backward(placements, i)[0]
+            returning[i] += sum(weights[start : i + 1])  # of each block that runs
             backward += products[i] + again / rates[PLAIN.rate] + (1 if mlp.is_skippable else 2) * reduction
             backward += sum(layers[start:i]) + (i - start) * 2 * reduction  # they run again for this block's input
             backward += sum(attend[j] for j in range(start, i + 1) if placements[j].results == "recompute")
             if not execution.heads_at_a_time:  # kept outputs are exchanged again
                 backward += exchange * sum(placements[j].results != "recompute" for j in range(start, i + 1))
-        copied = [sum(self._sent_bytes(*block)) / rates["link"] for block in zip(placements, kinds)]
-        copies = sum(copied)
-        # A block's copies have the time of one block: only one block's tensors leave, or come back, at a time.
-        forward, backward = (sum(max(seconds / L, each) for each in copied) for seconds in (forward, backward))
+        copies = sum(leaving) + sum(weights)
+        # A block's copies have the time of one block: only one block's tensors leave, or come back, at a time. In
+        # forward, weights come as activations leave.
+        forward = sum(max(forward / L, *both) for both in zip(leaving, weights))
+        backward = sum(max(backward / L, seconds) for seconds in returning)
         optimizer = self.optimizer(execution)
         loss = linear_cross_entropy_footprint(self.tokens, share.hidden_size, share.vocab_size).matrix_flops
         loss /= rates[PLAIN.rate]  # the standard loss has the same products

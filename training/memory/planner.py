@@ -24,6 +24,7 @@ LEAST_HEADROOM = 1.01
 MLP_TILE_SIZE = 8192
 # Share of a step's seconds that compact state must save where float32 state fits too: its moments are less precise.
 COMPACT_SAVES = 0.01
+VISITS_SAVE = 0.01  # share of a step's seconds that weights on the host must save
 _CONTEXT_MULTIPLE = 1024  # tokens: the precision to which the largest context is found
 
 
@@ -69,13 +70,16 @@ class Plan:
             source = "assumed" if network == ASSUMED_NETWORK else "measured"
             title = "FSDP" if copies == 1 else "FSDP and copies"
             rows.append((title, f"over {machines} machines, {network / 1e9:.1f} GB/s per GPU between them, {source}"))
-        for title, name in (("layer inputs", "input"), ("attention outputs", "results")):
+        for title, name in (("layer inputs", "input"), ("attention outputs", "results"), ("weights", "weights")):
             places = Counter(getattr(p, name) for p in placements)
-            rows.append((title, ", ".join(f"{count} {place}" for place, count in places.items())))
+            if name != "weights" or "host" in places:
+                rows.append((title, ", ".join(f"{count} {place}" for place, count in places.items())))
         num_whole = sum(p.is_whole for p in placements)
         rows.append(("blocks kept whole", str(num_whole)))
-        state = {math.inf: "GPU", 0: "host"}.get(execution.gpu_state_bytes)
-        state = state or f"up to {gib(execution.gpu_state_bytes)} on the GPU, the rest on the host"
+        on_gpu = execution.gpu_state_bytes
+        if math.isinf(on_gpu) and _num_visiting(execution):
+            on_gpu = self.step.optimizer(execution).gpu_state
+        state = {math.inf: "GPU", 0: "host"}.get(on_gpu) or f"up to {gib(on_gpu)} on the GPU, the rest on the host"
         state += f", {execution.state_format}" if self.why or execution.state_format != "float32" else ""
         state += f" (auto: {self.why})" if self.why else ""
         if num_whole < len(placements):
@@ -127,20 +131,32 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
         float32, alone = " in float32" if advice else "", " with batch_size 1" * (step.batch_size > 1)
         raise UserError(f"{length}{advice}; the largest that does{float32} is {largest}{alone}")
     least = step.with_format(_formats(step)[-1])
-    parameters, state = gib(step.parameter_bytes), gib(step.optimizer(least.given).gpu_state)
+    state = f"its optimizer's state {gib(step.optimizer(least.given).gpu_state)} of either"
+    parameters = f"its parameters take {gib(step.parameter_bytes)} of the GPU"
+    if step.can_visit:
+        blocks = sum(step.weight_bytes)
+        parameters = f"its embedding and head take {gib(step.parameter_bytes - blocks)} of the GPU, its other "
+        parameters += f"parameters {gib(blocks)} of either"
     raise UserError(
         f"the model does not fit into {describe_budgets(*budgets)} at {_CONTEXT_MULTIPLE} tokens of context and "
-        f"batch_size 1: its parameters take {parameters} of the GPU, its optimizer's state {state} of either{advice}"
+        f"batch_size 1: {parameters}, {state}{advice}"
     )
 
 
 def _choose(step: Step, seconds: dict[Execution, float]) -> tuple[Execution, str]:
-    """Returns the fastest execution, or the fastest in float32 where compact state hardly saves time; and why."""
-    fastest = min(seconds, key=seconds.__getitem__)
+    """Returns the fastest execution, or the fastest in float32 where compact state hardly saves time; and why.
+
+    Weights on the host must save time as well, VISITS_SAVE of a step.
+    """
+
+    def cost(execution: Execution) -> float:
+        return _cost(execution, seconds[execution])
+
+    fastest = min(seconds, key=cost)
     if step.given.state_format != "auto":
         return fastest, ""
     in_float32 = (execution for execution in seconds if execution.state_format == "float32")
-    float32 = min(in_float32, key=seconds.__getitem__, default=None)
+    float32 = min(in_float32, key=cost, default=None)
     if float32 is None:
         return fastest, "too little room for float32"
     saved = seconds[float32] - seconds[fastest]
@@ -202,15 +218,34 @@ class _Search:
 
         Leaves out what cannot be faster. A layout without room for all inputs and attention outputs on the GPU is at
         best as fast as with that room. Once all attention outputs stay there, more inputs on the host only take time.
+        If they stay there with all weights on the GPU, no weights wait on the host. If all weights may, half of them
+        are tried where fetching them takes time. Other numbers of blocks are tried where nothing else fits.
         """
         found: dict[Execution, float] = {}
+        L, least = self.step.layers, math.inf
+
+        def cost(execution: Execution) -> float:
+            return _cost(execution, self.step.seconds(execution, rates))
+
         for base in self.layouts():
-            roomy = _placed(base, ["gpu"] * self.step.layers, self.step.layers)
-            if found and self.step.seconds(roomy, rates) >= min(found.values()) and not self.fits(roomy):
+            visiting = _num_visiting(base)
+            if visiting and any(_is_roomy(execution) and not _num_visiting(execution) for execution in found):
+                break
+            roomy = _placed(base, ["gpu"] * L, L)
+            if cost(roomy) >= least and not self.fits(roomy):
                 continue
+            if found and visiting not in (0, L, _half(L)):
+                break
+            if 0 < visiting < L and any(_num_visiting(execution) == L for execution in found):
+                every = replace(roomy, placements=(_placement("gpu", "gpu", weights="host"),) * L)
+                if cost(roomy) >= (1 - VISITS_SAVE) * cost(every):
+                    continue
             for inputs in self.fastest_inputs(base):
+                if visiting and "host" in inputs and cost(_placed(base, inputs, L)) >= least:
+                    continue
                 execution = self.keep(base, inputs)
                 found[execution] = self.step.seconds(execution, rates)
+                least = min(least, _cost(execution, found[execution]))
                 if all(placement.results == "gpu" for placement in execution.placements):
                     break
         return found
@@ -221,15 +256,23 @@ class _Search:
         return fits_host and all(stage.bytes + stage.idle <= self.gpu_bytes for stage in self.step.stages(execution))
 
     def layouts(self) -> Iterator[Execution]:
-        """Yields executions without placements.
+        """Yields executions whose placements only say where weights are; those with all of them on the GPU come first.
 
-        They are all combinations of the state's format and share on the GPU, of heads at a time, and of the loss.
+        They are all combinations of the blocks whose weights wait on the host, the state's format and share on the GPU,
+        heads at a time, and the loss.
         """
         step, given = self.step, self.step.given
         can_choose = given.loss_impl == "auto" and not step.uses_chunked_loss(given)
         losses = ("auto", "chunked") if can_choose else (given.loss_impl,)
-        for state_format, share in itertools.product(_formats(step), (math.inf, 0.75, 0.5, 0.25, 0)):
-            base = replace(given, mlp_tile_size=MLP_TILE_SIZE, state_format=state_format)
+        L = step.layers
+        visiting = dict.fromkeys((0, L, _half(L), *range(0, L, 4))) if step.can_visit else [0]  # the first blocks do
+        shares = math.inf, 0.75, 0.5, 0.25, 0
+        few = (math.inf, 0) if step.share.tie_word_embeddings else (math.inf, 0.5, 0)  # of the embedding and the head
+        for num, state_format, share in itertools.product(visiting, _formats(step), shares):
+            if num and share not in few:
+                continue
+            weights = (_placement(weights="host"),) * num + (_placement(),) * (L - num)
+            base = replace(given, placements=weights, mlp_tile_size=MLP_TILE_SIZE, state_format=state_format)
             base = replace(base, gpu_state_bytes=share * step.optimizer(base).gpu_state)
             for heads, loss_impl in itertools.product((None, 1), losses):
                 yield replace(base, heads_at_a_time=heads, loss_impl=loss_impl)
@@ -272,7 +315,7 @@ class _Search:
         kept = most(L, lambda n: _placed(base, inputs, n))
         on_gpu = sum(placement.results == "gpu" for placement in kept.placements)
         if on_gpu == L and set(inputs) == {"gpu"}:
-            return most(L, lambda n: _placed(base, inputs, L, whole=n))
+            return most(L - _num_visiting(base), lambda n: _placed(base, inputs, L, whole=n))
         return most(L - on_gpu, lambda n: _placed(base, inputs, on_gpu, n))
 
 
@@ -280,11 +323,35 @@ _placement = functools.cache(Placement)  # a search makes the same few placement
 
 
 def _placed(base: Execution, inputs: list[str], on_gpu: int = 0, on_host: int = 0, whole: int = 0) -> Execution:
-    """Returns `base` with placements of inputs and so many attention outputs, the last `whole` blocks left whole."""
+    """Returns `base` with placements of inputs and so many attention outputs, the last `whole` blocks left whole.
+
+    Weights stay where they are in `base`.
+    """
     L = len(inputs)
     results = ["recompute"] * (L - on_gpu - on_host) + ["host"] * on_host + ["gpu"] * on_gpu
     rest = ["recompute"] * (L - whole) + ["gpu"] * whole
-    return replace(base, placements=tuple(map(_placement, inputs, results, rest)))
+    weights = (placement.weights for placement in base.placements)
+    return replace(base, placements=tuple(map(_placement, inputs, results, rest, weights)))
+
+
+def _half(L: int) -> int:
+    """Returns half of the blocks, and both blocks of each pair of which one input is recomputed."""
+    return L // 4 * 2
+
+
+def _num_visiting(execution: Execution) -> int:
+    """Returns the number of blocks whose weights wait on the host."""
+    return sum(placement.weights == "host" for placement in execution.placements)
+
+
+def _cost(execution: Execution, seconds: float) -> float:
+    """Returns the seconds of an execution, and more where weights on the host must save VISITS_SAVE of a step."""
+    return seconds / (1 - VISITS_SAVE * (_num_visiting(execution) > 0))
+
+
+def _is_roomy(execution: Execution) -> bool:
+    """Whether all inputs and attention outputs stay on the GPU."""
+    return all((p.input, p.results) == ("gpu", "gpu") for p in execution.placements)
 
 
 def _largest(limit: int, holds: Callable[[int], bool]) -> int:

@@ -2,6 +2,7 @@ import gc
 import math
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -239,6 +240,100 @@ def test_a_step_takes_as_long_as_its_gradients_on_the_link(micro_batches):
     elements, update = 4.02e9, step.optimizer(execution).host / H200["link"]
     link_bytes = 2 * elements if micro_batches == 1 else 4 * elements * (2 * micro_batches - 1)
     assert step.seconds(execution, H200) - update > 0.99 * link_bytes / H200["link"]
+
+
+VISITS, PAIR = Placement("host", "host", weights="host"), Placement("recompute", "host", weights="host")
+BLOCK = 2 * (MODEL_SIZES["4B"].layer_matrix_parameters() + 2 * 2560 + 2 * 128)  # bytes
+
+
+def parameter_bytes_by_stage(placements):
+    step = step_of(MODEL_SIZES["4B"], 8192, state_format="compact")
+    execution = Execution(tuple(placements), 8192, 1, gpu_state_bytes=0, state_format="compact")
+    return {stage.name: stage.categories["parameters"] for stage in step.stages(execution)}
+
+
+def test_weights_of_two_blocks_visit_at_once():
+    """The embedding and the last norm stay. The block that runs has its weights, and the next one's arrive."""
+    stay = 2 * (151_936 * 2560 + 2560)
+    alone = {"embedding", "forward of layer 35", "loss"}
+    alone |= {f"backward of layer 0, {part}" for part in ("MLP", "attention")}
+    for placements in ((VISITS,) * 36, (VISITS, PAIR) * 18):
+        for name, size in parameter_bytes_by_stage(placements).items():
+            visiting = 0 if name in ("backward of embedding", "update") else 1 if name in alone else 2
+            assert size == stay + visiting * BLOCK, name
+
+
+def test_the_first_blocks_visit_while_they_run():
+    sizes = parameter_bytes_by_stage((VISITS,) * 2 + (Placement(),) * 34)
+    stay = 2 * 4_022_468_096 - 2 * BLOCK
+    forward = {"embedding": 1, "forward of layer 0": 2, "forward of layer 1": 1, "forward of layer 2": 0, "loss": 0}
+    backward = {f"backward of layer {layer}, MLP": n for layer, n in {3: 0, 2: 1, 1: 2, 0: 1}.items()}
+    assert {name: (sizes[name] - stay) / BLOCK for name in forward | backward} == forward | backward
+    # The input of block 2 is recomputed from block 1, after it comes block 0: never three at once.
+    chain = (VISITS, VISITS, replace(PAIR, input="recompute"), VISITS) * 9
+    assert parameter_bytes_by_stage(chain)["backward of layer 2, MLP"] == 2 * (151_936 * 2560 + 2560 + BLOCK)
+
+
+@pytest.mark.parametrize("state_format", ["float32", "compact"])
+@pytest.mark.parametrize(("size", "micro_batches"), [("4B", 1), ("8B", 1), ("0.6B", 2)])
+def test_weights_that_visit_free_the_gpu_and_take_the_host(size, micro_batches, state_format):
+    """The more blocks visit, the less of the GPU a step takes in all stages, and 2 bytes per parameter of the host."""
+    config = MODEL_SIZES[size]
+    step = step_of(config, 4096, micro_batches=micro_batches, state_format=state_format)
+    place, L, stages, host = Placement("host", "host"), config.num_hidden_layers, [], []
+    for count in range(0, L + 1, 4):
+        placements = (replace(place, weights="host"),) * count + (place,) * (L - count)
+        execution = Execution(placements, 8192, 1, gpu_state_bytes=0, state_format=state_format)
+        stages.append([stage.bytes for stage in step.stages(execution)])
+        host.append(step.host_bytes(execution))
+    slots = 3 * 2 * (2**23 + 3 * config.hidden_size)  # room for pieces of weights, of each format
+    for fewer, more in pairwise(stages):
+        assert all(after <= before + slots for before, after in zip(fewer, more))
+    assert max(stages[-1]) < max(stages[0]) - sum(step.weight_bytes) + 2 * step.weight_bytes[0] + slots + 2**28
+    for count, size in zip(range(0, L + 1, 4), host):
+        assert 0 <= size - host[0] - count * step.weight_bytes[0] < 512 * 11 * L
+
+
+def test_gradients_that_stay_are_the_embeddings_and_the_heads():
+    """The 8B, all blocks of which visit: the head's gradient is there in all of backward, the embedding's after it."""
+    step = step_of(MODEL_SIZES["8B"], 8192, state_format="compact")
+    execution = Execution((VISITS,) * 36, 8192, 1, state_format="compact")
+    gradients = {stage.name: stage.categories["gradients"] for stage in step.stages(execution)}
+    assert gradients["loss"] == 0  # the loss has it
+    for layer in (30, 0):
+        assert gradients[f"backward of layer {layer}, MLP"] == pytest.approx(step.head + 2**28, rel=1e-3)
+    assert gradients["update"] == pytest.approx(2 * step.head, rel=1e-4)
+    assert step.optimizer(execution).gpu_state == pytest.approx(4.125 * step.head, rel=1e-3)
+
+
+@pytest.mark.parametrize(("placements", "runs"), [((VISITS,) * 36, 36), ((VISITS, PAIR) * 18, 54)])
+def test_a_slow_link_makes_blocks_wait_for_their_weights(placements, runs):
+    """Once in forward, and in backward for each run of a block, of which a recomputed input takes another.
+
+    Of 512 tokens, whose activations are nothing beside weights. All gradients leave meanwhile, which takes longer than
+    one fetch of each block. The update fetches 8.125 bytes of each parameter.
+    """
+    step, rates = step_of(MODEL_SIZES["4B"], 512, state_format="compact"), H200 | {"link": 1e9}
+    execution = Execution(placements, 8192, 1, gpu_state_bytes=0, state_format="compact")
+    forward, backward = 36 * BLOCK / 1e9, max(runs * BLOCK, 2 * 4_022_468_096) / 1e9
+    update = (8.125 * 18 * BLOCK + 6.125 * 151_936 * 2560) / 1e9
+    assert step.seconds(execution, rates) == pytest.approx(forward + backward + update, rel=0.02)
+    twice = step_of(MODEL_SIZES["4B"], 512, micro_batches=2, state_format="compact")
+    # Float32 sums of gradients leave, and come and leave again in the second backward: longer than weights take.
+    sums = 4 * 4_022_468_096 / 1e9
+    expected = 2 * forward + sums + 2 * sums + update + sums / 2
+    assert twice.seconds(execution, rates) == pytest.approx(expected, rel=0.02)
+
+
+def test_weights_come_while_long_sequences_are_computed():
+    """Of 131,072 tokens only the update takes longer, and a hundredth of what is copied beside compute."""
+    step = step_of(MODEL_SIZES["4B"], 131_072, state_format="compact")
+    there, away = (
+        Execution((replace(VISITS, weights=place),) * 36, 8192, 1, gpu_state_bytes=0, state_format="compact")
+        for place in ("gpu", "host")
+    )
+    waits = step.seconds(away, H200) - step.seconds(there, H200)
+    assert waits == pytest.approx(1.01 * 36 * BLOCK / H200["link"], rel=1e-3)
 
 
 def test_a_head_that_is_not_the_embedding_is_gathered_too():

@@ -489,6 +489,10 @@ def test_placements_that_make_no_sense_are_refused():
         apply_placement(blocks, UNIFORM["gpu host"])
     with pytest.raises(ValueError, match="one of gpu, recompute, got 'host'"):
         Placement("gpu", "gpu", "host")
+    with pytest.raises(ValueError, match="weights must be placed in one of gpu, host, got 'recompute'"):
+        Placement(weights="recompute")
+    with pytest.raises(ValueError, match="rest on gpu needs weights there, got host"):
+        replace(WHOLE, weights="host")
     with pytest.raises(ValueError, match="needs input and results there, got gpu and recompute"):
         Placement(rest="gpu")
     with pytest.raises(ValueError, match="block 2's input cannot be recomputed from block 1"):
