@@ -524,7 +524,7 @@ def test_bytes_of_4b(monkeypatch):
 
 
 @pytest.mark.parametrize(("state_format", "bytes_each"), [("float32", 12), ("compact", 4.125)])
-def test_bytes_of_weights_on_the_host(state_format, bytes_each, monkeypatch):
+def test_bytes_of_a_block_of_the_4b_on_the_host(state_format, bytes_each, monkeypatch):
     """The 4B, of which the first block waits on the host with its state, whatever state the GPU has room for."""
     monkeypatch.undo()  # pieces of full size
     with torch.device("meta"):

@@ -149,7 +149,8 @@ class Step:
     num_copies: int = 1
 
     def __post_init__(self):
-        share, self.parameters = self.share, list(self.parameters)
+        share = self.share
+        self.parameters = parameters = list(self.parameters)
         self.layers = share.num_hidden_layers
         self.head = self.element_size * share.vocab_size * share.hidden_size  # bytes
         layer_elements = max(share.layer_matrix_parameters(layer) for layer in range(self.layers))
@@ -176,7 +177,7 @@ class Step:
         self._numbers = [range(*pair) for pair in itertools.pairwise(bisect.bisect_left(starts, n) for n in ends)]
         of_all = functools.partial(optimizer_bytes, self.parameters, accumulate=self.micro_batches > 1)
         self._optimizer_bytes = functools.cache(
-            lambda host_weights, **changes: of_all(host_weights=[self.parameters[n] for n in host_weights], **changes)
+            lambda host_weights, **changes: of_all(host_weights=[parameters[n] for n in host_weights], **changes)
         )
 
     def at(self, context_length: int, documents: PackedDocuments | None = None) -> "Step":
