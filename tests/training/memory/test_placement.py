@@ -633,41 +633,38 @@ def build_with_optimizer(config, tokens, execution, **options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("state_format", ["float32", "compact"])
 def test_visiting_weights_train_alike_on_a_gpu(state_format):
-    """Bit for bit as weights on the GPU, also where the copies of weights are late."""
+    """As near as two runs with weights on the GPU, which attention's backward sets apart. Either stream may be late."""
     ids = torch.randint(1024, (1, 4096), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    layers = SMALL.num_hidden_layers
 
-    def train(weights, is_late=False):
-        placements = (Placement("host", "gpu", weights=weights), Placement("recompute", weights=weights)) * (
-            layers // 2
-        )
-        model, optimizer = build_with_optimizer(SMALL, 4096, Execution(placements, state_format=state_format))
+    def train(weights, late=None):
+        pair = Placement("host", "gpu", weights=weights), Placement("recompute", weights=weights)
+        execution = Execution(pair * (SMALL.num_hidden_layers // 2), state_format=state_format)
+        model, optimizer = build_with_optimizer(SMALL, 4096, execution)
         visiting, losses = model.layers[0].forward.func.__self__.weights, []
         fetch = visiting._fetch
 
-        def late(block):
-            with torch.cuda.stream(visiting.to_gpu):
+        def fetch_late(block):
+            with torch.cuda.stream(visiting.to_gpu if late == "copies" else torch.cuda.current_stream()):
                 torch.cuda._sleep(20_000_000)  # longer than a block
             fetch(block)
 
-        visiting._fetch = late if is_late else fetch
+        visiting._fetch = fetch_late if late else fetch
         for shift in range(4):
             for tokens in (ids.roll(shift), ids.flip(1)[:, : 1000 + shift]):
                 loss = model(tokens, tokens).loss
                 loss.backward()
-                losses.append(float(loss))
+                losses.append(float(loss.detach()))
             optimizer.clip_grad_norm(1.0)
             optimizer.step(1e-3)
             with torch.no_grad():  # right after the update
                 losses.append(float(model(ids, ids).loss))
-        return losses, {name: weight.detach().cpu() for name, weight in optimizer.weights().items()}
+        return losses, torch.cat([weight.detach().flatten().cpu().float() for weight in optimizer.weights().values()])
 
-    losses, expected = train("gpu")
-    assert train("gpu")[0] == losses, "attention's backward differs from run to run: compare more loosely"
-    for is_late in (False, True):
-        found_losses, found = train("host", is_late)
-        assert found_losses == losses
-        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    (losses, once), (_, again) = train("gpu"), train("gpu")
+    for late in (None, "copies", "compute"):
+        found_losses, found = train("host", late)
+        assert found_losses == pytest.approx(losses, rel=1e-3), late
+        assert (found - once).norm() <= 2 * (again - once).norm(), late
 
 
 @pytest.mark.gpu
