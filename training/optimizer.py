@@ -21,7 +21,7 @@ import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,12 +68,12 @@ class OptimizerBytes:
 
 def optimizer_bytes(
     parameters: Iterable[Tensor], *, accumulate: bool = True, gpu_state_bytes: float = math.inf,
-    state_format: str = "float32", host_weights: Collection[int] = (),
+    state_format: str = "float32", host_weights: Iterable[Tensor] = (),
 ) -> OptimizerBytes:  # fmt: skip
     """Predicts the bytes of a `MasterAdamW` with these arguments; parameters on the meta device will do.
 
     Args:
-        host_weights: numbers of the parameters that wait on the host, where their state is too.
+        host_weights: parameters that wait on the host, where their state is too.
     """
     layout = _layout(list(parameters), accumulate, gpu_state_bytes, state_format, host_weights)
     on_gpu, on_host = ([item for item in layout if item.on_host is wanted] for wanted in (False, True))
@@ -110,11 +110,11 @@ class _Layout:
 
 def _layout(
     parameters: list[Tensor], accumulate: bool, gpu_state_bytes: float, state_format: str,
-    host_weights: Collection[int] = (),
+    host_weights: Iterable[Tensor] = (),
 ) -> list[_Layout]:  # fmt: skip
-    layout = []
-    for number, parameter in enumerate(parameters):
-        format, numel, waits = format_of(parameter, state_format), _flat(parameter).numel(), number in host_weights
+    layout, waiting = [], {id(parameter) for parameter in host_weights}
+    for parameter in parameters:
+        format, numel, waits = format_of(parameter, state_format), _flat(parameter).numel(), id(parameter) in waiting
         on_host = waits or format.num_bytes(numel) > gpu_state_bytes
         gpu_state_bytes -= 0 if on_host else format.num_bytes(numel)
         layout.append(_Layout(format, torch.float32 if accumulate else parameter.dtype, numel, on_host, waits))

@@ -409,14 +409,14 @@ def test_bytes_of_weights_on_the_host(state_format, bytes_each, monkeypatch):
     parameters, block = list(model.parameters()), list(model.layers[0].parameters())
     elements, matrices = (sum(p.numel() for p in block if p.ndim >= least) for least in (0, 2))
     predicted = functools.partial(optimizer_bytes, parameters, accumulate=False, state_format=state_format)
-    gpu, one = predicted(), predicted(host_weights=range(1, 1 + len(block)))
+    gpu, one = predicted(), predicted(host_weights=block)
     state = bytes_each * matrices + 12 * (elements - matrices)
     assert one.host == pytest.approx(state + (2 + 2) * elements, abs=512 * 5 * len(block)) and one.host % 512 == 0
     assert one.gpu_state == gpu.gpu_state - state
     assert one.leaving_gradients == 2 * elements == gpu.gpu_gradients - one.gpu_gradients
     slots = 3 * 2**23 * (bytes_each + 2 + 2) + 3 * 2560 * (12 + 2 + 2) * (state_format == "compact")
     assert one.gpu_buffers == gpu.gpu_buffers + slots
-    rest = predicted(gpu_state_bytes=0), predicted(gpu_state_bytes=0, host_weights=range(1, 1 + len(block)))
+    rest = predicted(gpu_state_bytes=0), predicted(gpu_state_bytes=0, host_weights=block)
     assert rest[1].host - rest[0].host == pytest.approx(2 * elements, abs=512 * len(block))
 
 

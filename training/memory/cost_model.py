@@ -168,14 +168,14 @@ class Step:
             self._reduction_bytes = 4 * max(0, head_elements - layer_elements)
             if self.num_copies > 1:  # FSDP2 keeps the sums of copies until the last backward, beside the gradients
                 self._reduction_bytes += 4 * sum(map(_local_elements, self.parameters))
-        # Each block's weights: their bytes, and the numbers of their parameters, which follow the embedding.
+        # Each block's weights: their bytes, and the numbers of its parameters, which follow the embedding's.
         elements = [*map(share.layer_parameters, range(self.layers))]
         self.weight_bytes = [self.parameters[0].element_size() * n for n in elements]
         starts = [*itertools.accumulate(map(_local_elements, self.parameters), initial=0)]
         ends = itertools.accumulate(elements, initial=self.head // self.element_size)
-        self._numbers = [range(*pair) for pair in itertools.pairwise(bisect.bisect_left(starts, n) for n in ends)]
+        numbers = itertools.pairwise(bisect.bisect_left(starts, n) for n in ends)
         self._optimizer_bytes = functools.cache(
-            functools.partial(optimizer_bytes, self.parameters, accumulate=self.micro_batches > 1)
+            functools.partial(_optimizer_bytes, self.parameters, [*numbers], self.micro_batches > 1)
         )
 
     def at(self, context_length: int, documents: PackedDocuments | None = None) -> "Step":
@@ -248,11 +248,8 @@ class Step:
 
     def optimizer(self, execution: Execution) -> OptimizerBytes:
         """Returns the bytes of the optimizer under an execution."""
-        waiting = [numbers for p, numbers in zip(execution.placements, self._numbers) if p.weights == "host"]
-        return self._optimizer_bytes(
-            gpu_state_bytes=execution.gpu_state_bytes, state_format=execution.state_format,
-            host_weights=tuple(itertools.chain(*waiting)),
-        )  # fmt: skip
+        waiting = tuple(i for i, placement in enumerate(execution.placements) if placement.weights == "host")
+        return self._optimizer_bytes(waiting, execution.gpu_state_bytes, execution.state_format)
 
     def results_bytes(self, kind: AttentionKind) -> int:
         """Returns the bytes of the results that the attention of a block can keep."""
@@ -521,6 +518,21 @@ class Step:
         backwards = max(last, gradients) + (self.micro_batches - 1) * max(backward, moved) + ends * sums
         update = optimizer.host / rates["link"] + 4 * optimizer.gpu_state / rates["memory"]
         return self.micro_batches * (forward + 0.01 * copies + loss + ends * (gather + add)) + backwards + update
+
+
+def _optimizer_bytes(
+    parameters: list[Tensor], numbers: list[tuple[int, int]], accumulate: bool, waiting: tuple[int, ...],
+    gpu_state_bytes: float, state_format: str,
+) -> OptimizerBytes:  # fmt: skip
+    """Returns the bytes of the optimizer where the weights of the blocks `waiting` are on the host.
+
+    `numbers` are, of each block, the number of its first parameter, and the number after its last.
+    """
+    host_weights = [parameter for layer in waiting for parameter in parameters[slice(*numbers[layer])]]
+    return optimizer_bytes(
+        parameters, accumulate=accumulate, gpu_state_bytes=gpu_state_bytes, state_format=state_format,
+        host_weights=host_weights,
+    )  # fmt: skip
 
 
 def _local_elements(parameter: Tensor) -> int:
