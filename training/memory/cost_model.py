@@ -149,8 +149,7 @@ class Step:
     num_copies: int = 1
 
     def __post_init__(self):
-        share = self.share
-        self.parameters = parameters = list(self.parameters)
+        share, self.parameters = self.share, list(self.parameters)
         self.layers = share.num_hidden_layers
         self.head = self.element_size * share.vocab_size * share.hidden_size  # bytes
         layer_elements = max(share.layer_matrix_parameters(layer) for layer in range(self.layers))
@@ -169,15 +168,14 @@ class Step:
             self._reduction_bytes = 4 * max(0, head_elements - layer_elements)
             if self.num_copies > 1:  # FSDP2 keeps the sums of copies until the last backward, beside the gradients
                 self._reduction_bytes += 4 * sum(map(_local_elements, self.parameters))
-        # Each block's weights: their bytes, and the numbers of their parameters, which follow the embedding.
+        # Each block's weights: their bytes, and the numbers of its parameters, which follow the embedding's.
         elements = [*map(share.layer_parameters, range(self.layers))]
         self.weight_bytes = [self.parameters[0].element_size() * n for n in elements]
         starts = [*itertools.accumulate(map(_local_elements, self.parameters), initial=0)]
         ends = itertools.accumulate(elements, initial=self.head // self.element_size)
-        self._numbers = [range(*pair) for pair in itertools.pairwise(bisect.bisect_left(starts, n) for n in ends)]
-        of_all = functools.partial(optimizer_bytes, self.parameters, accumulate=self.micro_batches > 1)
+        numbers = itertools.pairwise(bisect.bisect_left(starts, n) for n in ends)
         self._optimizer_bytes = functools.cache(
-            lambda host_weights, **changes: of_all(host_weights=[parameters[n] for n in host_weights], **changes)
+            functools.partial(_optimizer_bytes, self.parameters, [*numbers], self.micro_batches > 1)
         )
 
     def at(self, context_length: int, documents: PackedDocuments | None = None) -> "Step":
@@ -250,11 +248,8 @@ class Step:
 
     def optimizer(self, execution: Execution) -> OptimizerBytes:
         """Returns the bytes of the optimizer under an execution."""
-        waiting = [numbers for p, numbers in zip(execution.placements, self._numbers) if p.weights == "host"]
-        return self._optimizer_bytes(
-            tuple(itertools.chain(*waiting)), gpu_state_bytes=execution.gpu_state_bytes,
-            state_format=execution.state_format,
-        )  # fmt: skip
+        waiting = tuple(i for i, placement in enumerate(execution.placements) if placement.weights == "host")
+        return self._optimizer_bytes(waiting, execution.gpu_state_bytes, execution.state_format)
 
     def results_bytes(self, kind: AttentionKind) -> int:
         """Returns the bytes of the results that the attention of a block can keep."""
@@ -306,19 +301,19 @@ class Step:
             """Returns a stage in which the blocks before `layer` wait for backward.
 
             `ready` is the share of the gradients on the GPU that exist. The arguments after it are bytes beside these.
-            `running` are the blocks that run, and the next: at most two blocks' weights visit.
+            `running` are the block that runs, and the next: two blocks' weights visit.
             """
             ready = 1 if self.micro_batches > 1 and self.num_copies == 1 else ready
             gradients += int(optimizer.gpu_gradients * ready)
             inputs, attention, mlp = map(add, before[layer], block)
             sizes = {"gradients": gradients, "layer inputs": inputs, "attention": attention, "MLP": mlp}
             if visit:
-                sizes["parameters"] = always["parameters"] + sum(sorted(weights[i] for i in running)[-2:])
+                sizes["parameters"] = always["parameters"] + sum(weights[i] for i in running)
             idle = self._reduction_bytes + int(optimizer.gpu_gradients * (1 - ready)) if self.num_shards else 0
             return Stage(name, {**always, **sizes, **others}, idle=idle)
 
         # Ranks that share the embedding have both the rows of their own words and the sum over the ranks.
-        yield stage("embedding", 0, block=(x * min(2, self.tensor_ranks), 0, 0), running=[0])
+        yield stage("embedding", 0, block=(x * min(2, self.tensor_ranks), 0, 0))
         block_bytes = {block: self._block_bytes(execution, *block) for block in {*blocks}}
         last_placed = max((i for i in range(L) if not blocks[i][0].is_whole), default=None)
         sent = 0, 0  # bytes that the placed block before still sends to the host; the last one waits for its own
@@ -329,12 +324,11 @@ class Step:
             if not block[0].is_whole:
                 sent = self._sent_bytes(*block) if layer != last_placed else (0, 0)
         # 2 * x: the last norm's output, and the gradient of its input.
-        yield stage("loss", L, loss=self._loss_bytes(execution) + 2 * x, running=[L - 1])
+        yield stage("loss", L, loss=self._loss_bytes(execution) + 2 * x)
 
         # An untied head's gradient is ready after the loss. A tied head's gradient waits for the embedding's.
         tied, ready = (self.head, 0.0) if self.share.tie_word_embeddings else (0, self.head_share)
         needed = [needed_for_backward(execution.placements, layer) for layer in range(L)]
-        firsts = [each[0][0] if each else layer for layer, each in enumerate(needed)]  # blocks that backward runs first
         stays = 1 - self.layer_share * sum(map(bool, weights))  # share of the parameters that do not visit
         visited = 0.0  # share that visited, and whose gradients have left
         for layer in reversed(range(L)):
@@ -344,7 +338,7 @@ class Step:
             for i, name in {*needed[layer], *needed[max(layer - 1, 0)]} if needed[layer] else ():
                 if i < layer and getattr(execution.placements[i], name) == "host":
                     fetched[name] += x if name == "input" else self.results_bytes(self.kinds[i])
-            running = {*range(firsts[layer], layer + 1), firsts[max(layer - 1, 0)]}
+            running = {layer, *(i for i, _ in needed[max(layer - 1, 0)][:1])} if needed[layer] else ()
             for part, (attention, mlp) in zip(("MLP", "attention"), block_bytes[blocks[layer]][1:]):
                 here = ready + self.layer_share * (L - 1 - layer) + self.layer_share * (part == "attention")
                 visited += self.layer_share * (part == "attention" and weights[layer] > 0)
@@ -437,6 +431,25 @@ class Step:
         """Returns the bytes of each block's weights that wait on the host; 0 where they stay on the GPU."""
         return [size * (p.weights == "host") for p, size in zip(execution.placements, self.weight_bytes)]
 
+    def _fetched_bytes(self, execution: Execution) -> tuple[list[int], list[int]]:
+        """Returns the bytes of weights that backward of each block waits for, and that arrive beside it.
+
+        Each block that runs has its weights fetched beside the block that runs before it, if there is one. Nothing is
+        fetched twice in a row: block 1, whose input is recomputed from block 0, leaves the weights of block 0 there.
+        """
+        weights = self._waiting_weights(execution)
+        waits, beside = [0] * self.layers, [0] * self.layers
+        needed = [needed_for_backward(execution.placements, i) for i in range(self.layers)] if any(weights) else []
+        starts = {i: each[0][0] for i, each in enumerate(needed) if each}
+        present: set[int] = set()
+        for i in reversed(starts):
+            for runs in range(starts[i], i + 1):
+                then = runs + 1 if runs < i else starts.get(i - 1, i)
+                waits[i] += weights[runs] * (runs not in present)
+                beside[i] += weights[then] * (then not in {*present, runs})
+                present = {runs, then}
+        return waits, beside
+
     def _waiting_bytes(self, placement: Placement, kind: AttentionKind) -> tuple[int, int, int]:
         """Returns the bytes that a block keeps on the GPU for backward: its input, of attention and of the MLP."""
         attention, mlp = self._footprints(self.given, kind)
@@ -482,22 +495,21 @@ class Step:
         # Backward recomputes a placed block's matrix products, except skippable ones: the tiled MLP's own backward
         # recomputes gate and up.
         again = mlp.backward_matrix_flops - (3 if mlp.is_skippable else 2) * mlp.matrix_flops
-        leaving = [sum(self._sent_bytes(*block)) / rates["link"] for block in zip(placements, kinds)]
-        weights = [size / rates["link"] for size in self._waiting_weights(execution)]
-        returning = leaving.copy()
         for i in placed:
             start, _ = needed_for_backward(placements, i)[0]
-            returning[i] += sum(weights[start : i + 1])  # of each block that runs
             backward += products[i] + again / rates[PLAIN.rate] + (1 if mlp.is_skippable else 2) * reduction
             backward += sum(layers[start:i]) + (i - start) * 2 * reduction  # they run again for this block's input
             backward += sum(attend[j] for j in range(start, i + 1) if placements[j].results == "recompute")
             if not execution.heads_at_a_time:  # kept outputs are exchanged again
                 backward += exchange * sum(placements[j].results != "recompute" for j in range(start, i + 1))
-        copies = sum(leaving) + sum(weights)
+        sent = [sum(self._sent_bytes(*block)) / rates["link"] for block in zip(placements, kinds)]
+        weights = [size / rates["link"] for size in self._waiting_weights(execution)]
+        waits, beside = ([size / rates["link"] for size in sizes] for sizes in self._fetched_bytes(execution))
+        copies = sum(sent) + sum(weights)
         # A block's copies have the time of one block: only one block's tensors leave, or come back, at a time. In
-        # forward, weights come as activations leave.
-        forward = sum(max(forward / L, *both) for both in zip(leaving, weights))
-        backward = sum(max(backward / L, seconds) for seconds in returning)
+        # forward, the next block's weights come as activations leave.
+        forward = weights[0] + sum(max(forward / L, *both) for both in zip(sent, [*weights[1:], 0]))
+        backward = sum(wait + max(backward / L, back + more) for wait, back, more in zip(waits, sent, beside))
         optimizer = self.optimizer(execution)
         loss = linear_cross_entropy_footprint(self.tokens, share.hidden_size, share.vocab_size).matrix_flops
         loss /= rates[PLAIN.rate]  # the standard loss has the same products
@@ -507,8 +519,8 @@ class Step:
         elements, ranks = share.num_parameters(), self.num_shards or 1
         apart = min(self.num_copies, self.num_machines)  # copies that share no machine
         between_machines = elements * (self.num_machines // apart - 1) / ranks / rates["network"]
-        sent = max(elements * (1 - 1 / ranks) / rates["gpu link"], between_machines)  # seconds, 1 byte each
-        gather, add = self.element_size * sent, 4 * sent
+        byte = max(elements * (1 - 1 / ranks) / rates["gpu link"], between_machines)  # seconds, 1 byte each
+        gather, add = self.element_size * byte, 4 * byte
         ends = self.head_share * (1 if share.tie_word_embeddings else 2)
         forward = max(forward, copies + (1 - ends) * gather)
         backward = max(backward, copies + (1 - ends) * (gather + add))
@@ -523,6 +535,21 @@ class Step:
         backwards = max(last, gradients) + (self.micro_batches - 1) * max(backward, moved) + ends * sums
         update = optimizer.host / rates["link"] + 4 * optimizer.gpu_state / rates["memory"]
         return self.micro_batches * (forward + 0.01 * copies + loss + ends * (gather + add)) + backwards + update
+
+
+def _optimizer_bytes(
+    parameters: list[Tensor], numbers: list[tuple[int, int]], accumulate: bool, waiting: tuple[int, ...],
+    gpu_state_bytes: float, state_format: str,
+) -> OptimizerBytes:  # fmt: skip
+    """Returns the bytes of the optimizer where the weights of the blocks `waiting` are on the host.
+
+    `numbers` are, of each block, the number of its first parameter, and the number after its last.
+    """
+    host_weights = [parameter for layer in waiting for parameter in parameters[slice(*numbers[layer])]]
+    return optimizer_bytes(
+        parameters, accumulate=accumulate, gpu_state_bytes=gpu_state_bytes, state_format=state_format,
+        host_weights=host_weights,
+    )  # fmt: skip
 
 
 def _local_elements(parameter: Tensor) -> int:
