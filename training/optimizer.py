@@ -368,7 +368,8 @@ class MasterAdamW:
                     self._update_through(next(slots[state.format]), state, piece, update)
                 else:
                     self._update(state.slices(piece), state, piece, update)
-        current.wait_stream(self.outward)  # weights may be fetched from the host
+        if self.homes:
+            current.wait_stream(self.outward)  # the next fetches find the weights updated
         self.zero_grad()
 
     def _update_through(self, slot: tuple, state: _State, piece: slice, update: Update) -> None:

@@ -435,7 +435,7 @@ class Step:
         """Returns the bytes of weights that backward of each block waits for, and that arrive beside it.
 
         Each block that runs has its weights fetched beside the block that runs before it, if there is one. Nothing is
-        fetched twice in a row: block 1, whose input is recomputed from block 0, leaves the weights of block 0 there.
+        fetched twice in a row: weights of block 0, from which block 1's input is recomputed, stay for its own turn.
         """
         weights = self._waiting_weights(execution)
         waits, beside = [0] * self.layers, [0] * self.layers
