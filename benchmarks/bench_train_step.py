@@ -9,7 +9,8 @@ transformers' Qwen3 with Liger's kernels and loss, gradient checkpointing and fu
 masters). All train on the same text as one document: the Python standard library, bytes.
 
 The first of a setting's `--steps` compiles kernels and makes workspaces and optimizer state; above 131,072 tokens it
-has 16,384. The last step is timed, its update included: the GPU has finished whenever the clock is read.
+has 16,384. The last step is timed, from the end of the backward before to the end of its own: an update of state on the
+host goes on beside the next forward, and the peer's step has ended by then.
 
 With `--packed` each step takes another sequence of documents, packed as train.py packs them. The second half of the
 steps is timed, since cuDNN has then built its plans of most lengths, and predicted from its own documents' lengths.
@@ -202,14 +203,14 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
             step = peer_step(config, world)
         else:
             step, plan, optimizer = our_step(setting, arguments, steps, world)
+        synchronize(world)
+        returned = time.perf_counter()
         for ranks in steps:
-            synchronize(world)
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            start = time.perf_counter()
-            losses.append(round(step(ranks[world.data_rank]), 3))
-            synchronize(world)
-            every.append(time.perf_counter() - start)
+            losses.append(round(step(ranks[world.data_rank]), 3))  # has waited for all but our update
+            began, returned = returned, time.perf_counter()
+            every.append(returned - began)
             if world.is_main:
                 peak = f", {torch.cuda.max_memory_allocated() / GIB:.2f} GiB" if on_gpu else ""
                 print(f"{setting}, step {len(every)}: {every[-1]:.2f} s{peak}, loss {losses[-1]}", file=sys.stderr)
@@ -300,9 +301,10 @@ def time_saving(
     try:
         for saving, every in seconds.items():
             restart_peak()
+            synchronize(world)
+            returned = time.perf_counter()
             for number, batches in enumerate(steps, 1):
-                synchronize(world)
-                began = time.perf_counter()
+                began = returned
                 if saving:
                     saver.begin(
                         number, weights=optimizer.weights(), model_config=to_config_json(config),
@@ -311,8 +313,8 @@ def time_saving(
                     waited.append(time.perf_counter() - began)
                     check_saved(saver, number - 1)
                 step(batches, saver.before_update)
-                synchronize(world)
-                every.append(time.perf_counter() - began)
+                returned = time.perf_counter()
+                every.append(returned - began)
                 if world.is_main:
                     print(f"{'a save beside it' if saving else 'nothing saved'}: {every[-1]:.2f} s", file=sys.stderr)
             saver.wait()

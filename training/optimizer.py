@@ -14,7 +14,8 @@ live there as well: an update moves it like state, and `training.memory.visiting
   sends 12 back at the same time: 1.13 s. Host: 52.4 GiB.
 - several: backward fetches and sends the float32 sums on a side stream, 32 GB in 0.64 s (0.32 s the first time). The
   update fetches 16 bytes per parameter: 1.29 s. Host: 59.9 GiB.
-With everything on the GPU the update takes about 0.05 s. These are numbers of the float32 format.
+With everything on the GPU the update takes about 0.05 s. These are numbers of the float32 format. The next forward
+hides an update that goes through the GPU, see `update_beside_forward`.
 """
 
 import functools
@@ -22,7 +23,7 @@ import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,6 +170,7 @@ class _State:
     on_host: bool
     pieces: list[tuple[int, slice]]  # (index into the norms, elements)
     tensors: dict[str, Tensor]
+    updated: torch.Event  # recorded once an update is on the host again, where state is there
     gradient: Tensor | None = None  # exists always where state is on the host, else from backward to the update
     home: Tensor | None = None  # the weight in host memory, in the parameter's shape; None: the parameter has it
     arrived: bool = False  # whether a gradient has come since the last update
@@ -204,8 +206,7 @@ class MasterAdamW:
             on the GPU, whose content becomes the weight. Sharded parameters are refused (ValueError).
 
     Attributes:
-        homes: the weight in host memory of each of `host_weights`. Kernels queued on the compute stream after `step`
-            find it updated.
+        homes: the weight in host memory of each of `host_weights`.
     """
 
     def __init__(
@@ -230,7 +231,10 @@ class MasterAdamW:
         # On a CPU, torch.cpu's streams and events do nothing and copies are done when they return.
         self.device_module = torch.get_device_module(device)
         self.compute = self.device_module.current_stream()
-        self.inward, self.outward = self.device_module.Stream(), self.device_module.Stream()
+        # State on the host comes, is updated, and leaves, each on a stream.
+        self.inward, self.updating, self.outward = (self.device_module.Stream() for _ in range(3))
+        self.late: deque[_State] = deque()  # states whose update is not queued yet
+        self.queues_in_forward = False  # whether the next forward queues them, see `update_beside_forward`
         self.leaving: deque[tuple[Tensor, torch.Event]] = deque()  # gradients and their arrivals on the host
         self.room = torch.empty(_room_size(layout, accumulate), device=device)  # one piece of a gradient in float32
         if any(item.on_host for item in layout):
@@ -241,11 +245,11 @@ class MasterAdamW:
             self.arena = PinnedArena(needed.host, device)
         # Room on the GPU for pieces of state from the host, by format: (tensors, the gradient included, and an event
         # that is recorded once the piece that was here last has gone back).
-        self.slots: dict[StateFormat, list[tuple[dict[str, Tensor], torch.Event]]] = {}
+        self.slots: dict[StateFormat, deque[tuple[dict[str, Tensor], torch.Event]]] = {}
         empty = functools.partial(torch.empty, device=device)
         for format, (most, kept) in _slots(layout).items():
             made = (_allocate(kept, most, empty) for _ in range(NUM_SLOTS))
-            self.slots[format] = [(tensors, self.device_module.Event()) for tensors in made]
+            self.slots[format] = deque((tensors, self.device_module.Event()) for tensors in made)
 
         # The hooks refer to the optimizer weakly: Python cannot free a cycle that goes through a tensor's hook.
         optimizer = weakref.proxy(self)
@@ -259,7 +263,8 @@ class MasterAdamW:
             gradient, home = tensors.pop("gradient", None), tensors.pop("weight", None)
             decay = weight_decay if parameter.ndim >= 2 else 0.0
             home = None if home is None else home.view(parameter.shape)
-            state = _State(parameter, item.format, decay, item.on_host, pieces, tensors, gradient, home)
+            updated = self.device_module.Event()
+            state = _State(parameter, item.format, decay, item.on_host, pieces, tensors, updated, gradient, home)
             for tensor in tensors.values():
                 tensor.zero_()
             is_there = home is None or parameter.untyped_storage().nbytes()
@@ -276,6 +281,7 @@ class MasterAdamW:
         copies = [_num_copies(state.parameter) for state in self.states.values() for _ in state.pieces]
         self.copies = torch.tensor(copies, device=device)  # ranks that have the same elements, for each piece
         self.steps = torch.zeros((), device=device)  # updates made; float32, for the fused kernel
+        self.corrections = torch.zeros(2, device=device)  # of the moments' bias, at this step
         self.scale = 1.0  # factor of the gradients in the next update
 
     @torch.no_grad()
@@ -351,53 +357,96 @@ class MasterAdamW:
         self.scale = min(1.0, max_norm / (norm + 1e-6))
         return [norm, *summed]
 
+    def update_beside_forward(self, parts: Sequence[nn.Module]) -> None:
+        """Have `step` leave updates of state on the host to the next forward, which hides their copies.
+
+        The model's `parts` run in this order. Each waits for its own parameters and the next part's, which may be
+        fetched beside it, and the last waits for all. Updates are queued as parts run: a GPU's queue holds about a
+        thousand copies, and the host waits where it is full. Sharded parameters are refused (ValueError): FSDP2 gathers
+        them before their part runs.
+        """
+        if any(isinstance(parameter, DTensor) for parameter in self.parameters.values()):
+            raise ValueError("sharded parameters must be updated before their parts run")
+        self.queues_in_forward, optimizer = True, weakref.proxy(self)
+        for part, then in zip(parts, [*parts[1:], nn.ParameterList(self.parameters.values())]):
+            awaited = {*part.parameters(), *then.parameters()}
+            states = [state for state in self.states.values() if state.on_host and state.parameter in awaited]
+            for last in states[-1:]:
+                hook = part.register_forward_pre_hook(lambda *_, last=last: optimizer._wait_for_update(last))
+                weakref.finalize(self, hook.remove)
+
+    def _wait_for_update(self, state: _State) -> None:
+        """Have kernels queued from now on wait for updates up to that of `state`."""
+        self._queue_updates(state.pieces[-1][0])
+        state.updated.wait()
+
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Update the masters from their gradients, round them into the parameters, and drop the gradients."""
-        self.steps.add_(1)
-        corrections = 1 - torch.stack([beta ** self.steps.double() for beta in (BETA1, BETA2)])
-        update = Update(learning_rate, 0.0, self.scale, self.steps, corrections.float(), self.room, self.impl)
+        self._queue_updates()
         current = self.device_module.current_stream()
-        slots = {format: itertools.cycle(of_format) for format, of_format in self.slots.items()}
+        current.wait_stream(self.updating)  # the last update has read these
+        self.steps.add_(1)
+        self.corrections.copy_(1 - torch.stack([beta ** self.steps.double() for beta in (BETA1, BETA2)]))
+        self.update = Update(learning_rate, 0.0, self.scale, self.steps, self.corrections, self.room, self.impl)
         self._let_go(0)
         current.wait_stream(self.outward)  # `room` and `norms` are free
-        self.inward.wait_stream(current)  # so the host has all gradients, and the state that the last step sent back
         for state in self.states.values():
-            for _, piece in state.pieces if state.arrived else ():
-                if state.on_host:
-                    self._update_through(next(slots[state.format]), state, piece, update)
-                else:
-                    self._update(state.slices(piece), state, piece, update)
-        if self.homes:
-            current.wait_stream(self.outward)  # the next fetches find the weights updated
+            if state.arrived and state.on_host:
+                self.late.append(state)
+            for _, piece in state.pieces if state.arrived and not state.on_host else ():
+                self._update(state.slices(piece), state, piece)
+        # The host has all gradients, and the state that the last step sent back; the updates before leave `room`.
+        self.inward.wait_stream(current)
+        self.updating.wait_stream(current)
+        if not self.queues_in_forward:
+            self._queue_updates()
+            current.wait_stream(self.outward)
         self.zero_grad()
 
-    def _update_through(self, slot: tuple, state: _State, piece: slice, update: Update) -> None:
-        """Update a piece of state that lives on the host; the three streams work on three pieces at a time."""
-        current, (room, left) = self.device_module.current_stream(), slot
+    @torch.no_grad()
+    def _queue_updates(self, until: float = math.inf) -> None:
+        """Queue the late updates of the states with pieces up to that number."""
+        while self.late and self.late[0].pieces[-1][0] <= until:
+            state = self.late.popleft()
+            for _, piece in state.pieces:
+                self._update_through(state, piece)
+            state.updated.record(self.outward)
+
+    def _update_through(self, state: _State, piece: slice) -> None:
+        """Update a piece of state that lives on the host; three streams work on three pieces at a time."""
+        slots = self.slots[state.format]
+        room, left = slots[0]
+        slots.rotate(-1)
         host = state.slices(piece)
         tensors = {key: room[key][: len(part)] for key, part in host.items()}
         with self.device_module.stream(self.inward):
             self.inward.wait_event(left)  # the slot is free
             for key, part in host.items():
                 tensors[key].copy_(part, non_blocking=True)
-        current.wait_stream(self.inward)  # the piece has arrived: its copies are the last issued there
-        self._update(tensors, state, piece, update)
-        self.outward.wait_stream(current)  # the piece is updated
+        self.updating.wait_stream(self.inward)  # the piece has arrived: its copies are the last issued there
+        with self.device_module.stream(self.updating):
+            self._update(tensors, state, piece)
+        self.outward.wait_stream(self.updating)  # the piece is updated
         with self.device_module.stream(self.outward):
             for key in host.keys() - {"gradient"}:
                 host[key].copy_(tensors[key], non_blocking=True)
             left.record()
 
-    def _update(self, tensors: dict[str, Tensor], state: _State, piece: slice, update: Update) -> None:
+    def _update(self, tensors: dict[str, Tensor], state: _State, piece: slice) -> None:
         """Update one piece; `tensors`, which are its state, gradient and host weight, are on the parameter's device."""
-        update = update._replace(weight_decay=state.weight_decay)
+        update = self.update._replace(weight_decay=state.weight_decay)
         weight = _flat(state.parameter)[piece] if state.home is None else tensors["weight"]
         state.format.update(tensors, weight, tensors["gradient"], update)
 
+    def _finish_update(self) -> None:
+        """Wait until the last step's state and weights have reached the host."""
+        self._queue_updates()
+        self.device_module.synchronize()
+
     def weights(self) -> dict[str, Tensor]:
         """References to the weights by parameter name, to save: parameters, or tensors of their shape on the host."""
-        self.device_module.synchronize()  # the weights that the last step sent back have reached the host
+        self._finish_update()
         return {name: state.weight for name, state in self.states.items()}
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
@@ -405,7 +454,7 @@ class MasterAdamW:
 
         Without a "master" the parameter is a part of its master, and must be saved as it is.
         """
-        self.device_module.synchronize()  # the state that the last step sent back has reached the host
+        self._finish_update()
         return {name: self._state_of(state) for name, state in self.states.items()}
 
     def _state_of(self, state: _State) -> dict[str, Tensor]:

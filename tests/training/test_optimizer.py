@@ -846,17 +846,17 @@ GPU_SHARE = pytest.mark.parametrize("share", [0, 0.5])  # share of the state on 
 
 def delay_streams(optimizer):
     """Hold up one stream after the other around each piece, so that a missing wait shows."""
-    streams = [torch.cuda.current_stream(), optimizer.inward, optimizer.outward]
+    streams = [torch.cuda.current_stream(), optimizer.inward, optimizer.updating, optimizer.outward]
     calls = 0
 
     def delayed(function):
         def call(*arguments):
             nonlocal calls
             calls += 1
-            with torch.cuda.stream(streams[calls % 3]):
+            with torch.cuda.stream(streams[calls % 4]):
                 torch.cuda._sleep(10_000_000)  # about 5 ms, longer than any copy of a piece
             function(*arguments)
-            with torch.cuda.stream(streams[calls // 3 % 3]):
+            with torch.cuda.stream(streams[calls // 4 % 4]):
                 torch.cuda._sleep(10_000_000)
 
         return call
@@ -916,6 +916,58 @@ def test_no_growth_over_50_steps(device, shapes, micro_batches, share):
     assert exact_after == exact
     # Less than three of the gradients that leave in each step.
     assert all(after - before < 2**27 for before, after in zip(rough, rough_after))
+
+
+@pytest.mark.parametrize("on_gpu", [0, 2])
+def test_the_next_forward_waits_for_updates_on_the_host(on_gpu):
+    """Each part, before it runs, for its own parameters and for the next part's; the last one also for the head.
+
+    Weights, and state, are asked for only after the update.
+    """
+    parts, head, seen = [nn.Linear(32, 32, bias=False) for _ in range(4)], nn.Linear(32, 32, bias=False), []
+    model = nn.Sequential(*parts, head)
+    optimizer = MasterAdamW(model.named_parameters(), gpu_state_bytes=on_gpu * 32 * 32 * 8)
+    optimizer.update_beside_forward(parts)
+    for number, (part, state) in enumerate(zip([*parts, head], optimizer.states.values())):
+        assert state.on_host == (number >= on_gpu)
+        if state.on_host:
+            state.updated.wait = lambda number=number: seen.append(f"updated {number}")
+        part.register_forward_hook(lambda *_, number=number: seen.append(f"ran {number}"))
+    for _ in range(2):
+        model(torch.ones(2, 32)).sum().backward()
+        optimizer.step(1e-2)
+    waits = [f"updated {n}" if n >= on_gpu else "" for n in (1, 2, 3, 4)]
+    expected = [each for n in range(4) for each in (waits[n], f"ran {n}") if each] + ["ran 4"]
+    assert seen == 2 * expected and len(optimizer.late) == 5 - on_gpu
+    before = parts[3].weight.clone()
+    assert not torch.equal(optimizer.weights()["3.weight"], before) and not optimizer.late
+
+
+@MICRO_BATCHES
+@GPU_SHARE
+def test_updates_beside_the_next_forward_are_the_same(micro_batches, share):
+    """Over steps of unlike batches, passes that break off in the middle, and saved state in between."""
+    results = []
+    for is_late in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+        needed = optimizer_bytes(model.parameters()).gpu_state
+        optimizer = MasterAdamW(model.named_parameters(), accumulate=micro_batches > 1, gpu_state_bytes=share * needed)
+        if is_late:
+            optimizer.update_beside_forward([*model][:3])
+        for rows in (5, 1, 40, 3):
+            for _ in range(micro_batches):
+                model(torch.randn(rows, 32)).square().sum().backward()
+            optimizer.clip_grad_norm(1.0)
+            optimizer.step(1e-2)
+            if rows == 1:
+                model[0](torch.ones(1, 32))  # a pass that broke off
+                optimizer.zero_grad()
+            if rows == 40:
+                results.append({n: t.clone() for n, s in optimizer.state_dict().items() for n, t in s.items()})
+        results.append({name: weight.clone() for name, weight in optimizer.weights().items()})
+    for now, late in zip(results[:2], results[2:]):
+        assert all(torch.equal(now[name], late[name]) for name in now)
 
 
 @pytest.mark.gpu

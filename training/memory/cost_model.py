@@ -533,7 +533,14 @@ class Step:
         gradients = optimizer.leaving_gradients / rates["link"]
         moved = 2 * gradients if self.num_copies == 1 else 0
         backwards = max(last, gradients) + (self.micro_batches - 1) * max(backward, moved) + ends * sums
-        update = optimizer.host / rates["link"] + 4 * optimizer.gpu_state / rates["memory"]
+        update = 4 * optimizer.gpu_state / rates["memory"]
+        # One GPU's next forward runs beside the update of state on the host, which fetches it and sends it back without
+        # the gradients. Activations leave, and weights come, at the same time.
+        fetched, returned = (n / rates["link"] for n in (optimizer.host, optimizer.host - optimizer.leaving_gradients))
+        if self.num_shards:
+            update += fetched
+        else:
+            update += max(0, fetched + sum(weights) - forward, returned + sum(sent) - forward)
         return self.micro_batches * (forward + 0.01 * copies + loss + ends * (gather + add)) + backwards + update
 
 

@@ -24,7 +24,8 @@ LEAST_HEADROOM = 1.01
 MLP_TILE_SIZE = 8192
 # Share of a step's seconds that compact state must save where float32 state fits too: its moments are less precise.
 COMPACT_SAVES = 0.01
-VISITS_SAVE = 0.01  # share of a step's seconds that weights on the host must save
+# Share that optimizer state on the host must save as well, and weights there once more.
+OFFLOAD_SAVES = 0.01
 _CONTEXT_MULTIPLE = 1024  # tokens: the precision to which the largest context is found
 
 
@@ -146,11 +147,11 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
 def _choose(step: Step, seconds: dict[Execution, float]) -> tuple[Execution, str]:
     """Returns the fastest execution, or the fastest in float32 where compact state hardly saves time; and why.
 
-    Weights on the host must save time as well, VISITS_SAVE of a step.
+    Optimizer state and weights on the host must save time as well, see OFFLOAD_SAVES.
     """
 
     def cost(execution: Execution) -> float:
-        return _cost(execution, seconds[execution])
+        return _cost(step, execution, seconds[execution])
 
     fastest = min(seconds, key=cost)
     if step.given.state_format != "auto":
@@ -225,7 +226,7 @@ class _Search:
         L, least = self.step.layers, math.inf
 
         def cost(execution: Execution) -> float:
-            return _cost(execution, self.step.seconds(execution, rates))
+            return _cost(self.step, execution, self.step.seconds(execution, rates))
 
         for base in self.layouts():
             visiting = _num_visiting(base)
@@ -238,14 +239,14 @@ class _Search:
                 break
             if 0 < visiting < L and any(_num_visiting(execution) == L for execution in found):
                 every = replace(roomy, placements=(_placement("gpu", "gpu", weights="host"),) * L)
-                if cost(roomy) >= (1 - VISITS_SAVE) * cost(every):
+                if cost(roomy) >= (1 - OFFLOAD_SAVES) * cost(every):
                     continue
             for inputs in self.fastest_inputs(base):
                 if visiting and "host" in inputs and cost(_placed(base, inputs, L)) >= least:
                     continue
                 execution = self.keep(base, inputs)
                 found[execution] = self.step.seconds(execution, rates)
-                least = min(least, _cost(execution, found[execution]))
+                least = min(least, cost(execution))
                 if all(placement.results == "gpu" for placement in execution.placements):
                     break
         return found
@@ -344,9 +345,9 @@ def _num_visiting(execution: Execution) -> int:
     return sum(placement.weights == "host" for placement in execution.placements)
 
 
-def _cost(execution: Execution, seconds: float) -> float:
-    """Returns the seconds of an execution, and more where weights on the host must save VISITS_SAVE of a step."""
-    return seconds / (1 - VISITS_SAVE * (_num_visiting(execution) > 0))
+def _cost(step: Step, execution: Execution, seconds: float) -> float:
+    """Returns the seconds of an execution, and more where state or weights on the host must save OFFLOAD_SAVES."""
+    return seconds / (1 - OFFLOAD_SAVES * ((step.optimizer(execution).host > 0) + (_num_visiting(execution) > 0)))
 
 
 def _is_roomy(execution: Execution) -> bool:

@@ -43,6 +43,9 @@ def train_step(
 ) -> tuple[float, float]:
     """One optimizer step over all micro-batches of all ranks. Returns (mean loss per token, gradient norm).
 
+    The update may go on afterwards. From one return to the next is the time of one step: the last update, beside
+    forward, and backward.
+
     Raises NoTarget, NotRead, NotFinite, or Stopped inside `Stopping.looking`; the weights are as they were then.
 
     Args:
@@ -75,7 +78,6 @@ def train_step(
         raise
     before_update()
     optimizer.step(learning_rate)
-    torch.get_device_module(world.device).synchronize()  # a clock read after this has waited for the update
     return loss, norm
 
 
