@@ -38,7 +38,6 @@ from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
 _attention_footprint, _mlp_footprint = functools.cache(qkv_attention_footprint), functools.cache(gated_mlp_footprint)
 _NORMS_BYTES = 8  # per token: 1 / rms of a block's two norms, float32
 LIBRARY_BYTES = 160 * MIB  # cuBLAS workspaces and the small tensors that nothing below counts
-WEIGHTS_VISIT = False  # whether `training.memory.placement` fetches weights from the host
 
 
 @dataclass(frozen=True)
@@ -244,7 +243,7 @@ class Step:
     @property
     def can_visit(self) -> bool:
         """Whether blocks' weights may wait on the host: where one GPU has them whole."""
-        return WEIGHTS_VISIT and not self.num_shards and self.tensor_ranks == 1
+        return not self.num_shards and self.tensor_ranks == 1
 
     def optimizer(self, execution: Execution) -> OptimizerBytes:
         """Returns the bytes of the optimizer under an execution."""

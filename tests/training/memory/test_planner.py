@@ -9,8 +9,7 @@ from kernels.attention.nsa.nsa import NSA
 from kernels.attention.sparse.sparse_attention import Sparse
 from model import MODEL_SIZES
 from tests.training.memory.test_cost_model import step_of
-from training.memory import cost_model
-from training.memory.cost_model import PackedDocuments
+from training.memory.cost_model import PackedDocuments, Step
 from training.memory.execution import WHOLE, Execution
 from training.memory.machine import H200
 from training.memory.planner import HEADROOM, LEAST_HEADROOM, find_max_context, has_plan, make_plan
@@ -121,16 +120,11 @@ def test_a_refusal_of_float32_state_proposes_compact():
             make_plan(refused, gpu * GIB, host * GIB)
 
 
-@pytest.fixture
-def visits(monkeypatch):
-    monkeypatch.setattr(cost_model, "WEIGHTS_VISIT", True)
-
-
 def places_of_weights(plan):
     return [placement.weights for placement in plan.execution.placements]
 
 
-def test_weights_wait_on_the_host_where_they_must(visits):
+def test_weights_wait_on_the_host_where_they_must():
     """The 14B's weights do not fit into 24 GiB. Half of them do beside a short context, and need not be fetched."""
     step = step_on_meta(MODEL_SIZES["14B"], 4096, given=Execution(state_format="compact"))
     longest = find_max_context(step, 24 * GIB, 118 * GIB)
@@ -148,7 +142,7 @@ def test_weights_wait_on_the_host_where_they_must(visits):
         make_plan(step, 3 * GIB, 118 * GIB)
 
 
-def test_as_many_weights_visit_as_both_budgets_need(visits):
+def test_as_many_weights_visit_as_both_budgets_need():
     """Where weights stay on the GPU, so can their state: with a short host more than half of the blocks visit."""
     step = step_on_meta(MODEL_SIZES["14B"], 1024, given=Execution(state_format="compact"))
     longest = find_max_context(step, 24 * GIB, 99 * GIB)
@@ -156,24 +150,24 @@ def test_as_many_weights_visit_as_both_budgets_need(visits):
     assert longest > 16_384 and 20 < places.count("host") < 40 and places == sorted(places, reverse=True)
 
 
-def test_weights_stay_on_the_gpu_where_they_cost_nothing(visits, monkeypatch):
+def test_weights_stay_on_the_gpu_where_they_cost_nothing(monkeypatch):
     """The same plans as without weights that visit, and a row about weights in none."""
     step = step_of(MODEL_SIZES["4B"], 32_768, state_format="auto")
     budgets = [(139, 110), (48, 110), (24, 110), (24, 50)]
     plans = [make_plan(step, gpu * GIB, host * GIB) for gpu, host in budgets]
-    monkeypatch.setattr(cost_model, "WEIGHTS_VISIT", False)
+    monkeypatch.setattr(Step, "can_visit", False)
     for plan, (gpu, host) in zip(plans, budgets):
         assert plan.execution == make_plan(step, gpu * GIB, host * GIB).execution
         assert set(places_of_weights(plan)) == {"gpu"} and "weights" not in str(plan)
 
 
-def test_a_shorter_host_than_weights_need_keeps_them_on_the_gpu(visits):
+def test_a_shorter_host_than_weights_need_keeps_them_on_the_gpu():
     """Weights on the host take 2 bytes per parameter there."""
     step = step_of(MODEL_SIZES["4B"], 16_384, state_format="compact")
     assert set(places_of_weights(make_plan(step, 40 * GIB, 4 * GIB))) == {"gpu"}
 
 
-def test_weights_of_several_gpus_do_not_visit(visits):
+def test_weights_of_several_gpus_do_not_visit():
     for options in ({"num_gpus": 2}, {"num_gpus": 2, "tensor_parallel_size": 2}):
         step = step_on_meta(MODEL_SIZES["0.6B"], 65_536, **options)
         assert not step.can_visit
@@ -181,13 +175,13 @@ def test_weights_of_several_gpus_do_not_visit(visits):
     assert step_on_meta(MODEL_SIZES["0.6B"], 65_536).can_visit
 
 
-def test_weights_that_visit_lengthen_the_context_and_never_the_step(visits, monkeypatch):
+def test_weights_that_visit_lengthen_the_context_and_never_the_step(monkeypatch):
     step = step_of(MODEL_SIZES["4B"], 16_384, state_format="compact")
     budgets = [(gpu * GIB, 60 * GIB) for gpu in (10, 12, 14, 16, 24)]
     longest = [find_max_context(step, *budget) for budget in budgets]
     seconds = [make_plan(step, *budget).seconds for budget in budgets]
     assert seconds == sorted(seconds, reverse=True) and longest == sorted(longest)
-    monkeypatch.setattr(cost_model, "WEIGHTS_VISIT", False)
+    monkeypatch.setattr(Step, "can_visit", False)
     for budget, visited, took in zip(budgets, longest, seconds):
         assert find_max_context(step, *budget) < visited
         assert not has_plan(step, *budget) or make_plan(step, *budget).seconds >= took
