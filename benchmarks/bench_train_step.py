@@ -61,7 +61,7 @@ from training.families import to_config_json
 from training.host.files import size_on_disk
 from training.host.sizes import GIB
 from training.memory.cost_model import PackedDocuments, forward_flops
-from training.memory.planner import Plan
+from training.memory.planner import Plan, make_plan
 from training.optimizer import MasterAdamW
 from training.parallel.world import World, join_world
 from training.run.build import build, choose_model, configure_machine, resolve_memory_budget
@@ -81,6 +81,9 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", default=["auto", "checkpointing", "peer"])
     parser.add_argument("--host_budget", help="for settings with a memory budget")
     parser.add_argument("--optimizer_state", default="float32", choices=OPTIMIZER_STATES, help="as train.py's")
+    parser.add_argument(
+        "--weights_on_host", action="store_true", help="the same plan, with the weights of all its blocks on the host"
+    )
     parser.add_argument("--steps", type=int, default=2, help="at least 2; see above for which are timed")
     parser.add_argument("--context_parallel_size", type=int, default=1, help="ranks that share each sequence")
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="ranks that share each matrix")
@@ -279,7 +282,10 @@ def our_step(
     model_config = replace(choose_model(settings), num_hidden_layers=shape_of(arguments).num_hidden_layers)
     configure_machine(settings, model_config, world)
     documents = max(map(documents_of, steps), key=lambda documents: documents.longest)
-    model, optimizer, plan = build(settings, model_config, None, documents, world)
+    with (
+        mock.patch("training.run.build.make_plan", with_weights_on_host) if arguments.weights_on_host else nullcontext()
+    ):
+        model, optimizer, plan = build(settings, model_config, None, documents, world)
     stopping = Stopping([], world, model.layers, settings.gradient_accumulation_steps, world.min(plan.seconds)[0])
 
     def step(batches: list[Batch], before_update: Callable[[], None] = lambda: None) -> float:
@@ -288,6 +294,13 @@ def our_step(
             return train_step(model, optimizer, batches, world, rate, norm, before_update)[0]
 
     return step, plan, optimizer
+
+
+def with_weights_on_host(*arguments) -> Plan:
+    """Replaces `make_plan`: its plan, with the weights of all blocks on the host. The plan has no whole blocks."""
+    plan = make_plan(*arguments)
+    placements = tuple(replace(placement, weights="host") for placement in plan.execution.placements)
+    return replace(plan, execution=replace(plan.execution, placements=placements))
 
 
 def time_saving(

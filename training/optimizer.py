@@ -53,7 +53,7 @@ from training.state_format import BETA1, BETA2, Kept, StateFormat, Update, forma
 
 # 32 MiB of float32: copies of that size run at the link's full rate. A multiple of every format's group.
 PIECE_ELEMENTS = 2**23
-NUM_SLOTS = 3  # one piece arrives, one is updated, one leaves
+NUM_SLOTS = 8  # pieces on the GPU at once: an update waits for a kernel of the forward beside it, up to 20 ms
 LEAVING_BYTES = 2**28  # gradients on their way to the host at once: about one transformer block's, in bf16
 
 
@@ -63,7 +63,8 @@ class OptimizerBytes:
 
     gpu_state: int  # masters and moments
     gpu_gradients: int  # gradients of parameters whose state is on the GPU; exist from backward to the update
-    gpu_buffers: int  # pieces on their way through an update
+    gpu_room: int  # a piece of a gradient in float32
+    gpu_slots: int  # pieces on their way through an update; exist from `step` until all are updated
     leaving_gradients: int  # gradients on their way to the host; at most LEAVING_BYTES of them are on the GPU at once
     host: int  # masters, moments, gradients and `host_weights`, pinned
 
@@ -75,13 +76,12 @@ def optimizer_bytes(
     """Predicts the bytes of a `MasterAdamW` with these arguments; parameters on the meta device will do."""
     layout = _layout(list(parameters), accumulate, gpu_state_bytes, state_format, host_weights)
     on_gpu, on_host = ([item for item in layout if item.on_host is wanted] for wanted in (False, True))
-    buffers = 4 * _room_size(layout, accumulate)
-    for size, tensors in _slots(layout).values():
-        buffers += NUM_SLOTS * sum(kept.num_bytes(size) for kept in tensors.values())
+    slots = (kept.num_bytes(size) for size, tensors in _slots(layout).values() for kept in tensors.values())
     return OptimizerBytes(
         gpu_state=sum(item.format.num_bytes(item.numel) for item in on_gpu),
         gpu_gradients=sum(item.gradient_dtype.itemsize * item.numel for item in on_gpu),
-        gpu_buffers=buffers,
+        gpu_room=4 * _room_size(layout, accumulate),
+        gpu_slots=NUM_SLOTS * sum(slots),
         leaving_gradients=sum(item.gradient_dtype.itemsize * item.numel for item in on_host),
         host=sum(
             -(-kept.num_bytes(item.numel) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
@@ -243,13 +243,11 @@ class MasterAdamW:
                 host_weights=host_weights,
             )  # fmt: skip
             self.arena = PinnedArena(needed.host, device)
-        # Room on the GPU for pieces of state from the host, by format: (tensors, the gradient included, and an event
-        # that is recorded once the piece that was here last has gone back).
+        # Pieces of state from the host on the GPU, by format: (tensors, the gradient included, and an event that is
+        # recorded once the piece that was here last has gone back).
         self.slots: dict[StateFormat, deque[tuple[dict[str, Tensor], torch.Event]]] = {}
+        self.slot_sizes = _slots(layout)
         empty = functools.partial(torch.empty, device=device)
-        for format, (most, kept) in _slots(layout).items():
-            made = (_allocate(kept, most, empty) for _ in range(NUM_SLOTS))
-            self.slots[format] = deque((tensors, self.device_module.Event()) for tensors in made)
 
         # The hooks refer to the optimizer weakly: Python cannot free a cycle that goes through a tensor's hook.
         optimizer = weakref.proxy(self)
@@ -362,18 +360,20 @@ class MasterAdamW:
 
         The model's `parts` run in this order. Each waits for its own parameters and the next part's, which may be
         fetched beside it, and the last waits for all. Updates are queued as parts run: a GPU's queue holds about a
-        thousand copies, and the host waits where it is full. Sharded parameters are refused (ValueError): FSDP2 gathers
-        them before their part runs.
+        thousand copies, and the host waits where it is full. Sharded parameters are still updated in `step`: FSDP2
+        gathers them before their part runs.
         """
         if any(isinstance(parameter, DTensor) for parameter in self.parameters.values()):
-            raise ValueError("sharded parameters must be updated before their parts run")
+            return
         self.queues_in_forward, optimizer = True, weakref.proxy(self)
-        for part, then in zip(parts, [*parts[1:], nn.ParameterList(self.parameters.values())]):
-            awaited = {*part.parameters(), *then.parameters()}
+        hooks = [parts[-1].register_forward_pre_hook(lambda *_: optimizer.end_update())]
+        for pair in itertools.pairwise(parts):
+            awaited = {parameter for part in pair for parameter in part.parameters()}
             states = [state for state in self.states.values() if state.on_host and state.parameter in awaited]
             for last in states[-1:]:
-                hook = part.register_forward_pre_hook(lambda *_, last=last: optimizer._wait_for_update(last))
-                weakref.finalize(self, hook.remove)
+                hooks.append(pair[0].register_forward_pre_hook(lambda *_, last=last: optimizer._wait_for_update(last)))
+        for hook in hooks:
+            weakref.finalize(self, hook.remove)
 
     def _wait_for_update(self, state: _State) -> None:
         """Have kernels queued from now on wait for updates up to that of `state`."""
@@ -383,9 +383,12 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Update the masters from their gradients, round them into the parameters, and drop the gradients."""
-        self._queue_updates()
+        self.end_update()
+        empty = functools.partial(torch.empty, device=self.device)
+        for format, (most, kept) in self.slot_sizes.items():
+            made = (_allocate(kept, most, empty) for _ in range(NUM_SLOTS))
+            self.slots[format] = deque((tensors, self.device_module.Event()) for tensors in made)
         current = self.device_module.current_stream()
-        current.wait_stream(self.updating)  # the last update has read these
         self.steps.add_(1)
         self.corrections.copy_(1 - torch.stack([beta ** self.steps.double() for beta in (BETA1, BETA2)]))
         self.update = Update(learning_rate, 0.0, self.scale, self.steps, self.corrections, self.room, self.impl)
@@ -400,8 +403,7 @@ class MasterAdamW:
         self.inward.wait_stream(current)
         self.updating.wait_stream(current)
         if not self.queues_in_forward:
-            self._queue_updates()
-            current.wait_stream(self.outward)
+            self.end_update()
         self.zero_grad()
 
     @torch.no_grad()
@@ -414,7 +416,7 @@ class MasterAdamW:
             state.updated.record(self.outward)
 
     def _update_through(self, state: _State, piece: slice) -> None:
-        """Update a piece of state that lives on the host; three streams work on three pieces at a time."""
+        """Update a piece of state that lives on the host, on three streams."""
         slots = self.slots[state.format]
         room, left = slots[0]
         slots.rotate(-1)
@@ -439,14 +441,17 @@ class MasterAdamW:
         weight = _flat(state.parameter)[piece] if state.home is None else tensors["weight"]
         state.format.update(tensors, weight, tensors["gradient"], update)
 
-    def _finish_update(self) -> None:
-        """Wait until the last step's state and weights have reached the host."""
+    def end_update(self) -> None:
+        """Queue all that is left of an update. Kernels that are queued later find the state on the host updated."""
         self._queue_updates()
-        self.device_module.synchronize()
+        if self.slots:  # their memory may be reused after the wait
+            self.device_module.current_stream().wait_stream(self.outward)
+            self.slots.clear()
 
     def weights(self) -> dict[str, Tensor]:
         """References to the weights by parameter name, to save: parameters, or tensors of their shape on the host."""
-        self._finish_update()
+        self.end_update()
+        self.device_module.synchronize()
         return {name: state.weight for name, state in self.states.items()}
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
@@ -454,7 +459,8 @@ class MasterAdamW:
 
         Without a "master" the parameter is a part of its master, and must be saved as it is.
         """
-        self._finish_update()
+        self.end_update()
+        self.device_module.synchronize()
         return {name: self._state_of(state) for name, state in self.states.items()}
 
     def _state_of(self, state: _State) -> dict[str, Tensor]:

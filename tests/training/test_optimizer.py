@@ -25,7 +25,7 @@ from training.checkpoint.manifest import OPTIMIZER, verify_checkpoint
 from training.checkpoint.weights import find_weights
 from training.host.errors import UserError
 from training.memory.visiting import VisitingWeights
-from training.optimizer import LEAVING_BYTES, MasterAdamW, optimizer_bytes, warmup_cosine
+from training.optimizer import LEAVING_BYTES, NUM_SLOTS, MasterAdamW, optimizer_bytes, warmup_cosine
 from training.parallel.fsdp import shard_model
 from training.parallel.world import World
 from training.state_format import Float32State, Kept, format_with
@@ -272,9 +272,12 @@ def test_bytes_of_weights_on_the_host(dtype, state_format, accumulate, device):
     on_host = [optimizer.states[name] for name in ("matrix", "norm.weight")]
     assert all(state.on_host for state in on_host) and not optimizer.states["other"].on_host
     assert predicted.gpu_state == size(optimizer.states["other"].tensors.values()) < none.gpu_state
+    optimizer.update_beside_forward([nn.Identity()])  # keeps slots
+    optimizer.step(1e-3)
     slots = [tensors for ring in optimizer.slots.values() for tensors, _ in ring]
     assert all(tensors["weight"].dtype == dtype for tensors in slots)
-    assert predicted.gpu_buffers == size([optimizer.room, *(t for tensors in slots for t in tensors.values())])
+    assert predicted.gpu_slots == size(t for tensors in slots for t in tensors.values())
+    assert predicted.gpu_room == optimizer.room.nbytes
     assert optimizer.arena.num_bytes == predicted.host >= optimizer.arena.used_bytes > predicted.host - 512
     host = size(t for state in on_host for t in (*state.tensors.values(), state.gradient, state.home))
     assert 0 <= predicted.host - host < 14 * 512 and none.host == 0
@@ -489,8 +492,7 @@ def test_bytes_are_predicted(dtype, accumulate, placement, state_format, device)
     on_host = [state for state in optimizer.states.values() if state.on_host]
     assert predicted.gpu_state == size(t for state in on_gpu for t in state.tensors.values())
     assert predicted.gpu_gradients == size(state.gradient for state in on_gpu)
-    slots = [tensors for ring in optimizer.slots.values() for tensors, _ in ring]
-    assert predicted.gpu_buffers == size([optimizer.room, *(t for tensors in slots for t in tensors.values())])
+    assert predicted.gpu_room == optimizer.room.nbytes and not optimizer.slots
     if on_host:
         assert optimizer.arena.num_bytes == predicted.host >= optimizer.arena.used_bytes > predicted.host - 512
         assert predicted.host - size(t for s in on_host for t in (*s.tensors.values(), s.gradient)) < 14 * 512
@@ -507,7 +509,7 @@ def test_bytes_of_4b(monkeypatch):
         parameters = list(Transformer(MODEL_SIZES["4B"]).to(torch.bfloat16).parameters())
     one, several = (optimizer_bytes(parameters, accumulate=a, gpu_state_bytes=0) for a in (False, True))
     assert one.host / 2**30 == pytest.approx(52.4, abs=0.1) and several.host / 2**30 == pytest.approx(59.9, abs=0.1)
-    assert one.gpu_state == one.gpu_gradients == 0 and one.gpu_buffers == 2**23 * (4 + 3 * 14)
+    assert one.gpu_state == one.gpu_gradients == 0 and (one.gpu_room, one.gpu_slots) == (2**25, NUM_SLOTS * 14 * 2**23)
     gpu = optimizer_bytes(parameters, accumulate=False)
     assert gpu.gpu_state == 12 * 4_022_468_096 and gpu.gpu_gradients == 2 * 4_022_468_096 and gpu.host == 0
     half = optimizer_bytes(parameters, accumulate=False, gpu_state_bytes=20 * 2**30)
@@ -515,12 +517,12 @@ def test_bytes_of_4b(monkeypatch):
     assert half.gpu_state / 12 + half.host / 14 == pytest.approx(4_022_468_096, rel=1e-4)
     compact = optimizer_bytes(parameters, accumulate=False, state_format="compact")
     assert compact.gpu_state == pytest.approx(4.125 * 4_022_468_096, rel=1e-3)
-    assert compact.gpu_buffers == 2560 * 4  # only norms have float32 state
+    assert compact.gpu_room == 2560 * 4 and not compact.gpu_slots  # only norms have float32 state
     on_host = [
         optimizer_bytes(parameters, accumulate=a, gpu_state_bytes=0, state_format="compact") for a in (False, True)
     ]
-    slots = [3 * (2**23 * (4.125 + gradient) + 2560 * (12 + gradient)) for gradient in (2, 4)]
-    assert [each.gpu_buffers for each in on_host] == [slots[0] + 2560 * 4, slots[1] + 2**23 * 4]
+    slots = [NUM_SLOTS * (2**23 * (4.125 + gradient) + 2560 * (12 + gradient)) for gradient in (2, 4)]
+    assert [(each.gpu_room, each.gpu_slots) for each in on_host] == [(2560 * 4, slots[0]), (2**23 * 4, slots[1])]
 
 
 @pytest.mark.parametrize(("state_format", "bytes_each"), [("float32", 12), ("compact", 4.125)])
@@ -537,8 +539,8 @@ def test_bytes_of_a_block_of_the_4b_on_the_host(state_format, bytes_each, monkey
     assert one.host == pytest.approx(state + (2 + 2) * elements, abs=512 * 5 * len(block)) and one.host % 512 == 0
     assert one.gpu_state == gpu.gpu_state - state
     assert one.leaving_gradients == 2 * elements == gpu.gpu_gradients - one.gpu_gradients
-    slots = 3 * 2**23 * (bytes_each + 2 + 2) + 3 * 2560 * (12 + 2 + 2) * (state_format == "compact")
-    assert one.gpu_buffers == gpu.gpu_buffers + slots
+    slots = 2**23 * (bytes_each + 2 + 2) + 2560 * (12 + 2 + 2) * (state_format == "compact")
+    assert one.gpu_room == gpu.gpu_room and one.gpu_slots == NUM_SLOTS * slots and not gpu.gpu_slots
     rest = predicted(gpu_state_bytes=0), predicted(gpu_state_bytes=0, host_weights=parameters[1 : 1 + len(block)])
     assert rest[1].host - rest[0].host == pytest.approx(2 * elements, abs=512 * len(block))
 
@@ -920,7 +922,7 @@ def test_no_growth_over_50_steps(device, shapes, micro_batches, share):
 
 @pytest.mark.parametrize("on_gpu", [0, 2])
 def test_the_next_forward_waits_for_updates_on_the_host(on_gpu):
-    """Each part, before it runs, for its own parameters and for the next part's; the last one also for the head.
+    """Each part, before it runs, for its own parameters and for the next part's; the last one for all, with the head.
 
     Weights, and state, are asked for only after the update.
     """
@@ -932,13 +934,16 @@ def test_the_next_forward_waits_for_updates_on_the_host(on_gpu):
         assert state.on_host == (number >= on_gpu)
         if state.on_host:
             state.updated.wait = lambda number=number: seen.append(f"updated {number}")
-        part.register_forward_hook(lambda *_, number=number: seen.append(f"ran {number}"))
+        part.register_forward_hook(lambda *_, number=number: seen.append((number, len(optimizer.late))))
     for _ in range(2):
         model(torch.ones(2, 32)).sum().backward()
         optimizer.step(1e-2)
-    waits = [f"updated {n}" if n >= on_gpu else "" for n in (1, 2, 3, 4)]
-    expected = [each for n in range(4) for each in (waits[n], f"ran {n}") if each] + ["ran 4"]
-    assert seen == 2 * expected and len(optimizer.late) == 5 - on_gpu
+    expected = []
+    for number in range(4):
+        expected += [f"updated {number + 1}"] if on_gpu <= number + 1 and number < 3 else []
+        expected.append((number, 3 - number))
+    late = [each if isinstance(each, str) else (each[0], 0) for each in [*expected, (4, 0)]]
+    assert seen == [*late, *expected, (4, 0)] and len(optimizer.late) == 5 - on_gpu
     before = parts[3].weight.clone()
     assert not torch.equal(optimizer.weights()["3.weight"], before) and not optimizer.late
 
@@ -984,12 +989,16 @@ def test_gpu_memory_is_as_predicted(share, state_format, host_weights):
     before -= sum(parameter.nbytes for parameter in arguments["host_weights"])
     optimizer = MasterAdamW(parameters.items(), **arguments)
     (held, _), _ = memory_in_use("cuda")
-    assert held - before == pytest.approx(predicted.gpu_state + predicted.gpu_buffers, abs=4096)
+    assert held - before == pytest.approx(predicted.gpu_state + predicted.gpu_room, abs=4096)
     backward(parameters, 0, optimizer.homes)
     (with_gradients, _), _ = memory_in_use("cuda")
     leaving = min(predicted.leaving_gradients, LEAVING_BYTES)  # released when more come, or in the update
     assert with_gradients - held == pytest.approx(predicted.gpu_gradients + leaving, abs=4096)
+    optimizer.update_beside_forward([nn.Identity()])  # keeps slots
     optimizer.step(1e-3)
+    (with_slots, _), _ = memory_in_use("cuda")
+    assert with_slots - held == pytest.approx(predicted.gpu_slots, abs=4096)
+    optimizer.weights()
     (after, _), _ = memory_in_use("cuda")
     assert after == held
 

@@ -282,7 +282,7 @@ class Step:
         visit = any(weights)
         always = {
             "parameters": self.parameter_bytes - sum(weights),
-            "optimizer": optimizer.gpu_state + optimizer.gpu_buffers,
+            "optimizer": optimizer.gpu_state + optimizer.gpu_room,
             # cos and sin: cached for whole sequences, and at the positions of packed documents or of a rank's tokens.
             # 64 bytes per token: token ids, labels, losses.
             "workspace": LIBRARY_BYTES + T * (4 * self.share.head_dim * positions + 64),
@@ -295,31 +295,36 @@ class Step:
             before.append((inputs, attention, mlp))
 
         def stage(
-            name: str, layer: int, ready=0.0, gradients=0, block=(0, 0, 0), running: Iterable[int] = (), **others: int
-        ) -> Stage:
+            name: str, layer: int, ready=0.0, gradients=0, block=(0, 0, 0), running: Iterable[int] = (), slots=0,
+            **others: int,
+        ) -> Stage:  # fmt: skip
             """Returns a stage in which the blocks before `layer` wait for backward.
 
             `ready` is the share of the gradients on the GPU that exist. The arguments after it are bytes beside these.
-            `running` are the block that runs, and the next: two blocks' weights visit.
+            `running` are the block that runs, and the next: two blocks' weights visit. `slots` are the update's.
             """
             ready = 1 if self.micro_batches > 1 and self.num_copies == 1 else ready
             gradients += int(optimizer.gpu_gradients * ready)
             inputs, attention, mlp = map(add, before[layer], block)
             sizes = {"gradients": gradients, "layer inputs": inputs, "attention": attention, "MLP": mlp}
+            sizes["optimizer"] = always["optimizer"] + slots
             if visit:
                 sizes["parameters"] = always["parameters"] + sum(weights[i] for i in running)
             idle = self._reduction_bytes + int(optimizer.gpu_gradients * (1 - ready)) if self.num_shards else 0
             return Stage(name, {**always, **sizes, **others}, idle=idle)
 
+        # An update goes on beside forward. Of several, that is the first, before gradients exist.
+        late = 0 if self.num_shards else optimizer.gpu_slots
+        late = max(0, late - optimizer.gpu_gradients) if self.micro_batches > 1 else late
         # Ranks that share the embedding have both the rows of their own words and the sum over the ranks.
-        yield stage("embedding", 0, block=(x * min(2, self.tensor_ranks), 0, 0))
+        yield stage("embedding", 0, block=(x * min(2, self.tensor_ranks), 0, 0), slots=late)
         block_bytes = {block: self._block_bytes(execution, *block) for block in {*blocks}}
         last_placed = max((i for i in range(L) if not blocks[i][0].is_whole), default=None)
         sent = 0, 0  # bytes that the placed block before still sends to the host; the last one waits for its own
         for layer, block in enumerate(blocks):
             attention, mlp = block_bytes[block][0]
-            sizes = x + sent[0], attention + sent[1], mlp
-            yield stage(f"forward of layer {layer}", layer, block=sizes, running=range(layer, min(layer + 2, L)))
+            sizes, two = (x + sent[0], attention + sent[1], mlp), range(layer, min(layer + 2, L))
+            yield stage(f"forward of layer {layer}", layer, block=sizes, running=two, slots=late)
             if not block[0].is_whole:
                 sent = self._sent_bytes(*block) if layer != last_placed else (0, 0)
         # 2 * x: the last norm's output, and the gradient of its input.
@@ -350,7 +355,7 @@ class Step:
             gradients += tied
         gradients += self.embedding_sums()
         yield stage("backward of embedding", 0, 1 - self.head_share / stays, gradients, (x, 0, 0))
-        yield stage("update", 0, 1)
+        yield stage("update", 0, 1, slots=optimizer.gpu_slots)
 
     def embedding_sums(self) -> int:
         """Returns the bytes of the embedding's float32 gradients, each summed over up to ten tokens of a word."""
@@ -538,8 +543,10 @@ class Step:
         fetched, returned = (n / rates["link"] for n in (optimizer.host, optimizer.host - optimizer.leaving_gradients))
         if self.num_shards:
             update += fetched
-        else:
-            update += max(0, fetched + sum(weights) - forward, returned + sum(sent) - forward)
+        else:  # nothing runs before the embedding and the first block are updated
+            on_gpu = optimizer.gpu_gradients / (optimizer.gpu_gradients + optimizer.leaving_gradients)
+            first = fetched * (max(0, self.head_share - on_gpu) + self.layer_share) / max(1 - on_gpu, self.layer_share)
+            update += max(min(first, fetched), fetched + sum(weights) - forward, returned + sum(sent) - forward)
         return self.micro_batches * (forward + 0.01 * copies + loss + ends * (gather + add)) + backwards + update
 
 

@@ -284,6 +284,7 @@ class Bench:
 
     def __init__(self, model: nn.Module, optimizer: MasterAdamW):
         self.model, self.optimizer, self.device = model, optimizer, model.embed_tokens.weight.device
+        optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])
 
     def measure(
         self, step: Step, execution: Execution, counter: CudaCounter | None = None, snapshot: Path | None = None
@@ -325,7 +326,7 @@ class Bench:
             if snapshot is not None:
                 dump_memory_snapshot(str(snapshot))
                 record_memory_history(enabled=None)
-        host_bytes = arena_bytes + (self.optimizer.arena.num_bytes if self.optimizer.slots else 0)
+        host_bytes = arena_bytes + (self.optimizer.arena.num_bytes if self.optimizer.slot_sizes else 0)
         return Measurement(recorder.measured(), seconds, host_bytes, counter.alloc_retries() - retries)
 
     def _warm_up(self, step: Step, execution: Execution, ids: Tensor) -> None:

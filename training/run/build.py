@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from kernels.attention import KINDS
 from kernels.attention.full import choose_backend
@@ -303,7 +302,7 @@ def build_model(
         gpu_state_bytes=plan.execution.gpu_state_bytes, state_format=plan.execution.state_format,
         impl=plan.execution.impl, host_weights=host_weights,
     )  # fmt: skip
-    update_beside_forward(model, optimizer)
+    optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])
     for block in model.layers if config.compile else ():
         block.forward = torch.compile(block.forward)
     apply_execution(model, plan.execution, plan.arena_bytes, optimizer.homes)
@@ -339,11 +338,4 @@ def build_bench(step: Step, execution: Execution, world: World) -> Bench:
         state_format=execution.state_format, impl=execution.impl, host_weights=host_weights,
     )  # fmt: skip
     optimizer.load_weights(initial_weights(model, seed=0))
-    update_beside_forward(model, optimizer)
     return Bench(model, optimizer)
-
-
-def update_beside_forward(model: Transformer, optimizer: MasterAdamW) -> None:
-    """Have updates of state on the host go on beside the next forward, on one GPU."""
-    if not isinstance(model, FSDPModule):
-        optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])

@@ -15,6 +15,7 @@ from training.memory.cost_model import PackedDocuments, Step, forward_flops
 from training.memory.execution import Execution, Placement
 from training.memory.machine import H200
 from training.memory.planner import Plan, _Search, find_max_context
+from training.optimizer import NUM_SLOTS
 from training.parallel.world import World, make_mesh
 from training.run.build import model_on_meta, step_on_meta
 from training.run.build import step_of as step_of_run
@@ -286,7 +287,7 @@ def test_weights_that_visit_free_the_gpu_and_take_the_host(size, micro_batches, 
         execution = Execution(placements, 8192, 1, gpu_state_bytes=0, state_format=state_format)
         stages.append([stage.bytes for stage in step.stages(execution)])
         host.append(step.host_bytes(execution))
-    slots = 3 * 2 * (2**23 + 3 * config.hidden_size)  # room for pieces of weights, of each format
+    slots = NUM_SLOTS * 2 * (2**23 + 3 * config.hidden_size)  # room for pieces of weights, of each format
     for fewer, more in pairwise(stages):
         assert all(after <= before + slots for before, after in zip(fewer, more))
     assert max(stages[-1]) < max(stages[0]) - sum(step.weight_bytes) + 2 * step.weight_bytes[0] + slots + 2**28
@@ -330,14 +331,18 @@ def test_a_slow_link_makes_blocks_wait_for_their_weights(placements, runs):
 
 
 def test_weights_come_while_long_sequences_are_computed():
-    """Of 131,072 tokens only the first block of forward and of backward takes longer, and 1% of copies."""
+    """Of 131,072 tokens only the first block of forward and of backward takes longer, and 1% of copies.
+
+    So does the update of the embedding and of the first block, which nothing hides, in proportion to all bytes.
+    """
     step = step_of(MODEL_SIZES["4B"], 131_072, state_format="compact")
     there, away = (
         Execution((replace(VISITS, weights=place),) * 36, 8192, 1, gpu_state_bytes=0, state_format="compact")
         for place in ("gpu", "host")
     )
     waits = step.seconds(away, H200) - step.seconds(there, H200)
-    assert waits == pytest.approx((0.01 * 36 + 2) * BLOCK / H200["link"], rel=1e-3)
+    first = (step.head + step.weight_bytes[0]) / (2 * 4_022_468_096)
+    assert waits == pytest.approx((0.01 * 36 + 2 + first * 36) * BLOCK / H200["link"], rel=1e-2)
 
 
 def test_a_head_that_is_not_the_embedding_is_gathered_too():

@@ -24,7 +24,7 @@ from training.memory.cost_model import PackedDocuments, Step
 from training.memory.execution import PLACES, WHOLE, Execution, Placement
 from training.memory.placement import allocate, apply_execution, apply_placement
 from training.memory.planner import make_plan
-from training.optimizer import MasterAdamW
+from training.optimizer import NUM_SLOTS, MasterAdamW
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
 from training.parallel.world import World
 
@@ -700,7 +700,7 @@ def test_weights_on_the_host_free_the_gpus_memory():
 
     (built, peak, block), (built_there, peak_there, _) = peaks("host"), peaks("gpu")
     assert built_there - built == pytest.approx(12 * block, rel=0.1)
-    slots = 3 * 2 * 2**23  # of weights, in the update
+    slots = NUM_SLOTS * 2 * 2**23  # of weights, in the update
     assert 0.95 * (10 * block - slots) <= peak_there - peak <= 12 * block  # an update needs no block's weights
 
 

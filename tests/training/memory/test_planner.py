@@ -125,13 +125,15 @@ def places_of_weights(plan):
 
 
 def test_weights_wait_on_the_host_where_they_must():
-    """The 14B's weights do not fit into 24 GiB. Half of them do beside a short context, and need not be fetched."""
+    """The 14B's weights do not fit into 24 GiB. Some of them do beside a short context, and need not be fetched."""
     step = step_on_meta(MODEL_SIZES["14B"], 4096, given=Execution(state_format="compact"))
     longest = find_max_context(step, 24 * GIB, 118 * GIB)
-    for context_length, num in ((4096, 20), (longest, 40)):
+    for context_length in (4096, longest):
         plan = make_plan(step.at(context_length), 24 * GIB, 118 * GIB)
+        num = places_of_weights(plan).count("host")
+        assert 20 <= num < 40
         assert places_of_weights(plan) == ["host"] * num + ["gpu"] * (40 - num)
-        assert re.search(rf"\nweights +{num} host" + r"(, 20 gpu)?\n", str(plan))
+        assert re.search(rf"\nweights +{num} host" + r", \d+ gpu\n", str(plan))
         assert re.search(r"\noptimizer state +(up to .* GiB on the GPU, the rest on the )?host, compact\n", str(plan))
         assert plan.peak.bytes * LEAST_HEADROOM <= 24 * GIB and plan.host_bytes <= 118 * GIB
     refusal = f"; the largest that does is {longest}$"
@@ -218,7 +220,7 @@ def test_the_largest_context_fits_and_the_next_does_not():
         ValueError, match=rf"context_length {largest + 1024} does .*; the largest that does is {largest}$"
     ):
         make_plan(step.at(largest + 1024), 6 * GIB, 16 * GIB)
-    with pytest.raises(ValueError, match=r"at 1024 tokens of context and batch_size 1: its parameters take 1\.11 GiB"):
+    with pytest.raises(ValueError, match="at 1024 tokens of context and batch_size 1: its embedding and head"):
         make_plan(step, 1 * GIB, HOST)
 
 
@@ -239,9 +241,9 @@ def test_a_batch_that_does_not_fit_names_the_one_that_does():
         make_plan(step.at(int(context)), *budgets)
         with pytest.raises(ValueError, match="fit into"):
             make_plan(step.with_batch(int(batch_size) + 1), *budgets)
-    alone = find_max_context(step.with_batch(1), 12 * GIB, HOST)
+    alone = find_max_context(step.with_batch(1), 6 * GIB, HOST)
     with pytest.raises(ValueError, match=rf"; the largest that does is {alone} with batch_size 1$"):
-        make_plan(step, 12 * GIB, HOST)
+        make_plan(step, 6 * GIB, HOST)
 
 
 def test_a_batch_of_packed_documents_keeps_their_lengths():

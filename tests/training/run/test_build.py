@@ -205,10 +205,10 @@ def test_out_of_memory_without_a_plan_names_one_that_fits(flag, pretended_gpu):
 
 
 def test_out_of_memory_with_a_plan_names_one_of_less():
-    text, plan = explain_out_of_memory(plan_budget=40 * GIB, optimizer_state="float32")
+    text, plan = explain_out_of_memory(plan_budget=20 * GIB, optimizer_state="float32")
     assert "\nforward of layers " in text  # equal layers share a row
-    advice = "36.00 GiB; --memory_budget 36.0GB makes such a plan"
-    assert text == explanation(plan, advice, make_plan(plan.step, 36 * GIB, 60 * GIB))
+    advice = "18.00 GiB; --memory_budget 18.0GB makes such a plan"
+    assert text == explanation(plan, advice, make_plan(plan.step, 18 * GIB, 60 * GIB))
 
 
 def test_out_of_memory_where_no_plan_fits_names_the_largest_context(pretended_gpu):
