@@ -8,7 +8,8 @@ Qwen2 has biases of q, k and v instead. Parameter names are Hugging Face's.
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -312,6 +313,7 @@ class Transformer(nn.Module):
         self.linear: Linear = PLAIN  # the head's
         self.impl = "auto"  # see kernels.common.IMPLEMENTATIONS
         self.tensor_ranks = TensorRanks(None)  # ranks that share the head's matrix
+        self.head_visit: Callable[[], AbstractContextManager] = nullcontext  # in it the head's matrix is on the device
         for name, parameter in self.named_parameters():
             self.initialize_parameter(name, parameter)
 
@@ -389,9 +391,11 @@ class Transformer(nn.Module):
         for layer in self.layers:
             x_BTD = layer(x_BTD, context)
         x_BTD = self.norm(x_BTD)
-        logits_BTV = self.linear(self.tensor_ranks.enter(x_BTD), self.output_weight) if return_logits else None
+        with self.head_visit():
+            logits_BTV = self.linear(self.tensor_ranks.enter(x_BTD), self.output_weight) if return_logits else None
+            loss = None if targets is None else self._loss(x_BTD, targets, logits_BTV, denominator, num_targets)
         return ModelOutput(
-            loss=self._loss(x_BTD, targets, logits_BTV, denominator, num_targets) if targets is not None else None,
+            loss=loss,
             logits=self.tensor_ranks.gather(logits_BTV) if logits_BTV is not None else None,
             hidden_states=x_BTD if return_hidden_states else None,
         )

@@ -130,7 +130,8 @@ def test_a_run_is_the_same_wherever_weights_live(corpus, tmp_path, monkeypatch, 
                 WHOLE,
                 Placement(weights=weights),
             )
-            return Plan(step, replace(step.unplanned(Placement()), placements=placements))
+            execution = step.unplanned(Placement(), loss_impl="chunked", ends=weights)
+            return Plan(step, replace(execution, placements=placements))
 
         caplog.clear()
         monkeypatch.setattr("training.run.build.plan_memory", plan_memory)

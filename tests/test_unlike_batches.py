@@ -19,7 +19,7 @@ from kernels.attention.full import FULL
 from model import ModelConfig, Transformer
 from training.memory.cost_model import PackedDocuments, Step
 from training.memory.execution import WHOLE, Execution, Placement
-from training.memory.placement import apply_execution
+from training.memory.placement import apply_execution, parts_on_host
 from training.memory.planner import Plan
 from training.optimizer import MasterAdamW
 
@@ -64,10 +64,10 @@ def rows(draw):
     return (*lengths, left)
 
 
-def build(kinds):
+def build(kinds, tied=True):
     """The same weights every time, blocks left to autograd."""
     torch.manual_seed(0)
-    return Transformer(replace(CONFIG, layer_kinds=kinds))
+    return Transformer(replace(CONFIG, layer_kinds=kinds, tie_word_embeddings=tied))
 
 
 def build_as_planned(kinds, placements, heads_at_a_time):
@@ -192,20 +192,20 @@ VISITING = {  # and key/value heads at a time
 }
 
 
-def train(kinds, placements, heads_at_a_time, dtype, state_format):
+def train(kinds, tied, execution, dtype, state_format):
     """Losses, norms and gradients of updates from unlike batches, validation losses after them, and the last weights.
 
-    The second update follows a backward that was broken off.
+    The second update follows a backward that was broken off, the third a forward that did not come to its loss.
     """
-    model = build(kinds).to(dtype)
-    blocks = [block for block, placement in zip(model.layers, placements) if placement.weights == "host"]
+    model = build(kinds, tied).to(dtype)
     optimizer = MasterAdamW(
         model.named_parameters(), state_format=state_format,
-        host_weights=[parameter for block in blocks for parameter in block.parameters()],
+        host_weights=[parameter for part in parts_on_host(model, execution) for parameter in part.parameters()],
     )  # fmt: skip
+    optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])
     documents = PackedDocuments(T, ((T, 1.0), (24, 6.0)))
     step = Step(model.share, model.parameters(), T, B, documents=documents, element_size=dtype.itemsize)
-    plan = Plan(step, Execution(placements, mlp_tile_size=64, heads_at_a_time=heads_at_a_time))
+    plan = Plan(step, execution)
     apply_execution(model, plan.execution, plan.arena_bytes, optimizer.homes)
     seen = []
 
@@ -214,8 +214,9 @@ def train(kinds, placements, heads_at_a_time, dtype, state_format):
         return model(ids, ids, documents=find_documents(documents), denominator=B * T).loss
 
     for number, batches in enumerate([(LONG, SHORT), (SHORT,), (LONG, LONG, SHORT)]):
-        if number == 1:
-            handle = model.layers[0].mlp.up_proj.weight.register_hook(lambda _: 1 / 0)
+        if number:
+            register = model.layers[0].mlp.up_proj.weight.register_hook, model.norm.register_forward_pre_hook
+            handle = register[number - 1](lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 loss_of(LONG).backward()
             handle.remove()
@@ -233,18 +234,22 @@ def train(kinds, placements, heads_at_a_time, dtype, state_format):
 
 
 FORMATS = (torch.float32, "float32"), (torch.bfloat16, "float32"), (torch.bfloat16, "compact")
-TRAINED = [("full", placement, *FORMATS[2]) for placement in VISITING]
-TRAINED += [("full", "chain", *formats) for formats in FORMATS[:2]]
+ENDS = "", "ends", "", "tied ends"  # that are on the host, by VISITING
+TRAINED = [("full", placement, *FORMATS[2], ends) for placement, ends in zip(VISITING, ENDS)]
+TRAINED += [("full", "chain", *FORMATS[0], "ends"), ("full", "chain", *FORMATS[1], "tied ends")]
+TRAINED += [("full", "all", *FORMATS[2], "tied ends"), ("sparse, window, nsa", "chain", *FORMATS[2], "")]
 
 
-@pytest.mark.parametrize(
-    ("name", "placement", "dtype", "state_format"), [*TRAINED, ("sparse, window, nsa", "chain", *FORMATS[2])]
-)
-def test_weights_on_the_host_train_alike(name, placement, dtype, state_format):
-    """Bit for bit as weights on the GPU."""
-    placements, heads_at_a_time = VISITING[placement]
+@pytest.mark.parametrize(("name", "placement", "dtype", "state_format", "ends"), TRAINED)
+def test_weights_on_the_host_train_alike(name, placement, dtype, state_format, ends):
+    """Bit for bit as weights on the GPU: of blocks, and of embedding and head too."""
+    placements, heads = VISITING[placement]
     there = tuple(replace(placement, weights="gpu") for placement in placements)
-    runs = [train(KINDS[name], each, heads_at_a_time, dtype, state_format) for each in (there, placements)]
+    runs = []
+    for each, place in ((there, "gpu"), (placements, "host" if ends else "gpu")):
+        loss_impl = "chunked" if ends else "auto"
+        execution = Execution(each, 64, heads, loss_impl=loss_impl, ends=place)
+        runs.append(train(KINDS[name], ends != "ends", execution, dtype, state_format))
     assert len(runs[0]) == len(runs[1]) and all(map(torch.equal, *runs))
 
 

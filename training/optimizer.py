@@ -359,16 +359,18 @@ class MasterAdamW:
         """Have `step` leave updates of state on the host to the next forward, which hides their copies.
 
         The model's `parts` run in this order. Each waits for its own parameters and the next part's, which may be
-        fetched beside it, and the last waits for all. Updates are queued as parts run: a GPU's queue holds about a
-        thousand copies, and the host waits where it is full. Sharded parameters are still updated in `step`: FSDP2
-        gathers them before their part runs.
+        fetched beside it, and the last waits for all. A head that is none of them is fetched beside the last but one.
+        Updates are queued as parts run: a GPU's queue holds about a thousand copies, and the host waits where it is
+        full. Sharded parameters are still updated in `step`: FSDP2 gathers them before their part runs.
         """
         if any(isinstance(parameter, DTensor) for parameter in self.parameters.values()):
             return
         self.queues_in_forward, optimizer = True, weakref.proxy(self)
         hooks = [parts[-1].register_forward_pre_hook(lambda *_: optimizer.end_update())]
+        head = self.homes.keys() - {parameter for part in parts for parameter in part.parameters()}
         for pair in itertools.pairwise(parts):
             awaited = {parameter for part in pair for parameter in part.parameters()}
+            awaited |= head if pair[1] is parts[-1] else set()
             states = [state for state in self.states.values() if state.on_host and state.parameter in awaited]
             for last in states[-1:]:
                 hooks.append(pair[0].register_forward_pre_hook(lambda *_, last=last: optimizer._wait_for_update(last)))

@@ -18,8 +18,8 @@ PLACES = ("gpu", "host", "recompute")
 class Placement:
     """The places where one block's activations wait for backward, and where its weights live.
 
-    Places are "gpu", "host", and for activations "recompute", to be computed again. Embedding, head and last norm have
-    no placement: their weights stay on the GPU. So do all weights on several GPUs.
+    Places are "gpu", "host", and for activations "recompute", to be computed again. The last norm has no placement: its
+    weights stay on the GPU. So do all weights on several GPUs. `Execution.ends` places embedding and head.
 
     Raises:
         ValueError: a place that does not exist, or `rest` on the GPU without input, results and weights.
@@ -65,9 +65,11 @@ class Execution:
         attention_backend: the library kernel that attends, a name in kernels.attention.full.BACKENDS.
         kinds: how each block attends, one kind per block; (): as the model's configuration says.
         impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.
+        ends: place of the weights of embedding and head, as `Placement.weights`: "gpu" or "host". On the host they need
+            the chunked loss, which runs the head forward and backward in one visit.
 
     Raises:
-        ValueError: a loss that does not exist.
+        ValueError: a loss or a place that does not exist, or embedding and head on the host without the chunked loss.
     """
 
     placements: tuple[Placement, ...] = ()
@@ -79,10 +81,15 @@ class Execution:
     attention_backend: str = "auto"
     kinds: tuple[AttentionKind, ...] = ()
     impl: str = "auto"
+    ends: str = "gpu"
 
     def __post_init__(self):
         if self.loss_impl not in LOSSES:
             raise ValueError(f"loss_impl must be one of {', '.join(LOSSES)}, got {self.loss_impl!r}")
+        if self.ends not in ("gpu", "host"):
+            raise ValueError(f"ends must be one of gpu, host, got {self.ends!r}")
+        if self.ends == "host" and self.loss_impl != "chunked":
+            raise ValueError(f"ends on the host need loss_impl chunked, got {self.loss_impl}; place them on gpu")
 
 
 def needed_for_backward(placements: Sequence[Placement], layer: int) -> list[tuple[int, str]]:

@@ -6,13 +6,14 @@ graph, so only one block's activations exist at a time. An operation does not ru
 no gradient needs its result: `kernels.common.operation` declares both. A whole block is left to autograd.
 
 The weights of a placed block are on the GPU, or visit it from host memory, see `training.memory.visiting`: in forward,
-with or without gradients, and in backward.
+with or without gradients, and in backward. Embedding and head need none in backward: the chunked loss makes the head's
+gradient in forward.
 """
 
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -30,27 +31,34 @@ from training.memory.visiting import VisitingWeights
 Homes = Mapping[nn.Parameter, Tensor]  # weights in host memory, see `training.optimizer.MasterAdamW`
 
 
-def allocate(model: nn.Module, placements: Sequence[Placement], device: torch.device) -> list[nn.Parameter]:
+def parts_on_host(model: nn.Module, execution: Execution) -> list[nn.Module]:
+    """Returns the parts of a model.Transformer whose weights live on the host: blocks, embedding and head."""
+    parts = [block for block, placement in zip(model.layers, execution.placements) if placement.weights == "host"]
+    ends = [model.embed_tokens, *([] if model.config.tie_word_embeddings else [model.lm_head])]
+    return parts + ends if execution.ends == "host" else parts
+
+
+def allocate(model: nn.Module, execution: Execution, device: torch.device) -> list[nn.Parameter]:
     """Give a model.Transformer, which is on the meta device, memory on `device` for the weights that live there.
 
-    Returns the parameters without memory: weights of the blocks with weights on the host. They are the optimizer's
-    `host_weights`. All of them together may be larger than the device's memory.
+    Returns the parameters without memory: weights of `parts_on_host`. They are the optimizer's `host_weights`. All of
+    them together may be larger than the device's memory.
 
     Raises:
         ValueError: weights on the host, of a model that FSDP2 shards.
     """
-    on_host = [block for block, placement in zip(model.layers, placements) if placement.weights == "host"]
+    on_host = parts_on_host(model, execution)
     if not on_host:
         model.to_empty(device=device)
         return []
     if isinstance(model, FSDPModule):
         raise ValueError("weights of sharded parameters stay on the GPU; place them there")
-    parts = {part for block in on_host for part in block.modules()}
+    parts = {part for each in on_host for part in each.modules()}
     for part in model.modules():
         part.to_empty(device=device, recurse=False)
         for parameter in part.parameters(recurse=False) if part in parts else ():
             parameter.untyped_storage().resize_(0)
-    return [parameter for block in on_host for parameter in block.parameters()]
+    return [parameter for part in on_host for parameter in part.parameters()]
 
 
 def apply_execution(
@@ -58,12 +66,13 @@ def apply_execution(
 ) -> None:
     """Make a model.Transformer, on its device, run as `execution` says.
 
-    Pins `arena_bytes` of host memory for the activations with placements on the host. `homes` are the weights of the
-    blocks with weights there.
+    Pins `arena_bytes` of host memory for the activations with placements on the host. `homes` are the weights of
+    `parts_on_host`.
 
     Raises:
         UserError: the host does not let that much be pinned.
-        ValueError: see `apply_placement` and `set_kinds`.
+        ValueError: embedding or head with a home but not on the host, or the reverse; see `apply_placement` and
+            `set_kinds`.
     """
     model.loss_impl = execution.loss_impl
     for module in model.modules():
@@ -77,7 +86,15 @@ def apply_execution(
     arena = PinnedArena(arena_bytes, model.embed_tokens.weight.device) if arena_bytes else None
     chooses = any(block.self_attn.kind.list_length for block in model.layers)
     skips = execution.mlp_tile_size is not None or chooses
-    apply_placement(model.layers, execution.placements, arena, skips, homes)
+    placed = apply_placement(model.layers, execution.placements, arena, skips, homes)
+    embedding, head = model.embed_tokens, model.output_weight
+    if any((end in homes) != (execution.ends == "host") for end in (embedding.weight, head)):
+        raise ValueError(f"embedding and head are placed on the {execution.ends}, where they do not live")
+    if execution.ends == "host":
+        ends = {-1: embedding.weight, len(model.layers): head}
+        placed.weights.homes |= {number: {end: homes[end]} for number, end in ends.items()}
+        embedding.forward = functools.partial(placed.embed, embedding.forward)
+        model.head_visit = placed.visit_head
 
 
 def set_kinds(model: nn.Module, kinds: Sequence[AttentionKind]) -> None:
@@ -96,7 +113,7 @@ def set_kinds(model: nn.Module, kinds: Sequence[AttentionKind]) -> None:
 def apply_placement(
     blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None = None, skips: bool = True,
     homes: Homes = MappingProxyType({}),
-) -> None:  # fmt: skip
+) -> "_PlacedBlocks":  # fmt: skip
     """Give each block a forward that keeps activations for backward as its placement says. Gradients stay the same.
 
     Args:
@@ -130,6 +147,7 @@ def apply_placement(
     for layer, block in enumerate(blocks):
         if not placements[layer].is_whole:
             block.forward = functools.partial(placed.run, layer)
+    return placed
 
 
 class _PlacedBlocks:
@@ -144,7 +162,7 @@ class _PlacedBlocks:
         placed = [i for i, placement in enumerate(placements) if not placement.is_whole]
         self.first, self.last = min(placed, default=None), max(placed, default=None)
         self.copies = None if arena is None else HostCopies(arena)
-        visiting = {
+        visiting: dict[int, Homes] = {
             i: {parameter: homes[parameter] for parameter in block.parameters()}
             for i, block in enumerate(blocks) if placements[i].weights == "host"
         }  # fmt: skip
@@ -154,9 +172,20 @@ class _PlacedBlocks:
         self.kept_calls: Counter = Counter()  # by (layer, name): calls of `_keep` in the last forward
         self.passes = [0] * len(blocks)
 
+    def embed(self, forward: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+        """Run the embedding's own forward, in a visit that begins a pass."""
+        self.weights.free()  # as in `run`
+        with self.weights.visit(-1, 0):
+            return forward(ids)
+
+    def visit_head(self) -> AbstractContextManager[None]:
+        """Returns the visit of the head. If a backward follows, the last block's weights come beside it."""
+        last = len(self.blocks)
+        return self.weights.visit(last, self._start(last - 1) if torch.is_grad_enabled() else None)
+
     def run(self, layer: int, x_BTD: Tensor, context) -> Tensor:
-        if layer == self.first:  # an update may have come since a pass that was broken off left weights here
-            self.weights.free()
+        if layer == self.first and -1 not in self.weights.homes:
+            self.weights.free()  # an update may have come since a pass that was broken off left weights here
         if not torch.is_grad_enabled():
             with self.weights.visit(layer, layer + 1):
                 return self.forwards[layer](x_BTD, context)

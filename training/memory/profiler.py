@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -357,8 +357,9 @@ class Bench:
 
     def clear(self) -> None:
         """Remove the placements from the model, and free everything that a broken-off step has left."""
-        for block in self.model.layers:
-            vars(block).pop("forward", None)
+        for part in (self.model.embed_tokens, *self.model.layers):
+            vars(part).pop("forward", None)
+        self.model.head_visit = nullcontext
         torch.get_device_module(self.device).synchronize()  # copies to and from the arena
         self.optimizer.zero_grad()
         for parameter in self.optimizer.homes:  # weights that were visiting

@@ -2,6 +2,7 @@
 
 Forward and backward run one block at a time, so the weights of two blocks are on the GPU at most: the block that runs,
 and the next one. The 14B's blocks have 0.66 GB of weights each: at 50 GB/s a fetch takes 13 ms beside the block before.
+Embedding and head may visit like blocks, before the first and after the last.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -15,17 +16,19 @@ class VisitingWeights:
     """Gives parameters their weights for a visit of their block, and takes their GPU memory away afterwards.
 
     A parameter keeps its identity and its shape, and only its storage is empty in between, as under FSDP2: modules,
-    hooks and autograd hold on to it. A graph must be made and run backward in one visit. A fetch counts as a change of
-    the parameter, so autograd refuses to go through an older graph.
+    hooks and autograd hold on to it. A graph that reads it must be made and run backward in one visit. The end of a
+    visit counts as a change of the parameter, so autograd refuses to go through an older graph.
 
     Memory is allocated and freed on the compute stream, which waits for the copies, see `HostCopies`. On a CPU device,
     copies are plain.
 
     Args:
-        homes: for each block that has any, by number: its parameters with their weights in host memory.
+        homes: for each block that has any, by number: its parameters with their weights in host memory. The embedding
+            is block -1, the head has the number after the last block's. If they are tied, one parameter is in both,
+            which are never present at once.
     """
 
-    def __init__(self, homes: Mapping[int, Mapping[nn.Parameter, Tensor]], device: torch.device):
+    def __init__(self, homes: dict[int, Mapping[nn.Parameter, Tensor]], device: torch.device):
         self.homes = homes
         self.present: set[int] = set()  # blocks whose weights are on the GPU, or on their way
         self.device_module = torch.get_device_module(device)
@@ -45,6 +48,7 @@ class VisitingWeights:
         """Free the memory of all weights, but for some blocks'. Kernels that are queued later may reuse it."""
         self._finish_fetching()  # a copy may still be filling it
         for block in self.present.difference(but):
+            torch.autograd.graph.increment_version([*self.homes[block]])
             for parameter in self.homes[block]:
                 parameter.untyped_storage().resize_(0)
         self.present.intersection_update(but)

@@ -296,7 +296,7 @@ def build_model(
     """A model and its optimizer, with weights that are not set yet, and the plan that both follow."""
     model = model_on_meta(model_config, world)
     plan = plan_memory(config, model, world, documents)
-    host_weights = allocate(model, plan.execution.placements, world.device)
+    host_weights = allocate(model, plan.execution, world.device)
     optimizer = MasterAdamW(
         model.named_parameters(), weight_decay=config.weight_decay, accumulate=config.gradient_accumulation_steps > 1,
         gpu_state_bytes=plan.execution.gpu_state_bytes, state_format=plan.execution.state_format,
@@ -332,7 +332,7 @@ def build_bench(step: Step, execution: Execution, world: World) -> Bench:
     """A model of fresh weights and an optimizer, on which a profiler measures `step`."""
     gc.collect()  # frees the memory of an earlier bench
     model = model_on_meta(ModelConfig(**vars(step.share)), world)
-    host_weights = allocate(model, execution.placements, world.device)
+    host_weights = allocate(model, execution, world.device)
     optimizer = MasterAdamW(
         model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=execution.gpu_state_bytes,
         state_format=execution.state_format, impl=execution.impl, host_weights=host_weights,

@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 from training.host.memory import PinnedArena
 from training.memory.cost_model import PackedDocuments, Step
 from training.memory.execution import PLACES, WHOLE, Execution, Placement
-from training.memory.placement import allocate, apply_execution, apply_placement
+from training.memory.placement import allocate, apply_execution, apply_placement, parts_on_host
 from training.memory.planner import make_plan
 from training.optimizer import NUM_SLOTS, MasterAdamW
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
@@ -58,14 +58,13 @@ def build(placements=None, dtype=torch.float32, mlp_tile_size=None, kinds=(FULL,
         block.mlp.tile_size = mlp_tile_size
     if placements is not None:
         execution = Execution(tuple(placements), mlp_tile_size, **options)
-        apply_execution(model, execution, arena_bytes=2**22, homes=send_home(model, placements))
+        apply_execution(model, execution, arena_bytes=2**22, homes=send_home(model, execution))
     return model
 
 
-def send_home(model, placements):
-    """Move the weights of some blocks to the host, as the optimizer does; returns them by parameter."""
-    blocks = [block for block, placement in zip(model.layers, placements) if placement.weights == "host"]
-    parameters = [parameter for block in blocks for parameter in block.parameters()]
+def send_home(model, execution):
+    """Move the weights that live on the host there, as the optimizer does; returns them by parameter."""
+    parameters = [parameter for part in parts_on_host(model, execution) for parameter in part.parameters()]
     arena = PinnedArena(sum(p.nbytes + 512 for p in parameters), model.embed_tokens.weight.device)
     homes = {p: arena.allocate(p.shape, p.dtype).copy_(p.detach()) for p in parameters}
     for parameter in parameters:
@@ -271,23 +270,27 @@ def test_validation_and_generation_keep_nothing(placements):
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
     assert torch.equal(plain.generate(ids[:1], 5), placed.generate(ids[:1], 5))
     assert not placed.layers[0].forward.func.__self__.copies.slots
-    assert placements[0].weights == "gpu" or not resident(placed)
+    assert placements[0].weights == "gpu" or resident(placed) == placed.embed_tokens.weight.nbytes
 
 
 def resident(model):
-    """Bytes of the blocks' weights on the device."""
-    return sum(parameter.untyped_storage().nbytes() for parameter in model.layers.parameters())
+    """Bytes of the weights on the device, without the last norm's."""
+    return sum(p.untyped_storage().nbytes() for p in model.parameters()) - model.norm.weight.nbytes
 
 
-@pytest.mark.parametrize("name", [*WEIGHTS, "whole beside weights"])
-def test_weights_of_two_blocks_visit_at_a_time(name):
+@pytest.mark.parametrize(
+    ("name", "ends"), [*((name, "gpu") for name in (*WEIGHTS, "whole beside weights")), ("weights", "host")]
+)
+def test_weights_of_two_blocks_visit_at_a_time(name, ends):
     """Weights from the host are there for the block that runs and for the next; none are left after a pass."""
     placements = (WEIGHTS | WITH_WHOLE)[name]
-    model, seen = build(placements), []
+    model, seen = build(placements, ends=ends, loss_impl="chunked"), []
     block = sum(p.nbytes for p in model.layers[0].parameters())
     own = block * sum(placement.weights == "gpu" for placement in placements)
+    own += 256 * 128 * 4 if ends == "gpu" else 0
     assert resident(model) == own
-    for part in (part for layer in model.layers for part in (layer, layer.self_attn, layer.mlp)):
+    parts = (part for layer in model.layers for part in (layer, layer.self_attn, layer.mlp))
+    for part in (model.embed_tokens, *parts, model.norm):
         part.register_forward_hook(lambda *_: seen.append(resident(model)))
     for parameter in model.layers.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: seen.append(resident(model)))
@@ -302,9 +305,12 @@ def test_weights_of_two_blocks_visit_at_a_time(name):
     assert resident(model) == own and max(seen) <= own + 2 * block
 
 
-def test_weights_that_changed_since_a_broken_pass_are_fetched_anew():
-    model, expected = build(WEIGHTS["weights"]), build(PLACEMENTS["host host"])
-    homes = model.layers[0].forward.func.__self__.weights.homes
+@pytest.mark.parametrize("ends", ["gpu", "host"])
+def test_weights_that_changed_since_a_broken_pass_are_fetched_anew(ends):
+    model = build(WEIGHTS["weights"], ends=ends, loss_impl="chunked")
+    expected = build(PLACEMENTS["host host"], loss_impl="chunked")
+    blocks = model.layers[0].forward.func.__self__.weights.homes.values()
+    homes = {parameter: home for block in blocks for parameter, home in block.items()}
     ids, _ = make_batch(packed=False)
     handle = model.layers[0].mlp.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -312,11 +318,9 @@ def test_weights_that_changed_since_a_broken_pass_are_fetched_anew():
     handle.remove()
     assert resident(model)
     with torch.no_grad():
-        for block in homes.values():
-            for home in block.values():
-                home.mul_(1.5)
-        for parameter in expected.layers.parameters():
-            parameter.mul_(1.5)
+        for own, parameter in zip(model.parameters(), expected.parameters()):
+            for changed in (homes[own], parameter) if own in homes else ():
+                changed.mul_(1.5)
         assert torch.equal(model(ids, ids).loss, expected(ids, ids).loss)
     assert all(map(torch.equal, run(model), run(expected)))
 
@@ -326,6 +330,8 @@ def test_a_graph_that_is_older_than_a_visit_is_refused():
     weights, parameter = model.layers[0].forward.func.__self__.weights, model.layers[0].mlp.up_proj.weight
     with weights.visit(0):
         made = (parameter * parameter).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        made.backward()
     with weights.visit(0), pytest.raises(RuntimeError, match="modified by an inplace operation"):
         made.backward()
 
@@ -504,6 +510,12 @@ def test_placements_that_make_no_sense_are_refused():
         replace(WHOLE, weights="host")
     with pytest.raises(ValueError, match="block 1 is placed with weights on the host, where they do not live"):
         apply_placement(blocks, [Placement(), Placement(weights="host")] * 2)
+    with pytest.raises(ValueError, match="ends must be one of gpu, host, got 'disk'"):
+        Execution(ends="disk")
+    with pytest.raises(ValueError, match="ends on the host need loss_impl chunked, got auto; place them on gpu"):
+        Execution(ends="host")
+    with pytest.raises(ValueError, match="embedding and head are placed on the host, where they do not live"):
+        apply_execution(Transformer(TINY), Execution((WHOLE,) * 4, loss_impl="chunked", ends="host"))
     homes = {parameter: parameter.detach() for parameter in blocks[2].parameters()}
     with pytest.raises(ValueError, match="block 2 is placed with weights on the gpu, where they do not live"):
         apply_placement(blocks, [Placement()] * 4, homes=homes)
@@ -521,8 +533,9 @@ def compare_sharded(world: World) -> None:
         with torch.device("meta"):
             model = Transformer(TINY)
         shard_model(model, model.layers, world)
-        with pytest.raises(ValueError, match="sharded parameters stay on the GPU"):
-            allocate(model, WEIGHTS["weights"], world.device)
+        for there in ({"placements": (Placement(weights="host"),) * 4}, {"loss_impl": "chunked", "ends": "host"}):
+            with pytest.raises(ValueError, match="sharded parameters stay on the GPU"):
+                allocate(model, Execution(**there), world.device)
         model.to_empty(device=world.device)
         copy_weights(model, initial_weights(model, seed=0))
         if placements is not None:
@@ -549,7 +562,7 @@ def build_on_gpu(config, tokens, execution=None):
     if execution is None:
         return model
     step = Step(config, model.parameters(), tokens)
-    apply_execution(model, execution, step.arena_bytes(execution), send_home(model, execution.placements))
+    apply_execution(model, execution, step.arena_bytes(execution), send_home(model, execution))
     return model
 
 
@@ -620,7 +633,7 @@ def build_with_optimizer(config, tokens, execution, **options):
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Transformer(config).to(torch.bfloat16)
-    host_weights = allocate(model, execution.placements, torch.device("cuda"))
+    host_weights = allocate(model, execution, torch.device("cuda"))
     optimizer = MasterAdamW(
         model.named_parameters(), gpu_state_bytes=execution.gpu_state_bytes, host_weights=host_weights,
         state_format=execution.state_format, **options,
@@ -633,8 +646,11 @@ def build_with_optimizer(config, tokens, execution, **options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("state_format", ["float32", "compact"])
-def test_visiting_weights_train_alike_on_a_gpu(state_format):
+@pytest.mark.parametrize(
+    ("state_format", "ends", "tied"),
+    [("float32", "gpu", True), ("compact", "gpu", True), ("float32", "host", False), ("compact", "host", True)],
+)
+def test_visiting_weights_train_alike_on_a_gpu(state_format, ends, tied):
     """As near as two runs with weights on the GPU, which attention's backward sets apart. Any stream may be late."""
     ids = torch.randint(1024, (1, 4096), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
 
@@ -642,8 +658,11 @@ def test_visiting_weights_train_alike_on_a_gpu(state_format):
         pair = Placement("host", "gpu", weights=weights), Placement("recompute", weights=weights)
         share = 0 if late == "update" else math.inf  # of the state of weights on the GPU
         placements = pair * (SMALL.num_hidden_layers // 2)
-        execution = Execution(placements, state_format=state_format, gpu_state_bytes=share)
-        model, optimizer = build_with_optimizer(SMALL, 4096, execution)
+        execution = Execution(
+            placements, state_format=state_format, gpu_state_bytes=share, loss_impl="chunked",
+            ends=ends if weights == "host" else "gpu",
+        )  # fmt: skip
+        model, optimizer = build_with_optimizer(replace(SMALL, tie_word_embeddings=tied), 4096, execution)
         visiting, losses = model.layers[0].forward.func.__self__.weights, []
         fetch, update = visiting._fetch, optimizer._update
 

@@ -101,14 +101,19 @@ def resident(model):
 MIXED = Placement(weights="host"), Placement(weights="gpu"), Placement("recompute", weights="host")
 
 
-@pytest.mark.parametrize("state_format", ["float32", "compact"])
-def test_a_bench_has_weights_where_they_are_placed(state_format):
+@pytest.mark.parametrize(("state_format", "ends"), [("float32", "gpu"), ("compact", "host")])
+def test_a_bench_has_weights_where_they_are_placed(state_format, ends):
     """And steps like a bench with all weights on the GPU."""
     step = step_on_meta(replace(MODEL_SIZES["tiny"], num_hidden_layers=3), context_length=64)
     world, found = World(0, 1, torch.device("cpu")), []
     for placements in (MIXED, tuple(replace(placement, weights="gpu") for placement in MIXED)):
-        execution = replace(step.given, placements=placements, state_format=state_format)
+        execution = replace(
+            step.given, placements=placements, state_format=state_format, loss_impl="chunked",
+            ends=ends if placements is MIXED else "gpu",
+        )  # fmt: skip
         bench = build_bench(step, execution, world)
+        embedding = bench.model.embed_tokens.weight.untyped_storage()
+        assert bool(embedding.nbytes()) == (execution.ends == "gpu")
         has_memory = [placement.weights == "gpu" for placement in placements]
         assert [bool(nbytes) for nbytes in resident(bench.model)] == has_memory
         with StorageCounter() as counter:
@@ -129,7 +134,7 @@ def test_a_run_starts_from_files_with_weights_on_the_host(monkeypatch, tmp_path)
 
     def plan_memory(config, model, world, documents=None):
         step = step_of(config, model, world, documents)
-        return Plan(step, replace(step.unplanned(Placement()), placements=MIXED))
+        return Plan(step, replace(step.unplanned(Placement(), loss_impl="chunked", ends="host"), placements=MIXED))
 
     monkeypatch.setattr(run, "plan_memory", plan_memory)
     config = TrainConfig(context_length=64, init_from=str(tmp_path), optimizer_state="compact")
