@@ -171,10 +171,12 @@ class Step:
         elements = [*map(share.layer_parameters, range(self.layers))]
         self.weight_bytes = [self.parameters[0].element_size() * n for n in elements]
         starts = [*itertools.accumulate(map(_local_elements, self.parameters), initial=0)]
-        ends = itertools.accumulate(elements, initial=self.head // self.element_size)
-        numbers = itertools.pairwise(bisect.bisect_left(starts, n) for n in ends)
+        stops = itertools.accumulate(elements, initial=self.head // self.element_size)
+        numbers = [*itertools.pairwise(bisect.bisect_left(starts, n) for n in stops)]
+        last = 1 if share.tie_word_embeddings else len(self.parameters)
+        numbers += [(last - 1, last), (0, 1)]  # of head and embedding, as in `_waiting_weights`
         self._optimizer_bytes = functools.cache(
-            functools.partial(_optimizer_bytes, self.parameters, [*numbers], self.micro_batches > 1)
+            functools.partial(_optimizer_bytes, self.parameters, numbers, self.micro_batches > 1)
         )
 
     def at(self, context_length: int, documents: PackedDocuments | None = None) -> "Step":
@@ -242,12 +244,12 @@ class Step:
 
     @property
     def can_visit(self) -> bool:
-        """Whether blocks' weights may wait on the host: where one GPU has them whole."""
+        """Whether weights may wait on the host: where one GPU has them whole."""
         return not self.num_shards and self.tensor_ranks == 1
 
     def optimizer(self, execution: Execution) -> OptimizerBytes:
         """Returns the bytes of the optimizer under an execution."""
-        waiting = tuple(i for i, placement in enumerate(execution.placements) if placement.weights == "host")
+        waiting = tuple(i for i, size in enumerate(self._waiting_weights(execution)) if size)
         return self._optimizer_bytes(waiting, execution.gpu_state_bytes, execution.state_format)
 
     def results_bytes(self, kind: AttentionKind) -> int:
@@ -279,9 +281,9 @@ class Step:
         T, L, optimizer = self.tokens, self.layers, self.optimizer(execution)
         positions = self.num_ranks + (self.is_packed or self.num_ranks > 1)
         weights = self._waiting_weights(execution)
-        visit = any(weights)
+        visit, ends = any(weights), 1 if self.share.tie_word_embeddings else 2  # matrices of embedding and head
         always = {
-            "parameters": self.parameter_bytes - sum(weights),
+            "parameters": self.parameter_bytes - sum(weights[:L]) - ends * weights[L],
             "optimizer": optimizer.gpu_state + optimizer.gpu_room,
             # cos and sin: cached for whole sequences, and at the positions of packed documents or of a rank's tokens.
             # 64 bytes per token: token ids, labels, losses.
@@ -301,7 +303,8 @@ class Step:
             """Returns a stage in which the blocks before `layer` wait for backward.
 
             `ready` is the share of the gradients on the GPU that exist. The arguments after it are bytes beside these.
-            `running` are the block that runs, and the next: two blocks' weights visit. `slots` are the update's.
+            `running` are the block that runs, and the next: two blocks' weights visit. The embedding is block -1, the
+            head block L. `slots` are the update's.
             """
             ready = 1 if self.micro_batches > 1 and self.num_copies == 1 else ready
             gradients += int(optimizer.gpu_gradients * ready)
@@ -316,25 +319,28 @@ class Step:
         # An update goes on beside forward. Of several, that is the first, before gradients exist.
         late = 0 if self.num_shards else optimizer.gpu_slots
         late = max(0, late - optimizer.gpu_gradients) if self.micro_batches > 1 else late
+        first = (-1, 0) if weights[-1] else ()
         # Ranks that share the embedding have both the rows of their own words and the sum over the ranks.
-        yield stage("embedding", 0, block=(x * min(2, self.tensor_ranks), 0, 0), slots=late)
+        yield stage("embedding", 0, block=(x * min(2, self.tensor_ranks), 0, 0), running=first, slots=late)
         block_bytes = {block: self._block_bytes(execution, *block) for block in {*blocks}}
         last_placed = max((i for i in range(L) if not blocks[i][0].is_whole), default=None)
         sent = 0, 0  # bytes that the placed block before still sends to the host; the last one waits for its own
         for layer, block in enumerate(blocks):
             attention, mlp = block_bytes[block][0]
-            sizes, two = (x + sent[0], attention + sent[1], mlp), range(layer, min(layer + 2, L))
+            sizes, two = (x + sent[0], attention + sent[1], mlp), (layer, layer + 1)
             yield stage(f"forward of layer {layer}", layer, block=sizes, running=two, slots=late)
             if not block[0].is_whole:
                 sent = self._sent_bytes(*block) if layer != last_placed else (0, 0)
         # 2 * x: the last norm's output, and the gradient of its input.
-        yield stage("loss", L, loss=self._loss_bytes(execution) + 2 * x)
+        needed = [needed_for_backward(execution.placements, layer) for layer in range(L)]
+        with_head = (L, *(i for i, _ in needed[-1][:1])) if weights[L] else ()
+        yield stage("loss", L, loss=self._loss_bytes(execution) + 2 * x, running=with_head)
 
         # An untied head's gradient is ready after the loss. A tied head's gradient waits for the embedding's.
         tied, ready = (self.head, 0.0) if self.share.tie_word_embeddings else (0, self.head_share)
-        needed = [needed_for_backward(execution.placements, layer) for layer in range(L)]
-        stays = 1 - self.layer_share * sum(map(bool, weights))  # share of the parameters that do not visit
-        visited = 0.0  # share that visited, and whose gradients have left
+        # Share of the parameters that do not visit, and the share that visited and whose gradients have left.
+        stays = 1 - self.layer_share * sum(map(bool, weights[:L])) - self.head_share * ends * (weights[L] > 0)
+        visited = ready * (weights[L] > 0)
         for layer in reversed(range(L)):
             # Tensors that come back from the host: this block is rebuilt from some, others are on their way for the
             # next. A whole block fetches nothing.
@@ -354,7 +360,8 @@ class Step:
         if self.num_shards and self.tensor_ranks > 1:  # autograd adds two DTensors into a third
             gradients += tied
         gradients += self.embedding_sums()
-        yield stage("backward of embedding", 0, 1 - self.head_share / stays, gradients, (x, 0, 0))
+        on_gpu = 1 - self.head_share / stays * (weights[-1] == 0)
+        yield stage("backward of embedding", 0, on_gpu, gradients, (x, 0, 0))
         yield stage("update", 0, 1, slots=optimizer.gpu_slots)
 
     def embedding_sums(self) -> int:
@@ -432,20 +439,25 @@ class Step:
         )
 
     def _waiting_weights(self, execution: Execution) -> list[int]:
-        """Returns the bytes of each block's weights that wait on the host; 0 where they stay on the GPU."""
-        return [size * (p.weights == "host") for p, size in zip(execution.placements, self.weight_bytes)]
+        """Returns the bytes of each block's weights that wait on the host; 0 where they stay on the GPU.
+
+        After the blocks come the head, number L as it runs, and the embedding, number -1 of the list.
+        """
+        blocks = [size * (p.weights == "host") for p, size in zip(execution.placements, self.weight_bytes)]
+        return blocks + 2 * [self.head * (execution.ends == "host")]
 
     def _fetched_bytes(self, execution: Execution) -> tuple[list[int], list[int]]:
         """Returns the bytes of weights that backward of each block waits for, and that arrive beside it.
 
         Each block that runs has its weights fetched beside the block that runs before it, if there is one. Nothing is
         fetched twice in a row: weights of block 0, from which block 1's input is recomputed, stay for its own turn.
+        The first to run has its weights fetched beside the loss if the head visits.
         """
         weights = self._waiting_weights(execution)
         waits, beside = [0] * self.layers, [0] * self.layers
         needed = [needed_for_backward(execution.placements, i) for i in range(self.layers)] if any(weights) else []
         starts = {i: each[0][0] for i, each in enumerate(needed) if each}
-        present: set[int] = set()
+        present = {starts.get(self.layers - 1)} if weights[-1] else set()
         for i in reversed(starts):
             for runs in range(starts[i], i + 1):
                 then = runs + 1 if runs < i else starts.get(i - 1, i)
@@ -507,16 +519,18 @@ class Step:
             if not execution.heads_at_a_time:  # kept outputs are exchanged again
                 backward += exchange * sum(placements[j].results != "recompute" for j in range(start, i + 1))
         sent = [sum(self._sent_bytes(*block)) / rates["link"] for block in zip(placements, kinds)]
-        weights = [size / rates["link"] for size in self._waiting_weights(execution)]
+        weights = [size / rates["link"] for size in self._waiting_weights(execution)]  # the last: the embedding's
         waits, beside = ([size / rates["link"] for size in sizes] for sizes in self._fetched_bytes(execution))
-        copies = sum(sent) + sum(weights)
+        copies = sum(sent) + sum(weights[:L])
         # A block's copies have the time of one block: only one block's tensors leave, or come back, at a time. In
-        # forward, the next block's weights come as activations leave.
-        forward = weights[0] + sum(max(forward / L, *both) for both in zip(sent, [*weights[1:], 0]))
+        # forward, the next block's weights come as activations leave. The head's come beside the last block.
+        forward = weights[-1] + weights[0] + sum(max(forward / L, *both) for both in zip(sent, weights[1:]))
         backward = sum(wait + max(backward / L, back + more) for wait, back, more in zip(waits, sent, beside))
         optimizer = self.optimizer(execution)
         loss = linear_cross_entropy_footprint(self.tokens, share.hidden_size, share.vocab_size).matrix_flops
         loss /= rates[PLAIN.rate]  # the standard loss has the same products
+        for i, _ in needed_for_backward(placements, L - 1)[:1] if weights[L] else ():
+            loss = max(loss, weights[i])
         # FSDP2 gathers parameters and sums float32 gradients while other blocks compute. Embedding and head are
         # gathered before anything runs and stay until backward. Their gradients are summed last. The rate of a machine
         # is measured with exchanges of heads, which also pay for copies. Other machines send to all its GPUs at once.
@@ -556,7 +570,7 @@ def _optimizer_bytes(
 ) -> OptimizerBytes:  # fmt: skip
     """Returns the bytes of the optimizer where the weights of the blocks `waiting` are on the host.
 
-    `numbers` are, of each block, the number of its first parameter, and the number after its last.
+    `numbers` are, of each block, head and embedding, the number of its first parameter, and the number after its last.
     """
     host_weights = [parameter for layer in waiting for parameter in parameters[slice(*numbers[layer])]]
     return optimizer_bytes(

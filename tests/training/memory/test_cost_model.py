@@ -247,9 +247,9 @@ VISITS, PAIR = Placement("host", "host", weights="host"), Placement("recompute",
 BLOCK = 2 * (MODEL_SIZES["4B"].layer_matrix_parameters() + 2 * 2560 + 2 * 128)  # bytes
 
 
-def parameter_bytes_by_stage(placements):
-    step = step_of(MODEL_SIZES["4B"], 8192, state_format="compact")
-    execution = Execution(tuple(placements), 8192, 1, gpu_state_bytes=0, state_format="compact")
+def parameter_bytes_by_stage(placements, size="4B", **options):
+    step = step_of(MODEL_SIZES[size], 8192, state_format="compact")
+    execution = Execution(tuple(placements), 8192, 1, gpu_state_bytes=0, state_format="compact", **options)
     return {stage.name: stage.categories["parameters"] for stage in step.stages(execution)}
 
 
@@ -262,6 +262,19 @@ def test_weights_of_two_blocks_visit_at_once():
         for name, size in parameter_bytes_by_stage(placements).items():
             visiting = 0 if name in none else 1 if name in alone else 2
             assert size == stay + visiting * BLOCK, name
+
+
+@pytest.mark.parametrize("size", ["4B", "8B"])
+def test_embedding_and_head_visit_before_and_after_the_blocks(size):
+    """Only the last norm stays. Beside the loss the last block's weights come back, or block 34's for its input."""
+    config = MODEL_SIZES[size]
+    end, block = 2 * 151_936 * config.hidden_size, 2 * config.layer_parameters(0)
+    for placements in ((VISITS,) * 36, (VISITS, PAIR) * 18):
+        sizes = parameter_bytes_by_stage(placements, size, loss_impl="chunked", ends="host")
+        visiting = {"embedding": end + block, "forward of layer 35": block + end, "loss": end + block}
+        visiting |= {"forward of layer 0": 2 * block, "backward of layer 35, MLP": 2 * block}
+        visiting |= {"backward of layer 0, attention": block, "backward of embedding": 0, "update": 0}
+        assert {name: sizes[name] - 2 * config.hidden_size for name in visiting} == visiting
 
 
 def test_the_first_blocks_visit_while_they_run():
@@ -311,17 +324,23 @@ def test_gradients_that_stay_are_the_embeddings_and_the_heads():
 CHAIN = (VISITS, PAIR, PAIR, PAIR) * 9
 
 
+@pytest.mark.parametrize("ends", ["gpu", "host"])
 @pytest.mark.parametrize(("placements", "runs"), [((VISITS,) * 36, 36), ((VISITS, PAIR) * 18, 36), (CHAIN, 81)])
-def test_a_slow_link_makes_blocks_wait_for_their_weights(placements, runs):
+def test_a_slow_link_makes_blocks_wait_for_their_weights(placements, runs, ends):
     """Once in forward, and in backward for each run of a block whose weights are not there.
 
+    Embedding and head, which are one, come in forward alone, and beside the loss comes the first block of backward.
     Of 512 tokens, whose activations are nothing beside weights. All gradients leave meanwhile, which takes longer than
     one fetch of each block. The update fetches 8.125 bytes of each parameter.
     """
     step, rates = step_of(MODEL_SIZES["4B"], 512, state_format="compact"), H200 | {"link": 1e9}
-    execution = Execution(placements, 8192, 1, gpu_state_bytes=0, state_format="compact")
-    forward, backward = 36 * BLOCK / 1e9, max(runs * BLOCK, 2 * 4_022_468_096) / 1e9
-    update = (8.125 * 18 * BLOCK + 6.125 * 151_936 * 2560) / 1e9
+    execution = Execution(
+        placements, 8192, 1, gpu_state_bytes=0, state_format="compact", loss_impl="chunked", ends=ends
+    )
+    visits, head = ends == "host", 151_936 * 2560
+    forward = (36 * BLOCK + visits * (2 * 2 * head + BLOCK)) / 1e9
+    backward = max((runs - visits) * BLOCK, 2 * 4_022_468_096) / 1e9
+    update = (8.125 * 18 * BLOCK + (6.125 + visits * 2) * head) / 1e9
     assert step.seconds(execution, rates) == pytest.approx(forward + backward + update, rel=0.02)
     twice = step_of(MODEL_SIZES["4B"], 512, micro_batches=2, state_format="compact")
     # Float32 sums of gradients leave, and come and leave again in the second backward: longer than weights take.
