@@ -73,8 +73,9 @@ class Plan:
             rows.append((title, f"over {machines} machines, {network / 1e9:.1f} GB/s per GPU between them, {source}"))
         for title, name in (("layer inputs", "input"), ("attention outputs", "results"), ("weights", "weights")):
             places = Counter(getattr(p, name) for p in placements)
-            if name != "weights" or "host" in places:
-                rows.append((title, ", ".join(f"{count} {place}" for place, count in places.items())))
+            ends = ", embedding and head too" if name == "weights" and execution.ends == "host" else ""
+            if name != "weights" or ends or "host" in places:
+                rows.append((title, ", ".join(f"{count} {place}" for place, count in places.items()) + ends))
         num_whole = sum(p.is_whole for p in placements)
         rows.append(("blocks kept whole", str(num_whole)))
         on_gpu = execution.gpu_state_bytes
@@ -110,11 +111,10 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
             f"attention to chosen blocks takes documents of up to {step.longest_document:,} tokens, and context_length "
             f"{step.context_length:,} has longer ones; lower it, or use attention_type full"
         )
-    found = _Search(step, gpu_bytes / HEADROOM, host_bytes).found(rates)
-    found = found or _Search(step, gpu_bytes / LEAST_HEADROOM, host_bytes).found(rates)
-    if found:
-        execution, why = _choose(step, found)
-        return Plan(step, execution, gpu_bytes, host_bytes, rates, why)
+    for ends, headroom in itertools.product(("gpu", "host"), (HEADROOM, LEAST_HEADROOM)):
+        if found := _Search(step, gpu_bytes / headroom, host_bytes, ends).found(rates):
+            execution, why = _choose(step, found)
+            return Plan(step, execution, gpu_bytes, host_bytes, rates, why)
     budgets = gpu_bytes, host_bytes
     length = f"context_length {step.context_length}"
     if step.batch_size > 1:
@@ -133,11 +133,7 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
         raise UserError(f"{length}{advice}; the largest that does{float32} is {largest}{alone}")
     least = step.with_format(_formats(step)[-1])
     state = f"its optimizer's state {gib(step.optimizer(least.given).gpu_state)} of either"
-    parameters = f"its parameters take {gib(step.parameter_bytes)} of the GPU"
-    if step.can_visit:
-        blocks = sum(step.weight_bytes)
-        parameters = f"its embedding and head take {gib(step.parameter_bytes - blocks)} of the GPU, its other "
-        parameters += f"parameters {gib(blocks)} of either"
+    parameters = f"its parameters take {gib(step.parameter_bytes)} of {'either' if step.can_visit else 'the GPU'}"
     raise UserError(
         f"the model does not fit into {describe_budgets(*budgets)} at {_CONTEXT_MULTIPLE} tokens of context and "
         f"batch_size 1: {parameters}, {state}{advice}"
@@ -179,9 +175,10 @@ def describe_budgets(gpu_bytes: float, host_bytes: float) -> str:
 
 def has_plan(step: Step, gpu_bytes: float, host_bytes: float) -> bool:
     """Whether any plan fits into both budgets."""
-    search = _Search(step, gpu_bytes / LEAST_HEADROOM, host_bytes)
+    searches = [_Search(step, gpu_bytes / LEAST_HEADROOM, host_bytes, ends) for ends in ("gpu", "host")]
     return not step.has_too_long_document and any(
         search.fitting_inputs(base, step.layers // 2)
+        for search in searches
         for base in search.layouts()
         # These take the least memory, with half of the inputs recomputed.
         if base.heads_at_a_time and base.state_format == _formats(step)[-1]
@@ -208,11 +205,14 @@ class _Search:
 
     The last layers keep on the GPU what fits there: backward needs them first, and their memory is free when gradients
     need it. Layers before them keep on the host, and the first layers not at all.
+
+    With `ends` on the host, which is tried where nothing else fits, there is one layout: it takes least of the GPU.
     """
 
     step: Step
     gpu_bytes: float
     host_bytes: float
+    ends: str = "gpu"
 
     def found(self, rates: Rates) -> dict[Execution, float]:
         """Returns executions that fit, with their seconds: the fastest by layout and number of inputs on the host.
@@ -263,6 +263,14 @@ class _Search:
         heads at a time, and the loss.
         """
         step, given = self.step, self.step.given
+        if self.ends == "host":
+            if step.can_visit and given.loss_impl != "standard":
+                yield replace(
+                    given, placements=(_placement(weights="host"),) * step.layers, mlp_tile_size=MLP_TILE_SIZE,
+                    state_format=_formats(step)[-1], gpu_state_bytes=0, heads_at_a_time=1, loss_impl="chunked",
+                    ends="host",
+                )  # fmt: skip
+            return
         can_choose = given.loss_impl == "auto" and not step.uses_chunked_loss(given)
         losses = ("auto", "chunked") if can_choose else (given.loss_impl,)
         L = step.layers

@@ -12,7 +12,7 @@ from tests.training.memory.test_cost_model import step_of
 from training.memory.cost_model import PackedDocuments, Step
 from training.memory.execution import WHOLE, Execution
 from training.memory.machine import H200
-from training.memory.planner import HEADROOM, LEAST_HEADROOM, find_max_context, has_plan, make_plan
+from training.memory.planner import HEADROOM, LEAST_HEADROOM, _Search, find_max_context, has_plan, make_plan
 from training.run.build import step_on_meta
 
 GIB = 2**30
@@ -139,9 +139,28 @@ def test_weights_wait_on_the_host_where_they_must():
     refusal = f"; the largest that does is {longest}$"
     with pytest.raises(ValueError, match=refusal):
         make_plan(step.at(longest + 1024), 24 * GIB, 118 * GIB)
-    refusal = "embedding and head take 2.90 GiB of the GPU, its other parameters 24.61 GiB of either, its optimizer's"
+    refusal = "its parameters take 27.51 GiB of either, its optimizer's"
     with pytest.raises(ValueError, match=refusal):
         make_plan(step, 3 * GIB, 118 * GIB)
+
+
+def test_embedding_and_head_wait_on_the_host_where_nothing_else_fits(monkeypatch):
+    """With all weights and state, for longer contexts. Every plan that there is without them stays."""
+    step, budgets = step_of(MODEL_SIZES["4B"], 1024, state_format="auto"), (8 * GIB, 60 * GIB)
+    longest, layouts = find_max_context(step, *budgets), _Search.layouts
+    plan = make_plan(step.at(longest), *budgets)
+    assert set(places_of_weights(plan)) == {plan.execution.ends} == {"host"}
+    assert plan.execution.loss_impl == "chunked" and plan.execution.gpu_state_bytes == 0
+    assert re.search(r"\nweights +36 host, embedding and head too\n", str(plan))
+    assert plan.peak.bytes * LEAST_HEADROOM <= budgets[0] and plan.host_bytes <= budgets[1]
+    for loss_impl in ("chunked", "standard"):
+        asked = step_of(MODEL_SIZES["4B"], longest, loss_impl=loss_impl, state_format="auto")
+        assert has_plan(asked, *budgets) == (loss_impl == "chunked")
+    shorter = step.at(longest * 7 // 8)
+    execution = make_plan(shorter, *budgets).execution
+    monkeypatch.setattr(_Search, "layouts", lambda search: layouts(search) if search.ends == "gpu" else iter(()))
+    assert make_plan(shorter, *budgets).execution == execution and execution.ends == "gpu"
+    assert not has_plan(step.at(longest), *budgets)
 
 
 def test_as_many_weights_visit_as_both_budgets_need():
@@ -220,7 +239,7 @@ def test_the_largest_context_fits_and_the_next_does_not():
         ValueError, match=rf"context_length {largest + 1024} does .*; the largest that does is {largest}$"
     ):
         make_plan(step.at(largest + 1024), 6 * GIB, 16 * GIB)
-    with pytest.raises(ValueError, match="at 1024 tokens of context and batch_size 1: its embedding and head"):
+    with pytest.raises(ValueError, match="at 1024 tokens of context and batch_size 1: its parameters take"):
         make_plan(step, 1 * GIB, HOST)
 
 
