@@ -373,11 +373,11 @@ class MasterAdamW:
             awaited |= head if pair[1] is parts[-1] else set()
             states = [state for state in self.states.values() if state.on_host and state.parameter in awaited]
             for last in states[-1:]:
-                hooks.append(pair[0].register_forward_pre_hook(lambda *_, last=last: optimizer._wait_for_update(last)))
+                hooks.append(pair[0].register_forward_pre_hook(lambda *_, last=last: optimizer.wait_for_update(last)))
         for hook in hooks:
             weakref.finalize(self, hook.remove)
 
-    def _wait_for_update(self, state: _State) -> None:
+    def wait_for_update(self, state: _State) -> None:
         """Have kernels queued from now on wait for updates up to that of `state`."""
         self._queue_updates(state.pieces[-1][0])
         state.updated.wait()
