@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from training.attention_flags import describe
@@ -111,8 +111,8 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
             f"attention to chosen blocks takes documents of up to {step.longest_document:,} tokens, and context_length "
             f"{step.context_length:,} has longer ones; lower it, or use attention_type full"
         )
-    for ends, headroom in itertools.product(("gpu", "host"), (HEADROOM, LEAST_HEADROOM)):
-        if found := _Search(step, gpu_bytes / headroom, host_bytes, ends).found(rates):
+    for waiting, headroom in itertools.product(_waiting(step), (HEADROOM, LEAST_HEADROOM)):
+        if found := _Search(step, gpu_bytes / headroom, host_bytes, waiting).found(rates):
             execution, why = _choose(step, found)
             return Plan(step, execution, gpu_bytes, host_bytes, rates, why)
     budgets = gpu_bytes, host_bytes
@@ -175,7 +175,7 @@ def describe_budgets(gpu_bytes: float, host_bytes: float) -> str:
 
 def has_plan(step: Step, gpu_bytes: float, host_bytes: float) -> bool:
     """Whether any plan fits into both budgets."""
-    searches = [_Search(step, gpu_bytes / LEAST_HEADROOM, host_bytes, ends) for ends in ("gpu", "host")]
+    searches = (_Search(step, gpu_bytes / LEAST_HEADROOM, host_bytes, waiting) for waiting in _waiting(step))
     return not step.has_too_long_document and any(
         search.fitting_inputs(base, step.layers // 2)
         for search in searches
@@ -206,21 +206,21 @@ class _Search:
     The last layers keep on the GPU what fits there: backward needs them first, and their memory is free when gradients
     need it. Layers before them keep on the host, and the first layers not at all.
 
-    With `ends` on the host, which is tried where nothing else fits, there is one layout: it takes least of the GPU.
+    `waiting` are the numbers of blocks to try whose weights wait on the host, the first blocks; with one more than all
+    blocks, embedding and head wait there too.
     """
 
     step: Step
     gpu_bytes: float
     host_bytes: float
-    ends: str = "gpu"
+    waiting: Sequence[int] = (0,)
 
     def found(self, rates: Rates) -> dict[Execution, float]:
         """Returns executions that fit, with their seconds: the fastest by layout and number of inputs on the host.
 
         Leaves out what cannot be faster. A layout without room for all inputs and attention outputs on the GPU is at
         best as fast as with that room. Once all attention outputs stay there, more inputs on the host only take time.
-        If they stay there with all weights on the GPU, no weights wait on the host. If all weights may, half of them
-        are tried where fetching them takes time. Other numbers of blocks are tried where nothing else fits.
+        If they stay there with all weights on the GPU, no weights wait on the host.
         """
         found: dict[Execution, float] = {}
         L, least = self.step.layers, math.inf
@@ -235,12 +235,6 @@ class _Search:
             roomy = _placed(base, ["gpu"] * L, L)
             if cost(roomy) >= least and not self.fits(roomy):
                 continue
-            if found and visiting not in (0, L, _half(L)):
-                break
-            if 0 < visiting < L and any(_num_visiting(execution) == L for execution in found):
-                every = replace(roomy, placements=(_placement("gpu", "gpu", weights="host"),) * L)
-                if cost(roomy) >= (1 - OFFLOAD_SAVES) * cost(every):
-                    continue
             for inputs in self.fastest_inputs(base):
                 if visiting and "host" in inputs and cost(_placed(base, inputs, L)) >= least:
                     continue
@@ -262,29 +256,20 @@ class _Search:
         They are all combinations of the blocks whose weights wait on the host, the state's format and share on the GPU,
         heads at a time, and the loss.
         """
-        step, given = self.step, self.step.given
-        if self.ends == "host":
-            if step.can_visit and given.loss_impl != "standard":
-                yield replace(
-                    given, placements=(_placement(weights="host"),) * step.layers, mlp_tile_size=MLP_TILE_SIZE,
-                    state_format=_formats(step)[-1], gpu_state_bytes=0, heads_at_a_time=1, loss_impl="chunked",
-                    ends="host",
-                )  # fmt: skip
-            return
-        can_choose = given.loss_impl == "auto" and not step.uses_chunked_loss(given)
-        losses = ("auto", "chunked") if can_choose else (given.loss_impl,)
-        L = step.layers
-        visiting = dict.fromkeys((0, L, _half(L), *range(0, L, 4))) if step.can_visit else [0]  # the first blocks do
-        shares = math.inf, 0.75, 0.5, 0.25, 0
-        few = (math.inf, 0) if step.share.tie_word_embeddings else (math.inf, 0.5, 0)  # of the embedding and the head
-        for num, state_format, share in itertools.product(visiting, _formats(step), shares):
-            if num and share not in few:
-                continue
-            weights = (_placement(weights="host"),) * num + (_placement(),) * (L - num)
+        step, given, L = self.step, self.step.given, self.step.layers
+        of_all = math.inf, 0.75, 0.5, 0.25, 0
+        of_ends = (math.inf, 0) if step.share.tie_word_embeddings else (math.inf, 0.5, 0)  # embedding and head
+        for num, state_format in itertools.product(self.waiting, _formats(step)):
+            can_choose = given.loss_impl == "auto" and not step.uses_chunked_loss(given)
+            losses = ("auto", "chunked") if can_choose else (given.loss_impl,)
+            weights = (_placement(weights="host"),) * min(num, L) + (_placement(),) * (L - num)
             base = replace(given, placements=weights, mlp_tile_size=MLP_TILE_SIZE, state_format=state_format)
-            base = replace(base, gpu_state_bytes=share * step.optimizer(base).gpu_state)
-            for heads, loss_impl in itertools.product((None, 1), losses):
-                yield replace(base, heads_at_a_time=heads, loss_impl=loss_impl)
+            if num > L:
+                losses, base = ("chunked",), replace(base, loss_impl="chunked", ends="host")
+            shares = of_all if num == 0 else of_ends if num <= L else (0,)
+            for share, heads, loss_impl in itertools.product(shares, (None, 1), losses):
+                on_gpu = share * step.optimizer(base).gpu_state
+                yield replace(base, gpu_state_bytes=on_gpu, heads_at_a_time=heads, loss_impl=loss_impl)
 
     def fastest_inputs(self, base: Execution) -> list[list[str]]:
         """Returns `fitting_inputs` with as few inputs recomputed as possible: recomputing more only takes longer."""
@@ -343,9 +328,15 @@ def _placed(base: Execution, inputs: list[str], on_gpu: int = 0, on_host: int = 
     return replace(base, placements=tuple(map(_placement, inputs, results, rest, weights)))
 
 
-def _half(L: int) -> int:
-    """Returns half of the blocks, and both blocks of each pair of which one input is recomputed."""
-    return L // 4 * 2
+def _waiting(step: Step) -> list[Sequence[int]]:
+    """Returns numbers of blocks whose weights wait on the host, see `_Search`: the next where the ones before fail.
+
+    Half of the blocks are both of each pair of which one input is recomputed.
+    """
+    if not step.can_visit:
+        return [(0,)]
+    L, can_take_ends = step.layers, step.given.loss_impl != "standard"
+    return [(0, L, L // 4 * 2), range(4, L, 4), (L + 1,) if can_take_ends else ()]
 
 
 def _num_visiting(execution: Execution) -> int:

@@ -149,8 +149,7 @@ def test_embedding_and_head_wait_on_the_host_where_nothing_else_fits(monkeypatch
     step, budgets = step_of(MODEL_SIZES["4B"], 1024, state_format="auto"), (8 * GIB, 60 * GIB)
     longest, layouts = find_max_context(step, *budgets), _Search.layouts
     plan = make_plan(step.at(longest), *budgets)
-    assert set(places_of_weights(plan)) == {plan.execution.ends} == {"host"}
-    assert plan.execution.loss_impl == "chunked" and plan.execution.gpu_state_bytes == 0
+    assert set(places_of_weights(plan)) == {plan.execution.ends} == {"host"} and plan.execution.loss_impl == "chunked"
     assert re.search(r"\nweights +36 host, embedding and head too\n", str(plan))
     assert plan.peak.bytes * LEAST_HEADROOM <= budgets[0] and plan.host_bytes <= budgets[1]
     for loss_impl in ("chunked", "standard"):
@@ -158,7 +157,7 @@ def test_embedding_and_head_wait_on_the_host_where_nothing_else_fits(monkeypatch
         assert has_plan(asked, *budgets) == (loss_impl == "chunked")
     shorter = step.at(longest * 7 // 8)
     execution = make_plan(shorter, *budgets).execution
-    monkeypatch.setattr(_Search, "layouts", lambda search: layouts(search) if search.ends == "gpu" else iter(()))
+    monkeypatch.setattr(_Search, "layouts", lambda search: layouts(search) if 37 not in search.waiting else iter(()))
     assert make_plan(shorter, *budgets).execution == execution and execution.ends == "gpu"
     assert not has_plan(step.at(longest), *budgets)
 
