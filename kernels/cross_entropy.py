@@ -201,7 +201,7 @@ def _store_gradient(
         tl.store(gradient_ptr + columns, dz, cache_modifier=".cs")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _cross_entropy_kernel(
     logits_ptr, logits_stride, target_ptr, weight_ptr, weight_sum_ptr, statistics_ptr,
     gradient_ptr, gradient_stride, scale_ptr, scale_stride, num_rows, num_columns, first_class, num_classes,

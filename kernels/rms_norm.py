@@ -45,7 +45,7 @@ def rms_norm_reference(
     return normed if residual is None else (normed, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_forward_kernel(
     input_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, rstd_ptr,
     num_rows, outer_stride, inner_stride, eps, weight_offset,
@@ -80,7 +80,7 @@ def _rms_norm_forward_kernel(
     tl.store(normed_ptr + offsets, (normed * scale[None, :]).to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_backward_kernel(
     d_normed_ptr, d_total_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr,
     num_rows, outer_stride, inner_stride, weight_offset,

@@ -39,7 +39,7 @@ def rope_reference(q_BTHK: Tensor, k_BTGK: Tensor, cos: Tensor, sin: Tensor) -> 
     return rotate(q_BTHK), rotate(k_BTGK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _rope_kernel(
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, T,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_g, table_stride_b,

@@ -46,3 +46,15 @@ def test_compiles_for_sm_80_and_sm_90(capsys):
         compiled.add(name)
     missing = (jitted(SOURCES) | jitted(SPARSE)) - compiled
     assert not missing, f"kernels that nothing compiles ahead of time: {sorted(missing)}"
+
+
+def test_kernels_compiled_for_one_length_serve_all():
+    """Triton compiles anew for multiples of 16 and for 1, unless an argument is kept from it."""
+    counts = {"T", "num_rows", "num_tokens", "num_blocks", "num_windows", "num_items", "num_queries"}
+    seen = set()
+    for source in (*SOURCES.values(), *SPARSE.values()):
+        for options, name, parameters in re.findall(r"@triton\.jit(.*)\ndef (\w+_kernel)\(([^)]*)\)", source):
+            specialised = counts.intersection(re.findall(r"\w+", parameters)) - {*re.findall(r"\w+", options)}
+            assert not specialised, f"{name} is compiled anew for {specialised}: name them in do_not_specialize"
+            seen.add(name)
+    assert seen == {kernel.split(".")[1] for kernel in jitted(SOURCES) | jitted(SPARSE)}

@@ -98,7 +98,7 @@ def pool_windows_reference(x: Tensor) -> Tensor:
     return x.unfold(0, WINDOW_KEYS, WINDOW_STRIDE).mean(-1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_windows"])
 def _pool_windows_kernel(
     x_ptr, pooled_ptr, window_start_ptr, num_windows,
     G: tl.constexpr, K: tl.constexpr, KEYS: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -116,7 +116,7 @@ def _pool_windows_kernel(
     tl.store(target, (total / KEYS).to(pooled_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_windows"])
 def _unpool_kernel(
     d_pooled_ptr, target_ptr, windows_of_token_ptr, num_tokens, num_windows,
     G: tl.constexpr, K: tl.constexpr, KEYS: tl.constexpr, BLOCK_T: tl.constexpr,

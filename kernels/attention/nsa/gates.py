@@ -22,7 +22,7 @@ def gated_sum_reference(outs: list[Tensor], logits: Tensor) -> Tensor:
     return sum(out * gates[..., b, None] for b, out in enumerate(outs)).to(outs[0].dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gated_sum_kernel(
     compressed_ptr, selected_ptr, window_ptr, logits_ptr, out_ptr, num_rows, K: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -37,7 +37,7 @@ def _gated_sum_kernel(
     tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gate_backward_kernel(
     dout_ptr, out_ptr, logits_ptr, d_out_ptr, d_logits_ptr, num_rows,
     BRANCH: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,

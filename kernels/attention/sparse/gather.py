@@ -66,7 +66,7 @@ def _load_rows(
     return (token * G + kv_head) * GROUP + r, (entry - first_token * S).to(tl.int64) * GROUP + r, mask
 
 
-@triton.jit(do_not_specialize=["first_token", "num_tokens", "first_head"])
+@triton.jit(do_not_specialize=["first_token", "num_tokens", "first_head", "num_blocks", "num_rows"])
 def _gather_forward_kernel(
     q_ptr, k_ptr, v_ptr, slots_ptr, slot_lse_ptr,
     entries_ptr, first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr,
@@ -98,7 +98,7 @@ def _gather_forward_kernel(
         tl.store(slot_lse_ptr + slot_rows, (maximum + tl.log2(total)) * LN_2, mask=mask)
 
 
-@triton.jit(do_not_specialize=["first_token", "num_tokens", "first_head"])
+@triton.jit(do_not_specialize=["first_token", "num_tokens", "first_head", "num_blocks", "num_rows"])
 def _gather_backward_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, slots_ptr, partial_ptr,
     entries_ptr, first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr,

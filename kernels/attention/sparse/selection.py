@@ -129,7 +129,7 @@ def top_blocks_reference(scores: Tensor, selected: int) -> Tensor:
     return padded.sort(-1).values.to(torch.int16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _round_keys_kernel(
     k_ptr, keys_ptr, block_start_ptr, block_stop_ptr, num_blocks,
     G: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
