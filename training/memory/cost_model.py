@@ -323,6 +323,8 @@ class Step:
         # Ranks that share the embedding have both the rows of their own words and the sum over the ranks.
         yield stage("embedding", 0, block=(x * min(2, self.tensor_ranks), 0, 0), running=first, slots=late)
         block_bytes = {block: self._block_bytes(execution, *block) for block in {*blocks}}
+        sent_by_block = {block: self._sent_bytes(*block) for block in {*blocks}}
+        sent_bytes = [sent_by_block[block] for block in blocks]
         last_placed = max((i for i in range(L) if not blocks[i][0].is_whole), default=None)
         sent = 0, 0  # bytes that the placed block before still sends to the host; the last one waits for its own
         for layer, block in enumerate(blocks):
@@ -330,7 +332,7 @@ class Step:
             sizes, two = (x + sent[0], attention + sent[1], mlp), (layer, layer + 1)
             yield stage(f"forward of layer {layer}", layer, block=sizes, running=two, slots=late)
             if not block[0].is_whole:
-                sent = self._sent_bytes(*block) if layer != last_placed else (0, 0)
+                sent = sent_bytes[layer] if layer != last_placed else (0, 0)
         # 2 * x: the last norm's output, and the gradient of its input.
         needed = [needed_for_backward(execution.placements, layer) for layer in range(L)]
         with_head = (L, *(i for i, _ in needed[-1][:1])) if weights[L] else ()
@@ -346,8 +348,8 @@ class Step:
             # next. A whole block fetches nothing.
             fetched = {"input": 0, "results": 0}
             for i, name in {*needed[layer], *needed[max(layer - 1, 0)]} if needed[layer] else ():
-                if i < layer and getattr(execution.placements[i], name) == "host":
-                    fetched[name] += x if name == "input" else self.results_bytes(self.kinds[i])
+                if i < layer:
+                    fetched[name] += sent_bytes[i][name == "results"]
             running = {layer, *(i for i, _ in needed[max(layer - 1, 0)][:1])} if needed[layer] else ()
             for part, (attention, mlp) in zip(("MLP", "attention"), block_bytes[blocks[layer]][1:]):
                 here = ready + self.layer_share * (L - 1 - layer) + self.layer_share * (part == "attention")
