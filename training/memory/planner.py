@@ -291,9 +291,12 @@ class _Search:
                 places.insert(2 * i + 1, "recompute")
             candidates.append(places)
         placed = functools.partial(_placed, base)
-        # Each next candidate takes more of the host and in no stage more of the GPU, so all that fit are neighbours.
+        # Each next candidate takes more of the host and in no stage more of the GPU. All that fit are neighbours, and
+        # the last that the host allows is one of them.
         stop = bisect.bisect_right(candidates, self.host_bytes, key=lambda inputs: self.step.host_bytes(placed(inputs)))
-        start = bisect.bisect_left(candidates, True, hi=stop, key=lambda inputs: self.fits(placed(inputs)))
+        if not stop or not self.fits(placed(candidates[stop - 1])):
+            return []
+        start = bisect.bisect_left(candidates, True, hi=stop - 1, key=lambda inputs: self.fits(placed(inputs)))
         return candidates[start:stop]
 
     def keep(self, base: Execution, inputs: list[str]) -> Execution:
