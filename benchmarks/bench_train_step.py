@@ -82,7 +82,9 @@ def main() -> None:
     parser.add_argument("--host_budget", help="for settings with a memory budget")
     parser.add_argument("--optimizer_state", default="float32", choices=OPTIMIZER_STATES, help="as train.py's")
     parser.add_argument(
-        "--weights_on_host", action="store_true", help="the same plan, with the weights of all its blocks on the host"
+        "--weights_on_host",
+        action="store_true",
+        help="the same plan, with weights and optimizer state of all its blocks on the host, whatever --host_budget is",
     )
     parser.add_argument("--steps", type=int, default=2, help="at least 2; see above for which are timed")
     parser.add_argument("--context_parallel_size", type=int, default=1, help="ranks that share each sequence")
@@ -101,6 +103,8 @@ def main() -> None:
     several = arguments.packed or arguments.gradient_accumulation_steps > 1
     if arguments.steps < 2 or (several and "peer" in arguments.settings):
         parser.error("--steps must be at least 2, and the peer takes one document a step")
+    if arguments.weights_on_host and {"checkpointing", "peer"} & {name.split("+")[0] for name in arguments.settings}:
+        parser.error("--weights_on_host changes plans, and checkpointing and the peer have none")
     if arguments.save_to is not None and (not arguments.save_to.is_dir() or "peer" in arguments.settings):
         parser.error("--save_to must be a folder that exists, and the peer saves nothing")
     if arguments.save_to is not None:

@@ -233,7 +233,7 @@ class MasterAdamW:
         self.compute = self.device_module.current_stream()
         # State on the host comes, is updated, and leaves, each on a stream.
         self.inward, self.updating, self.outward = (self.device_module.Stream() for _ in range(3))
-        self.late: deque[_State] = deque()  # states whose update is not queued yet
+        self.late: deque[tuple[_State, int, slice]] = deque()  # pieces of states whose update is not queued yet
         self.queues_in_forward = False  # whether the next forward queues them, see `update_beside_forward`
         self.leaving: deque[tuple[Tensor, torch.Event]] = deque()  # gradients and their arrivals on the host
         self.room = torch.empty(_room_size(layout, accumulate), device=device)  # one piece of a gradient in float32
@@ -384,23 +384,27 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Update the masters from their gradients, round them into the parameters, and drop the gradients."""
+        """Update the masters from their gradients, round them into the parameters, and drop the gradients.
+
+        After `update_beside_forward`, state on the host is updated later: in the next forward, or by `end_update`.
+        """
         self.end_update()
+        current = self.device_module.current_stream()
+        self._let_go(0)
+        current.wait_stream(self.outward)  # `room` and `norms` are free
         empty = functools.partial(torch.empty, device=self.device)
         for format, (most, kept) in self.slot_sizes.items():
             made = (_allocate(kept, most, empty) for _ in range(NUM_SLOTS))
             self.slots[format] = deque((tensors, self.device_module.Event()) for tensors in made)
-        current = self.device_module.current_stream()
         self.steps.add_(1)
         self.corrections.copy_(1 - torch.stack([beta ** self.steps.double() for beta in (BETA1, BETA2)]))
         self.update = Update(learning_rate, 0.0, self.scale, self.steps, self.corrections, self.room, self.impl)
-        self._let_go(0)
-        current.wait_stream(self.outward)  # `room` and `norms` are free
         for state in self.states.values():
-            if state.arrived and state.on_host:
-                self.late.append(state)
-            for _, piece in state.pieces if state.arrived and not state.on_host else ():
-                self._update(state.slices(piece), state, piece)
+            for index, piece in state.pieces if state.arrived else ():
+                if state.on_host:
+                    self.late.append((state, index, piece))
+                else:
+                    self._update(state.slices(piece), state, piece)
         # The host has all gradients, and the state that the last step sent back; the updates before leave `room`.
         self.inward.wait_stream(current)
         self.updating.wait_stream(current)
@@ -410,12 +414,13 @@ class MasterAdamW:
 
     @torch.no_grad()
     def _queue_updates(self, until: float = math.inf) -> None:
-        """Queue the late updates of the states with pieces up to that number."""
-        while self.late and self.late[0].pieces[-1][0] <= until:
-            state = self.late.popleft()
-            for _, piece in state.pieces:
-                self._update_through(state, piece)
-            state.updated.record(self.outward)
+        """Queue the late updates of the pieces up to that number. After an error the next call goes on where it was."""
+        while self.late and self.late[0][1] <= until:
+            state, index, piece = self.late[0]
+            self._update_through(state, piece)
+            self.late.popleft()
+            if index == state.pieces[-1][0]:
+                state.updated.record(self.outward)
 
     def _update_through(self, state: _State, piece: slice) -> None:
         """Update a piece of state that lives on the host, on three streams."""

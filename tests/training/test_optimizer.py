@@ -930,11 +930,15 @@ def test_the_next_forward_waits_for_updates_on_the_host(on_gpu):
     model = nn.Sequential(*parts, head)
     optimizer = MasterAdamW(model.named_parameters(), gpu_state_bytes=on_gpu * 32 * 32 * 8)
     optimizer.update_beside_forward(parts)
+
+    def num_late():
+        return len({id(state) for state, _, _ in optimizer.late})
+
     for number, (part, state) in enumerate(zip([*parts, head], optimizer.states.values())):
         assert state.on_host == (number >= on_gpu)
         if state.on_host:
             state.updated.wait = lambda number=number: seen.append(f"updated {number}")
-        part.register_forward_hook(lambda *_, number=number: seen.append((number, len(optimizer.late))))
+        part.register_forward_hook(lambda *_, number=number: seen.append((number, num_late())))
     for _ in range(2):
         model(torch.ones(2, 32)).sum().backward()
         optimizer.step(1e-2)
@@ -943,15 +947,15 @@ def test_the_next_forward_waits_for_updates_on_the_host(on_gpu):
         expected += [f"updated {number + 1}"] if on_gpu <= number + 1 and number < 3 else []
         expected.append((number, 3 - number))
     late = [each if isinstance(each, str) else (each[0], 0) for each in [*expected, (4, 0)]]
-    assert seen == [*late, *expected, (4, 0)] and len(optimizer.late) == 5 - on_gpu
+    assert seen == [*late, *expected, (4, 0)] and num_late() == 5 - on_gpu
     before = parts[3].weight.clone()
     assert not torch.equal(optimizer.weights()["3.weight"], before) and not optimizer.late
 
 
 @MICRO_BATCHES
 @GPU_SHARE
-def test_updates_beside_the_next_forward_are_the_same(micro_batches, share):
-    """Over steps of unlike batches, passes that break off in the middle, and saved state in between."""
+def test_updates_beside_the_next_forward_are_the_same(micro_batches, share, monkeypatch):
+    """Over steps of unlike batches, passes and an update that break off in the middle, and saved state in between."""
     results = []
     for is_late in (False, True):
         torch.manual_seed(0)
@@ -969,6 +973,11 @@ def test_updates_beside_the_next_forward_are_the_same(micro_batches, share):
                 model[0](torch.ones(1, 32))  # a pass that broke off
                 optimizer.zero_grad()
             if rows == 40:
+                if optimizer.late:  # in the middle of the first parameter
+                    updates = iter([optimizer._update] * 2)
+                    with monkeypatch.context() as patch, pytest.raises(StopIteration):
+                        patch.setattr(optimizer, "_update", lambda *piece, updates=updates: next(updates)(*piece))
+                        optimizer.end_update()
                 results.append({n: t.clone() for n, s in optimizer.state_dict().items() for n, t in s.items()})
         results.append({name: weight.clone() for name, weight in optimizer.weights().items()})
     for now, late in zip(results[:2], results[2:]):

@@ -134,6 +134,8 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
     least = step.with_format(_formats(step)[-1])
     state = f"its optimizer's state {gib(step.optimizer(least.given).gpu_state)} of either"
     parameters = f"its parameters take {gib(step.parameter_bytes)} of {'either' if step.can_visit else 'the GPU'}"
+    if step.can_visit and step.given.loss_impl == "standard":
+        parameters += ", but embedding and head of the GPU with loss_impl standard"
     raise UserError(
         f"the model does not fit into {describe_budgets(*budgets)} at {_CONTEXT_MULTIPLE} tokens of context and "
         f"batch_size 1: {parameters}, {state}{advice}"
@@ -291,8 +293,8 @@ class _Search:
                 places.insert(2 * i + 1, "recompute")
             candidates.append(places)
         placed = functools.partial(_placed, base)
-        # Each next candidate takes more of the host and in no stage more of the GPU. All that fit are neighbours, and
-        # the last that the host allows is one of them.
+        # Each next candidate takes more of the host and in no stage more of the GPU, so the fitting ones are
+        # neighbours. The last that the host allows is one of them, if there are any.
         stop = bisect.bisect_right(candidates, self.host_bytes, key=lambda inputs: self.step.host_bytes(placed(inputs)))
         if not stop or not self.fits(placed(candidates[stop - 1])):
             return []
@@ -334,12 +336,13 @@ def _placed(base: Execution, inputs: list[str], on_gpu: int = 0, on_host: int = 
 def _waiting(step: Step) -> list[Sequence[int]]:
     """Returns numbers of blocks whose weights wait on the host, see `_Search`: the next where the ones before fail.
 
-    Half of the blocks are both of each pair of which one input is recomputed.
+    Half of the blocks is a multiple of 2, since a pair of blocks may have one input, from which both are rebuilt.
     """
     if not step.can_visit:
         return [(0,)]
     L, can_take_ends = step.layers, step.given.loss_impl != "standard"
-    return [(0, L, L // 4 * 2), range(4, L, 4), (L + 1,) if can_take_ends else ()]
+    half = L // 4 * 2
+    return [(0, L, half), [n for n in range(4, L, 4) if n != half], [L + 1] if can_take_ends else ()]
 
 
 def _num_visiting(execution: Execution) -> int:

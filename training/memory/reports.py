@@ -341,7 +341,8 @@ def report_comparison(
 
 def _measure_compared(step: Step, execution: Execution, benches: dict, build_bench: BuildBench) -> dict:
     """Returns the measured columns of a row of the comparison. The last bench is used again where it can be."""
-    state = execution.gpu_state_bytes, execution.state_format, tuple(p.weights for p in execution.placements)
+    weights = execution.ends, tuple(placement.weights for placement in execution.placements)
+    state = execution.gpu_state_bytes, execution.state_format, weights
     if state not in benches:
         benches.clear()  # frees its memory before the next is built
         benches[state] = build_bench(step, execution)

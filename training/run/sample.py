@@ -4,6 +4,7 @@ import logging
 
 import torch
 
+from training.host.sizes import GIB
 from training.run.parts import Run
 
 logger = logging.getLogger(__name__)
@@ -14,6 +15,9 @@ def log_sample(run: Run) -> None:
     """Log what the model writes after the beginning of a held-out text, until a signal comes. All ranks call this."""
     length = min(PROMPT_TOKENS, int(run.held_out.lengths[0]) - 1)  # without the document's end
     prompt, written = run.held_out.read(0, 0, length), []
+    if homes := run.optimizer.homes:
+        fetched = sum(home.nbytes for home in homes.values()) / GIB
+        logger.info("sample: each token fetches %.1f GiB of weights from the host; --sample_tokens 0: none", fetched)
     generator = torch.Generator(run.world.device).manual_seed(run.config.seed)
     ids_BT = torch.from_numpy(prompt).to(run.world.device)[None]
     with torch.compiler.set_stance("force_eager"):  # each layer and length would be compiled anew
