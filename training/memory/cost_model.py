@@ -174,7 +174,7 @@ class Step:
         stops = itertools.accumulate(elements, initial=self.head // self.element_size)
         numbers = [*itertools.pairwise(bisect.bisect_left(starts, n) for n in stops)]
         last = 1 if share.tie_word_embeddings else len(self.parameters)
-        numbers += [(last - 1, last), (0, 1)]  # of head and embedding, as in `_waiting_weights`
+        numbers += [(last - 1, last), (0, 1)]  # head and embedding, as in `_waiting_weights`
         self._optimizer_bytes = functools.cache(
             functools.partial(_optimizer_bytes, self.parameters, numbers, self.micro_batches > 1)
         )
@@ -340,7 +340,7 @@ class Step:
 
         # An untied head's gradient is ready after the loss. A tied head's gradient waits for the embedding's.
         tied, ready = (self.head, 0.0) if self.share.tie_word_embeddings else (0, self.head_share)
-        # Share of the parameters that do not visit, and the share that visited and whose gradients have left.
+        # Shares of the parameters: `stays` never visit, `visited` have been there and sent their gradients away.
         stays = 1 - self.layer_share * sum(map(bool, weights[:L])) - self.head_share * ends * (weights[L] > 0)
         visited = ready * (weights[L] > 0)
         for layer in reversed(range(L)):

@@ -208,8 +208,8 @@ class _Search:
     The last layers keep on the GPU what fits there: backward needs them first, and their memory is free when gradients
     need it. Layers before them keep on the host, and the first layers not at all.
 
-    `waiting` are the numbers of blocks to try whose weights wait on the host, the first blocks; with one more than all
-    blocks, embedding and head wait there too.
+    `waiting` are numbers of blocks to try: the weights of so many first blocks wait on the host. One more than all
+    blocks means all of them with embedding and head.
     """
 
     step: Step

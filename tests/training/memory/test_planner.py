@@ -145,7 +145,7 @@ def test_weights_wait_on_the_host_where_they_must():
 
 
 def test_embedding_and_head_wait_on_the_host_where_nothing_else_fits(monkeypatch):
-    """With all weights and state, for longer contexts. Every plan that there is without them stays."""
+    """They go with all weights and state, for longer contexts, and change no plan that there is without them."""
     step, budgets = step_of(MODEL_SIZES["4B"], 1024, state_format="auto"), (8 * GIB, 60 * GIB)
     longest, layouts = find_max_context(step, *budgets), _Search.layouts
     plan = make_plan(step.at(longest), *budgets)
