@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import zlib
 from dataclasses import fields, replace
 from functools import partial
@@ -30,7 +31,7 @@ from training.inference import open_tokenizer
 from training.memory.cost_model import forward_flops
 from training.memory.execution import WHOLE, Placement
 from training.memory.planner import Plan
-from training.optimizer import warmup_cosine
+from training.optimizer import MasterAdamW, warmup_cosine
 from training.parallel.fsdp import copy_weights, initial_weights
 from training.parallel.world import World
 from training.run import resume
@@ -780,6 +781,15 @@ def test_mfu_counts_neither_padding_nor_the_head_of_masked_tokens(tmp_path, monk
     flags = arguments(str(tmp_path / "a.jsonl"), tmp_path / "run", "--validation_sequences", "0", steps=1)
     assert train.main(flags) == 0
     assert counted == [forward_flops(MODEL_SIZES["tiny"], [31] * 4, num_targets=4 * 11)]
+
+
+def test_a_steps_seconds_hold_one_update(corpus, tmp_path, monkeypatch):
+    """It is queued between two readings of the clock. Where it goes on afterwards, the next step waits for it."""
+    events, step, clock = [], MasterAdamW.step, time.perf_counter
+    monkeypatch.setattr(MasterAdamW, "step", lambda *a: events.append("update") or step(*a))
+    monkeypatch.setattr(train.time, "perf_counter", lambda: events.append("clock") or clock())
+    assert train.main(arguments(corpus, tmp_path / "run", "--save", "none", steps=2)) == 0
+    assert events == ["clock", "update", "clock"] * 2
 
 
 def test_a_plan_that_cannot_be_is_refused_before_the_data_are_read(corpus, tmp_path, monkeypatch, capsys):

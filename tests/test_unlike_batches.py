@@ -234,7 +234,7 @@ def train(kinds, tied, execution, dtype, state_format):
 
 
 FORMATS = (torch.float32, "float32"), (torch.bfloat16, "float32"), (torch.bfloat16, "compact")
-ENDS = "", "ends", "", "tied ends"  # that are on the host, by VISITING
+ENDS = "", "ends", "", "tied ends"  # ends on the host, for each case of VISITING
 TRAINED = [("full", placement, *FORMATS[2], ends) for placement, ends in zip(VISITING, ENDS)]
 TRAINED += [("full", "chain", *FORMATS[0], "ends"), ("full", "chain", *FORMATS[1], "tied ends")]
 TRAINED += [("full", "all", *FORMATS[2], "tied ends"), ("sparse, window, nsa", "chain", *FORMATS[2], "")]
@@ -242,7 +242,7 @@ TRAINED += [("full", "all", *FORMATS[2], "tied ends"), ("sparse, window, nsa", "
 
 @pytest.mark.parametrize(("name", "placement", "dtype", "state_format", "ends"), TRAINED)
 def test_weights_on_the_host_train_alike(name, placement, dtype, state_format, ends):
-    """Bit for bit as weights on the GPU: of blocks, and of embedding and head too."""
+    """Equal bit for bit to weights on the GPU, whether blocks alone are on the host or embedding and head as well."""
     placements, heads = VISITING[placement]
     there = tuple(replace(placement, weights="gpu") for placement in placements)
     runs = []

@@ -294,7 +294,7 @@ class _Search:
             candidates.append(places)
         placed = functools.partial(_placed, base)
         # Each next candidate takes more of the host and in no stage more of the GPU, so the fitting ones are
-        # neighbours. The last that the host allows is one of them, if there are any.
+        # neighbours. If any fits, the last candidate within the host's bytes does.
         stop = bisect.bisect_right(candidates, self.host_bytes, key=lambda inputs: self.step.host_bytes(placed(inputs)))
         if not stop or not self.fits(placed(candidates[stop - 1])):
             return []
