@@ -12,6 +12,7 @@ from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for `deterministic`; without it PyTorch takes as much on a Hopper
 
 import pytest
 import torch
@@ -119,6 +120,14 @@ def device() -> torch.device:
 def poisoned_memory():
     """Fills `torch.empty` with NaN during a test."""
     torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def deterministic():
+    """Has a GPU give the same bits from run to run during a test, and fills `torch.empty` with NaN."""
+    torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -192,7 +192,7 @@ def _entries(file: Path) -> dict[str, Entry]:
         if not file.is_file():  # a pipe would be waited for
             raise FileNotFoundError("no such file")
         header = read_header(file)  # before the library maps the file: SIGBUS would end it at an unreadable sector
-        with safe_open(file, framework="pt"):
+        with safe_open(file, framework="np"):  # "pt" maps the file writably: limits of a process's memory count it
             pass
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is missing, truncated or no safetensors file: {error}") from None

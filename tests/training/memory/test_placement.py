@@ -598,9 +598,9 @@ def test_placements_agree_on_a_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.usefixtures("deterministic")
 def test_whole_blocks_agree_with_placed_ones_on_a_gpu():
-    """Bit for bit: FlashAttention-2's backward is deterministic where new memory is poisoned."""
+    """Bit for bit."""
     ids = torch.randint(1024, (1, 8192), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
 
     def gradients(*placements):
@@ -651,9 +651,9 @@ def build_with_optimizer(config, tokens, execution, **options):
     ("state_format", "ends", "tied"),
     [("float32", "gpu", True), ("compact", "gpu", True), ("float32", "host", False), ("compact", "host", True)],
 )
-@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.usefixtures("deterministic")
 def test_visiting_weights_train_alike_on_a_gpu(state_format, ends, tied):
-    """Bit for bit, whatever stream is late. FlashAttention-2's backward is deterministic where memory is poisoned."""
+    """Bit for bit, whatever stream is late."""
     ids = torch.randint(1024, (1, 4096), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
 
     def train(weights, late=None):

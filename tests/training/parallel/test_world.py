@@ -103,6 +103,7 @@ TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, r
 def test_a_rank_that_dies_ends_all_within_seconds(death, rank, message, device, tmp_path):
     """The output has no other rank's error, and ends with torchrun's summary, where the error stands again."""
     died, ranks, torchruns = fail(tmp_path, *DYING, death, device)
+    assert died, ranks
     assert time.time() - float(died) < 20
     cause = torchruns.split("Root Cause (first observed failure)")[1]
     assert f"rank      : {rank} " in cause and (message or "Signal 9 (SIGKILL)") in cause
