@@ -67,6 +67,7 @@ class OptimizerBytes:
     gpu_slots: int  # pieces on their way through an update; exist from `step` until all are updated
     leaving_gradients: int  # gradients on their way to the host; at most LEAVING_BYTES of them are on the GPU at once
     host: int  # masters, moments, gradients and `host_weights`, pinned
+    last_on_host: bool  # whether the last parameter's state is on the host
 
 
 def optimizer_bytes(
@@ -88,6 +89,7 @@ def optimizer_bytes(
             for item in on_host
             for kept in item.tensors.values()
         ),
+        last_on_host=layout[-1].on_host,
     )
 
 

@@ -340,9 +340,11 @@ class Step:
 
         # An untied head's gradient is ready after the loss. A tied head's gradient waits for the embedding's.
         tied, ready = (self.head, 0.0) if self.share.tie_word_embeddings else (0, self.head_share)
-        # Shares of the parameters: `stays` never visit, `visited` have been there and sent their gradients away.
-        stays = 1 - self.layer_share * sum(map(bool, weights[:L])) - self.head_share * ends * (weights[L] > 0)
-        visited = ready * (weights[L] > 0)
+        # Shares of the parameters. Gradients of `gone` have left for the host, of `stays` none do.
+        gone = ready * optimizer.last_on_host
+        waited = ready * (self.head > LEAVING_BYTES)  # compute waits until a large head's gradient has left
+        embedding = self.head_share * (weights[L] > 0)
+        stays = 1 - self.layer_share * sum(map(bool, weights[:L])) - embedding - gone
         for layer in reversed(range(L)):
             # Tensors that come back from the host: this block is rebuilt from some, others are on their way for the
             # next. A whole block fetches nothing.
@@ -353,10 +355,10 @@ class Step:
             running = {layer, *(i for i, _ in needed[max(layer - 1, 0)][:1])} if needed[layer] else ()
             for part, (attention, mlp) in zip(("MLP", "attention"), block_bytes[blocks[layer]][1:]):
                 here = ready + self.layer_share * (L - 1 - layer) + self.layer_share * (part == "attention")
-                visited += self.layer_share * (part == "attention" and weights[layer] > 0)
-                gradients = tied + min(LEAVING_BYTES, int(optimizer.leaving_gradients * here))
+                gone += self.layer_share * (part == "attention" and weights[layer] > 0)
+                gradients = tied + min(LEAVING_BYTES, int(optimizer.leaving_gradients * (here - waited)))
                 sizes = x + fetched["input"], attention + fetched["results"], mlp
-                on_gpu = (here - visited) / stays
+                on_gpu = (here - gone) / stays
                 yield stage(f"backward of layer {layer}, {part}", layer, on_gpu, gradients, sizes, running)
         gradients = tied + self.head + min(LEAVING_BYTES, optimizer.leaving_gradients)  # self.head: as it is made
         if self.num_shards and self.tensor_ranks > 1:  # autograd adds two DTensors into a third

@@ -128,12 +128,12 @@ def test_weights_wait_on_the_host_where_they_must():
     """The 14B's weights do not fit into 24 GiB. Some of them do beside a short context, and need not be fetched."""
     step = step_on_meta(MODEL_SIZES["14B"], 4096, given=Execution(state_format="compact"))
     longest = find_max_context(step, 24 * GIB, 118 * GIB)
-    for context_length in (4096, longest):
+    for context_length, most in ((4096, 39), (longest, 40)):
         plan = make_plan(step.at(context_length), 24 * GIB, 118 * GIB)
         num = places_of_weights(plan).count("host")
-        assert 20 <= num < 40
+        assert 20 <= num <= most
         assert places_of_weights(plan) == ["host"] * num + ["gpu"] * (40 - num)
-        assert re.search(rf"\nweights +{num} host" + r", \d+ gpu\n", str(plan))
+        assert re.search(rf"\nweights +{num} host" + r"(, \d+ gpu)?\n", str(plan))
         assert re.search(r"\noptimizer state +(up to .* GiB on the GPU, the rest on the )?host, compact\n", str(plan))
         assert plan.peak.bytes * LEAST_HEADROOM <= 24 * GIB and plan.host_bytes <= 118 * GIB
     refusal = f"; the largest that does is {longest}$"

@@ -194,6 +194,7 @@ CASES = {
     "windows, kept, groups": (524_288, [ON_HOST, GPU] * 2, 8192, 1, {"kinds": (Window(), Window(), Sparse(), FULL)}),
     "pairs": (524_288, [Placement("host"), Placement("recompute", "gpu")] * 2, 8192, 1, {"gpu_state_bytes": 2e9}),
     "ends": (131_072, [VISITS] * 4, 8192, 1, {"ends": "host", "gpu_state_bytes": 0}),
+    "untied, the head's state on the host": (65_536, [VISITS] * 4, 8192, None, {"size": "8B", "gpu_state_bytes": 8e9}),
     "untied ends": (524_288, [VISITS] * 4, 8192, 1, {"ends": "host", "size": "8B", "gpu_state_bytes": 0}),
 }
 
