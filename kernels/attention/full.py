@@ -190,6 +190,7 @@ KERNELS = {
     "cpu": Kernel(_cpu_forward, _cpu_backward, _cpu_forward_together, _cpu_backward_together, 4, 4),
 }
 BACKENDS = ("auto", *KERNELS)
+TESTED_FLASH_ATTN_4 = ("4.0.0b36",)  # versions of flash-attn-4 whose results and speed were compared with cuDNN's
 
 
 @torch_internals.assume_constant  # the function asks the driver; a compiled graph cannot
@@ -197,7 +198,8 @@ def choose_backend(requested: str, device: torch.device) -> str:
     """Returns the name of the kernel that attention runs on `device`. Names other than "auto" are taken or refused.
 
     "auto" is cuDNN's kernel on Hopper and newer GPUs. It is FlashAttention-2 on older GPUs, and on all GPUs if PyTorch
-    is told to use deterministic algorithms. On a CPU it is PyTorch's CPU kernel.
+    is told to use deterministic algorithms. On a CPU it is PyTorch's CPU kernel. A run with a plan also compares
+    flash-attn-4's with cuDNN's, see `training.run.build.plan_memory`.
 
     Raises:
         ValueError: unknown name, or a kernel that this device or installation does not have.

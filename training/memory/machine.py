@@ -85,17 +85,25 @@ def measure_rates(
     """
     if device.type != "cuda":
         return H200
-    backend, rates = choose_backend(attention_backend, device), _copy_rates(device)
-    most_common = {kind.name: kind for kind, _ in reversed(Counter(kinds or share.kinds).most_common())}
-    for kind in most_common.values():
-        kind = kind.for_longest(context_length)
-        rates |= kind.measure_rates(*share.heads, context_length, backend, _seconds, device)
+    rates = _copy_rates(device) | measure_attention(share, attention_backend, device, context_length, kinds)
     # A matrix product of the MLP, for 16,384 tokens.
     x = torch.randn(16_384, share.hidden_size, device=device, dtype=torch.bfloat16)
     weight = torch.randn(share.hidden_size, share.intermediate_size, device=device, dtype=torch.bfloat16)
     products = 2 * len(x) * weight.numel() / _seconds(lambda: x @ weight)
     gpu_link = _gpu_link_rate(find_gpu(torch.cuda.get_device_name(device)), rates["link"])
     return rates | {PLAIN.rate: products, "gpu link": gpu_link, "network": ASSUMED_NETWORK}
+
+
+def measure_attention(
+    share, attention_backend: str, device: torch.device, context_length: int, kinds: Sequence[AttentionKind] = ()
+) -> Rates:
+    """Measures what `measure_rates` does of attention, on a GPU. Arguments are the same."""
+    backend, rates = choose_backend(attention_backend, device), Rates()
+    most_common = {kind.name: kind for kind, _ in reversed(Counter(kinds or share.kinds).most_common())}
+    for kind in most_common.values():
+        kind = kind.for_longest(context_length)
+        rates |= kind.measure_rates(*share.heads, context_length, backend, _seconds, device)
+    return rates
 
 
 def measure_network(group: dist.ProcessGroup, num_machines: int, device: torch.device) -> float:

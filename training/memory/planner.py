@@ -39,6 +39,7 @@ class Plan:
     host_budget: float = math.inf  # bytes that may be pinned
     rates: Rates = field(default_factory=lambda: H200)
     why: str = ""  # the reason for the format of the optimizer's state, where the planner chose it
+    compared: dict[str, float] = field(default_factory=dict)  # seconds per step with each attention kernel, if several
 
     @functools.cached_property
     def peak(self) -> Stage:
@@ -89,6 +90,9 @@ class Plan:
             tiles = f"{execution.mlp_tile_size} rows at a time" if execution.mlp_tile_size else "all rows at once"
             rows += [("attention", heads), ("MLP", tiles)]
         rows += [("attends to", describe(execution.kinds or self.step.share.kinds))]
+        if self.compared:
+            compared = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.compared.items())
+            rows.append(("attention kernel", f"{execution.attention_backend} (auto: a step takes {compared})"))
         rows += [("loss", execution.loss_impl), ("optimizer state", state)]
         rows += [("predicted GPU peak", f"{gib(self.peak.bytes)}, in {self.peak.name}")]
         rows += [(f"  {name}", gib(size)) for name, size in self.peak.categories.items() if size]

@@ -3,9 +3,11 @@
 Top to bottom: the machine and the model's shape; the plan; building.
 """
 
+import contextlib
 import dataclasses
 import functools
 import gc
+import importlib.metadata
 import logging
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from kernels.attention import KINDS
-from kernels.attention.full import choose_backend
+from kernels.attention.full import TESTED_FLASH_ATTN_4, choose_backend
 from kernels.compact_adamw import GROUP
 from kernels.parts import AttentionKind
 from model import GATES, MODEL_SIZES, ModelConfig, Share, Transformer
@@ -25,7 +27,7 @@ from training.host.errors import UserError, refused_as_user_error
 from training.host.sizes import available_host_bytes, parse_bytes
 from training.memory.cost_model import PackedDocuments, Step, gib
 from training.memory.execution import WHOLE, Execution, Placement
-from training.memory.machine import cap_gpu_memory, gpu_budget, measure_network, measure_rates
+from training.memory.machine import Rates, cap_gpu_memory, gpu_budget, measure_attention, measure_network, measure_rates
 from training.memory.placement import allocate, apply_execution
 from training.memory.planner import Plan, has_plan, make_plan
 from training.memory.profiler import Bench, format_table
@@ -237,7 +239,8 @@ def plan_memory(
 ) -> Plan:
     """The fastest plan within --memory_budget and --host_budget, the same on every rank; caps the GPU's memory.
 
-    Without a budget nothing is searched: blocks keep their input with --gradient_checkpointing, and all without.
+    It has the faster of the attention kernels that `attention_backend` may mean. Without a budget nothing is searched:
+    blocks keep their input with --gradient_checkpointing, and all without.
     """
     step = step_of(config, model, world, documents)
     if config.memory_budget is None:
@@ -248,12 +251,39 @@ def plan_memory(
     if world.num_machines > 1:
         rates["network"] = measure_network(dist.group.WORLD, world.num_machines, world.device)
     rates = dict(zip(rates, world.min(*rates.values())))
+    others = measure_flash_attn_4(config, backend, model.share, world, kinds)
     torch.cuda.empty_cache()  # frees what the measurements took
     plan = make_plan(step, *budgets, rates)
+    if others:
+        rival = dataclasses.replace(step, given=dataclasses.replace(step.given, attention_backend="flash-attn-4"))
+        plans = [plan, make_plan(rival, *budgets, rates | others)]
+        compared = {each.execution.attention_backend: each.seconds for each in plans}
+        plan = dataclasses.replace(min(plans, key=lambda each: each.seconds), compared=compared)
     plan = dataclasses.replace(plan, execution=world.broadcast(plan.execution))  # unequal shards might plan unequally
     cap_gpu_memory(int(plan.gpu_budget), world.device)
     logger.info("plan for %s of GPU and %s of host memory:\n%s", *map(gib, budgets), plan)
     return plan
+
+
+def measure_flash_attn_4(
+    config: TrainConfig, chosen: str, share: Share, world: World, kinds: tuple[AttentionKind, ...]
+) -> Rates:
+    """Measures flash-attn-4's attention if "auto" chose cuDNN's, on all ranks; {} where one of them cannot run it."""
+    rates: Rates = {}
+    if (config.attention_backend, chosen) != ("auto", "cudnn"):
+        return rates
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version, tested = importlib.metadata.version("flash-attn-4"), ", ".join(TESTED_FLASH_ATTN_4)
+        if version not in TESTED_FLASH_ATTN_4:
+            advice = "attention is cuDNN's; --attention_backend flash-attn-4 takes this one all the same"
+            logger.warning("flash-attn-4 %s is not among the tested versions (%s): %s", version, tested, advice)
+        else:
+            try:
+                rates = measure_attention(share, "flash-attn-4", world.device, config.context_length, kinds)
+            except Exception as error:  # a package of it that is missing or does not fit
+                logger.warning("attention is cuDNN's: flash-attn-4 %s fails here: %s", version, error)
+    (measured,) = world.min(len(rates))
+    return dict(zip(rates, world.min(*rates.values()))) if measured else {}
 
 
 def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device) -> str:

@@ -1,6 +1,7 @@
 """Runs have a plan or none; a step that ran out of memory is explained."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.storage_counter import StorageCounter
 from training.memory.cost_model import PackedDocuments, _local_elements
 from training.memory.execution import WHOLE, Placement
-from training.memory.machine import H200
+from training.memory.machine import GPUS, H200, scale_rates
 from training.memory.planner import Plan, find_max_context, make_plan
 from training.memory.profiler import format_table
 from training.parallel.world import World
@@ -193,6 +194,51 @@ def explain_out_of_memory(plan_budget=None, **settings):
     if plan_budget is not None:
         config, plan = replace(config, memory_budget="auto"), make_plan(plan.step, plan_budget, 60 * GIB)
     return run.explain_out_of_memory(config, plan, torch.device("cuda")), plan
+
+
+def plan_beside_flash_attn_4(monkeypatch, measured, version="4.0.0b36", **settings):
+    """Returns the plan of a 4B on an H200 that has that version, whose kernel is so much faster or fails."""
+
+    def measure_attention(share, backend, device, context_length, kinds):
+        if isinstance(measured, Exception):
+            raise measured
+        return {
+            name: measured * rate for name, rate in scale_rates(GPUS["H200"], backend, kinds).items() if " " in name
+        }
+
+    monkeypatch.setattr(run, "choose_backend", lambda requested, _: "cudnn" if requested == "auto" else requested)
+    monkeypatch.setattr(run, "measure_attention", measure_attention)
+    monkeypatch.setattr(run, "memory_budgets", lambda *_: (100 * GIB, 60 * GIB))
+    monkeypatch.setattr(run, "cap_gpu_memory", lambda *_: None)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"flash-attn-4": version}[name])
+    config = TrainConfig(context_length=131_072, batch_size=1, memory_budget="auto", **settings)
+    with torch.device("meta"):
+        model = Transformer(MODEL_SIZES["4B"]).to(torch.bfloat16)
+    return plan_memory(config, model, World(0, 1, torch.device("cpu")), PackedDocuments.one_each(131_072, 1))
+
+
+def test_a_plan_takes_the_faster_attention_kernel(monkeypatch, caplog):
+    plan = plan_beside_flash_attn_4(monkeypatch, 1.0)
+    cudnn, rival = plan.compared["cudnn"], plan.compared["flash-attn-4"]
+    assert plan.execution.attention_backend == "flash-attn-4" and plan.seconds == rival < 0.95 * cudnn
+    row = f"attention kernel       flash-attn-4 (auto: a step takes cudnn {cudnn:.2f} s, flash-attn-4 {rival:.2f} s)"
+    assert f"\n{row}\n" in str(plan)
+    slower = plan_beside_flash_attn_4(monkeypatch, 0.5)
+    assert slower.execution.attention_backend == "cudnn" and slower.seconds == cudnn < slower.compared["flash-attn-4"]
+    asked = plan_beside_flash_attn_4(monkeypatch, 0.5, attention_backend="flash-attn-4")
+    assert asked.execution.attention_backend == "flash-attn-4" and "attention kernel" not in str(asked)
+    assert not caplog.records
+
+
+def test_attention_is_cudnns_where_flash_attn_4_cannot_be_compared(monkeypatch, caplog):
+    for measured, version, message in (
+        (1.0, "4.0.0b99", r"4\.0\.0b99 is not among the tested versions \(4\.0\.0b36\): attention is cuDNN's"),
+        (ImportError("no cutlass"), "4.0.0b36", "attention is cuDNN's: flash-attn-4 4.0.0b36 fails here: no cutlass"),
+    ):
+        caplog.clear()
+        plan = plan_beside_flash_attn_4(monkeypatch, measured, version)
+        assert plan.execution.attention_backend == "cudnn" and not plan.compared
+        assert re.search(message, caplog.text)
 
 
 def explanation(plan, advice, fitting):
