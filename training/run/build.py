@@ -268,7 +268,7 @@ def plan_memory(
 def measure_flash_attn_4(
     config: TrainConfig, chosen: str, share: Share, world: World, kinds: tuple[AttentionKind, ...]
 ) -> Rates:
-    """Measures flash-attn-4's attention if "auto" chose cuDNN's, on all ranks; {} where one of them cannot run it."""
+    """Measures flash-attn-4's attention on all ranks if "auto" chose cuDNN's; {} if a rank cannot run it."""
     rates: Rates = {}
     if (config.attention_backend, chosen) != ("auto", "cudnn"):
         return rates
