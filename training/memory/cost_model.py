@@ -151,6 +151,7 @@ class Step:
         share, self.parameters = self.share, list(self.parameters)
         self.layers = share.num_hidden_layers
         self.head = self.element_size * share.vocab_size * share.hidden_size  # bytes
+        self.last_bytes = self.element_size * _local_elements(self.parameters[-1])  # an untied head's, on one rank
         layer_elements = max(share.layer_matrix_parameters(layer) for layer in range(self.layers))
         self.layer_share = layer_elements / share.num_parameters()
         self.head_share = share.vocab_size * share.hidden_size / share.num_parameters()
@@ -342,7 +343,7 @@ class Step:
         tied, ready = (self.head, 0.0) if self.share.tie_word_embeddings else (0, self.head_share)
         # Shares of the parameters. Gradients of `gone` have left for the host, of `stays` none do.
         gone = ready * optimizer.last_on_host
-        waited = ready * (self.head > LEAVING_BYTES)  # compute waits until a large head's gradient has left
+        waited = gone * (self.last_bytes > LEAVING_BYTES)  # compute waits until a large head's gradient has left
         embedding = self.head_share * (weights[L] > 0)
         stays = 1 - self.layer_share * sum(map(bool, weights[:L])) - embedding - gone
         for layer in reversed(range(L)):

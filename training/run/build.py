@@ -254,9 +254,9 @@ def plan_memory(
     others = measure_flash_attn_4(config, backend, model.share, world, kinds)
     torch.cuda.empty_cache()  # frees what the measurements took
     plan = make_plan(step, *budgets, rates)
-    rival = dataclasses.replace(step, given=dataclasses.replace(step.given, attention_backend="flash-attn-4"))
-    if others and has_plan(rival, *budgets):
-        plans = [plan, make_plan(rival, *budgets, rates | others)]
+    if others:
+        rival = dataclasses.replace(step, given=dataclasses.replace(step.given, attention_backend="flash-attn-4"))
+        plans = [plan, *([make_plan(rival, *budgets, rates | others)] if has_plan(rival, *budgets) else [])]
         compared = {each.execution.attention_backend: each.seconds for each in plans}
         plan = dataclasses.replace(min(plans, key=lambda each: each.seconds), compared=compared)
     plan = dataclasses.replace(plan, execution=world.broadcast(plan.execution))  # unequal shards might plan unequally
