@@ -14,9 +14,10 @@ host goes on beside the next forward, and the peer's step has ended by then.
 
 With `--packed` each step takes another sequence of documents, packed as train.py packs them. The second half of the
 steps is timed, since cuDNN has then built its plans of most lengths, and predicted from its own documents' lengths.
-`--mean_length 800` cuts the text into documents with exponentially distributed lengths. Under torchrun each rank has
-its own sequences, or ranks share them by `--context_parallel_size` or matrices by `--tensor_parallel_size`; the first
-rank's results are printed.
+`--mean_length 800` cuts the text into documents with exponentially distributed lengths. `--heavy_tailed` cuts it into
+documents with log-normal ones: their median is 85 tokens, and half of all tokens are in documents above 5,000. Under
+torchrun each rank has its own sequences, or ranks share them by `--context_parallel_size` or matrices by
+`--tensor_parallel_size`; the first rank's results are printed.
 
 With `--save_to DIR` as many steps follow again with nothing else, and as many beside each of which a full checkpoint is
 written to a folder in DIR, which is deleted at the end: what train.py does with --checkpoint_interval 1. DIR's disk
@@ -95,6 +96,7 @@ def main() -> None:
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
     parser.add_argument("--packed", action="store_true", help="several documents a sequence, another one each step")
     parser.add_argument("--mean_length", type=int, help="with --packed: tokens per document; default: the text's own")
+    parser.add_argument("--heavy_tailed", action="store_true", help="with --packed: lengths as said above")
     parser.add_argument(
         "--in_order", action="store_true", help="with --packed: sequences go to ranks in turn, not by cost"
     )
@@ -117,6 +119,8 @@ def main() -> None:
         parser.error("--num_layers must be at least 1")
     if arguments.mean_length is not None and (arguments.mean_length < 2 or not arguments.packed):
         parser.error("--mean_length must be at least 2, and needs --packed")
+    if arguments.heavy_tailed and (arguments.mean_length or not arguments.packed):
+        parser.error("--heavy_tailed needs --packed, without --mean_length")
     results = {}
     sizes = arguments.context_parallel_size, arguments.tensor_parallel_size, arguments.replicate
     with join_world(arguments.device, *sizes) as world:
@@ -155,7 +159,7 @@ def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list
     tokenizer, length = load_tokenizer(None), arguments.context_length
     documents = read_documents(None, tokenizer, MODEL_SIZES[arguments.model_size].vocab_size)
     if arguments.packed:
-        if arguments.mean_length:
+        if arguments.mean_length or arguments.heavy_tailed:
             documents = cut_documents(documents, arguments.mean_length)
         store = TokenStore(documents, tokenizer.eos_id)
         packing = ConcatenatedPacking(store.lengths, length, seed=0)
@@ -172,11 +176,15 @@ def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list
     return steps
 
 
-def cut_documents(documents: Iterable[Document], mean_length: int) -> list[Document]:
-    """Cut all tokens into documents of exponential length, at least two tokens with the end of text."""
+def cut_documents(documents: Iterable[Document], mean_length: int | None) -> list[Document]:
+    """Cut all tokens into documents of exponential length, at least two tokens with the end of text.
+
+    None: log-normal lengths. Half of the standard library's text is then in documents above 5,000 tokens.
+    """
     tokens = np.concatenate([document.tokens for document in documents])
-    lengths = 1 + np.random.default_rng(0).exponential(mean_length - 2, 2 * len(tokens) // mean_length).astype(int)
-    ends = np.cumsum(lengths)
+    random, count = np.random.default_rng(0), 2 * len(tokens) // (mean_length or 85)
+    lengths = random.exponential(mean_length - 2, count) if mean_length else random.lognormal(np.log(85), 2.08, count)
+    ends = np.cumsum(1 + lengths.astype(int))
     return [Document(part) for part in np.split(tokens, ends[ends < len(tokens)])]
 
 

@@ -9,8 +9,12 @@ import pytest
 
 from benchmarks import bench_train_step
 
+PACKED = ["--packed", "--steps", "3"]
 
-@pytest.mark.parametrize("flags", [["--save_to"], ["--packed", "--steps", "3", "--in_order", "--mean_length", "9"]])
+
+@pytest.mark.parametrize(
+    "flags", [["--save_to"], [*PACKED, "--in_order", "--mean_length", "9"], [*PACKED, "--heavy_tailed"]]
+)
 def test_times_every_step_but_the_first(flags, monkeypatch, capsys, tmp_path):
     arguments = ["--model_size", "tiny", "--context_length", "64", "--settings", "checkpointing", "--device", "cpu"]
     arguments += [*flags, str(tmp_path)] if flags == ["--save_to"] else flags
