@@ -212,7 +212,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
     config = shape_of(arguments)
     communication: list[dict] = []
     restart_peak()
-    losses, every, timed = [], [], steps[len(steps) // 2 :] if arguments.packed else steps[-1:]
+    losses, every, peaks, timed = [], [], [0], steps[len(steps) // 2 :] if arguments.packed else steps[-1:]
     try:
         if setting == "peer":
             step = peer_step(config, world)
@@ -226,9 +226,10 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
             losses.append(round(step(ranks[world.data_rank]), 3))  # has waited for all but our update
             began, returned = returned, time.perf_counter()
             every.append(returned - began)
+            peaks.append(torch.cuda.max_memory_allocated() if on_gpu else 0)
             if world.is_main:
-                peak = f", {torch.cuda.max_memory_allocated() / GIB:.2f} GiB" if on_gpu else ""
-                print(f"{setting}, step {len(every)}: {every[-1]:.2f} s{peak}, loss {losses[-1]}", file=sys.stderr)
+                peak = f"{peaks[-1] / GIB:.2f} GiB"
+                print(f"{setting}, step {len(every)}: {every[-1]:.2f} s, {peak}, loss {losses[-1]}", file=sys.stderr)
         seconds = statistics.mean(every[-len(timed) :])
         host_peak = resident_bytes("VmHWM")
         if arguments.save_to is not None:
@@ -253,7 +254,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
         "predicted_seconds": predicted,
         "tokens_per_second": arguments.gradient_accumulation_steps * length / seconds,
         "mfu": model_flops / (world.context_size * world.tensor_size) / seconds / flops if flops else 0.0,
-        "peak_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0,
+        "peak_gib": max(*peaks, torch.cuda.max_memory_allocated() if on_gpu else 0) / GIB,
         "predicted_gib": plan.peak.bytes / GIB if plan else 0.0,
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB if on_gpu else 0.0,
         "host_gib": resident_bytes() / GIB,

@@ -7,7 +7,6 @@ names is shown. A table stands between "<!-- name -->" and "<!-- end -->"; the t
 """
 
 import json
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -56,12 +55,20 @@ def results(pattern: str) -> list[dict]:
 def step_runs(packed: bool = False, shared: bool = False) -> list[dict]:
     """Runs of benchmarks.bench_train_step with the 4B; `shared`: GPUs share a sequence or matrices.
 
-    Leaves out runs with --save_to: the report's text compares their steps with and without a save.
+    Leaves out runs with --save_to: the report's text compares their steps with and without a save. A setting for which
+    "auto" chose flash-attn-4 is named as if it had been asked for: "24GB+flash-attn-4".
     """
     runs = [run for run in results("train_step_*.jsonl") if run["model_size"] == "4B" and run["packed"] == packed]
     runs = [run for run in runs if not run.get("num_layers") and not run.get("save_to")]
     sizes = ("context_parallel_size", "tensor_parallel_size")
-    return [run for run in runs if any(run.get(size, 1) > 1 for size in sizes) == shared]
+    runs = [run for run in runs if any(run.get(size, 1) > 1 for size in sizes) == shared]
+    for run in runs:
+        run["results"] = {
+            setting
+            + "+flash-attn-4" * bool(re.search(r"attention kernel +flash-attn-4", result.get("plan", ""))): result
+            for setting, result in run["results"].items()
+        }
+    return runs
 
 
 def differing(predicted: float, measured: float) -> str:
@@ -111,9 +118,10 @@ def packed_documents() -> list[list[str]]:
     for run in step_runs(packed=True):
         for setting, result in run["results"].items():
             timed = result["seconds_of_each_step"][-result.get("timed_steps", run["steps"] - 1) :]
-            mean = run.get("mean_length")
-            rows[run["ranks"], run["context_length"], mean or math.inf, setting] = [  # the last run's
-                str(run["ranks"]), f"{run['context_length']:,}", f"mean {mean:,}" if mean else "files", cap(setting),
+            mean, others = run.get("mean_length"), "heavy-tailed" if run.get("heavy_tailed") else "files"
+            documents = f"mean {mean:,}" if mean else others
+            rows[run["ranks"], run["context_length"], documents, setting] = [  # the last run's
+                str(run["ranks"]), f"{run['context_length']:,}", documents, cap(setting),
                 ", ".join(f"{seconds:.1f}" for seconds in timed),
                 differing(result["predicted_seconds"], result["seconds"]), f"{result['seconds']:.2f}",
                 differing(result["predicted_gib"], result["peak_gib"]), f"{result['peak_gib']:.2f}",
@@ -158,12 +166,19 @@ def shared_sequences() -> list[list[str]]:
 
 
 def against_the_peer() -> list[list[str]]:
+    """The latest steps of the peer, and of ours with the same commit on the same day."""
     names = {
-        "auto": "Fathom, `--memory_budget auto`", "24GB": "Fathom, `--memory_budget 24GB`",
+        "auto": "Fathom, cuDNN's attention", "24GB": "the same within 24 GiB",
+        "auto+flash-attn-4": "Fathom, flash-attn-4's attention", "24GB+flash-attn-4": "the same within 24 GiB",
         PEER: "transformers 5 + Liger 0.8.5, gradient checkpointing",
     }  # fmt: skip
     rows = [["131,072 tokens", "s per step", "÷ transformers + Liger", "tokens/s", "MFU", "peak GiB"]]
-    run = [run["results"] for run in step_runs() if PEER in run["results"]][-1]
+    of_peer = [run for run in step_runs() if PEER in run["results"]][-1]
+    same = [
+        each for each in step_runs()
+        if all(each[key] == of_peer[key] for key in ("date", "commit", "context_length", "optimizer_state"))
+    ]  # fmt: skip
+    run = {setting: result for each in same for setting, result in each["results"].items()}
     for setting, name in names.items():
         result = run[setting]
         rows.append([

@@ -224,7 +224,7 @@ def choose_backend(requested: str, device: torch.device) -> str:
         raise ValueError('cuDNN attention needs cuDNN, which this installation of PyTorch lacks; use "auto"')
     if requested == "flash-attn-4":
         if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
-            raise ValueError('flash-attn-4 is not installed: pip install "flash-attn-4>=4.0.0b36", or use "auto"')
+            raise ValueError('flash-attn-4 is not installed: pip install "flash-attn-4[cu13]>=4.0.0b36", or use "auto"')
         if capability < (9, 0):
             raise ValueError(f"flash-attn-4 needs compute capability 9.0, this GPU has {capability}; use flash")
     return requested
