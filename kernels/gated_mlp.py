@@ -158,14 +158,17 @@ def _tiled_mlp(
     linear: Linear = part_of(part)
     output = x.new_empty(len(x), len(down_weight))
     gate_buffer, up_buffer = (x.new_empty(min(tile_size, len(x)), len(gate_weight)) for _ in range(2))
+    gate_factor, up_factor, down_factor = (linear.factor(w) for w in (gate_weight, up_weight, down_weight))
     for x_tile, output_tile in zip(x.split(tile_size), output.split(tile_size)):
-        gate = linear.forward(x_tile, gate_weight, out=gate_buffer[: len(x_tile)])
-        up = linear.forward(x_tile, up_weight, out=up_buffer[: len(x_tile)])
+        x_factor = linear.factor(x_tile)
+        gate = linear.forward(x_factor, gate_factor, out=gate_buffer[: len(x_tile)])
+        up = linear.forward(x_factor, up_factor, out=up_buffer[: len(x_tile)])
+        del x_factor
         if on_triton:
             _launch(_gated_activation_forward_kernel, gate, up, gate, activation=activation)
         else:
             gate.copy_(gated_activation_reference(gate, up, activation))
-        linear.forward(gate, down_weight, out=output_tile)
+        linear.forward(linear.factor(gate), down_factor, out=output_tile)
     return output
 
 
@@ -186,13 +189,17 @@ def _tiled_mlp_backward(
         for w, needed in zip(weights, needs_gradient[1:])
     ]
     buffers = [x.new_empty(min(tile_size, len(x)), len(gate_weight)) for _ in range(3)]
+    gate_factor, up_factor = linear.factor(gate_weight), linear.factor(up_weight)
+    gate_factor_t, up_factor_t, down_factor_t = (linear.factor(w.t()) for w in weights)
     for start in range(0, len(x), tile_size):
         tile = slice(start, start + tile_size)
         x_tile, d_output_tile = x[tile], d_output[tile]
         gate, up, d_hidden = (buffer[: len(x_tile)] for buffer in buffers)
-        linear.forward(x_tile, gate_weight, out=gate)
-        linear.forward(x_tile, up_weight, out=up)
-        linear.input_gradient(d_output_tile, down_weight, out=d_hidden)
+        x_factor = linear.factor(x_tile)
+        linear.forward(x_factor, gate_factor, out=gate)
+        linear.forward(x_factor, up_factor, out=up)
+        del x_factor
+        linear.input_gradient(linear.factor(d_output_tile), down_factor_t, out=d_hidden)
         if on_triton:
             gradients = d_hidden, gate, up, d_hidden
             _launch(_gated_activation_backward_kernel, gate, up, *gradients, activation=activation)
@@ -201,12 +208,14 @@ def _tiled_mlp_backward(
         d_gate, d_up, hidden = gate, up, d_hidden  # the buffers' contents from here on
 
         if d_x is not None:
-            linear.input_gradient(d_gate, gate_weight, out=d_x[tile])
-            linear.input_gradient(d_up, up_weight, out=d_x[tile], accumulate=True)
+            linear.input_gradient(linear.factor(d_gate), gate_factor_t, out=d_x[tile])
+            linear.input_gradient(linear.factor(d_up), up_factor_t, out=d_x[tile], accumulate=True)
         for total, dy, factor in zip(d_weights, (d_gate, d_up, d_output_tile), (x_tile, x_tile, hidden)):
             if total is not None:
                 linear.weight_gradient(dy, factor, out=total, accumulate=True)
-    del buffers, gate, up, d_hidden, d_gate, d_up, hidden  # freed before the casts, whose results need memory
+    # Freed before the casts, whose results need memory.
+    del buffers, gate, up, d_hidden, d_gate, d_up, hidden
+    del gate_factor, up_factor, gate_factor_t, up_factor_t, down_factor_t
     d_weights = [total.to(w.dtype) for total, w in zip(d_weights, weights) if total is not None]
     return d_weights if d_x is None else [d_x, *d_weights]
 

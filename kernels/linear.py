@@ -35,10 +35,17 @@ def _product(a: Tensor, b: Tensor, out: Tensor | None, accumulate: bool) -> Tens
 class Plain(Part):
     """Products in the dtype of the inputs. `kernels.parts.Linear` describes the methods."""
 
-    rate = "products"
+    name = "bf16"
+    rate = weight_rate = "products"
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
+
+    def factor(self, x: Tensor) -> Tensor:
+        return x
+
+    def factor_bytes(self, rows: int, columns: int) -> int:
+        return 0
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         if out is None:
@@ -46,9 +53,9 @@ class Plain(Part):
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
     def input_gradient(
-        self, dy: Tensor, weight: Tensor, *, out: Tensor | None = None, accumulate: bool = False
+        self, dy: Tensor, weight_t: Tensor, *, out: Tensor | None = None, accumulate: bool = False
     ) -> Tensor:
-        return _product(dy, weight, out, accumulate)
+        return _product(dy, weight_t.t(), out, accumulate)
 
     def weight_gradient(self, dy: Tensor, x: Tensor, *, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
         return _product(dy.t(), x, out, accumulate)

@@ -93,19 +93,21 @@ def _loss_and_gradients(
         d_weight.zero_()
     statistics = losses.new_empty(4, num_rows)
     logits_buffer = input.new_empty(min(chunk_size, num_rows), len(linear_weight))
+    head = linear.factor(linear_weight)
+    head_t = linear.factor(linear_weight.t()) if needs_input else None
 
     for start in range(0, num_rows, chunk_size):
         here = slice(start, start + chunk_size)
         chunk = here if rows is None else rows[here]
         x, labels, row_scale = input[chunk], target[chunk], scale[chunk] if scale.dim() else None
-        logits = linear.forward(x, linear_weight, linear_bias, out=logits_buffer[: len(x)])
+        logits = linear.forward(linear.factor(x), head, linear_bias, out=logits_buffer[: len(x)])
         gradient = logits if needs_gradient else None  # the gradient overwrites the logits
         statistics[:, here] = row_step(logits, labels, weight, options, shard, gradient=gradient, scale=row_scale)
         if gradient is None:
             continue
         if needs_input:
             d_x = d_input[here] if rows is None else torch.empty_like(x)
-            linear.input_gradient(gradient, linear_weight, out=d_x)
+            linear.input_gradient(linear.factor(gradient), head_t, out=d_x)
             if rows is not None:
                 d_input[chunk] = d_x
         if needs_weight:

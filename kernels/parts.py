@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,30 +36,50 @@ def part_of(number: int):
     return _PARTS[number]
 
 
+Factor = Any  # what `Linear.factor` returns
+
+
 class Linear(Protocol):
     """A linear map, y = x weight^T + bias, and the pieces of its forward and backward.
 
     The tiled MLP, attention of some heads at a time and the chunked loss call the pieces. All other code calls the
-    object itself and leaves backward to autograd.
+    object itself and leaves backward to autograd. Pieces that multiply along rows take what `factor` made of them.
+    A weight's factor serves all tiles.
 
     Attributes:
         number: the part's number, see `Part`.
-        rate: name of the measured rate of its matrix products, see `training.memory.machine.Rates`.
+        name: the map's name in flags.
+        rate: name of the measured rate of its products along rows, see `training.memory.machine.Rates`.
+        weight_rate: name of the rate of weights' gradients.
     """
 
     number: int
+    name: str
     rate: str
+    weight_rate: str
+
+    def __hash__(self) -> int:
+        """Hashes by value, as a frozen dataclass does."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Maps x [..., K] to [..., N] by weight [N, K] and bias [N]. Differentiable."""
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-        """Maps x [M, K] to [M, N] without a graph. The result is written into `out` if it is given."""
+    def factor(self, x: Tensor) -> Factor:
+        """Returns x [M, K] in the form in which products multiply its rows. x may be a transposed weight."""
+
+    def factor_bytes(self, rows: int, columns: int) -> int:
+        """Returns the bytes of a factor, without memory that it shares with its tensor."""
+
+    def forward(self, x: Factor, weight: Factor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        """Maps x [M, K] by weight [N, K] to [M, N] without a graph. The result is written into `out` if it is given."""
 
     def input_gradient(
-        self, dy: Tensor, weight: Tensor, *, out: Tensor | None = None, accumulate: bool = False
+        self, dy: Factor, weight_t: Factor, *, out: Tensor | None = None, accumulate: bool = False
     ) -> Tensor:
-        """Returns dx = dy weight, [M, K], for dy [M, N]; written into `out` or, with `accumulate`, added to it."""
+        """Returns dx = dy weight, [M, K], for dy [M, N] and the transposed weight [K, N].
+
+        The result is written into `out` or, with `accumulate`, added to it.
+        """
 
     def weight_gradient(self, dy: Tensor, x: Tensor, *, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
         """Returns dy^T x, [N, K], for dy [M, N] and x [M, K]; `out` as in `input_gradient`, and it may be float32."""

@@ -127,8 +127,9 @@ def _qkv_attention(
     out, lse, chosen = _empty_results(x, weights, K, lists, own_kind, exchange.size)
     for step in range(own_heads.steps):
         rows, bias = _rows_of_step(weights, step, all_heads), _rows_of_step(biases, step, all_heads)
-        qkv = product.forward(x.flatten(0, 1), rows, bias).unflatten(0, x.shape[:2])
-        del rows, bias
+        factors = product.factor(x.flatten(0, 1)), product.factor(rows)
+        qkv = product.forward(*factors, bias).unflatten(0, x.shape[:2])
+        del rows, bias, factors
         heads = _split_heads(qkv, norms, eps, n * exchange.size, cos, sin, K, impl)
         del qkv
         q, k, v = (exchange.to_heads(heads.pop(0)) for _ in range(3))
@@ -218,11 +219,15 @@ class _QKVAttention(torch.autograd.Function):
             output_n = kind.output(outs_n, gates_n, on_triton).flatten(0, 1).flatten(1)
             all_heads.put(d_o_weight, step, linear.weight_gradient(dy_rows, output_n), 1)
             del output_n
-            d_out = exchange.to_heads(linear.input_gradient(dy_rows, o_weight_n).view(outs_n[0].shape))
+            factors = linear.factor(dy_rows), linear.factor(o_weight_n.t())
+            d_out = exchange.to_heads(linear.input_gradient(*factors).view(outs_n[0].shape))
+            del factors
             outs_n = [exchange.to_heads(out) for out in outs_n]
             gates_n = None if gates is None else exchange.to_heads(gates_n)
             lses_n, lists_n = [own_heads.take(lse, step) for lse in lses], own_heads.take(lists, step)
-            qkv = linear.forward(x_rows, rows, _rows_of_step(biases, step, all_heads))
+            factors = linear.factor(x_rows), linear.factor(rows)
+            qkv = linear.forward(*factors, _rows_of_step(biases, step, all_heads))
+            del factors
             qkv = qkv.unflatten(0, x.shape[:2]).requires_grad_()
             with torch.enable_grad():
                 heads = _split_heads(qkv, norms, options.eps, options.n * exchange.size, cos, sin, K, options.impl)
@@ -236,7 +241,9 @@ class _QKVAttention(torch.autograd.Function):
                 all_heads.put(d_gates, step, d_heads.pop())
             d_qkv, *d_norms_n = torch.autograd.grad(edges, [qkv, *norms], d_heads)
             d_qkv_rows = d_qkv.flatten(0, 1)
-            linear.input_gradient(d_qkv_rows, rows, out=dx_rows, accumulate=True)
+            factors = linear.factor(d_qkv_rows), linear.factor(rows.t())  # type: ignore[union-attr]
+            linear.input_gradient(*factors, out=dx_rows, accumulate=True)
+            del factors
             lengths = [len(w) // own_heads.steps for w in weights]
             parts = linear.weight_gradient(d_qkv_rows, x_rows).split(lengths)
             for d_weight, part in zip(d_weights, parts):

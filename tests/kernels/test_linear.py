@@ -21,13 +21,15 @@ class _Pieces(torch.autograd.Function):
     def forward(ctx, part, given, x, weight, bias):
         ctx.save_for_backward(x, weight)
         ctx.part, ctx.given, ctx.bias_dtype = part, given, None if bias is None else bias.dtype
-        return part.forward(x, weight, bias, out=x.new_empty(len(x), len(weight)) if given else None)
+        return part.forward(
+            part.factor(x), part.factor(weight), bias, out=x.new_empty(len(x), len(weight)) if given else None
+        )
 
     @staticmethod
     def backward(ctx, dy):
         (x, weight), part = ctx.saved_tensors, ctx.part
         given = {"out": torch.empty_like(x)} if ctx.given else {}
-        dx = part.input_gradient(dy, weight, **given)
+        dx = part.input_gradient(part.factor(dy), part.factor(weight.t()), **given)
         given = {"out": torch.empty_like(weight)} if ctx.given else {}
         d_weight = part.weight_gradient(dy, x, **given)
         return None, None, dx, d_weight, None if ctx.bias_dtype is None else dy.sum(0, dtype=ctx.bias_dtype)
@@ -35,7 +37,7 @@ class _Pieces(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Rounded(Plain):
-    """Rounds factors to `bits` bits of mantissa, as FP8 will. Its products are not `Plain`'s."""
+    """Rounds factors to `bits` bits of mantissa. Its products are not `Plain`'s."""
 
     bits: int
 
@@ -46,11 +48,8 @@ class Rounded(Plain):
     def __call__(self, x, weight, bias=None):
         return _Pieces.apply(self, False, x.reshape(-1, x.shape[-1]), weight, bias).unflatten(0, x.shape[:-1])
 
-    def forward(self, x, weight, bias=None, **options):
-        return super().forward(self._round(x), self._round(weight), bias, **options)
-
-    def input_gradient(self, dy, weight, **options):
-        return super().input_gradient(self._round(dy), self._round(weight), **options)
+    def factor(self, x):
+        return self._round(x)
 
     def weight_gradient(self, dy, x, **options):
         return super().weight_gradient(self._round(dy), self._round(x), **options)
@@ -108,7 +107,7 @@ def test_gradients_are_added_to_what_is_there(dtype, device):
 
     dx = random(9, 37, seed=4, dtype=dtype)
     expected = dx.double() + dy.double() @ weight.double()
-    assert PLAIN.input_gradient(dy, weight, out=dx, accumulate=True) is dx
+    assert PLAIN.input_gradient(dy, weight.t(), out=dx, accumulate=True) is dx
     torch.testing.assert_close(dx, expected.to(dtype))
 
 
