@@ -228,7 +228,7 @@ class Attention(nn.Module):
         cos, sin = (context.cos, context.sin) if self.rotates else (None, None)
         x_BTD, gates = ranks.enter(x_BTD), None
         if self.g_proj is not None:
-            gates = linear(x_BTD, *map(local, self.g_proj.parameters())).unflatten(-1, (-1, kind.gates_per_head))
+            gates = PLAIN(x_BTD, *map(local, self.g_proj.parameters())).unflatten(-1, (-1, kind.gates_per_head))
         cache = context.caches[self.layer] if context.caches else None
         if cache is None or cache.length == 0:
             attended_BTD = qkv_attention(

@@ -69,6 +69,7 @@ from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, check_replicate, join_world
 from training.run.build import (
     build_bench,
+    linear_of,
     settled_execution,
     shape_with,
     state_format_of,
@@ -129,14 +130,18 @@ def check_mesh(flags: ProfileFlags) -> None:
 def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World) -> Machine:
     """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an H200."""
     model = shape_of(flags)
-    kinds, loss_impl, state_format = kinds_of(flags, model), flags.loss_impl, state_format_of(flags, model)
+    kinds, state_format, part = (
+        kinds_of(flags, model),
+        state_format_of(flags, model),
+        model.share(flags.tensor_parallel_size),
+    )
+    linear = linear_of(flags, part, world.device)
     host = parse_bytes(flags.host_memory) if flags.host_memory else None, flags.nproc
     check_head_dim(kinds, model.head_dim, world.device)
     if world.device.type == "cuda":
-        given = settled_execution(loss_impl, flags.attention_backend, world.device, kinds, state_format=state_format)
+        given = settled_execution(flags, world.device, kinds=kinds, state_format=state_format)
         gpu_bytes = gpu_budget(memory_budget or "auto", world.device)
-        part = model.share(flags.tensor_parallel_size)
-        rates = measure_rates(part, given.attention_backend, world.device, flags.lengths[0], given.kinds)
+        rates = measure_rates(part, given.attention_backend, world.device, flags.lengths[0], given.kinds, linear)
         torch.cuda.empty_cache()
         name = torch.cuda.get_device_name(world.device)
         known, host_bytes = find_gpu(name), host_limit(flags, available_host_bytes() / flags.nproc)
@@ -150,7 +155,10 @@ def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World)
     backend = gpu.attention_backend if flags.attention_backend == "auto" else flags.attention_backend
     if backend == "flash-attn-4" and gpu.attention_backend == "flash":
         raise UserError(f"flash-attn-4 needs compute capability 9.0, which {name} has not; use auto")
-    given = Execution(loss_impl=loss_impl, attention_backend=backend, kinds=kinds, state_format=state_format)
+    if flags.linear == "fp8" and not gpu.has_fp8:
+        raise UserError(f"FP8 needs compute capability 8.9 (Ada, Hopper) or newer, {name} is older; use linear bf16")
+    settled = {"loss_impl": flags.loss_impl, "state_format": state_format, "linear": linear}
+    given = Execution(attention_backend=backend, kinds=kinds, **settled)
     described = name if flags.gpu else "no GPU in use, so an H200"
     speed = "was measured on another H200" if name == "H200" else "is an H200's scaled by data sheets, not measured"
     description = f"{described}; its speed {speed}"

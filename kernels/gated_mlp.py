@@ -335,15 +335,22 @@ def gated_mlp(
 
 
 def gated_mlp_footprint(
-    num_tokens: int, hidden_size: int, intermediate_size: int, *, element_size: int = 2, tile_size: int | None = None
-) -> Footprint:
+    num_tokens: int, hidden_size: int, intermediate_size: int, *, element_size: int = 2, tile_size: int | None = None,
+    linear: Linear = PLAIN,
+) -> Footprint:  # fmt: skip
     """Footprint of `gated_mlp`. Its backward in tiles includes the weights' gradients in float32."""
     x, hidden = (element_size * num_tokens * size for size in (hidden_size, intermediate_size))
     weights = 3 * hidden_size * intermediate_size
     flops, traffic = 2 * weights * num_tokens, 3 * hidden
+    factor_bytes, into, out_of = linear.factor_bytes, (intermediate_size, hidden_size), (hidden_size, intermediate_size)
     if tile_size is None:  # backward holds two more tensors of gate's size at its fullest
-        return Footprint(x + 3 * hidden, 3 * hidden, 2 * hidden, 0, flops, 2 * flops, traffic)
-    tile = element_size * intermediate_size * min(tile_size, num_tokens)
+        factors = factor_bytes(num_tokens, intermediate_size) + factor_bytes(*out_of)
+        forward = max(3 * hidden, hidden + factors)
+        return Footprint(x + 3 * hidden, forward, 2 * hidden, 0, flops, 2 * flops, traffic)
+    rows = min(tile_size, num_tokens)
+    tile, tile_factor = element_size * intermediate_size * rows, factor_bytes(rows, max(into))
+    forward = x + 2 * tile + tile_factor + 2 * factor_bytes(*into) + factor_bytes(*out_of)
     # dx and the weights' gradients in float32, together with the last tile or with the gradients' rounded copies.
-    backward = x + 4 * weights + max(3 * tile, element_size * weights)
-    return Footprint(x, x + 2 * tile, backward, 0, flops, (2 + 2 / 3) * flops, traffic, is_skippable=True)
+    factors = tile_factor + 3 * factor_bytes(*into) + 2 * factor_bytes(*out_of)
+    backward = x + 4 * weights + max(3 * tile + factors, element_size * weights)
+    return Footprint(x, forward, backward, 0, flops, (2 + 2 / 3) * flops, traffic, is_skippable=True)

@@ -348,6 +348,7 @@ def qkv_attention_footprint(
     heads_at_a_time: int | None = None,
     num_ranks: int = 1,
     has_norms: bool = True,
+    linear: Linear = PLAIN,
 ) -> Footprint:
     """Returns the footprint of `qkv_attention`, without biases, which are too small to count.
 
@@ -377,6 +378,10 @@ def qkv_attention_footprint(
         projecting = max(projecting, 3 * q + 2 * k)
     if N > 1:  # q, k and v while q is sent; all heads at once, also while v is sent and q and k have arrived
         projecting = max(projecting, 3 * q + 2 * k, (2 * q + 5 * k) * (heads_at_a_time is None))
+    # The largest factors: of hidden states and all projections' weights; of attention's output and its projection's.
+    x_factor, out_factor = (linear.factor_bytes(T, size) for size in (hidden_size, num_heads * head_dim))
+    weight_factor = linear.factor_bytes((num_heads + 2 * num_key_value_heads) // steps * head_dim, hidden_size)
+    out_factor += linear.factor_bytes(hidden_size, num_heads * head_dim)
     if heads_at_a_time is None:
         # Saved: v, and q and k after their rotation; if heads are normalised, also q and k before it, and 1 / rms of
         # each head. Backward has dout, dq, dk and dv. If ranks share sequences, attention's output is saved twice:
@@ -385,18 +390,26 @@ def qkv_attention_footprint(
         saved = x + qkv + results + choices + gated + gates
         saved += (q + k + 4 * (num_heads + num_key_value_heads)) * has_norms
         forward, backward = (
-            max(projecting * T, (q + 2 * k + results + choices + gates) * T + attention.forward),
+            max(
+                projecting * T,
+                qkv * T + x_factor + weight_factor,
+                (q + 2 * k + results + choices + gates) * T + attention.forward,
+                (results + choices + gates + gated + x) * T + out_factor,
+            ),
             (2 * q + 2 * k - gated + gates) * T,  # the projection's input is gone by then
         )
+        factors = out_factor  # of dq
     else:
         # Forward holds the whole output and first one step's heads, then the output's projection. Backward holds dx and
         # one step's qkv, q, k, v, out, dout, dq, dk and dv. Ranks that share sequences also hold what they send.
         saved = x + results + choices + gates
         attending = (qkv + outs + choices) // steps * T + attention.forward
         working = max(max(projecting, (outs + 2 * q) * (N > 1)) // steps * T, attending)
-        forward = max(working + (outs + choices + gates) * T, (results + choices + gates + gated + x) * T)
+        working = max(working, qkv // steps * T + x_factor + weight_factor)
+        forward = max(working + (outs + choices + gates) * T, (results + choices + gates + gated + x) * T + out_factor)
         backward = (x + gates + (3 * qkv + q + outs) // steps) * T
+        factors = x_factor + weight_factor
     flops = 2 * hidden_size * (2 * q + 2 * k + gates) // element_size * T
     elementwise = 2 * (q + k) * (1 + has_norms) * T
-    backward += attention.backward
+    backward += max(attention.backward, factors)
     return Footprint(saved * T, forward, backward, results * T, flops, 2 * flops, elementwise, choices * T)

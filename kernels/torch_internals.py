@@ -20,6 +20,9 @@ varlen_flash_attention_backward = torch.ops.aten._flash_attention_backward
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+# Products of FP8 factors with a scale per row of both (2.5).
+scaled_mm = torch._scaled_mm
+
 # assert_async(condition, message) raises if the condition is False. On CUDA the device asserts, and the host never
 # waits (2.1).
 assert_async = torch._assert_async

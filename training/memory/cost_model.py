@@ -397,10 +397,11 @@ class Step:
                 self.tokens, share.hidden_size, *share.heads, element_size=self.element_size,
                 backend=execution.attention_backend, context_length=self.context_length, longest=longest, kind=kind,
                 heads_at_a_time=execution.heads_at_a_time, num_ranks=self.num_ranks, has_norms=share.has_head_norms,
+                linear=execution.linear,
             ),
             _mlp_footprint(
                 self.tokens, share.hidden_size, share.intermediate_size, element_size=self.element_size,
-                tile_size=execution.mlp_tile_size,
+                tile_size=execution.mlp_tile_size, linear=execution.linear,
             ),
         )  # fmt: skip
 
@@ -414,8 +415,10 @@ class Step:
             replace(execution, heads_at_a_time=None, mlp_tile_size=None) if whole else execution, kind
         )
         saved = attention.saved + _NORMS_BYTES * self.tokens
-        if whole:  # x: the residual sum; 3 x: outputs of attention, MLP and block
-            forward = saved, x + mlp.saved + 3 * x
+        if whole:  # x: the residual sum; 3 x: outputs of attention, MLP and block, the last after the MLP's factors
+            factor, sizes = execution.linear.factor_bytes, (self.share.hidden_size, self.share.intermediate_size)
+            factors = factor(self.tokens, sizes[1]) + factor(*sizes)
+            forward = saved, x + mlp.saved + max(3 * x, 2 * x + factors)
         else:
             kept = attention.choices + (attention.keepable if placement.results != "recompute" else 0)
             # 3 x: attention's output, the residual sum and its norm. Then the MLP's working memory, or 2 x: the outputs
@@ -502,7 +505,10 @@ class Step:
         attention_backward += L * exchange * (2 if execution.heads_at_a_time else 1)
         footprints = {kind: self._footprints(execution, kind) for kind in {*kinds}}
         mlp = footprints[kinds[0]][1]
-        products = [(footprints[kind][0].matrix_flops + mlp.matrix_flops) / rates[PLAIN.rate] for kind in kinds]
+        products = [
+            (footprints[kind][0].matrix_flops + mlp.matrix_flops) / rates[execution.linear.rate] for kind in kinds
+        ]
+        of_weights = sum(products) * rates[execution.linear.rate] / rates[execution.linear.weight_rate]  # gradients
         # A block's two norms, two sums and their copies read and write nine hidden states.
         moved_bytes = 9 * self.input_bytes + mlp.elementwise_bytes
         moves = [(moved_bytes + footprints[kind][0].elementwise_bytes) / rates["memory"] for kind in kinds]
@@ -512,13 +518,13 @@ class Step:
         placed = [i for i in range(L) if not placements[i].is_whole]
         longer = 1 + (0.01 * len(placed) / L if execution.heads_at_a_time else 0)  # 1% more time: smaller launches
         forward = longer * (sum(layers) + sum(attend) + choose) + 2 * L * reduction
-        backward = longer * (2 * sum(layers) + attention_backward) + 2 * L * reduction
+        backward = longer * (sum(layers) + of_weights + sum(moves) + attention_backward) + 2 * L * reduction
         # Backward recomputes a placed block's matrix products, except skippable ones: the tiled MLP's own backward
         # recomputes gate and up.
         again = mlp.backward_matrix_flops - (3 if mlp.is_skippable else 2) * mlp.matrix_flops
         for i in placed:
             start, _ = needed_for_backward(placements, i)[0]
-            backward += products[i] + again / rates[PLAIN.rate] + (1 if mlp.is_skippable else 2) * reduction
+            backward += products[i] + again / rates[execution.linear.rate] + (1 if mlp.is_skippable else 2) * reduction
             backward += sum(layers[start:i]) + (i - start) * 2 * reduction  # they run again for this block's input
             backward += sum(attend[j] for j in range(start, i + 1) if placements[j].results == "recompute")
             if not execution.heads_at_a_time:  # kept outputs are exchanged again

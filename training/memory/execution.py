@@ -8,9 +8,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kernels.parts import AttentionKind
+from kernels.fp8 import FP8_LINEAR
+from kernels.linear import PLAIN
+from kernels.parts import AttentionKind, Linear
 from training.choices import LOSSES
 
+LINEARS: dict[str, Linear] = {part.name: part for part in (PLAIN, FP8_LINEAR)}  # a run's --linear
 PLACES = ("gpu", "host", "recompute")
 
 
@@ -64,6 +67,7 @@ class Execution:
         loss_impl: "auto" switches by the size of the logits; "chunked" and "standard" force a loss.
         attention_backend: the library kernel that attends, a name in kernels.attention.full.BACKENDS.
         kinds: how each block attends, one kind per block; (): as the model's configuration says.
+        linear: the linear maps of all blocks, see kernels.parts.Linear. The head's is kernels.linear.PLAIN.
         impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.
         ends: place of the weights of embedding and head, as `Placement.weights`: "gpu" or "host". On the host they need
             the chunked loss, which runs the head forward and backward in one visit.
@@ -80,6 +84,7 @@ class Execution:
     loss_impl: str = "auto"
     attention_backend: str = "auto"
     kinds: tuple[AttentionKind, ...] = ()
+    linear: Linear = PLAIN
     impl: str = "auto"
     ends: str = "gpu"
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from kernels.attention import KINDS
 from kernels.attention.full import choose_backend
+from kernels.fp8 import FP8_LINEAR
 from kernels.linear import PLAIN
-from kernels.parts import AttentionKind
+from kernels.parts import AttentionKind, Linear
 from training.host.errors import UserError
 from training.host.memory import PinnedArena
 from training.host.sizes import GIB, MIB, parse_bytes
@@ -67,12 +68,13 @@ Rates = dict[str, float]
 _BYTES: Rates = {"memory": 4.2e12, "link": 50e9, "gpu link": 170e9}  # measured on an H200
 ASSUMED_NETWORK = 25e9  # bytes/s: an adapter of 200 Gbit/s per GPU
 _GATHERED_BYTES = 2**28
-_H200_PRODUCTS = 650e12  # FLOP/s
+_H200_PRODUCTS, _H200_FP8_PRODUCTS = 650e12, 940e12  # FLOP/s; FP8 with the making of factors
 
 
 def measure_rates(
-    share, attention_backend: str, device: torch.device, context_length: int, kinds: Sequence[AttentionKind] = ()
-) -> Rates:
+    share, attention_backend: str, device: torch.device, context_length: int, kinds: Sequence[AttentionKind] = (),
+    linear: Linear = PLAIN,
+) -> Rates:  # fmt: skip
     """Measures the rates of this GPU at the shapes of a model.Share. On a CPU: returns an H200's rates.
 
     The measurement takes 1.2 to 5 GiB of the GPU for the 4B. Layers whose kinds of attention have one name may differ
@@ -82,6 +84,7 @@ def measure_rates(
         attention_backend: a name in kernels.attention.full.BACKENDS.
         context_length: tokens.
         kinds: how the layers attend, one per layer; (): as the configuration says.
+        linear: the blocks' linear maps, whose rate is measured with the making of both factors.
     """
     if device.type != "cuda":
         return H200
@@ -89,9 +92,13 @@ def measure_rates(
     # A matrix product of the MLP, for 16,384 tokens.
     x = torch.randn(16_384, share.hidden_size, device=device, dtype=torch.bfloat16)
     weight = torch.randn(share.hidden_size, share.intermediate_size, device=device, dtype=torch.bfloat16)
-    products = 2 * len(x) * weight.numel() / _seconds(lambda: x @ weight)
+    flops = 2 * len(x) * weight.numel()
+    rates[PLAIN.rate] = flops / _seconds(lambda: x @ weight)
+    if linear.rate != PLAIN.rate:
+        rows = weight.t().contiguous()
+        rates[linear.rate] = flops / _seconds(lambda: linear.forward(linear.factor(x), linear.factor(rows)))
     gpu_link = _gpu_link_rate(find_gpu(torch.cuda.get_device_name(device)), rates["link"])
-    return rates | {PLAIN.rate: products, "gpu link": gpu_link, "network": ASSUMED_NETWORK}
+    return rates | {"gpu link": gpu_link, "network": ASSUMED_NETWORK}
 
 
 def measure_attention(
@@ -173,21 +180,22 @@ class GPU:
     # Bytes/s each way of all its links to other GPUs together. 0: GPUs exchange over their links to the host. A bridge
     # between two GPUs counts as 0 too: a host of more GPUs gains nothing by it.
     nvlink_bandwidth: float = 0
+    has_fp8: bool = True
 
 
 # The first entry that matches the driver's name counts. "NVIDIA A100 80GB PCIe" matches all entries of an A100.
 GPUS = {
-    "RTX3090": GPU("RTX 3090", 24_576 * MIB, 71e12, 936e9, _PCIE_4),
+    "RTX3090": GPU("RTX 3090", 24_576 * MIB, 71e12, 936e9, _PCIE_4, has_fp8=False),
     "RTX4090": GPU("RTX 4090", 24_564 * MIB, 165e12, 1008e9, _PCIE_4),
     "RTX5090": GPU("RTX 5090", 32_607 * MIB, 210e12, 1792e9, _PCIE_5, "cudnn"),
-    "A10G": GPU("A10G", 23_028 * MIB, 70e12, 600e9, _PCIE_4),
-    "A40": GPU("A40", 46_068 * MIB, 150e12, 696e9, _PCIE_4),
-    "A6000": GPU("A6000", 49_140 * MIB, 155e12, 768e9, _PCIE_4),
+    "A10G": GPU("A10G", 23_028 * MIB, 70e12, 600e9, _PCIE_4, has_fp8=False),
+    "A40": GPU("A40", 46_068 * MIB, 150e12, 696e9, _PCIE_4, has_fp8=False),
+    "A6000": GPU("A6000", 49_140 * MIB, 155e12, 768e9, _PCIE_4, has_fp8=False),
     "L40": GPU("L40", 46_068 * MIB, 181e12, 864e9, _PCIE_4),
     "L40S": GPU("L40S", 46_068 * MIB, 362e12, 864e9, _PCIE_4),
-    "A100-PCIe": GPU("A[18]00[- ](80GB )?PCI[Ee]", 81_920 * MIB, 312e12, 1935e9, _PCIE_4),
-    "A100-40GB": GPU("A[18]00", 40_960 * MIB, 312e12, 1555e9, _PCIE_4, nvlink_bandwidth=300e9),
-    "A100-80GB": GPU("A[18]00", 81_920 * MIB, 312e12, 2039e9, _PCIE_4, nvlink_bandwidth=300e9),
+    "A100-PCIe": GPU("A[18]00[- ](80GB )?PCI[Ee]", 81_920 * MIB, 312e12, 1935e9, _PCIE_4, has_fp8=False),
+    "A100-40GB": GPU("A[18]00", 40_960 * MIB, 312e12, 1555e9, _PCIE_4, nvlink_bandwidth=300e9, has_fp8=False),
+    "A100-80GB": GPU("A[18]00", 81_920 * MIB, 312e12, 2039e9, _PCIE_4, nvlink_bandwidth=300e9, has_fp8=False),
     "H100-PCIe": GPU("H100 PCIe", 81_559 * MIB, 756e12, 2039e9, _PCIE_5, "cudnn"),
     "H100": GPU("H100", 81_559 * MIB, 989e12, 3350e9, _PCIE_5, "cudnn", 450e9),
     "H200": GPU("G?H200", 143_771 * MIB, 989e12, 4800e9, _PCIE_5, "cudnn", 450e9),
@@ -250,7 +258,7 @@ def scale_rates(gpu: GPU, attention_backend: str, kinds: Iterable[AttentionKind]
     """
     h200 = GPUS["H200"]
     flops, link = gpu.flops / h200.flops, _BYTES["link"] * gpu.link_bandwidth / h200.link_bandwidth
-    rates = {PLAIN.rate: _H200_PRODUCTS * flops}
+    rates = {PLAIN.rate: _H200_PRODUCTS * flops, FP8_LINEAR.rate: _H200_FP8_PRODUCTS * flops}
     for kind in [kind() for kind in KINDS.values()] if kinds is None else {*kinds}:
         for name, rate in kind.rates_with(attention_backend, gpu.attention_backend).items():
             rates[name] = rate * (1 if "calls" in name else flops)

@@ -81,6 +81,7 @@ def apply_execution(
     set_kinds(model, execution.kinds)
     for block, placement in zip(model.layers, execution.placements):
         block.self_attn.backend = execution.attention_backend
+        block.self_attn.linear = block.mlp.linear = execution.linear
         block.self_attn.heads_at_a_time = None if placement.is_whole else execution.heads_at_a_time
         block.mlp.tile_size = None if placement.is_whole else execution.mlp_tile_size
     arena = PinnedArena(arena_bytes, model.embed_tokens.weight.device) if arena_bytes else None

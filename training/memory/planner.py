@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from kernels.linear import PLAIN
 from training.attention_flags import describe
 from training.checkpoint.pieces import SAVING_BYTES
 from training.host.errors import UserError
@@ -90,6 +91,8 @@ class Plan:
             tiles = f"{execution.mlp_tile_size} rows at a time" if execution.mlp_tile_size else "all rows at once"
             rows += [("attention", heads), ("MLP", tiles)]
         rows += [("attends to", describe(execution.kinds or self.step.share.kinds))]
+        if execution.linear != PLAIN:
+            rows.append(("linear maps", f"{execution.linear.name}, weights' gradients and head bf16"))
         if self.compared:
             compared = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.compared.items())
             rows.append(("attention kernel", f"{execution.attention_backend} (auto: a step takes {compared})"))

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from kernels.attention import KINDS
 from kernels.attention.full import TESTED_FLASH_ATTN_4, choose_backend
 from kernels.compact_adamw import GROUP
-from kernels.parts import AttentionKind
+from kernels.fp8 import FP8, check_fp8
+from kernels.linear import PLAIN
+from kernels.parts import AttentionKind, Linear
 from model import GATES, MODEL_SIZES, ModelConfig, Share, Transformer
 from training.attention_flags import check_head_dim, kinds_at
 from training.checkpoint.files import restore_rng
@@ -26,7 +28,7 @@ from training.families import extend
 from training.host.errors import UserError, refused_as_user_error
 from training.host.sizes import available_host_bytes, parse_bytes
 from training.memory.cost_model import PackedDocuments, Step, gib
-from training.memory.execution import WHOLE, Execution, Placement
+from training.memory.execution import LINEARS, WHOLE, Execution, Placement
 from training.memory.machine import Rates, cap_gpu_memory, gpu_budget, measure_attention, measure_network, measure_rates
 from training.memory.placement import allocate, apply_execution
 from training.memory.planner import Plan, has_plan, make_plan
@@ -66,9 +68,21 @@ def configure_machine(config: TrainConfig, model_config: ModelConfig, world: Wor
     state_format_of(config, model_config)  # refuses a format without effect
     if config.kernels != "torch":
         check_head_dim(kinds_at(config, model_config, step=1), model_config.head_dim, world.device)
-    settled_execution(config.loss_impl, config.attention_backend, world.device)  # refuses a backend that is not there
+    settled_execution(config, world.device)  # refuses a backend that is not there
+    linear_of(config, model_config.share(world.tensor_size), world.device)  # refuses FP8 where it cannot run
     if config.memory_budget is not None:
         gpu_budget(config.memory_budget, world.device)
+
+
+def linear_of(config: StepFlags, share: Share, device: torch.device) -> Linear:
+    """The linear maps of --linear; raises UserError where they cannot run."""
+    linear = LINEARS[config.linear]
+    if linear != PLAIN:
+        names = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+        widths = {name: getattr(share, name) * (share.head_dim if "heads" in name else 1) for name in names}
+        with refused_as_user_error():
+            check_fp8(device, widths)
+    return linear
 
 
 def state_format_of(config: StepFlags, model_config: ModelConfig) -> str:
@@ -138,14 +152,14 @@ def _extended(shape: ModelConfig, rope_scaling: str, resumed: Path | None) -> Mo
 # The plan
 
 
-def settled_execution(
-    loss_impl: str, attention_backend: str, device: torch.device, kinds: tuple[AttentionKind, ...] = (),
-    impl: str = "auto", state_format: str = "float32",
-) -> Execution:  # fmt: skip
+def settled_execution(config: StepFlags, device: torch.device, **settled) -> Execution:
     """Returns what flags settle of an execution; raises UserError for a backend that `device` does not have."""
     with refused_as_user_error():
-        backend = choose_backend(attention_backend, device)
-    return Execution(loss_impl=loss_impl, attention_backend=backend, kinds=kinds, impl=impl, state_format=state_format)
+        backend = choose_backend(config.attention_backend, device)
+    linear = LINEARS[config.linear]
+    if isinstance(linear, FP8):
+        linear = FP8(settled.get("impl", "auto"))
+    return Execution(loss_impl=config.loss_impl, attention_backend=backend, linear=linear, **settled)
 
 
 def step_of(config: TrainConfig, model: Transformer, world: World, documents: PackedDocuments | None) -> Step:
@@ -153,9 +167,7 @@ def step_of(config: TrainConfig, model: Transformer, world: World, documents: Pa
     lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
     kinds = kinds_at(config, model.config, step=1)
     state_format = state_format_of(config, model.config)
-    given = settled_execution(
-        config.loss_impl, config.attention_backend, world.device, kinds, config.kernels, state_format
-    )
+    given = settled_execution(config, world.device, kinds=kinds, impl=config.kernels, state_format=state_format)
     num_shards = world.data_size * world.context_size // world.replicate if world.size > 1 else 0
     return Step(
         model.share, model.parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
@@ -247,7 +259,7 @@ def plan_memory(
         return Plan(step, step.unplanned(Placement() if config.gradient_checkpointing else WHOLE))
     budgets = memory_budgets(config, world)
     backend, kinds = step.given.attention_backend, step.given.kinds
-    rates = measure_rates(model.share, backend, world.device, config.context_length, kinds)
+    rates = measure_rates(model.share, backend, world.device, config.context_length, kinds, step.given.linear)
     if world.num_machines > 1:
         rates["network"] = measure_network(dist.group.WORLD, world.num_machines, world.device)
     rates = dict(zip(rates, world.min(*rates.values())))

@@ -234,7 +234,7 @@ def load_state(checkpoint: Path) -> dict:
     absent = {"skipped": 0, "unvalidated": None, "calibrated": None}  # in checkpoints before 2026-11-24
     state = absent | load_trainer_state(checkpoint)
     known = [each.name for each in dataclasses.fields(TrainConfig)]
-    unnamed = {"optimizer_state": "float32"}  # settings of checkpoints before 2026-11-25
+    unnamed = {"optimizer_state": "float32", "linear": "bf16"}  # settings of checkpoints before 2026-11-25
     try:
         for name, kind in STATE.items():
             if not isinstance(state.get(name), kind) or isinstance(state.get(name), bool):

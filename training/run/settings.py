@@ -8,7 +8,7 @@ from os.path import realpath
 from pathlib import Path
 from typing import ClassVar
 
-from training.choices import ATTENTION_TYPES, IMPLEMENTATIONS, LOSSES, MODEL_SIZES, OPTIMIZER_STATES
+from training.choices import ATTENTION_TYPES, IMPLEMENTATIONS, LINEARS, LOSSES, MODEL_SIZES, OPTIMIZER_STATES
 from training.data.chat import REASONING
 from training.data.packing import PACKINGS
 from training.data.sources import SUFFIXES
@@ -47,6 +47,9 @@ class StepFlags:
     dense_below: int | None = flag(None, "sparse: shorter documents attend to everything; default: 8192", least=1)
     attention_backend: str = flag("auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu")
     loss_impl: str = flag("auto", "auto: chunked above 10 GB of logits", LOSSES, group="memory and speed")
+    linear: str = flag(
+        "bf16", "fp8: the blocks' products in 8 bits, scaled by row, but for weights' gradients", LINEARS
+    )
     device: str = flag("auto", "auto: a GPU if there is one", ("auto", "cuda", "cpu"))
     gradient_checkpointing: bool = flag(False, "no plan: keep each block's input, recompute the rest in backward")
     memory_budget: str | None = flag(

@@ -16,8 +16,10 @@ from torch.utils._pytree import tree_leaves
 from kernels.attention import NSA, Sparse, Window
 from kernels.attention.documents import Documents
 from kernels.attention.full import FULL
+from kernels.fp8 import FP8
 from kernels.gated_mlp import gated_mlp_footprint
 from kernels.head_exchange import HeadExchange
+from kernels.linear import PLAIN
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.parts import part_of
 from kernels.tensor_parallel import TensorRanks
@@ -65,7 +67,8 @@ def own_bytes(step, execution):
     """Bytes that operations take inside, by what their footprints say of it; outputs are counted already."""
     ops, share = torch.ops.fathom, step.share
     D, width = share.hidden_size, share.intermediate_size
-    mlp = gated_mlp_footprint(step.tokens, D, width, tile_size=execution.mlp_tile_size or 1)
+    linear = execution.linear
+    mlp = gated_mlp_footprint(step.tokens, D, width, tile_size=execution.mlp_tile_size or 1, linear=linear)
     loss = linear_cross_entropy_footprint(step.tokens, D, share.vocab_size)
     hidden, mlp_weights = 2 * step.tokens * D, 2 * 3 * D * width
 
@@ -195,6 +198,9 @@ CASES = {
     "pairs": (524_288, [Placement("host"), Placement("recompute", "gpu")] * 2, 8192, 1, {"gpu_state_bytes": 2e9}),
     "ends": (131_072, [VISITS] * 4, 8192, 1, {"ends": "host", "gpu_state_bytes": 0}),
     "untied, the head's state on the host": (65_536, [VISITS] * 4, 8192, None, {"size": "8B", "gpu_state_bytes": 8e9}),
+    "fp8": (131_072, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, {"linear": FP8("triton")}),
+    "fp8, groups": (131_072, [ON_HOST, GPU] * 2, 8192, 1, {"linear": FP8("triton")}),
+    "fp8, one tile": (65_536, [Placement()] * 2 + [WHOLE] * 2, None, None, {"linear": FP8("triton")}),
     "untied ends": (524_288, [VISITS] * 4, 8192, 1, {"ends": "host", "size": "8B", "gpu_state_bytes": 0}),
 }
 
@@ -210,7 +216,7 @@ def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
     step = step_of(more.get("size", "4B"), context_length, loss_impl="chunked", num_hidden_layers=4, kinds=kinds)
     execution = replace(
         step.given, placements=tuple(placements), mlp_tile_size=tile_size, heads_at_a_time=heads,
-        gpu_state_bytes=state, ends=more.get("ends", "gpu"),
+        gpu_state_bytes=state, ends=more.get("ends", "gpu"), linear=more.get("linear", PLAIN),
     )  # fmt: skip
     [measured] = dry_run(step, execution, warm_up="gpu_state_bytes" in more)
     check_stages(step, execution, measured)
