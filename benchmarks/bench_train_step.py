@@ -52,7 +52,7 @@ from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer
 from training.checkpoint.files import SPARE_BYTES
 from training.checkpoint.pieces import SAVING_BYTES
 from training.checkpoint.saver import Saver
-from training.choices import OPTIMIZER_STATES
+from training.choices import LINEARS, OPTIMIZER_STATES
 from training.data.loader import Batch, PackedLoader
 from training.data.packing import ConcatenatedPacking
 from training.data.sources import Document, read_documents
@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", default=["auto", "checkpointing", "peer"])
     parser.add_argument("--host_budget", help="for settings with a memory budget")
     parser.add_argument("--optimizer_state", default="float32", choices=OPTIMIZER_STATES, help="as train.py's")
+    parser.add_argument("--linear", default="bf16", choices=LINEARS, help="as train.py's")
     parser.add_argument(
         "--weights_on_host",
         action="store_true",
@@ -285,6 +286,7 @@ def our_step(
         tensor_parallel_size=arguments.tensor_parallel_size,
         replicate=arguments.replicate,
         optimizer_state=arguments.optimizer_state,
+        linear=arguments.linear,
         attention_backend=backend if backend not in ("", "sparse", "nsa") else "auto",
         attention_type=backend if backend in ("sparse", "nsa") else "full",
         gradient_checkpointing=placement == "checkpointing",

@@ -33,6 +33,14 @@ def test_gpu_attention_takes_its_arguments_in_this_order(name):
         assert names in (["output", "logsumexp"], ["output", "softmax_logsumexp"], ["", ""])
 
 
+def test_scaled_products_take_a_scale_per_row():
+    """Checks the shape alone; tests/kernels/test_fp8.py checks results on a GPU."""
+    a, b = (torch.empty(rows, 32, dtype=torch.float8_e4m3fn, device="meta") for rows in (16, 48))
+    scales = [torch.empty(rows, 1, device="meta") for rows in (16, 48)]
+    product = torch_internals.scaled_mm(a, b.t(), scales[0], scales[1].t(), out_dtype=torch.bfloat16, out=None)
+    assert product.shape == (16, 48) and product.dtype == torch.bfloat16
+
+
 def test_cpu_attention():
     """Compares with the reference, for query heads that share key/value heads."""
     q, k, v = (torch.randn(2, 7, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))

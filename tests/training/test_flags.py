@@ -232,12 +232,12 @@ def test_no_flag_of_any_command_takes_an_empty_word_or_a_number_without_bounds(k
 # Flags that always have an effect, and flags whose effect depends on more than flags: the machine, the model or the
 # data. A new flag stands here, or in a row of its command's table `idle`.
 ALWAYS = {
-    "train.py": """model_size context_length batch_size gradient_accumulation_steps attention_backend loss_impl device
-        kernels data packing tokenizer validation_fraction show_batch max_steps learning_rate warmup_steps weight_decay
-        max_grad_norm skip_nonfinite_steps seed output_dir resume save validation_sequences sample_tokens
+    "train.py": """model_size context_length batch_size gradient_accumulation_steps attention_backend loss_impl linear
+        device kernels data packing tokenizer validation_fraction show_batch max_steps learning_rate warmup_steps
+        weight_decay max_grad_norm skip_nonfinite_steps seed output_dir resume save validation_sequences sample_tokens
         tensorboard wandb log_file""",
-    "profile_memory.py": """init_from batch_size gradient_accumulation_steps attention_backend nproc nnodes gpu compare
-        json context_parallel_size tensor_parallel_size replicate""",
+    "profile_memory.py": """init_from batch_size gradient_accumulation_steps attention_backend linear nproc nnodes gpu
+        compare json context_parallel_size tensor_parallel_size replicate""",
     "training.evaluation": "checkpoint tokenizer memory_budget device output_dir beside sequences samples",
     "training.generate": """checkpoint tokenizer memory_budget device prompt file chat max_new_tokens temperature""",
     "training.plots": "run",

@@ -34,7 +34,7 @@ Writer = Callable[[dict], None]
 
 
 def describe(config: TrainConfig, model_config: ModelConfig, plan: Plan, world: World) -> None:
-    """Log a run's settings and its model."""
+    """Log a run's settings, its model, and what its first step waits for."""
     logger.info("config: %s", json.dumps(dataclasses.asdict(config)))
     logger.info(
         "model: %s, %s parameters; attention: %s, kernel: %s; device: %s x %d (data x context x tensor: %d x %d x %d)",
@@ -42,6 +42,9 @@ def describe(config: TrainConfig, model_config: ModelConfig, plan: Plan, world: 
         plan.execution.attention_backend, world.device.type, world.size,
         world.data_size, world.context_size, world.tensor_size,
     )  # fmt: skip
+    if world.device.type == "cuda":
+        waits = "for Triton to compile kernels that its cache lacks, and for the attention library's plans"
+        logger.info("the first step takes longer than others: it also waits %s", waits)
 
 
 class Display(contextlib.ExitStack):

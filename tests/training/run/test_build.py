@@ -11,12 +11,15 @@ from safetensors.torch import save_file
 import training.state_format
 from kernels.attention import NSA, Window
 from kernels.attention.full import FULL
+from kernels.fp8 import FP8
+from kernels.linear import PLAIN
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
 from tests.storage_counter import StorageCounter
 from training.memory.cost_model import PackedDocuments, _local_elements
 from training.memory.execution import WHOLE, Placement
 from training.memory.machine import GPUS, H200, scale_rates
+from training.memory.placement import apply_execution
 from training.memory.planner import Plan, find_max_context, make_plan
 from training.memory.profiler import format_table
 from training.parallel.world import World
@@ -68,6 +71,37 @@ def test_compact_state_is_refused_where_rows_are_no_groups():
     assert run.state_format_of(TrainConfig(), MODEL_SIZES["0.6B"]) == "auto"
     with pytest.raises(ValueError, match="compact has no effect on rows of 100, which is no multiple of 32; drop it"):
         run.state_format_of(config, narrow)
+
+
+def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
+    config, cuda, share = TrainConfig(linear="fp8"), torch.device("cuda"), MODEL_SIZES["0.6B"].share(1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match=r"FP8 needs compute capability 8.9 .*, cuda is older; use linear bf16"):
+        run.linear_of(config, share, cuda)
+    assert run.linear_of(TrainConfig(), share, cuda) == PLAIN
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert run.linear_of(config, share, cuda) == FP8()
+    with pytest.raises(ValueError, match="multiples of 16 up to 32,768, intermediate_size is 100; use linear bf16"):
+        run.linear_of(config, replace(share, intermediate_size=100), cuda)
+
+
+def test_fp8_has_kernels_bytes_seconds_and_a_line_of_the_plan():
+    world = World(0, 1, torch.device("cpu"))
+    config = TrainConfig(model_size="4B", context_length=32_768, linear="fp8", kernels="torch")
+    step = step_of(config, model_on_meta(MODEL_SIZES["4B"], world), world, None)
+    assert step.given.linear == FP8("torch")
+    plans = {}
+    for linear in (PLAIN, FP8()):
+        step = step_on_meta(MODEL_SIZES["4B"], 32_768, given=replace(step.given, linear=linear))
+        plans[linear] = make_plan(step, 24 * GIB, 102 * GIB)
+    plain, fp8 = plans.values()
+    assert 0.9 < fp8.seconds / plain.seconds < 0.98
+    assert "linear maps            fp8, weights' gradients and head bf16" in str(fp8)
+    assert "linear maps" not in str(plain)
+    model = Transformer(MODEL_SIZES["tiny"])
+    apply_execution(model, replace(fp8.execution, placements=(WHOLE,) * len(model.layers)))
+    assert all(block.self_attn.linear == block.mlp.linear == FP8() for block in model.layers)
+    assert model.linear == PLAIN
 
 
 def test_kernels_are_also_the_optimizers(monkeypatch):
