@@ -130,11 +130,8 @@ def check_mesh(flags: ProfileFlags) -> None:
 def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World) -> Machine:
     """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an H200."""
     model = shape_of(flags)
-    kinds, state_format, part = (
-        kinds_of(flags, model),
-        state_format_of(flags, model),
-        model.share(flags.tensor_parallel_size),
-    )
+    kinds, state_format = kinds_of(flags, model), state_format_of(flags, model)
+    part = model.share(flags.tensor_parallel_size)
     linear = linear_of(flags, part, world.device)
     host = parse_bytes(flags.host_memory) if flags.host_memory else None, flags.nproc
     check_head_dim(kinds, model.head_dim, world.device)

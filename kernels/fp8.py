@@ -40,7 +40,7 @@ class Factor(NamedTuple):
 
     values: Tensor  # [M, K] float8_e4m3fn
     scales: Tensor  # [M, 1] float32
-    dtype: torch.dtype  # of the matrix, and of its products
+    dtype: torch.dtype  # the matrix's, and its products'
 
 
 def quantize_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ def part_of(number: int):
     return _PARTS[number]
 
 
-Factor = Any  # what `Linear.factor` returns
+Factor = Any  # a result of `Linear.factor`
 
 
 class Linear(Protocol):
