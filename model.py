@@ -188,6 +188,11 @@ class RMSNorm(nn.Module):
 class Embedding(nn.Embedding):
     tensor_ranks = TensorRanks(None)  # ranks that share its matrix; set from outside
 
+    def reset_parameters(self) -> None:
+        """Leaves a weight on the meta device alone: PyTorch would import its compiler, a second, to draw nothing."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.tensor_ranks.embed(input_ids, local(self.weight))
 
@@ -315,7 +320,8 @@ class Transformer(nn.Module):
         self.tensor_ranks = TensorRanks(None)  # ranks that share the head's matrix
         self.head_visit: Callable[[], AbstractContextManager] = nullcontext  # in it the head's matrix is on the device
         for name, parameter in self.named_parameters():
-            self.initialize_parameter(name, parameter)
+            if not parameter.is_meta:
+                self.initialize_parameter(name, parameter)
 
     @torch.no_grad()
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:

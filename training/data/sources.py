@@ -301,11 +301,13 @@ class DocumentReader:
 
 
 def _standard_library(reader: DocumentReader) -> Iterator[Document]:
-    root = Path(sysconfig.get_path("stdlib"))
-    for file in sorted(root.rglob("*.py")):
-        if STANDARD_LIBRARY_SKIPS.isdisjoint(file.relative_to(root).parts):
-            with contextlib.suppress(OSError, UnicodeDecodeError):  # some tests cannot be decoded, on purpose
-                yield from reader.read_text(file.read_bytes().decode(), file)
+    files = []
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = {*folders} - STANDARD_LIBRARY_SKIPS  # installed packages have many files, and none is looked at
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    for file in sorted(files):
+        with contextlib.suppress(OSError, UnicodeDecodeError):  # some tests cannot be decoded, on purpose
+            yield from reader.read_text(file.read_bytes().decode(), file)
 
 
 def _decode(raw: bytes, where: str) -> str:
