@@ -133,10 +133,11 @@ def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World)
     kinds, state_format = kinds_of(flags, model), state_format_of(flags, model)
     part = model.share(flags.tensor_parallel_size)
     linear = linear_of(flags, part, world.device)
+    settled = {"kinds": kinds, "state_format": state_format, "linear": linear}
     host = parse_bytes(flags.host_memory) if flags.host_memory else None, flags.nproc
     check_head_dim(kinds, model.head_dim, world.device)
     if world.device.type == "cuda":
-        given = settled_execution(flags, world.device, kinds=kinds, state_format=state_format)
+        given = settled_execution(flags, world.device, **settled)
         gpu_bytes = gpu_budget(memory_budget or "auto", world.device)
         rates = measure_rates(part, given.attention_backend, world.device, flags.lengths[0], given.kinds, linear)
         torch.cuda.empty_cache()
@@ -154,8 +155,7 @@ def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World)
         raise UserError(f"flash-attn-4 needs compute capability 9.0, which {name} has not; use auto")
     if flags.linear == "fp8" and not gpu.has_fp8:
         raise UserError(f"FP8 needs compute capability 8.9 (Ada, Hopper) or newer, {name} is older; use linear bf16")
-    settled = {"loss_impl": flags.loss_impl, "state_format": state_format, "linear": linear}
-    given = Execution(attention_backend=backend, kinds=kinds, **settled)
+    given = Execution(loss_impl=flags.loss_impl, attention_backend=backend, **settled)
     described = name if flags.gpu else "no GPU in use, so an H200"
     speed = "was measured on another H200" if name == "H200" else "is an H200's scaled by data sheets, not measured"
     description = f"{described}; its speed {speed}"

@@ -229,8 +229,8 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
             every.append(returned - began)
             peaks.append(torch.cuda.max_memory_allocated() if on_gpu else 0)
             if world.is_main:
-                peak = f"{peaks[-1] / GIB:.2f} GiB"
-                print(f"{setting}, step {len(every)}: {every[-1]:.2f} s, {peak}, loss {losses[-1]}", file=sys.stderr)
+                peak = f", {peaks[-1] / GIB:.2f} GiB" if on_gpu else ""
+                print(f"{setting}, step {len(every)}: {every[-1]:.2f} s{peak}, loss {losses[-1]}", file=sys.stderr)
         seconds = statistics.mean(every[-len(timed) :])
         host_peak = resident_bytes("VmHWM")
         if arguments.save_to is not None:

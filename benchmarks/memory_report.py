@@ -63,12 +63,13 @@ def step_runs(packed: bool = False, shared: bool = False) -> list[dict]:
     sizes = ("context_parallel_size", "tensor_parallel_size")
     runs = [run for run in runs if any(run.get(size, 1) > 1 for size in sizes) == shared]
     for run in runs:
-        run["results"] = {
-            setting
-            + "+flash-attn-4" * bool(re.search(r"attention kernel +flash-attn-4", result.get("plan", ""))): result
-            for setting, result in run["results"].items()
-        }
+        run["results"] = {kernel_named(setting, result): result for setting, result in run["results"].items()}
     return runs
+
+
+def kernel_named(setting: str, result: dict) -> str:
+    is_chosen = re.search(r"attention kernel +flash-attn-4", result.get("plan", ""))
+    return f"{setting}+flash-attn-4" if is_chosen else setting
 
 
 def differing(predicted: float, measured: float) -> str:

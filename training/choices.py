@@ -4,6 +4,6 @@ MODEL_SIZES = ("tiny", "0.6B", "1.7B", "4B", "8B", "14B", "32B")  # names of mod
 ATTENTION_TYPES = ("full", "sparse", "nsa")  # kinds of attention that a flag can ask for
 IMPLEMENTATIONS = ("auto", "triton", "torch")  # kernels.common.IMPLEMENTATIONS
 OPTIMIZER_STATES = ("auto", "float32", "compact")  # training.state_format; auto: a plan chooses
-LINEARS = ("bf16", "fp8")  # training.memory.execution.LINEARS
+LINEARS = ("bf16", "fp8")  # names of kernels.linear.PLAIN and kernels.fp8.FP8
 LOSSES = ("auto", "chunked", "standard")
 GPU_BACKENDS = ("auto", "cudnn", "flash", "flash-attn-4")  # kernels.attention.full.BACKENDS but cpu

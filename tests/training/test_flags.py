@@ -13,6 +13,8 @@ import train
 from kernels.attention import KINDS
 from kernels.attention.full import BACKENDS
 from kernels.common import IMPLEMENTATIONS
+from kernels.fp8 import FP8
+from kernels.linear import PLAIN
 from model import MODEL_SIZES
 from training import choices
 from training.checkpoint.weights import ExportFlags
@@ -21,7 +23,6 @@ from training.evaluation.flags import EvaluationFlags
 from training.flags import USUAL_NAMES, Idle, flag, given_flags, grouped, read_command, read_flags, refuse_idle
 from training.host.errors import UserError
 from training.inference_flags import GenerateFlags
-from training.memory.execution import LINEARS
 from training.plots import PlotsFlags
 from training.run.profile_flags import FOR_ONE_STEP, ProfileFlags
 from training.run.settings import TrainConfig
@@ -105,7 +106,7 @@ def test_a_field_declared_anew_keeps_its_title():
 
 
 def test_choices_without_torch_are_those_of_the_code():
-    assert tuple(LINEARS) == choices.LINEARS
+    assert (PLAIN.name, FP8.name) == choices.LINEARS
     assert tuple(MODEL_SIZES) == choices.MODEL_SIZES and IMPLEMENTATIONS == choices.IMPLEMENTATIONS
     assert tuple(name for name in BACKENDS if name != "cpu") == choices.GPU_BACKENDS
     assert tuple(name for name in KINDS if name in choices.ATTENTION_TYPES) == choices.ATTENTION_TYPES

@@ -8,12 +8,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kernels.fp8 import FP8_LINEAR
 from kernels.linear import PLAIN
 from kernels.parts import AttentionKind, Linear
 from training.choices import LOSSES
 
-LINEARS: dict[str, Linear] = {part.name: part for part in (PLAIN, FP8_LINEAR)}  # a run's --linear
 PLACES = ("gpu", "host", "recompute")
 
 

@@ -68,7 +68,7 @@ Rates = dict[str, float]
 _BYTES: Rates = {"memory": 4.2e12, "link": 50e9, "gpu link": 170e9}  # measured on an H200
 ASSUMED_NETWORK = 25e9  # bytes/s: an adapter of 200 Gbit/s per GPU
 _GATHERED_BYTES = 2**28
-_H200_PRODUCTS, _H200_FP8_PRODUCTS = 650e12, 940e12  # FLOP/s; FP8 with the making of factors
+_H200_PRODUCTS, _H200_FP8_PRODUCTS = 650e12, 940e12  # FLOP/s; FP8's is assumed
 
 
 def measure_rates(

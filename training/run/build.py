@@ -28,7 +28,7 @@ from training.families import extend
 from training.host.errors import UserError, refused_as_user_error
 from training.host.sizes import available_host_bytes, parse_bytes
 from training.memory.cost_model import PackedDocuments, Step, gib
-from training.memory.execution import LINEARS, WHOLE, Execution, Placement
+from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import Rates, cap_gpu_memory, gpu_budget, measure_attention, measure_network, measure_rates
 from training.memory.placement import allocate, apply_execution
 from training.memory.planner import Plan, has_plan, make_plan
@@ -69,20 +69,20 @@ def configure_machine(config: TrainConfig, model_config: ModelConfig, world: Wor
     if config.kernels != "torch":
         check_head_dim(kinds_at(config, model_config, step=1), model_config.head_dim, world.device)
     settled_execution(config, world.device)  # refuses a backend that is not there
-    linear_of(config, model_config.share(world.tensor_size), world.device)  # refuses FP8 where it cannot run
+    linear_of(config, model_config.share(world.tensor_size), world.device)  # refuses a map that cannot run
     if config.memory_budget is not None:
         gpu_budget(config.memory_budget, world.device)
 
 
-def linear_of(config: StepFlags, share: Share, device: torch.device) -> Linear:
+def linear_of(config: StepFlags, share: Share, device: torch.device, impl: str = "auto") -> Linear:
     """The linear maps of --linear; raises UserError where they cannot run."""
-    linear = LINEARS[config.linear]
-    if linear != PLAIN:
-        names = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
-        widths = {name: getattr(share, name) * (share.head_dim if "heads" in name else 1) for name in names}
-        with refused_as_user_error():
-            check_fp8(device, widths)
-    return linear
+    if config.linear == PLAIN.name:
+        return PLAIN
+    names = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
+    widths = {name: getattr(share, name) * (share.head_dim if "heads" in name else 1) for name in names}
+    with refused_as_user_error():
+        check_fp8(device, widths)
+    return FP8(impl)
 
 
 def state_format_of(config: StepFlags, model_config: ModelConfig) -> str:
@@ -156,10 +156,7 @@ def settled_execution(config: StepFlags, device: torch.device, **settled) -> Exe
     """Returns what flags settle of an execution; raises UserError for a backend that `device` does not have."""
     with refused_as_user_error():
         backend = choose_backend(config.attention_backend, device)
-    linear = LINEARS[config.linear]
-    if isinstance(linear, FP8):
-        linear = FP8(settled.get("impl", "auto"))
-    return Execution(loss_impl=config.loss_impl, attention_backend=backend, linear=linear, **settled)
+    return Execution(loss_impl=config.loss_impl, attention_backend=backend, **settled)
 
 
 def step_of(config: TrainConfig, model: Transformer, world: World, documents: PackedDocuments | None) -> Step:
@@ -167,7 +164,9 @@ def step_of(config: TrainConfig, model: Transformer, world: World, documents: Pa
     lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
     kinds = kinds_at(config, model.config, step=1)
     state_format = state_format_of(config, model.config)
-    given = settled_execution(config, world.device, kinds=kinds, impl=config.kernels, state_format=state_format)
+    linear = linear_of(config, model.share, world.device, config.kernels)
+    settled = {"kinds": kinds, "linear": linear, "impl": config.kernels, "state_format": state_format}
+    given = settled_execution(config, world.device, **settled)
     num_shards = world.data_size * world.context_size // world.replicate if world.size > 1 else 0
     return Step(
         model.share, model.parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
