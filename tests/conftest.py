@@ -8,6 +8,7 @@ import functools
 import gc
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -138,6 +139,20 @@ def corpus(tmp_path):
     root, path = Path(__file__).parents[1], tmp_path / "corpus.txt"
     path.write_text(" ".join(word for name in ("model.py", "train.py") for word in (root / name).read_text().split()))
     return str(path)
+
+
+@pytest.fixture
+def released(tmp_path, monkeypatch):
+    """A folder as transformers saves a model, without a tokenizer; its vocabulary has room for more than bytes."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from model import MODEL_SIZES
+    from training.families import to_config_json
+
+    shape = replace(MODEL_SIZES["tiny"], vocab_size=300)
+    monkeypatch.setitem(MODEL_SIZES, "tiny", shape)
+    Qwen3ForCausalLM(Qwen3Config(**to_config_json(shape))).save_pretrained(tmp_path / "released")
+    return tmp_path / "released"
 
 
 def pytest_collection_finish():

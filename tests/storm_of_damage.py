@@ -17,7 +17,7 @@ import pytest
 
 import train
 from tests.checkpoints import unreadable
-from tests.test_train import SMALL
+from tests.runs import SMALL
 from training.checkpoint.manifest import MANIFEST, MODEL_FILES, verify_checkpoint, verify_weights
 from training.host.errors import UserError
 from training.parallel.world import join_world

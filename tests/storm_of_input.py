@@ -30,7 +30,7 @@ import train
 import training.data.__main__ as data
 import training.evaluation.__main__ as evaluation
 from model import MODEL_SIZES, Transformer
-from tests.test_train import ROOT, SMALL
+from tests.runs import ROOT, SMALL
 from tests.training.data.test_tokenizer import write_tokenizer
 from training import generate, plots
 from training.checkpoint import weights

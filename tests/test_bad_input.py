@@ -10,7 +10,7 @@ import pytest
 
 import train
 from model import MODEL_SIZES
-from tests.test_train import SMALL
+from tests.runs import SMALL
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.families import to_config_json
 from training.run.settings import TrainConfig

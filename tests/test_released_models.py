@@ -13,7 +13,8 @@ from kernels.attention.documents import find_documents
 from kernels.attention.nsa.nsa import NSA
 from kernels.rope import YarnScaling
 from model import MODEL_SIZES, ModelConfig, Transformer
-from tests.test_train import arguments, only_resume, write_tokenizer
+from tests.runs import arguments, only_resume
+from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import load_model_weights
 from training.families import from_config_json, in_family, to_config_json

@@ -20,7 +20,7 @@ from torch.multiprocessing import ProcessExitedException
 import train
 from model import MODEL_SIZES
 from tests.ranks import run_ranks
-from tests.test_train import ROOT, arguments, losses, metrics, only_resume, weights
+from tests.runs import ROOT, arguments, losses, metrics, only_resume, weights
 from training.checkpoint import files
 from training.checkpoint.pieces import Piece
 from training.data import __main__ as data_command

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import train
 from model import MODEL_SIZES
 from tests.ranks import run_ranks
-from tests.test_train import arguments, metrics, only_resume, weights
+from tests.runs import arguments, metrics, only_resume, weights
 from tests.training.parallel.test_ulysses import (
     HOST,
     LLAMA,

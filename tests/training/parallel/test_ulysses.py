@@ -20,7 +20,7 @@ from kernels.head_exchange import HeadExchange
 from kernels.parts import AttentionKind
 from model import MODEL_SIZES, Attention, Context, ModelConfig, Transformer
 from tests.ranks import run_ranks
-from tests.test_train import arguments, losses, metrics, only_resume
+from tests.runs import arguments, losses, metrics, only_resume
 from tests.training.data.test_packing import make_loader
 from training.data.sources import Document
 from training.families import in_family
