@@ -1,4 +1,4 @@
-"""What a run refuses at its start, in one line and before it takes time."""
+"""Refusals of a run at its start, in one line and before it takes time."""
 
 import hashlib
 import json

@@ -88,7 +88,7 @@ def test_a_run_keeps_the_format_of_its_state(corpus, tmp_path, caplog, monkeypat
     again = arguments(corpus, run, "--resume", "auto", f"--{name}", "auto", steps=3)
     assert train.main(again) == 0 and not any(line.startswith(name) for line in caplog.messages)
     assert saved_settings(run, 3)[name] == "compact"
-    edited = run / "step_00000003" / "trainer.json"  # as checkpoints were before there was a choice
+    edited = run / "step_00000003" / "trainer.json"  # like checkpoints from before there was a choice
     content = json.loads(edited.read_text())
     del content["trainer_state"]["settings"][name]
     monkeypatch.setattr(resume, "load_trainer_state", lambda _: content["trainer_state"])
