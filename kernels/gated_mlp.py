@@ -190,7 +190,8 @@ def _tiled_mlp_backward(
     ]
     buffers = [x.new_empty(min(tile_size, len(x)), len(gate_weight)) for _ in range(3)]
     gate_factor, up_factor = linear.factor(gate_weight), linear.factor(up_weight)
-    gate_factor_t, up_factor_t, down_factor_t = (linear.factor(w.t()) for w in weights)
+    gate_factor_t, up_factor_t = linear.transpose(gate_factor), linear.transpose(up_factor)
+    down_factor_t = linear.transpose(linear.factor(down_weight))
     for start in range(0, len(x), tile_size):
         tile = slice(start, start + tile_size)
         x_tile, d_output_tile = x[tile], d_output[tile]
@@ -198,8 +199,8 @@ def _tiled_mlp_backward(
         x_factor = linear.factor(x_tile)
         linear.forward(x_factor, gate_factor, out=gate)
         linear.forward(x_factor, up_factor, out=up)
-        del x_factor
-        linear.input_gradient(linear.factor(d_output_tile), down_factor_t, out=d_hidden)
+        d_output_factor = linear.factor(d_output_tile)
+        linear.input_gradient(d_output_factor, down_factor_t, out=d_hidden)
         if on_triton:
             gradients = d_hidden, gate, up, d_hidden
             _launch(_gated_activation_backward_kernel, gate, up, *gradients, activation=activation)
@@ -207,14 +208,18 @@ def _tiled_mlp_backward(
             _activation_backward_in_place(d_hidden, gate, up, activation)
         d_gate, d_up, hidden = gate, up, d_hidden  # the buffers' contents from here on
 
-        if d_x is not None:
-            linear.input_gradient(linear.factor(d_gate), gate_factor_t, out=d_x[tile])
-            linear.input_gradient(linear.factor(d_up), up_factor_t, out=d_x[tile], accumulate=True)
-        for total, dy, factor in zip(d_weights, (d_gate, d_up, d_output_tile), (x_tile, x_tile, hidden)):
+        if d_weights[2] is not None:
+            linear.weight_gradient(d_output_factor, linear.factor(hidden), out=d_weights[2], accumulate=True)
+        del d_output_factor
+        for dy, weight_t, total in zip((d_gate, d_up), (gate_factor_t, up_factor_t), d_weights):
+            dy_factor = linear.factor(dy)
+            if d_x is not None:
+                linear.input_gradient(dy_factor, weight_t, out=d_x[tile], accumulate=dy is d_up)
             if total is not None:
-                linear.weight_gradient(dy, factor, out=total, accumulate=True)
+                linear.weight_gradient(dy_factor, x_factor, out=total, accumulate=True)
+            del dy_factor
     # Freed before the casts, whose results need memory.
-    del buffers, gate, up, d_hidden, d_gate, d_up, hidden
+    del buffers, gate, up, d_hidden, d_gate, d_up, hidden, dy, weight_t, x_factor
     del gate_factor, up_factor, gate_factor_t, up_factor_t, down_factor_t
     d_weights = [total.to(w.dtype) for total, w in zip(d_weights, weights) if total is not None]
     return d_weights if d_x is None else [d_x, *d_weights]
@@ -321,7 +326,9 @@ def gated_mlp(
             f"{list(gate_weight.shape)}, {list(up_weight.shape)} and {list(down_weight.shape)}"
         )
     if tile_size is None:
-        hidden = _gated(linear(input, gate_weight), linear(input, up_weight), activation, impl)
+        gate, up = linear.maps(input, [gate_weight, up_weight])
+        hidden = _gated(gate, up, activation, impl)
+        del gate, up  # before the projection's input is factored
         return linear(hidden, down_weight)
 
     if tile_size < 1:
@@ -343,14 +350,19 @@ def gated_mlp_footprint(
     weights = 3 * hidden_size * intermediate_size
     flops, traffic = 2 * weights * num_tokens, 3 * hidden
     factor_bytes, into, out_of = linear.factor_bytes, (intermediate_size, hidden_size), (hidden_size, intermediate_size)
-    if tile_size is None:  # backward holds two more tensors of gate's size at its fullest
+    if tile_size is None:
         factors = factor_bytes(num_tokens, intermediate_size) + factor_bytes(*out_of)
         forward = max(3 * hidden, hidden + factors)
-        return Footprint(x + 3 * hidden, forward, 2 * hidden, 0, flops, 2 * flops, traffic)
+        x, down_input = (linear.kept_bytes(num_tokens, size, element_size) for size in out_of)
+        # The gradients of down's input, gate and up, when down's input is gone; or down's weight's gradient is made.
+        making = factor_bytes(num_tokens, hidden_size) + linear.weight_gradient_bytes(num_tokens, *out_of, False)
+        backward = max(3 * hidden - down_input, hidden + making)
+        return Footprint(x + 2 * hidden + down_input, forward, backward, 0, flops, 2 * flops, traffic)
     rows = min(tile_size, num_tokens)
     tile, tile_factor = element_size * intermediate_size * rows, factor_bytes(rows, max(into))
     forward = x + 2 * tile + tile_factor + 2 * factor_bytes(*into) + factor_bytes(*out_of)
     # dx and the weights' gradients in float32, together with the last tile or with the gradients' rounded copies.
-    factors = tile_factor + 3 * factor_bytes(*into) + 2 * factor_bytes(*out_of)
+    factors = 2 * factor_bytes(rows, hidden_size) + factor_bytes(rows, intermediate_size)
+    factors += 2 * factor_bytes(*into) + 3 * factor_bytes(*out_of) + linear.weight_gradient_bytes(rows, *into, True)
     backward = x + 4 * weights + max(3 * tile + factors, element_size * weights)
     return Footprint(x, forward, backward, 0, flops, (2 + 2 / 3) * flops, traffic, is_skippable=True)

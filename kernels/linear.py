@@ -9,6 +9,7 @@ addends. `F.linear` is the reference.
 Kept for backward: x and weight by a call of the part itself; nothing by the pieces.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,10 +42,22 @@ class Plain(Part):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
 
+    def maps(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
+        return [self(x, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights))]
+
     def factor(self, x: Tensor) -> Tensor:
         return x
 
+    def transpose(self, x: Tensor) -> Tensor:
+        return x.t()
+
     def factor_bytes(self, rows: int, columns: int) -> int:
+        return 0
+
+    def kept_bytes(self, rows: int, columns: int, element_size: int) -> int:
+        return element_size * rows * columns
+
+    def weight_gradient_bytes(self, rows: int, N: int, K: int, accumulate: bool) -> int:
         return 0
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:

@@ -94,24 +94,26 @@ def _loss_and_gradients(
     statistics = losses.new_empty(4, num_rows)
     logits_buffer = input.new_empty(min(chunk_size, num_rows), len(linear_weight))
     head = linear.factor(linear_weight)
-    head_t = linear.factor(linear_weight.t()) if needs_input else None
+    head_t = linear.transpose(head) if needs_input else None
 
     for start in range(0, num_rows, chunk_size):
         here = slice(start, start + chunk_size)
         chunk = here if rows is None else rows[here]
         x, labels, row_scale = input[chunk], target[chunk], scale[chunk] if scale.dim() else None
-        logits = linear.forward(linear.factor(x), head, linear_bias, out=logits_buffer[: len(x)])
+        x_factor = linear.factor(x)
+        logits = linear.forward(x_factor, head, linear_bias, out=logits_buffer[: len(x)])
         gradient = logits if needs_gradient else None  # the gradient overwrites the logits
         statistics[:, here] = row_step(logits, labels, weight, options, shard, gradient=gradient, scale=row_scale)
         if gradient is None:
             continue
+        factor = linear.factor(gradient)
         if needs_input:
             d_x = d_input[here] if rows is None else torch.empty_like(x)
-            linear.input_gradient(linear.factor(gradient), head_t, out=d_x)
+            linear.input_gradient(factor, head_t, out=d_x)
             if rows is not None:
                 d_input[chunk] = d_x
         if needs_weight:
-            linear.weight_gradient(gradient, x, out=d_weight, accumulate=start > 0)
+            linear.weight_gradient(factor, x_factor, out=d_weight, accumulate=start > 0)
         if needs_bias:
             d_bias += gradient.sum(0, dtype=d_bias.dtype)
 

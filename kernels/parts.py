@@ -43,8 +43,8 @@ class Linear(Protocol):
     """A linear map, y = x weight^T + bias, and the pieces of its forward and backward.
 
     The tiled MLP, attention of some heads at a time and the chunked loss call the pieces. All other code calls the
-    object itself and leaves backward to autograd. Pieces that multiply along rows take what `factor` made of them.
-    A weight's factor serves all tiles.
+    object itself, or `maps`, and leaves backward to autograd. Pieces take what `factor` made of their matrices. A
+    weight's factor serves all tiles.
 
     Attributes:
         number: the part's number, see `Part`.
@@ -64,11 +64,23 @@ class Linear(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Maps x [..., K] to [..., N] by weight [N, K] and bias [N]. Differentiable."""
 
+    def maps(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Maps x [..., K] by each weight [N_i, K] and bias [N_i], if there are biases. Differentiable."""
+
     def factor(self, x: Tensor) -> Factor:
-        """Returns x [M, K] in the form in which products multiply its rows. x may be a transposed weight."""
+        """Returns x [M, K] in the form in which products multiply it."""
+
+    def transpose(self, x: Factor) -> Factor:
+        """Returns the factor of the transposed matrix."""
 
     def factor_bytes(self, rows: int, columns: int) -> int:
         """Returns the bytes of a factor, without memory that it shares with its tensor."""
+
+    def kept_bytes(self, rows: int, columns: int, element_size: int) -> int:
+        """Returns the bytes that a differentiable call keeps of its input for backward."""
+
+    def weight_gradient_bytes(self, rows: int, N: int, K: int, accumulate: bool) -> int:
+        """Returns the bytes that `weight_gradient` takes beside its arguments and its result."""
 
     def forward(self, x: Factor, weight: Factor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """Maps x [M, K] by weight [N, K] to [M, N] without a graph. The result is written into `out` if it is given."""
@@ -76,12 +88,12 @@ class Linear(Protocol):
     def input_gradient(
         self, dy: Factor, weight_t: Factor, *, out: Tensor | None = None, accumulate: bool = False
     ) -> Tensor:
-        """Returns dx = dy weight, [M, K], for dy [M, N] and the transposed weight [K, N].
+        """Returns dx = dy weight, [M, K], for dy [M, N] and the transposed weight [K, N], which `transpose` made.
 
         The result is written into `out` or, with `accumulate`, added to it.
         """
 
-    def weight_gradient(self, dy: Tensor, x: Tensor, *, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
+    def weight_gradient(self, dy: Factor, x: Factor, *, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
         """Returns dy^T x, [N, K], for dy [M, N] and x [M, K]; `out` as in `input_gradient`, and it may be float32."""
 
 

@@ -58,8 +58,7 @@ def project_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns q [B, T, H, K], k and v [B, T, G, K], with q and k normalised and rotated, see `qkv_attention`."""
     weights, biases, norms, eps, K = parameters
-    products = [linear(x_BTD, w, b) for w, b in zip(weights, biases or [None] * 3)]
-    q, k, v = (x.unflatten(-1, (-1, K)) for x in products)
+    q, k, v = (x.unflatten(-1, (-1, K)) for x in linear.maps(x_BTD, weights, biases))
     return *_normalise_and_rotate(q, k, norms, eps, cos, sin, impl), v
 
 
@@ -217,17 +216,17 @@ class _QKVAttention(torch.autograd.Function):
             rows, o_weight_n = _rows_of_step(weights, step, all_heads), all_heads.take(o_weight, step, 1)
             outs_n, gates_n = [all_heads.take(out, step) for out in outs], all_heads.take(gates, step)
             output_n = kind.output(outs_n, gates_n, on_triton).flatten(0, 1).flatten(1)
-            all_heads.put(d_o_weight, step, linear.weight_gradient(dy_rows, output_n), 1)
-            del output_n
-            factors = linear.factor(dy_rows), linear.factor(o_weight_n.t())
-            d_out = exchange.to_heads(linear.input_gradient(*factors).view(outs_n[0].shape))
-            del factors
+            dy_factor, output_factor = linear.factor(dy_rows), linear.factor(output_n)
+            all_heads.put(d_o_weight, step, linear.weight_gradient(dy_factor, output_factor), 1)
+            del output_n, output_factor
+            d_out = linear.input_gradient(dy_factor, linear.transpose(linear.factor(o_weight_n)))
+            del dy_factor
+            d_out = exchange.to_heads(d_out.view(outs_n[0].shape))
             outs_n = [exchange.to_heads(out) for out in outs_n]
             gates_n = None if gates is None else exchange.to_heads(gates_n)
             lses_n, lists_n = [own_heads.take(lse, step) for lse in lses], own_heads.take(lists, step)
-            factors = linear.factor(x_rows), linear.factor(rows)
-            qkv = linear.forward(*factors, _rows_of_step(biases, step, all_heads))
-            del factors
+            weight_factor = linear.factor(rows)
+            qkv = linear.forward(linear.factor(x_rows), weight_factor, _rows_of_step(biases, step, all_heads))
             qkv = qkv.unflatten(0, x.shape[:2]).requires_grad_()
             with torch.enable_grad():
                 heads = _split_heads(qkv, norms, options.eps, options.n * exchange.size, cos, sin, K, options.impl)
@@ -241,11 +240,11 @@ class _QKVAttention(torch.autograd.Function):
                 all_heads.put(d_gates, step, d_heads.pop())
             d_qkv, *d_norms_n = torch.autograd.grad(edges, [qkv, *norms], d_heads)
             d_qkv_rows = d_qkv.flatten(0, 1)
-            factors = linear.factor(d_qkv_rows), linear.factor(rows.t())  # type: ignore[union-attr]
-            linear.input_gradient(*factors, out=dx_rows, accumulate=True)
-            del factors
+            d_qkv_factor = linear.factor(d_qkv_rows)
+            linear.input_gradient(d_qkv_factor, linear.transpose(weight_factor), out=dx_rows, accumulate=True)
             lengths = [len(w) // own_heads.steps for w in weights]
-            parts = linear.weight_gradient(d_qkv_rows, x_rows).split(lengths)
+            parts = linear.weight_gradient(d_qkv_factor, linear.factor(x_rows)).split(lengths)
+            del d_qkv_factor, weight_factor
             for d_weight, part in zip(d_weights, parts):
                 all_heads.put(d_weight, step, part, 0)
             for d_bias, part in zip(d_biases, d_qkv_rows.sum(0).split(lengths) if biases else ()):
@@ -380,15 +379,20 @@ def qkv_attention_footprint(
         projecting = max(projecting, 3 * q + 2 * k, (2 * q + 5 * k) * (heads_at_a_time is None))
     # The largest factors: of hidden states and all projections' weights; of attention's output and its projection's.
     x_factor, out_factor = (linear.factor_bytes(T, size) for size in (hidden_size, num_heads * head_dim))
-    weight_factor = linear.factor_bytes((num_heads + 2 * num_key_value_heads) // steps * head_dim, hidden_size)
+    qkv_size = (num_heads + 2 * num_key_value_heads) // steps * head_dim
+    weight_factor = linear.factor_bytes(qkv_size, hidden_size)
     out_factor += linear.factor_bytes(hidden_size, num_heads * head_dim)
     if heads_at_a_time is None:
         # Saved: v, and q and k after their rotation; if heads are normalised, also q and k before it, and 1 / rms of
         # each head. Backward has dout, dq, dk and dv. If ranks share sequences, attention's output is saved twice:
         # for this rank's heads by attention, for this rank's tokens by the output projection.
         gated = q if N > 1 else gated
-        saved = x + qkv + results + choices + gated + gates
-        saved += (q + k + 4 * (num_heads + num_key_value_heads)) * has_norms
+        # What the projections keep of their inputs. The output one's may be attention's own output, or is `gated`.
+        x_kept, kept = (linear.kept_bytes(T, size, element_size) for size in (hidden_size, num_heads * head_dim))
+        if kept == q * T:
+            kept = gated * T
+        saved = qkv + results + choices + gates + (q + k + 4 * (num_heads + num_key_value_heads)) * has_norms
+        saved = saved * T + x_kept + kept
         forward, backward = (
             max(
                 projecting * T,
@@ -396,20 +400,23 @@ def qkv_attention_footprint(
                 (q + 2 * k + results + choices + gates) * T + attention.forward,
                 (results + choices + gates + gated + x) * T + out_factor,
             ),
-            (2 * q + 2 * k - gated + gates) * T,  # the projection's input is gone by then
+            (2 * q + 2 * k + gates) * T - kept,  # the projection's input is gone by then
         )
-        factors = out_factor  # of dq
+        making = x_factor + linear.weight_gradient_bytes(T, hidden_size, num_heads * head_dim, False)
+        making += q * T - backward  # the gradient of the output projection
     else:
         # Forward holds the whole output and first one step's heads, then the output's projection. Backward holds dx and
         # one step's qkv, q, k, v, out, dout, dq, dk and dv. Ranks that share sequences also hold what they send.
-        saved = x + results + choices + gates
+        saved = (x + results + choices + gates) * T
         attending = (qkv + outs + choices) // steps * T + attention.forward
         working = max(max(projecting, (outs + 2 * q) * (N > 1)) // steps * T, attending)
         working = max(working, qkv // steps * T + x_factor + weight_factor)
         forward = max(working + (outs + choices + gates) * T, (results + choices + gates + gated + x) * T + out_factor)
         backward = (x + gates + (3 * qkv + q + outs) // steps) * T
-        factors = x_factor + weight_factor
+        making = x_factor + linear.factor_bytes(T, qkv_size) + weight_factor
+        making += linear.weight_gradient_bytes(T, qkv_size, hidden_size, False)
+        making -= (q + outs) // steps * T  # they are gone by then
     flops = 2 * hidden_size * (2 * q + 2 * k + gates) // element_size * T
     elementwise = 2 * (q + k) * (1 + has_norms) * T
-    backward += max(attention.backward, factors)
-    return Footprint(saved * T, forward, backward, results * T, flops, 2 * flops, elementwise, choices * T)
+    backward += max(attention.backward, making)
+    return Footprint(saved, forward, backward, results * T, flops, 2 * flops, elementwise, choices * T)

@@ -38,6 +38,7 @@ from kernels.attention.full import FULL, choose_backend
 from kernels.attention.nsa.nsa import BLOCK_SIZE, NSA
 from kernels.attention.sparse.sparse_attention import Sparse
 from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer
+from training.choices import LINEARS
 from training.data.corpus import open_stores
 from training.data.loader import Batch
 from training.data.tokenizer import ByteTokenizer
@@ -47,7 +48,8 @@ from training.memory.placement import apply_execution
 from training.optimizer import MasterAdamW, warmup_cosine
 from training.parallel.fsdp import initial_weights
 from training.parallel.world import World
-from training.run.build import model_on_meta
+from training.run.build import linear_of, model_on_meta
+from training.run.settings import TrainConfig
 from training.run.step import train_step
 
 
@@ -105,6 +107,7 @@ def main() -> None:
         warmup_steps={"type": int, "default": 50},
         learning_rate={"type": float, "default": 1e-3},
         optimizer_state={"default": "float32", "choices": ("float32", "compact"), "help": "as train.py's"},
+        linear={"default": "bf16", "choices": LINEARS, "help": "as train.py's"},
         seed={"type": int, "default": 0, "help": "for the initial weights and the rows"},
         evaluate_every={"type": int, "default": 100, "help": "steps"},
         evaluation_rows={"type": int, "default": 32},
@@ -176,7 +179,8 @@ def build(arguments: argparse.Namespace, world: World) -> tuple[Transformer, Mas
     config = dataclasses.replace(MODELS[arguments.model], layer_kinds=(make(),))
     model = model_on_meta(config, world).to_empty(device=world.device)
     backend = choose_backend("auto", world.device)
-    apply_execution(model, Execution((WHOLE,) * config.num_hidden_layers, attention_backend=backend))
+    linear = linear_of(TrainConfig(linear=arguments.linear), model.share, world.device)
+    apply_execution(model, Execution((WHOLE,) * config.num_hidden_layers, attention_backend=backend, linear=linear))
     optimizer = MasterAdamW(model.named_parameters(), accumulate=False, state_format=arguments.optimizer_state)
     optimizer.load_weights(initial_weights(model, arguments.seed))
     return model, optimizer
@@ -303,6 +307,7 @@ def compare(arguments: argparse.Namespace) -> None:
         blocks = f" {line['selected_blocks']}" if line["attention_type"] in ("sparse", "nsa") else ""
         name = f"{line['model']} {line['attention_type']}{blocks}, schedule of {line['steps']} steps"
         name += ", compact" if line.get("optimizer_state") == "compact" else ""
+        name += ", FP8" if line.get("linear") == "fp8" else ""
         runs.setdefault(name, []).append(line)
     last = {name: evaluations[-1] for name, evaluations in runs.items()}
     print_table(

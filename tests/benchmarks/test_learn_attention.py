@@ -51,18 +51,19 @@ def test_kinds_train_on_the_same_rows_and_are_compared(tmp_path, monkeypatch, ca
     for name in "ab":
         (texts / f"{name}.txt").write_bytes(TEXT.tobytes())
     sizes = "--model micro --device cpu --context_length 128 --batch_size 2 --window 32 --block_size 32 --facts 4"
-    for kind in ("full", "sparse", "window"):
+    for kind in ("full", "sparse", "window", "full --linear fp8"):
         flags = f"{sizes} --selected_blocks 1 --steps 2 --evaluate_every 1 --evaluation_rows 2 --attention_type {kind}"
         arguments = [*flags.split(), "--data", str(texts), "--out", str(out)]
         monkeypatch.setattr(sys, "argv", ["learn_attention", *arguments])
         learn_attention.main()
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2] * 3
-    assert len({line["training_loss"] for line in lines[::2]}) == 3  # The kinds differ from the first step on.
+    assert [line["step"] for line in lines] == [1, 2] * 4
+    assert len({line["training_loss"] for line in lines[::2]}) == 4  # The kinds differ from the first step on.
     arguments = ["--device", "cpu", "--compare", str(out), "--picture", str(picture)]
     monkeypatch.setattr(sys, "argv", ["learn_attention", *arguments])
     capsys.readouterr()
     learn_attention.main()
     printed = capsys.readouterr().out
     assert all(f"| micro {name}, schedule of 2 steps |" in printed for name in ("full", "sparse 1", "window"))
+    assert "| micro full, schedule of 2 steps, FP8 |" in printed
     assert picture.stat().st_size > 10_000

@@ -29,9 +29,9 @@ class _Pieces(torch.autograd.Function):
     def backward(ctx, dy):
         (x, weight), part = ctx.saved_tensors, ctx.part
         given = {"out": torch.empty_like(x)} if ctx.given else {}
-        dx = part.input_gradient(part.factor(dy), part.factor(weight.t()), **given)
+        dx = part.input_gradient(part.factor(dy), part.transpose(part.factor(weight)), **given)
         given = {"out": torch.empty_like(weight)} if ctx.given else {}
-        d_weight = part.weight_gradient(dy, x, **given)
+        d_weight = part.weight_gradient(part.factor(dy), part.factor(x), **given)
         return None, None, dx, d_weight, None if ctx.bias_dtype is None else dy.sum(0, dtype=ctx.bias_dtype)
 
 
@@ -50,9 +50,6 @@ class Rounded(Plain):
 
     def factor(self, x):
         return self._round(x)
-
-    def weight_gradient(self, dy, x, **options):
-        return super().weight_gradient(self._round(dy), self._round(x), **options)
 
 
 def inputs_of(M, K, N, dtype=torch.float32, has_bias=False, seed=0):

@@ -416,8 +416,10 @@ class Step:
         )
         saved = attention.saved + _NORMS_BYTES * self.tokens
         if whole:  # x: the residual sum; 3 x: outputs of attention, MLP and block, the last after the MLP's factors
-            factor, sizes = execution.linear.factor_bytes, (self.share.hidden_size, self.share.intermediate_size)
-            factors = factor(self.tokens, sizes[1]) + factor(*sizes)
+            factor_bytes, D, F = execution.linear.factor_bytes, self.share.hidden_size, self.share.intermediate_size
+            factors = factor_bytes(D, F)
+            if factors:  # inputs of which backward keeps factors
+                factors += self.element_size * self.tokens * (D + F)
             forward = saved, x + mlp.saved + max(3 * x, 2 * x + factors)
         else:
             kept = attention.choices + (attention.keepable if placement.results != "recompute" else 0)

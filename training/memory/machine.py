@@ -68,7 +68,8 @@ Rates = dict[str, float]
 _BYTES: Rates = {"memory": 4.2e12, "link": 50e9, "gpu link": 170e9}  # measured on an H200
 ASSUMED_NETWORK = 25e9  # bytes/s: an adapter of 200 Gbit/s per GPU
 _GATHERED_BYTES = 2**28
-_H200_PRODUCTS, _H200_FP8_PRODUCTS = 650e12, 940e12  # FLOP/s; FP8's is assumed
+# FLOP/s
+_H200_PRODUCTS, _H200_FP8_PRODUCTS, _H200_FP8_GRADIENTS = 650e12, 1_080e12, 900e12
 
 
 def measure_rates(
@@ -84,19 +85,25 @@ def measure_rates(
         attention_backend: a name in kernels.attention.full.BACKENDS.
         context_length: tokens.
         kinds: how the layers attend, one per layer; (): as the configuration says.
-        linear: the blocks' linear maps, whose rate is measured with the making of both factors.
+        linear: the blocks' linear maps, whose rates are measured with the making of factors.
     """
     if device.type != "cuda":
         return H200
     rates = _copy_rates(device) | measure_attention(share, attention_backend, device, context_length, kinds)
-    # A matrix product of the MLP, for 16,384 tokens.
-    x = torch.randn(16_384, share.hidden_size, device=device, dtype=torch.bfloat16)
+    # Matrix products of the MLP, for 16,384 tokens.
+    x, hidden = (
+        torch.randn(16_384, size, device=device, dtype=torch.bfloat16)
+        for size in (share.hidden_size, share.intermediate_size)
+    )
     weight = torch.randn(share.hidden_size, share.intermediate_size, device=device, dtype=torch.bfloat16)
     flops = 2 * len(x) * weight.numel()
     rates[PLAIN.rate] = flops / _seconds(lambda: x @ weight)
     if linear.rate != PLAIN.rate:
-        rows = weight.t().contiguous()
-        rates[linear.rate] = flops / _seconds(lambda: linear.forward(linear.factor(x), linear.factor(rows)))
+        factors = [(a, linear.factor(b)) for a, b in ((x, weight.t().contiguous()), (hidden, weight))]
+        taken = _seconds(lambda: [linear.forward(linear.factor(a), b) for a, b in factors])
+        rates[linear.rate] = flops * len(factors) / taken
+        x_factor, hidden_factor = linear.factor(x), linear.factor(hidden)
+        rates[linear.weight_rate] = flops / _seconds(lambda: linear.weight_gradient(hidden_factor, x_factor))
     gpu_link = _gpu_link_rate(find_gpu(torch.cuda.get_device_name(device)), rates["link"])
     return rates | {"gpu link": gpu_link, "network": ASSUMED_NETWORK}
 
@@ -258,7 +265,9 @@ def scale_rates(gpu: GPU, attention_backend: str, kinds: Iterable[AttentionKind]
     """
     h200 = GPUS["H200"]
     flops, link = gpu.flops / h200.flops, _BYTES["link"] * gpu.link_bandwidth / h200.link_bandwidth
-    rates = {PLAIN.rate: _H200_PRODUCTS * flops, FP8_LINEAR.rate: _H200_FP8_PRODUCTS * flops}
+    products = {PLAIN.rate: _H200_PRODUCTS, FP8_LINEAR.rate: _H200_FP8_PRODUCTS}
+    products[FP8_LINEAR.weight_rate] = _H200_FP8_GRADIENTS
+    rates = {name: rate * flops for name, rate in products.items()}
     for kind in [kind() for kind in KINDS.values()] if kinds is None else {*kinds}:
         for name, rate in kind.rates_with(attention_backend, gpu.attention_backend).items():
             rates[name] = rate * (1 if "calls" in name else flops)

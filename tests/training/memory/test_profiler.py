@@ -214,9 +214,10 @@ def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
     context_length, placements, tile_size, heads, more = CASES[case]
     kinds, state = more.get("kinds", (FULL,)), more.get("gpu_state_bytes", math.inf)
     step = step_of(more.get("size", "4B"), context_length, loss_impl="chunked", num_hidden_layers=4, kinds=kinds)
+    step = replace(step, given=replace(step.given, linear=more.get("linear", PLAIN)))
     execution = replace(
         step.given, placements=tuple(placements), mlp_tile_size=tile_size, heads_at_a_time=heads,
-        gpu_state_bytes=state, ends=more.get("ends", "gpu"), linear=more.get("linear", PLAIN),
+        gpu_state_bytes=state, ends=more.get("ends", "gpu"),
     )  # fmt: skip
     [measured] = dry_run(step, execution, warm_up="gpu_state_bytes" in more)
     check_stages(step, execution, measured)

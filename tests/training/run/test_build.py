@@ -95,8 +95,8 @@ def test_fp8_has_kernels_bytes_seconds_and_a_line_of_the_plan():
         step = step_on_meta(MODEL_SIZES["4B"], 32_768, given=replace(step.given, linear=linear))
         plans[linear] = make_plan(step, 24 * GIB, 102 * GIB)
     plain, fp8 = plans.values()
-    assert 0.9 < fp8.seconds / plain.seconds < 0.98
-    assert "linear maps            fp8, weights' gradients and head bf16" in str(fp8)
+    assert 0.8 < fp8.seconds / plain.seconds < 0.95
+    assert "linear maps            fp8, head bf16" in str(fp8)
     assert "linear maps" not in str(plain)
     model = Transformer(MODEL_SIZES["tiny"])
     apply_execution(model, replace(fp8.execution, placements=(WHOLE,) * len(model.layers)))
