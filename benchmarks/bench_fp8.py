@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.common import parse_flags, print_json, print_table, time_interleaved
-from kernels.fp8 import FP8_LINEAR, quantize_rows
+from kernels.fp8 import FP8_LINEAR
 from kernels.linear import PLAIN
 
 SHAPES = ((2560, 6144), (4096, 2560), (2560, 9728), (9728, 2560))  # inputs and outputs of a map
@@ -16,7 +16,7 @@ def main() -> None:
         results[f"{K} -> {N}"] = bench(arguments.tokens, K, N, arguments.device)
     header = ["map", *next(iter(results.values()))]
     print_table(
-        f"forward and the input's gradient of {arguments.tokens} tokens, ms",
+        f"forward and backward of {arguments.tokens} tokens, ms",
         header,
         [[name, *values.values()] for name, values in results.items()],
     )
@@ -24,25 +24,27 @@ def main() -> None:
 
 
 def bench(tokens: int, K: int, N: int, device: torch.device) -> dict[str, float]:
-    """Returns milliseconds of each part, and the relative error of forward."""
+    """Returns milliseconds of each part, and the relative error of each of the three products."""
     x, dy = (torch.randn(tokens, width, dtype=torch.bfloat16, device=device) for width in (K, N))
     weight = torch.randn(N, K, dtype=torch.bfloat16, device=device) / K**0.5
-    factors = FP8_LINEAR.factor(x), FP8_LINEAR.factor(weight)
-    factors_t = FP8_LINEAR.factor(dy), FP8_LINEAR.factor(weight.t())
-    exact, found = PLAIN.forward(x, weight).float(), FP8_LINEAR.forward(*factors).float()
+
+    def products(linear, x, dy, weight, weight_t):
+        return linear.forward(x, weight), linear.input_gradient(dy, weight_t), linear.weight_gradient(dy, x)
+
+    def factors():
+        weight8 = FP8_LINEAR.factor(weight)
+        return FP8_LINEAR.factor(x), FP8_LINEAR.factor(dy), weight8, FP8_LINEAR.transpose(weight8)
+
+    made = factors()
     functions = {
-        "bf16": lambda: (PLAIN.forward(x, weight), PLAIN.input_gradient(dy, weight.t())),
-        "FP8": lambda: (
-            FP8_LINEAR.forward(FP8_LINEAR.factor(x), FP8_LINEAR.factor(weight)),
-            FP8_LINEAR.input_gradient(FP8_LINEAR.factor(dy), FP8_LINEAR.factor(weight.t())),
-        ),
-        "FP8, products alone": lambda: (FP8_LINEAR.forward(*factors), FP8_LINEAR.input_gradient(*factors_t)),
-        "factor of x": lambda: quantize_rows(x),
-        "factor of dy": lambda: quantize_rows(dy),
-        "factor of the weight": lambda: quantize_rows(weight),
-        "factor of the transposed weight": lambda: quantize_rows(weight.t()),
+        "bf16": lambda: products(PLAIN, x, dy, weight, weight.t()),
+        "FP8": lambda: products(FP8_LINEAR, *factors()),
+        "of it factors": factors,
+        "and transposing for the weight's gradient": lambda: [FP8_LINEAR.transpose(factor) for factor in made[:2]],
     }
-    return time_interleaved(functions, device) | {"error": float((found - exact).norm() / exact.norm())}
+    pairs = zip(products(FP8_LINEAR, *made), products(PLAIN, x, dy, weight, weight.t()))
+    errors = [float((found.float() - exact.float()).norm() / exact.float().norm()) for found, exact in pairs]
+    return time_interleaved(functions, device) | dict(zip(("error of y", "of dx", "of d_weight"), errors))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from kernels.common import KEEPABLE, SKIPPABLE
-from kernels.parts import AttentionKind
+from kernels.parts import AttentionKind, Linear
 from training.host.memory import HostCopies, PinnedArena
 from training.host.torch_internals import TorchDispatchMode
 from training.memory.execution import Execution, Placement, needed_for_backward
@@ -79,9 +79,9 @@ def apply_execution(
         if hasattr(module, "impl"):
             module.impl = execution.impl
     set_kinds(model, execution.kinds)
+    set_linear(model, execution.linear)
     for block, placement in zip(model.layers, execution.placements):
         block.self_attn.backend = execution.attention_backend
-        block.self_attn.linear = block.mlp.linear = execution.linear
         block.self_attn.heads_at_a_time = None if placement.is_whole else execution.heads_at_a_time
         block.mlp.tile_size = None if placement.is_whole else execution.mlp_tile_size
     arena = PinnedArena(arena_bytes, model.embed_tokens.weight.device) if arena_bytes else None
@@ -109,6 +109,14 @@ def set_kinds(model: nn.Module, kinds: Sequence[AttentionKind]) -> None:
         if kind.gates_per_head != own.gates_per_head:
             raise ValueError(f"a layer whose own attention is {own.name} has no parameters for {kind.name}")
         block.self_attn.kind = kind
+
+
+def set_linear(model: nn.Module, linear: Linear) -> Linear:
+    """Set the linear maps of all blocks of a model.Transformer. Returns those that they had."""
+    had = model.layers[0].mlp.linear
+    for block in model.layers:
+        block.self_attn.linear = block.mlp.linear = linear
+    return had
 
 
 def apply_placement(

@@ -92,7 +92,7 @@ class Plan:
             rows += [("attention", heads), ("MLP", tiles)]
         rows += [("attends to", describe(execution.kinds or self.step.share.kinds))]
         if execution.linear != PLAIN:
-            rows.append(("linear maps", f"{execution.linear.name}, head bf16"))
+            rows.append(("linear maps", f"{execution.linear.name}, head bf16; costs some loss, see docs/memory.md"))
         if self.compared:
             compared = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.compared.items())
             rows.append(("attention kernel", f"{execution.attention_backend} (auto: a step takes {compared})"))

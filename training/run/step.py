@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from kernels.linear import PLAIN
 from model import Transformer
 from training.data.loader import Batch
 from training.host.errors import UserError
+from training.memory.placement import set_linear
 from training.optimizer import MasterAdamW
 from training.parallel.world import World
 from training.run.stopping import Stopped
@@ -83,18 +85,21 @@ def train_step(
 
 @torch.no_grad()
 def validate(model: Transformer, batches: Iterable[Batch], world: World, is_asked: Callable[[], bool]) -> float:
-    """Mean loss per held-out token, over all ranks.
+    """Mean loss per held-out token, over all ranks, with products in bf16 as in generation and evaluation.
 
     Args:
         batches: of whole sequences, as many on each rank.
         is_asked: called before each batch; if it returns True, Stopped is raised.
     """
-    total, count = 0.0, 0
-    for batch in batches:
-        if is_asked():
-            raise Stopped
-        batch = batch.slice(world.context_rank, world.context_size)
-        total += float(run_model(model, batch, world, 1.0))
-        count += batch.num_valid_tokens
+    total, count, linear = 0.0, 0, set_linear(model, PLAIN)
+    try:
+        for batch in batches:
+            if is_asked():
+                raise Stopped
+            batch = batch.slice(world.context_rank, world.context_size)
+            total += float(run_model(model, batch, world, 1.0))
+            count += batch.num_valid_tokens
+    finally:
+        set_linear(model, linear)
     total, all_tokens = world.sum(total, count)
     return total / all_tokens
