@@ -37,6 +37,8 @@ from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
 # A search for a plan asks for the same few footprints many thousand times.
 _attention_footprint, _mlp_footprint = functools.cache(qkv_attention_footprint), functools.cache(gated_mlp_footprint)
 _NORMS_BYTES = 8  # per token: 1 / rms of a block's two norms, float32
+# Share of the link's rate at which state on the host is updated beside forward, whose kernels its kernels wait for.
+UPDATE_BESIDE_FORWARD = 0.8
 LIBRARY_BYTES = 160 * MIB  # cuBLAS workspaces and the small tensors that nothing below counts
 
 
@@ -567,7 +569,8 @@ class Step:
         update = 4 * optimizer.gpu_state / rates["memory"]
         # One GPU's next forward runs beside the update of state on the host, which fetches it and sends it back without
         # the gradients. Activations leave, and weights come, at the same time.
-        fetched, returned = (n / rates["link"] for n in (optimizer.host, optimizer.host - optimizer.leaving_gradients))
+        link = rates["link"] if self.num_shards else UPDATE_BESIDE_FORWARD * rates["link"]
+        fetched, returned = optimizer.host / link, (optimizer.host - optimizer.leaving_gradients) / link
         if self.num_shards:
             update += fetched
         else:  # nothing runs before the embedding and the first block are updated
