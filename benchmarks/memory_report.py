@@ -1,9 +1,10 @@
 """Write the tables of MEMORY_REPORT.md, and the picture of README.md, anew: `python -m benchmarks.memory_report`.
 
 Tables come from files in benchmarks/results/. train_step_*.jsonl holds the last lines that benchmarks.bench_train_step
-printed. profile_memory.py wrote the others to --json: profile_step_*.json, profile_compare_*.json (--compare --measure)
-and profile_max_*.json (--find_max_context --measure). Where several files measured the same, the last in the order of
-names is shown. A table stands between "<!-- name -->" and "<!-- end -->"; the text around it is written by hand.
+printed, fp8_step_*.jsonl those of its pairs with and without FP8. profile_memory.py wrote the others to --json:
+profile_step_*.json, profile_compare_*.json (--compare --measure) and profile_max_*.json (--find_max_context --measure).
+Where several files measured the same, the last in the order of names is shown. A table stands between "<!-- name -->"
+and "<!-- end -->"; the text around it is written by hand.
 """
 
 import json
@@ -231,6 +232,28 @@ def sparse() -> list[list[str]]:
     return rows
 
 
+def fp8() -> list[list[str]]:
+    pairs: dict[tuple, dict[str, dict]] = {}
+    for run in results("fp8_step_*.jsonl"):
+        (setting, result), count = *run["results"].items(), run["gradient_accumulation_steps"]
+        pairs.setdefault((run["context_length"], count, setting, run["host_budget"]), {})[run["linear"]] = result | {
+            "date": date(run)
+        }
+    rows = []
+    for (context, count, setting, host), of_linear in pairs.items():
+        bf16, ours = of_linear["bf16"], of_linear["fp8"]
+        rows.append([
+            f"{context:,}" if count == 1 else f"{count} x {context:,}", setting.partition("+")[2] or "dense",
+            (host or "-").replace("GB", " GiB"), f"{bf16['seconds']:.2f}",
+            differing(ours["predicted_seconds"], ours["seconds"]), f"{ours['seconds']:.2f}",
+            f"{ours['seconds'] / bf16['seconds']:.3f}", differing(ours["predicted_gib"], ours["peak_gib"]),
+            f"{ours['peak_gib']:.2f}", f"{ours['host_gib']:.1f}", ours["date"],
+        ])  # fmt: skip
+    header = ["tokens", "attention", "host budget", "bf16, s per step", "FP8, predicted", "measured", "÷ bf16",
+              "peak GiB, predicted", "measured", "host GiB", "date, commit"]  # fmt: skip
+    return [header, *rows]
+
+
 def longest_measured() -> list[list[str]]:
     rows = [["model, budgets", "predicted", "measured", "measured ÷ predicted"]]
     for result in results("profile_max_*.json"):
@@ -329,6 +352,7 @@ MEASURED = (
     shared_sequences,
     against_the_peer,
     sparse,
+    fp8,
     longest_measured,
     some_layers,
     stages,

@@ -38,7 +38,7 @@ from .linear import Plain
 FP8_TYPE, LARGEST = torch.float8_e4m3fn, 448.0
 SHAPE_MULTIPLE = 16  # widths of matrices that the GPUs' products take
 LONGEST_ROW = 32_768  # elements; a row lives in one program's registers
-LEAST_SCALE = 2.0**-126  # of a row of zeros
+LEAST_SCALE = 2.0**-126  # a row of zeros has it
 _TILE_M, _TILE_K = 64, 128  # rows and columns that are transposed at once
 _ROWS_ADDED = 8192  # rows of a product that is added to another: it exists for so many rows at a time
 
