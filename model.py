@@ -55,6 +55,11 @@ class Share:
     rms_norm_eps: float = 1e-6
     has_head_norms: bool = True  # an RMSNorm on each query and key head, before rotary positions
     has_qkv_biases: bool = False
+    # Granite's scalars.
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
+    attention_multiplier: float | None = None  # of queries times keys; None: 1 / sqrt(head_dim)
+    logits_scaling: float = 1.0  # divides the logits
     # Both repeat over the layers: (window, window, window, full) is a pattern of four.
     layer_kinds: tuple[AttentionKind, ...] = (FULL,)
     layer_rotates: tuple[bool, ...] = (True,)  # whether a layer has rotary positions
@@ -130,6 +135,8 @@ class ModelConfig(Share):
             raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {self.hidden_act!r}")
         if not self.layer_kinds or not self.layer_rotates:
             raise ValueError("layer_kinds and layer_rotates must not be empty")
+        if self.attention_multiplier is not None and not all(self.layer_rotates):
+            raise ValueError("attention_multiplier is part of the rotary positions, which layer_rotates leaves out")
 
     def share(self, ranks: int = 1) -> Share:
         """The sizes of each of `ranks` that share all matrices; they must divide heads, MLP and vocabulary."""
@@ -279,18 +286,24 @@ class Block(nn.Module):
         self.self_attn = Attention(share, layer)
         self.post_attention_layernorm = RMSNorm(share.hidden_size, share.rms_norm_eps)
         self.mlp = GatedMLP(share)
+        self.multiplier = share.residual_multiplier
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
-        attended_BTD = self.self_attn(self.input_layernorm(x_BTD), context)
+        attended_BTD = scaled(self.self_attn(self.input_layernorm(x_BTD), context), self.multiplier)
         normed_BTD, x_BTD = self.post_attention_layernorm(attended_BTD, residual=x_BTD)
-        return x_BTD + self.mlp(normed_BTD)
+        return x_BTD + scaled(self.mlp(normed_BTD), self.multiplier)
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """x times a scalar of the family; x itself where it has none."""
+    return x if factor == 1 else x * factor
 
 
 @dataclass
 class ModelOutput:
     loss: Tensor | None = None  # float32 scalar
     logits: Tensor | None = None  # [B, T, V]; without a gradient where ranks share the head
-    hidden_states: Tensor | None = None  # [B, T, D], after the last norm
+    hidden_states: Tensor | None = None  # [B, T, D], what the head gets
 
 
 torch.export.register_dataclass(ModelOutput)  # so that FSDP finds the tensors in it
@@ -312,7 +325,10 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(share.hidden_size, share.rms_norm_eps)
         if not share.tie_word_embeddings:
             self.lm_head = nn.Linear(share.hidden_size, share.vocab_size, bias=False)
-        self.rotary = RotaryTables(config.head_dim, config.rope_theta, config.rope_scaling)
+        # Queries and keys have one factor each, whose square turns attention's 1 / sqrt(head_dim) into the multiplier.
+        multiplier = config.attention_multiplier
+        factor = 1.0 if multiplier is None else (multiplier * config.head_dim**0.5) ** 0.5
+        self.rotary = RotaryTables(config.head_dim, config.rope_theta, config.rope_scaling, factor)
         # Knobs, set from outside.
         self.loss_impl = "auto"  # "chunked" or "standard" force one
         self.linear: Linear = PLAIN  # the head's
@@ -393,10 +409,10 @@ class Transformer(nn.Module):
             has_none = (targets[:, -1] == IGNORE_INDEX).all()
             assert_async(has_none, "targets must be -100 at the last position of a whole sequence")
             targets = targets[:, :-1]
-        x_BTD, context = self.embed_tokens(input_ids), self.context(input_ids, documents, caches)
+        x_BTD, context = self.embed(input_ids), self.context(input_ids, documents, caches)
         for layer in self.layers:
             x_BTD = layer(x_BTD, context)
-        x_BTD = self.norm(x_BTD)
+        x_BTD = self.head_input(x_BTD)
         with self.head_visit():
             logits_BTV = self.linear(self.tensor_ranks.enter(x_BTD), self.output_weight) if return_logits else None
             loss = None if targets is None else self._loss(x_BTD, targets, logits_BTV, denominator, num_targets)
@@ -405,6 +421,14 @@ class Transformer(nn.Module):
             logits=self.tensor_ranks.gather(logits_BTV) if logits_BTV is not None else None,
             hidden_states=x_BTD if return_hidden_states else None,
         )
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Returns the first block's input."""
+        return scaled(self.embed_tokens(input_ids), self.share.embedding_multiplier)
+
+    def head_input(self, x_BTD: Tensor) -> Tensor:
+        """Returns what the head multiplies, of the last block's output."""
+        return scaled(self.norm(x_BTD), 1 / self.share.logits_scaling)
 
     def context(
         self, input_ids: Tensor, documents: Documents | None = None, caches: list[KeyValueCache] | None = None

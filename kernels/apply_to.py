@@ -21,7 +21,7 @@ from .rope import rope
 
 logger = logging.getLogger(__name__)
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "smollm3", "granite")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")  # keywords that transformers' loss takes
 
@@ -79,8 +79,9 @@ def _loss(model, hidden_states, labels, impl, num_items_in_batch=None, ignore_in
         raise ValueError(f"the fused loss reads lm_head's weight, but lm_head is now a {found}; use loss=False")
     if shift_labels is None:
         shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    scaling = getattr(model.config, "logits_scaling", 1.0)  # Granite's, which divides logits
     return linear_cross_entropy(
-        hidden_states,
+        hidden_states if scaling == 1 else hidden_states / scaling,
         model.lm_head.weight,
         shift_labels.to(hidden_states.device),
         linear_bias=model.lm_head.bias,
@@ -129,8 +130,8 @@ def apply_to(model: nn.Module, *, impl: str = "auto", loss: bool = True) -> dict
     runs without `labels`, and where `logits_to_keep` asks for logits.
 
     Args:
-        model: Llama, Mistral, Qwen2, Qwen3 or Gemma2, with or without its language-model head, or wrapped by PEFT.
-            accelerate, FSDP and torch.compile come after `apply_to`.
+        model: Llama, Mistral, Qwen2, Qwen3, Gemma2, SmolLM3 or Granite, with or without its language-model head, or
+            wrapped by PEFT. accelerate, FSDP and torch.compile come after `apply_to`.
         impl: "auto", "triton" or "torch".
         loss: False keeps the model's own loss, and its logits.
 

@@ -275,8 +275,10 @@ class RotaryTables:
     buffer: there is nothing to move, cast, shard or save.
     """
 
-    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None):
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None, factor: float = 1.0):
+        """`factor` multiplies queries and keys, beside what `scaling` multiplies them by."""
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        self.factor = factor * (1.0 if scaling is None else scaling.table_factor)
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -286,6 +288,5 @@ class RotaryTables:
             length = max(length, 2 * cached) if cached < length else cached
             positions = torch.arange(length, dtype=torch.float64, device=device)
             angles = torch.outer(positions, rope_frequencies(self.head_dim, self.theta, self.scaling, device))
-            factor = 1.0 if self.scaling is None else self.scaling.table_factor
-            self._tables = angles.cos().mul_(factor).float(), angles.sin_().mul_(factor).float()
+            self._tables = angles.cos().mul_(self.factor).float(), angles.sin_().mul_(self.factor).float()
         return self._tables

@@ -1,5 +1,6 @@
 """Released models against transformers: logits, loss, every gradient, generated tokens, and files."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from tests.runs import arguments, only_resume
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import load_model_weights
-from training.families import from_config_json, in_family, to_config_json
+from training.families import FAMILIES, from_config_json, in_family, to_config_json
 from training.memory.cost_model import PackedDocuments
 from training.memory.execution import Execution, Placement
 from training.memory.placement import apply_execution
@@ -31,6 +32,9 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+SCALARS = {
+    "embedding_multiplier": 12.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 8.0
+}  # fmt: skip
 # Forms of models: model_type, query and key/value heads, other settings of config.json, dtype of the files, bytes of a
 # shard.
 FORMS = {
@@ -42,6 +46,8 @@ FORMS = {
     "Llama 3": ("llama", 6, 2, {"rope_scaling": LLAMA3, "rope_theta": 5e5, "head_dim": 8}, "bfloat16", "1GB"),
     "Llama, linear": ("llama", 4, 2, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "float32", "1GB"),
     "SmolLM2": ("llama", 3, 1, {"tie_word_embeddings": True, "rope_theta": 1e5}, "bfloat16", "1GB"),
+    "SmolLM3": ("smollm3", 4, 1, {"no_rope_layers": [0, 1], "pad_token_id": None}, "bfloat16", "1GB"),
+    "Granite": ("granite", 4, 2, {"tie_word_embeddings": True, **SCALARS}, "bfloat16", "20KB"),
     "Mistral": ("mistral", 4, 2, {"head_dim": 16, "sliding_window": None, "rope_theta": 1e6}, "bfloat16", "20KB"),
 }
 
@@ -96,6 +102,75 @@ def test_equals_transformers(name, tmp_path):
             torch.testing.assert_close(p.grad, gradients[parameter], rtol=0, atol=5e-5 * scale, msg=parameter)
     greedy = theirs.generate(ids[:, :40], max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
     assert torch.equal(ours.generate(ids[:, :40], 8), greedy)
+
+
+def random_settings(model_type, random):
+    """Settings of config.json for a random small model."""
+
+    def pick(*values):
+        return values[int(torch.randint(len(values), (), generator=random))]
+
+    layers, G, K = pick(1, 2, 3, 5), pick(1, 2), pick(8, 16)
+    H = G * pick(1, 2, 3)
+    settings = {
+        "vocab_size": 131, "hidden_size": pick(24, 48), "intermediate_size": pick(40, 72), "num_hidden_layers": layers,
+        "num_attention_heads": H, "num_key_value_heads": G, "head_dim": K, "tie_word_embeddings": pick(True, False),
+        "rope_theta": pick(1e4, 1e6), "rms_norm_eps": pick(1e-6, 1e-5), "max_position_embeddings": 128,
+        "hidden_act": pick("silu", "gelu_pytorch_tanh"), "pad_token_id": None,
+    }  # fmt: skip
+    if model_type in ("qwen2", "smollm3"):
+        settings["hidden_size"], _ = H * K, settings.pop("head_dim")
+    settings["rope_scaling"] = pick(None, YARN, LLAMA3, {"rope_type": "linear", "factor": 2.0})
+    if model_type == "mistral":
+        settings["sliding_window"] = None
+    if model_type == "smollm3":
+        settings["no_rope_layers"] = [pick(0, 1) for _ in range(layers)]
+    if model_type == "granite":
+        settings |= {name: pick(0.2, 1.0, 3.0) for name in SCALARS}
+    if model_type in ("qwen2", "qwen3") and pick(True, False):
+        types = [pick("sliding_attention", "full_attention") for _ in range(layers)]
+        settings |= {"use_sliding_window": True, "sliding_window": 64, "layer_types": types}
+    return settings
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_random_configurations_equal_transformers(model_type, tmp_path):
+    """Twenty each, read from the form that transformers writes and from ours: packed documents, tokens, gradients."""
+    import transformers
+
+    random = torch.Generator().manual_seed(0)
+    for number in range(20):
+        settings = random_settings(model_type, random)
+        torch.manual_seed(number)
+        config = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(settings))  # it writes into rope_scaling
+        theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        read = from_config_json(json.loads(json.dumps(config.to_dict(), default=str)))
+        assert (
+            from_config_json({**settings, "model_type": model_type}) == read == from_config_json(to_config_json(read))
+        )
+        ours = Transformer(read)
+        state = {n.removeprefix("model."): p.detach() for n, p in theirs.named_parameters()}
+        for name, parameter in ours.named_parameters():
+            scale = 0.3 if parameter.ndim == 1 else 3 * settings["hidden_size"] ** -0.5
+            state[name].normal_(float(name.endswith("norm.weight")), scale / 3, generator=random)
+        assert ours.load_state_dict(state) and ours.config.num_parameters() == sum(map(torch.numel, state.values()))
+        ids = torch.randint(131, (1, 100), generator=random)
+        expected = [theirs(part, labels=part) for part in ids.split([70, 30], 1)]
+        total = sum(output.loss * (part.shape[1] - 1) for output, part in zip(expected, ids.split([70, 30], 1)))
+        total.backward()
+        documents = find_documents((torch.arange(100)[None] >= 70).long())
+        output = ours(ids, ids, documents=documents, return_logits=True, denominator=1.0)
+        output.loss.backward()
+        logits = torch.cat([each.logits for each in expected], 1)
+        torch.testing.assert_close(output.logits, logits, rtol=1e-4, atol=1e-4, msg=f"{settings}")
+        torch.testing.assert_close(output.loss, total, rtol=1e-5, atol=0)
+        wanted = {n.removeprefix("model."): p.grad for n, p in theirs.named_parameters()}
+        for name, parameter in ours.named_parameters():
+            atol = 1e-4 * float(wanted[name].abs().max())
+            torch.testing.assert_close(parameter.grad, wanted[name], rtol=0, atol=atol, msg=f"{name} of {settings}")
+        prompt = {"input_ids": ids[:, :80], "attention_mask": torch.ones_like(ids[:, :80])}
+        greedy = theirs.generate(**prompt, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+        assert torch.equal(ours.generate(ids[:, :80], 4), greedy)
 
 
 def loss_and_gradients(state, config, device, dtype, execution):

@@ -138,7 +138,7 @@ def changes_of(
 def begin(model: Transformer, text: Piece) -> tuple[Context, Tensor]:
     """Returns what all blocks know of a text, and the first block's input."""
     ids_BT = torch.from_numpy(text.ids)[None].to(model.embed_tokens.weight.device)
-    return model.context(ids_BT), model.embed_tokens(ids_BT)
+    return model.context(ids_BT), model.embed(ids_BT)
 
 
 def summed_loss(model: Transformer, text: Piece, first: int, context: Context, x_BTD: Tensor, layer: int = 0) -> float:
@@ -146,7 +146,7 @@ def summed_loss(model: Transformer, text: Piece, first: int, context: Context, x
     for block in model.layers[layer:]:
         x_BTD = block(x_BTD, context)
     targets = torch.from_numpy(np.where(text.is_masked, IGNORE_INDEX, text.ids))[None, first + 1 :]
-    return float(token_losses(model, model.norm(x_BTD[:, first:-1]), targets).sum(dtype=torch.float64))
+    return float(token_losses(model, model.head_input(x_BTD[:, first:-1]), targets).sum(dtype=torch.float64))
 
 
 @torch.no_grad()

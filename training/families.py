@@ -26,15 +26,26 @@ class Family:
     defaults: dict = field(default_factory=dict)  # transformers' values for settings that config.json leaves out
     fixed: dict = field(default_factory=dict)  # settings written with these values, and refused with others
     has_layer_types: bool = False  # whether use_sliding_window and layer_types can give layers a window
+    has_no_rope_layers: bool = False  # whether no_rope_layers says which layers have rotary positions
+    scalars: tuple[str, ...] = ()  # ModelConfig's scalars that config.json has, by the same names
+    class_name: str | None = None  # the beginning of transformers' class; None: the model_type with a capital
 
 
+SCALARS = "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"
 NO_BIASES = {"attention_bias": False}  # one setting for q, k, v and o
 FAMILIES = {
     "qwen3": Family(has_head_norms=True, head_dim=128, fixed=NO_BIASES, has_layer_types=True),
     "qwen2": Family(has_qkv_biases=True, has_layer_types=True),
     "llama": Family(defaults={"num_key_value_heads": None}, fixed=NO_BIASES),
     "mistral": Family(defaults={"sliding_window": 4096}, fixed={"sliding_window": None, **NO_BIASES}),
-}
+    "smollm3": Family(
+        defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
+        fixed={"use_sliding_window": False, **NO_BIASES}, has_no_rope_layers=True, class_name="SmolLM3",
+    ),
+    "granite": Family(
+        defaults={"num_key_value_heads": None, **dict.fromkeys(SCALARS, 1.0)}, fixed=NO_BIASES, scalars=SCALARS
+    ),
+}  # fmt: skip
 # transformers' values for settings that config.json leaves out, in every family
 DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
 NOT_COMPUTED = (
@@ -76,16 +87,25 @@ def to_config_json(config: ModelConfig) -> dict:
     windows = [kind.window if isinstance(kind, Window) else None for kind in config.kinds]
     is_plain = all(isinstance(kind, (Full, Window)) for kind in config.kinds) and len({*windows} - {None}) <= 1
     can_say = len({kind.name for kind in config.kinds}) == 1 if own else is_plain
-    if not can_say or not all(config.layer_rotates) or (any(windows) and not family.has_layer_types):
-        raise ValueError(f"model_type {config.model_type!r} has no config.json for these kinds of layers")
+    can_say &= family.has_layer_types or not any(windows)
+    can_say &= family.has_no_rope_layers or all(config.layer_rotates)
+    can_say &= all(getattr(config, name) == getattr(MODEL_SIZES["4B"], name) for name in {*SCALARS} - {*family.scalars})
+    if not can_say:
+        raise ValueError(f"model_type {config.model_type!r} has no config.json for these kinds of layers or scalars")
     content = {
         "model_type": config.model_type + (own and f"_{own}"),
-        "architectures": [f"{config.model_type.capitalize()}{own.upper()}ForCausalLM"],
+        "architectures": [f"{family.class_name or config.model_type.capitalize()}{own.upper()}ForCausalLM"],
         **{name: getattr(config, name) for name in FIELDS},
         "hidden_act": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.hidden_act),
         "rope_scaling": None,
         **family.fixed,
+        **{name: getattr(config, name) for name in family.scalars},
     }
+    if config.attention_multiplier is None and "attention_multiplier" in family.scalars:
+        content["attention_multiplier"] = config.head_dim**-0.5
+    if family.has_no_rope_layers:
+        rotates, layers = config.layer_rotates, config.num_hidden_layers
+        content["no_rope_layers"] = [int(rotates[i % len(rotates)]) for i in range(layers)]
     if any(windows):
         types = ["sliding_attention" if window else "full_attention" for window in windows]
         content |= {"use_sliding_window": True, "sliding_window": max(filter(None, windows)), "layer_types": types}
@@ -125,7 +145,8 @@ def _read(content: dict) -> ModelConfig:
     suffix = next((suffix for suffix in with_parameters if declared_type.endswith(suffix)), "")
     model_type, kind = declared_type.removesuffix(suffix), with_parameters.get(suffix, Full)
     if model_type in FAMILIES:
-        family, rope = FAMILIES[model_type], _read_rope(content)
+        family = FAMILIES[model_type]
+        rope = _read_rope({**family.defaults, **content})
         refused = _refused(content, family) + rope.pop("refused")
     else:
         refused = [f"model_type {content.get('model_type')!r} (it takes {', '.join(FAMILIES)})"]
@@ -145,7 +166,9 @@ def _read(content: dict) -> ModelConfig:
         **{name: content[name] for name in FIELDS},
         hidden_act=ACTIVATIONS[content["hidden_act"]],
         layer_kinds=_layer_kinds(content) if _has_windows(content, family) else (kind(),),
+        layer_rotates=_layer_rotates(content) if family.has_no_rope_layers else (True,),
         rope_scaling=content["rope_scaling"],
+        **_read_scalars(content, family),
     )
     return in_family(config, model_type)
 
@@ -189,10 +212,37 @@ def _layer_kinds(content: dict) -> tuple[AttentionKind, ...]:
     has_window = [name == "sliding_attention" for name in types or ()] or [i >= first for i in range(layers)]
     if len(has_window) != layers:
         raise ValueError(f"layer_types names {len(has_window)} layers of {layers}")
-    if not any(has_window):
-        return (Full(),)
-    period = next(n for n in range(1, layers + 1) if has_window[n:] == has_window[: layers - n])
-    return tuple(Window(window) if is_window else Full() for is_window in has_window[:period])
+    return tuple(Window(window) if is_window else Full() for is_window in _pattern(has_window))
+
+
+def _pattern(of_layers: list[bool]) -> list[bool]:
+    """Returns the shortest beginning that repeats through all layers."""
+    count = len(of_layers)
+    return of_layers[: next(n for n in range(1, count + 1) if of_layers[n:] == of_layers[: count - n])]
+
+
+def _layer_rotates(content: dict) -> tuple[bool, ...]:
+    """Returns whether layers have rotary positions, a pattern that repeats: no_rope_layers has 1 where they have."""
+    layers, interval = content["num_hidden_layers"], content.get("no_rope_layer_interval", 4)
+    if layers > MOST_LAYERS:  # the caller refuses so many
+        return (True,)
+    rotates = content.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(layers)]
+    if len(rotates) != layers:
+        raise ValueError(f"no_rope_layers names {len(rotates)} layers of {layers}")
+    return tuple(_pattern([bool(rotated) for rotated in rotates]))
+
+
+def _read_scalars(content: dict, family: Family) -> dict:
+    """Returns ModelConfig's scalars; attention's is None where it is 1 / sqrt(head_dim)."""
+    scalars: dict[str, float | None] = {}
+    for name in family.scalars:
+        value = content[name]
+        if type(value) not in (int, float) or not 0 < value < 2**31:
+            raise ValueError(f"{name} is {value!r:.80}; it must be a number above 0")
+        scalars[name] = float(value)
+    if scalars.get("attention_multiplier") == content["head_dim"] ** -0.5:
+        scalars["attention_multiplier"] = None
+    return scalars
 
 
 def _read_rope(content: dict) -> dict:

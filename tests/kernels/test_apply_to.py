@@ -19,8 +19,12 @@ FAMILIES = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": True},
     "gemma2": {"tie_word_embeddings": True, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 3.0},
-}
-NUM_NORMS = {"llama": 5, "mistral": 5, "qwen2": 5, "qwen3": 9, "gemma2": 9}
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "granite": {
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 2.0
+    },
+}  # fmt: skip
+NUM_NORMS = {"llama": 5, "mistral": 5, "qwen2": 5, "qwen3": 9, "gemma2": 9, "smollm3": 5, "granite": 5}
 every_family = pytest.mark.parametrize("model_type", FAMILIES)
 
 
@@ -116,6 +120,7 @@ def test_replaces_all_of_this_model_and_nothing_of_another(model_type, monkeypat
     assert patched(**make_batch()).logits is None
     activation, absent = ("geglu", "swiglu") if model_type == "gemma2" else ("swiglu", "geglu")
     expected = {"rms_norm": NUM_NORMS[model_type], "rope": 2, activation: 2, absent: 0, "linear_cross_entropy": 1}
+    expected["rope"] = sum(FAMILIES[model_type].get("no_rope_layers", [1, 1]))
     assert calls == expected
 
     copied = copy.deepcopy(patched)  # the copy's forwards are bound to its own modules
@@ -212,7 +217,7 @@ def test_compiles_without_a_graph_break():
 
 
 def test_refuses_what_it_does_not_know():
-    with pytest.raises(ValueError, match=r"llama, mistral, qwen2, qwen3, gemma2, got 'gpt2'"):
+    with pytest.raises(ValueError, match=r"qwen3, gemma2, smollm3, granite, got 'gpt2'"):
         apply_to(AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=8, n_head=1, n_layer=1)))
     with pytest.raises(ValueError, match="got None"):
         apply_to(torch.nn.Linear(2, 2))

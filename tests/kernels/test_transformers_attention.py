@@ -11,7 +11,10 @@ BASE = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.3,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
-FAMILIES = {"qwen3": {}, "llama": {}, "qwen2": {}, "mistral": {"sliding_window": None}}
+FAMILIES = {
+    "qwen3": {}, "llama": {}, "qwen2": {}, "mistral": {"sliding_window": None}, "smollm3": {"no_rope_layers": [1, 0]},
+    "granite": {"attention_multiplier": 0.3},
+}  # fmt: skip
 DOCUMENTS = [150, 1, 96, 53]  # 300 tokens: blocks of 32 to choose from, beside the window
 T = sum(DOCUMENTS)
 

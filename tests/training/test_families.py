@@ -2,13 +2,14 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from kernels.attention.full import FULL
 from kernels.attention.nsa.nsa import NSA
 from kernels.attention.sparse.sparse_attention import Sparse
 from kernels.attention.window import Window
 from kernels.rope import LinearScaling, Llama3Scaling, YarnScaling
-from model import MODEL_SIZES
+from model import MODEL_SIZES, Transformer
 from training.families import FAMILIES, extend, from_config_json, in_family, to_config_json
 from training.host.errors import UserError
 
@@ -28,7 +29,7 @@ def test_config_json_round_trip():
     newer = {k: v for k, v in to_config_json(MODEL_SIZES["4B"]).items() if k not in ("rope_theta", "rope_scaling")}
     newer["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6}
     assert from_config_json(newer).rope_theta == 5e6
-    with pytest.raises(ValueError, match=r"model_type 'gemma2' \(it takes qwen3, qwen2, llama, mistral\)"):
+    with pytest.raises(ValueError, match=rf"model_type 'gemma2' \(it takes {', '.join(FAMILIES)}\)"):
         from_config_json({**newer, "model_type": "gemma2"})
     with pytest.raises(ValueError, match="rope_type yarn lacks factor"):
         from_config_json({**newer, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}})
@@ -66,6 +67,10 @@ def test_config_json_round_trip():
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
         ({"rope_theta": None}, "lacks rope_theta"),
+        ({"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window True"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers names 2 layers of 36"),
+        ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier is 0; it must be a number above 0"),
+        ({"model_type": "granite", "logits_scaling": "8"}, "logits_scaling is '8'; it must be a number above 0"),
     ],
 )
 def test_settings_that_would_compute_something_else_are_refused(settings, message):
@@ -129,11 +134,62 @@ def test_a_pattern_of_layers_comes_back_as_it_was(kinds, layers):
         {"layer_kinds": (Window(64), NSA())},
         {"layer_kinds": (Sparse(),)},
         {"layer_rotates": (True, False)},
+        {"residual_multiplier": 0.5},
+        {"attention_multiplier": 0.5},
     ],
 )
 def test_kinds_of_layers_that_no_file_can_say_are_not_written(change):
     with pytest.raises(ValueError, match=r"model_type 'qwen3' has no config.json for these kinds of layers"):
         to_config_json(replace(TINY, **change))
+
+
+def test_layers_without_rotary_positions():
+    config = replace(in_family(MODEL_SIZES["4B"], "smollm3"), layer_rotates=(True, True, True, False))
+    content = to_config_json(config)
+    assert content["no_rope_layers"] == [1, 1, 1, 0] * 9 and content["architectures"] == ["SmolLM3ForCausalLM"]
+    assert from_config_json(content) == config
+    del content["no_rope_layers"]  # transformers then leaves out every fourth layer
+    assert from_config_json(content) == config
+    assert from_config_json({**content, "no_rope_layer_interval": 2}).layer_rotates == (True, False)
+    with pytest.raises(ValueError, match="attention_multiplier is part of the rotary positions"):
+        replace(config, attention_multiplier=0.5)
+
+
+def test_scalars_come_back_as_they_were():
+    scalars = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+    for multiplier in (None, 0.015625):
+        config = replace(in_family(TINY, "granite"), **scalars, attention_multiplier=multiplier)
+        content = to_config_json(config)
+        assert content["attention_multiplier"] == (multiplier or TINY.head_dim**-0.5)
+        assert from_config_json(json.loads(json.dumps(content))) == config
+    for name in (*scalars, "attention_multiplier"):
+        del content[name]  # transformers' are 1, attention's too
+    assert from_config_json(content) == replace(in_family(TINY, "granite"), attention_multiplier=1.0)
+
+
+RELEASED = {  # config.json of released models, by shape, and the published number of parameters in millions
+    "SmolLM3-3B": (
+        {"model_type": "smollm3", "hidden_size": 2048, "intermediate_size": 11_008, "num_hidden_layers": 36,
+         "num_attention_heads": 16, "vocab_size": 128_256, "max_position_embeddings": 65_536, "hidden_act": "silu"},
+        3075,
+    ),
+    "granite-3.3-2b": (
+        {"model_type": "granite", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 40,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 49_159, "tie_word_embeddings": True,
+         "max_position_embeddings": 131_072, "hidden_act": "silu", "rope_theta": 1e7, "embedding_multiplier": 12.0,
+         "attention_multiplier": 0.015625, "residual_multiplier": 0.22, "logits_scaling": 8.0},
+        2534,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_shapes_have_the_published_number_of_parameters(name):
+    content, millions = RELEASED[name]
+    config = from_config_json(content)
+    with torch.device("meta"):
+        found = sum(parameter.numel() for parameter in Transformer(config).parameters())
+    assert found == config.num_parameters() and round(found / 1e6) == millions
 
 
 def test_what_a_file_leaves_out_is_what_transformers_takes():
@@ -153,7 +209,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes():
 
 @pytest.mark.parametrize("change", [{"model_type": "gemma"}, {"model_type": "llama"}, {"has_qkv_biases": True}])
 def test_a_model_of_no_family_is_not_written(change):
-    with pytest.raises(ValueError, match=r"no family has model_type .*has a row for qwen3, qwen2, llama, mistral"):
+    with pytest.raises(ValueError, match=rf"no family has model_type .*has a row for {', '.join(FAMILIES)}"):
         to_config_json(replace(TINY, **change))
 
 

@@ -439,6 +439,9 @@ class Step:
         # 2 * x: the gradient of the block's output, and the residual sum. A placed block was just rebuilt, and the
         # outputs of its attention and of the block still exist.
         mlp_backward = saved, 2 * x + mlp.saved + max(mlp.backward, 0 if whole else 2 * x)
+        if self.share.residual_multiplier != 1 and not whole:  # gradients of the MLP's and of attention's own outputs
+            mlp_backward = saved, x + mlp_backward[1]
+            saved += x if execution.heads_at_a_time else 0
         if placement.results == "recompute" and attention.forward > sum(mlp_backward) - 2 * x:
             mlp_backward = x + attention.forward, x  # attention runs again
         return [forward, mlp_backward, (saved + attention.backward, x if whole else 2 * x)]
@@ -513,8 +516,8 @@ class Step:
             (footprints[kind][0].matrix_flops + mlp.matrix_flops) / rates[execution.linear.rate] for kind in kinds
         ]
         of_weights = sum(products) * rates[execution.linear.rate] / rates[execution.linear.weight_rate]  # gradients
-        # A block's two norms, two sums and their copies read and write nine hidden states.
-        moved_bytes = 9 * self.input_bytes + mlp.elementwise_bytes
+        # A block's two norms, two sums and their copies read and write nine hidden states, and two multipliers four.
+        moved_bytes = (9 + 4 * (share.residual_multiplier != 1)) * self.input_bytes + mlp.elementwise_bytes
         moves = [(moved_bytes + footprints[kind][0].elementwise_bytes) / rates["memory"] for kind in kinds]
         layers = [a + b for a, b in zip(products, moves)]
         # Ranks that share matrices sum hidden states after attention and after the MLP; backward sums their gradients.

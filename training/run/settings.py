@@ -32,7 +32,7 @@ class StepFlags:
     model_size: str | None = flag(
         None, "shape of the model; default: init_from's, else tiny", MODEL_SIZES, group="model"
     )
-    init_from: str | None = flag(None, "weights to start from: folder of Qwen3, Qwen2, Llama, Mistral, or a checkpoint")
+    init_from: str | None = flag(None, "weights to start from: folder of a released model, or a checkpoint")
     context_length: int = flag(512, "tokens in a sequence", least=2, most=2**27, group="batch")
     batch_size: int = flag(
         None, f"sequences in a micro-batch of a rank; default: 8, from {LONG_CONTEXT} tokens on 1", least=1, most=2**20

@@ -161,13 +161,14 @@ def step_of(
     kinds=(FULL,),
     model_type="qwen3",
     state_format="float32",
+    scalars=None,
     **options,
 ):
-    """Layers repeat `kinds`; `tensor_ranks` in the options share each matrix."""
+    """Layers repeat `kinds`; `tensor_ranks` in the options share each matrix; `scalars` are ModelConfig's."""
     config = MODEL_SIZES[size]
     given = Execution(loss_impl=loss_impl, attention_backend=backend, state_format=state_format)
     layers = num_hidden_layers or config.num_hidden_layers
-    config = replace(in_family(config, model_type), num_hidden_layers=layers, layer_kinds=kinds)
+    config = replace(in_family(config, model_type), num_hidden_layers=layers, layer_kinds=kinds, **scalars or {})
     with torch.device("meta"):
         model = Transformer(config, options.get("tensor_ranks", 1)).to(torch.bfloat16)
     documents = PackedDocuments.one_each(context_length, options.get("batch_size", 1))
@@ -176,6 +177,7 @@ def step_of(
 
 GPU, ON_HOST = Placement("gpu", "gpu"), Placement("host", "host")
 VISITS = replace(ON_HOST, weights="host")
+SCALARS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
 BY_LAYER = tuple(map(Sparse, (64, 32, 0, 128)))
 CASES = {
     "checkpointing": (131_072, [Placement()] * 4, None, None, {}),
@@ -201,6 +203,8 @@ CASES = {
     "fp8": (131_072, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, {"linear": FP8("triton")}),
     "fp8, groups": (131_072, [ON_HOST, GPU] * 2, 8192, 1, {"linear": FP8("triton")}),
     "fp8, one tile": (65_536, [Placement()] * 2 + [WHOLE] * 2, None, None, {"linear": FP8("triton")}),
+    "scalars": (131_072, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, {"scalars": SCALARS}),
+    "scalars, groups": (131_072, [ON_HOST, GPU, WHOLE, WHOLE], 8192, 1, {"scalars": SCALARS}),
     "untied ends": (524_288, [VISITS] * 4, 8192, 1, {"ends": "host", "size": "8B", "gpu_state_bytes": 0}),
 }
 
@@ -213,7 +217,8 @@ def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
     """
     context_length, placements, tile_size, heads, more = CASES[case]
     kinds, state = more.get("kinds", (FULL,)), more.get("gpu_state_bytes", math.inf)
-    step = step_of(more.get("size", "4B"), context_length, loss_impl="chunked", num_hidden_layers=4, kinds=kinds)
+    options = {"num_hidden_layers": 4, "kinds": kinds, "scalars": more.get("scalars")}
+    step = step_of(more.get("size", "4B"), context_length, loss_impl="chunked", **options)
     step = replace(step, given=replace(step.given, linear=more.get("linear", PLAIN)))
     execution = replace(
         step.given, placements=tuple(placements), mlp_tile_size=tile_size, heads_at_a_time=heads,
