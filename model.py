@@ -498,7 +498,7 @@ class Transformer(nn.Module):
                 f"up to 1, got {input_ids.shape[1]} tokens, temperature {temperature} and top_p {top_p}"
             )
         length = input_ids.shape[1] + max_new_tokens
-        caches = [KeyValueCache(length) for _ in self.layers]
+        caches = [KeyValueCache(length, layer.self_attn.kind.reach) for layer in self.layers]
         if input_ids.shape[1] > 1:  # all but the last token only fill the cache: no logits
             self(input_ids[:, :-1], caches=caches)
         next_ids = input_ids[:, -1:]

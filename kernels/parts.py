@@ -160,6 +160,11 @@ class AttentionKind(Part, ABC):
         return self.selected_blocks
 
     @property
+    def reach(self) -> int | None:
+        """Tokens that a token sees in `decode`, itself included; None: all."""
+        return None
+
+    @property
     def longest_document(self) -> float:
         return math.inf
 

@@ -339,6 +339,22 @@ def test_sparse_generation_with_the_cache_equals_full_forwards():
     assert not torch.equal(model.generate(ids, 20), expected)
 
 
+def test_generation_past_windows_equals_full_forwards():
+    """Prompts shorter than a window, of one, and longer than two; the cache of a window never holds three."""
+    config = replace(TINY, initializer_range=0.3, layer_kinds=(Window(64), FULL), num_hidden_layers=3)
+    model = build(config)
+    for length in (5, 64, 190, 63, 128):
+        ids = tokens(2, length)
+        assert torch.equal(model.generate(ids, 12), greedy_by_full_forwards(model, ids, 12))
+    cache, keys = KeyValueCache(1000, 64), torch.arange(1000.0).view(1, 1000, 1, 1)
+    for first, last in ((0, 3), (3, 100), (100, 290), *((i, i + 1) for i in range(290, 500))):
+        held = cache.append(keys[:, first:last], -keys[:, first:last])
+        for stored, expected in zip(held, (keys, -keys)):
+            assert torch.equal(stored[:, -64:], expected[:, max(0, last - 64) : last]) and stored.shape[1] <= 128
+            assert stored.untyped_storage().nbytes() == 4 * 128
+        assert cache.length == last
+
+
 def test_caches_refuse_documents_and_chunks():
     model, ids = build(), tokens(1, 4)
     caches = [KeyValueCache(8) for _ in model.layers]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention import KINDS
+from kernels.attention.cache import cache_capacity
 from kernels.attention.full import choose_backend
 from kernels.parts import AttentionKind
 from model import IGNORE_INDEX, ModelConfig, Transformer
@@ -145,7 +146,8 @@ def check_memory(shape: ModelConfig, cached: int, device: torch.device, budget: 
     """Returns what weights and a cache of `cached` tokens take, in words. Raises UserError if it is above `budget`."""
     size = dtype_on(device).itemsize
     weight_bytes = size * shape.num_parameters()
-    cache_bytes = cached * size * 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
+    held = sum(cache_capacity(cached, kind.reach) for kind in shape.kinds)  # tokens, all layers
+    cache_bytes = held * size * 2 * shape.num_key_value_heads * shape.head_dim
     takes = f"the weights take {gib(weight_bytes)}, keys and values of {cached:,} tokens {gib(cache_bytes)}"
     if weight_bytes + cache_bytes > budget:
         raise UserError(f"{takes}, {gib(budget)} are there: give shorter texts, or a larger --memory_budget")

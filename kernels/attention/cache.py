@@ -3,23 +3,41 @@
 from torch import Tensor
 
 
+def cache_capacity(max_length: int, reach: int | None) -> int:
+    """Returns the tokens that the cache of a layer has memory for; arguments as in `KeyValueCache`."""
+    return max_length if reach is None else min(max_length, 2 * reach)
+
+
 class KeyValueCache:
     """Keys and values of the tokens seen so far, for one layer.
 
+    A cache of a window holds up to two windows. When it is full, the last window moves to its beginning.
+
     Args:
-        max_length: most tokens that the cache has room for.
+        max_length: most tokens that are appended.
+        reach: tokens that a new one sees, itself included (`AttentionKind.reach`); None: all.
     """
 
-    def __init__(self, max_length: int):
-        self.max_length, self.length = max_length, 0
+    def __init__(self, max_length: int, reach: int | None = None):
+        self.capacity, self.reach = cache_capacity(max_length, reach), reach
+        self.length = 0  # tokens appended so far
+        self._held = 0  # the last of them, which are still here
         self._keys_values: tuple[Tensor, Tensor] | None = None
 
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the keys and values of new tokens [B, T, G, K]; returns all of them so far, [B, S, G, K]."""
+        """Stores the keys and values of new tokens [B, T, G, K]. Returns all that are here, the last [B, S, G, K]."""
         if self._keys_values is None:
             B, _, G, K = k_BTGK.shape
-            self._keys_values = tuple(k_BTGK.new_empty(B, self.max_length, G, K) for _ in range(2))
-        start, self.length = self.length, self.length + k_BTGK.shape[1]
+            self._keys_values = tuple(k_BTGK.new_empty(B, self.capacity, G, K) for _ in range(2))
+        count = k_BTGK.shape[1]
+        self.length += count
+        if self._held + count > self.capacity and self.reach is not None:
+            k_BTGK, v_BTGK = k_BTGK[:, -self.reach :], v_BTGK[:, -self.reach :]
+            kept = max(0, min(self._held, self.reach - count))
+            for stored in self._keys_values:
+                stored[:, :kept] = stored[:, self._held - kept : self._held].clone()
+            self._held, count = kept, k_BTGK.shape[1]
+        start, self._held = self._held, self._held + count
         for stored, new in zip(self._keys_values, (k_BTGK, v_BTGK)):
-            stored[:, start : self.length] = new
-        return tuple(stored[:, : self.length] for stored in self._keys_values)
+            stored[:, start : self._held] = new
+        return tuple(stored[:, : self._held] for stored in self._keys_values)

@@ -52,6 +52,10 @@ class Window(AttentionKind):
             raise ValueError(f"window must be a multiple of {BLOCK_SIZE}, and not 0, got {self.window}")
         super().__post_init__()
 
+    @property
+    def reach(self) -> int:
+        return self.window
+
     def describe(self, selected_blocks: str) -> str:
         return f"a window of {self.window} tokens"
 
