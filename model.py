@@ -2,8 +2,9 @@
 
 Shapes: B batch, T tokens, D model width, H query heads, G key/value heads, K head width, F feed-forward width, V vocab.
 The architecture is Qwen3's (arXiv 2505.09388): RMSNorm before each half of a block, RMSNorm on each query and key head
-before rotary positions, grouped-query attention, a gated MLP, no biases. Llama and Mistral have no norms of heads,
-Qwen2 has biases of q, k and v instead. Parameter names are Hugging Face's.
+before rotary positions, grouped-query attention, a gated MLP, no biases. Other families differ by what a `ModelConfig`
+has: no norms of heads, biases of q, k and v, layers without rotary positions, scalars. Parameter names are Hugging
+Face's.
 """
 
 import functools
@@ -110,7 +111,8 @@ class ModelConfig(Share):
     """A decoder, whole; `MODEL_SIZES` holds the named ones.
 
     Raises:
-        ValueError: a size that is not positive, heads that do not divide, an unknown activation.
+        ValueError: a size that is not positive, heads that do not divide, an odd head_dim, an unknown activation, an
+            empty pattern of layers, an attention_multiplier beside layers without rotary positions.
     """
 
     rope_theta: float = 1e6

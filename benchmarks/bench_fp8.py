@@ -29,7 +29,8 @@ def bench(tokens: int, K: int, N: int, device: torch.device) -> dict[str, float]
     weight = torch.randn(N, K, dtype=torch.bfloat16, device=device) / K**0.5
 
     def products(linear, x, dy, weight, weight_t):
-        return linear.forward(x, weight), linear.input_gradient(dy, weight_t), linear.weight_gradient(dy, x)
+        d_weight = linear.weight_gradient(linear.transpose(dy), linear.transpose(x))
+        return linear.forward(x, weight), linear.input_gradient(dy, weight_t), d_weight
 
     def factors():
         weight8 = FP8_LINEAR.factor(weight)

@@ -224,11 +224,12 @@ class FP8(Plain):
             part += _product(Factor(values, scales, dy.dtype), weight_t)
         return out
 
-    def weight_gradient(self, dy: Factor, x: Factor, *, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
-        factors = self.transpose(dy), self.transpose(x)
+    def weight_gradient(
+        self, dy_t: Factor, x_t: Factor, *, out: Tensor | None = None, accumulate: bool = False
+    ) -> Tensor:
         if out is None or not accumulate:
-            return _product(*factors, out)
-        return out.add_(_product(*factors))
+            return _product(dy_t, x_t, out)
+        return out.add_(_product(dy_t, x_t))  # each product is rounded to 16 bits, the sum is not
 
 
 class _Maps(torch.autograd.Function):
@@ -246,13 +247,13 @@ class _Maps(torch.autograd.Function):
         (values, scales, *weights), part = ctx.saved_tensors, ctx.part
         _, _, needs_x, *needs = ctx.needs_input_grad
         dx, d_weights, d_biases = None, [], [dy.sum(0) if n else None for dy, n in zip(gradients, needs[ctx.count :])]
+        x_t = part.transpose(Factor(values, scales, ctx.dtype)) if any(needs[: ctx.count]) else None
         for dy, weight, needs_weight in zip(gradients, weights, needs):
             factor = part.factor(dy)
             if needs_x:
                 weight_t = part.transpose(part.factor(weight))
                 dx = part.input_gradient(factor, weight_t, out=dx, accumulate=dx is not None)
-            x = Factor(values, scales, ctx.dtype)
-            d_weights.append(part.weight_gradient(factor, x) if needs_weight else None)
+            d_weights.append(part.weight_gradient(part.transpose(factor), x_t) if needs_weight else None)
         return None, None, dx, *d_weights, *d_biases
 
 

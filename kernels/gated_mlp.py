@@ -7,8 +7,8 @@ Let a = act(gate), and d the gradient of a * up. Then
 act is SiLU (SwiGLU) or GELU in its tanh form (GEGLU). Both are x * sigmoid(y): y = x for SiLU, and y = 2 z for GELU,
 since 0.5 (1 + tanh(z)) = sigmoid(2 z). Arithmetic is in float32, with one rounding at the end.
 
-Kept for backward: gate and up by `swiglu` and `geglu`, which compute the activation again; the input alone by
-`gated_mlp` in tiles.
+Kept for backward: gate and up by `swiglu` and `geglu`, which compute the activation again, and by `gated_mlp` at once,
+which also keeps the inputs of its products as its linear maps do; the input alone by `gated_mlp` in tiles.
 
 A tile is some rows of the input. Tiles go through the layer one after another, in buffers of one tile. Backward
 computes a tile's gate and up again, two of its eleven matrix products. Then d_gate overwrites gate, d_up overwrites up,
@@ -209,17 +209,21 @@ def _tiled_mlp_backward(
         d_gate, d_up, hidden = gate, up, d_hidden  # the buffers' contents from here on
 
         if d_weights[2] is not None:
-            linear.weight_gradient(d_output_factor, linear.factor(hidden), out=d_weights[2], accumulate=True)
+            factors_t = linear.transpose(d_output_factor), linear.transpose(linear.factor(hidden))
+            linear.weight_gradient(*factors_t, out=d_weights[2], accumulate=True)
+            del factors_t
         del d_output_factor
+        x_factor_t = linear.transpose(x_factor)
+        del x_factor
         for dy, weight_t, total in zip((d_gate, d_up), (gate_factor_t, up_factor_t), d_weights):
             dy_factor = linear.factor(dy)
             if d_x is not None:
                 linear.input_gradient(dy_factor, weight_t, out=d_x[tile], accumulate=dy is d_up)
             if total is not None:
-                linear.weight_gradient(dy_factor, x_factor, out=total, accumulate=True)
+                linear.weight_gradient(linear.transpose(dy_factor), x_factor_t, out=total, accumulate=True)
             del dy_factor
     # Freed before the casts, whose results need memory.
-    del buffers, gate, up, d_hidden, d_gate, d_up, hidden, dy, weight_t, x_factor
+    del buffers, gate, up, d_hidden, d_gate, d_up, hidden, dy, weight_t, x_factor_t
     del gate_factor, up_factor, gate_factor_t, up_factor_t, down_factor_t
     d_weights = [total.to(w.dtype) for total, w in zip(d_weights, weights) if total is not None]
     return d_weights if d_x is None else [d_x, *d_weights]

@@ -70,8 +70,10 @@ class Plain(Part):
     ) -> Tensor:
         return _product(dy, weight_t.t(), out, accumulate)
 
-    def weight_gradient(self, dy: Tensor, x: Tensor, *, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
-        return _product(dy.t(), x, out, accumulate)
+    def weight_gradient(
+        self, dy_t: Tensor, x_t: Tensor, *, out: Tensor | None = None, accumulate: bool = False
+    ) -> Tensor:
+        return _product(dy_t, x_t.t(), out, accumulate)
 
 
 PLAIN = Plain()

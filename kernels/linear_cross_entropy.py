@@ -113,7 +113,8 @@ def _loss_and_gradients(
             if rows is not None:
                 d_input[chunk] = d_x
         if needs_weight:
-            linear.weight_gradient(factor, x_factor, out=d_weight, accumulate=start > 0)
+            factors_t = linear.transpose(factor), linear.transpose(x_factor)
+            linear.weight_gradient(*factors_t, out=d_weight, accumulate=start > 0)
         if needs_bias:
             d_bias += gradient.sum(0, dtype=d_bias.dtype)
 

@@ -80,7 +80,7 @@ class Linear(Protocol):
         """Returns the bytes that a differentiable call keeps of its input for backward."""
 
     def weight_gradient_bytes(self, rows: int, N: int, K: int, accumulate: bool) -> int:
-        """Returns the bytes that `weight_gradient` takes beside its arguments and its result."""
+        """Returns the bytes of both transposed factors, and of what `weight_gradient` takes beside its result."""
 
     def forward(self, x: Factor, weight: Factor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """Maps x [M, K] by weight [N, K] to [M, N] without a graph. The result is written into `out` if it is given."""
@@ -93,8 +93,13 @@ class Linear(Protocol):
         The result is written into `out` or, with `accumulate`, added to it.
         """
 
-    def weight_gradient(self, dy: Factor, x: Factor, *, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
-        """Returns dy^T x, [N, K], for dy [M, N] and x [M, K]; `out` as in `input_gradient`, and it may be float32."""
+    def weight_gradient(
+        self, dy_t: Factor, x_t: Factor, *, out: Tensor | None = None, accumulate: bool = False
+    ) -> Tensor:
+        """Returns dy^T x, [N, K], for the transposed dy [N, M] and x [K, M], which `transpose` made.
+
+        `out` is as in `input_gradient`, and may be float32.
+        """
 
 
 class AttentionBytes(NamedTuple):

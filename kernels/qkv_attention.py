@@ -217,8 +217,9 @@ class _QKVAttention(torch.autograd.Function):
             outs_n, gates_n = [all_heads.take(out, step) for out in outs], all_heads.take(gates, step)
             output_n = kind.output(outs_n, gates_n, on_triton).flatten(0, 1).flatten(1)
             dy_factor, output_factor = linear.factor(dy_rows), linear.factor(output_n)
-            all_heads.put(d_o_weight, step, linear.weight_gradient(dy_factor, output_factor), 1)
-            del output_n, output_factor
+            factors_t = linear.transpose(dy_factor), linear.transpose(output_factor)
+            all_heads.put(d_o_weight, step, linear.weight_gradient(*factors_t), 1)
+            del output_n, output_factor, factors_t
             d_out = linear.input_gradient(dy_factor, linear.transpose(linear.factor(o_weight_n)))
             del dy_factor
             d_out = exchange.to_heads(d_out.view(outs_n[0].shape))
@@ -243,8 +244,9 @@ class _QKVAttention(torch.autograd.Function):
             d_qkv_factor = linear.factor(d_qkv_rows)
             linear.input_gradient(d_qkv_factor, linear.transpose(weight_factor), out=dx_rows, accumulate=True)
             lengths = [len(w) // own_heads.steps for w in weights]
-            parts = linear.weight_gradient(d_qkv_factor, linear.factor(x_rows)).split(lengths)
-            del d_qkv_factor, weight_factor
+            factors_t = linear.transpose(d_qkv_factor), linear.transpose(linear.factor(x_rows))
+            parts = linear.weight_gradient(*factors_t).split(lengths)
+            del d_qkv_factor, weight_factor, factors_t
             for d_weight, part in zip(d_weights, parts):
                 all_heads.put(d_weight, step, part, 0)
             for d_bias, part in zip(d_biases, d_qkv_rows.sum(0).split(lengths) if biases else ()):
@@ -391,6 +393,8 @@ def qkv_attention_footprint(
         x_kept, kept = (linear.kept_bytes(T, size, element_size) for size in (hidden_size, num_heads * head_dim))
         if kept == q * T:
             kept = gated * T
+        if kind.gates_per_head and x_kept != x * T:  # the gates' own product keeps x as it is
+            x_kept += x * T
         saved = qkv + results + choices + gates + (q + k + 4 * (num_heads + num_key_value_heads)) * has_norms
         saved = saved * T + x_kept + kept
         forward, backward = (

@@ -76,7 +76,7 @@ def to_config_json(config: ModelConfig) -> dict:
     """Returns the config.json of a model. transformers opens it unless attention has parameters of its own.
 
     Raises:
-        ValueError: no row of `FAMILIES` has this model_type, or the row has other norms, biases or kinds of layers.
+        ValueError: no row of `FAMILIES` has this model_type, or config.json of this row cannot say what the model has.
     """
     if config.model_type not in FAMILIES or config != in_family(config, config.model_type):
         names = "model_type", "has_head_norms", "has_qkv_biases"
@@ -124,8 +124,8 @@ def from_config_json(content: dict) -> ModelConfig:
     """
     try:
         config = _read(content)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"a value is of the wrong type ({error})") from None
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"a value is of the wrong type or out of range ({error})") from None
     for name in FIELDS:
         found, like = getattr(config, name), getattr(MODEL_SIZES["4B"], name)
         types = (int, float) if isinstance(like, float) else (type(like),)
@@ -215,10 +215,10 @@ def _layer_kinds(content: dict) -> tuple[AttentionKind, ...]:
     return tuple(Window(window) if is_window else Full() for is_window in _pattern(has_window))
 
 
-def _pattern(of_layers: list[bool]) -> list[bool]:
+def _pattern(of_layers: list) -> list:
     """Returns the shortest beginning that repeats through all layers."""
     count = len(of_layers)
-    return of_layers[: next(n for n in range(1, count + 1) if of_layers[n:] == of_layers[: count - n])]
+    return of_layers[: next((n for n in range(1, count + 1) if of_layers[n:] == of_layers[: count - n]), 0)]
 
 
 def _layer_rotates(content: dict) -> tuple[bool, ...]:
@@ -226,10 +226,14 @@ def _layer_rotates(content: dict) -> tuple[bool, ...]:
     layers, interval = content["num_hidden_layers"], content.get("no_rope_layer_interval", 4)
     if layers > MOST_LAYERS:  # the caller refuses so many
         return (True,)
-    rotates = content.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(layers)]
-    if len(rotates) != layers:
+    rotates = content.get("no_rope_layers")
+    if rotates is None:
+        rotates = [int((i + 1) % interval != 0) for i in range(layers)]
+    if not isinstance(rotates, list) or {*rotates} - {0, 1}:
+        raise TypeError(f"no_rope_layers is {rotates!r:.60}")
+    if len(rotates) < layers:
         raise ValueError(f"no_rope_layers names {len(rotates)} layers of {layers}")
-    return tuple(_pattern([bool(rotated) for rotated in rotates]))
+    return tuple(map(bool, _pattern(rotates[:layers])))
 
 
 def _read_scalars(content: dict, family: Family) -> dict:

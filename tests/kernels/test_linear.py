@@ -31,7 +31,7 @@ class _Pieces(torch.autograd.Function):
         given = {"out": torch.empty_like(x)} if ctx.given else {}
         dx = part.input_gradient(part.factor(dy), part.transpose(part.factor(weight)), **given)
         given = {"out": torch.empty_like(weight)} if ctx.given else {}
-        d_weight = part.weight_gradient(part.factor(dy), part.factor(x), **given)
+        d_weight = part.weight_gradient(*(part.transpose(part.factor(each)) for each in (dy, x)), **given)
         return None, None, dx, d_weight, None if ctx.bias_dtype is None else dy.sum(0, dtype=ctx.bias_dtype)
 
 
@@ -97,9 +97,9 @@ def test_gradients_are_added_to_what_is_there(dtype, device):
     dy, x, weight = (random(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(9, 11), (9, 37), (11, 37)]))
     total = random(11, 37, seed=3)
     expected = total.double() + dy.double().T @ x.double()
-    assert PLAIN.weight_gradient(dy, x, out=total, accumulate=True) is total
+    assert PLAIN.weight_gradient(dy.t(), x.t(), out=total, accumulate=True) is total
     torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
-    assert PLAIN.weight_gradient(dy, x, out=total) is total
+    assert PLAIN.weight_gradient(dy.t(), x.t(), out=total) is total
     torch.testing.assert_close(total.double(), dy.double().T @ x.double(), rtol=1e-5, atol=1e-5)
 
     dx = random(9, 37, seed=4, dtype=dtype)
@@ -113,7 +113,7 @@ def test_small_products_are_not_lost_in_a_float32_total(device):
     dy, x = (random(1000, 8, seed=i, dtype=torch.bfloat16).abs() for i in range(2))
     total = torch.zeros(8, 8, device=device)
     for dy_row, x_row in zip(dy.split(1), x.split(1)):
-        PLAIN.weight_gradient(dy_row, x_row, out=total, accumulate=True)
+        PLAIN.weight_gradient(dy_row.t(), x_row.t(), out=total, accumulate=True)
     exact = dy.double().T @ x.double()
     assert ((total.double() - exact).abs() <= 1e-4 * exact).all()
 

@@ -188,9 +188,9 @@ class _Counted(Plain):
         _COUNTS.append(len(dy) * weight.numel())
         return super().input_gradient(dy, weight, **options)
 
-    def weight_gradient(self, dy, x, **options):
-        _COUNTS.append(dy.numel() * x.shape[1])
-        return super().weight_gradient(dy, x, **options)
+    def weight_gradient(self, dy_t, x_t, **options):
+        _COUNTS.append(dy_t.numel() * len(x_t))
+        return super().weight_gradient(dy_t, x_t, **options)
 
 
 @pytest.mark.parametrize(

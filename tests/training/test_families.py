@@ -56,7 +56,7 @@ def test_config_json_round_trip():
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Other"}}, "code of its own in auto_map"),
         ({"rope_scaling": {"type": "default", "mrope_section": [8, 8]}}, "mrope_section"),
         ({"use_sliding_window": True, "sliding_window": 100}, "window must be a multiple of 64, and not 0, got 100"),
-        ({"use_sliding_window": True, "sliding_window": 64.0}, "a value is of the wrong type .sliding_window is 64.0"),
+        ({"use_sliding_window": True, "sliding_window": 64.0}, "of the wrong type or out of range .sliding_window is 64.0"),
         ({"use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, "layer_types names 3 layers of 36"),
         ({"use_sliding_window": True, "layer_types": ["chunked_attention"] * 36}, "layers of chunked_attention"),
         ({"use_sliding_window": True, "model_type": "qwen3_nsa"}, "windows in layers of nsa"),
@@ -69,6 +69,15 @@ def test_config_json_round_trip():
         ({"rope_theta": None}, "lacks rope_theta"),
         ({"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window True"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers names 2 layers of 36"),
+        ({"model_type": "smollm3", "no_rope_layers": []}, "no_rope_layers names 0 layers of 36"),
+        (
+            {"model_type": "smollm3", "no_rope_layers": [2] * 36},
+            "of the wrong type .*no_rope_layers is .2, 2",
+        ),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0, "no_rope_layers": None}, "of the wrong type or out of"),
+        ({"model_type": "smollm3", "num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
+        ({"use_sliding_window": True, "num_hidden_layers": 0}, "must be at least 1, got 0|must not be empty"),
+        ({"model_type": "granite", "head_dim": 0}, "of the wrong type or out of range"),
         ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier is 0; it must be a number above 0"),
         ({"model_type": "granite", "logits_scaling": "8"}, "logits_scaling is '8'; it must be a number above 0"),
     ],
@@ -151,6 +160,7 @@ def test_layers_without_rotary_positions():
     del content["no_rope_layers"]  # transformers then leaves out every fourth layer
     assert from_config_json(content) == config
     assert from_config_json({**content, "no_rope_layer_interval": 2}).layer_rotates == (True, False)
+    assert from_config_json({**content, "no_rope_layers": [1] * 40}).layer_rotates == (True,)  # some are never read
     with pytest.raises(ValueError, match="attention_multiplier is part of the rotary positions"):
         replace(config, attention_multiplier=0.5)
 

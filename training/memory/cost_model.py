@@ -440,7 +440,7 @@ class Step:
         # outputs of its attention and of the block still exist.
         mlp_backward = saved, 2 * x + mlp.saved + max(mlp.backward, 0 if whole else 2 * x)
         if self.share.residual_multiplier != 1 and not whole:  # gradients of the MLP's and of attention's own outputs
-            mlp_backward = saved, x + mlp_backward[1]
+            mlp_backward = saved, mlp_backward[1] + (x if execution.mlp_tile_size else 0)
             saved += x if execution.heads_at_a_time else 0
         if placement.results == "recompute" and attention.forward > sum(mlp_backward) - 2 * x:
             mlp_backward = x + attention.forward, x  # attention runs again

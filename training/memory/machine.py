@@ -102,8 +102,9 @@ def measure_rates(
         factors = [(a, linear.factor(b)) for a, b in ((x, weight.t().contiguous()), (hidden, weight))]
         taken = _seconds(lambda: [linear.forward(linear.factor(a), b) for a, b in factors])
         rates[linear.rate] = flops * len(factors) / taken
-        x_factor, hidden_factor = linear.factor(x), linear.factor(hidden)
-        rates[linear.weight_rate] = flops / _seconds(lambda: linear.weight_gradient(hidden_factor, x_factor))
+        made = linear.factor(hidden), linear.factor(x)
+        taken = _seconds(lambda: linear.weight_gradient(*map(linear.transpose, made)))
+        rates[linear.weight_rate] = flops / taken
     gpu_link = _gpu_link_rate(find_gpu(torch.cuda.get_device_name(device)), rates["link"])
     return rates | {"gpu link": gpu_link, "network": ASSUMED_NETWORK}
 

@@ -12,8 +12,8 @@ gradient in forward.
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from kernels.common import KEEPABLE, SKIPPABLE
+from kernels.linear import PLAIN
 from kernels.parts import AttentionKind, Linear
 from training.host.memory import HostCopies, PinnedArena
 from training.host.torch_internals import TorchDispatchMode
@@ -111,12 +112,21 @@ def set_kinds(model: nn.Module, kinds: Sequence[AttentionKind]) -> None:
         block.self_attn.kind = kind
 
 
-def set_linear(model: nn.Module, linear: Linear) -> Linear:
-    """Set the linear maps of all blocks of a model.Transformer. Returns those that they had."""
-    had = model.layers[0].mlp.linear
+def set_linear(model: nn.Module, linear: Linear) -> None:
+    """Set the linear maps of all blocks of a model.Transformer."""
     for block in model.layers:
         block.self_attn.linear = block.mlp.linear = linear
-    return had
+
+
+@contextmanager
+def products_in_bf16(model: nn.Module) -> Iterator[None]:
+    """Has a model.Transformer compute as it does outside of training, whatever linear maps it trains with."""
+    had = model.layers[0].mlp.linear
+    set_linear(model, PLAIN)
+    try:
+        yield
+    finally:
+        set_linear(model, had)
 
 
 def apply_placement(

@@ -80,6 +80,7 @@ def linear_of(config: StepFlags, share: Share, device: torch.device, impl: str =
         return PLAIN
     names = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
     widths = {name: getattr(share, name) * (share.head_dim if "heads" in name else 1) for name in names}
+    widths["head_dim"] = share.head_dim  # heads of a step
     with refused_as_user_error():
         check_fp8(device, widths)
     return FP8(impl)

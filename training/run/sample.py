@@ -5,6 +5,7 @@ import logging
 import torch
 
 from training.host.sizes import GIB
+from training.memory.placement import products_in_bf16
 from training.run.parts import Run
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,8 @@ def log_sample(run: Run) -> None:
         logger.info("sample: each token fetches %.1f GiB of weights from the host; --sample_tokens 0: none", fetched)
     generator = torch.Generator(run.world.device).manual_seed(run.config.seed)
     ids_BT = torch.from_numpy(prompt).to(run.world.device)[None]
-    with torch.compiler.set_stance("force_eager"):  # each layer and length would be compiled anew
+    # Each layer and length would be compiled anew.
+    with torch.compiler.set_stance("force_eager"), products_in_bf16(run.model):
         for next_B1 in run.model.next_tokens(ids_BT, run.config.sample_tokens, temperature=0.8, generator=generator):
             written.append(int(next_B1))
             if run.stopping.is_asked():

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from kernels.linear import PLAIN
 from model import Transformer
 from training.data.loader import Batch
 from training.host.errors import UserError
-from training.memory.placement import set_linear
+from training.memory.placement import products_in_bf16
 from training.optimizer import MasterAdamW
 from training.parallel.world import World
 from training.run.stopping import Stopped
@@ -91,15 +90,13 @@ def validate(model: Transformer, batches: Iterable[Batch], world: World, is_aske
         batches: of whole sequences, as many on each rank.
         is_asked: called before each batch; if it returns True, Stopped is raised.
     """
-    total, count, linear = 0.0, 0, set_linear(model, PLAIN)
-    try:
+    total, count = 0.0, 0
+    with products_in_bf16(model):
         for batch in batches:
             if is_asked():
                 raise Stopped
             batch = batch.slice(world.context_rank, world.context_size)
             total += float(run_model(model, batch, world, 1.0))
             count += batch.num_valid_tokens
-    finally:
-        set_linear(model, linear)
     total, all_tokens = world.sum(total, count)
     return total / all_tokens

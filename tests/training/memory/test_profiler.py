@@ -204,6 +204,8 @@ CASES = {
     "fp8, groups": (131_072, [ON_HOST, GPU] * 2, 8192, 1, {"linear": FP8("triton")}),
     "fp8, one tile": (65_536, [Placement()] * 2 + [WHOLE] * 2, None, None, {"linear": FP8("triton")}),
     "scalars": (131_072, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, {"scalars": SCALARS}),
+    "fp8, nsa": (65_536, [GPU, WHOLE, WHOLE, WHOLE], 8192, None, {"linear": FP8("triton"), "kinds": (NSA(),)}),
+    "scalars, no tiles": (65_536, [Placement()] * 4, None, 1, {"scalars": SCALARS}),
     "scalars, groups": (131_072, [ON_HOST, GPU, WHOLE, WHOLE], 8192, 1, {"scalars": SCALARS}),
     "untied ends": (524_288, [VISITS] * 4, 8192, 1, {"ends": "host", "size": "8B", "gpu_state_bytes": 0}),
 }

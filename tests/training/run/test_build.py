@@ -83,6 +83,8 @@ def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
     assert run.linear_of(config, share, cuda) == FP8()
     with pytest.raises(ValueError, match="multiples of 16 up to 32,768, intermediate_size is 100; use linear bf16"):
         run.linear_of(config, replace(share, intermediate_size=100), cuda)
+    with pytest.raises(ValueError, match="multiples of 16 up to 32,768, head_dim is 24; use linear bf16"):
+        run.linear_of(config, replace(share, head_dim=24), cuda)
 
 
 def test_fp8_has_kernels_bytes_seconds_and_a_line_of_the_plan():
