@@ -178,6 +178,12 @@ def test_scalars_come_back_as_they_were():
 
 
 RELEASED = {  # config.json of released models, by shape, and the published number of parameters in millions
+    "MiniCPM5-1B": (  # widths that the published numbers allow, 679.6 million without embeddings
+        {"model_type": "llama", "hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 24,
+         "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 130_560,
+         "max_position_embeddings": 131_072, "hidden_act": "silu"},
+        1081,
+    ),
     "SmolLM3-3B": (
         {"model_type": "smollm3", "hidden_size": 2048, "intermediate_size": 11_008, "num_hidden_layers": 36,
          "num_attention_heads": 16, "vocab_size": 128_256, "max_position_embeddings": 65_536, "hidden_act": "silu"},
