@@ -58,8 +58,8 @@ class Share:
     has_qkv_biases: bool = False
     # Granite's scalars.
     embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
-    attention_multiplier: float | None = None  # of queries times keys; None: 1 / sqrt(head_dim)
+    residual_multiplier: float = 1.0  # multiplies what attention and MLP add to the residual stream
+    attention_multiplier: float | None = None  # multiplies queries times keys; None: 1 / sqrt(head_dim)
     logits_scaling: float = 1.0  # divides the logits
     # Both repeat over the layers: (window, window, window, full) is a pattern of four.
     layer_kinds: tuple[AttentionKind, ...] = (FULL,)

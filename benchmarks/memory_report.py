@@ -1,7 +1,7 @@
 """Write the tables of MEMORY_REPORT.md, and the picture of README.md, anew: `python -m benchmarks.memory_report`.
 
 Tables come from files in benchmarks/results/. train_step_*.jsonl holds the last lines that benchmarks.bench_train_step
-printed, fp8_step_*.jsonl those of its pairs with and without FP8. profile_memory.py wrote the others to --json:
+printed, fp8_step_*.jsonl what it printed with and without FP8. profile_memory.py wrote the others to --json:
 profile_step_*.json, profile_compare_*.json (--compare --measure) and profile_max_*.json (--find_max_context --measure).
 Where several files measured the same, the last in the order of names is shown. A table stands between "<!-- name -->"
 and "<!-- end -->"; the text around it is written by hand.

@@ -389,7 +389,7 @@ def qkv_attention_footprint(
         # each head. Backward has dout, dq, dk and dv. If ranks share sequences, attention's output is saved twice:
         # for this rank's heads by attention, for this rank's tokens by the output projection.
         gated = q if N > 1 else gated
-        # What the projections keep of their inputs. The output one's may be attention's own output, or is `gated`.
+        # Inputs that the projections keep. The output projection's may be attention's own output, or is `gated`.
         x_kept, kept = (linear.kept_bytes(T, size, element_size) for size in (hidden_size, num_heads * head_dim))
         if kept == q * T:
             kept = gated * T
