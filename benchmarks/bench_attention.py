@@ -2,21 +2,26 @@
 
 `--tokens 1048576 --heads 4,1,128` is the share of each GPU, in each layer of the 4B, when eight GPUs share a sequence
 of a million tokens. The table has a row for each installed kernel. Each is first compared with float32 on a short
-document. `--windows 1024 4096 --selected_blocks 16 32` adds rows of windows and of sparse attention, which
-tests/kernels/attention/ compares.
+document. `--selected_blocks 16 32` adds rows of sparse attention, which tests/kernels/attention/ compares.
+
+`--windows 1024 4096` adds rows of windows: our kernels, flash-attn-4 where it is installed, and FlexAttention compiled.
 """
 
 import functools
 import statistics
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.common import extra_gib, parse_flags, print_json, print_results, require_close, time_once
 from kernels.attention.attend import attention
-from kernels.attention.full import BACKWARD_FLOPS, FULL, attention_flops, attention_reference, choose_backend
+from kernels.attention.full import BACKWARD_FLOPS, attention_flops, attention_reference, choose_backend
 from kernels.attention.sparse.sparse_attention import Sparse
-from kernels.attention.window import Window
-from kernels.parts import AttentionKind
+from kernels.attention.window import Window, window_reference
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B, T, H, K], k and v [B, T, G, K] to [B, T, H, K]
 
 
 def main() -> None:
@@ -31,13 +36,18 @@ def main() -> None:
     )
     device, shape = arguments.device, [int(part) for part in arguments.heads.split(",")]
     results = {}
-    for backend in arguments.backends or installed(device):
-        check(backend, shape, device)
-        results[backend] = bench(FULL, backend, arguments.tokens, shape, arguments.repeats, device)
-    windows = {f"window of {tokens}": Window(tokens) for tokens in arguments.windows}
-    sparse = {f"sparse, {blocks} blocks": Sparse(blocks) for blocks in arguments.selected_blocks}
-    for name, kind in {**windows, **sparse}.items():
-        results[name] = bench(kind, "auto", arguments.tokens, shape, arguments.repeats, device)
+    backends = arguments.backends or installed(device)
+    for backend in backends:
+        run = functools.partial(attention, backend=backend)
+        check(backend, run, attention_reference, shape, device)
+        results[backend] = bench(run, arguments.tokens, shape, arguments.repeats, device)
+    for window in arguments.windows:
+        for name, run in windows(window, backends, device).items():
+            check(name, run, functools.partial(exact_window, window=window), shape, device, window + 777)
+            results[name] = bench(run, arguments.tokens, shape, arguments.repeats, device)
+    for blocks in arguments.selected_blocks:
+        run = functools.partial(attention, kind=Sparse(blocks))
+        results[f"sparse, {blocks} blocks"] = bench(run, arguments.tokens, shape, arguments.repeats, device)
     print_results(f"attention, {arguments.tokens} tokens, heads {arguments.heads}", results)
     settings = {"tokens": arguments.tokens, "heads": arguments.heads}
     print_json("attention", device, **settings, results=results)
@@ -60,23 +70,55 @@ def make(tokens: int, shape: list[int], device: torch.device) -> tuple[list[torc
     return [x.requires_grad_() for x in (q, k, v)], dout
 
 
-def check(backend: str, shape: list[int], device: torch.device) -> None:
-    """Exit with status 1 if the kernel differs from attention in float32."""
-    inputs, dout = make(777, shape, device)
-    found = {}
-    for name in (backend, "exact"):
-        leaves = [x.detach().to(torch.float32 if name == "exact" else x.dtype).requires_grad_() for x in inputs]
-        out = attention_reference(*leaves) if name == "exact" else attention(*leaves, backend=name)
-        found[name] = [out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
-    require_close(f"attention by {backend}", found[backend], found["exact"], 2e-2)
+def windows(window: int, backends: list[str], device: torch.device) -> dict[str, Attend]:
+    """Functions that attend to the last `window` tokens: ours and the peers'."""
+    found = {f"window of {window}, ours": functools.partial(attention, kind=Window(window))}
+    if "flash-attn-4" in backends:
+        from flash_attn.cute import flash_attn_func
+
+        def flash_attn_4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return flash_attn_func(q, k, v, causal=True, window_size=(window - 1, 0))[0]
+
+        found[f"window of {window}, flash-attn-4"] = flash_attn_4
+    if device.type != "cuda":  # FlexAttention has no backward there
+        return found
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    @functools.cache
+    def mask(T: int):
+        def is_visible(b, h, q_index, k_index):
+            return (k_index <= q_index) & (q_index - k_index < window)
+
+        return torch.compile(create_block_mask)(is_visible, None, None, T, T, device=device)  # without the T x T matrix
+
+    def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return compiled(q, k, v, block_mask=mask(q.shape[2]), enable_gqa=True).transpose(1, 2)
+
+    return {**found, f"window of {window}, FlexAttention": flex}
 
 
-def bench(
-    kind: AttentionKind, backend: str, tokens: int, shape: list[int], repeats: int, device: torch.device
-) -> dict[str, float]:
-    """Measures a kind by one kernel. TFLOP/s count attention to everything, whatever `kind` leaves out."""
+def exact_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    return window_reference(q, k, v, window)[0]
+
+
+def check(
+    name: str, run: Attend, reference: Attend, shape: list[int], device: torch.device, tokens: int = 777
+) -> None:  # fmt: skip
+    """Exit with status 1 if the kernel differs from its reference in float32."""
     inputs, dout = make(tokens, shape, device)
-    forward = functools.partial(attention, *inputs, kind=kind, backend=backend)
+    found = []
+    for function, dtype in ((run, torch.bfloat16), (reference, torch.float32)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        out = function(*leaves)
+        found.append([out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))])
+    require_close(f"attention by {name}", *found, 2e-2)
+
+
+def bench(run: Attend, tokens: int, shape: list[int], repeats: int, device: torch.device) -> dict[str, float]:
+    """Measures a function. TFLOP/s count attention to everything, whatever the function leaves out."""
+    inputs, dout = make(tokens, shape, device)
+    forward = functools.partial(run, *inputs)
     out = forward()
     backward = functools.partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
     backward()

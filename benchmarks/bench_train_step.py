@@ -4,9 +4,10 @@
 
 Our step is train.py's, with float32 masters and its looks between blocks for a signal to stop. A setting is
 "auto" or a size, taken as --memory_budget (a hard cap), or "checkpointing", which is --gradient_checkpointing. After
-either, "+flash-attn-4" names another attention kernel, and "+sparse" and "+nsa" are --attention_type. The peer is
-transformers' Qwen3 with Liger's kernels and loss, gradient checkpointing and fused AdamW on bf16 weights (no float32
-masters). All train on the same text as one document: the Python standard library, bytes.
+either, "+flash-attn-4" names another attention kernel, and "+sparse" and "+nsa" are --attention_type. "+windows" gives
+three layers of four a window of 4,096 tokens. The peer is transformers' Qwen3 with Liger's kernels and loss, gradient
+checkpointing and fused AdamW on bf16 weights (no float32 masters). All train on the same text as one document: the
+Python standard library, bytes.
 
 The first of a setting's `--steps` compiles kernels and makes workspaces and optimizer state; above 131,072 tokens it
 has 16,384. The last step is timed, from the end of the backward before to the end of its own: an update of state on the
@@ -48,6 +49,8 @@ import torch.nn.functional as F
 
 from benchmarks.common import print_json, print_table
 from kernels.attention.documents import find_documents
+from kernels.attention.full import FULL
+from kernels.attention.window import Window
 from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer
 from training.checkpoint.files import SPARE_BYTES
 from training.checkpoint.pieces import SAVING_BYTES
@@ -72,6 +75,7 @@ from training.run.step import train_step
 from training.run.stopping import Stopping
 
 LONGEST_REPEATED, WARM_UP_TOKENS = 131_072, 16_384
+WINDOWS = (Window(4096), Window(4096), Window(4096), FULL)
 
 
 def main() -> None:
@@ -148,10 +152,11 @@ def main() -> None:
         print_json("train_step", world.device, **settings, results=results)
 
 
-def shape_of(arguments: argparse.Namespace) -> ModelConfig:
-    """The model's shape with as many layers as --num_layers asks for."""
+def shape_of(arguments: argparse.Namespace, setting: str = "") -> ModelConfig:
+    """The model's shape with as many layers as --num_layers asks for, and the setting's windows."""
     shape = MODEL_SIZES[arguments.model_size]
-    return replace(shape, num_hidden_layers=arguments.num_layers or shape.num_hidden_layers)
+    kinds = WINDOWS if "windows" in setting.split("+") else shape.layer_kinds
+    return replace(shape, num_hidden_layers=arguments.num_layers or shape.num_hidden_layers, layer_kinds=kinds)
 
 
 def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list[list[Batch]]]:
@@ -210,7 +215,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
     bytes that the plan pins, and the difference. Python, torch, CUDA and the data take the difference.
     """
     on_gpu, plan, saving = world.device.type == "cuda", None, {}
-    config = shape_of(arguments)
+    config = shape_of(arguments, setting)
     communication: list[dict] = []
     restart_peak()
     losses, every, peaks, timed = [], [], [0], steps[len(steps) // 2 :] if arguments.packed else steps[-1:]
@@ -276,7 +281,8 @@ def our_step(
     setting: str, arguments: argparse.Namespace, steps: list[list[list[Batch]]], world: World
 ) -> tuple[Callable, Plan, MasterAdamW]:
     """(function that makes one step from its micro-batches and returns the loss, the plan, the optimizer)."""
-    placement, _, backend = setting.partition("+")
+    placement, *names = [name for name in setting.split("+") if name != "windows"]
+    backend = "".join(names)
     settings = TrainConfig(
         model_size=arguments.model_size,
         context_length=arguments.context_length,
@@ -294,7 +300,9 @@ def our_step(
         host_budget=None if placement == "checkpointing" else arguments.host_budget,
     )
     settings.memory_budget = resolve_memory_budget(settings, world.device)  # raises on a CPU
-    model_config = replace(choose_model(settings), num_hidden_layers=shape_of(arguments).num_hidden_layers)
+    shape = shape_of(arguments, setting)
+    own = {"layer_kinds": shape.layer_kinds} if shape.layer_kinds == WINDOWS else {}
+    model_config = replace(choose_model(settings), num_hidden_layers=shape.num_hidden_layers, **own)
     configure_machine(settings, model_config, world)
     documents = max(map(documents_of, steps), key=lambda documents: documents.longest)
     with (
