@@ -3,8 +3,8 @@
 Shapes: B batch, T tokens, D model width, H query heads, G key/value heads, K head width, F feed-forward width, V vocab.
 The architecture is Qwen3's (arXiv 2505.09388): RMSNorm before each half of a block, RMSNorm on each query and key head
 before rotary positions, grouped-query attention, a gated MLP, no biases. Other families differ by what a `ModelConfig`
-has: no norms of heads, biases of q, k and v, layers without rotary positions, scalars. Parameter names are Hugging
-Face's.
+has: other norms, biases of q, k and v, layers without rotary positions or with frequencies of their own, scalars.
+Parameter names are Hugging Face's.
 """
 
 import functools
@@ -54,7 +54,12 @@ class Share:
     hidden_act: str = "silu"  # SwiGLU; "gelu_tanh" is GeGLU
     tie_word_embeddings: bool = True
     rms_norm_eps: float = 1e-6
-    has_head_norms: bool = True  # an RMSNorm on each query and key head, before rotary positions
+    # RMSNorms of q and k before rotary positions: of each "head", of all heads together ("width"), or none.
+    qk_norm: str | None = "head"
+    norms_before: bool = True  # of what attention and the MLP read
+    norms_after: bool = False  # of what they add to the residual stream
+    norm_weight_offset: float = 0.0  # added to the weights of all norms; Gemma's is 1
+    norm_cast_before_weight: bool = True  # norms round before they multiply by the weight, as Llama's do
     has_qkv_biases: bool = False
     # Granite's scalars.
     embedding_multiplier: float = 1.0
@@ -64,6 +69,17 @@ class Share:
     # Both repeat over the layers: (window, window, window, full) is a pattern of four.
     layer_kinds: tuple[AttentionKind, ...] = (FULL,)
     layer_rotates: tuple[bool, ...] = (True,)  # whether a layer has rotary positions
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Elements of q's and k's norm."""
+        H, G, K = self.heads
+        return {"head": (K, K), "width": (H * K, G * K), None: (0, 0)}[self.qk_norm]
+
+    @property
+    def norms_per_layer(self) -> int:
+        """RMSNorms of hidden states in a block."""
+        return 2 * (self.norms_before + self.norms_after)
 
     @property
     def kinds(self) -> tuple[AttentionKind, ...]:
@@ -96,7 +112,7 @@ class Share:
 
     def layer_parameters(self, layer: int) -> int:
         """Elements of one block."""
-        vectors = 2 * self.hidden_size + 2 * self.head_dim * self.has_head_norms + self.num_gates(layer)
+        vectors = self.norms_per_layer * self.hidden_size + sum(self.qk_norm_sizes) + self.num_gates(layer)
         vectors += (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim * self.has_qkv_biases
         return self.layer_matrix_parameters(layer) + vectors
 
@@ -112,11 +128,13 @@ class ModelConfig(Share):
 
     Raises:
         ValueError: a size that is not positive, heads that do not divide, an odd head_dim, an unknown activation, an
-            empty pattern of layers, an attention_multiplier beside layers without rotary positions.
+            empty pattern of layers, an attention_multiplier beside layers without rotary positions, an unknown or
+            missing norm.
     """
 
     rope_theta: float = 1e6
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None  # of layers with a window, which rope_scaling then leaves alone; None: theirs
     initializer_range: float = 0.02
     max_position_embeddings: int = 40_960  # only declared, for Hugging Face's tools; no length is refused here
     model_type: str = "qwen3"  # the family's name in config.json, see training/families.py
@@ -139,6 +157,8 @@ class ModelConfig(Share):
             raise ValueError("layer_kinds and layer_rotates must not be empty")
         if self.attention_multiplier is not None and not all(self.layer_rotates):
             raise ValueError("attention_multiplier is part of the rotary positions, which layer_rotates leaves out")
+        if self.qk_norm not in ("head", "width", None) or not (self.norms_before or self.norms_after):
+            raise ValueError(f"qk_norm must be head, width or None, got {self.qk_norm!r}, and a block must have norms")
 
     def share(self, ranks: int = 1) -> Share:
         """The sizes of each of `ranks` that share all matrices; they must divide heads, MLP and vocabulary."""
@@ -172,12 +192,14 @@ MODEL_SIZES: dict[str, ModelConfig] = {
 }  # fmt: skip
 
 
+Rotation = tuple[Tensor, Tensor]  # cos and sin as `rope` takes them, [T, K/2] or [B, T, K/2] float32
+
+
 @dataclass
 class Context:
     """Tokens as every block must know them: their rotations, documents and caches."""
 
-    cos: Tensor  # [T, K/2] or [B, T, K/2] float32
-    sin: Tensor
+    rotations: tuple[Rotation, Rotation]  # of layers that see everything, and of layers with a window
     longest: int  # tokens of the longest document, the cached ones included
     segments: Tensor | None = None  # the packed documents, see kernels/attention/documents.py
     caches: list[KeyValueCache] | None = None
@@ -186,12 +208,18 @@ class Context:
 class RMSNorm(nn.Module):
     impl = "auto"  # see kernels.common.IMPLEMENTATIONS; set from outside
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, share: Share):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.weight = nn.Parameter(torch.full((size,), 1 - share.norm_weight_offset))
+        self.eps, self.offset, self.casts_first = (
+            share.rms_norm_eps, share.norm_weight_offset, share.norm_cast_before_weight
+        )  # fmt: skip
 
     def forward(self, x: Tensor, residual: Tensor | None = None):
-        return rms_norm(x, local(self.weight), self.eps, residual=residual, impl=self.impl)
+        return rms_norm(
+            x, local(self.weight), self.eps, residual=residual, weight_offset=self.offset,
+            cast_before_weight=self.casts_first, impl=self.impl,
+        )  # fmt: skip
 
 
 class Embedding(nn.Embedding):
@@ -212,10 +240,11 @@ class Attention(nn.Module):
         D, (H, G, K), bias = share.hidden_size, share.heads, share.has_qkv_biases
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(D, heads * K, bias=bias) for heads in (H, G, G))
         self.o_proj = nn.Linear(H * K, D, bias=False)
-        self.q_norm, self.k_norm = (RMSNorm(K, share.rms_norm_eps) if share.has_head_norms else None for _ in "qk")
+        self.q_norm, self.k_norm = (RMSNorm(size, share) if size else None for size in share.qk_norm_sizes)
         self.g_proj = nn.Linear(D, share.num_gates(layer)) if share.num_gates(layer) else None
         self.layer, self.head_dim, self.eps = layer, K, share.rms_norm_eps
         self.rotates = share.layer_rotates[layer % len(share.layer_rotates)]
+        self.is_local = share.kinds[layer].reach is not None
         # Knobs, set from outside.
         self.kind = share.kinds[layer]
         self.linear: Linear = PLAIN
@@ -231,15 +260,19 @@ class Attention(nn.Module):
         return QKVParameters(
             [local(projection.weight) for projection in projections],
             [local(projection.bias) for projection in projections if projection.bias is not None],
-            [self.tensor_ranks.enter(local(norm.weight)) for norm in norms if norm is not None],
+            [self.tensor_ranks.enter(self._scale(norm)) for norm in norms if norm is not None],
             self.eps,
             self.head_dim,
         )
 
+    def _scale(self, norm: RMSNorm) -> Tensor:
+        """Returns what a norm of heads multiplies by: its weight, with the family's offset in float32."""
+        return local(norm.weight).float() + norm.offset if norm.offset else local(norm.weight)
+
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
         ranks, qkv, o_weight = self.tensor_ranks, self.qkv_parameters(), local(self.o_proj.weight)
         kind, linear, impl = self.kind.for_longest(context.longest), self.linear, self.impl
-        cos, sin = (context.cos, context.sin) if self.rotates else (None, None)
+        cos, sin = context.rotations[self.is_local] if self.rotates else (None, None)
         x_BTD, gates = ranks.enter(x_BTD), None
         if self.g_proj is not None:
             gates = PLAIN(x_BTD, *map(local, self.g_proj.parameters())).unflatten(-1, (-1, kind.gates_per_head))
@@ -284,16 +317,33 @@ class GatedMLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, share: Share, layer: int):
         super().__init__()
-        self.input_layernorm = RMSNorm(share.hidden_size, share.rms_norm_eps)
+        before, after = share.norms_before, share.norms_after
+        self.input_layernorm = RMSNorm(share.hidden_size, share) if before else None
         self.self_attn = Attention(share, layer)
-        self.post_attention_layernorm = RMSNorm(share.hidden_size, share.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(share.hidden_size, share)  # before the MLP, unless norms come after
+        self.pre_feedforward_layernorm = RMSNorm(share.hidden_size, share) if before and after else None
         self.mlp = GatedMLP(share)
-        self.multiplier = share.residual_multiplier
+        self.post_feedforward_layernorm = RMSNorm(share.hidden_size, share) if after else None
+        self.norms_after, self.multiplier = after, share.residual_multiplier
+
+    @property
+    def mlp_norm(self) -> RMSNorm | None:
+        """The norm of what the MLP reads."""
+        return self.pre_feedforward_layernorm if self.norms_after else self.post_attention_layernorm
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
-        attended_BTD = scaled(self.self_attn(self.input_layernorm(x_BTD), context), self.multiplier)
-        normed_BTD, x_BTD = self.post_attention_layernorm(attended_BTD, residual=x_BTD)
-        return x_BTD + scaled(self.mlp(normed_BTD), self.multiplier)
+        # No name holds what attention reads, so that it is freed once attention has read it.
+        before = self.input_layernorm or nn.Identity()
+        attended_BTD = scaled(self.self_attn(before(x_BTD), context), self.multiplier)
+        if self.norms_after:
+            attended_BTD = self.post_attention_layernorm(attended_BTD)
+        if self.mlp_norm is None:
+            normed_BTD = x_BTD = x_BTD + attended_BTD
+        else:
+            normed_BTD, x_BTD = self.mlp_norm(attended_BTD, residual=x_BTD)
+        if self.post_feedforward_layernorm is None:
+            return x_BTD + scaled(self.mlp(normed_BTD), self.multiplier)
+        return x_BTD + self.post_feedforward_layernorm(scaled(self.mlp(normed_BTD), self.multiplier))
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
@@ -324,13 +374,15 @@ class Transformer(nn.Module):
         self.config, self.share = config, (share := config.share(tensor_ranks))
         self.embed_tokens = Embedding(share.vocab_size, share.hidden_size)
         self.layers = nn.ModuleList(Block(share, layer) for layer in range(share.num_hidden_layers))
-        self.norm = RMSNorm(share.hidden_size, share.rms_norm_eps)
+        self.norm = RMSNorm(share.hidden_size, share)
         if not share.tie_word_embeddings:
             self.lm_head = nn.Linear(share.hidden_size, share.vocab_size, bias=False)
         # Queries and keys have one factor each, whose square turns attention's 1 / sqrt(head_dim) into the multiplier.
         multiplier = config.attention_multiplier
         factor = 1.0 if multiplier is None else (multiplier * config.head_dim**0.5) ** 0.5
-        self.rotary = RotaryTables(config.head_dim, config.rope_theta, config.rope_scaling, factor)
+        self.rotary = self.local_rotary = RotaryTables(config.head_dim, config.rope_theta, config.rope_scaling, factor)
+        if config.local_rope_theta is not None:
+            self.local_rotary = RotaryTables(config.head_dim, config.local_rope_theta, factor=factor)
         # Knobs, set from outside.
         self.loss_impl = "auto"  # "chunked" or "standard" force one
         self.linear: Linear = PLAIN  # the head's
@@ -343,13 +395,13 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
-        """Fill `tensor` with the initial value of the parameter `name`: norms one, biases zero, matrices normal.
+        """Fill `tensor` with the initial value of the parameter `name`: norms neutral, biases zero, matrices normal.
 
         The two projections that write into the residual stream are scaled by 1/sqrt(2 x layers), as in GPT-2. Gates
         of attention start near 1/2, as in flash-linear-attention: a small matrix and no bias.
         """
         if name.endswith("norm.weight"):
-            tensor.fill_(1.0)
+            tensor.fill_(1.0 - self.config.norm_weight_offset)
         elif name.endswith("bias"):
             tensor.zero_()
         else:
@@ -426,7 +478,8 @@ class Transformer(nn.Module):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Returns the first block's input."""
-        return scaled(self.embed_tokens(input_ids), self.share.embedding_multiplier)
+        x_BTD, multiplier = self.embed_tokens(input_ids), self.share.embedding_multiplier
+        return x_BTD if multiplier == 1 else x_BTD * torch.tensor(multiplier, dtype=x_BTD.dtype)  # rounds as Gemma does
 
     def head_input(self, x_BTD: Tensor) -> Tensor:
         """Returns what the head multiplies, of the last block's output."""
@@ -441,12 +494,19 @@ class Transformer(nn.Module):
         if caches and (documents is not None or (start and T > 1)):
             raise ValueError("with a key/value cache, give one document, and one token at a time after the prompt")
         if documents is None:
-            cos, sin = self.rotary.tables(start + T, device)
-            return Context(cos[start : start + T], sin[start : start + T], start + T, caches=caches)
+            rotations = self.rotations(start + T, device, slice(start, start + T))
+            return Context(rotations, start + T, caches=caches)
         # The positions in a share of a sequence reach as far as the whole sequence's longest document.
         longest, positions_BT = max(documents.lengths), documents.positions_BT.to(device, non_blocking=True)
-        cos, sin = self.rotary.tables(max(T, longest), device)
-        return Context(cos[positions_BT], sin[positions_BT], longest, documents.segments)
+        return Context(self.rotations(max(T, longest), device, positions_BT), longest, documents.segments)
+
+    def rotations(
+        self, length: int, device: torch.device, rows: slice | Tensor = slice(0)
+    ) -> tuple[Rotation, Rotation]:
+        """Returns `Context.rotations` at `rows` of tables that are made for positions 0 to length - 1 at least."""
+        tables = [rotary.tables(length, device) for rotary in dict.fromkeys((self.rotary, self.local_rotary))]
+        found = [(cos[rows], sin[rows]) for cos, sin in tables]
+        return found[0], found[-1]
 
     def _loss(
         self, x_BTD: Tensor, targets: Tensor, logits_BTV: Tensor | None, denominator, num_targets: int | None

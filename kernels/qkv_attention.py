@@ -34,21 +34,28 @@ class QKVParameters(NamedTuple):
 
     weights: list[Tensor]  # q's [H K, D], k's [G K, D] and v's [G K, D]
     biases: list[Tensor]  # [H K], [G K] and [G K], or none
-    norms: list[Tensor]  # RMSNorm weights of query heads and of key heads, [K] both, or none
+    norms: list[Tensor]  # RMSNorm weights of q and of k: [K] both, for each head; [H K] and [G K], for all; or none
     eps: float  # added to mean squares under the norms' roots
     head_dim: int
 
     def with_query_rows(self, count: int) -> "QKVParameters":
-        """Returns the same parameters, with only the first `count` rows in the weight and bias of q."""
-        weights, biases = ([rows[:count] for rows in of_qkv[:1]] + of_qkv[1:] for of_qkv in (self.weights, self.biases))
-        return self._replace(weights=weights, biases=biases)
+        """Returns the same parameters, with only the first `count` rows in the weight, bias and norm of q."""
+        parts = self.weights, self.biases, self.norms
+        weights, biases, norms = ([rows[:count] for rows in of_qkv[:1]] + of_qkv[1:] for of_qkv in parts)
+        return self._replace(weights=weights, biases=biases, norms=norms)
+
+
+def _normalise(heads: Tensor, weight: Tensor, eps: float, impl: str) -> Tensor:
+    """Normalises each of the heads [B, T, H, K] by a weight [K], or all heads of a token together by one of [H K]."""
+    rows = heads if len(weight) == heads.shape[-1] else heads.flatten(2)
+    return rms_norm(rows, weight, eps, impl=impl).view(heads.shape)  # type: ignore[union-attr]
 
 
 def _normalise_and_rotate(
     q: Tensor, k: Tensor, norms: Sequence[Tensor], eps: float, cos: Tensor | None, sin: Tensor | None, impl: str
 ) -> tuple[Tensor, Tensor]:
     if norms:
-        q, k = rms_norm(q, norms[0], eps, impl=impl), rms_norm(k, norms[1], eps, impl=impl)
+        q, k = _normalise(q, norms[0], eps, impl), _normalise(k, norms[1], eps, impl)
     return (q, k) if cos is None else rope(q, k, cos, sin, impl=impl)
 
 
@@ -295,8 +302,8 @@ def qkv_attention(
 
     Raises:
         ValueError: heads_at_a_time does not divide a rank's key/value heads, or the ranks do not divide all of them;
-            an exchange would separate query heads that choose blocks together; inputs that `kind` does not take, as
-            for `attention`.
+            an exchange would separate query heads that choose blocks together; heads_at_a_time with norms of all heads;
+            inputs that `kind` does not take, as for `attention`.
         RuntimeError: in backward, create_graph=True.
     """
     exchange = exchange or HeadExchange(None)
@@ -314,6 +321,8 @@ def qkv_attention(
     own = G // exchange.size
     if G % exchange.size:
         raise ValueError(f"{exchange.size} ranks do not divide the {G} key/value heads; attend by all heads at once")
+    if norms and len(norms[0]) > K:
+        raise ValueError("a norm of all heads together needs all heads at once, not heads_at_a_time")
     if heads_at_a_time < 1 or own % heads_at_a_time:
         raise ValueError(f"heads_at_a_time must divide a rank's {own} key/value heads, got {heads_at_a_time}")
     B, T, _ = x_BTD.shape
@@ -348,7 +357,7 @@ def qkv_attention_footprint(
     kind: AttentionKind = FULL,
     heads_at_a_time: int | None = None,
     num_ranks: int = 1,
-    has_norms: bool = True,
+    qk_norm: str | None = "head",
     linear: Linear = PLAIN,
 ) -> Footprint:
     """Returns the footprint of `qkv_attention`, without biases, which are too small to count.
@@ -359,9 +368,9 @@ def qkv_attention_footprint(
         num_tokens: tokens of this rank.
         context_length, longest: as in `kernels.attention.full.backward_workspace`.
         num_ranks: ranks that share each sequence, a divisor of the key/value heads.
-        has_norms: whether heads are normalised.
+        qk_norm: whether each "head" of q and k is normalised, all heads together ("width"), or none.
     """
-    T, N, own_heads = num_tokens, num_ranks, num_key_value_heads // num_ranks
+    T, N, own_heads, has_norms = num_tokens, num_ranks, num_key_value_heads // num_ranks, qk_norm is not None
     steps = 1 if heads_at_a_time is None else own_heads // heads_at_a_time
     x, q, k = (element_size * size for size in (hidden_size, num_heads * head_dim, num_key_value_heads * head_dim))
     attention = kind.footprint(
@@ -395,7 +404,8 @@ def qkv_attention_footprint(
             kept = gated * T
         if kind.gates_per_head and x_kept != x * T:  # the gates' own product keeps x as it is
             x_kept += x * T
-        saved = qkv + results + choices + gates + (q + k + 4 * (num_heads + num_key_value_heads)) * has_norms
+        num_norms = 2 if qk_norm == "width" else num_heads + num_key_value_heads
+        saved = qkv + results + choices + gates + (q + k + 4 * num_norms) * has_norms
         saved = saved * T + x_kept + kept
         forward, backward = (
             max(

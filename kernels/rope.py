@@ -4,8 +4,9 @@ Halves are rotated, as in Llama and Qwen3:
 
     [first, second] -> [first cos - second sin, second cos + first sin]
 
-cos and sin are float32 tables with a row for each token. The caller may have scaled them. The transpose of a rotation
-is the rotation by the negated angle, so that backward runs the same kernel.
+cos and sin are float32 tables with a row for each token. The caller may have scaled them. A column more in cos has a
+factor of each token's queries. The transpose of a rotation is the rotation by the negated angle, so that backward runs
+the same kernel.
 
 Kept for backward: the tables, nothing of q and k.
 
@@ -29,14 +30,16 @@ LARGEST_TILE = 16384  # elements in registers: heads x head_dim / 2 of one token
 
 def rope_reference(q_BTHK: Tensor, k_BTGK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Plain PyTorch with the contract of `rope`; float64 stays float64."""
-    compute_dtype = torch.promote_types(q_BTHK.dtype, torch.float32)
+    compute_dtype, half = torch.promote_types(q_BTHK.dtype, torch.float32), q_BTHK.shape[-1] // 2
     cos, sin = (table.to(compute_dtype).unsqueeze(-2) for table in (cos, sin))
+    factor = cos[..., half:] if cos.shape[-1] > half else 1.0
+    cos, sin = cos[..., :half], sin[..., :half]
 
-    def rotate(x):
+    def rotate(x, factor=1.0):
         first, second = x.to(compute_dtype).chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+        return (factor * torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)).to(x.dtype)
 
-    return rotate(q_BTHK), rotate(k_BTGK)
+    return rotate(q_BTHK, factor), rotate(k_BTGK)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -45,9 +48,12 @@ def _rope_kernel(
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_g, table_stride_b,
     H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    INVERSE: tl.constexpr,
+    WIDTH: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Rotates all heads of q and k of one token. The outputs and the tables' rows are contiguous."""
+    """Rotates all heads of q and k of one token. The outputs and the tables' rows are contiguous.
+
+    Rows of the tables have WIDTH elements: HALF, and in cos perhaps the factor of q.
+    """
     token = tl.program_id(0).to(tl.int64)
     b, t = token // T, token % T
     columns = tl.arange(0, BLOCK_HALF)  # [BLOCK_HALF]
@@ -62,7 +68,7 @@ def _rope_kernel(
     q_first, q_second = tl.load(q, mask=q_mask, other=0.0), tl.load(q + HALF, mask=q_mask, other=0.0)
     k_first, k_second = tl.load(k, mask=k_mask, other=0.0), tl.load(k + HALF, mask=k_mask, other=0.0)
 
-    table = b * table_stride_b + t * HALF + columns
+    table = b * table_stride_b + t * WIDTH + columns
     cos = tl.load(cos_ptr + table, mask=columns < HALF, other=0.0).to(tl.float32)[None, :]  # [1, BLOCK_HALF]
     sin = tl.load(sin_ptr + table, mask=columns < HALF, other=0.0).to(tl.float32)[None, :]
     if INVERSE:
@@ -71,6 +77,9 @@ def _rope_kernel(
     q_out = q_out_ptr + token * (H * 2 * HALF) + h * (2 * HALF) + columns[None, :]
     k_out = k_out_ptr + token * (G * 2 * HALF) + g * (2 * HALF) + columns[None, :]
     dtype = q_first.dtype
+    if WIDTH > HALF:
+        factor = tl.load(cos_ptr + b * table_stride_b + t * WIDTH + HALF)
+        q_first, q_second = q_first.to(tl.float32) * factor, q_second.to(tl.float32) * factor
     tl.store(q_out, (q_first.to(tl.float32) * cos - q_second.to(tl.float32) * sin).to(dtype), mask=q_mask)
     tl.store(q_out + HALF, (q_second.to(tl.float32) * cos + q_first.to(tl.float32) * sin).to(dtype), mask=q_mask)
     tl.store(k_out, (k_first.to(tl.float32) * cos - k_second.to(tl.float32) * sin).to(dtype), mask=k_mask)
@@ -89,7 +98,7 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tu
         q, k, q_out, k_out, cos, sin, T,
         *q.stride()[:3], *k.stride()[:3], cos.stride(0) if cos.dim() == 3 else 0,
         H=H, G=G, HALF=K // 2, BLOCK_H=block_h, BLOCK_G=triton.next_power_of_2(G), BLOCK_HALF=block_half,
-        INVERSE=inverse, num_warps=max(1, min(16, block_h * block_half // 512)),
+        WIDTH=cos.shape[-1], INVERSE=inverse, num_warps=max(1, min(16, block_h * block_half // 512)),
     )  # fmt: skip
     return q_out, k_out
 
@@ -115,7 +124,8 @@ def rope(q_BTHK: Tensor, k_BTGK: Tensor, cos: Tensor, sin: Tensor, *, impl: str 
     Args:
         q_BTHK, k_BTGK: [batch, tokens, heads, head_dim], both float32, bfloat16 or float16, with any numbers of heads
             and any strides (copied only where head_dim is not contiguous).
-        cos, sin: [T, K / 2] or [B, T, K / 2], float32, for each token's angles.
+        cos, sin: [T, K / 2] or [B, T, K / 2], float32, for each token's angles. Both may have one column more: that of
+            cos multiplies the token's queries.
         impl: "auto", "triton" or "torch".
 
     Returns:
@@ -140,7 +150,7 @@ def _check(q, k, cos, sin) -> None:
     if K % 2 or k.shape != (B, T, k.shape[2], K) or k.dtype != q.dtype:
         got = " and ".join(f"{list(x.shape)} {x.dtype}" for x in (q, k))
         raise ValueError(f"q and k must be [B, T, heads, K] of one dtype with an even K, got {got}")
-    if cos.shape != sin.shape or cos.shape not in ((T, K // 2), (B, T, K // 2)):
+    if cos.shape != sin.shape or cos.shape[:-1] not in ((T,), (B, T)) or cos.shape[-1] - K // 2 not in (0, 1):
         got = f"{list(cos.shape)} and {list(sin.shape)}"
         raise ValueError(f"cos and sin must be [{T}, {K // 2}] or [{B}, {T}, {K // 2}], got {got}")
 
@@ -199,6 +209,8 @@ class YarnScaling:
         attention_factor: multiplies cos and sin. None stands for 0.1 ln(factor) + 1 or, given `mscale` and
             `mscale_all_dim`, for (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
         truncate: whether the ramp begins and ends at whole pairs.
+        llama_4_scaling_beta: multiplies queries at position t by 1 + beta ln(1 + floor(t / original length)), as
+            Ministral 3 does; None: by 1.
     """
 
     factor: float
@@ -209,6 +221,7 @@ class YarnScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    llama_4_scaling_beta: float | None = None
     rope_type = "yarn"
 
     def __post_init__(self):
@@ -271,6 +284,7 @@ def rope_frequencies(
 class RotaryTables:
     """cos and sin of position x frequency, [positions, K / 2] float32, grown on demand on the device that asks.
 
+    A scaling with `llama_4_scaling_beta` adds a column, in which cos has the factor of queries.
     Angles are formed in float64, so that they are right at a million positions. The cache is a plain object, not a
     buffer: there is nothing to move, cast, shard or save.
     """
@@ -288,5 +302,10 @@ class RotaryTables:
             length = max(length, 2 * cached) if cached < length else cached
             positions = torch.arange(length, dtype=torch.float64, device=device)
             angles = torch.outer(positions, rope_frequencies(self.head_dim, self.theta, self.scaling, device))
-            self._tables = angles.cos().mul_(self.factor).float(), angles.sin_().mul_(self.factor).float()
+            cos, sin = angles.cos().mul_(self.factor).float(), angles.sin_().mul_(self.factor).float()
+            if isinstance(self.scaling, YarnScaling) and (beta := self.scaling.llama_4_scaling_beta) is not None:
+                times = (positions / self.scaling.original_max_position_embeddings).floor()
+                factor = (1 + beta * times.log1p()).float()[:, None]
+                cos, sin = torch.cat([cos, factor], 1), torch.cat([sin, torch.zeros_like(factor)], 1)
+            self._tables = cos, sin
         return self._tables

@@ -32,6 +32,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+BETA = {**YARN, "rope_theta": 1e5, "llama_4_scaling_beta": 0.5}
+NO_PAD = {"pad_token_id": None, "eos_token_id": 7}
 SCALARS = {
     "embedding_multiplier": 12.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 8.0
 }  # fmt: skip
@@ -48,6 +50,16 @@ FORMS = {
     "SmolLM2": ("llama", 3, 1, {"tie_word_embeddings": True, "rope_theta": 1e5}, "bfloat16", "1GB"),
     "SmolLM3": ("smollm3", 4, 1, {"no_rope_layers": [0, 1], "pad_token_id": None}, "bfloat16", "1GB"),
     "Granite": ("granite", 4, 2, {"tie_word_embeddings": True, **SCALARS}, "bfloat16", "20KB"),
+    "Ministral 3": ("ministral3", 4, 2, {"head_dim": 16, "rope_parameters": BETA, **NO_PAD}, "bfloat16", "1GB"),
+    "OLMo 3": ("olmo3", 4, 4, {"rope_scaling": YARN, "sliding_window": 64, **NO_PAD}, "bfloat16", "20KB"),
+    "Gemma 3": (
+        "gemma3_text",
+        4,
+        2,
+        {"head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 24, **NO_PAD},
+        "bfloat16",
+        "1GB",
+    ),
     "Mistral": ("mistral", 4, 2, {"head_dim": 16, "sliding_window": None, "rope_theta": 1e6}, "bfloat16", "20KB"),
 }
 
@@ -89,7 +101,8 @@ def test_equals_transformers(name, tmp_path):
     expected = theirs(ids, labels=ids)
     expected.loss.backward()
     gradients = {n.removeprefix("model."): p.grad for n, p in theirs.named_parameters()}
-    for execution in (None, Execution((Placement("gpu"), Placement("recompute")), heads_at_a_time=1)):
+    heads = 1 if ours.config.qk_norm != "width" else None
+    for execution in (None, Execution((Placement("gpu"), Placement("recompute")), heads_at_a_time=heads)):
         if execution is not None:
             apply_execution(ours, execution)
         ours.zero_grad()
@@ -118,11 +131,21 @@ def random_settings(model_type, random):
         "rope_theta": pick(1e4, 1e6), "rms_norm_eps": pick(1e-6, 1e-5), "max_position_embeddings": 128,
         "hidden_act": pick("silu", "gelu_pytorch_tanh"), "pad_token_id": None,
     }  # fmt: skip
-    if model_type in ("qwen2", "smollm3"):
-        settings["hidden_size"], _ = H * K, settings.pop("head_dim")
+    if model_type in ("qwen2", "smollm3", "olmo3", "gemma3_text"):
+        settings["hidden_size"] = H * K
+    if model_type in ("qwen2", "smollm3", "olmo3"):
+        del settings["head_dim"]
     settings["rope_scaling"] = pick(None, YARN, LLAMA3, {"rope_type": "linear", "factor": 2.0})
     if model_type == "mistral":
         settings["sliding_window"] = None
+    if model_type == "ministral3":
+        settings["rope_scaling"] = {**YARN, "rope_theta": pick(1e4, 1e6), "llama_4_scaling_beta": pick(0.1, 0.7)}
+    if model_type in ("olmo3", "gemma3_text"):
+        types = [pick("sliding_attention", "full_attention") for _ in range(layers)]
+        settings |= {"sliding_window": 64, "layer_types": pick(None, types)}
+    if model_type == "gemma3_text":
+        settings["hidden_activation"] = settings.pop("hidden_act")
+        settings |= {"query_pre_attn_scalar": pick(K, 24), "rope_local_base_freq": pick(1e3, 1e4)}
     if model_type == "smollm3":
         settings["no_rope_layers"] = [pick(0, 1) for _ in range(layers)]
     if model_type == "granite":
@@ -152,7 +175,8 @@ def test_random_configurations_equal_transformers(model_type, tmp_path):
         state = {n.removeprefix("model."): p.detach() for n, p in theirs.named_parameters()}
         for name, parameter in ours.named_parameters():
             scale = 0.3 if parameter.ndim == 1 else 3 * settings["hidden_size"] ** -0.5
-            state[name].normal_(float(name.endswith("norm.weight")), scale / 3, generator=random)
+            mean = 1 - read.norm_weight_offset if name.endswith("norm.weight") else 0.0
+            state[name].normal_(mean, scale / 3, generator=random)
         assert ours.load_state_dict(state) and ours.config.num_parameters() == sum(map(torch.numel, state.values()))
         ids = torch.randint(131, (1, 100), generator=random)
         expected = [theirs(part, labels=part) for part in ids.split([70, 30], 1)]

@@ -6,6 +6,7 @@ would compute differently is refused by name. It is written for transformers to 
 
 import re
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import partial
 
 from kernels.attention import KINDS
 from kernels.attention.full import Full
@@ -20,24 +21,46 @@ from training.host.errors import UserError, refused_as_user_error
 class Family:
     """The meaning of one model_type. Settings that rows do not name mean the same in every family."""
 
-    has_head_norms: bool = False
-    has_qkv_biases: bool = False
+    form: dict = field(default_factory=dict)  # ModelConfig's fields of `FORM` that differ from the values there
     head_dim: int | None = None  # if config.json has none; None: hidden_size / num_attention_heads
     defaults: dict = field(default_factory=dict)  # transformers' values for settings that config.json leaves out
     fixed: dict = field(default_factory=dict)  # settings written with these values, and refused with others
-    has_layer_types: bool = False  # whether use_sliding_window and layer_types can give layers a window
+    has_window_switch: bool = False  # whether use_sliding_window gives layers a window, those that layer_types names
+    full_every: int | None = None  # layer_types' default: each so many-th layer sees everything, the others a window
+    has_local_rope: bool = False  # whether layers with a window have frequencies of their own
     has_no_rope_layers: bool = False  # whether no_rope_layers says which layers have rotary positions
     scalars: tuple[str, ...] = ()  # ModelConfig's scalars that config.json has, by the same names
+    has_query_scalar: bool = False  # whether query_pre_attn_scalar is 1 / attention_multiplier^2
+    scales_embedding: bool = False  # whether embedding_multiplier is sqrt(hidden_size)
+    rope_settings: tuple[str, ...] = ()  # settings of rotary positions that this family alone computes, and needs
+    rope: dict = field(default_factory=dict)  # rotary settings, if config.json has none
+    names: dict = field(default_factory=dict)  # config.json's names for settings that most families call otherwise
     class_name: str | None = None  # the beginning of transformers' class; None: the model_type with a capital
 
 
+FORM = {  # most families'
+    "qk_norm": None, "has_qkv_biases": False, "norms_before": True, "norms_after": False, "norm_weight_offset": 0.0,
+    "norm_cast_before_weight": True,
+}  # fmt: skip
 SCALARS = "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"
 NO_BIASES = {"attention_bias": False}  # one setting for q, k, v and o
 FAMILIES = {
-    "qwen3": Family(has_head_norms=True, head_dim=128, fixed=NO_BIASES, has_layer_types=True),
-    "qwen2": Family(has_qkv_biases=True, has_layer_types=True),
+    "qwen3": Family(form={"qk_norm": "head"}, head_dim=128, fixed=NO_BIASES, has_window_switch=True),
+    "qwen2": Family(form={"has_qkv_biases": True}, has_window_switch=True),
     "llama": Family(defaults={"num_key_value_heads": None}, fixed=NO_BIASES),
     "mistral": Family(defaults={"sliding_window": 4096}, fixed={"sliding_window": None, **NO_BIASES}),
+    "ministral3": Family(
+        defaults={
+            "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 34,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 262_144,
+        },
+        head_dim=128, fixed={"sliding_window": None}, rope_settings=("llama_4_scaling_beta",),
+        rope={
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        },
+    ),
     "smollm3": Family(
         defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
         fixed={"use_sliding_window": False, **NO_BIASES}, has_no_rope_layers=True, class_name="SmolLM3",
@@ -45,7 +68,30 @@ FAMILIES = {
     "granite": Family(
         defaults={"num_key_value_heads": None, **dict.fromkeys(SCALARS, 1.0)}, fixed=NO_BIASES, scalars=SCALARS
     ),
+    "olmo3": Family(
+        form={"qk_norm": "width", "norms_before": False, "norms_after": True, "norm_cast_before_weight": False},
+        defaults={
+            "num_key_value_heads": None, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "rope_local_base_freq": 5e5,
+            "sliding_window": 4096, "hidden_act": "silu",
+        },
+        fixed=NO_BIASES, full_every=4, has_local_rope=True,
+    ),
+    "gemma3_text": Family(
+        form={
+            "qk_norm": "head", "norms_after": True, "norm_weight_offset": 1.0, "norm_cast_before_weight": False,
+        },
+        defaults={
+            "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 131_072, "tie_word_embeddings": True, "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4, "sliding_window": 4096, "query_pre_attn_scalar": 256,
+        },
+        head_dim=256, fixed={"use_bidirectional_attention": False, **NO_BIASES}, full_every=6, has_local_rope=True,
+        has_query_scalar=True, scales_embedding=True, names={"hidden_act": "hidden_activation"}, class_name="Gemma3",
+    ),
 }  # fmt: skip
+OWN_ROPE_SETTINGS = {name for family in FAMILIES.values() for name in family.rope_settings}
+WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "ministral3"}  # models of text and images -> their text model
 # transformers' values for settings that config.json leaves out, in every family
 DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
 NOT_COMPUTED = (
@@ -62,14 +108,18 @@ MOST_LAYERS = 4096  # a limit, because plans have something for each layer
 
 
 def in_family(config: ModelConfig, model_type: str) -> ModelConfig:
-    """Returns the same sizes with the norms and biases of a family.
+    """Returns the same sizes with the norms, biases and other forms of a family.
 
     Raises:
         KeyError: no row of `FAMILIES` has this model_type.
     """
     family = FAMILIES[model_type]
-    norms, biases = family.has_head_norms, family.has_qkv_biases
-    return replace(config, model_type=model_type, has_head_norms=norms, has_qkv_biases=biases)
+    form, local_theta = {**FORM, **family.form}, None
+    if family.has_local_rope:
+        local_theta = config.local_rope_theta or family.defaults["rope_local_base_freq"]
+    if family.scales_embedding:
+        form["embedding_multiplier"] = config.hidden_size**0.5
+    return replace(config, model_type=model_type, local_rope_theta=local_theta, **form)
 
 
 def to_config_json(config: ModelConfig) -> dict:
@@ -79,17 +129,20 @@ def to_config_json(config: ModelConfig) -> dict:
         ValueError: no row of `FAMILIES` has this model_type, or config.json of this row cannot say what the model has.
     """
     if config.model_type not in FAMILIES or config != in_family(config, config.model_type):
-        names = "model_type", "has_head_norms", "has_qkv_biases"
-        unknown = ", ".join(f"{name} {getattr(config, name)!r}" for name in names)
+        unknown = ", ".join(f"{name} {getattr(config, name)!r}" for name in ("model_type", *FORM))
         raise ValueError(f"no family has {unknown}; training/families.py has a row for {', '.join(FAMILIES)}")
     family, scaling = FAMILIES[config.model_type], config.rope_scaling
     own = "".join({kind.name for kind in config.layer_kinds if kind.gates_per_head})
     windows = [kind.window if isinstance(kind, Window) else None for kind in config.kinds]
     is_plain = all(isinstance(kind, (Full, Window)) for kind in config.kinds) and len({*windows} - {None}) <= 1
     can_say = len({kind.name for kind in config.kinds}) == 1 if own else is_plain
-    can_say &= family.has_layer_types or not any(windows)
+    can_say &= family.has_window_switch or family.full_every is not None or not any(windows)
+    can_say &= not (own and family.full_every)
     can_say &= family.has_no_rope_layers or all(config.layer_rotates)
-    can_say &= all(getattr(config, name) == getattr(MODEL_SIZES["4B"], name) for name in {*SCALARS} - {*family.scalars})
+    said = {*family.scalars, *_implied_scalars(family)}
+    for name in OWN_ROPE_SETTINGS:
+        can_say &= (getattr(scaling, name, None) is not None) == (name in family.rope_settings)
+    can_say &= all(getattr(config, name) == getattr(MODEL_SIZES["4B"], name) for name in {*SCALARS} - said)
     if not can_say:
         raise ValueError(f"model_type {config.model_type!r} has no config.json for these kinds of layers or scalars")
     content = {
@@ -101,22 +154,40 @@ def to_config_json(config: ModelConfig) -> dict:
         **family.fixed,
         **{name: getattr(config, name) for name in family.scalars},
     }
-    if config.attention_multiplier is None and "attention_multiplier" in family.scalars:
-        content["attention_multiplier"] = config.head_dim**-0.5
+    for name, theirs in family.names.items():
+        content[theirs] = content.pop(name)
+    multiplier = config.attention_multiplier or config.head_dim**-0.5
+    if "attention_multiplier" in family.scalars:
+        content["attention_multiplier"] = multiplier
+    if family.has_query_scalar:
+        content["query_pre_attn_scalar"] = round(multiplier**-2)
     if family.has_no_rope_layers:
         rotates, layers = config.layer_rotates, config.num_hidden_layers
         content["no_rope_layers"] = [int(rotates[i % len(rotates)]) for i in range(layers)]
-    if any(windows):
+    if any(windows) or family.full_every:
         types = ["sliding_attention" if window else "full_attention" for window in windows]
-        content |= {"use_sliding_window": True, "sliding_window": max(filter(None, windows)), "layer_types": types}
+        content |= {"sliding_window": max(filter(None, windows), default=4096), "layer_types": types}
+        content |= {"use_sliding_window": True} if family.has_window_switch else {}
     if scaling is not None:
         given = {name: value for name, value in asdict(scaling).items() if value is not None}
         content["rope_scaling"] = {"rope_type": scaling.rope_type, **given}
+    if family.has_local_rope:  # transformers 5 reads these, older ones what stands above
+        content["rope_local_base_freq"] = config.local_rope_theta
+        full = {"rope_type": "default", **(content["rope_scaling"] or {}), "rope_theta": config.rope_theta}
+        local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
+        content["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
     return content
+
+
+def _implied_scalars(family: Family) -> list[str]:
+    """Returns ModelConfig's scalars that other settings of config.json imply."""
+    return family.has_query_scalar * ["attention_multiplier"] + family.scales_embedding * ["embedding_multiplier"]
 
 
 def from_config_json(content: dict) -> ModelConfig:
     """Returns the model that config.json declares. Rotary settings may be in `rope_scaling` or `rope_parameters`.
+
+    A model of text and images has its text model's settings in `text_config`.
 
     Raises:
         ValueError: a model_type without a row in `FAMILIES`, a setting that the decoder does not compute, a missing
@@ -131,8 +202,9 @@ def from_config_json(content: dict) -> ModelConfig:
         types = (int, float) if isinstance(like, float) else (type(like),)
         if type(found) not in types or (type(found) in (int, float) and not 0 < found < 2**31):
             raise ValueError(f"{name} is {found!r:.80}; it must be as {like!r} is")
-    if config.rope_theta <= 1:
-        raise ValueError(f"rope_theta must be above 1, got {config.rope_theta}")
+    for theta in (config.rope_theta, config.local_rope_theta):
+        if theta is not None and not (type(theta) in (int, float) and 1 < theta < 2**63):
+            raise ValueError(f"rope_theta must be above 1, got {theta!r:.80}")
     if config.num_hidden_layers > MOST_LAYERS:
         raise ValueError(f"num_hidden_layers is {config.num_hidden_layers}; at most {MOST_LAYERS} are built")
     return config
@@ -140,21 +212,26 @@ def from_config_json(content: dict) -> ModelConfig:
 
 def _read(content: dict) -> ModelConfig:
     """Returns the model for `from_config_json`, which then checks the types and ranges of values."""
+    if (wrapper := content.get("model_type")) in WRAPPERS and "text_config" in content:
+        outer = {name: content[name] for name in ("tie_word_embeddings", "quantization_config") if name in content}
+        content = {"model_type": WRAPPERS[wrapper], **content["text_config"], **outer}
     declared_type = str(content.get("model_type"))
     with_parameters = {f"_{name}": kind for name, kind in KINDS.items() if kind.gates_per_head}
     suffix = next((suffix for suffix in with_parameters if declared_type.endswith(suffix)), "")
     model_type, kind = declared_type.removesuffix(suffix), with_parameters.get(suffix, Full)
-    if model_type in FAMILIES:
-        family = FAMILIES[model_type]
-        rope = _read_rope({**family.defaults, **content})
-        refused = _refused(content, family) + rope.pop("refused")
+    if model_type not in FAMILIES:
+        refused = [f"model_type {content.get('model_type')!r} (it takes {', '.join([*FAMILIES, *WRAPPERS])})"]
     else:
-        refused = [f"model_type {content.get('model_type')!r} (it takes {', '.join(FAMILIES)})"]
+        family = FAMILIES[model_type]
+        content = {**DEFAULTS, **family.defaults, **content}
+        content |= {name: content.get(theirs) for name, theirs in family.names.items()}
+        rope = _read_rope(content, family)
+        refused = _refused(content, family) + rope.pop("refused")
     if suffix and not refused and _has_windows(content, family):
         refused = [f"windows in layers of {suffix[1:]}"]
     if refused:
         raise ValueError(f"config.json has {', '.join(refused)}, which this decoder does not compute")
-    content = {**DEFAULTS, **family.defaults, **content, **rope}
+    content |= rope
     heads = content.get("num_attention_heads")
     if content.get("num_key_value_heads", 0) is None:
         content["num_key_value_heads"] = heads
@@ -165,9 +242,10 @@ def _read(content: dict) -> ModelConfig:
     config = ModelConfig(
         **{name: content[name] for name in FIELDS},
         hidden_act=ACTIVATIONS[content["hidden_act"]],
-        layer_kinds=_layer_kinds(content) if _has_windows(content, family) else (kind(),),
+        layer_kinds=_layer_kinds(content, family) if _has_windows(content, family) else (kind(),),
         layer_rotates=_layer_rotates(content) if family.has_no_rope_layers else (True,),
         rope_scaling=content["rope_scaling"],
+        local_rope_theta=content["local_rope_theta"],
         **_read_scalars(content, family),
     )
     return in_family(config, model_type)
@@ -177,7 +255,7 @@ def _refused(content: dict, family: Family) -> list[str]:
     """Returns the settings that the decoder does not compute, as text, without rotary settings."""
     refused = [f"{name} {content[name]!r:.60}" for name in NOT_COMPUTED if content.get(name)]
     for name, value in family.fixed.items():
-        found = content.get(name, family.defaults.get(name))
+        found = content.get(name)
         if found is not None and found != value:
             refused.append(f"{name} {found!r:.60}")
     if not content.get("is_causal", True):
@@ -193,23 +271,29 @@ def _refused(content: dict, family: Family) -> list[str]:
 
 
 def _has_windows(content: dict, family: Family) -> bool:
-    """Whether layers may have a window, as use_sliding_window says."""
+    """Whether layers may have a window."""
     has_window = content.get("use_sliding_window") and content.get("sliding_window", 4096) is not None
-    return bool(family.has_layer_types and has_window)
+    return bool(family.full_every or (family.has_window_switch and has_window))
 
 
-def _layer_kinds(content: dict) -> tuple[AttentionKind, ...]:
+def _layer_kinds(content: dict, family: Family) -> tuple[AttentionKind, ...]:
     """Returns the kinds that repeat through the layers.
 
-    Without layer_types, layers from max_window_layers on have the window.
+    Without layer_types, each so many-th layer has no window. Behind a switch, layers from max_window_layers on have it.
     """
     window, layers = content.get("sliding_window", 4096), content["num_hidden_layers"]
     if not isinstance(window, int):
         raise TypeError(f"sliding_window is {window!r:.80}")
     if layers > MOST_LAYERS:  # the caller refuses so many
         return (Full(),)
-    first, types = content.get("max_window_layers", 28), content.get("layer_types")
-    has_window = [name == "sliding_attention" for name in types or ()] or [i >= first for i in range(layers)]
+    types = content.get("layer_types")
+    if types:
+        has_window = [name == "sliding_attention" for name in types]
+    elif family.full_every:
+        every = content.get("sliding_window_pattern") or family.full_every
+        has_window = [(i + 1) % every != 0 for i in range(layers)]
+    else:
+        has_window = [i >= content.get("max_window_layers", 28) for i in range(layers)]
     if len(has_window) != layers:
         raise ValueError(f"layer_types names {len(has_window)} layers of {layers}")
     return tuple(Window(window) if is_window else Full() for is_window in _pattern(has_window))
@@ -244,37 +328,51 @@ def _read_scalars(content: dict, family: Family) -> dict:
         if type(value) not in (int, float) or not 0 < value < 2**31:
             raise ValueError(f"{name} is {value!r:.80}; it must be a number above 0")
         scalars[name] = float(value)
+    if family.has_query_scalar:
+        scalars["attention_multiplier"] = content["query_pre_attn_scalar"] ** -0.5
     if scalars.get("attention_multiplier") == content["head_dim"] ** -0.5:
         scalars["attention_multiplier"] = None
     return scalars
 
 
-def _read_rope(content: dict) -> dict:
-    """Returns "rope_theta" and "rope_scaling" for ModelConfig, and "refused", settings that are not computed here."""
+def _read_rope(content: dict, family: Family) -> dict:
+    """Returns ModelConfig's rotary fields, and "refused", settings that are not computed here."""
     older, newer = content.get("rope_scaling") or {}, content.get("rope_parameters") or {}
-    settings = {name: value for name, value in (older or newer).items() if value is not None}
+    local: dict = {}
+    if "full_attention" in newer or "sliding_attention" in newer:  # settings by type of layer
+        newer, local = (newer.get(name) or {} for name in ("full_attention", "sliding_attention"))
+    theta, local_theta = content.get("rope_theta", 1e4), local.get("rope_theta", content.get("rope_local_base_freq"))
+    refused = []
+    if older and newer and any(newer.get(name, value) != value for name, value in older.items()):
+        refused.append("rope_scaling beside other rope_parameters")
+    if local.get("rope_type", "default") != "default":
+        refused.append(f"rope_type {local['rope_type']!r} of layers with a window")
+    settings = {name: value for name, value in ({**newer, **older} or family.rope).items() if value is not None}
     older_type = settings.pop("type", "default")  # some files have both
     rope_type = settings.pop("rope_type", older_type)
-    theta = settings.pop("rope_theta", content.get("rope_theta", 1e4))
+    theta = settings.pop("rope_theta", theta)
     rotated = settings.pop("partial_rotary_factor", content.get("partial_rotary_factor") or 1.0)
-    refused = [] if rotated == 1 else [f"partial_rotary_factor {rotated}"]
-    if older and newer and older != newer:
-        refused.append("rope_scaling beside other rope_parameters")
-    original = settings.pop("original_max_position_embeddings", None)
-    scaling = None
+    refused += [] if rotated == 1 else [f"partial_rotary_factor {rotated}"]
+    original, scaling = settings.pop("original_max_position_embeddings", None), None
+    for name in family.rope_settings:
+        if settings.get(name) is None:
+            raise ValueError(f"config.json's rotary settings lack {name}")
+    settings.pop("max_position_embeddings", None)  # Ministral 3's files have it here once more
     if rope_type in ROPE_TYPES:
         names = {field.name: field.default is MISSING for field in fields(ROPE_TYPES[rope_type])}
         if "original_max_position_embeddings" in names:
             settings["original_max_position_embeddings"] = original or content.get("max_position_embeddings")
         if missing := [name for name, is_needed in names.items() if is_needed and settings.get(name) is None]:
             raise ValueError(f"config.json's rope_type {rope_type} lacks {', '.join(missing)}")
-        refused += [f"{name} of rope_type {rope_type}" for name in settings if name not in names]
+        computed = {*names} - ({*OWN_ROPE_SETTINGS} - {*family.rope_settings})
+        refused += [f"{name} of rope_type {rope_type}" for name in settings if name not in computed]
         scaling = None if refused else ROPE_TYPES[rope_type](**settings)
     elif rope_type != "default":
         refused.append(f"rope_type {rope_type!r} (it takes {', '.join(ROPE_TYPES)})")
     else:
         refused += [f"{name} of rotary positions" for name in settings]
-    return {"rope_theta": theta, "rope_scaling": scaling, "refused": refused}
+    local_theta = local_theta if family.has_local_rope else None
+    return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local_theta, "refused": refused}
 
 
 def extend(config: ModelConfig, text: str) -> ModelConfig:
@@ -293,14 +391,15 @@ def extend(config: ModelConfig, text: str) -> ModelConfig:
     if already is not None and already.rope_type != match[1]:
         has = f"these weights have rope_type {already.rope_type}"
         raise UserError(f"rope_scaling {text}: {has}, not {match[1]}; drop it, or give other weights")
-    length = config.max_position_embeddings
+    length, beta = config.max_position_embeddings, None
     if isinstance(already, YarnScaling):  # a new factor for the same original length
-        length = already.original_max_position_embeddings
+        length, beta = already.original_max_position_embeddings, already.llama_4_scaling_beta
     elif isinstance(already, LinearScaling):
         length = round(length / already.factor)
     length = int(match[3] or length)
     if factor * length >= 2**31:
         raise UserError(f"rope_scaling {text}: {factor * length:.0f} tokens are more than config.json takes; give less")
+    yarn = partial(YarnScaling, llama_4_scaling_beta=beta)
     with refused_as_user_error("rope_scaling: "):
-        scaling: RopeScaling = LinearScaling(factor) if match[1] == "linear" else YarnScaling(factor, length)
+        scaling: RopeScaling = LinearScaling(factor) if match[1] == "linear" else yarn(factor, length)
         return replace(config, rope_scaling=scaling, max_position_embeddings=int(factor * length))

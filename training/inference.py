@@ -176,11 +176,11 @@ def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: st
         model = Transformer(shape)
     model = model.to(dtype).to_empty(device=device).requires_grad_(False)
     copy_weights(model, weights)
-    model.rotary.tables(max(tokens, cached), device)  # once: writing past a prompt would make them anew, twice as long
+    model.rotations(max(tokens, cached), device)  # once: writing past a prompt would make them anew, twice as long
     set_kinds(model, opened.kinds)
     for block in model.layers:
         block.self_attn.backend = choose_backend("auto", device)
-        block.self_attn.heads_at_a_time = 1 if tokens >= LONG_TEXT else None
+        block.self_attn.heads_at_a_time = 1 if tokens >= LONG_TEXT and shape.qk_norm != "width" else None
         block.mlp.tile_size = MLP_TILE_SIZE
     return model
 

@@ -158,7 +158,7 @@ def probe_model(
 
     def before(attention, arguments):
         x, context = arguments
-        q, k, _ = project_heads(x, attention.qkv_parameters(), context.cos, context.sin)
+        q, k, _ = project_heads(x, attention.qkv_parameters(), *context.rotations[attention.is_local])
         of_layer = kinds[attention.layer]
         layout = make_layout(q, context.segments, of_layer.block_size, of_layer.window)
         queries = spread_queries(layout, batch.targets, most, num_queries)

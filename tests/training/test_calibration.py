@@ -26,7 +26,7 @@ EVEN = Sparse(4, block_size=32, window=32, dense_below=64)
 # Bytes as one-hot hidden states; value heads copy them.
 SHAPE = ModelConfig(
     vocab_size=256, hidden_size=256, intermediate_size=32, num_hidden_layers=3, num_attention_heads=1,
-    num_key_value_heads=1, head_dim=256, has_head_norms=False,
+    num_key_value_heads=1, head_dim=256, qk_norm=None,
 )  # fmt: skip
 
 

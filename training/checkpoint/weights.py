@@ -7,6 +7,7 @@ The weights are in model.safetensors, or in several such files with an index.
 """
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -40,6 +41,8 @@ from training.host.errors import UserError, refused_as_user_error
 from training.host.files import JSON_BYTES, read_file, read_json
 from training.host.processes import command
 
+logger = logging.getLogger(__name__)
+
 # Files beside weights that go along into checkpoints: a tokenizer, its chat template, defaults for generation.
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -47,6 +50,9 @@ COMPANIONS = (
 )  # fmt: skip
 TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"  # settings in config.json that go along as well
 NOT_WEIGHTS = "rotary_emb.inv_freq"  # tables in older files of Llama
+# Models of text and images have their text model's names behind one of these, and names of parts that are left out.
+TEXT_MODEL = re.compile(r"^(model\.language_model\.|language_model\.)?(model\.)?")
+OTHER_MODELS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
 
 
@@ -79,9 +85,13 @@ def find_weights(
     """
     path = Path(path)
     found: dict[str, Entry] = {}
+    left_out = 0
     for file in _weight_files(path):
         for key, entry in _entries(file).items():
-            name = key.removeprefix("model.")
+            if OTHER_MODELS.match(key):
+                left_out += 1
+                continue
+            name = TEXT_MODEL.sub("", key)
             if name in found:
                 raise UserError(f"{path} has {key} twice, also in {found[name].file.name}; give another folder")
             if not entry.dtype.is_floating_point:
@@ -89,6 +99,8 @@ def find_weights(
                 raise UserError(f"{file}: {key} is of dtype {DTYPE_NAMES[entry.dtype]}, weights must be of {fitting}")
             if not name.endswith(NOT_WEIGHTS):
                 found[name] = entry
+    if left_out:
+        logger.warning("%s: %d tensors of its vision model are left out; this is its text model alone", path, left_out)
     if may_lack is not None and not any(may_lack in name for name in found):
         expected = {name: shape for name, shape in expected.items() if may_lack not in name}
     another = f"checkpoint {path} is of another size"

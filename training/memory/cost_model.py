@@ -36,7 +36,6 @@ from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
 
 # A search for a plan asks for the same few footprints many thousand times.
 _attention_footprint, _mlp_footprint = functools.cache(qkv_attention_footprint), functools.cache(gated_mlp_footprint)
-_NORMS_BYTES = 8  # per token: 1 / rms of a block's two norms, float32
 # Share of the link's rate at which state on the host is updated beside forward, whose kernels its kernels wait for.
 UPDATE_BESIDE_FORWARD = 0.8
 LIBRARY_BYTES = 160 * MIB  # cuBLAS workspaces and the small tensors that nothing below counts
@@ -231,6 +230,17 @@ class Step:
         return self.element_size * self.share.hidden_size * self.tokens
 
     @property
+    def _norms_bytes(self) -> tuple[int, int]:
+        """Bytes that a block's norms keep for backward, in its attention and in its MLP.
+
+        They are 1 / rms of each token, float32, the residual sum, and the inputs of norms after attention and MLP.
+        Without norms before, attention's input is the block's own, and the MLP's is the residual sum.
+        """
+        share, x = self.share, self.input_bytes
+        same = 0 if share.norms_before else x
+        return 4 * share.norms_per_layer * self.tokens - same, x + 2 * x * share.norms_after - same
+
+    @property
     def longest_document(self) -> float:
         """Tokens of the longest document that every layer's attention takes."""
         return min(kind.longest_document for kind in self.kinds)
@@ -398,7 +408,7 @@ class Step:
             _attention_footprint(
                 self.tokens, share.hidden_size, *share.heads, element_size=self.element_size,
                 backend=execution.attention_backend, context_length=self.context_length, longest=longest, kind=kind,
-                heads_at_a_time=execution.heads_at_a_time, num_ranks=self.num_ranks, has_norms=share.has_head_norms,
+                heads_at_a_time=execution.heads_at_a_time, num_ranks=self.num_ranks, qk_norm=share.qk_norm,
                 linear=execution.linear,
             ),
             _mlp_footprint(
@@ -416,19 +426,20 @@ class Step:
         attention, mlp = self._footprints(
             replace(execution, heads_at_a_time=None, mlp_tile_size=None) if whole else execution, kind
         )
-        saved = attention.saved + _NORMS_BYTES * self.tokens
+        norms, mlp_norms = self._norms_bytes
+        saved = attention.saved + norms
         if whole:  # x: the residual sum; 3 x: outputs of attention, MLP and block, the last after the MLP's factors
             factor_bytes, D, F = execution.linear.factor_bytes, self.share.hidden_size, self.share.intermediate_size
             factors = factor_bytes(D, F)
             if factors:  # inputs of which backward keeps factors
                 factors += self.element_size * self.tokens * (D + F)
-            forward = saved, x + mlp.saved + max(3 * x, 2 * x + factors)
+            forward = saved, mlp_norms + mlp.saved + max(3 * x, 2 * x + factors)
         else:
             kept = attention.choices + (attention.keepable if placement.results != "recompute" else 0)
             # 3 x: attention's output, the residual sum and its norm. Then the MLP's working memory, or 2 x: the outputs
             # of MLP and block.
             forward = kept, 3 * x + max(mlp.forward, 2 * x)
-            attending = x + attention.forward  # attention works on its norm's output
+            attending = x * self.share.norms_before + attention.forward  # attention works on its norm's output
             if self.num_ranks > 1 and not execution.heads_at_a_time:
                 # Attention's output, as it is sent and as it is received. The output of a single branch may be kept.
                 output = self.element_size * self.share.num_attention_heads * self.share.head_dim * self.tokens
@@ -438,13 +449,15 @@ class Step:
                 forward = attending, 0
         # 2 * x: the gradient of the block's output, and the residual sum. A placed block was just rebuilt, and the
         # outputs of its attention and of the block still exist.
-        mlp_backward = saved, 2 * x + mlp.saved + max(mlp.backward, 0 if whole else 2 * x)
+        after = x * (self.share.norms_after and whole)  # the MLP's output, gone when its norm has made its gradient
+        mlp_backward = saved, x + mlp_norms + mlp.saved + max(mlp.backward - after, after if whole else 2 * x)
         if self.share.residual_multiplier != 1 and not whole:  # gradients of the MLP's and of attention's own outputs
             mlp_backward = saved, mlp_backward[1] + (x if execution.mlp_tile_size else 0)
             saved += x if execution.heads_at_a_time else 0
         if placement.results == "recompute" and attention.forward > sum(mlp_backward) - 2 * x:
             mlp_backward = x + attention.forward, x  # attention runs again
-        return [forward, mlp_backward, (saved + attention.backward, x if whole else 2 * x)]
+        rebuilt = 0 if whole else x * (1 + (self.share.norms_per_layer > 2))  # outputs of attention, and of its norm
+        return [forward, mlp_backward, (saved + attention.backward, x + rebuilt)]
 
     def _sent_bytes(self, placement: Placement, kind: AttentionKind) -> tuple[int, int]:
         """Returns the bytes that a block sends to the host: its input, results of attention."""
@@ -485,7 +498,8 @@ class Step:
         """Returns the bytes that a block keeps on the GPU for backward: its input, of attention and of the MLP."""
         attention, mlp = self._footprints(self.given, kind)
         if placement.is_whole:
-            return self.input_bytes, attention.saved + _NORMS_BYTES * self.tokens, self.input_bytes + mlp.saved
+            norms, mlp_norms = self._norms_bytes
+            return self.input_bytes, attention.saved + norms, mlp_norms + mlp.saved
         results = attention.keepable if placement.results == "gpu" else 0
         return self.input_bytes if placement.input == "gpu" else 0, results + attention.choices, 0
 
@@ -516,8 +530,10 @@ class Step:
             (footprints[kind][0].matrix_flops + mlp.matrix_flops) / rates[execution.linear.rate] for kind in kinds
         ]
         of_weights = sum(products) * rates[execution.linear.rate] / rates[execution.linear.weight_rate]  # gradients
-        # A block's two norms, two sums and their copies read and write nine hidden states, and two multipliers four.
-        moved_bytes = (9 + 4 * (share.residual_multiplier != 1)) * self.input_bytes + mlp.elementwise_bytes
+        # Two norms of a block, two sums and their copies read and write nine hidden states, other norms two each, and
+        # two multipliers four.
+        hidden_states = 9 + 2 * (share.norms_per_layer - 2) + 4 * (share.residual_multiplier != 1)
+        moved_bytes = hidden_states * self.input_bytes + mlp.elementwise_bytes
         moves = [(moved_bytes + footprints[kind][0].elementwise_bytes) / rates["memory"] for kind in kinds]
         layers = [a + b for a, b in zip(products, moves)]
         # Ranks that share matrices sum hidden states after attention and after the MLP; backward sums their gradients.

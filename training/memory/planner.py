@@ -176,6 +176,11 @@ def _formats(step: Step) -> tuple[str, ...]:
     return ("float32", "compact") if step.given.state_format == "auto" else (step.given.state_format,)
 
 
+def _heads_at_a_time(step: Step) -> tuple[int | None, ...]:
+    """Returns the key/value heads that attention may work on at a time; the last takes the least memory."""
+    return (None,) if step.share.qk_norm == "width" else (None, 1)
+
+
 def describe_budgets(gpu_bytes: float, host_bytes: float) -> str:
     """Returns both budgets in GiB as text."""
     host = "any amount" if math.isinf(host_bytes) else gib(host_bytes)
@@ -190,7 +195,7 @@ def has_plan(step: Step, gpu_bytes: float, host_bytes: float) -> bool:
         for search in searches
         for base in search.layouts()
         # These take the least memory, with half of the inputs recomputed.
-        if base.heads_at_a_time and base.state_format == _formats(step)[-1]
+        if base.heads_at_a_time == _heads_at_a_time(step)[-1] and base.state_format == _formats(step)[-1]
     )
 
 
@@ -276,7 +281,7 @@ class _Search:
             if num > L:
                 losses, base = ("chunked",), replace(base, loss_impl="chunked", ends="host")
             shares = of_all if num == 0 else of_ends if num <= L else (0,)
-            for share, heads, loss_impl in itertools.product(shares, (None, 1), losses):
+            for share, heads, loss_impl in itertools.product(shares, _heads_at_a_time(step), losses):
                 on_gpu = share * step.optimizer(base).gpu_state
                 yield replace(base, gpu_state_bytes=on_gpu, heads_at_a_time=heads, loss_impl=loss_impl)
 

@@ -130,10 +130,10 @@ class Recorder:
         for i, block in enumerate(model.layers):
             hooks += [
                 block.register_forward_pre_hook(lambda _, inputs, i=i: self._enter_block(i, inputs[0])),
-                block.input_layernorm.register_forward_pre_hook(lambda _, inputs: self._enter_attention(inputs[0])),
-                block.post_attention_layernorm.register_forward_pre_hook(
-                    lambda _, inputs, i=i: self._enter_mlp(i, inputs[0])
+                (block.input_layernorm or block.self_attn).register_forward_pre_hook(
+                    lambda _, inputs: self._enter_attention(inputs[0])
                 ),
+                block.self_attn.register_forward_hook(lambda _, inputs, attended, i=i: self._enter_mlp(i, attended)),
                 block.register_forward_hook(lambda _, inputs, y, i=i: self._leave_block(i, y)),
             ]
         try:
@@ -303,7 +303,7 @@ class Bench:
         """
         self.clear()
         counter = counter or CudaCounter()
-        self.model.rotary.tables(step.context_length, self.device)  # early, so that they count as workspace
+        self.model.rotations(step.context_length, self.device)  # early, so that they count as workspace
         ids = torch.randint(step.share.vocab_size, (step.batch_size, step.context_length), device=self.device)
         if step.context_length > LONGEST_REPEATED:
             self._warm_up(step, execution, ids)

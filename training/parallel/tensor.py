@@ -40,6 +40,11 @@ def share_matrices(model: nn.Module, world: World) -> None:
 
 def check_matrix_sharing(size: int, model_config: ModelConfig) -> None:
     """Raise UserError, with the sizes that can, unless so many ranks can share each of a model's matrices equally."""
+    if size > 1 and model_config.qk_norm == "width":
+        raise UserError(
+            f"tensor_parallel_size {size} would part the heads that {model_config.model_type} normalises together; use "
+            "context_parallel_size"
+        )
     heads, width, words = model_config.num_key_value_heads, model_config.intermediate_size, model_config.vocab_size
     common = math.gcd(heads, width, words)
     if common % size:

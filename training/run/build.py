@@ -130,6 +130,11 @@ def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfi
                     f"{folder} was trained without attention_type {asked.name}; to turn it into that, start from its "
                     f"weights with --init_from {folder} and another --output_dir"
                 )
+            if any(kind.reach is not None for kind in declared.kinds):
+                raise UserError(
+                    f"attention_type {asked.name} would take the place of the windows of {folder}; use sparse, which "
+                    "leaves windows alone, or full"
+                )
             logger.info("attention: %s has no gates of %s; they are initialised, near 1/2", folder, asked.name)
             declared = dataclasses.replace(declared, layer_kinds=shape.layer_kinds)
         shape = declared

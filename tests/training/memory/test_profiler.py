@@ -178,6 +178,8 @@ def step_of(
 GPU, ON_HOST = Placement("gpu", "gpu"), Placement("host", "host")
 VISITS = replace(ON_HOST, weights="host")
 SCALARS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+FOUR_NORMS = {"norms_after": True, "norm_weight_offset": 1.0, "norm_cast_before_weight": False}
+NORMS_AFTER = {"norms_before": False, "norms_after": True, "qk_norm": "width"}
 BY_LAYER = tuple(map(Sparse, (64, 32, 0, 128)))
 CASES = {
     "checkpointing": (131_072, [Placement()] * 4, None, None, {}),
@@ -207,6 +209,10 @@ CASES = {
     "fp8, nsa": (65_536, [GPU, WHOLE, WHOLE, WHOLE], 8192, None, {"linear": FP8("triton"), "kinds": (NSA(),)}),
     "scalars, no tiles": (65_536, [Placement()] * 4, None, 1, {"scalars": SCALARS}),
     "scalars, groups": (131_072, [ON_HOST, GPU, WHOLE, WHOLE], 8192, 1, {"scalars": SCALARS}),
+    "norms before and after": (65_536, [Placement(), GPU, ON_HOST, WHOLE], 8192, 1, {"scalars": FOUR_NORMS}),
+    "norms before and after, whole": (16_384, [WHOLE] * 4, None, None, {"scalars": FOUR_NORMS}),
+    "norms after": (65_536, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, {"scalars": NORMS_AFTER}),
+    "norms after, whole": (16_384, [WHOLE] * 4, None, None, {"scalars": NORMS_AFTER}),
     "untied ends": (524_288, [VISITS] * 4, 8192, 1, {"ends": "host", "size": "8B", "gpu_state_bytes": 0}),
 }
 
