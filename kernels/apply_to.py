@@ -21,7 +21,10 @@ from .rope import rope
 
 logger = logging.getLogger(__name__)
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "smollm3", "granite")
+MODEL_TYPES = (
+    "llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3", "granite", "olmo3",
+)  # fmt: skip
+GEMMA = ("gemma2", "gemma3_text")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")  # keywords that transformers' loss takes
 
@@ -31,11 +34,12 @@ LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")  # keywo
 @functools.cache
 def _rms_norm_forward(model_type: str, impl: str):
     def forward(self, hidden_states):
-        if model_type == "gemma2":  # stores the weight minus 1, and rounds only after the weight
-            return rms_norm(
-                hidden_states, self.weight, self.eps, weight_offset=1.0, cast_before_weight=False, impl=impl
-            )
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon, impl=impl)
+        # Gemma stores the weight minus 1. Gemma and OLMo 3 round only after the weight.
+        eps, offset = (self.eps, 1.0) if model_type in GEMMA else (self.variance_epsilon, 0.0)
+        casts_first = model_type not in (*GEMMA, "olmo3")
+        return rms_norm(
+            hidden_states, self.weight, eps, weight_offset=offset, cast_before_weight=casts_first, impl=impl
+        )
 
     return forward
 
@@ -130,8 +134,9 @@ def apply_to(model: nn.Module, *, impl: str = "auto", loss: bool = True) -> dict
     runs without `labels`, and where `logits_to_keep` asks for logits.
 
     Args:
-        model: Llama, Mistral, Qwen2, Qwen3, Gemma2, SmolLM3 or Granite, with or without its language-model head, or
-            wrapped by PEFT. accelerate, FSDP and torch.compile come after `apply_to`.
+        model: Llama, Mistral, Ministral 3, Qwen2, Qwen3, Gemma 2, Gemma 3's text model, SmolLM3, Granite or OLMo 3,
+            with or without its language-model head, or wrapped by PEFT. accelerate, FSDP and torch.compile come after
+            `apply_to`.
         impl: "auto", "triton" or "torch".
         loss: False keeps the model's own loss, and its logits.
 
@@ -146,7 +151,7 @@ def apply_to(model: nn.Module, *, impl: str = "auto", loss: bool = True) -> dict
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type not in MODEL_TYPES:
         raise ValueError(f"apply_to knows the model types {', '.join(MODEL_TYPES)}, got {model_type!r}")
-    activation = model.config.hidden_activation if model_type == "gemma2" else model.config.hidden_act
+    activation = model.config.hidden_activation if model_type in GEMMA else model.config.hidden_act
     if activation not in ACTIVATIONS:
         raise ValueError(f"the activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
 

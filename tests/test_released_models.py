@@ -11,14 +11,16 @@ from safetensors.torch import load_file, save_file
 import profile_memory
 import train
 from kernels.attention.documents import find_documents
+from kernels.attention.full import FULL
 from kernels.attention.nsa.nsa import NSA
+from kernels.attention.window import Window
 from kernels.rope import YarnScaling
 from model import MODEL_SIZES, ModelConfig, Transformer
 from tests.runs import arguments, only_resume
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import load_model_weights
-from training.families import FAMILIES, from_config_json, in_family, to_config_json
+from training.families import FAMILIES, WRAPPERS, from_config_json, in_family, to_config_json
 from training.memory.cost_model import PackedDocuments
 from training.memory.execution import Execution, Placement
 from training.memory.placement import apply_execution
@@ -117,6 +119,29 @@ def test_equals_transformers(name, tmp_path):
     assert torch.equal(ours.generate(ids[:, :40], 8), greedy)
 
 
+@pytest.mark.parametrize(("wrapper", "model_type"), WRAPPERS.items())
+def test_the_text_model_of_a_model_of_text_and_images(wrapper, model_type, tmp_path, caplog):
+    import transformers
+
+    text = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, **NO_PAD}
+    text |= {"rope_parameters": BETA} if wrapper == "mistral3" else {"sliding_window": 64}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 16, "patch_size": 8, "head_dim": 8}
+    config = transformers.AutoConfig.for_model(
+        wrapper, text_config={"model_type": model_type, **text}, vision_config=vision, tie_word_embeddings=True,
+        mm_tokens_per_image=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    theirs.save_pretrained(tmp_path)
+    with caplog.at_level("WARNING"):
+        ours = load(tmp_path)
+    count = sum("vision_tower" in name or "projector" in name for name in theirs.state_dict())
+    assert f"{count} tensors of its vision model are left out" in caplog.text and count > 5
+    ids = torch.randint(131, (1, 90), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(ours(ids, return_logits=True).logits, theirs(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+
+
 def random_settings(model_type, random):
     """Settings of config.json for a random small model."""
 
@@ -209,11 +234,18 @@ def loss_and_gradients(state, config, device, dtype, execution):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("model_type", "H", "G"), [("qwen2", 14, 2), ("llama", 3, 1)])
-def test_a_gpu_equals_a_cpu(model_type, H, G):
+@pytest.mark.parametrize(
+    ("model_type", "H", "G", "K"),
+    [("qwen2", 14, 2, 64), ("llama", 3, 1, 64), ("ministral3", 4, 1, 128), ("olmo3", 4, 4, 64),
+     ("gemma3_text", 4, 2, 256)],
+)  # fmt: skip
+def test_a_gpu_equals_a_cpu(model_type, H, G, K):
     """Errors of bfloat16 on a GPU are at most three times a CPU's, both against float32, with packed documents."""
-    config = ModelConfig(131, 256, 384, 2, H, G, head_dim=64, rope_scaling=YarnScaling(4.0, 512))
-    config = in_family(config, model_type)
+    scaling = YarnScaling(4.0, 512, llama_4_scaling_beta=0.1 if model_type == "ministral3" else None)
+    config = in_family(ModelConfig(131, 256, 384, 2, H, G, head_dim=K, rope_scaling=scaling), model_type)
+    if FAMILIES[model_type].full_every:
+        config = replace(config, layer_kinds=(Window(256), FULL))
+    heads = None if config.qk_norm == "width" else 1
     state = {
         name: (0.1 * torch.randn(p.shape) if name.endswith("bias") else p.detach()).bfloat16()
         for name, p in Transformer(config).named_parameters()
@@ -224,7 +256,7 @@ def test_a_gpu_equals_a_cpu(model_type, H, G):
         return {name: float((found[name] - g).norm() / g.norm()) for name, g in exact.items()}
 
     allowed = errors(loss_and_gradients(state, config, "cpu", torch.bfloat16, None)[1])
-    for execution in (None, Execution((Placement("gpu", "host"), Placement("recompute")), heads_at_a_time=1)):
+    for execution in (None, Execution((Placement("gpu", "host"), Placement("recompute")), heads_at_a_time=heads)):
         found_loss, found = loss_and_gradients(state, config, "cuda", torch.bfloat16, execution)
         assert found_loss == pytest.approx(loss, rel=2e-3)
         wrong = {n: (e, allowed[n]) for n, e in errors(found).items() if not e <= 3 * allowed[n] + 0.01}

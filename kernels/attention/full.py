@@ -87,7 +87,7 @@ def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
     T = q.shape[1]
     if T < _CUDNN_SHORTEST:
         return _flash_backward(dout, q, k, v, out, lse)
-    seed = _unused_seed(q)
+    seed = unused_seed(q)
     return _heads_first(*torch_internals.cudnn_attention_backward(
         *_heads_first(dout, q, k, v, out), lse.unsqueeze(-1), seed, seed, None, None, None, T, T, 0.0, True
     ))  # fmt: skip
@@ -99,7 +99,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
-    T, seed = q.shape[1], _unused_seed(q)
+    T, seed = q.shape[1], unused_seed(q)
     return _heads_first(*torch_internals.flash_attention_backward(
         *_heads_first(dout, q, k, v, out), lse, None, None, T, T, 0.0, True, seed, seed
     ))  # fmt: skip
@@ -113,12 +113,12 @@ def _flash_forward_together(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, lon
 def _flash_backward_together(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, begins: Tensor, longest: int
 ) -> Sequence[Tensor]:
-    lengths, seed = (begins, begins, longest, longest), _unused_seed(q)
+    lengths, seed = (begins, begins, longest, longest), unused_seed(q)
     backward = torch_internals.varlen_flash_attention_backward
     return backward(dout, q, k, v, out, lse, *lengths, 0.0, True, seed, seed)
 
 
-def _unused_seed(q: Tensor) -> Tensor:
+def unused_seed(q: Tensor) -> Tensor:
     """Returns the random seed that backward kernels take for dropout. Dropout is off, so no kernel reads it."""
     return torch.empty((), dtype=torch.int64, device=q.device)
 

@@ -2,8 +2,9 @@
 
     out[t] = sum_s softmax_s(q[t] . k[s] / sqrt(K)) v[s],  t - window < s <= t and s in t's document
 
-The kernels are in sparse/band.py, as exact bands. Kept for backward, per token: q, k, v and out, (2H + 2G) K
-elements, and the float32 log-sum-exp, H elements.
+The kernels are in sparse/band.py, as exact bands. Heads of other widths than theirs run in PyTorch's
+FlashAttention-2, which takes up to 256. Kept for backward, per token: q, k, v and out, (2H + 2G) K elements, and the
+float32 log-sum-exp, H elements.
 
 Method: Beltagy et al., Longformer, arXiv 2004.05150.
 """
@@ -15,14 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import torch_internals
+from ..common import use_triton
 from ..parts import AttentionBytes, AttentionFlops, AttentionKind, sum_to
+from .full import KERNELS, unused_seed
 from .reference import attend_written_out, within_documents
 from .sparse.band import band_dkv, band_dq, band_forward
 from .sparse.layout import make_layout
-from .sparse.sparse_attention import HEAD_DIMS, check_inputs, flat
+from .sparse.sparse_attention import HEAD_DIMS, check_inputs, check_shapes, flat
 
 BLOCK_SIZE = 64  # tokens of a block of keys
 BAND_BACKWARD_PRODUCTS = 7  # matrix products of backward: three in dq's kernel, four in dk's and dv's
+FLASH_HEAD_DIMS = tuple(range(8, 257, 8))  # that FlashAttention-2 takes
 
 
 def window_reference(
@@ -44,7 +49,7 @@ class Window(AttentionKind):
 
     window: int = 4096
     name: ClassVar[str] = "window"
-    gpu_head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
+    gpu_head_dims: ClassVar[tuple[int, ...]] = FLASH_HEAD_DIMS
     h200_rates: ClassVar[dict[str, float]] = {"window forward": 317e12, "window backward": 403e12}
 
     def __post_init__(self):
@@ -60,12 +65,40 @@ class Window(AttentionKind):
         return f"a window of {self.window} tokens"
 
     def check(self, q, k, v, segments, impl):
-        return check_inputs(q, k, v, segments, BLOCK_SIZE, self.window, impl)
+        K = q.shape[-1]
+        if not use_triton(impl, q) or K in HEAD_DIMS or not q.is_cuda:
+            return check_inputs(q, k, v, segments, BLOCK_SIZE, self.window, impl)
+        check_shapes(q, k, v, segments)
+        if K not in FLASH_HEAD_DIMS or q.dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"windows' GPU kernels take head_dim {HEAD_DIMS}, and in bfloat16 and float16 multiples of 8 up to "
+                f"{FLASH_HEAD_DIMS[-1]}, got {K} in {q.dtype}"
+            )
+        return False
 
     def _layout(self, q, segments):
         return make_layout(q, segments, BLOCK_SIZE, self.window)
 
+    def _in_flash(self, q: Tensor, on_triton: bool) -> bool:
+        """Returns whether FlashAttention-2 runs."""
+        return q.is_cuda and q.dtype.itemsize == 2 and not (on_triton and q.shape[-1] in HEAD_DIMS)
+
+    def _flash_arguments(self, q: Tensor, segments: Tensor | None) -> tuple[tuple, dict]:
+        """Returns where each document begins and the longest one's tokens, both for q and for k, and the window."""
+        (B, T), begins = q.shape[:2], torch.arange(q.shape[0], dtype=torch.int32) * q.shape[1]
+        longest = T
+        if segments is not None:
+            begins = (segments[:, 0] * T + segments[:, 1]).sort().values
+            longest = int((segments[:, 2] - segments[:, 1]).max())
+        begins = F.pad(begins.int(), (0, 1), value=B * T).to(q.device, non_blocking=True)
+        return (begins, begins, longest, longest), {"window_size_left": self.window - 1, "window_size_right": 0}
+
     def forward(self, q, k, v, segments, lists, backend, on_triton):
+        if self._in_flash(q, on_triton):
+            lengths, window = self._flash_arguments(q, segments)
+            flat_qkv = (x.flatten(0, 1) for x in (q, k, v))
+            out, lse = torch_internals.varlen_flash_attention(*flat_qkv, *lengths, 0.0, True, False, **window)[:2]
+            return [out.view(q.shape)], [lse.T.contiguous().view(q.shape[:3])], None
         if not on_triton:
             out, lse = window_reference(q, k, v, self.window, segments)
             return [out], [lse.to(torch.promote_types(lse.dtype, torch.float32))], None
@@ -73,6 +106,13 @@ class Window(AttentionKind):
         return [out.view(q.shape)], [lse.view(q.shape[:3])], None
 
     def backward(self, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton):
+        if self._in_flash(q, on_triton):
+            (lengths, window), seed = self._flash_arguments(q, segments), unused_seed(q)
+            rows = (x.contiguous().flatten(0, 1) for x in (dout, q, k, v, outs[0]))
+            gradients = torch_internals.varlen_flash_attention_backward(
+                *rows, lses[0].flatten(0, 1).T.contiguous(), *lengths, 0.0, True, seed, seed, **window
+            )
+            return [x.view(like.shape) for x, like in zip(gradients, (q, k, v))]
         if not on_triton:
             with torch.enable_grad():
                 q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
@@ -90,7 +130,8 @@ class Window(AttentionKind):
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
     def footprint(self, T, H, G, K, *, element_size=2, backend="auto", context_length=None, longest=None):
-        return AttentionBytes(H * K * element_size + 4 * H, 0, 0, 4 * T * H)
+        rows = 0 if K in HEAD_DIMS else KERNELS["flash"].rows_together
+        return AttentionBytes(H * K * element_size + 4 * H, 0, 0, 4 * T * H + rows * T * H * K * element_size)
 
     def flops(self, length, H, G, K):
         """Counts whole blocks of 64: a block of queries multiplies with one block of keys more than its window has."""

@@ -23,8 +23,19 @@ FAMILIES = {
     "granite": {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 2.0
     },
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.5,
+        }
+    },
+    "olmo3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
 }  # fmt: skip
-NUM_NORMS = {"llama": 5, "mistral": 5, "qwen2": 5, "qwen3": 9, "gemma2": 9, "smollm3": 5, "granite": 5}
+NUM_NORMS = {
+    "llama": 5, "mistral": 5, "qwen2": 5, "qwen3": 9, "gemma2": 9, "smollm3": 5, "granite": 5, "ministral3": 5,
+    "olmo3": 9, "gemma3_text": 13,
+}  # fmt: skip
 every_family = pytest.mark.parametrize("model_type", FAMILIES)
 
 
@@ -118,7 +129,7 @@ def test_replaces_all_of_this_model_and_nothing_of_another(model_type, monkeypat
         other(**make_batch())
     assert not any(calls.values())
     assert patched(**make_batch()).logits is None
-    activation, absent = ("geglu", "swiglu") if model_type == "gemma2" else ("swiglu", "geglu")
+    activation, absent = ("geglu", "swiglu") if "gemma" in model_type else ("swiglu", "geglu")
     expected = {"rms_norm": NUM_NORMS[model_type], "rope": 2, activation: 2, absent: 0, "linear_cross_entropy": 1}
     expected["rope"] = sum(FAMILIES[model_type].get("no_rope_layers", [1, 1]))
     assert calls == expected
@@ -217,7 +228,7 @@ def test_compiles_without_a_graph_break():
 
 
 def test_refuses_what_it_does_not_know():
-    with pytest.raises(ValueError, match=r"qwen3, gemma2, smollm3, granite, got 'gpt2'"):
+    with pytest.raises(ValueError, match=r"gemma3_text, smollm3, granite, olmo3, got 'gpt2'"):
         apply_to(AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=8, n_head=1, n_layer=1)))
     with pytest.raises(ValueError, match="got None"):
         apply_to(torch.nn.Linear(2, 2))

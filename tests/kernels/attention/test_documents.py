@@ -116,7 +116,7 @@ def test_a_document_that_attends_alone_is_counted_in_forward():
     for heads, steps in ((None, 1), (1, G)):
         footprint = qkv_attention_footprint(
             T, 2560, H, G, K, context_length=T, longest=T - 300, backend="cudnn", heads_at_a_time=heads,
-            has_norms=False,
+            qk_norm=None,
         )  # fmt: skip
         output = 0 if heads is None else 2 * H * K * T  # of all heads
         assert footprint.forward >= (3 * H + 2 * G) * 2 * K * (T - 300) // steps + output

@@ -44,6 +44,18 @@ def test_matches_float64(H, G, K, dtype, lengths, window, impl, device, poisoned
     compare_with_float64(exact, attend(window, impl, segments), inputs)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [([777],), ([300, 65, 1],), ([200, 5], [2, 203])])
+@pytest.mark.parametrize("K", [256, 96])
+def test_heads_that_run_in_flash_attention(K, lengths, device, poisoned_memory):
+    segments = segments_of(*lengths)
+    inputs = make_qkv(len(lengths), sum(lengths[0]), 4, 2, K, bf16, device)
+    exact = functools.partial(reference, window=128, segments=segments)
+    compare_with_float64(exact, attend(128, "auto", segments), inputs)
+    rows = make_qkv(2, 333, 4, 2, K, bf16, device)
+    compare_with_float64(functools.partial(reference, window=128), attend(128, "auto"), rows)
+
+
 @pytest.mark.parametrize("T", [37, 64, 65, 193])
 def test_rows_that_are_one_document_each(T, device, poisoned_memory):
     inputs = make_qkv(2, T, 2, 1, 64, fp32, device)
