@@ -62,7 +62,7 @@ def bench_attention(
     attention.kind = kind(**({"dense_below": 0} if "dense_below" in kind.takes else {}))
     own = slice(world.rank * tokens // world.size, (world.rank + 1) * tokens // world.size)
     cos, sin = (table[own] for table in RotaryTables(config.head_dim, config.rope_theta).tables(tokens, device))
-    context = Context(cos, sin, longest=tokens)
+    context = Context(2 * ((cos, sin),), longest=tokens)
     x = torch.randn(1, len(cos), config.hidden_size, dtype=torch.bfloat16, device=device, requires_grad=True)
     dy = torch.randn_like(x)
 

@@ -48,7 +48,7 @@ def attention_case(heads_at_a_time, num_ranks=1, kind=FULL, has_norms=True):
     inputs += [tensor(1, T, H, kind.gates_per_head)] if kind.gates_per_head else []
     cos, sin = torch.rand(T, K // 2), torch.rand(T, K // 2)
     options = {"heads_at_a_time": heads_at_a_time, "kind": kind}
-    lengths = {"context_length": num_ranks * T, "num_ranks": num_ranks, "has_norms": has_norms}
+    lengths = {"context_length": num_ranks * T, "num_ranks": num_ranks, "qk_norm": "head" if has_norms else None}
     footprint = qkv_attention_footprint(T, D, H, G, K, **options, **lengths)
     exchange = HeadExchange(dist.group.WORLD) if num_ranks > 1 else None
     # Key/value heads of one call, and the call's shape.

@@ -199,6 +199,33 @@ RELEASED = {  # config.json of released models, by shape, and the published numb
          "attention_multiplier": 0.015625, "residual_multiplier": 0.22, "logits_scaling": 8.0},
         2534,
     ),
+    "Ministral-3-3B": (  # the text model
+        {"model_type": "mistral3", "tie_word_embeddings": True, "vision_config": {},
+         "text_config": {"model_type": "ministral3", "hidden_size": 3072, "intermediate_size": 9216,
+                         "num_hidden_layers": 26}},
+        3429,
+    ),
+    "OLMo-3-7B": (
+        {"model_type": "olmo3", "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "vocab_size": 100_278, "max_position_embeddings": 65_536,
+         "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192,
+                          "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1},
+         "rope_theta": 500_000, "sliding_window": 4096},
+        7298,
+    ),
+    "gemma-3-1b": (
+        {"model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
+         "num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 262_144, "sliding_window": 512,
+         "max_position_embeddings": 32_768, "rope_local_base_freq": 10_000, "sliding_window_pattern": 6},
+        1000,
+    ),
+    "gemma-3-4b": (  # the text model; config.json leaves the rest to transformers
+        {"model_type": "gemma3", "vision_config": {},
+         "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10_240,
+                         "num_hidden_layers": 34, "sliding_window": 1024,
+                         "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}},
+        3880,
+    ),
 }  # fmt: skip
 
 
@@ -209,6 +236,46 @@ def test_released_shapes_have_the_published_number_of_parameters(name):
     with torch.device("meta"):
         found = sum(parameter.numel() for parameter in Transformer(config).parameters())
     assert found == config.num_parameters() and round(found / 1e6) == millions
+
+
+def test_windows_and_frequencies_of_olmo_and_gemma():
+    """Windows in all but each fourth or sixth layer; scaled frequencies in the others alone."""
+    olmo, gemma = (from_config_json(RELEASED[name][0]) for name in ("OLMo-3-7B", "gemma-3-4b"))
+    assert olmo.layer_kinds == (*[Window(4096)] * 3, FULL) and gemma.kinds[:6] == (*[Window(1024)] * 5, FULL)
+    assert (olmo.rope_theta, olmo.local_rope_theta, gemma.rope_theta, gemma.local_rope_theta) == (5e5, 5e5, 1e6, 1e4)
+    assert gemma.rope_scaling == LinearScaling(8.0) and gemma.embedding_multiplier == 2560**0.5
+    model = Transformer(replace(in_family(TINY, "gemma3_text"), layer_kinds=(Window(64), FULL), local_rope_theta=100.0))
+    full, local = model.rotations(8, torch.device("cpu"), slice(8))
+    assert model.layers[0].self_attn.is_local and not model.layers[1].self_attn.is_local
+    torch.testing.assert_close(local[0][3, 4], torch.tensor(3 * 100 ** (-4 / 16)).cos())
+    torch.testing.assert_close(full[0][3, 4], torch.tensor(3 * 1e4 ** (-4 / 16)).cos())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ({"sliding_window": 100}, "window must be a multiple of 64, and not 0, got 100"),
+        ({"sliding_window": None}, "sliding_window is None"),
+        ({"sliding_window_pattern": "six"}, "wrong type or out of range"),
+        ({"query_pre_attn_scalar": 0}, "wrong type or out of range"),
+        ({"rope_local_base_freq": 1.0}, "rope_theta must be above 1, got 1.0"),
+        ({"rope_local_base_freq": "1e4"}, "rope_theta must be above 1, got '1e4'"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "rope_type 'yarn' of layers with a window"),
+        ({"model_type": "gemma3", "text_config": 3}, "wrong type or out of range"),
+        ({"model_type": "gemma3_text_nsa"}, "windows in layers of nsa"),
+        ({"model_type": "ministral3", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "lack llama_4_scaling"),
+        ({"model_type": "llama", "hidden_act": "silu",
+          "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1,
+                           "original_max_position_embeddings": 64}},
+         "llama_4_scaling_beta of rope_type yarn"),
+    ],
+)  # fmt: skip
+def test_settings_of_gemma_and_ministral_that_are_refused(settings, message):
+    content = {"model_type": "gemma3_text", **settings}
+    with pytest.raises(ValueError, match=message):
+        from_config_json(content)
 
 
 def test_what_a_file_leaves_out_is_what_transformers_takes():

@@ -170,8 +170,9 @@ def test_a_run_goes_on_with_any_split(tmp_path, monkeypatch):
     assert train.main(arguments(str(tmp_path / "corpus.txt"), one, *STEADY, "--batch_size", "4", steps=5)) == 0
     assert train.main(only_resume(shared, "--tensor_parallel_size", "1", "--batch_size", "4", "--max_steps", "5")) == 0
     lines, expected = metrics(shared), metrics(one)
-    for name in ("loss", "gradient_norm", "tokens"):
-        assert [line[name] for line in lines] == pytest.approx([line[name] for line in expected], rel=1e-5), name
+    # Rounding grows from step to step, in gradients most: by 3e-5 with some texts.
+    for name, rel in {"loss": 1e-5, "gradient_norm": 1e-4, "tokens": 0}.items():
+        assert [line[name] for line in lines] == pytest.approx([line[name] for line in expected], rel=rel), name
     assert lines[-1]["validation_loss"] == pytest.approx(expected[-1]["validation_loss"], rel=1e-5)
     work = [line["mfu"] * line["seconds"] for line in expected]  # proportional to the FLOPs of the one process
     assert [line["mfu"] * line["seconds"] for line in lines] == pytest.approx([w / 4 for w in work[:4]] + work[4:])

@@ -18,6 +18,7 @@ from kernels.attention import NSA, Sparse, Window
 from kernels.attention.full import FULL
 from kernels.head_exchange import HeadExchange
 from kernels.parts import AttentionKind
+from kernels.rope import YarnScaling
 from model import MODEL_SIZES, Attention, Context, ModelConfig, Transformer
 from tests.ranks import run_ranks
 from tests.runs import arguments, losses, metrics, only_resume
@@ -88,6 +89,12 @@ CASES = {
         8, 4, 256, (150, 300, 41), (HOST, Placement("gpu", "gpu")), "standard", (*SPARSE[:1], Window(64)),
         heads_at_a_time=1,
     ),
+    "gemma3, one head": Case(
+        8, 4, 160, (300, 41, 150), (HOST, Placement("recompute")), "chunked", (Window(64), FULL), heads_at_a_time=1,
+        model_type="gemma3_text",
+    ),
+    "olmo3": Case(8, 4, 160, (300, 41, 150), (HOST, WHOLE), "standard", (Window(64), FULL), model_type="olmo3"),
+    "ministral3": Case(8, 2, 160, (300, 41, 150), (WHOLE, HOST), model_type="ministral3"),
     "bfloat16": Case(8, 2, 64, PACKED, (Placement(), WHOLE), "chunked", dtype=torch.bfloat16),
 }  # fmt: skip
 
@@ -121,6 +128,8 @@ def check_exchange(world: World) -> None:
 
 def build(case: Case, world: World) -> Transformer:
     options = {"layer_kinds": case.kinds or (FULL,), "tie_word_embeddings": case.tied}
+    if case.model_type == "ministral3":
+        options["rope_scaling"] = YarnScaling(4.0, 64, llama_4_scaling_beta=0.5)
     config = in_family(ModelConfig(256, 64, 96, 2, case.H, case.G, case.K, **options), case.model_type)
     with torch.device("meta"):
         model = Transformer(config, world.tensor_size).to(case.dtype if world.size == 1 else torch.float32)
@@ -338,4 +347,4 @@ def test_some_heads_at_a_time_are_of_a_rank(ranks, heads, message):
     attention, x = Attention(MODEL_SIZES["tiny"], layer=0), torch.zeros(1, 8, 128)
     attention.exchange, attention.heads_at_a_time = mock.Mock(size=ranks), heads
     with pytest.raises(ValueError, match=message):
-        attention(x, Context(torch.ones(8, 16), torch.zeros(8, 16), longest=8))
+        attention(x, Context(2 * ((torch.ones(8, 16), torch.zeros(8, 16)),), longest=8))
