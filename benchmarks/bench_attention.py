@@ -4,7 +4,8 @@
 of a million tokens. The table has a row for each installed kernel. Each is first compared with float32 on a short
 document. `--selected_blocks 16 32` adds rows of sparse attention, which tests/kernels/attention/ compares.
 
-`--windows 1024 4096` adds rows of windows: our kernels, flash-attn-4 where it is installed, and FlexAttention compiled.
+`--windows 1024 4096` adds rows of windows: our kernels, PyTorch's FlashAttention-2, flash-attn-4 where it is installed,
+and FlexAttention compiled.
 """
 
 import functools
@@ -71,17 +72,15 @@ def make(tokens: int, shape: list[int], device: torch.device) -> tuple[list[torc
 
 
 def windows(window: int, backends: list[str], device: torch.device) -> dict[str, Attend]:
-    """Functions that attend to the last `window` tokens: ours and the peers'."""
-    found = {f"window of {window}, ours": functools.partial(attention, kind=Window(window))}
+    """Functions that attend to the last `window` tokens: our kernels and libraries'."""
+    run = functools.partial(attention, kind=Window(window))
+    found = {f"window of {window}, ours": run}
     if "flash-attn-4" in backends:
-        from flash_attn.cute import flash_attn_func
-
-        def flash_attn_4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return flash_attn_func(q, k, v, causal=True, window_size=(window - 1, 0))[0]
-
-        found[f"window of {window}, flash-attn-4"] = flash_attn_4
+        found[f"window of {window}, flash-attn-4"] = functools.partial(run, backend="flash-attn-4")
     if device.type != "cuda":  # FlexAttention has no backward there
         return found
+    found[f"window of {window}, FlashAttention-2"] = functools.partial(run, impl="torch")
+    torch._functorch.config.donated_buffer = False  # donated buffers rule out retain_graph=True
     compiled = torch.compile(flex_attention, dynamic=False)
 
     @functools.cache

@@ -52,8 +52,9 @@ class Kernel(NamedTuple):
         backward: dout, q, k, v, out, log-sum-exp -> dq, dk, dv, in the layouts of q, k and v.
         forward_together: q [N, H, K], k and v [N, G, K], begins, longest -> out [N, H, K], log-sum-exp [H, N] float32.
             Documents follow each other in the N tokens. `begins` has the first token of each document and N, int32 on
-            the device of q; `longest` is the number of tokens of the longest document.
-        backward_together: dout, q, k, v, out, log-sum-exp, begins, longest -> dq, dk, dv.
+            the device of q; `longest` is the number of tokens of the longest document. A keyword `window` has each
+            token attend to so many last tokens; only FlashAttention's kernels take it.
+        backward_together: dout, q, k, v, out, log-sum-exp, begins, longest -> dq, dk, dv; `window` as above.
         workspace_rows: bytes that `backward` allocates for itself, divided by q's bytes. Measured.
         rows_together: the same number for `backward_together`, without the float32 dq of SPACING more tokens per
             document.
@@ -87,7 +88,7 @@ def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
     T = q.shape[1]
     if T < _CUDNN_SHORTEST:
         return _flash_backward(dout, q, k, v, out, lse)
-    seed = unused_seed(q)
+    seed = _unused_seed(q)
     return _heads_first(*torch_internals.cudnn_attention_backward(
         *_heads_first(dout, q, k, v, out), lse.unsqueeze(-1), seed, seed, None, None, None, T, T, 0.0, True
     ))  # fmt: skip
@@ -99,26 +100,34 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
-    T, seed = q.shape[1], unused_seed(q)
+    T, seed = q.shape[1], _unused_seed(q)
     return _heads_first(*torch_internals.flash_attention_backward(
         *_heads_first(dout, q, k, v, out), lse, None, None, T, T, 0.0, True, seed, seed
     ))  # fmt: skip
 
 
-def _flash_forward_together(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, longest: int) -> Sequence[Tensor]:
+def _flash_forward_together(
+    q: Tensor, k: Tensor, v: Tensor, begins: Tensor, longest: int, window: int | None = None
+) -> Sequence[Tensor]:
     lengths = begins, begins, longest, longest
-    return torch_internals.varlen_flash_attention(q, k, v, *lengths, 0.0, True, False)[:2]
+    return torch_internals.varlen_flash_attention(q, k, v, *lengths, 0.0, True, False, **_window_sides(window))[:2]
 
 
 def _flash_backward_together(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, begins: Tensor, longest: int
-) -> Sequence[Tensor]:
-    lengths, seed = (begins, begins, longest, longest), unused_seed(q)
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, begins: Tensor, longest: int,
+    window: int | None = None,
+) -> Sequence[Tensor]:  # fmt: skip
+    lengths, seed = (begins, begins, longest, longest), _unused_seed(q)
     backward = torch_internals.varlen_flash_attention_backward
-    return backward(dout, q, k, v, out, lse, *lengths, 0.0, True, seed, seed)
+    return backward(dout, q, k, v, out, lse, *lengths, 0.0, True, seed, seed, **_window_sides(window))
 
 
-def unused_seed(q: Tensor) -> Tensor:
+def _window_sides(window: int | None) -> dict[str, int]:
+    """Returns FlashAttention's arguments for a window, which count tokens before a token and after it."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def _unused_seed(q: Tensor) -> Tensor:
     """Returns the random seed that backward kernels take for dropout. Dropout is off, so no kernel reads it."""
     return torch.empty((), dtype=torch.int64, device=q.device)
 
@@ -154,19 +163,22 @@ def _cpu_backward_together(
     return [torch.cat(parts, 1)[0] for parts in gradients]
 
 
-def _flash_attn_4_forward(q: Tensor, k: Tensor, v: Tensor, *together) -> tuple[Tensor, Tensor]:
+def _flash_attn_4_forward(
+    q: Tensor, k: Tensor, v: Tensor, *together, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    return _flash_attn_fwd(q, k, v, causal=True, return_lse=True, **_flash_attn_4_lengths(*together))[:2]
+    options = {"causal": True, **_flash_attn_4_lengths(*together), **_window_sides(window)}
+    return _flash_attn_fwd(q, k, v, return_lse=True, **options)[:2]
 
 
 def _flash_attn_4_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *together
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *together, window: int | None = None
 ) -> Sequence[Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    options = {"causal": True, "deterministic": _is_deterministic(), **_flash_attn_4_lengths(*together)}
-    return _flash_attn_bwd(q, k, v, out, dout, lse, **options)[:3]
+    options = {"causal": True, **_flash_attn_4_lengths(*together), **_window_sides(window)}
+    return _flash_attn_bwd(q, k, v, out, dout, lse, deterministic=_is_deterministic(), **options)[:3]
 
 
 def _flash_attn_4_lengths(begins: Tensor | None = None, longest: int = 0) -> dict:

@@ -2,9 +2,9 @@
 
     out[t] = sum_s softmax_s(q[t] . k[s] / sqrt(K)) v[s],  t - window < s <= t and s in t's document
 
-The kernels are in sparse/band.py, as exact bands. Heads of other widths than theirs run in PyTorch's
-FlashAttention-2, which takes up to 256. Kept for backward, per token: q, k, v and out, (2H + 2G) K elements, and the
-float32 log-sum-exp, H elements.
+The kernels are in sparse/band.py, as exact bands. With backend "flash-attn-4" that library's run instead, and with heads
+of other widths than 64 and 128 PyTorch's FlashAttention-2. Kept for backward, per token: q, k, v and out, (2H + 2G) K
+elements, and the float32 log-sum-exp, H elements.
 
 Method: Beltagy et al., Longformer, arXiv 2004.05150.
 """
@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import torch_internals
 from ..common import use_triton
 from ..parts import AttentionBytes, AttentionFlops, AttentionKind, sum_to
-from .full import KERNELS, unused_seed
+from .full import KERNELS, Kernel
 from .reference import attend_written_out, within_documents
 from .sparse.band import band_dkv, band_dq, band_forward
 from .sparse.layout import make_layout
@@ -37,6 +36,20 @@ def window_reference(
     is_earlier, index_BT = within_documents(q_BTHK, segments)
     is_visible = is_earlier & (index_BT[:, :, None] - index_BT[:, None, :] < window)
     return attend_written_out(q_BTHK, k_BTGK, v_BTGK, is_visible[:, None, None])
+
+
+def begins_of(q: Tensor, segments: Tensor | None) -> tuple[Tensor, int]:
+    """Returns the first token of each document and the number of tokens, int32, and the longest document's tokens.
+
+    Rows of 5 tokens with documents of (3, 2) and (5) tokens give [0, 3, 5, 10] and 5.
+    """
+    B, T = q.shape[:2]
+    if segments is None:
+        begins, longest = T * torch.arange(B), T
+    else:
+        begins = (segments[:, 0] * T + segments[:, 1]).sort().values
+        longest = int((segments[:, 2] - segments[:, 1]).max())
+    return F.pad(begins.int(), (0, 1), value=B * T).to(q.device, non_blocking=True), longest
 
 
 @dataclass(frozen=True)
@@ -79,26 +92,19 @@ class Window(AttentionKind):
     def _layout(self, q, segments):
         return make_layout(q, segments, BLOCK_SIZE, self.window)
 
-    def _in_flash(self, q: Tensor, on_triton: bool) -> bool:
-        """Returns whether FlashAttention-2 runs."""
-        return q.is_cuda and q.dtype.itemsize == 2 and not (on_triton and q.shape[-1] in HEAD_DIMS)
-
-    def _flash_arguments(self, q: Tensor, segments: Tensor | None) -> tuple[tuple, dict]:
-        """Returns where each document begins and the longest one's tokens, both for q and for k, and the window."""
-        (B, T), begins = q.shape[:2], torch.arange(q.shape[0], dtype=torch.int32) * q.shape[1]
-        longest = T
-        if segments is not None:
-            begins = (segments[:, 0] * T + segments[:, 1]).sort().values
-            longest = int((segments[:, 2] - segments[:, 1]).max())
-        begins = F.pad(begins.int(), (0, 1), value=B * T).to(q.device, non_blocking=True)
-        return (begins, begins, longest, longest), {"window_size_left": self.window - 1, "window_size_right": 0}
+    def _library(self, q: Tensor, backend: str, on_triton: bool) -> Kernel | None:
+        """Returns the library's kernel that runs in place of the bands; None: no library's."""
+        if not q.is_cuda or q.dtype.itemsize != 2:
+            return None
+        if backend == "flash-attn-4":
+            return KERNELS[backend]
+        return None if on_triton and q.shape[-1] in HEAD_DIMS else KERNELS["flash"]
 
     def forward(self, q, k, v, segments, lists, backend, on_triton):
-        if self._in_flash(q, on_triton):
-            lengths, window = self._flash_arguments(q, segments)
+        if kernel := self._library(q, backend, on_triton):
             flat_qkv = (x.flatten(0, 1) for x in (q, k, v))
-            out, lse = torch_internals.varlen_flash_attention(*flat_qkv, *lengths, 0.0, True, False, **window)[:2]
-            return [out.view(q.shape)], [lse.T.contiguous().view(q.shape[:3])], None
+            out, lse = kernel.forward_together(*flat_qkv, *begins_of(q, segments), window=self.window)
+            return [out.contiguous().view(q.shape)], [lse.T.contiguous().view(q.shape[:3])], None
         if not on_triton:
             out, lse = window_reference(q, k, v, self.window, segments)
             return [out], [lse.to(torch.promote_types(lse.dtype, torch.float32))], None
@@ -106,13 +112,11 @@ class Window(AttentionKind):
         return [out.view(q.shape)], [lse.view(q.shape[:3])], None
 
     def backward(self, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton):
-        if self._in_flash(q, on_triton):
-            (lengths, window), seed = self._flash_arguments(q, segments), unused_seed(q)
+        if kernel := self._library(q, backend, on_triton):
             rows = (x.contiguous().flatten(0, 1) for x in (dout, q, k, v, outs[0]))
-            gradients = torch_internals.varlen_flash_attention_backward(
-                *rows, lses[0].flatten(0, 1).T.contiguous(), *lengths, 0.0, True, seed, seed, **window
-            )
-            return [x.view(like.shape) for x, like in zip(gradients, (q, k, v))]
+            lse = lses[0].flatten(0, 1).T.contiguous()
+            gradients = kernel.backward_together(*rows, lse, *begins_of(q, segments), window=self.window)
+            return [x.contiguous().view(like.shape) for x, like in zip(gradients, (q, k, v))]
         if not on_triton:
             with torch.enable_grad():
                 q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
@@ -130,7 +134,8 @@ class Window(AttentionKind):
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
     def footprint(self, T, H, G, K, *, element_size=2, backend="auto", context_length=None, longest=None):
-        rows = 0 if K in HEAD_DIMS else KERNELS["flash"].rows_together
+        kernel = KERNELS["flash-attn-4" if backend == "flash-attn-4" else "flash"]
+        rows = 0 if K in HEAD_DIMS and backend != "flash-attn-4" else kernel.rows_together
         return AttentionBytes(H * K * element_size + 4 * H, 0, 0, 4 * T * H + rows * T * H * K * element_size)
 
     def flops(self, length, H, G, K):
