@@ -2,9 +2,9 @@
 
     out[t] = sum_s softmax_s(q[t] . k[s] / sqrt(K)) v[s],  t - window < s <= t and s in t's document
 
-The kernels are in sparse/band.py, as exact bands. With backend "flash-attn-4" that library's run instead, and with heads
-of other widths than 64 and 128 PyTorch's FlashAttention-2. Kept for backward, per token: q, k, v and out, (2H + 2G) K
-elements, and the float32 log-sum-exp, H elements.
+The kernels are in sparse/band.py, as exact bands. With backend "flash-attn-4" that library's run instead, and with
+heads of other widths than 64 and 128 PyTorch's FlashAttention-2. Kept for backward, per token: q, k, v and out,
+(2H + 2G) K elements, and the float32 log-sum-exp, H elements.
 
 Method: Beltagy et al., Longformer, arXiv 2004.05150.
 """
