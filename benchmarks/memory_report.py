@@ -168,30 +168,30 @@ def shared_sequences() -> list[list[str]]:
 
 
 def against_the_peer() -> list[list[str]]:
-    """The latest steps of the peer, and of ours with the same commit on the same day."""
+    """The latest steps of the peer, and ours of the same day."""
     names = {
         "auto": "Fathom, cuDNN's attention", "24GB": "the same within 24 GiB",
         "auto+flash-attn-4": "Fathom, flash-attn-4's attention", "24GB+flash-attn-4": "the same within 24 GiB",
         PEER: "transformers 5 + Liger 0.8.5, gradient checkpointing",
     }  # fmt: skip
-    rows = [["131,072 tokens", "s per step", "÷ transformers + Liger", "tokens/s", "MFU", "peak GiB"]]
+    rows = [["131,072 tokens", "s per step", "÷ transformers + Liger", "tokens/s", "MFU", "peak GiB", "date, commit"]]
     of_peer = [run for run in step_runs() if PEER in run["results"]][-1]
     same = [
         each for each in step_runs()
-        if all(each[key] == of_peer[key] for key in ("date", "commit", "context_length", "optimizer_state"))
+        if all(each[key] == of_peer[key] for key in ("date", "context_length", "optimizer_state"))
     ]  # fmt: skip
-    run = {setting: result for each in same for setting, result in each["results"].items()}
+    run = {setting: result | {"date": date(each)} for each in same for setting, result in each["results"].items()}
     for setting, name in names.items():
         result = run[setting]
         rows.append([
             name, f"{result['seconds']:.2f}", f"{result['seconds'] / run[PEER]['seconds']:.3f}",
-            f"{result['tokens_per_second']:,.0f}", f"{result['mfu']:.1%}", f"{result['peak_gib']:.1f}",
+            f"{result['tokens_per_second']:,.0f}", f"{result['mfu']:.1%}", f"{result['peak_gib']:.1f}", result["date"],
         ])  # fmt: skip
     return rows
 
 
 def sparse() -> list[list[str]]:
-    """The latest steps with attention to chosen blocks, compared with the latest step with attention to everything."""
+    """The latest steps with chosen blocks or windows, compared with the latest step with attention to everything."""
     rows = [["attention", "context", "cap", "peak GiB, predicted", "measured", "s per step, predicted", "measured",
              "÷ dense", "MFU", "host GiB", "date, commit"]]  # fmt: skip
     latest = {
@@ -206,7 +206,7 @@ def sparse() -> list[list[str]]:
         context: result["seconds"] for (context, *rest), (_, result) in latest.items() if rest == ["none", ""]
     }
     for (context, limit, kind), (run, result) in latest.items():
-        if kind in KINDS:
+        if kind in KINDS or "windows" in kind:
             dense = dense_seconds[context]
             rows.append([
                 kind, f"{context:,}", limit,
