@@ -25,9 +25,12 @@ from torch import Tensor
 from .common import LN_2, LOG2_E, TileConfig, launch_constants, matmul, query_rows, softmax_step
 from .layout import Layout
 
+# The fastest on an H200 with 32 and 8 heads of 128: of short bands, and of exact windows of 1,024 and 4,096 tokens.
 FORWARD_CONFIG = TileConfig(rows=128, num_warps=4, num_stages=2)
 DQ_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=2)
 DKV_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=2)
+EXACT_CONFIG = TileConfig(rows=128, num_warps=8, num_stages=3)
+EXACT_DKV_CONFIG = TileConfig(rows=32, num_warps=4, num_stages=3)
 
 
 @triton.jit
@@ -37,8 +40,9 @@ def _load_tile(
 ):  # fmt: skip
     """Returns a program's first token, its block's end, its document's start, and its block's index in the document.
 
-    Also returns where to begin visiting blocks of keys, and `left`, the window's first block. A visit before `left`
-    stands for block 0: for a window from block 5 on, visits are to 4, 5, 6, ..., and blocks are 0, 5, 6, ...
+    Also returns where to begin visiting blocks of keys, `left`, the window's first block, and `whole`, from which on no
+    visit before the own block needs a mask. A visit before `left` stands for block 0: for a window from block 5 on,
+    visits are to 4, 5, 6, ..., and blocks are 0, 5, 6, ... An exact window reaches into block `left` in part.
     """
     tiles: tl.constexpr = BLOCK // BLOCK_T
     block = tl.program_id(0) // tiles
@@ -53,7 +57,22 @@ def _load_tile(
         own,
         left if EXACT else tl.maximum(left - 1, 0),
         left,
+        tl.where(own >= WINDOW, left + 1, left) if EXACT else tl.maximum(left - 1, 0),
     )
+
+
+@triton.jit
+def _load_keys(
+    k_ptr, v_ptr, document_start, block, head, stop, columns,
+    G: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Returns the tokens [BLOCK] of a block's keys, and k and v [BLOCK, K]. With MASKED, `stop` ends the document."""
+    key = document_start + block * BLOCK + tl.arange(0, BLOCK)
+    offsets = (key[:, None] * G + head) * K + columns[None, :]
+    if MASKED:
+        mask = key[:, None] < stop
+        return key, tl.load(k_ptr + offsets, mask=mask, other=0.0), tl.load(v_ptr + offsets, mask=mask, other=0.0)
+    return key, tl.load(k_ptr + offsets), tl.load(v_ptr + offsets)
 
 
 @triton.jit
@@ -62,7 +81,7 @@ def _band_forward_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    start, stop, document_start, own, visit, left = _load_tile(
+    start, stop, document_start, own, visit, left, whole = _load_tile(
         block_start_ptr, block_stop_ptr, first_block_ptr, BLOCK, BLOCK_T, WINDOW, EXACT
     )
     if start >= stop:
@@ -79,20 +98,18 @@ def _band_forward_kernel(
     maximum = tl.full([BLOCK_T * GROUP_PAD], -1e30, tl.float32)
     total = tl.zeros([BLOCK_T * GROUP_PAD], tl.float32)
     out = tl.zeros([BLOCK_T * GROUP_PAD, K], tl.float32)
-    for i in range(visit, own):
-        key = document_start + tl.where(i < left, 0, i) * BLOCK + tl.arange(0, BLOCK)
-        kv_offsets = (key[:, None] * G + head) * K + columns[None, :]
-        scores = matmul(q, tl.trans(tl.load(k_ptr + kv_offsets))) * scale  # [ROWS, BLOCK]
-        if EXACT:
-            scores = tl.where(key[None, :] > token[:, None] - WINDOW * BLOCK, scores, float("-inf"))
-        out, maximum, total = softmax_step(scores, tl.load(v_ptr + kv_offsets), out, maximum, total)
-    key = document_start + own * BLOCK + tl.arange(0, BLOCK)
-    kv_offsets = (key[:, None] * G + head) * K + columns[None, :]
-    kv_mask = key[:, None] < stop
-    scores = matmul(q, tl.trans(tl.load(k_ptr + kv_offsets, mask=kv_mask, other=0.0))) * scale
+    for i in range(visit, whole):
+        key, k, v = _load_keys(k_ptr, v_ptr, document_start, i, head, stop, columns, G, K, BLOCK, False)
+        visible = key[None, :] > token[:, None] - WINDOW * BLOCK
+        scores = tl.where(visible, matmul(q, tl.trans(k)) * scale, float("-inf"))  # [ROWS, BLOCK]
+        out, maximum, total = softmax_step(scores, v, out, maximum, total)
+    for i in range(whole, own):
+        block = tl.where(i < left, 0, i)
+        key, k, v = _load_keys(k_ptr, v_ptr, document_start, block, head, stop, columns, G, K, BLOCK, False)
+        out, maximum, total = softmax_step(matmul(q, tl.trans(k)) * scale, v, out, maximum, total)
+    key, k, v = _load_keys(k_ptr, v_ptr, document_start, own, head, stop, columns, G, K, BLOCK, True)
     visible = (key[None, :] <= token[:, None]) & (key[None, :] < stop)
-    scores = tl.where(visible, scores, float("-inf"))
-    v = tl.load(v_ptr + kv_offsets, mask=kv_mask, other=0.0)
+    scores = tl.where(visible, matmul(q, tl.trans(k)) * scale, float("-inf"))
     out, maximum, total = softmax_step(scores, v, out, maximum, total)
     tl.store(out_ptr + offsets, (out / total[:, None]).to(q.dtype), mask=mask[:, None])
     tl.store(lse_ptr + rows, (maximum + tl.log2(total)) * LN_2, mask=mask)
@@ -105,7 +122,7 @@ def _band_dq_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    start, stop, document_start, own, visit, left = _load_tile(
+    start, stop, document_start, own, visit, left, whole = _load_tile(
         block_start_ptr, block_stop_ptr, first_block_ptr, BLOCK, BLOCK_T, WINDOW, EXACT
     )
     if start >= stop:
@@ -123,17 +140,20 @@ def _band_dq_kernel(
     delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)  # [ROWS]
     tl.store(delta_ptr + rows, delta, mask=mask)
     dq = tl.zeros([BLOCK_T * GROUP_PAD, K], tl.float32)
-    for i in range(visit, own + 1):
-        key = document_start + tl.where(i < left, 0, i) * BLOCK + tl.arange(0, BLOCK)
-        kv_offsets = (key[:, None] * G + head) * K + columns[None, :]
-        k = tl.load(k_ptr + kv_offsets, mask=key[:, None] < stop, other=0.0)
-        v = tl.load(v_ptr + kv_offsets, mask=key[:, None] < stop, other=0.0)
-        p = tl.exp2(matmul(q, tl.trans(k)) * (scale * LOG2_E) - lse[:, None])  # [ROWS, BLOCK]
-        p = tl.where(key[None, :] <= token[:, None], p, 0.0)
-        if EXACT:
-            p = tl.where(key[None, :] > token[:, None] - WINDOW * BLOCK, p, 0.0)
-        ds = p * (matmul(dout, tl.trans(v)) - delta[:, None])
-        dq += matmul(ds.to(q.dtype), k)
+    for i in range(visit, whole):
+        key, k, v = _load_keys(k_ptr, v_ptr, document_start, i, head, stop, columns, G, K, BLOCK, False)
+        visible = key[None, :] > token[:, None] - WINDOW * BLOCK
+        p = tl.where(visible, tl.exp2(matmul(q, tl.trans(k)) * (scale * LOG2_E) - lse[:, None]), 0.0)  # [ROWS, BLOCK]
+        dq += matmul((p * (matmul(dout, tl.trans(v)) - delta[:, None])).to(q.dtype), k)
+    for i in range(whole, own):
+        block = tl.where(i < left, 0, i)
+        key, k, v = _load_keys(k_ptr, v_ptr, document_start, block, head, stop, columns, G, K, BLOCK, False)
+        p = tl.exp2(matmul(q, tl.trans(k)) * (scale * LOG2_E) - lse[:, None])
+        dq += matmul((p * (matmul(dout, tl.trans(v)) - delta[:, None])).to(q.dtype), k)
+    key, k, v = _load_keys(k_ptr, v_ptr, document_start, own, head, stop, columns, G, K, BLOCK, True)
+    visible = key[None, :] <= token[:, None]
+    p = tl.where(visible, tl.exp2(matmul(q, tl.trans(k)) * (scale * LOG2_E) - lse[:, None]), 0.0)
+    dq += matmul((p * (matmul(dout, tl.trans(v)) - delta[:, None])).to(q.dtype), k)
     dq *= scale
     if ADD:
         dq += tl.load(dq_ptr + offsets, mask=mask[:, None], other=0.0).to(tl.float32)
@@ -175,22 +195,30 @@ def _band_dkv_kernel(
     v = tl.load(v_ptr + kv_offsets, mask=key_mask, other=0.0)
     dk = tl.zeros([BLOCK, K], tl.float32)
     dv = tl.zeros([BLOCK, K], tl.float32)
-    for i in range(query_start, query_stop, BLOCK_T):
-        token, r, mask = query_rows(i, GROUP, GROUP_PAD, BLOCK_T)  # [ROWS]
-        mask &= token < query_stop
-        rows = (token.to(tl.int64) * G + first_head + head) * GROUP + r
-        offsets = rows[:, None] * K + columns[None, :]
-        q = tl.load(q_ptr + offsets, mask=mask[:, None], other=0.0)  # [ROWS, K]
-        dout = tl.load(dout_ptr + offsets, mask=mask[:, None], other=0.0)
-        lse = tl.load(lse_ptr + rows, mask=mask, other=float("inf"))  # Rows of padding have probability 0.
-        delta = tl.load(delta_ptr + rows, mask=mask, other=0.0)
-        p = tl.exp2(matmul(k, tl.trans(q)) * (scale * LOG2_E) - (lse * LOG2_E)[None, :])  # [BLOCK, ROWS]
-        p = tl.where(key[:, None] <= token[None, :], p, 0.0)
-        if EXACT:
-            p = tl.where(key[:, None] > token[None, :] - WINDOW * BLOCK, p, 0.0)
-        dv += matmul(p.to(dout.dtype), dout)
-        ds = p * (matmul(v, tl.trans(dout)) - delta[None, :]) * scale
-        dk += matmul(ds.to(q.dtype), q)
+    # The block's own tokens, and those in the last block of an exact window, see some of its keys: these need masks.
+    own_stop = query_start if EXTRA else tl.minimum(query_start + BLOCK, query_stop)
+    whole_stop = tl.minimum(query_start + WINDOW * BLOCK, query_stop) if EXACT else query_stop
+    for part in tl.static_range(3):
+        first = query_start if part == 0 else own_stop if part == 1 else whole_stop
+        last = own_stop if part == 0 else whole_stop if part == 1 else query_stop
+        for i in range(first, last, BLOCK_T):
+            token, r, mask = query_rows(i, GROUP, GROUP_PAD, BLOCK_T)  # [ROWS]
+            mask &= token < query_stop
+            rows = (token.to(tl.int64) * G + first_head + head) * GROUP + r
+            offsets = rows[:, None] * K + columns[None, :]
+            q = tl.load(q_ptr + offsets, mask=mask[:, None], other=0.0)  # [ROWS, K]
+            dout = tl.load(dout_ptr + offsets, mask=mask[:, None], other=0.0)
+            lse = tl.load(lse_ptr + rows, mask=mask, other=float("inf"))  # Rows of padding have probability 0.
+            delta = tl.load(delta_ptr + rows, mask=mask, other=0.0)
+            p = tl.exp2(matmul(k, tl.trans(q)) * (scale * LOG2_E) - (lse * LOG2_E)[None, :])  # [BLOCK, ROWS]
+            if part == 0:
+                p = tl.where(key[:, None] <= token[None, :], p, 0.0)
+            if part == 2:
+                p = tl.where(key[:, None] > token[None, :] - WINDOW * BLOCK, p, 0.0)
+            dv += matmul(p.to(dout.dtype), dout)
+            ds = p * (matmul(v, tl.trans(dout)) - delta[None, :])
+            dk += matmul(ds.to(q.dtype), q)
+    dk *= scale
     if EXTRA:
         chunk = head * tl.num_programs(0) + item
         offsets = tl.arange(0, BLOCK)[:, None] * K + columns[None, :]
@@ -215,7 +243,7 @@ def _launch_over_queries(kernel, q, k, tensors, layout, config, **constants):
 
 
 def band_forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, config: TileConfig = FORWARD_CONFIG, *, exact: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, exact: bool = False,
     into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [tokens, H, K], k and v [tokens, G, K] -> out [tokens, H, K], lse [tokens, H] float32.
@@ -223,17 +251,18 @@ def band_forward(
     `into` are out and lse to be written to; None: new tensors.
     """
     out, lse = into or (torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
+    config = EXACT_CONFIG if exact else FORWARD_CONFIG
     _launch_over_queries(_band_forward_kernel, q, k, (q, k, v, out, lse), layout, config, EXACT=exact)
     return out, lse
 
 
 def band_dq(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, layout: Layout,
-    config: TileConfig = DQ_CONFIG, *, exact: bool = False, add: bool = False,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, layout: Layout, *,
+    exact: bool = False, add: bool = False,
 ) -> Tensor:  # fmt: skip
     """Writes the band's part into dq, or adds it with `add`; returns delta = sum(dout * out) [tokens, H] float32."""
     delta = torch.empty_like(lse)
-    tensors = dout, q, k, v, out, lse, delta, dq
+    tensors, config = (dout, q, k, v, out, lse, delta, dq), EXACT_CONFIG if exact else DQ_CONFIG
     _launch_over_queries(_band_dq_kernel, q, k, tensors, layout, config, EXACT=exact, ADD=add)
     return delta
 
@@ -265,10 +294,11 @@ def band_dkv_extra(
 
 def band_dkv(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, total: Tensor | None, dk: Tensor,
-    dv: Tensor, layout: Layout, heads: range, config: TileConfig = DKV_CONFIG,
+    dv: Tensor, layout: Layout, heads: range,
 ) -> None:  # fmt: skip
     """Writes dk and dv [tokens, G, K] of `heads`: the part of queries in the window, plus `total`.
 
     `total` [2, heads, tokens, K] float32 has all other parts. None: the band is exact, and has no other parts.
     """
+    config = EXACT_DKV_CONFIG if total is None else DKV_CONFIG
     _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, config, exact=total is None)
