@@ -21,7 +21,7 @@ from training.host.files import read_file, read_json
 logger = logging.getLogger(__name__)
 REASONING = ("template", "keep", "drop")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-THINKING = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)
+THINKING = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
 # Characters that documents must not hold, but escapes in JSON can spell: NUL, and halves of surrogate pairs.
 UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 # Marks around the output of a template's {% generation %}. Unicode keeps these two for a program's own use.
@@ -52,8 +52,8 @@ class NothingToLearn(Exception):
 class ChatTemplate:
     """Renders and tokenizes chats by the template in a tokenizer's folder, and finds the assistant's turns.
 
-    A template may mark the turns by {% generation %}. For other templates two short chats are rendered, from which two
-    strings are learnt: the header before each answer (in ChatML "<|im_start|>assistant\\n") and the end behind it
+    A template may mark the turns by {% generation %}. For other templates short chats are rendered, from which strings
+    are learnt: the header before each answer (in ChatML "<|im_start|>assistant\\n") and the end behind it
     ("<|im_end|>"). In the text of any chat, each message of the assistant must then have one header, and one end before
     the next turn begins. A chat whose own words look like a header or an end is refused. The mask is found in the whole
     text, and the whole text is tokenized at once.
@@ -76,8 +76,11 @@ class ChatTemplate:
         if source is None:
             raise UserError(f"chats need a chat template, and {tokenizer.folder} has none: add chat_template.jinja")
         self._template = _compile(source, self._file)
-        self._header, self._end = "", ""
-        self._openers: list[str] = []  # other strings that begin a turn, such as "<|im_start|>"
+        self._header = ""
+        self._ends: tuple[str, ...] = ()  # strings that end a turn; the last turn may end by another one
+        self._openers: tuple[str, ...] = ()  # other strings that begin a turn, such as "<|im_start|>"
+        self._result_end = ""  # text that ends a tool's result, where an answer follows it without a header
+        self._thinks_in_parts = False  # whether the template reads reasoning from parts of the content
         self._shown: set[int] = set()  # chats, by hashes of roles and parts, of which the template writes all contents
         question, answer = {"role": "user", "content": "QqQ"}, {"role": "assistant", "content": "AaA"}
         before, prompt = self._render([question], None), self._render([question], None, add_generation_prompt=True)
@@ -85,14 +88,20 @@ class ChatTemplate:
         self._prompt = prompt.removeprefix(before).rstrip(" ") if prompt.startswith(before) else ""
         whole = self._render([question, answer, {**question, "content": "RrR"}, {**answer, "content": "BbB"}], None)
         self._is_marked = OPEN in whole
+        try:
+            self._learn_turns(re.sub(MARK, "", whole))
+        except UserError:
+            if not self._is_marked:
+                raise
         if not self._is_marked:
-            self._learn_turns(whole)
+            self._learn_results(question, answer)
+        self._thinks_in_parts = self._reads_parts([question, {**answer, "reasoning_content": "TtT"}])
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """The id of the token that ends a turn. Empty if the end is several tokens, or if the template marks turns."""
-        ids = self._tokenizer.encode(self._end).tolist()
-        return frozenset(ids if len(ids) == 1 else [])
+        """Ids of tokens that end a turn. An end of several tokens has no id."""
+        ids = [self._tokenizer.encode(end).tolist() for end in self._ends]
+        return frozenset(each[0] for each in ids if len(each) == 1)
 
     def encode(self, record: dict) -> tuple[np.ndarray, np.ndarray]:
         """Returns (ids, is_masked) of a chat, uint32 and bool [N]. A token that begins before its turn is masked.
@@ -106,8 +115,9 @@ class ChatTemplate:
                 reasoning, which nobody would learn then.
             NothingToLearn: a question or an answer is empty, or nothing is a target.
         """
-        tools = record.get("tools")
+        tools = record.get("tools") or None  # a template may announce an empty list
         _names(tools, '"tools"')
+        tools = tools and [_nested(tool) for tool in tools]
         messages = _check_messages(record["messages"])
         try:
             self._check_words([messages, tools])
@@ -131,7 +141,7 @@ class ChatTemplate:
     def prompt(self, messages: list[dict]) -> str:
         """Returns the messages as text, followed by the words that the template begins an answer with."""
         self._check_contents(messages, None)
-        return self._render(messages, None, add_generation_prompt=True)
+        return re.sub(MARK, "", self._render(messages, None, add_generation_prompt=True))
 
     def _whole(self, messages: list[dict], tools: list | None) -> tuple[str, list[Turn]]:
         """Returns a chat's text, and the assistant's turns in it."""
@@ -145,7 +155,7 @@ class ChatTemplate:
                 earlier, turns_of_earlier = self._render_turns(messages[:stop], tools)
                 bodies += [earlier[a:b] for a, b in turns_of_earlier[len(bodies) :]]
             parts = [text[a:b] for a, b in itertools.pairwise([0, *itertools.chain(*turns), len(text)])]
-            parts[1::2] = [*bodies, *parts[1::2][len(bodies) :]][: len(turns)]
+            parts[1::2] = [*map(self._with_end_of, parts[1::2], bodies), *parts[1::2][len(bodies) :]]
             text, turns = _join(parts)
         # Words behind the header that the template itself begins an answer with, such as "<think>", are not targets.
         begins = len(self._prompt) - len(self._header)
@@ -161,7 +171,11 @@ class ChatTemplate:
         asked = max(i for i, message in enumerate(messages, start=1) if message["role"] == "user")
         missing = [("tools", "the chat", name) for name in _names(tools) if name not in text]
         for (i, message), part in zip(answers, shown):
-            where, thought = f"message {i}", (message.get("reasoning_content") or "").strip()
+            where, inline = f"message {i}", THINKING.match(message["content"])
+            thought = (message.get("reasoning_content") or (inline[1] if inline else "")).strip()
+            # Templates cut contents at "</think>", in an answer about the tag, too.
+            pieces = THINKING.sub("", message["content"]).split("</think>")
+            missing += [("content beside </think>", where, p) for p in pieces[:-1] if p.strip() not in part]
             missing += [("tool_calls", where, name) for name in _names(message.get("tool_calls")) if name not in part]
             if (self._reasoning == "keep" or i > asked) and thought not in part:
                 missing.append(("reasoning", where, thought))
@@ -183,9 +197,10 @@ class ChatTemplate:
             self._shown.add(kind)
 
     def _refuse_lost(self, what: str, where: str, value: str) -> None:
+        inline = "write it into the content as the model does, " if what == "reasoning" else ""
         raise UserError(
-            f"chat template {self._file} does not write the {what} of {where}: {value[:40]!r}; remove it, or give a "
-            "--tokenizer whose template does"
+            f"chat template {self._file} does not write the {what} of {where}: {value[:40]!r}; {inline}remove it, or "
+            "give a --tokenizer whose template does"
         )
 
     def _render_turns(self, messages: list[dict], tools: list | None) -> tuple[str, list[Turn]]:
@@ -194,25 +209,36 @@ class ChatTemplate:
             marks = re.findall(MARK, text)
             if marks != [OPEN, CLOSE] * (len(marks) // 2):
                 raise UserError(f"chat template {self._file} nests {{% generation %}}, or writes half of it")
-            return _join(re.split(MARK, text))
+            text, marked = _join(re.split(MARK, text))
+            return text, [self._without_header(text, *turn) for turn in marked]
         count = sum(message["role"] == "assistant" for message in messages)
         turns: list[Turn] = []
-        position = text.find(self._header)
-        while position >= 0:
-            start = position + len(self._header)
-            end = text.find(self._end, start)
-            stop, position = end + len(self._end), text.find(self._header, start)
-            crosses = stop > position >= 0 or any(opener in text[start:stop] for opener in self._openers)
-            if end < 0 or crosses:
-                number = len(turns) + 1
-                raise UserError(f"turn {number} of the assistant does not end with {self._end!r} in the template")
-            turns.append((start, stop))
+        headers = [*self._headers.finditer(text)]
+        for header, following in itertools.zip_longest(headers, headers[1:]):
+            end = self._end.search(text, header.end())
+            stop = end.end() if end else len(text)
+            crosses = following and stop > following.start()
+            if not end or crosses or any(opener in text[header.end() : stop] for opener in self._openers):
+                number, ends = len(turns) + 1, " or ".join(map(repr, self._ends))
+                raise UserError(f"turn {number} of the assistant does not end with {ends} in the template")
+            turns.append((header.end(), stop))
         if len(turns) != count:
             raise UserError(f"the template shows {len(turns)} turns of the assistant, the messages are {count}")
         return text, turns
 
+    def _with_end_of(self, turn: str, body: str) -> str:
+        """Returns `body`, another rendering of a turn, with the end of `turn`: a chat's last turn may end otherwise."""
+        ends = [next((end for end in self._ends if text.endswith(end)), "") for text in (turn, body)]
+        return body.removesuffix(ends[1]) + ends[0]
+
+    def _without_header(self, text: str, start: int, stop: int) -> Turn:
+        """Returns a marked turn without its header and the space behind its end, which SmolLM3's template marks."""
+        start += len(self._header) * text.startswith(self._header, start)
+        turn = text[start:stop].rstrip()
+        return start, start + len(turn) if turn.endswith(self._ends) else stop
+
     def _learn_turns(self, whole: str) -> None:
-        """Find header, end and opener of turns in `whole`, the rendering of two questions and two answers."""
+        """Find header, ends and opener of turns in `whole`, the rendering of two questions and two answers."""
         parts = re.split("QqQ|AaA|RrR|BbB", whole)
         if len(parts) != 5:
             raise UserError(
@@ -221,21 +247,67 @@ class ChatTemplate:
         _, first, between, last, tail = parts
         prompt = self._prompt
         lengths = (n for n in range(len(prompt), 0, -1) if prompt[:n] in first and prompt[:n] in last)
-        self._header = prompt[: next(lengths, 0)]
-        if not self._header and first == last:  # the template has no prompt; the same text stands before both answers
-            self._header = self._prompt = first.rstrip(" ")
-        end, added = _shared_start(between, tail).rstrip(), self._tokenizer.added_tokens
-        ends = [end.find(token) + len(token) for token in added if token in end]
-        self._end = end[: min(ends, default=len(end))]  # up to its first special token: "<|end|>" of "<|end|>\n<|"
-        opener = between[len(self._end) :].strip()
-        if not self._header.strip() or not self._end.strip():
+        header = prompt[: next(lengths, 0)]
+        if not header and first == last:  # the template has no prompt; the same text stands before both answers
+            header = self._prompt = first.rstrip(" ")
+        # Text up to the first special token: "<|end|>" of "<|end|>\n<|user|>". OLMo's last turn ends by another one.
+        ends = [*dict.fromkeys(self._until_token(text) for text in (between, tail))]
+        if "" in ends:
+            ends = [_shared_start(between, tail).rstrip()]
+        opener = between[len(ends[0]) :].strip()
+        # The first of two ends may begin the next turn: then the chat has an end, and turns have none.
+        is_open = len(ends) == 2 and (not opener or header.strip().startswith(ends[0].strip()))
+        if not header.strip() or not all(end.strip() for end in ends) or is_open:
             raise UserError(
                 f"chat template {self._file} does not show where the assistant's turns begin and end; "
                 "mark them by {% generation %} and {% endgeneration %}"
             )
-        shared = _shared_start(self._header.strip(), opener)
-        opener = shared if shared in added else opener
-        self._openers = [opener] if opener else []
+        shared = _shared_start(header.strip(), opener)
+        opener = shared if shared in self._tokenizer.added_tokens else opener
+        self._openers = (opener,) if opener else ()
+        self._header, self._ends = header, tuple(ends)
+        self._headers, self._end = re.compile(re.escape(header)), re.compile("|".join(map(re.escape, ends)))
+
+    def _learn_results(self, question: dict, answer: dict) -> None:
+        """Find the token that ends a tool's result, if answers follow it without a header, as in Mistral's templates.
+
+        Another result may follow it, too, whose first token tells it from an answer: "[TOOL_RESULTS]".
+        """
+        call = {"id": "callcall1", "type": "function", "function": {"name": "NnN", "arguments": {}}}
+        calls = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+        results = [
+            {"role": "tool", "content": word, "name": "NnN", "tool_call_id": "callcall1"} for word in ("RrR", "SsS")
+        ]
+        try:
+            parts = re.split("RrR|SsS|AaA", self._render([question, calls, *results, answer], None))
+        except UserError:  # no tools, or one call at a time
+            return
+        if len(parts) != 4 or self._header in parts[2]:
+            return
+        _, between, behind, _ = parts
+        end = next((token for token in self._tokenizer.added_tokens if behind.rstrip().endswith(token)), "")
+        if end:
+            another = self._until_token(between.partition(end)[2])
+            not_another = f"(?!{re.escape(another)})" * (end in between)
+            self._result_end = end
+            self._headers = re.compile(f"{re.escape(self._header)}|{re.escape(end)}{not_another}")
+
+    def _reads_parts(self, messages: list[dict]) -> bool:
+        """Whether the template writes reasoning only where it is a part of the content, as Ministral 3's does."""
+        if "TtT" in self._render(messages, None):
+            return False
+        try:
+            text = self._render(_in_parts(messages), None)
+        except UserError:
+            return False
+        found = re.search("TtT(.*?)AaA", text, re.DOTALL)
+        return found is not None and "type" not in found[1]  # a template may print the list itself
+
+    def _until_token(self, text: str) -> str:
+        """Returns a text up to its first special token, with it: "\n<|end|>" of "\n<|end|>\n". Empty without one."""
+        tokens = [token for token in self._tokenizer.added_tokens if token in text]
+        first = min(tokens, key=text.index, default="")
+        return text[: text.index(first) + len(first)]
 
     def _check_words(self, value) -> None:
         """Refuse a chat with strings that would read as the border of a turn."""
@@ -243,13 +315,15 @@ class ChatTemplate:
             for part in [*value, *value.values()] if isinstance(value, dict) else value:
                 self._check_words(part)
         if isinstance(value, str):
-            words = (OPEN, CLOSE) if self._is_marked else (self._header.strip(), self._end.strip(), *self._openers)
+            words = [self._header.strip(), *(end.strip() for end in self._ends), *self._openers, self._result_end]
+            words = [OPEN, CLOSE] if self._is_marked else [word for word in words if word]
             if UNSTORABLE.search(value):
                 raise UserError("escaped NUL or lone surrogate in the messages; remove it")
             if found := [word for word in words if word in value]:
                 raise UserError(f"a message has {found[0]!r} in it, which begins or ends turns; remove it")
 
     def _render(self, messages: list[dict], tools: list | None, add_generation_prompt: bool = False) -> str:
+        messages = _in_parts(messages) if self._thinks_in_parts else messages
         given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(**given, **self._variables)
@@ -345,9 +419,15 @@ def _check_messages(messages) -> list[dict]:
         what = f"message {number} ({str(role)[:40]})"
         if role not in ROLES_AFTER[before]:
             raise UserError(f"{what} follows {before}, where there should be {' or '.join(ROLES_AFTER[before])}")
-        message = {**message, "content": _join_parts(message.get("content"), what)}
+        content, thinking = _join_parts(message.get("content"), what)
+        message = {name: value for name, value in message.items() if value is not None}  # tables hold all names
+        message["content"] = content
         calls, weight = _names(message.get("tool_calls"), f'{what}: "tool_calls"'), message.get("weight")
-        thoughts = [message[name] for name in REASONING_FIELDS if message.get(name)]
+        if calls:
+            message["tool_calls"] = [_with_object(_nested(call)) for call in message["tool_calls"]]
+        else:
+            message.pop("tool_calls", None)
+        thoughts = [each for each in (thinking, *(message.get(name) for name in REASONING_FIELDS)) if each]
         if thoughts and any(thought != thoughts[0] or not isinstance(thought, str) for thought in thoughts):
             raise UserError(f"{what} has reasoning that is not one string; mend it, or remove the line")
         if role != "assistant" and (calls or thoughts or weight):
@@ -367,15 +447,48 @@ def _check_messages(messages) -> list[dict]:
     return checked
 
 
-def _join_parts(content, what: str) -> str:
-    """Returns a message's content as one string. None is empty; a list has parts {"type": "text", "text": ...}."""
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+def _join_parts(content, what: str) -> tuple[str, str]:
+    """Returns (text, reasoning) of a message's content. None is empty.
+
+    A list has parts {"type": "text", "text": ...}. Parts {"type": "thinking", "thinking": ...} may stand before them.
+    """
+    joined = {"text": "", "thinking": ""}
+    for part in (
+        content if isinstance(content, list) else [{"type": "text", "text": "" if content is None else content}]
     ):
-        return "".join(part["text"] for part in content)
-    if content is None or isinstance(content, str):
-        return content or ""
-    raise UserError(f'{what} has a content that is no text: a string, or parts {{"type": "text", "text": ...}}')
+        kind = str(part.get("type")) if isinstance(part, dict) else ""
+        value = part.get(kind) if kind == "text" or (kind == "thinking" and not joined["text"]) else None
+        if not isinstance(value, str):
+            raise UserError(f'{what} has a content that is no text: a string, or parts {{"type": "text", "text": ...}}')
+        joined[kind] += value
+    return joined["text"], joined["thinking"]
+
+
+def _in_parts(messages: list[dict]) -> list[dict]:
+    """Returns messages with their reasoning as a part of the content, before the text."""
+    made = []
+    for message in messages:
+        if thought := message.get("reasoning_content"):
+            text = {"type": "text", "text": message["content"]}
+            message = {**message, "content": [{"type": "thinking", "thinking": thought}, text]}
+        made.append(message)
+    return made
+
+
+def _nested(tool: dict) -> dict:
+    """Returns a tool, or a call of one, with its function under "function", where templates look for it."""
+    outer = {name: value for name, value in tool.items() if name in ("type", "id")}
+    inner = {name: value for name, value in tool.items() if name not in outer}
+    return tool if "function" in tool else {"type": "function"} | outer | {"function": inner}
+
+
+def _with_object(call: dict) -> dict:
+    """Returns a call whose arguments are an object, where they were JSON of one: templates write them as JSON."""
+    try:
+        arguments = json.loads(call["function"].get("arguments"))
+    except (TypeError, ValueError, RecursionError):
+        return call
+    return call | {"function": call["function"] | {"arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _names(tools, what: str = "tools") -> list[str]:

@@ -25,7 +25,8 @@ LLAMA3 = (
 # A short form of Qwen3's template. It drops reasoning before the last user message, gives the last answer a thought in
 # any case, lists the tools, and writes their results as a user's messages.
 QWEN3 = """
-{%- if tools %}{{ '<|im_start|>system\n' }}{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}{{ '<|im_end|>\n' }}
+{%- if tools %}
+    {{- '<|im_start|>system\n' }}{%- for tool in tools %}{{ tool.function | tojson }}{%- endfor %}{{ '<|im_end|>\n' }}
 {%- endif %}
 {%- set ns = namespace(last=0) %}
 {%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
@@ -36,7 +37,9 @@ QWEN3 = """
             {{- '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}
         {%- endif %}
         {{- m.content }}
-        {%- for call in m.tool_calls or [] %}{{ '<tool_call>' + (call | tojson) + '</tool_call>' }}{%- endfor %}
+        {%- for call in m.tool_calls or [] %}
+            {{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
+        {%- endfor %}
         {{- '<|im_end|>\n' }}
     {%- elif m.role == 'tool' %}
         {{- '<|im_start|>user\n<tool_response>' + m.content + '</tool_response><|im_end|>\n' }}
@@ -64,7 +67,66 @@ PHI3 = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
     "{{ '<|assistant|>\n' if add_generation_prompt else '<|endoftext|>' }}"
 )
-SPECIAL = ["<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"]
+# A short form of Gemma 3's template: the system message joins the first question, and the assistant is "model".
+GEMMA3 = """
+{{- bos_token }}
+{%- set before = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}
+{%- for m in (messages[1:] if before else messages) %}
+    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{%- endif %}
+    {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (before if loop.first else '') }}
+    {{- m.content | trim + '<end_of_turn>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{%- endif %}
+"""
+# A short form of SmolLM3's: a system message of its own with the day, and marks that have the header inside.
+SMOLLM3 = """
+{%- macro turn(role, content) %}{{ '<|im_start|>' + role + '\n' + content + '<|im_end|>\n' }}{% endmacro %}
+{%- set ns = namespace(system='None') %}
+{%- for m in messages %}
+    {%- if m.role == 'system' %}{%- set ns.system = m.content %}{%- break %}{%- endif %}
+{%- endfor %}
+{{- turn('system', strftime_now('%d %B %Y') + '\n' + ns.system) }}
+{%- for m in messages %}
+    {%- if m.role == 'system' %}{%- continue %}{%- endif %}
+    {%- if m.role == 'user' %}{{ turn('user', m.content) }}
+    {%- else %}{% generation %}{{ turn('assistant', m.content.lstrip('\n')) }}{% endgeneration %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}
+"""
+# A short form of OLMo 3's Think: the last turn ends by another token, and answers begin with "<think>".
+OLMO3 = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
+)
+# A short form of Ministral 3's: no header before an answer to a tool's result, and reasoning in parts of the content.
+MINISTRAL3 = """
+{{- bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}
+    {%- elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}
+    {%- else %}
+        {%- for part in ([{'type': 'text', 'text': m.content}] if m.content is string else m.content) %}
+            {{- '[THINK]' + part.thinking + '[/THINK]' if part.type == 'thinking' else part.text }}
+        {%- endfor %}
+        {%- for call in m.tool_calls or [] %}
+            {{- '[TOOL_CALLS]' + call.function.name + (call.function.arguments | tojson) }}
+        {%- endfor %}
+        {{- '</s>' }}
+    {%- endif %}
+{%- endfor %}
+"""
+SPECIAL = [
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+    "<|endoftext|>",
+]
 SPECIAL += ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<s>", "</s>"]
 
 
@@ -139,6 +201,99 @@ def test_turns_of_three_families(shown):
     assert shown(no_prompt, TALK) == shown(CHATML, TALK)  # found by the text before both answers
 
 
+def test_a_system_message_in_the_first_question(shown):
+    chat = [{"role": "system", "content": " S\n"}, *TALK]
+    assert shown(GEMMA3, chat) == (
+        "<s><start_of_turn>user\n S\n\n\nHi<end_of_turn>\n<start_of_turn>model\n[Hello.<end_of_turn>]\n"
+        "<start_of_turn>user\nHow?<end_of_turn>\n<start_of_turn>model\n[So.<end_of_turn>]\n"
+    )
+    with pytest.raises(ValueError, match="fails: roles must alternate"):
+        shown(GEMMA3, [{"role": "developer", "content": "D"}, *TALK])
+    with pytest.raises(ValueError, match=r"does not write the content of message 1 \(system\): ' S\\n'"):
+        shown(GEMMA3.replace("messages[0].content + ", ""), chat)
+
+
+def test_marks_that_have_the_header_inside(shown, folder):
+    assert shown(SMOLLM3, [{"role": "system", "content": "S"}, *TALK[:2], TALK[2], {**TALK[3], "content": "\nSo"}]) == (
+        "<|im_start|>system\n01 January 2026\nS<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello. <|im_end|>]\n"
+        "<|im_start|>user\n How?<|im_end|>\n<|im_start|>assistant\n[So<|im_end|>]\n"
+    )
+    prompt = ChatTemplate(load_tokenizer(str(folder))).prompt(TALK[:3])
+    assert prompt.endswith("assistant\nHello. <|im_end|>\n<|im_start|>user\n How?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_last_turn_that_ends_by_another_token(shown):
+    think = [{**m, "content": "<think>t</think>" + m["content"]} if m["role"] == "assistant" else m for m in TALK]
+    for reasoning in ("template", "keep"):
+        assert shown(OLMO3, think, reasoning) == (
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>[t</think>Hello. <|im_end|>]\n"
+            "<|im_start|>user\n How?<|im_end|>\n<|im_start|>assistant\n<think>[t</think>So.\n<|endoftext|>]"
+        )
+    with pytest.raises(ValueError, match=r"a message has '<\|endoftext\|>' in it"):
+        shown(OLMO3, messages("a", "b<|endoftext|>"))
+    # Here the next turn ends a turn, and the chat has an end: nothing ends a turn.
+    unended = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}<|endoftext|>"
+    with pytest.raises(ValueError, match="does not show where the assistant's turns begin and end"):
+        shown(unended + "{% if add_generation_prompt %}<|assistant|>{% endif %}", TALK)
+
+
+def test_answers_that_follow_results_without_a_header(shown):
+    call = {"id": "1", "function": {"name": "add", "arguments": '{"a":1}'}}
+    tool = {"role": "tool", "content": "2"}
+    asked = [TALK[0], {**TALK[1], "content": None, "tool_calls": [call, call]}, tool, tool]
+    assert shown(MINISTRAL3, [*asked, {**TALK[1], "tool_calls": [call]}, tool, TALK[3], *TALK]) == (
+        '<s>[INST]Hi[/INST][[TOOL_CALLS]add{"a": 1}[TOOL_CALLS]add{"a": 1}</s>]'
+        "[TOOL_RESULTS]2[/TOOL_RESULTS][TOOL_RESULTS]2[/TOOL_RESULTS]"
+        '[Hello. [TOOL_CALLS]add{"a": 1}</s>][TOOL_RESULTS]2[/TOOL_RESULTS][So.\n</s>]'
+        "[INST]Hi[/INST][Hello. </s>][INST] How?[/INST][So.\n</s>]"
+    )
+    with pytest.raises(ValueError, match=r"a message has '\[/TOOL_RESULTS\]' in it"):
+        shown(MINISTRAL3, [*asked[:3], {**tool, "content": "[/TOOL_RESULTS]"}, TALK[3]])
+
+
+def test_reasoning_in_parts_of_the_content(shown):
+    parts = [{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "Hello."}]
+    expected = "<s>[INST]Hi[/INST][[THINK]so[/THINK]Hello.</s>]"
+    assert shown(MINISTRAL3, messages("Hi", parts)) == expected
+    assert shown(MINISTRAL3, messages("Hi", "Hello.", reasoning_content="so")) == expected
+    assert "<think>\nso\n</think>\n\nHello." in shown(QWEN3, messages("Hi", parts))
+    with pytest.raises(ValueError, match="reasoning of message 2: 'so'; write it into the content as the model does"):
+        shown(LLAMA3, messages("Hi", parts))  # it would print the list
+    for wrong in (parts[::-1], [{"type": "image"}], [3], {}, 3):
+        with pytest.raises(ValueError, match=r"message 2 \(assistant\) has a content that is no text"):
+            shown(MINISTRAL3, messages("Hi", wrong))
+
+
+def test_calls_of_any_form_reach_the_template_in_one(shown):
+    """A function stands under "function", and its arguments are an object: Llama's template would quote a string."""
+    template = LLAMA3.replace(
+        "{{ m.content | trim }}",
+        "{% if 'tool_calls' in m %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content | trim }}{% endif %}",
+    ).replace("{{ bos_token }}", "{% if tools is not none %}{{ tools | tojson }}{% endif %}")
+    inner = {"name": "add", "arguments": {"a": 1}}
+    texts = set()
+    for call in (
+        inner,
+        {"function": inner},
+        {"name": "add", "arguments": '{"a":1}'},
+        {"id": "1", "type": "function", "function": {"name": "add", "arguments": ' {"a": 1}\n'}},
+    ):
+        chat = [TALK[0], {**TALK[1], "content": "", "tool_calls": [call]}, {"role": "tool", "content": "2"}, TALK[3]]
+        texts.add(shown(template, {"messages": chat, "tools": [{"name": "add"}]}))
+    [text] = texts
+    assert text.startswith('[{"type": "function", "function": {"name": "add"}}]')
+    assert '[{"name": "add", "arguments": {"a": 1}}<|eot_id|>]' in text
+    for arguments in ("[1]", "x", "[" * 100_000, None):  # no JSON of an object: left as it is
+        called = {**TALK[1], "content": "", "tool_calls": [{"name": "add", "arguments": arguments}]}
+        text = shown(template, [TALK[0], called, {"role": "tool", "content": "2"}, TALK[3]])
+        assert json.dumps(arguments) in text
+    nulls = [{**m, "tool_calls": None, "name": None} for m in TALK]  # rows of a table have all fields
+    none = [{**m, "tool_calls": []} for m in TALK]
+    plain = shown(template, TALK)
+    assert shown(template, nulls) == shown(template, none) == shown(template, {"messages": TALK, "tools": []}) == plain
+
+
 def test_tools_and_reasoning(shown):
     call = {"name": "add", "arguments": {"a": "\u00e9<1>"}}
     record = {
@@ -176,9 +331,16 @@ def test_tools_and_reasoning(shown):
 
 def test_the_token_that_ends_a_turn(folder):
     tokenizer = load_tokenizer(str(folder))
-    for template, end in ((CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (MARKED, "")):
+    for template, ends in (
+        (CHATML, "<|im_end|>"),
+        (LLAMA3, "<|eot_id|>"),
+        (MARKED, "<|im_end|>"),
+        (SMOLLM3, "<|im_end|>"),
+        (OLMO3, "<|im_end|><|endoftext|>"),
+        (GEMMA3, "<end_of_turn>"),
+    ):
         (folder / "chat_template.jinja").write_text(template)
-        assert ChatTemplate(tokenizer).end_ids == {*tokenizer.encode(end).tolist()}
+        assert ChatTemplate(tokenizer).end_ids == {*tokenizer.encode(ends).tolist()}
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -214,6 +376,20 @@ def test_a_message_that_the_template_drops_is_refused(shown, folder):
     assert 'a \\"b\\"\\n' in shown(quoted, called)
     with pytest.raises(ValueError, match=r"the content of message 2 \(assistant\): 'Hello\. '"):
         shown(QWEN3.replace("{{- m.content }}", "{{- '' if m.tool_calls else m.content }}"), called)
+
+
+def test_words_that_a_template_takes_for_reasoning_are_refused(shown):
+    """It cuts contents at "</think>", in an answer about the tag, too, and drops the reasoning of the last answer."""
+    assert (
+        shown(DEEPSEEK, messages("Hi", "<think>t</think>a", "b", "c"))
+        == "<User>Hi<Assistant>[a</s>]<User>b<Assistant>[c</s>]"
+    )
+    for answer in ("Use the </think> tag", "<think>t</think>Use the </think> tag"):
+        with pytest.raises(ValueError, match="the content beside </think> of message 2: 'Use the '; remove it"):
+            shown(DEEPSEEK, messages("Hi", answer, "b", "c"))
+        assert "[" + answer + "<|im_end|>]" in shown(CHATML, messages("Hi", answer, "b", "c"))
+    with pytest.raises(ValueError, match="the reasoning of message 4: 't'"):
+        shown(DEEPSEEK, messages("Hi", "a", "b", "<think>t</think>c"))
 
 
 def test_weights_of_answers(shown):
@@ -260,7 +436,7 @@ def test_marked_templates_have_the_mask_of_transformers(shown, folder):
             ids, masked = ChatTemplate(load_tokenizer(str(folder))).encode({"messages": talk})
             assert ids.tolist() == expected["input_ids"]
             assert (~masked).astype(int).tolist() == expected["assistant_masks"]
-        for template in (CHATML, LLAMA3, QWEN3, DEEPSEEK):
+        for template in (CHATML, LLAMA3, QWEN3, DEEPSEEK, GEMMA3, OLMO3, MINISTRAL3):
             (folder / "chat_template.jinja").write_text(template)
             ids, _ = ChatTemplate(load_tokenizer(str(folder))).encode({"messages": talk})
             assert ids.tolist() == theirs.apply_chat_template(talk, chat_template=template, return_dict=False)

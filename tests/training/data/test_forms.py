@@ -26,7 +26,7 @@ WITH_INPUT = ", paired with an input that provides further context"
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder / "tokenizer.json")
-    listed = "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}"
+    listed = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(listed + CHATML)
     return load_tokenizer(str(folder))
 
