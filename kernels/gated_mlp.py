@@ -16,6 +16,9 @@ and a * up, which the gradient of down_weight needs, overwrites d. Memory grows 
 and their gradients only. Weight gradients add up over tiles in float32.
 """
 
+import itertools
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -24,7 +27,7 @@ from torch import Tensor
 
 from .common import cast_by_autocast, operation, use_triton
 from .linear import PLAIN
-from .parts import Footprint, Linear, part_of
+from .parts import Footprint, Linear, Weight, part_of, tensors_of, weight_of
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 BLOCK_SIZE = 2048  # columns of one row that one program works on
@@ -151,14 +154,18 @@ _gated_activation.register_autograd(_activation_gradients, setup_context=_setup_
 
 @operation("fathom::tiled_gated_mlp", skippable=True)
 def _tiled_mlp(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+    x: Tensor, gate_tensors: list[Tensor], up_tensors: list[Tensor], down_tensors: list[Tensor],
     part: int, activation: str, tile_size: int, on_triton: bool,
 ) -> Tensor:  # fmt: skip
-    """Runs the layer on x [rows, D] tile by tile; `part` is the number of a `kernels.parts.Linear`."""
+    """Runs the layer on x [rows, D] tile by tile, with the tensors of three weights.
+
+    `part` is the number of a `kernels.parts.Linear`.
+    """
     linear: Linear = part_of(part)
-    output = x.new_empty(len(x), len(down_weight))
-    gate_buffer, up_buffer = (x.new_empty(min(tile_size, len(x)), len(gate_weight)) for _ in range(2))
-    gate_factor, up_factor, down_factor = (linear.factor(w) for w in (gate_weight, up_weight, down_weight))
+    weights = gate_tensors, up_tensors, down_tensors
+    output = x.new_empty(len(x), len(down_tensors[0]))
+    gate_buffer, up_buffer = (x.new_empty(min(tile_size, len(x)), len(gate_tensors[0])) for _ in range(2))
+    gate_factor, up_factor, down_factor = (linear.factor(weight_of(tensors)) for tensors in weights)
     for x_tile, output_tile in zip(x.split(tile_size), output.split(tile_size)):
         x_factor = linear.factor(x_tile)
         gate = linear.forward(x_factor, gate_factor, out=gate_buffer[: len(x_tile)])
@@ -172,26 +179,35 @@ def _tiled_mlp(
     return output
 
 
-_tiled_mlp.register_fake(lambda x, gate_weight, up_weight, down_weight, *options: x.new_empty(len(x), len(down_weight)))
+_tiled_mlp.register_fake(lambda x, gate, up, down, *options: x.new_empty(len(x), len(down[0])))
+
+
+def _split(flat: Iterable, like: Iterable[Iterable]) -> list[list]:
+    """Splits a flat sequence into lists as long as `like` has: such as 1, 2, 3 for [[0], [0, 0]] into [1], [2, 3]."""
+    elements = iter(flat)
+    return [[next(elements) for _ in of_weight] for of_weight in like]
 
 
 @operation("fathom::tiled_gated_mlp_backward")
 def _tiled_mlp_backward(
-    d_output: Tensor, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
+    d_output: Tensor, x: Tensor, gate_tensors: list[Tensor], up_tensors: list[Tensor], down_tensors: list[Tensor],
     part: int, activation: str, tile_size: int, on_triton: bool, needs_gradient: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Returns the gradients that `needs_gradient` asks for, of x and the three weights in this order."""
+    """Returns the gradients that `needs_gradient` asks for, of x and the tensors of the weights in this order."""
     linear: Linear = part_of(part)
-    weights = (gate_weight, up_weight, down_weight)
+    weights = gate_tensors, up_tensors, down_tensors
+    gate_weight, up_weight, down_weight = map(weight_of, weights)
+    tensors = [*itertools.chain(*weights)]
     d_x = x.new_empty(x.shape) if needs_gradient[0] else None
-    d_weights = [
+    totals = [
         torch.zeros(w.shape, dtype=torch.promote_types(w.dtype, torch.float32), device=w.device) if needed else None
-        for w, needed in zip(weights, needs_gradient[1:])
+        for w, needed in zip(tensors, needs_gradient[1:])
     ]
     buffers = [x.new_empty(min(tile_size, len(x)), len(gate_weight)) for _ in range(3)]
     gate_factor, up_factor = linear.factor(gate_weight), linear.factor(up_weight)
     gate_factor_t, up_factor_t = linear.transpose(gate_factor), linear.transpose(up_factor)
     down_factor_t = linear.transpose(linear.factor(down_weight))
+    of_gate, of_up, of_down = zip(_split(needs_gradient[1:], weights), _split(totals, weights))
     for start in range(0, len(x), tile_size):
         tile = slice(start, start + tile_size)
         x_tile, d_output_tile = x[tile], d_output[tile]
@@ -208,30 +224,31 @@ def _tiled_mlp_backward(
             _activation_backward_in_place(d_hidden, gate, up, activation)
         d_gate, d_up, hidden = gate, up, d_hidden  # the buffers' contents from here on
 
-        if d_weights[2] is not None:
+        if any(of_down[0]):
             factors_t = linear.transpose(d_output_factor), linear.transpose(linear.factor(hidden))
-            linear.weight_gradient(*factors_t, out=d_weights[2], accumulate=True)
+            linear.weight_gradients(*factors_t, down_weight, *of_down)
             del factors_t
         del d_output_factor
         x_factor_t = linear.transpose(x_factor)
         del x_factor
-        for dy, weight_t, total in zip((d_gate, d_up), (gate_factor_t, up_factor_t), d_weights):
+        maps = (d_gate, gate_weight, gate_factor_t, of_gate), (d_up, up_weight, up_factor_t, of_up)
+        for dy, weight, weight_t, of_weight in maps:
             dy_factor = linear.factor(dy)
             if d_x is not None:
                 linear.input_gradient(dy_factor, weight_t, out=d_x[tile], accumulate=dy is d_up)
-            if total is not None:
-                linear.weight_gradient(linear.transpose(dy_factor), x_factor_t, out=total, accumulate=True)
+            if any(of_weight[0]):
+                linear.weight_gradients(linear.transpose(dy_factor), x_factor_t, weight, *of_weight)
             del dy_factor
     # Freed before the casts, whose results need memory.
-    del buffers, gate, up, d_hidden, d_gate, d_up, hidden, dy, weight_t, x_factor_t
+    del buffers, gate, up, d_hidden, d_gate, d_up, hidden, maps, dy, weight_t, x_factor_t
     del gate_factor, up_factor, gate_factor_t, up_factor_t, down_factor_t
-    d_weights = [total.to(w.dtype) for total, w in zip(d_weights, weights) if total is not None]
+    d_weights = [total.to(w.dtype) for total, w in zip(totals, tensors) if total is not None]
     return d_weights if d_x is None else [d_x, *d_weights]
 
 
 @_tiled_mlp_backward.register_fake
-def _(d_output, x, gate_weight, up_weight, down_weight, *options):
-    tensors = (x, gate_weight, up_weight, down_weight)
+def _(d_output, x, gate_tensors, up_tensors, down_tensors, *options):
+    tensors = x, *gate_tensors, *up_tensors, *down_tensors
     return [t.new_empty(t.shape) for t, needed in zip(tensors, options[-1]) if needed]
 
 
@@ -248,14 +265,17 @@ def _activation_backward_in_place(d_hidden, gate, up, activation):
 
 
 def _setup_tiled(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4])
+    x, *weights = inputs[:4]
+    ctx.save_for_backward(x, *itertools.chain(*weights))
     ctx.options = inputs[4:]
 
 
 def _tiled_gradients(ctx, d_output):
-    needs = [*ctx.needs_input_grad[:4]]
-    found = iter(_tiled_mlp_backward(d_output, *ctx.saved_tensors, *ctx.options, needs))
-    return *(next(found) if needed else None for needed in needs), *[None] * len(ctx.options)
+    (x, *weights), (needs_x, *needs_weights) = ctx.saved_tensors, ctx.needs_input_grad[:4]
+    needs = [needs_x, *itertools.chain(*needs_weights)]
+    found = iter(_tiled_mlp_backward(d_output, x, *_split(weights, needs_weights), *ctx.options, needs))
+    d_x, *d_weights = (next(found) if needed else None for needed in needs)
+    return d_x, *_split(d_weights, needs_weights), *[None] * len(ctx.options)
 
 
 _tiled_mlp.register_autograd(_tiled_gradients, setup_context=_setup_tiled)
@@ -293,9 +313,9 @@ def _gated(gate: Tensor, up: Tensor, activation: str, impl: str) -> Tensor:
 
 def gated_mlp(
     input: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
+    gate_weight: Weight,
+    up_weight: Weight,
+    down_weight: Weight,
     *,
     activation: str = "silu",
     tile_size: int | None = None,
@@ -337,10 +357,11 @@ def gated_mlp(
 
     if tile_size < 1:
         raise ValueError(f"tile_size must be at least 1 row, got {tile_size}")
-    tensors = cast_by_autocast(input, gate_weight, up_weight, down_weight)
-    if len({t.dtype for t in tensors}) > 1:
-        raise ValueError(f"input and weights must be of one dtype, got {[str(t.dtype) for t in tensors]}")
-    x, *weights = tensors
+    weights = [[*cast_by_autocast(*tensors_of(weight))] for weight in (gate_weight, up_weight, down_weight)]
+    (x,) = cast_by_autocast(input)
+    dtypes = [str(tensor.dtype) for tensor in (x, *itertools.chain(*weights))]
+    if len({*dtypes}) > 1:
+        raise ValueError(f"input and weights must be of one dtype, got {dtypes}")
     options = linear.number, activation, tile_size, use_triton(impl, x)
     return _tiled_mlp(x.reshape(-1, width), *weights, *options).view(input.shape)
 

@@ -11,12 +11,13 @@ Kept for backward: x and weight by a call of the part itself; nothing by the pie
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .parts import Part
+from .parts import Part, Weight
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
@@ -74,6 +75,13 @@ class Plain(Part):
         self, dy_t: Tensor, x_t: Tensor, *, out: Tensor | None = None, accumulate: bool = False
     ) -> Tensor:
         return _product(dy_t, x_t.t(), out, accumulate)
+
+    def weight_gradients(
+        self, dy_t: Any, x_t: Any, weight: Weight, needs: Sequence[bool],
+        totals: Sequence[Tensor | None] | None = None,
+    ) -> list[Tensor | None]:  # fmt: skip
+        total = None if totals is None else totals[0]
+        return [self.weight_gradient(dy_t, x_t, out=total, accumulate=total is not None) if needs[0] else None]
 
 
 PLAIN = Plain()

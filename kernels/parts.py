@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,6 +36,43 @@ def part_of(number: int):
     return _PARTS[number]
 
 
+@dataclass(frozen=True)
+class Adapted:
+    """A frozen matrix W [N, K] and its adapter, A [r, K] and B [N, r], which are trained: a weight of W + B A."""
+
+    matrix: Tensor
+    a: Tensor
+    b: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.matrix.shape
+
+    def __len__(self) -> int:
+        return len(self.matrix)
+
+    def __getitem__(self, rows: slice) -> "Adapted":
+        """Returns some rows of the weight."""
+        return Adapted(self.matrix[rows], self.a, self.b[rows])
+
+    def t(self) -> "Adapted":
+        """Returns the transposed weight, W^T + A^T B^T."""
+        return Adapted(self.matrix.t(), self.b.t(), self.a.t())
+
+
+Weight: TypeAlias = Tensor | Adapted  # of a linear map; only `kernels.lora.LoRA` multiplies by adapted weights
+
+
+def tensors_of(weight: Weight) -> list[Tensor]:
+    """Returns the tensors of a weight, as operations take them: its matrix, then its adapter if it has one."""
+    return [weight] if isinstance(weight, Tensor) else [weight.matrix, weight.a, weight.b]
+
+
+def weight_of(tensors: Sequence[Tensor]) -> Weight:
+    """Returns the weight of these tensors: the inverse of `tensors_of`."""
+    return tensors[0] if len(tensors) == 1 else Adapted(*tensors)
+
+
 Factor = Any  # a result of `Linear.factor`
 
 
@@ -61,14 +98,14 @@ class Linear(Protocol):
     def __hash__(self) -> int:
         """Hashes by value, as a frozen dataclass does."""
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """Maps x [..., K] to [..., N] by weight [N, K] and bias [N]. Differentiable."""
 
-    def maps(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
+    def maps(self, x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor] = ()) -> list[Tensor]:
         """Maps x [..., K] by each weight [N_i, K] and bias [N_i], if there are biases. Differentiable."""
 
-    def factor(self, x: Tensor) -> Factor:
-        """Returns x [M, K] in the form in which products multiply it."""
+    def factor(self, x: Weight) -> Factor:
+        """Returns x [M, K], an input or a weight, in the form in which products multiply it."""
 
     def transpose(self, x: Factor) -> Factor:
         """Returns the factor of the transposed matrix."""
@@ -99,6 +136,16 @@ class Linear(Protocol):
         """Returns dy^T x, [N, K], for the transposed dy [N, M] and x [K, M], which `transpose` made.
 
         `out` is as in `input_gradient`, and may be float32.
+        """
+
+    def weight_gradients(
+        self, dy_t: Factor, x_t: Factor, weight: Weight, needs: Sequence[bool],
+        totals: Sequence[Tensor | None] | None = None,
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Returns the gradients of a weight's tensors, in the order of `tensors_of`; None for those without `needs`.
+
+        No product is made for a tensor without. Gradients are added to `totals`, if these are given. Other arguments
+        are as in `weight_gradient`.
         """
 
 

@@ -12,10 +12,11 @@ every rank, and exchanges tokens for heads around attention. With 8 key/value he
 has heads 0 and 4. A rank keeps attention's outputs for its own tokens, and log-sum-exps and lists for its own heads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .attention.attend import attend_backward, attention, check_gates
@@ -23,7 +24,7 @@ from .attention.full import FULL, choose_backend
 from .common import operation
 from .head_exchange import HeadExchange
 from .linear import PLAIN
-from .parts import AttentionKind, Footprint, Linear, part_of
+from .parts import Adapted, AttentionKind, Footprint, Linear, Weight, part_of, tensors_of, weight_of
 from .rms_norm import rms_norm
 from .rope import rope
 from .torch_internals import resolve_process_group
@@ -32,7 +33,7 @@ from .torch_internals import resolve_process_group
 class QKVParameters(NamedTuple):
     """Parameters that turn a transformer block's input into q, k and v."""
 
-    weights: list[Tensor]  # q's [H K, D], k's [G K, D] and v's [G K, D]
+    weights: list[Weight]  # q's [H K, D], k's [G K, D] and v's [G K, D]
     biases: list[Tensor]  # [H K], [G K] and [G K], or none
     norms: list[Tensor]  # RMSNorm weights of q and of k: [K] both, for each head; [H K] and [G K], for all; or none
     eps: float  # added to mean squares under the norms' roots
@@ -108,6 +109,73 @@ def _rows_of_step(parameters: Sequence[Tensor], step: int, division: _Division) 
     return torch.cat([division.take(rows, step, 0) for rows in parameters]) if parameters else None
 
 
+def _weight_of_step(tensors: Sequence[Tensor], step: int, division: _Division) -> Weight:
+    """Returns one step's rows of the q, k and v projections, whose `tensors` are as `_joined` returns them."""
+    rows = [_rows_of_step(tensors[start : start + 3], step, division) for start in (0, 4)]
+    return weight_of([rows[0]] if len(tensors) == 3 else [rows[0], tensors[3], rows[1]])
+
+
+def _output_of_step(tensors: Sequence[Tensor], step: int, division: _Division) -> Weight:
+    """Returns one step's columns of the output projection. An adapter's B is the same in all steps."""
+    return weight_of([*(division.take(tensor, step, 1) for tensor in tensors[:2]), *tensors[2:]])
+
+
+class _Gradients:
+    """Gradients of tensors, filled step by step.
+
+    Args:
+        tensors: the tensors, whose heads `division` divides along the dimensions `dims`. A tensor without heads has
+            None there: its gradient adds up over steps, in float32.
+        needs: whether each of them has a gradient.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], needs: Sequence[bool], dims: Sequence[int | None], division: _Division
+    ):
+        self.dims, self.division, self.dtypes = dims, division, [tensor.dtype for tensor in tensors]
+        self.gradients = [
+            None if not needed
+            else torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) if dim is None
+            else torch.empty_like(tensor)
+            for tensor, needed, dim in zip(tensors, needs, dims)
+        ]  # fmt: skip
+
+    @property
+    def needed(self) -> bool:
+        return any(gradient is not None for gradient in self.gradients)
+
+    def add(self, step: int, parts: Sequence[Tensor | None]) -> None:
+        """Takes one step's parts of all gradients; None where a tensor has no gradient."""
+        for gradient, part, dim in zip(self.gradients, parts, self.dims):
+            if gradient is None or part is None:
+                continue
+            if dim is None:
+                gradient += part
+            else:
+                self.division.put(gradient, step, part, dim)
+
+    def finished(self) -> list[Tensor | None]:
+        """Returns the gradients in their tensors' dtypes."""
+        return [None if d is None else d.to(dtype) for d, dtype in zip(self.gradients, self.dtypes)]
+
+
+def _joined(weights: Sequence[Weight]) -> list[Tensor]:
+    """Returns the tensors of the q, k and v projections: three matrices and, if some are adapted, one A and three B's.
+
+    A [3 r, D] holds all A's, and each B [N, 3 r] is zero in the columns of the others. Rows of the B's are divided into
+    steps as rows of the matrices are.
+    """
+    adapted = [weight for weight in weights if isinstance(weight, Adapted)]
+    if not adapted:
+        return [*weights]
+    bs, before, rank = [], 0, sum(len(weight.a) for weight in adapted)
+    for weight in weights:
+        own = weight.b if isinstance(weight, Adapted) else weight.new_empty(len(weight), 0)
+        bs.append(F.pad(own, (before, rank - before - own.shape[1])))
+        before += own.shape[1]
+    return [*(tensors_of(weight)[0] for weight in weights), torch.cat([weight.a for weight in adapted]), *bs]
+
+
 def _split_heads(
     qkv: Tensor, norms: Sequence[Tensor], eps: float, n: int, cos: Tensor | None, sin: Tensor | None, K: int, impl: str
 ) -> list[Tensor]:
@@ -115,6 +183,12 @@ def _split_heads(
     heads = qkv.unflatten(-1, (-1, K)).split([qkv.shape[-1] // K - 2 * n, n, n], dim=2)
     q, k = _normalise_and_rotate(heads[0], heads[1], norms, eps, cos, sin, impl)
     return [q, k, heads[2].contiguous()]
+
+
+def _unjoined(parts: Sequence[Tensor | None], lengths: list[int]) -> list[Tensor | None]:
+    """Returns what a step's weight has, matrix, A and B, for each of the tensors that `_joined` returns."""
+    by_rows = [[None] * 3 if part is None else [*part.split(lengths)] for part in parts[::2]]
+    return [*by_rows[0], *parts[1:2], *(by_rows[1] if len(parts) > 1 else ())]
 
 
 @operation("fathom::qkv_attention", keepable="results", chooses="lists")
@@ -125,14 +199,15 @@ def _qkv_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x [B, T, D] -> outputs [branches, B, T, H, K], log-sum-exps [branches, B, T, H] and lists [B, T, G, blocks].
 
-    Biases and norms may be empty. If `lists` is None, lists are chosen here. In a group of N ranks, x and outputs are
-    of this rank's T tokens and all heads; log-sum-exps and lists are of all T N tokens and this rank's heads.
+    `weights` are as `_joined` returns them. Biases and norms may be empty. If `lists` is None, lists are chosen here.
+    In a group of N ranks, x and outputs are of this rank's T tokens and all heads; log-sum-exps and lists are of all
+    T N tokens and this rank's heads.
     """
     own_kind, product, K = part_of(kind), part_of(linear), head_dim
     exchange, all_heads, own_heads = _divide(len(weights[1]) // K, n, group_name)
     out, lse, chosen = _empty_results(x, weights, K, lists, own_kind, exchange.size)
     for step in range(own_heads.steps):
-        rows, bias = _rows_of_step(weights, step, all_heads), _rows_of_step(biases, step, all_heads)
+        rows, bias = _weight_of_step(weights, step, all_heads), _rows_of_step(biases, step, all_heads)
         factors = product.factor(x.flatten(0, 1)), product.factor(rows)
         qkv = product.forward(*factors, bias).unflatten(0, x.shape[:2])
         del rows, bias, factors
@@ -182,50 +257,55 @@ class _Options(NamedTuple):
     impl: str
     n: int  # key/value heads of a rank in one step
     group_name: str | None
-    num_biases: int
+    counts: tuple[int, ...]  # tensors of the output projection, of q's, k's and v's weights, biases, norms
 
-    def split(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Returns three weights, the biases and the norms: the fields of `QKVParameters`, one after the other."""
-        first_norm = 3 + self.num_biases
-        return [*parameters[:3]], [*parameters[3:first_norm]], [*parameters[first_norm:]]
+    def split(self, parameters: Sequence) -> Iterator[list]:
+        """Yields the tensors of each of `counts`."""
+        elements = iter(parameters)
+        return ([next(elements) for _ in range(count)] for count in self.counts)
 
 
 class _QKVAttention(torch.autograd.Function):
     """Attention of n key/value heads per step. The input's gradient is summed over steps in the input's dtype."""
 
     @staticmethod
-    def forward(ctx, x, o_weight, gates, cos, sin, segments, options, *qkv):
-        weights, biases, norms = options.split(qkv)
+    def forward(ctx, x, gates, cos, sin, segments, options, *parameters):
+        o_tensors, weights, biases, norms = options.split(parameters)
         kind, linear = options.kind, options.linear
         outs, lses, lists = torch.ops.fathom.qkv_attention(
             x, weights, biases, norms, options.eps, options.head_dim, cos, sin, segments, None, kind.number,
             linear.number, options.backend, options.on_triton, options.impl, options.n, options.group_name,
         )  # fmt: skip
-        ctx.save_for_backward(x, o_weight, gates, cos, sin, lists, outs, lses, *qkv)
+        ctx.save_for_backward(x, gates, cos, sin, lists, outs, lses, *parameters)
         ctx.segments, ctx.options = segments, options
-        return linear(kind.output([*outs], gates, options.on_triton).flatten(2), o_weight)
+        return linear(kind.output([*outs], gates, options.on_triton).flatten(2), weight_of(o_tensors))
 
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled():
             raise RuntimeError("attention some heads at a time has no second derivative (create_graph=True)")
-        x, o_weight, gates, cos, sin, lists, outs, lses, *qkv_parameters = ctx.saved_tensors
-        options, (weights, biases, norms) = ctx.options, ctx.options.split(qkv_parameters)
+        x, gates, cos, sin, lists, outs, lses, *parameters = ctx.saved_tensors
+        options, needs = ctx.options, ctx.needs_input_grad[-len(parameters) :]
+        o_tensors, weights, biases, norms = options.split(parameters)
+        needs_o, needs_weights, needs_biases, _ = options.split(needs)
         kind, linear, K, on_triton = options.kind, options.linear, options.head_dim, options.on_triton
         norms = [weight.detach().requires_grad_() for weight in norms]
         exchange, all_heads, own_heads = _divide(len(weights[1]) // K, options.n, options.group_name)
         x_rows, dy_rows = x.flatten(0, 1), dy.flatten(0, 1)
-        dx_rows, d_o_weight = torch.zeros_like(x_rows), torch.empty_like(o_weight)
-        d_weights, d_biases = ([torch.empty_like(rows) for rows in parameters] for parameters in (weights, biases))
+        dx_rows = torch.zeros_like(x_rows)
+        d_o = _Gradients(o_tensors, needs_o, (1, 1, None), all_heads)
+        needs_rows = [any(needs_weights[:3]), any(needs_weights[3:4]), any(needs_weights[4:])]  # of matrix, A and B
+        d_weights = _Gradients(weights, [*needs_rows[:1] * 3, *needs_weights[3:]], (0, 0, 0, None, 0, 0, 0), all_heads)
+        d_biases = _Gradients(biases, needs_biases, (0, 0, 0), all_heads)
         d_gates = None if gates is None else torch.empty_like(gates)
         d_norms = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in norms]
         for step in range(own_heads.steps):
-            rows, o_weight_n = _rows_of_step(weights, step, all_heads), all_heads.take(o_weight, step, 1)
+            rows, o_weight_n = _weight_of_step(weights, step, all_heads), _output_of_step(o_tensors, step, all_heads)
             outs_n, gates_n = [all_heads.take(out, step) for out in outs], all_heads.take(gates, step)
             output_n = kind.output(outs_n, gates_n, on_triton).flatten(0, 1).flatten(1)
             dy_factor, output_factor = linear.factor(dy_rows), linear.factor(output_n)
             factors_t = linear.transpose(dy_factor), linear.transpose(output_factor)
-            all_heads.put(d_o_weight, step, linear.weight_gradient(*factors_t), 1)
+            d_o.add(step, linear.weight_gradients(*factors_t, o_weight_n, needs_o))
             del output_n, output_factor, factors_t
             d_out = linear.input_gradient(dy_factor, linear.transpose(linear.factor(o_weight_n)))
             del dy_factor
@@ -250,25 +330,25 @@ class _QKVAttention(torch.autograd.Function):
             d_qkv_rows = d_qkv.flatten(0, 1)
             d_qkv_factor = linear.factor(d_qkv_rows)
             linear.input_gradient(d_qkv_factor, linear.transpose(weight_factor), out=dx_rows, accumulate=True)
-            lengths = [len(w) // own_heads.steps for w in weights]
+            lengths = [len(w) // own_heads.steps for w in weights[:3]]
             factors_t = linear.transpose(d_qkv_factor), linear.transpose(linear.factor(x_rows))
-            parts = linear.weight_gradient(*factors_t).split(lengths)
+            parts = linear.weight_gradients(*factors_t, rows, needs_rows)
             del d_qkv_factor, weight_factor, factors_t
-            for d_weight, part in zip(d_weights, parts):
-                all_heads.put(d_weight, step, part, 0)
-            for d_bias, part in zip(d_biases, d_qkv_rows.sum(0).split(lengths) if biases else ()):
-                all_heads.put(d_bias, step, part, 0)
+            d_weights.add(step, _unjoined(parts, lengths))
+            if d_biases.needed:
+                d_biases.add(step, d_qkv_rows.sum(0).split(lengths))
             for d_norm, part in zip(d_norms, d_norms_n):
                 d_norm += part
-            del qkv, heads, edges, d_heads, d_qkv, d_qkv_rows, parts, part  # before the next step's are made
+            del qkv, heads, edges, d_heads, d_qkv, d_qkv_rows, rows, parts  # before the next step's are made
         d_norms = [d.to(w.dtype) for d, w in zip(d_norms, norms)]
-        return dx_rows.view_as(x), d_o_weight, d_gates, *[None] * 4, *d_weights, *d_biases, *d_norms
+        d_parameters = *d_o.finished(), *d_weights.finished(), *d_biases.finished(), *d_norms
+        return dx_rows.view_as(x), d_gates, *[None] * 4, *d_parameters
 
 
 def qkv_attention(
     x_BTD: Tensor,
     parameters: QKVParameters,
-    o_weight: Tensor,
+    o_weight: Weight,
     cos: Tensor | None,
     sin: Tensor | None,
     segments: Tensor | None = None,
@@ -336,11 +416,12 @@ def qkv_attention(
     on_triton = kind.check(of_step(H), k, k, segments, impl)
     check_gates(gates, kind, (B, T, H))
     group_name = None if exchange.group is None else exchange.group.group_name
+    o_tensors, joined = tensors_of(o_weight), _joined(weights)
     options = _Options(
         eps, K, kind, linear, choose_backend(backend, x_BTD.device), on_triton, impl, heads_at_a_time, group_name,
-        len(biases),
+        (len(o_tensors), len(joined), len(biases), len(norms)),
     )  # fmt: skip
-    return _QKVAttention.apply(x_BTD, o_weight, gates, cos, sin, segments, options, *weights, *biases, *norms)
+    return _QKVAttention.apply(x_BTD, gates, cos, sin, segments, options, *o_tensors, *joined, *biases, *norms)
 
 
 def qkv_attention_footprint(

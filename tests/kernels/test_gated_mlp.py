@@ -174,7 +174,9 @@ def test_custom_ops(device):
     gate, up = random(5, 37).requires_grad_(), random(5, 37, seed=1).requires_grad_()
     torch.library.opcheck(torch.ops.fathom.gated_activation, (gate, up, "gelu_tanh"))
     inputs = [t.requires_grad_() for t in mlp_inputs((9,), 8, 12)]
-    torch.library.opcheck(torch.ops.fathom.tiled_gated_mlp, (*inputs, PLAIN.number, "silu", 4, True))
+    torch.library.opcheck(
+        torch.ops.fathom.tiled_gated_mlp, (inputs[0], *([w] for w in inputs[1:]), PLAIN.number, "silu", 4, True)
+    )
 
 
 @pytest.mark.parametrize(

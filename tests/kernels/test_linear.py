@@ -11,6 +11,7 @@ from kernels.gated_mlp import gated_mlp
 from kernels.linear import PLAIN, Plain
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.parts import Part, part_of
+from kernels.qkv_attention import QKVParameters, qkv_attention
 from tests.kernels.compare import DTYPES, compare_with_float64, outputs_and_gradients, random
 
 
@@ -140,6 +141,34 @@ def test_the_mlp_has_all_its_products_from_its_part(device):
     )
     torch.testing.assert_close(tiled, untiled)
     assert all(0.01 < (a - b).norm() / b.norm() < 0.5 for a, b in zip(untiled, plain))
+
+
+class Refusing(Plain):
+    """Makes no product for the gradient of a weight."""
+
+    def weight_gradient(self, dy_t, x_t, **options):
+        raise AssertionError("a product for the gradient of a weight")
+
+
+@pytest.mark.parametrize("at_a_time", [None, 1])
+def test_no_product_is_made_for_the_gradient_of_a_frozen_weight(at_a_time, device):
+    """Checks the MLP in tiles and attention by heads: the input's gradient is the one beside trained weights."""
+    B, T, G, K, D, F_ = 2, 7, 2, 16, 24, 48
+    x = random(B, T, D)
+    mlp = [random(*shape, seed=i) for i, shape in enumerate([(F_, D), (F_, D), (D, F_)], start=1)]
+    qkvo = [random(*shape, seed=i) / 5 for i, shape in enumerate([(4 * K, D), (G * K, D), (G * K, D), (D, 4 * K)])]
+    biases = [random(len(weight), seed=9) for weight in qkvo[:3]]
+
+    def attention(x, q, k, v, o, *biases, **options):
+        return qkv_attention(x, QKVParameters([q, k, v], [*biases], [], 1e-6, K), o, None, None, **options)
+
+    for function, weights, knob in ((gated_mlp, mlp, "tile_size"), (attention, [*qkvo, *biases], "heads_at_a_time")):
+        trained = outputs_and_gradients(functools.partial(function, **{knob: at_a_time}), [x, *weights])
+        frozen = outputs_and_gradients(
+            lambda x: function(x, *weights, linear=Refusing(), **{knob: at_a_time}),  # noqa: B023
+            [x],
+        )
+        assert all(map(torch.equal, frozen, trained[:2]))
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
