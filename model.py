@@ -25,7 +25,7 @@ from kernels.gated_mlp import ACTIVATIONS, gated_mlp
 from kernels.head_exchange import HeadExchange
 from kernels.linear import PLAIN
 from kernels.linear_cross_entropy import linear_cross_entropy
-from kernels.parts import AttentionKind, Linear
+from kernels.parts import Adapted, AttentionKind, Linear, Weight
 from kernels.qkv_attention import QKVParameters, project_heads, qkv_attention
 from kernels.rms_norm import rms_norm
 from kernels.rope import RopeScaling, RotaryTables
@@ -234,6 +234,15 @@ class Embedding(nn.Embedding):
         return self.tensor_ranks.embed(input_ids, local(self.weight))
 
 
+def adapted(projection: nn.Linear) -> Weight:
+    """The weight of a projection: its matrix, with the adapter that `training.lora.adapt` may have given it."""
+    matrix = local(projection.weight)
+    if not hasattr(projection, "lora_A"):
+        return matrix
+    a, b = local(projection.lora_A.weight), local(projection.lora_B.weight)
+    return Adapted(matrix, a, scaled(b, projection.lora_scale))
+
+
 class Attention(nn.Module):
     def __init__(self, share: Share, layer: int):
         super().__init__()
@@ -258,7 +267,7 @@ class Attention(nn.Module):
         """This rank's part of the projections to q, k and v, and the norms of their heads."""
         projections, norms = (self.q_proj, self.k_proj, self.v_proj), (self.q_norm, self.k_norm)
         return QKVParameters(
-            [local(projection.weight) for projection in projections],
+            [adapted(projection) for projection in projections],
             [local(projection.bias) for projection in projections if projection.bias is not None],
             [self.tensor_ranks.enter(self._scale(norm)) for norm in norms if norm is not None],
             self.eps,
@@ -270,7 +279,7 @@ class Attention(nn.Module):
         return local(norm.weight).float() + norm.offset if norm.offset else local(norm.weight)
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
-        ranks, qkv, o_weight = self.tensor_ranks, self.qkv_parameters(), local(self.o_proj.weight)
+        ranks, qkv, o_weight = self.tensor_ranks, self.qkv_parameters(), adapted(self.o_proj)
         kind, linear, impl = self.kind.for_longest(context.longest), self.linear, self.impl
         cos, sin = context.rotations[self.is_local] if self.rotates else (None, None)
         x_BTD, gates = ranks.enter(x_BTD), None
@@ -306,7 +315,7 @@ class GatedMLP(nn.Module):
         self.tensor_ranks = TensorRanks(None)  # ranks that share its matrices
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        weights = [local(p.weight) for p in (self.gate_proj, self.up_proj, self.down_proj)]
+        weights = [adapted(projection) for projection in (self.gate_proj, self.up_proj, self.down_proj)]
         y_BTD = gated_mlp(
             self.tensor_ranks.enter(x_BTD), *weights, activation=self.activation, tile_size=self.tile_size,
             linear=self.linear, impl=self.impl,
@@ -398,12 +407,16 @@ class Transformer(nn.Module):
         """Fill `tensor` with the initial value of the parameter `name`: norms neutral, biases zero, matrices normal.
 
         The two projections that write into the residual stream are scaled by 1/sqrt(2 x layers), as in GPT-2. Gates
-        of attention start near 1/2, as in flash-linear-attention: a small matrix and no bias.
+        of attention start near 1/2, as in flash-linear-attention: a small matrix and no bias. An adapter starts as in
+        peft: A is uniform within 1 / sqrt(width), B is zero.
         """
         if name.endswith("norm.weight"):
             tensor.fill_(1.0 - self.config.norm_weight_offset)
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "lora_B.weight")):
             tensor.zero_()
+        elif name.endswith("lora_A.weight"):
+            bound = tensor.shape[-1] ** -0.5
+            tensor.uniform_(-bound, bound, generator=generator)
         else:
             writes = name.endswith(("o_proj.weight", "down_proj.weight"))
             scale = (2 * self.config.num_hidden_layers) ** -0.5 if writes else 1.0

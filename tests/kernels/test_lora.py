@@ -1,0 +1,132 @@
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.gated_mlp import gated_mlp
+from kernels.linear import PLAIN
+from kernels.lora import LORA, lora_reference, merged
+from kernels.parts import Adapted
+from kernels.qkv_attention import QKVParameters, qkv_attention
+from tests.kernels.compare import DTYPES, compare_with_float64, random
+
+
+class Checking(type(LORA)):
+    """Makes no product as large as a matrix for a gradient."""
+
+    def weight_gradient(self, dy_t, x_t, **options):
+        assert min(len(dy_t), len(x_t)) <= RANK * 3, "a product for the gradient of a frozen matrix"
+        return super().weight_gradient(dy_t, x_t, **options)
+
+
+RANK, CHECKING = 3, Checking()
+
+
+def adapters(*matrices, rank=RANK, seed=50):
+    """Returns A and B of each matrix, one after the other."""
+    shapes = [shape for N, K in (matrix.shape for matrix in matrices) for shape in ((rank, K), (N, rank))]
+    return [random(*shape, seed=seed + i, dtype=matrices[0].dtype) / shape[-1] ** 0.5 for i, shape in enumerate(shapes)]
+
+
+def adapted(matrices, tensors):
+    return [Adapted(*each) for each in zip(matrices, tensors[::2], tensors[1::2])]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 37, 11), (33, 64, 128)])
+def test_a_map_matches_float64(shape, has_bias, dtype, device, poisoned_memory):
+    M, K, N = shape
+    matrix = random(N, K, seed=1, dtype=dtype) / K**0.5
+    bias = [random(N, seed=2, dtype=dtype)] if has_bias else []
+
+    def reference(x, a, b, *bias):
+        return lora_reference(x, matrix.to(x.dtype), a, b, *bias)
+
+    def map_of(x, a, b, *bias):
+        return CHECKING(x, Adapted(matrix, a, b), *bias)
+
+    compare_with_float64(reference, map_of, [random(M, K, dtype=dtype), *adapters(matrix), *bias])
+
+
+def mlp_case(D, F_, dtype):
+    matrices = [random(*shape, seed=i, dtype=dtype) / 4 for i, shape in enumerate([(F_, D), (F_, D), (D, F_)])]
+
+    def reference(x, *tensors):
+        def mapped(x, i):
+            return lora_reference(x, matrices[i].to(x.dtype), *tensors[2 * i : 2 * i + 2])
+
+        return mapped(F.silu(mapped(x, 0)) * mapped(x, 1), 2)
+
+    def ours(x, *tensors, **options):
+        return gated_mlp(x, *adapted(matrices, tensors), linear=CHECKING, **options)
+
+    return reference, ours, [random(2, 7, D, seed=9, dtype=dtype), *adapters(*matrices)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tile_size", [None, 1, 4, 14, 20])
+def test_the_mlp_matches_float64(tile_size, dtype, device, poisoned_memory):
+    reference, ours, inputs = mlp_case(16, 24, dtype)
+    compare_with_float64(reference, functools.partial(ours, tile_size=tile_size), inputs)
+
+
+def attention_case(B, T, G, group, K, D, targets, dtype=torch.float32):
+    """Attention whose projections of `targets`, of q, k, v and o, are adapted."""
+    H = G * group
+    shapes = (H * K, D), (G * K, D), (G * K, D), (D, H * K)
+    matrices = [random(*shape, seed=i, dtype=dtype) / shape[1] ** 0.5 for i, shape in enumerate(shapes)]
+    biases = [random(len(matrix), seed=20 + i, dtype=dtype) for i, matrix in enumerate(matrices[:3])]
+    chosen = [i for i, name in enumerate("qkvo") if name in targets]
+
+    def weights(tensors, weight_of):
+        pairs = dict(zip(chosen, zip(tensors[::2], tensors[1::2])))
+        return [weight_of(m, *pairs[i]) if i in pairs else m for i, m in enumerate(matrices)]
+
+    def run(x, *tensors, weight_of=Adapted, linear=CHECKING, **options):
+        *qkv, o = weights(tensors, weight_of)
+        cast = [[t.to(x.dtype) for t in part] if linear is PLAIN else part for part in (qkv, biases)]
+        o = o.to(x.dtype) if linear is PLAIN else o
+        return qkv_attention(x, QKVParameters(*cast, [], 1e-6, K), o, None, None, linear=linear, **options)
+
+    reference = functools.partial(run, weight_of=lambda m, a, b: m.to(a.dtype) + b @ a, linear=PLAIN)
+    inputs = [random(B, T, D, seed=9, dtype=dtype), *adapters(*(matrices[i] for i in chosen))]
+    return reference, run, inputs
+
+
+@pytest.mark.parametrize("heads_at_a_time", [None, 1, 2])
+@pytest.mark.parametrize("targets", ["qkvo", "qv", "k", "o"])
+def test_attention_matches_float64(targets, heads_at_a_time, device, poisoned_memory):
+    reference, ours, inputs = attention_case(2, 13, 2, 2, 16, 24, targets)
+    compare_with_float64(reference, functools.partial(ours, heads_at_a_time=heads_at_a_time), inputs, units=4)
+
+
+@settings(derandomize=True, deadline=None, max_examples=15)
+@given(
+    T=st.integers(1, 20), G=st.integers(1, 4), group=st.integers(1, 3), D=st.integers(1, 30),
+    targets=st.sets(st.sampled_from("qkvo"), min_size=1), data=st.data(),
+)  # fmt: skip
+def test_property_attention_matches_float64(T, G, group, D, targets, data):
+    n = data.draw(st.sampled_from([n for n in range(1, G + 1) if G % n == 0]))
+    reference, ours, inputs = attention_case(1, T, G, group, 8, D, targets)
+    compare_with_float64(reference, functools.partial(ours, heads_at_a_time=n), inputs, units=4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merged_weights_are_rounded_once(dtype, device):
+    matrix = random(37, 11, dtype=dtype)
+    a, b = adapters(matrix)
+    exact = matrix.double() + b.double() @ a.double()
+    error = (merged(Adapted(matrix, a, b)).double() - exact).abs()
+    assert (error <= torch.finfo(dtype).eps * (0.51 * exact.abs() + 1e-3) + 1e-6).all()
+
+
+def test_rows_and_transposes_of_an_adapted_weight():
+    matrix = random(11, 7)
+    weight = Adapted(matrix, *adapters(matrix))
+    assert len(weight) == 11 and weight.shape == (11, 7)
+    torch.testing.assert_close(merged(weight[2:5]), merged(weight)[2:5])
+    torch.testing.assert_close(merged(weight.t()), merged(weight).t())

@@ -1,0 +1,150 @@
+"""Adapters against peft's: losses of ten steps, every gradient, merged weights, and files."""
+
+import itertools
+
+import pytest
+import torch
+
+from kernels.attention.documents import find_documents
+from kernels.lora import LORA, merged
+from model import Transformer, adapted
+from training.families import from_config_json
+from training.lora import TARGETS, Adapters, adapt
+from training.memory.execution import Execution, Placement
+from training.memory.placement import apply_execution
+
+SIZES = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+FORMS = {  # model_type, other settings, adapters
+    "Qwen3": ("qwen3", {"tie_word_embeddings": True}, Adapters(4, 8.0)),
+    "Llama": ("llama", {}, Adapters(3, 7.0, ("q_proj", "v_proj"))),
+    "Qwen2": ("qwen2", {"tie_word_embeddings": True}, Adapters(2, 1.0, ("k_proj", "o_proj", "down_proj"))),
+    "Granite": ("granite", {"residual_multiplier": 0.5}, Adapters(1, 1.0, ("gate_proj",))),
+}
+EXECUTIONS = {
+    "whole": Execution((Placement("gpu", "gpu", "gpu"),) * 2, linear=LORA),
+    "tiles, heads at a time": Execution(
+        (Placement(results="gpu"), Placement("recompute")), mlp_tile_size=24, heads_at_a_time=1, linear=LORA
+    ),
+    "all heads": Execution((Placement(), Placement("gpu", "gpu", "gpu")), linear=LORA),
+}
+
+
+def peft_model(name):
+    """A random model of transformers with random adapters of peft."""
+    import peft
+    import transformers
+
+    model_type, settings, adapters = FORMS[name]
+    config = transformers.AutoConfig.for_model(model_type, **SIZES, max_position_embeddings=128, **settings)
+    torch.manual_seed(0)
+    base = transformers.AutoModelForCausalLM.from_config(config)
+    lora = peft.LoraConfig(
+        r=adapters.rank, lora_alpha=adapters.alpha, target_modules=[*adapters.targets], task_type="CAUSAL_LM"
+    )
+    theirs = peft.get_peft_model(base, lora)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.3)
+    return theirs
+
+
+def our_names(theirs):
+    """Parameters of a model of peft by our names."""
+    names = {name: name.replace(".base_layer", "").replace(".default", "") for name, _ in theirs.named_parameters()}
+    return {names[n].removeprefix("base_model.model.").removeprefix("model."): p for n, p in theirs.named_parameters()}
+
+
+def ours_like(theirs, name):
+    config = from_config_json(theirs.config.to_dict())
+    model = Transformer(config)
+    adapt(model, FORMS[name][2])
+    model.load_state_dict(our_names(theirs))
+    return model
+
+
+def batches(count):
+    """Unlike batches: one long sequence, several short ones, long again."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = itertools.islice(itertools.cycle([(1, 61), (4, 9), (2, 33), (1, 2)]), count)
+    return [torch.randint(SIZES["vocab_size"], shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS.values(), ids=EXECUTIONS)
+@pytest.mark.parametrize("name", FORMS)
+def test_losses_and_gradients_are_pefts(name, execution):
+    theirs = peft_model(name)
+    model = ours_like(theirs, name)
+    apply_execution(model, execution)
+    reference = {n: p for n, p in our_names(theirs).items() if p.requires_grad}
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert parameters.keys() == reference.keys()
+    # AdamW would make a step of a gradient near zero by its sign, which rounding decides.
+    optimizers = [torch.optim.SGD(each.values(), lr=0.1) for each in (reference, parameters)]
+    for ids in batches(10):
+        expected = theirs(input_ids=ids, labels=ids).loss
+        loss = model(ids, ids).loss
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+        for optimizer, each in zip(optimizers, (expected, loss)):
+            optimizer.zero_grad()
+            each.backward()
+        for n, parameter in parameters.items():
+            scale = reference[n].grad.abs().max()
+            assert (parameter.grad - reference[n].grad).abs().max() <= 1e-5 * max(1.0, scale), n
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
+def test_packed_documents_and_the_chunked_loss_are_as_one_by_one():
+    """Checks adapters' gradients of three packed documents, in tiles and by heads, against one document at a time."""
+    theirs = peft_model("Qwen3")
+    model = ours_like(theirs, "Qwen3")
+    lengths, ids = [17, 3, 21], torch.randint(131, (1, 41), generator=torch.Generator().manual_seed(1))
+    losses = [model(part, part, denominator=1.0).loss for part in ids.split(lengths, dim=1)]
+    sum(losses).backward()
+    expected = [p.grad for p in model.parameters() if p.requires_grad]
+    model.zero_grad()
+    apply_execution(model, EXECUTIONS["tiles, heads at a time"])
+    model.loss_impl = "chunked"
+    documents = find_documents(torch.arange(3).repeat_interleave(torch.tensor(lengths))[None])
+    loss = model(ids, ids, documents=documents, denominator=1.0).loss
+    loss.backward()
+    torch.testing.assert_close(loss, sum(losses))
+    for found, exact in zip([p.grad for p in model.parameters() if p.requires_grad], expected):
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_merged_weights_are_pefts_to_rounding():
+    for name in FORMS:
+        theirs = peft_model(name)
+        model = ours_like(theirs, name)
+        expected = dict(theirs.merge_and_unload().named_parameters())
+        for path, module in model.layers.named_modules():
+            if path.rpartition(".")[2] in FORMS[name][2].targets:
+                found = merged(adapted(module))
+                torch.testing.assert_close(found, expected[f"model.layers.{path}.weight"], rtol=1e-6, atol=1e-6)
+
+
+def test_fresh_adapters_change_nothing_and_start_as_pefts():
+    theirs = peft_model("Llama")
+    config = from_config_json(theirs.config.to_dict())
+    torch.manual_seed(0)
+    model = Transformer(config)
+    ids = batches(1)[0]
+    before = model(ids, return_logits=True).logits
+    adapt(model, Adapters(8, 16.0))
+    torch.testing.assert_close(model(ids, return_logits=True).logits, before, rtol=0, atol=0)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (".lora_" in name)
+        if "lora_A" in name:
+            bound = parameter.shape[1] ** -0.5
+            assert 0.9 * bound < parameter.abs().max() <= bound
+    assert {name.split(".")[3] for name, p in model.named_parameters() if p.requires_grad} == {*TARGETS}
+
+
+@pytest.mark.parametrize(("rank", "targets"), [(0, TARGETS), (4, ()), (4, ("q_proj", "embed_tokens"))])
+def test_adapters_that_cannot_be_are_refused(rank, targets):
+    with pytest.raises(ValueError, match="adapters need a rank of at least 1 and targets among q_proj, k_proj"):
+        Adapters(rank, 1.0, targets)
