@@ -98,6 +98,8 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
     if flags.num_layers is not None and flags.num_layers > layers:
         raise UserError(f"num_layers must be at most {layers}, got {flags.num_layers}")
     kinds_of(flags, shape_of(flags))
+    if flags.lora is not None:
+        raise UserError("no plan counts adapters; drop lora")
     check_mesh(flags)
     state_format_of(flags, shape_of(flags))  # refuses a format without effect
     for name in ("measure", "num_layers", "snapshot"):

@@ -150,6 +150,7 @@ def set_up(start: resume.Start, world: World, stack: contextlib.ExitStack) -> Ru
             check_disk(config, first_step, larger)
     metrics = open_metrics(config, first_step, stack) if world.is_main else None
     companions = NO_COMPANIONS if tokenizer.name == "bytes" else read_companions(Path(tokenizer.name))
+    companions = companions.joined(start.companions())
     saver = Saver(Path(config.output_dir), config.keep_checkpoints or KEPT_CHECKPOINTS, start.checkpoint, companions)
     stack.callback(saver.wait)  # an error ends the run once the checkpoint that was begun is complete
     received = stack.enter_context(stop_signals())

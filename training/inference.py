@@ -23,7 +23,7 @@ from kernels.parts import AttentionKind
 from model import IGNORE_INDEX, ModelConfig, Transformer
 from training.attention_flags import FLAGS, check_head_dim, kinds_of
 from training.checkpoint.files import load_trainer_state, tokenizer_of
-from training.checkpoint.weights import load_model_weights, parameter_shapes, shape_of_weights
+from training.checkpoint.weights import folders_of, load_model_weights, parameter_shapes, shape_of_weights
 from training.choices import ATTENTION_TYPES
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from training.flags import as_words, given_flags
@@ -117,7 +117,7 @@ def open_tokenizer(name: str | None, folder: Path, vocab_size: int) -> ByteToken
 
 def _stop_ids(folder: Path, tokenizer: ByteTokenizer | FileTokenizer) -> frozenset[int]:
     ids = [tokenizer.eos_id]
-    for file in (folder / "config.json", folder / "generation_config.json"):
+    for file in (each / name for each in folders_of(folder) for name in ("config.json", "generation_config.json")):
         given = read_json(file).get("eos_token_id") if file.is_file() else None
         ids += given if isinstance(given, list) else [given]
     return frozenset(i for i in ids if isinstance(i, int))

@@ -1,18 +1,32 @@
-"""Low-rank adapters of a model: which projections have one, and how large it is.
+"""Low-rank adapters of a model: which projections have one, how large it is, and what peft's files say of it.
 
 `adapt` freezes a model.Transformer and adds the adapters, which are then all that is trained. Names of parameters are
 peft's behind "base_model.model.model.", such as layers.0.self_attn.q_proj.lora_A.weight.
+
+A folder of adapters has peft's adapter_config.json and adapter_model.safetensors. The first names the folder of the
+base: the model that was adapted.
 
 Method: Hu et al., LoRA, arXiv 2106.09685.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 
 from kernels.lora import LORA
+from training.choices import LORA_TARGETS
+from training.host.errors import UserError
+from training.host.files import read_json
 
-TARGETS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"  # of every block
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTERS = ".lora_"  # in the names of adapters' parameters
+# Settings of adapter_config.json without which adapters are as here, and what they are then.
+PLAIN_SETTINGS = {
+    "peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False,
+    "lora_bias": False, "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layers_to_transform": None,
+    "layer_replication": None, "exclude_modules": None, "target_parameters": None, "trainable_token_indices": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -22,20 +36,37 @@ class Adapters:
     Args:
         rank: rows of A and columns of B.
         alpha: B A is scaled by alpha / rank.
-        targets: names of the projections that have one, in the order of `TARGETS`.
+        targets: names of the projections that have one, among LORA_TARGETS.
+
+    Raises:
+        ValueError: a rank or alpha that is not positive; targets that are none, unknown or named twice.
     """
 
     rank: int
     alpha: float
-    targets: tuple[str, ...] = TARGETS
+    targets: tuple[str, ...] = LORA_TARGETS
 
     def __post_init__(self):
-        if self.rank < 1 or not self.targets or {*self.targets} - {*TARGETS}:
-            raise ValueError(f"adapters need a rank of at least 1 and targets among {', '.join(TARGETS)}, got {self}")
+        ordered = tuple(name for name in LORA_TARGETS if name in self.targets)
+        if self.rank < 1 or self.alpha <= 0 or not ordered or len(ordered) != len(self.targets):
+            raise ValueError(
+                f"adapters need a rank and an alpha above 0, and targets among {', '.join(LORA_TARGETS)}, got {self}"
+            )
+        object.__setattr__(self, "targets", ordered)
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+    def shapes(self, matrices: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+        """Returns the shapes of the adapters of a model by name, from the shapes of its parameters."""
+        shapes: dict[str, tuple[int, int]] = {}
+        for name, shape in matrices.items():
+            projection = name.removesuffix(".weight")
+            if projection.rpartition(".")[2] in self.targets:
+                N, K = shape
+                shapes |= {f"{projection}.lora_A.weight": (self.rank, K), f"{projection}.lora_B.weight": (N, self.rank)}
+        return shapes
 
 
 def adapt(model: nn.Module, adapters: Adapters) -> None:
@@ -52,8 +83,49 @@ def adapt(model: nn.Module, adapters: Adapters) -> None:
             projection.lora_B = nn.Linear(adapters.rank, N, **options)
             projection.lora_scale = adapters.scale
     for name, parameter in model.named_parameters():
-        if ".lora_" in name and not parameter.is_meta:
+        if ADAPTERS in name and not parameter.is_meta:
             model.initialize_parameter(name, parameter)
     for block in model.layers:
         block.self_attn.linear = block.mlp.linear = LORA
     model.embed_tokens.register_forward_hook(lambda module, inputs, x_BTD: x_BTD.requires_grad_())
+
+
+def to_adapter_config(adapters: Adapters, base: Path) -> dict:
+    """Returns peft's adapter_config.json of adapters of the model in the folder `base`."""
+    return PLAIN_SETTINGS | {
+        "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "inference_mode": True, "lora_dropout": 0.0,
+        "r": adapters.rank, "lora_alpha": adapters.alpha, "target_modules": [*adapters.targets],
+    }  # fmt: skip
+
+
+def has_adapters(folder: str | Path) -> bool:
+    """Whether the folder is of adapters, and not of whole weights."""
+    return Path(folder, ADAPTER_CONFIG).is_file()
+
+
+def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
+    """Returns the adapters that a folder's adapter_config.json declares, and the folder of their base.
+
+    Raises:
+        UserError: adapters that this decoder does not compute, or a base that is not on this machine.
+    """
+    file = Path(folder, ADAPTER_CONFIG)
+    content = read_json(file)
+    found = {name: content.get(name) or plain for name, plain in PLAIN_SETTINGS.items()}
+    refused = [f"{name} {found[name]!r:.60}" for name, plain in PLAIN_SETTINGS.items() if found[name] != plain]
+    targets = content.get("target_modules")
+    if not isinstance(targets, list) or {*map(str, targets)} - {*LORA_TARGETS}:
+        refused.append(f"target_modules {targets!r:.80}")
+    if refused:
+        raise UserError(f"{file} has {', '.join(refused)}, which this decoder does not compute; give other adapters")
+    try:
+        adapters = Adapters(int(content["r"]), float(content["lora_alpha"]), tuple(content["target_modules"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file} is damaged, or not of peft: {error!r:.200}") from None
+    base = Path(str(content.get("base_model_name_or_path")))
+    if not (base / "config.json").is_file():
+        raise UserError(
+            f"{file} names {base} as the folder of the weights that were adapted, and it is not there; bring it back, "
+            f"or write its place into base_model_name_or_path"
+        )
+    return adapters, base

@@ -23,9 +23,10 @@ import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -80,10 +81,10 @@ def optimizer_bytes(
     slots = (kept.num_bytes(size) for size, tensors in _slots(layout).values() for kept in tensors.values())
     return OptimizerBytes(
         gpu_state=sum(item.format.num_bytes(item.numel) for item in on_gpu),
-        gpu_gradients=sum(item.gradient_dtype.itemsize * item.numel for item in on_gpu),
+        gpu_gradients=sum(item.gradient_bytes for item in on_gpu),
         gpu_room=4 * _room_size(layout, accumulate),
         gpu_slots=NUM_SLOTS * sum(slots),
-        leaving_gradients=sum(item.gradient_dtype.itemsize * item.numel for item in on_host),
+        leaving_gradients=sum(item.gradient_bytes for item in on_host),
         host=sum(
             -(-kept.num_bytes(item.numel) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
             for item in on_host
@@ -98,16 +99,21 @@ class _Layout:
     """Place and size of one parameter's state."""
 
     format: StateFormat
-    gradient_dtype: torch.dtype
+    gradient_dtype: torch.dtype | None  # None: the parameter is frozen
     numel: int
     on_host: bool
     has_home: bool  # whether the weight is on the host, too
 
     @property
+    def gradient_bytes(self) -> int:
+        return self.gradient_dtype.itemsize * self.numel if self.gradient_dtype else 0
+
+    @property
     def tensors(self) -> dict[str, Kept]:
-        """Tensors that an update moves through the GPU if the state is on the host, by name."""
+        """Tensors that are on the host if the state is there, by name. An update moves them through the GPU."""
         weight = {"weight": Kept(self.format.parameter_dtype)} if self.has_home else {}
-        return {**self.format.kept, "gradient": Kept(self.gradient_dtype), **weight}
+        gradient = {"gradient": Kept(self.gradient_dtype)} if self.gradient_dtype else {}
+        return {**self.format.kept, **gradient, **weight}
 
 
 def _layout(
@@ -122,7 +128,7 @@ def _layout(
             raise ValueError("weights of sharded parameters stay on the GPU")
         on_host = has_home or format.num_bytes(numel) > gpu_state_bytes
         gpu_state_bytes -= 0 if on_host else format.num_bytes(numel)
-        gradient_dtype = torch.float32 if accumulate else parameter.dtype
+        gradient_dtype = (torch.float32 if accumulate else parameter.dtype) if parameter.requires_grad else None
         layout.append(_Layout(format, gradient_dtype, numel, on_host, has_home))
     return layout
 
@@ -136,7 +142,7 @@ def _slots(layout: list[_Layout]) -> dict[StateFormat, tuple[int, dict[str, Kept
     """Elements and tensors of the largest piece that is updated through the GPU, by format."""
     slots: dict[StateFormat, tuple[int, dict[str, Kept]]] = {}
     for item in layout:
-        if item.on_host:
+        if item.on_host and item.gradient_dtype:
             most, tensors = slots.get(item.format, (0, {}))
             slots[item.format] = max(most, min(PIECE_ELEMENTS, item.numel)), tensors | item.tensors
     return slots
@@ -144,7 +150,8 @@ def _slots(layout: list[_Layout]) -> dict[StateFormat, tuple[int, dict[str, Kept
 
 def _room_size(layout: list[_Layout], accumulate: bool) -> int:
     """Elements of the largest piece of a gradient that is needed in float32: for the update, or to be added up."""
-    needing = (item for item in layout if item.format.needs_room or (accumulate and item.on_host))
+    trained = (item for item in layout if item.gradient_dtype)
+    needing = (item for item in trained if item.format.needs_room or (accumulate and item.on_host))
     return max((min(PIECE_ELEMENTS, item.numel) for item in needing), default=0)
 
 
@@ -169,6 +176,7 @@ class _State:
     parameter: nn.Parameter
     format: StateFormat
     weight_decay: float
+    rate_ratio: float  # its learning rate, divided by the update's
     on_host: bool
     pieces: list[tuple[int, slice]]  # (index into the norms, elements)
     tensors: dict[str, Tensor]
@@ -181,6 +189,10 @@ class _State:
     def weight(self) -> Tensor:
         """The weight where it lives."""
         return self.parameter if self.home is None else self.home
+
+    @property
+    def is_trained(self) -> bool:
+        return self.parameter.requires_grad
 
     def slices(self, piece: slice) -> dict[str, Tensor]:
         """The part of the tensors for some elements of the parameter; also of gradient and host weight, if any."""
@@ -196,8 +208,10 @@ class MasterAdamW:
 
     Args:
         named_parameters: the model's, all of one dtype, and sharded over one mesh of all ranks or not at all. The names
-            are keys of the saved state. Parameters on a GPU are on the current one.
+            are keys of the saved state. Parameters on a GPU are on the current one. Those that take no gradient stay
+            as they are, and have no state.
         weight_decay: argument of torch.optim.AdamW.
+        rate_ratios: factors of the learning rate of some parameters, by the end of their names.
         accumulate: whether there may be more than one backward before an update.
         gpu_state_bytes: limit on the masters and moments that stay on the GPU, whole parameters in their order; the
             rest lives in pinned host memory, if the host lets that much be pinned (else UserError). State of
@@ -221,6 +235,7 @@ class MasterAdamW:
         state_format: str = "float32",
         impl: str = "auto",
         host_weights: Iterable[nn.Parameter] = (),
+        rate_ratios: Mapping[str, float] = MappingProxyType({}),
     ):
         self.parameters = dict(named_parameters)
         parameters, host_weights = list(self.parameters.values()), list(host_weights)
@@ -263,8 +278,9 @@ class MasterAdamW:
             gradient, home = tensors.pop("gradient", None), tensors.pop("weight", None)
             decay = weight_decay if parameter.ndim >= 2 else 0.0
             home = None if home is None else home.view(parameter.shape)
+            ratio = math.prod(ratio for end, ratio in rate_ratios.items() if name.endswith(end))
             updated = self.device_module.Event()
-            state = _State(parameter, item.format, decay, item.on_host, pieces, tensors, updated, gradient, home)
+            state = _State(parameter, item.format, decay, ratio, item.on_host, pieces, tensors, updated, gradient, home)
             for tensor in tensors.values():
                 tensor.zero_()
             is_there = home is None or parameter.untyped_storage().nbytes()
@@ -274,6 +290,8 @@ class MasterAdamW:
             if home is not None:
                 parameter.untyped_storage().resize_(0)
             self.states[name] = state
+            if not state.is_trained:
+                continue
             hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: optimizer.take_gradient(name))
             weakref.finalize(self, hook.remove)
         self.homes = {state.parameter: state.home for state in self.states.values() if state.home is not None}
@@ -373,7 +391,8 @@ class MasterAdamW:
         for pair in itertools.pairwise(parts):
             awaited = {parameter for part in pair for parameter in part.parameters()}
             awaited |= head if pair[1] is parts[-1] else set()
-            states = [state for state in self.states.values() if state.on_host and state.parameter in awaited]
+            on_host = (state for state in self.states.values() if state.on_host and state.is_trained)
+            states = [state for state in on_host if state.parameter in awaited]
             for last in states[-1:]:
                 hooks.append(pair[0].register_forward_pre_hook(lambda *_, last=last: optimizer.wait_for_update(last)))
         for hook in hooks:
@@ -446,7 +465,8 @@ class MasterAdamW:
 
     def _update(self, tensors: dict[str, Tensor], state: _State, piece: slice) -> None:
         """Update one piece; `tensors`, which are its state, gradient and host weight, are on the parameter's device."""
-        update = self.update._replace(weight_decay=state.weight_decay)
+        rate = state.rate_ratio * self.update.learning_rate
+        update = self.update._replace(weight_decay=state.weight_decay, learning_rate=rate)
         weight = _flat(state.parameter)[piece] if state.home is None else tensors["weight"]
         state.format.update(tensors, weight, tensors["gradient"], update)
 
@@ -458,10 +478,10 @@ class MasterAdamW:
             self.slots.clear()
 
     def weights(self) -> dict[str, Tensor]:
-        """References to the weights by parameter name, to save: parameters, or tensors of their shape on the host."""
+        """References to the trained weights by name, to save: parameters, or tensors of their shape on the host."""
         self.end_update()
         self.device_module.synchronize()
-        return {name: state.weight for name, state in self.states.items()}
+        return {name: state.weight for name, state in self.states.items() if state.is_trained}
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """References to the state by parameter name, to save.
@@ -470,7 +490,7 @@ class MasterAdamW:
         """
         self.end_update()
         self.device_module.synchronize()
-        return {name: self._state_of(state) for name, state in self.states.items()}
+        return {name: self._state_of(state) for name, state in self.states.items() if state.is_trained}
 
     def _state_of(self, state: _State) -> dict[str, Tensor]:
         is_master = state.parameter.dtype == torch.float32
@@ -509,7 +529,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load(self, checkpoint: Path) -> None:
-        """Read state and parameters from a verified checkpoint. All ranks call this, as `load_optimizer_state`.
+        """Read state and weights from a verified checkpoint. All ranks call this, as `load_optimizer_state`.
 
         State of the same format is read as it is. State of another format is decoded and encoded, piece by piece;
         masters stay exact.
@@ -523,7 +543,8 @@ class MasterAdamW:
             self._convert(name, stored, stored.get("master") or weights()[name], done)
 
         load_optimizer_state(checkpoint, own, convert)
-        halves = {n: w for n, w in self.weights().items() if n not in converted and "master" not in own[n]}
+        stored = {name: state.weight for name, state in self.states.items() if "master" not in own.get(name, {})}
+        halves = {name: weight for name, weight in stored.items() if name not in converted}
         with failing_together():
             read_tensors({name: weights()[name] for name in halves}, halves)
         for state in self.states.values():

@@ -83,7 +83,7 @@ class StateFormat(ABC):
     @property
     def group(self) -> int:
         """A piece's elements are a multiple of this number."""
-        return max(kept.group for kept in self.kept.values())
+        return max((kept.group for kept in self.kept.values()), default=1)
 
     def num_bytes(self, numel: int) -> int:
         """Bytes of the state of so many elements."""
@@ -165,6 +165,26 @@ class CompactState(StateFormat):
         )  # fmt: skip
 
 
+class FrozenState(StateFormat):
+    """No state: the parameter is not trained, and never updated."""
+
+    needs_room = False
+
+    @property
+    def kept(self) -> dict[str, Kept]:
+        return {}
+
+    def read(self, state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
+        return {"master": parameter}
+
+    def write(self, state: dict[str, Tensor], parameter: Tensor, values: dict[str, Tensor]) -> None:
+        if "master" in values:
+            parameter.copy_(values["master"])
+
+    def update(self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update) -> None:
+        raise AssertionError("a frozen parameter has no gradient")
+
+
 def format_with(names: Collection[str], parameter_dtype: torch.dtype) -> StateFormat | None:
     """Returns the format that keeps tensors of these names for such a parameter, if there is one."""
     formats = Float32State(parameter_dtype), CompactState(parameter_dtype)
@@ -172,12 +192,14 @@ def format_with(names: Collection[str], parameter_dtype: torch.dtype) -> StateFo
 
 
 def format_of(parameter: Tensor, state_format: str) -> StateFormat:
-    """Returns the format of one parameter's state.
+    """Returns the format of one parameter's state, which a parameter that takes no gradient does not have.
 
     In "compact", matrices whose rows are groups on every rank are compact. All other state is small, and float32.
     """
     if state_format not in ("float32", "compact"):
         raise ValueError(f"a format is float32 or compact, got {state_format}")
+    if not parameter.requires_grad:
+        return FrozenState(parameter.dtype)
     ranks = 1  # number of ranks with a part of each row
     if isinstance(parameter, DTensor):
         sizes = zip(parameter.device_mesh.mesh.shape, parameter.placements)

@@ -237,14 +237,14 @@ ALWAYS = {
         device kernels data packing tokenizer validation_fraction show_batch max_steps learning_rate warmup_steps
         weight_decay max_grad_norm skip_nonfinite_steps seed output_dir resume save validation_sequences sample_tokens
         tensorboard wandb log_file""",
-    "profile_memory.py": """init_from batch_size gradient_accumulation_steps attention_backend linear nproc nnodes gpu
-        compare json context_parallel_size tensor_parallel_size replicate""",
+    "profile_memory.py": """init_from batch_size gradient_accumulation_steps attention_backend linear lora nproc nnodes
+        gpu compare json context_parallel_size tensor_parallel_size replicate""",
     "training.evaluation": "checkpoint tokenizer memory_budget device output_dir beside sequences samples",
     "training.generate": """checkpoint tokenizer memory_budget device prompt file chat max_new_tokens temperature""",
     "training.plots": "run",
     "training.data prepare": "source out tokenizer workers suffixes",
     "training.data verify": "out",
-    "training.checkpoint.weights export": "source target dtype rope_scaling",
+    "training.checkpoint.weights export": "source target dtype rope_scaling merge",
 }
 ONE_STEP = "--context_length 9 --no-gradient_checkpointing --num_layers 1 --stages --timeline x --snapshot x --data x"
 OF_ATTENTION = "attention_type selected_blocks dense_below"  # refused by kinds_of
@@ -262,6 +262,7 @@ IDLE = {  # a command line for each row, and the flags that have no effect there
     "train.py": [
         ("--resume --init_from x", "init_from"),
         ("--rope_scaling yarn:4", "rope_scaling"),
+        ("--lora 4 --lora_alpha 8 --lora_targets q_proj --lora_plus 4", "lora lora_alpha lora_targets lora_plus"),
         ("--save none --checkpoint_interval 5 --keep_checkpoints 5", "checkpoint_interval keep_checkpoints"),
         ("--memory_budget auto --gradient_checkpointing --compile", "gradient_checkpointing compile"),
         ("--host_budget 1GB --compile", "host_budget"),
@@ -284,6 +285,7 @@ IDLE = {  # a command line for each row, and the flags that have no effect there
         ("--gpu H100 --device cuda", "device"),
         ("--tokenizer x --suffixes .rs --overlong drop", "tokenizer suffixes overlong"),
         ("--measure", "measure"),
+        ("--lora_targets q_proj", "lora_targets"),
     ],
     "training.evaluation": [
         (
@@ -323,6 +325,8 @@ def test_every_flag_without_effect_is_known_and_refused(command):
         "--resume --warmup_steps 400 --final_learning_rate_ratio 0.2",  # the run before says how many steps there are
         "--init_from x --rope_scaling yarn:4 --resume auto --keep_checkpoints 3 --checkpoint_interval 5",
         "--gradient_checkpointing --compile --no-show_batch",
+        "--init_from x --lora 4 --lora_alpha 8 --lora_targets q_proj --lora_plus 4",
+        "--resume --lora_plus 4",
         "--memory_budget auto --host_budget 8GB --no-gradient_checkpointing --no-compile --overlong split",
     ],
 )

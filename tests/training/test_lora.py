@@ -8,8 +8,9 @@ import torch
 from kernels.attention.documents import find_documents
 from kernels.lora import LORA, merged
 from model import Transformer, adapted
+from training.choices import LORA_TARGETS
 from training.families import from_config_json
-from training.lora import TARGETS, Adapters, adapt
+from training.lora import Adapters, adapt
 from training.memory.execution import Execution, Placement
 from training.memory.placement import apply_execution
 
@@ -141,10 +142,10 @@ def test_fresh_adapters_change_nothing_and_start_as_pefts():
         if "lora_A" in name:
             bound = parameter.shape[1] ** -0.5
             assert 0.9 * bound < parameter.abs().max() <= bound
-    assert {name.split(".")[3] for name, p in model.named_parameters() if p.requires_grad} == {*TARGETS}
+    assert {name.split(".")[3] for name, p in model.named_parameters() if p.requires_grad} == {*LORA_TARGETS}
 
 
-@pytest.mark.parametrize(("rank", "targets"), [(0, TARGETS), (4, ()), (4, ("q_proj", "embed_tokens"))])
+@pytest.mark.parametrize(("rank", "targets"), [(0, LORA_TARGETS), (4, ()), (4, ("q_proj", "embed_tokens"))])
 def test_adapters_that_cannot_be_are_refused(rank, targets):
-    with pytest.raises(ValueError, match="adapters need a rank of at least 1 and targets among q_proj, k_proj"):
+    with pytest.raises(ValueError, match="adapters need a rank and an alpha above 0, and targets among q_proj, k_proj"):
         Adapters(rank, 1.0, targets)

@@ -481,7 +481,7 @@ def test_compact_masters_start_from_float32_weights(placement, device):
 def test_bytes_are_predicted(dtype, accumulate, placement, state_format, device):
     parameters = make_parameters(dtype, device, WIDE if state_format == "compact" else SHAPES)
     arguments = {"accumulate": accumulate, "gpu_state_bytes": PLACEMENTS[placement], "state_format": state_format}
-    predicted = optimizer_bytes((p.detach().to("meta") for p in parameters.values()), **arguments)
+    predicted = optimizer_bytes((p.to("meta") for p in parameters.values()), **arguments)
     optimizer = MasterAdamW(parameters.items(), **arguments)
     backward(parameters, 0)
 
@@ -500,6 +500,37 @@ def test_bytes_are_predicted(dtype, accumulate, placement, state_format, device)
         assert predicted.host == 0
     partly = 2 if state_format == "compact" else 1 if dtype == torch.bfloat16 else 3
     assert len(on_gpu) == {"device": 3, "host": 0, "partly": partly}[placement]
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("placement", ["device", "host", "visiting"])
+def test_frozen_parameters_have_no_state(placement, accumulate, device):
+    """Checks bytes, updates and homes where the first and the last parameter are frozen, and the others trained."""
+    parameters = make_parameters(torch.float32, device)
+    names = [*parameters]
+    frozen, trained = {names[0], names[-1]}, {*names[1:-1]}
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    arguments = {"accumulate": accumulate, "gpu_state_bytes": math.inf if placement == "device" else 0}
+    host = [parameters[name] for name in frozen] if placement == "visiting" else []
+    predicted = optimizer_bytes(parameters.values(), **arguments, host_weights=host)
+    optimizer = MasterAdamW(parameters.items(), **arguments, host_weights=host)
+    numel = sum(parameters[name].numel() for name in trained)
+    assert predicted.gpu_state + predicted.gpu_gradients == (12 * numel if placement == "device" else 0)
+    assert predicted.leaving_gradients == (0 if placement == "device" else 4 * numel)
+    if placement != "device":
+        assert optimizer.arena.num_bytes == predicted.host
+    for _ in range(2):
+        for name in trained:
+            parameters[name].square().sum().backward()
+        norm, *_ = optimizer.clip_grad_norm(1.0)
+        assert norm > 0
+        optimizer.step(0.1)
+    assert optimizer.weights().keys() == optimizer.state_dict().keys() == trained
+    weights = {name: state.weight for name, state in optimizer.states.items()}
+    assert all(torch.equal(weights[name].to(device), before[name]) == (name in frozen) for name in names)
+    assert {id(parameter) for parameter in optimizer.homes} == {*map(id, host)}
 
 
 def test_bytes_of_4b(monkeypatch):

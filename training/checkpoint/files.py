@@ -1,7 +1,8 @@
 """A run's checkpoints on disk: complete or absent, checked byte for byte, and readable by Hugging Face tools.
 
 output_dir/step_00000100/
-    model.safetensors, config.json   the weights under Hugging Face's names
+    model.safetensors, config.json   the weights under Hugging Face's names; of a run with adapters alone
+                                     adapter_model.safetensors and adapter_config.json, as peft has them
     optimizer.safetensors            the optimizer's state, by any number of ranks for any other number
     trainer.json                     step and the trainer's state
     rng_0.json, rng_1.json, ...      random generators, a file for each rank
@@ -32,6 +33,7 @@ from training.checkpoint.pieces import Entry, read_entries, read_header, read_te
 from training.checkpoint.ranks import all_gather, failing_together, rank_and_world_size
 from training.host.errors import UserError
 from training.host.files import flush, read_json
+from training.lora import has_adapters, read_adapters
 
 logger = logging.getLogger(__name__)
 REPLACED = ".replaced.tmp"  # end of the name that a checkpoint has while another takes its place
@@ -165,11 +167,16 @@ def load_trainer_state(path: str | Path) -> dict:
 
 
 def tokenizer_of(folder: Path) -> str:
-    """The path of the folder's tokenizer.json, or "bytes" if its run trained on bytes or its model has 256 ids."""
+    """The path of the folder's tokenizer.json, or "bytes" if its run trained on bytes or its model has 256 ids.
+
+    Adapters without a tokenizer have their base's.
+    """
     if (folder / "tokenizer.json").is_file():
         return str(folder / "tokenizer.json")
     if (folder / "trainer.json").is_file() and load_trainer_state(folder).get("tokenizer") == "bytes":
         return "bytes"
+    if has_adapters(folder):
+        return tokenizer_of(read_adapters(folder)[1])
     if read_json(folder / "config.json").get("vocab_size") == 256:
         return "bytes"
     raise UserError(

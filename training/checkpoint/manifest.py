@@ -20,10 +20,11 @@ from training.checkpoint.pieces import Entry, Piece, check_finite, in_threads, p
 from training.checkpoint.ranks import failing_together, rank_and_world_size
 from training.host.errors import UserError
 from training.host.files import read_file, read_json, write_file
+from training.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, has_adapters, read_adapters
 
 FORMAT_VERSION = 2
 MANIFEST, WEIGHTS, OPTIMIZER = "manifest.json", "model.safetensors", "optimizer.safetensors"
-MODEL_FILES = WEIGHTS, "config.json"
+MODEL_FILES = WEIGHTS, "config.json", ADAPTER_WEIGHTS, ADAPTER_CONFIG
 
 
 def write_manifest(folder: Path, shares: list[tuple[dict[str, list[int]], dict[str, list]]]) -> None:
@@ -91,15 +92,19 @@ def verify_weights(path: str | Path, entries: dict[str, Entry] | None = None) ->
     """Compare weights and config.json with the manifest beside them, if there is one. All ranks call this.
 
     The other files of a checkpoint may change: weights can be used without the optimizer's state, or with another
-    tokenizer.
+    tokenizer. Adapters are verified together with the weights that they adapt.
 
     Args:
         path: a folder, or a file of weights in it.
         entries: weights that must be finite, if there is no manifest to compare them with.
     """
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    folder, entries = Path(path) if Path(path).is_dir() else Path(path).parent, entries or {}
+    if has_adapters(folder):
+        _, base = read_adapters(folder)
+        verify_weights(base, {name: entry for name, entry in entries.items() if entry.file.parent == base})
+        entries = {name: entry for name, entry in entries.items() if entry.file.parent == folder}
     with failing_together():
-        _compare(folder, check_beside(folder, MODEL_FILES) or [(*item, None) for item in pieces_of(entries or {})])
+        _compare(folder, check_beside(folder, MODEL_FILES) or [(*item, None) for item in pieces_of(entries)])
 
 
 def check_beside(folder: Path, names: Collection[str]) -> list[tuple[Entry, Piece, int | None]]:

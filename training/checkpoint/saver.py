@@ -44,6 +44,7 @@ from training.checkpoint.weights import NO_COMPANIONS, Companions, name_in_file
 from training.host.direct import DirectFile
 from training.host.errors import UserError
 from training.host.files import flush, write_file
+from training.lora import ADAPTER_WEIGHTS, ADAPTERS
 
 logger = logging.getLogger(__name__)
 # A thread that runs Python gives its lock after so long to a thread that waits for it. A save's threads ask for the
@@ -100,8 +101,8 @@ class Saver:
         """Start to write output_dir/step_<step>, once the save before has ended.
 
         Args:
-            weights: parameter name -> tensor or DTensor, the same names in the same order on every rank. On GPUs
-                float32 weights are rounded to bf16, in which the model computes.
+            weights: parameter name -> tensor or DTensor, the same names in the same order on every rank: a model's or
+                its adapters'. On GPUs float32 weights are rounded to bf16, in which the model computes.
             model_config: written as config.json, with the companions' settings and the weights' dtype.
             optimizer_state: from `MasterAdamW.state_dict`; None: the checkpoint cannot be resumed from. A plain tensor
                 is the same on every rank.
@@ -116,13 +117,14 @@ class Saver:
             dtype = str(torch.bfloat16 if first.is_cuda else first.dtype).removeprefix("torch.")
             small["config.json"] = _json({**model_config, **self.companions.settings, "torch_dtype": dtype}, indent=2)
             small["trainer.json"] = _json({"step": step, "trainer_state": trainer_state}, indent=2)
-        files = {WEIGHTS: {name_in_file(name): tensor for name, tensor in weights.items()}}
+        weights_file = ADAPTER_WEIGHTS if all(ADAPTERS in name for name in weights) else WEIGHTS
+        files = {weights_file: {name_in_file(name): tensor for name, tensor in weights.items()}}
         if optimizer_state is not None:
             files[OPTIMIZER] = flat(optimizer_state)
         self._step, self._small, self._headers, self._pieces, self._is_current = step, small, {}, [], True
         for file, tensors in files.items():
             kinds = {
-                name: (torch.bfloat16 if tensor.is_cuda and file == WEIGHTS else tensor.dtype, tuple(tensor.shape))
+                name: (torch.bfloat16 if tensor.is_cuda and file == weights_file else tensor.dtype, tuple(tensor.shape))
                 for name, tensor in tensors.items()
             }
             header = header_of(kinds)

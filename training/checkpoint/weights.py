@@ -1,7 +1,8 @@
 """Weights in Hugging Face's form: a folder of safetensors files, config.json and a tokenizer's files.
 
 A weight's name in a file is ours behind "model.": model.norm.weight for norm.weight. Only lm_head.weight has one name.
-The weights are in model.safetensors, or in several such files with an index.
+The weights are in model.safetensors, or in several such files with an index. A folder of adapters (`training.lora`) has
+adapter_model.safetensors, and names the folder with all other weights.
 
 `python -m training.checkpoint.weights export IN OUT` turns a checkpoint into such a folder, for other programs to open.
 """
@@ -12,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kernels.lora import merged
+from kernels.parts import Adapted
 from model import ModelConfig, Transformer
 from training.checkpoint.manifest import WEIGHTS, verify_weights
 from training.checkpoint.pieces import (
@@ -40,6 +43,7 @@ from training.flags import flag, read_command
 from training.host.errors import UserError, refused_as_user_error
 from training.host.files import JSON_BYTES, read_file, read_json
 from training.host.processes import command
+from training.lora import ADAPTER_WEIGHTS, ADAPTERS, Adapters, has_adapters, read_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +53,7 @@ COMPANIONS = (
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"  # settings in config.json that go along as well
+PEFT_PREFIX = "base_model.model."  # of adapters' names in peft's files
 NOT_WEIGHTS = "rotary_emb.inv_freq"  # tables in older files of Llama
 # Models of text and images have their text model's names behind one of these, and names of parts that are left out.
 TEXT_MODEL = re.compile(r"^(model\.language_model\.|language_model\.)?(model\.)?")
@@ -63,22 +68,27 @@ class Companions:
     files: dict[str, bytes] = field(default_factory=dict)
     settings: dict = field(default_factory=dict)
 
+    def joined(self, others: "Companions") -> "Companions":
+        """Both files and settings together."""
+        return Companions(self.files | others.files, self.settings | others.settings)
+
 
 NO_COMPANIONS = Companions()
 
 
 def find_weights(
-    path: str | Path, expected: dict[str, tuple[int, ...]], *, may_lack: str | None = None
+    path: str | Path, expected: dict[str, tuple[int, ...]], *, may_lack: Collection[str] = ()
 ) -> dict[str, Entry]:
     """A model's weights in their files by our names, with names and shapes checked from the files' headers.
 
     Nothing larger is read, but for the copy of a tied head; `verify_weights` compares the bytes.
 
     Args:
-        path: a checkpoint, a folder from Hugging Face (one file or shards), or a .safetensors file.
+        path: a checkpoint, a folder from Hugging Face (one file or shards), a folder of adapters, or a .safetensors
+            file.
         expected: our parameter name -> full shape. Without lm_head.weight the model is tied: a copy of the embedding
             under that name is accepted and dropped.
-        may_lack: a part of names, such as ".g_proj.": expected weights that the files may be all without.
+        may_lack: parts of names, such as ".g_proj.": expected weights that the files may be all without.
 
     Raises:
         UserError: one line naming the file that is missing or truncated, or the first weight that does not fit.
@@ -91,7 +101,7 @@ def find_weights(
             if OTHER_MODELS.match(key):
                 left_out += 1
                 continue
-            name = TEXT_MODEL.sub("", key)
+            name = TEXT_MODEL.sub("", key.removeprefix(PEFT_PREFIX))
             if name in found:
                 raise UserError(f"{path} has {key} twice, also in {found[name].file.name}; give another folder")
             if not entry.dtype.is_floating_point:
@@ -101,8 +111,9 @@ def find_weights(
                 found[name] = entry
     if left_out:
         logger.warning("%s: %d tensors of its vision model are left out; this is its text model alone", path, left_out)
-    if may_lack is not None and not any(may_lack in name for name in found):
-        expected = {name: shape for name, shape in expected.items() if may_lack not in name}
+    for part in may_lack:
+        if not any(part in name for name in found):
+            expected = {name: shape for name, shape in expected.items() if part not in name}
     another = f"checkpoint {path} is of another size"
     hint = "choose the matching --model_size, or another checkpoint"
     for name, shape in expected.items():
@@ -123,16 +134,20 @@ def find_weights(
 def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
     """(our name, whole CPU tensor in the file's dtype) of each weight, read one at a time. All ranks call this.
 
-    This call itself does `find_weights` and `verify_weights`, and raises what they do.
+    Weights of a folder of adapters are merged, in float32. This call itself does `find_weights` and `verify_weights`,
+    and raises what they do.
     """
-    entries = find_weights(path, expected)
+    adapters = read_adapters(path)[0] if has_adapters(path) else None
+    entries = find_weights(path, expected | (adapters.shapes(expected) if adapters else {}))
     verify_weights(path)
-    return ((name, _read_weight(entry)) for name, entry in entries.items())
+    return ((name, _read_merged(name, entries, adapters)) for name in expected)
 
 
 def shape_of_weights(folder: str | Path) -> ModelConfig:
     """The model that the config.json of a checkpoint or of a Hugging Face folder declares, or UserError."""
     path = Path(folder) / "config.json"
+    if has_adapters(folder) and not path.is_file():
+        return shape_of_weights(read_adapters(folder)[1])
     found = sorted(Path(folder).glob("step_[0-9]*[0-9]"))
     if found or path.with_name("metrics.jsonl").is_file():
         which = f"give a checkpoint in it, as {found[-1]}" if found else "it has no checkpoint yet"
@@ -176,12 +191,21 @@ def read_companions(tokenizer: Path) -> Companions:
 
 
 def name_in_file(name: str) -> str:
-    """A weight's name in Hugging Face's files."""
+    """A weight's name in Hugging Face's files, or an adapter's in peft's."""
+    if ADAPTERS in name:
+        return f"{PEFT_PREFIX}model.{name}"
     return name if name == "lm_head.weight" else f"model.{name}"
+
+
+def folders_of(path: Path) -> list[Path]:
+    """The folder, and if it is of adapters the folder of the weights that they adapt."""
+    return [path, read_adapters(path)[1]] if has_adapters(path) else [path]
 
 
 def _weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
+    if has_adapters(path):
+        return [*_weight_files(read_adapters(path)[1]), path / ADAPTER_WEIGHTS]
     if not path.exists():
         raise UserError(f"checkpoint {path} does not exist")
     for file in (path, path / WEIGHTS):
@@ -230,15 +254,29 @@ def _read_weight(entry: Entry) -> Tensor:
     return weight
 
 
+def _read_merged(name: str, entries: dict[str, Entry], adapters: Adapters | None) -> Tensor:
+    """Returns a weight, in float32 with its adapter if it has one."""
+    weight, projection = _read_weight(entries[name]), name.removesuffix("weight")
+    if f"{projection}lora_A.weight" not in entries:
+        return weight
+    assert adapters is not None
+    a, b = (_read_weight(entries[f"{projection}lora_{each}.weight"]).float() for each in "AB")
+    return merged(Adapted(weight.float(), a, adapters.scale * b))
+
+
 # The command
 
 
-def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | None = None) -> str:
+def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | None = None, merge: bool = False) -> str:
     """Write config.json, model.safetensors and their companions; returns a line that says what was written.
 
-    Raises UserError if `target` is not empty, the weights are damaged or not finite in `dtype`, or no other program
-    computes this model.
+    Raises UserError if `target` is not empty, the weights are damaged or not finite in `dtype`, no other program
+    computes this model, or `merge` is not as the source needs it.
     """
+    if has_adapters(source) and not merge:
+        raise UserError(f"{source} holds adapters, as peft reads them; --merge writes whole weights with them")
+    if merge and not has_adapters(source):
+        raise UserError(f"--merge has no effect on {source}, which holds no adapters; drop it")
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is already there; give a folder that is not, or an empty one")
@@ -249,7 +287,7 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
         config = extend(config, rope_scaling)
     shapes = parameter_shapes(config)
     weights = load_model_weights(source, shapes)
-    tokenizer = source / "tokenizer.json"
+    tokenizer = next((f for f in folders_of(source) if (f / "tokenizer.json").is_file()), source) / "tokenizer.json"
     companions = read_companions(tokenizer) if tokenizer.is_file() else NO_COMPANIONS
     content = {**to_config_json(config), **companions.settings, "torch_dtype": str(dtype).removeprefix("torch.")}
     files = {**companions.files, "config.json": (json.dumps(content, indent=2) + "\n").encode()}
@@ -283,12 +321,13 @@ class ExportFlags:
     target: Path = flag(help="the folder to make", positional=True)
     dtype: str = flag("bf16", "of the weights", EXPORT_DTYPES)
     rope_scaling: str | None = flag(None, "extend the context: yarn:4, yarn:4:32768 or linear:4")
+    merge: bool = flag(False, "add adapters to the weights that they adapt")
 
 
 @command
 def main(argv: list[str]) -> None:
     flags = read_command({"export": ExportFlags}, argv, "python -m training.checkpoint.weights")
-    print(export(flags.source, flags.target, EXPORT_DTYPES[flags.dtype], flags.rope_scaling))
+    print(export(flags.source, flags.target, EXPORT_DTYPES[flags.dtype], flags.rope_scaling, flags.merge))
 
 
 if __name__ == "__main__":

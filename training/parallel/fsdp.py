@@ -29,11 +29,15 @@ def shard_model(
         module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction but the sum
 
 
-def initial_weights(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, full float32 tensor) of each parameter, sharded or not, drawn one at a time, the same on every rank."""
+def initial_weights(model: nn.Module, seed: int, only: str = "") -> Iterator[tuple[str, Tensor]]:
+    """(name, full float32 tensor) of each parameter, sharded or not, drawn one at a time, the same on every rank.
+
+    Parameters without `only` in their names are left out.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    named = ((name, parameter) for name, parameter in model.named_parameters() if only in name)
+    for name, parameter in named:
         full = torch.empty(parameter.shape, dtype=torch.float32, device=device)
         model.initialize_parameter(name, full, generator)
         yield name, full

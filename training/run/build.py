@@ -19,14 +19,17 @@ from kernels.attention.full import TESTED_FLASH_ATTN_4, choose_backend
 from kernels.compact_adamw import GROUP
 from kernels.fp8 import FP8, check_fp8
 from kernels.linear import PLAIN
+from kernels.lora import LORA
 from kernels.parts import AttentionKind, Linear
 from model import GATES, MODEL_SIZES, ModelConfig, Share, Transformer
 from training.attention_flags import check_head_dim, kinds_at
 from training.checkpoint.files import restore_rng
 from training.checkpoint.weights import find_weights, shape_of_weights
+from training.choices import LORA_TARGETS
 from training.families import extend
 from training.host.errors import UserError, refused_as_user_error
 from training.host.sizes import available_host_bytes, parse_bytes
+from training.lora import ADAPTERS, Adapters, adapt
 from training.memory.cost_model import PackedDocuments, Step, gib
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import Rates, cap_gpu_memory, gpu_budget, measure_attention, measure_network, measure_rates
@@ -41,6 +44,7 @@ from training.parallel.world import World
 from training.run.settings import StepFlags, TrainConfig
 
 logger = logging.getLogger(__name__)
+FRESH = GATES, ADAPTERS  # in names of parameters that a run may add to the weights of --init_from
 
 
 def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | None:
@@ -48,6 +52,8 @@ def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | No
     if device.type == "cuda":
         if config.gradient_checkpointing or config.compile:
             return None
+        if config.lora is not None:
+            raise UserError("no plan counts adapters; give --gradient_checkpointing, without --memory_budget")
         if config.kernels == "torch":
             raise UserError(
                 "kernels torch takes more memory than plans count; use auto, or --gradient_checkpointing without a plan"
@@ -74,10 +80,20 @@ def configure_machine(config: TrainConfig, model_config: ModelConfig, world: Wor
         gpu_budget(config.memory_budget, world.device)
 
 
+def adapters_of(config: StepFlags) -> Adapters | None:
+    """The adapters of --lora and its flags; None: every weight is trained. Raises UserError for other targets."""
+    if config.lora is None:
+        return None
+    targets = LORA_TARGETS if config.lora_targets is None else tuple(config.lora_targets.split(","))
+    alpha = getattr(config, "lora_alpha", None)  # no flag of profile_memory.py, where it has no effect
+    with refused_as_user_error("lora: "):
+        return Adapters(config.lora, 2.0 * config.lora if alpha is None else alpha, targets)
+
+
 def linear_of(config: StepFlags, share: Share, device: torch.device, impl: str = "auto") -> Linear:
-    """The linear maps of --linear; raises UserError where they cannot run."""
+    """The linear maps of --linear and --lora; raises UserError where they cannot run."""
     if config.linear == PLAIN.name:
-        return PLAIN
+        return PLAIN if config.lora is None else LORA
     names = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
     widths = {name: getattr(share, name) * (share.head_dim if "heads" in name else 1) for name in names}
     widths["head_dim"] = share.head_dim  # heads of a step
@@ -134,6 +150,11 @@ def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfi
                 raise UserError(
                     f"attention_type {asked.name} would take the place of the windows of {folder}; use sparse, which "
                     "leaves windows alone, or full"
+                )
+            if config.lora is not None:
+                raise UserError(
+                    f"lora with attention_type {asked.name}: {folder} has no gates of it, which would stay random; "
+                    "train all weights, or give another attention_type"
                 )
             logger.info("attention: %s has no gates of %s; they are initialised, near 1/2", folder, asked.name)
             declared = dataclasses.replace(declared, layer_kinds=shape.layer_kinds)
@@ -239,7 +260,7 @@ def check_fits(config: TrainConfig, model_config: ModelConfig, world: World) -> 
         raise UserError(f"{message}; give --gradient_checkpointing, without --memory_budget")
     tokens = config.batch_size * config.context_length
     short = PackedDocuments(longest=1, lengths=((1, tokens),))
-    step = step_of(config, model_on_meta(model_config, world), world, short)
+    step = step_of(config, model_on_meta(model_config, world, adapters_of(config)), world, short)
     budgets = memory_budgets(config, world)
     if not has_plan(step, *budgets):
         make_plan(step, *budgets)  # raises the error that says why
@@ -324,10 +345,12 @@ def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device)
 # Building
 
 
-def model_on_meta(model_config: ModelConfig, world: World) -> Transformer:
+def model_on_meta(model_config: ModelConfig, world: World, adapters: Adapters | None = None) -> Transformer:
     """A model that takes no memory: bf16 on one GPU, else float32 (FSDP computes in bf16 from float32 shards)."""
     with torch.device("meta"):
         model = Transformer(model_config, world.tensor_size)
+    if adapters is not None:
+        adapt(model, adapters)
     if world.size > 1:
         share_matrices(model, world)
         shard_model(model, model.layers, world)
@@ -341,13 +364,13 @@ def build_model(
     config: TrainConfig, model_config: ModelConfig, world: World, documents: PackedDocuments | None = None
 ) -> tuple[Transformer, MasterAdamW, Plan]:
     """A model and its optimizer, with weights that are not set yet, and the plan that both follow."""
-    model = model_on_meta(model_config, world)
+    model = model_on_meta(model_config, world, adapters_of(config))
     plan = plan_memory(config, model, world, documents)
     host_weights = allocate(model, plan.execution, world.device)
     optimizer = MasterAdamW(
         model.named_parameters(), weight_decay=config.weight_decay, accumulate=config.gradient_accumulation_steps > 1,
         gpu_state_bytes=plan.execution.gpu_state_bytes, state_format=plan.execution.state_format,
-        impl=plan.execution.impl, host_weights=host_weights,
+        impl=plan.execution.impl, host_weights=host_weights, rate_ratios={"lora_B.weight": config.lora_plus or 1.0},
     )  # fmt: skip
     optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])
     for block in model.layers if config.compile else ():
@@ -366,10 +389,9 @@ def build(
         restore_rng(checkpoint)
     elif config.init_from:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        if model_config.num_gates():  # these gates stay if the weights have none
-            fresh = initial_weights(model, config.seed)
-            optimizer.load_weights((name, full) for name, full in fresh if GATES in name)
-        optimizer.read_weights(find_weights(config.init_from, shapes, may_lack=GATES))
+        for part in FRESH:  # these stay if the weights have none
+            optimizer.load_weights(initial_weights(model, config.seed, only=part))
+        optimizer.read_weights(find_weights(config.init_from, shapes, may_lack=FRESH))
     else:
         optimizer.load_weights(initial_weights(model, config.seed))
     return model, optimizer, plan

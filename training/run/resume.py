@@ -1,28 +1,33 @@
 """Finds where a run starts: at its first step, or at its newest undamaged checkpoint, whose settings it inherits."""
 
 import dataclasses
+import json
 import logging
+import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from model import GATES, ModelConfig
+from model import ModelConfig
 from training.attention_flags import calibrated_mean, kinds_at
 from training.checkpoint.files import checkpoints, latest_checkpoint, load_trainer_state, step_of, tokenizer_of
 from training.checkpoint.manifest import OPTIMIZER, verify_checkpoint, verify_weights
-from training.checkpoint.weights import find_weights, parameter_shapes
+from training.checkpoint.weights import NO_COMPANIONS, Companions, find_weights, folders_of, parameter_shapes
 from training.data.loader import check_same_data
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from training.flags import LARGE, as_words, given_flags
 from training.host.errors import UserError
+from training.lora import ADAPTER_CONFIG, has_adapters, read_adapters, to_adapter_config
 from training.optimizer import warmup_cosine
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World
-from training.run.build import choose_model
+from training.run.build import FRESH, adapters_of, choose_model
 from training.run.settings import (
     DEFAULT_STEPS,
+    LORA_PEAK_LEARNING_RATE,
     PEAK_LEARNING_RATE,
     TINY_PEAK_LEARNING_RATE,
     VALIDATION_SEQUENCES,
@@ -68,6 +73,19 @@ class Start:
     changes: list[str] = field(default_factory=list)  # a line for each setting that is not what it was
     calibrates: bool = False  # selected_blocks is a mean, from which the run calibrates numbers by layer
 
+    @property
+    def source(self) -> Path | None:
+        """The folder of the weights that the run starts from."""
+        return self.checkpoint or (Path(self.config.init_from) if self.config.init_from else None)
+
+    def companions(self) -> Companions:
+        """Returns adapters' configuration, which goes along with them."""
+        if (adapters := adapters_of(self.config)) is None:
+            return NO_COMPANIONS
+        assert self.source is not None, "adapters adapt something"
+        content = to_adapter_config(adapters, folders_of(self.source)[-1].absolute())
+        return Companions({ADAPTER_CONFIG: (json.dumps(content, indent=2) + "\n").encode()})
+
 
 def choose_start(given: dict, world: World) -> Start:
     """Finds where the run starts; a resumed run goes on from the newest checkpoint without damage.
@@ -88,8 +106,9 @@ def choose_start(given: dict, world: World) -> Start:
         check_matrix_sharing(world.tensor_size, model_config)
         check_sharing(world.context_size, model_config, any(k.list_length for k in kinds), world.tensor_size)
         start.config = replace(config, tokenizer=choose_tokenizer(config, start.checkpoint))
-        if folder := start.checkpoint or config.init_from:
-            entries = find_weights(folder, parameter_shapes(model_config), may_lack=GATES)
+        if folder := start.source:
+            shapes, adapters = parameter_shapes(model_config), adapters_of(config)
+            entries = find_weights(folder, shapes | (adapters.shapes(shapes) if adapters else {}), may_lack=FRESH)
         open_tokenizer(start)
         if config.init_from and not (start.checkpoint or config.show_batch):
             verify_weights(config.init_from, entries)
@@ -99,6 +118,8 @@ def choose_start(given: dict, world: World) -> Start:
             except UserError as error:
                 passed_over[start.checkpoint] = str(error)
                 continue
+            for base in folders_of(start.checkpoint)[1:]:
+                verify_weights(base, {name: each for name, each in entries.items() if each.file.parent == base})
         for path, why in passed_over.items():
             logger.warning("passed over %s: %s", path, why)
         for line in start.changes:
@@ -148,7 +169,7 @@ def find_start(given: dict, world: World, passed_over: dict[Path, str]) -> Start
         raise UserError(f"no checkpoint in {config.output_dir} can be used; of the newest: {passed_over[found[-1]]}")
     if config.resume == "yes":
         raise UserError(f"--resume: no checkpoint in {config.output_dir}; --resume auto starts a run all the same")
-    config = with_defaults(config)
+    config = with_defaults(with_adapters(config, given))
     if config.init_from is None:
         config = replace(config, model_size=config.model_size or "tiny")
     assert config.max_steps is not None, "with_defaults fills it in"
@@ -191,6 +212,12 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
         config = replace(config, max_steps=step + DEFAULT_STEPS)
     if config.max_steps <= step and config.resume == "yes":
         raise UserError(f"{checkpoint} is at step {step}, max_steps is {config.max_steps}; raise max_steps to go on")
+    for name in ("lora", "lora_alpha", "lora_targets"):
+        if getattr(config, name) != getattr(before, name):
+            raise UserError(
+                f"{name} {getattr(config, name)}: {checkpoint} was trained with {getattr(before, name)}; drop it, or "
+                f"start from its weights with --init_from {checkpoint} and another --output_dir"
+            )
     check_config(config, given)
     check_same_data(state["loader"], {"context_length": config.context_length, "seed": config.seed})
     cosine_steps = given.get("max_steps", cosine_before)
@@ -272,8 +299,34 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
     sequences = config.validation_sequences
     if sequences is None:
         sequences = max(1, min(VALIDATION_SEQUENCES, VALIDATION_TOKENS // config.context_length))
+    default_rate = default_rate if config.lora is None else LORA_PEAK_LEARNING_RATE
     max_steps, rate = config.max_steps or DEFAULT_STEPS, config.learning_rate or default_rate
     return replace(config, max_steps=max_steps, learning_rate=rate, validation_sequences=sequences)
+
+
+def with_adapters(config: TrainConfig, given: Iterable[str]) -> TrainConfig:
+    """The settings of a fresh run, with the adapters of --init_from if it holds some.
+
+    Raises:
+        UserError: flags that say otherwise; adapters and flags that do not fit each other.
+    """
+    if config.init_from is not None and has_adapters(config.init_from):
+        found, _ = read_adapters(config.init_from)
+        targets = ",".join(found.targets)
+        own: dict[str, typing.Any] = {"lora": found.rank, "lora_alpha": found.alpha, "lora_targets": targets}
+        for name, value in own.items():
+            if name in given and getattr(config, name) != value:
+                raise UserError(
+                    f"{name} {getattr(config, name)}: the adapters of {config.init_from} have {value}; drop it, or "
+                    f"merge them first: python -m training.checkpoint.weights export {config.init_from} OUT --merge"
+                )
+        config = replace(config, **own)
+    elif (adapters := adapters_of(config)) is not None:
+        config = replace(config, lora_alpha=adapters.alpha, lora_targets=",".join(adapters.targets))
+    elif without := [name for name in ("lora_alpha", "lora_targets", "lora_plus") if name in given]:
+        raise UserError(f"{without[0]} has no effect without lora; drop it, or give lora")
+    check_config(config, given)
+    return config
 
 
 def inherit_settings(saved: dict, given: dict, device: torch.device) -> TrainConfig:

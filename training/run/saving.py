@@ -1,6 +1,7 @@
 """Says when a run saves and how large its checkpoints are, and refuses a run that the disk has no room for."""
 
 import logging
+import math
 from pathlib import Path
 
 import torch
@@ -8,9 +9,11 @@ import torch
 from kernels.compact_adamw import GROUP
 from model import ModelConfig
 from training.checkpoint.files import SPARE_BYTES, check_room, checkpoints
+from training.checkpoint.weights import parameter_shapes
 from training.host.errors import UserError
 from training.host.files import size_on_disk
 from training.parallel.world import World
+from training.run.build import adapters_of
 from training.run.settings import CHECKPOINT_INTERVAL, KEPT_CHECKPOINTS, TrainConfig, parse_interval
 from training.state_format import format_of
 
@@ -26,13 +29,19 @@ def is_save_due(config: TrainConfig, step: int, since_save: float, has_failed: b
 
 
 def checkpoint_bytes(config: TrainConfig, model_config: ModelConfig, world: World) -> int:
-    """Bytes of a checkpoint on disk: bf16 weights on GPUs, float32 on a CPU; and the optimizer's state."""
+    """Bytes of a checkpoint on disk: bf16 weights on GPUs, float32 on a CPU; and the optimizer's state.
+
+    Both are of the adapters alone, if the run trains adapters.
+    """
     numbers, is_cuda = model_config.num_parameters(), world.device.type == "cuda"
+    if adapters := adapters_of(config):
+        numbers = sum(map(math.prod, adapters.shapes(parameter_shapes(model_config)).values()))
     weights = numbers * (2 if is_cuda else 4)
     if config.save != "full":
         return weights + SPARE_BYTES
     is_half = is_cuda and world.size == 1  # weights are halves of masters; else float32 masters are in the state
     matrix = torch.empty(1, GROUP, dtype=torch.bfloat16 if is_half else torch.float32, device="meta")
+    matrix.requires_grad_()  # or it would have no state
     state_format = config.optimizer_state
     if state_format == "auto":  # until the plan is made, which may choose compact, the least is counted
         state_format = "compact" if config.memory_budget else "float32"

@@ -8,7 +8,15 @@ from os.path import realpath
 from pathlib import Path
 from typing import ClassVar
 
-from training.choices import ATTENTION_TYPES, IMPLEMENTATIONS, LINEARS, LOSSES, MODEL_SIZES, OPTIMIZER_STATES
+from training.choices import (
+    ATTENTION_TYPES,
+    IMPLEMENTATIONS,
+    LINEARS,
+    LORA_TARGETS,
+    LOSSES,
+    MODEL_SIZES,
+    OPTIMIZER_STATES,
+)
 from training.data.chat import REASONING
 from training.data.packing import PACKINGS
 from training.data.sources import SUFFIXES
@@ -18,6 +26,7 @@ from training.host.errors import UserError, check_installed
 DEFAULT_STEPS = 300
 PEAK_LEARNING_RATE = 2e-5  # suits continued training; training from scratch wants more, and a far longer warm-up
 TINY_PEAK_LEARNING_RATE = 3e-3
+LORA_PEAK_LEARNING_RATE = 2e-4
 OVERLONG, RESUME = ("refuse", "drop", "split"), ("no", "yes", "auto")
 CHECKPOINT_INTERVAL, KEPT_CHECKPOINTS = "30min", 2
 VALIDATION_SEQUENCES, VALIDATION_TOKENS = 128, 2**20
@@ -33,6 +42,11 @@ class StepFlags:
         None, "shape of the model; default: init_from's, else tiny", MODEL_SIZES, group="model"
     )
     init_from: str | None = flag(None, "weights to start from: folder of a released model, or a checkpoint")
+    lora: int | None = flag(
+        None, "train adapters of this rank beside frozen weights; default: init_from's if it holds adapters, else "
+        "every weight is trained", least=1, most=2**13,
+    )  # fmt: skip
+    lora_targets: str | None = flag(None, f"projections with adapters, by commas; default: {','.join(LORA_TARGETS)}")
     context_length: int = flag(512, "tokens in a sequence", least=2, most=2**27, group="batch")
     batch_size: int = flag(
         None, f"sequences in a micro-batch of a rank; default: 8, from {LONG_CONTEXT} tokens on 1", least=1, most=2**20
@@ -71,9 +85,10 @@ class StepFlags:
 class TrainConfig(StepFlags):
     """Train a decoder; torchrun --nproc_per_node=N train.py trains it on N GPUs."""
 
-    rope_scaling: str | None = flag(
-        None, "extends the context of init_from: yarn:4, yarn:4:32768 or linear:4", group="model"
+    lora_alpha: float | None = flag(
+        None, "adapters are scaled by alpha / rank; default: twice the rank", least=SMALLEST, most=1e9, group="model"
     )
+    rope_scaling: str | None = flag(None, "extends the context of init_from: yarn:4, yarn:4:32768 or linear:4")
     selected_blocks_start: str | None = flag(
         None, "selected_blocks of the first step; it falls to selected_blocks", group="attention"
     )
@@ -101,7 +116,12 @@ class TrainConfig(StepFlags):
         None, f"steps in all; default: {DEFAULT_STEPS} from where the run starts", least=1, group="optimizer"
     )
     learning_rate: float | None = flag(
-        None, f"peak; default: {PEAK_LEARNING_RATE}, for tiny {TINY_PEAK_LEARNING_RATE}", least=SMALLEST, most=1.0
+        None,
+        f"peak; default: {PEAK_LEARNING_RATE}, with lora {LORA_PEAK_LEARNING_RATE}, for tiny {TINY_PEAK_LEARNING_RATE}",
+        least=SMALLEST, most=1.0,
+    )  # fmt: skip
+    lora_plus: float | None = flag(
+        None, "LoRA+: learning rate of adapters' B over their A's; default: 1", least=SMALLEST, most=1e9
     )
     final_learning_rate_ratio: float = flag(0.1, "the cosine ends at this share of the peak", least=0.0, most=1.0)
     warmup_steps: int = flag(20, "steps of linear warm-up")
@@ -137,6 +157,8 @@ class TrainConfig(StepFlags):
         Idle("init_from", "with resume; drop one, or give --resume auto", lambda c: c.resume == "yes"),
         Idle("rope_scaling", "without init_from, whose weights it extends; drop it, or give those",
              lambda c: c.init_from is None),
+        Idle("lora lora_alpha lora_targets lora_plus", "without init_from, which it adapts; drop it, or give that",
+             lambda c: c.init_from is None and c.resume == "no"),
         Idle("checkpoint_interval keep_checkpoints", "with save none; drop one", lambda c: c.save == "none"),
         Idle("suffixes", "without data; drop it, or give those", lambda c: not c.data),
         Idle("gradient_checkpointing compile", "with memory_budget; drop one", lambda c: c.memory_budget is not None),
@@ -213,6 +235,13 @@ def check_config(config: TrainConfig, given: Iterable[str]) -> None:
     if config.selected_blocks_start is not None and config.compile:
         raise UserError(
             "selected_blocks_start with compile would compile blocks anew eight times, past PyTorch's limit; drop one"
+        )
+    if config.lora is not None and config.linear != "bf16":
+        raise UserError(f"lora beside linear {config.linear} is not supported: adapters are of bf16 weights; drop one")
+    if config.lora is not None and config.tensor_parallel_size > 1:
+        raise UserError(
+            "lora with tensor_parallel_size is not supported: ranks have whole adapters; give context_parallel_size, "
+            "or neither"
         )
     ends = {"warmup_steps": "its peak learning rate"}
     if config.selected_blocks_start is not None:  # without it `kinds_at` refuses selected_blocks_steps

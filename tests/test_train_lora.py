@@ -1,0 +1,250 @@
+"""Runs with --lora: resumed, continued, opened by peft, merged, evaluated, and refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from kernels.lora import LORA
+from model import Transformer
+from tests.runs import arguments, losses, only_resume, saved_settings, weights_of_another_shape
+from training import generate
+from training.checkpoint import weights as weights_module
+from training.checkpoint.weights import find_weights, load_model_weights, parameter_shapes, shape_of_weights
+from training.lora import Adapters, adapt, read_adapters
+
+RANK = 3
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    file = tmp_path_factory.mktemp("corpus") / "text.txt"
+    file.write_text(Path(train.__file__).read_text())
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return weights_of_another_shape(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def run(base, corpus, tmp_path_factory):
+    """A run of six steps with adapters of all projections."""
+    output_dir = tmp_path_factory.mktemp("lora") / "run"
+    assert train.main(lora_arguments(base, corpus, output_dir, steps=6)) == 0
+    return output_dir
+
+
+def lora_arguments(base, corpus, output_dir, *extra, steps):
+    given = ["--init_from", str(base), "--lora", str(RANK), "--learning_rate", "0.01", "--checkpoint_interval", "3"]
+    return arguments(corpus, output_dir, *given, "--gradient_accumulation_steps", "2", *extra, steps=steps)
+
+
+def adapters_in(folder):
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def theirs(base, folder):
+    import peft
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    return peft.PeftModel.from_pretrained(model, folder)
+
+
+def ours(folder):
+    """The decoder with the adapters of a folder beside its frozen weights."""
+    model = Transformer(shape_of_weights(folder))
+    adapt(model, read_adapters(folder)[0])
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    entries = find_weights(folder, shapes)
+    model.load_state_dict({name: weights_module._read_weight(entry) for name, entry in entries.items()})
+    return model
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_checkpoint_holds_adapters_and_their_state_alone(run, base):
+    folder, last = run / "step_00000003", run / "step_00000006"
+    names = {name.removeprefix("base_model.model.model.") for name in adapters_in(folder)}
+    shape = shape_of_weights(base)
+    assert names == Adapters(RANK, 2 * RANK).shapes(parameter_shapes(shape)).keys()
+    assert not (folder / "model.safetensors").exists() and not equal(adapters_in(folder), adapters_in(last))
+    state = {name.rpartition(".")[0] for name in load_file(folder / "optimizer.safetensors")}
+    assert state == names
+    assert all(tensor.abs().max() > 0 for tensor in adapters_in(last).values())
+    assert losses(run)[-1] < losses(run)[0]
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped(run, tmp_path):
+    stopped = tmp_path / "run"
+    shutil.copytree(run, stopped)
+    shutil.rmtree(stopped / "step_00000006")
+    assert train.main(only_resume(stopped)) == 0
+    assert saved_settings(stopped, 6)["lora"] == RANK
+    assert equal(adapters_in(stopped / "step_00000006"), adapters_in(run / "step_00000006"))
+    assert losses(stopped)[-3:] == losses(run)[-3:]
+    states = [load_file(folder / "step_00000006/optimizer.safetensors") for folder in (stopped, run)]
+    assert equal(*states)
+
+
+def test_peft_opens_a_checkpoint_and_computes_the_same(run, base):
+    folder = run / "step_00000006"
+    ids = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(0))
+    expected = theirs(base, folder)(input_ids=ids).logits
+    model = ours(folder)
+    torch.testing.assert_close(model(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-4)
+    merged = Transformer(shape_of_weights(folder))
+    merged.load_state_dict(dict(load_model_weights(folder, parameter_shapes(merged.config))))
+    torch.testing.assert_close(merged(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-4)
+    assert model.layers[0].mlp.linear == LORA
+
+
+def test_adapters_go_to_peft_and_back_bit_for_bit(run, base, corpus, tmp_path):
+    folder = run / "step_00000006"
+    theirs(base, folder).save_pretrained(tmp_path / "peft")
+    assert equal(adapters_in(tmp_path / "peft"), adapters_in(folder))
+    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(base)
+    (tmp_path / "peft/adapter_config.json").write_text(json.dumps(config))
+    assert read_adapters(tmp_path / "peft") == read_adapters(folder) == (Adapters(RANK, 2.0 * RANK), base)
+    # A run that goes on from them starts where they are.
+    found = []
+    for source in (tmp_path / "peft", folder):
+        output_dir = tmp_path / source.name / "run"
+        extra = ["--init_from", str(source), "--learning_rate", "1e-12", "--weight_decay", "0"]
+        assert train.main(arguments(corpus, output_dir, *extra, steps=2)) == 0
+        assert saved_settings(output_dir, 2)["lora_alpha"] == 2 * RANK
+        found.append(adapters_in(output_dir / "step_00000002"))
+    assert equal(*found)
+    for name, tensor in adapters_in(folder).items():
+        torch.testing.assert_close(found[0][name], tensor, rtol=1e-5, atol=1e-8)
+
+
+def test_merged_weights_are_pefts(run, base, tmp_path):
+    folder = run / "step_00000006"
+    weights_module.main(["export", str(folder), str(tmp_path / "merged"), "--merge", "--dtype", "float32"])
+    expected = dict(theirs(base, folder).merge_and_unload().named_parameters())
+    found = load_file(tmp_path / "merged/model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name].detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_folder_of_adapters_is_read_like_the_merged_one(run, tmp_path, capsys):
+    folder, merged = run / "step_00000006", tmp_path / "merged"
+    weights_module.main(["export", str(folder), str(merged), "--merge", "--dtype", "float32"])
+    capsys.readouterr()
+    written = []
+    for source in (folder, merged):
+        generate.main([str(source), "def main(", "--max_new_tokens", "20", "--device", "cpu"])
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1] != ""
+
+
+def test_lora_plus_multiplies_the_rate_of_b(base, corpus, tmp_path):
+    """Checks the first step of AdamW, whose length is the learning rate."""
+    lengths = {}
+    for ratio in (1, 16):
+        output_dir = tmp_path / str(ratio)
+        extra = ["--lora_plus", str(ratio), "--weight_decay", "0", "--warmup_steps", "0", "--checkpoint_interval", "1"]
+        assert train.main(lora_arguments(base, corpus, output_dir, *extra, steps=2)) == 0
+        found = adapters_in(output_dir / "step_00000001")
+        lengths[ratio] = max(tensor.abs().max() for name, tensor in found.items() if "lora_B" in name)
+    assert lengths[16] / lengths[1] == pytest.approx(16, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--linear", "fp8"], "lora beside linear fp8 is not supported"),
+        (["--tensor_parallel_size", "2"], "lora with tensor_parallel_size is not supported"),
+        (["--lora_targets", "q_proj,lm_head"], "targets among q_proj, k_proj"),
+        (["--lora_targets", "q_proj,q_proj"], "targets among q_proj, k_proj"),
+        (["--lora_alpha", "0"], "lora_alpha must be"),
+        (["--lora", "0"], "lora must be"),
+        (["--attention_type", "nsa"], "has no gates of it"),
+    ],
+)
+def test_what_is_not_supported_is_refused(extra, message, base, corpus, tmp_path, capsys):
+    assert train.main(lora_arguments(base, corpus, tmp_path / "run", *extra, steps=2)) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["lora", "lora_alpha", "lora_targets", "lora_plus"])
+def test_flags_without_weights_to_adapt_are_refused(name, corpus, tmp_path, capsys):
+    value = "q_proj" if name == "lora_targets" else "4"
+    assert train.main(arguments(corpus, tmp_path / "run", f"--{name}", value)) == 1
+    assert f"{name} has no effect without init_from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["lora_alpha", "lora_targets", "lora_plus"])
+def test_flags_without_lora_are_refused(name, base, corpus, tmp_path, capsys):
+    value = "q_proj" if name == "lora_targets" else "4"
+    assert train.main(arguments(corpus, tmp_path / "run", "--init_from", str(base), f"--{name}", value)) == 1
+    assert f"{name} has no effect without lora" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "value"), [("lora", "2"), ("lora_alpha", "5"), ("lora_targets", "q_proj")])
+def test_a_run_keeps_its_adapters(name, value, run, corpus, tmp_path, capsys):
+    assert train.main([*only_resume(run), "--max_steps", "9", f"--{name}", value]) == 1
+    assert "was trained with" in capsys.readouterr().err
+    extra = ["--init_from", str(run / "step_00000006"), f"--{name}", value]
+    assert train.main(arguments(corpus, tmp_path / "run", *extra)) == 1
+    assert "or merge them first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, "has use_dora True, which this decoder does not compute"),
+        ({"peft_type": "IA3", "modules_to_save": ["lm_head"]}, "has peft_type 'IA3', modules_to_save"),
+        ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "has target_modules"),
+        ({"target_modules": "all-linear"}, "has target_modules"),
+        ({"r": "many"}, "is damaged, or not of peft"),
+        ({"r": None}, "is damaged, or not of peft"),
+        ({"base_model_name_or_path": "Qwen/Qwen3-4B"}, "names Qwen/Qwen3-4B as the folder of the weights"),
+    ],
+)
+def test_adapters_of_other_kinds_are_refused(changes, message, run, base, corpus, tmp_path, capsys):
+    folder = tmp_path / "peft"
+    theirs(base, run / "step_00000006").save_pretrained(folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base), **changes}))
+    assert train.main(arguments(corpus, tmp_path / "run", "--init_from", str(folder))) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damaged", ["adapters", "base"])
+def test_damage_is_refused(damaged, run, base, corpus, tmp_path, capsys):
+    """Checks that weights from which a run starts, or goes on, are compared with both manifests."""
+    copied = tmp_path / "base"
+    shutil.copytree(base, copied)
+    assert train.main(lora_arguments(copied, corpus, tmp_path / "run", steps=2)) == 0
+    folder = tmp_path / "run/step_00000002"
+    file = folder / "adapter_model.safetensors" if damaged == "adapters" else copied / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    for argv in (
+        arguments(corpus, tmp_path / "other", "--init_from", str(folder)),
+        [*only_resume(tmp_path / "run"), "--max_steps", "9"],
+    ):
+        capsys.readouterr()
+        assert train.main(argv) == 1
+        assert f"{file.name} is corrupted" in capsys.readouterr().err
+
+
+def test_exports_say_what_they_need(run, base, tmp_path, capsys):
+    assert weights_module.main(["export", str(run / "step_00000006"), str(tmp_path / "out")]) == 1
+    assert "--merge writes whole weights" in capsys.readouterr().err
+    assert weights_module.main(["export", str(base), str(tmp_path / "out"), "--merge"]) == 1
+    assert "--merge has no effect" in capsys.readouterr().err
