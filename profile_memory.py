@@ -68,6 +68,7 @@ from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, check_replicate, join_world
 from training.run.build import (
+    adapters_of,
     build_bench,
     linear_of,
     settled_execution,
@@ -77,7 +78,7 @@ from training.run.build import (
     without_plan,
 )
 from training.run.resume import choose_tokenizer
-from training.run.settings import TrainConfig
+from training.run.settings import TrainConfig, check_lora
 
 MOST_HOST_GB = 4096  # host memory that is tried where a step does not fit
 SOLD_GB = sorted([2**n for n in range(4, 13)] + [3 * 2**n for n in range(3, 12)])  # host memory of machines: 16, 24, 32
@@ -98,8 +99,7 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
     if flags.num_layers is not None and flags.num_layers > layers:
         raise UserError(f"num_layers must be at most {layers}, got {flags.num_layers}")
     kinds_of(flags, shape_of(flags))
-    if flags.lora is not None:
-        raise UserError("no plan counts adapters; drop lora")
+    check_lora(flags)
     check_mesh(flags)
     state_format_of(flags, shape_of(flags))  # refuses a format without effect
     for name in ("measure", "num_layers", "snapshot"):
@@ -180,7 +180,7 @@ def make_step(flags: ProfileFlags, machine: Machine) -> tuple[Step, Epoch | None
     """Returns the step that the flags ask for, and an epoch of --data; without, of one document per sequence."""
     num_gpus = flags.nproc * flags.nnodes
     mesh = num_gpus, flags.context_parallel_size, flags.tensor_parallel_size, flags.nnodes
-    step = step_on_meta(machine.model, *flags.lengths, machine.given, *mesh, flags.replicate)
+    step = step_on_meta(machine.model, *flags.lengths, machine.given, *mesh, flags.replicate, adapters_of(flags))
     if not flags.data:
         return step, None
     train, stores = open_data((*flags.data,), choose_tokenizer(flags, None), machine.model.vocab_size, flags.suffixes)
@@ -318,7 +318,7 @@ def report(flags: ProfileFlags, machine: Machine, can_measure: bool, world: Worl
     part = None
     if flags.num_layers is not None:
         shape = dataclasses.replace(machine.model, num_hidden_layers=flags.num_layers)
-        part = step_on_meta(shape, *flags.lengths, machine.given)
+        part = step_on_meta(shape, *flags.lengths, machine.given, adapters=adapters_of(flags))
     plan, fits = choose_plan(step, machine, flags.gradient_checkpointing)
     if fits and flags.gradient_checkpointing is None:
         changes = find_faster(flags, machine, world, plan)

@@ -245,7 +245,10 @@ def take_step(run: Run) -> dict | None:
     run.is_updating = False
     values |= {"seconds": seconds, "tokens": tokens, "tokens_per_second": step_tokens / seconds}
     shape = run.start.model_config
-    flops = sum(forward_flops(shape, batch.text_lengths, kinds, batch.num_valid_tokens) for batch in batches)
+    flops = sum(
+        forward_flops(shape, batch.text_lengths, kinds, batch.num_valid_tokens, trains_matrices=config.lora is None)
+        for batch in batches
+    )
     run.amounts = own_amounts(flops, world)
     if config.selected_blocks_start is not None:
         values["selected_blocks"] = spell_by_layer([kind.selected_blocks for kind in kinds])

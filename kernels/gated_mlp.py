@@ -370,10 +370,11 @@ def gated_mlp_footprint(
     num_tokens: int, hidden_size: int, intermediate_size: int, *, element_size: int = 2, tile_size: int | None = None,
     linear: Linear = PLAIN,
 ) -> Footprint:  # fmt: skip
-    """Footprint of `gated_mlp`. Its backward in tiles includes the weights' gradients in float32."""
+    """Footprint of `gated_mlp`, without adapters. Its backward in tiles has the weights' gradients in float32."""
     x, hidden = (element_size * num_tokens * size for size in (hidden_size, intermediate_size))
     weights = 3 * hidden_size * intermediate_size
     flops, traffic = 2 * weights * num_tokens, 3 * hidden
+    backward_flops = (1 + linear.trains_matrices) * flops
     factor_bytes, into, out_of = linear.factor_bytes, (intermediate_size, hidden_size), (hidden_size, intermediate_size)
     if tile_size is None:
         factors = factor_bytes(num_tokens, intermediate_size) + factor_bytes(*out_of)
@@ -382,12 +383,13 @@ def gated_mlp_footprint(
         # The gradients of down's input, gate and up, when down's input is gone; or down's weight's gradient is made.
         making = factor_bytes(num_tokens, hidden_size) + linear.weight_gradient_bytes(num_tokens, *out_of, False)
         backward = max(3 * hidden - down_input, hidden + making)
-        return Footprint(x + 2 * hidden + down_input, forward, backward, 0, flops, 2 * flops, traffic)
+        return Footprint(x + 2 * hidden + down_input, forward, backward, 0, flops, backward_flops, traffic)
     rows = min(tile_size, num_tokens)
     tile, tile_factor = element_size * intermediate_size * rows, factor_bytes(rows, max(into))
     forward = x + 2 * tile + tile_factor + 2 * factor_bytes(*into) + factor_bytes(*out_of)
     # dx and the weights' gradients in float32, together with the last tile or with the gradients' rounded copies.
     factors = 2 * factor_bytes(rows, hidden_size) + factor_bytes(rows, intermediate_size)
     factors += 2 * factor_bytes(*into) + 3 * factor_bytes(*out_of) + linear.weight_gradient_bytes(rows, *into, True)
-    backward = x + 4 * weights + max(3 * tile + factors, element_size * weights)
-    return Footprint(x, forward, backward, 0, flops, (2 + 2 / 3) * flops, traffic, is_skippable=True)
+    trained = weights * linear.trains_matrices
+    backward = x + 4 * trained + max(3 * tile + factors, element_size * trained)
+    return Footprint(x, forward, backward, 0, flops, backward_flops + 2 / 3 * flops, traffic, is_skippable=True)

@@ -39,6 +39,7 @@ class Plain(Part):
 
     name = "bf16"
     rate = weight_rate = "products"
+    trains_matrices = True
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)

@@ -278,10 +278,10 @@ def _check(input, linear_weight, linear_bias, target, num_valid_tokens, chunk_si
 
 
 def linear_cross_entropy_footprint(
-    num_tokens: int, hidden_size: int, vocab_size: int, *, element_size: int = 2
+    num_tokens: int, hidden_size: int, vocab_size: int, *, element_size: int = 2, trains_head: bool = True
 ) -> Footprint:
-    """Footprint of `linear_cross_entropy`. Forward makes the gradients, the head's in float32."""
+    """Footprint of `linear_cross_entropy`. Forward makes the gradients, the head's in float32 unless it is frozen."""
     flops, d_input = 2 * num_tokens * hidden_size * vocab_size, element_size * num_tokens * hidden_size
-    d_head = 4 * hidden_size * vocab_size
+    d_head = 4 * hidden_size * vocab_size * trains_head
     logits = element_size * vocab_size * min(CHUNK_SIZE, num_tokens)
-    return Footprint(d_input + d_head, d_input + d_head + logits, 0, matrix_flops=3 * flops)
+    return Footprint(d_input + d_head, d_input + d_head + logits, 0, matrix_flops=(2 + trains_head) * flops)

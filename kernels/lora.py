@@ -37,6 +37,7 @@ class LoRA(Plain):
     """
 
     name = "lora"
+    trains_matrices = False
 
     def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, Tensor):

@@ -88,12 +88,14 @@ class Linear(Protocol):
         name: the map's name in flags.
         rate: name of the measured rate of its products along rows, see `training.memory.machine.Rates`.
         weight_rate: name of the rate of weights' gradients.
+        trains_matrices: whether matrices have gradients. If not, adapters have.
     """
 
     number: int
     name: str
     rate: str
     weight_rate: str
+    trains_matrices: bool
 
     def __hash__(self) -> int:
         """Hashes by value, as a frozen dataclass does."""

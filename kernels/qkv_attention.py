@@ -441,7 +441,7 @@ def qkv_attention_footprint(
     qk_norm: str | None = "head",
     linear: Linear = PLAIN,
 ) -> Footprint:
-    """Returns the footprint of `qkv_attention`, without biases, which are too small to count.
+    """Returns the footprint of `qkv_attention`, without biases and adapters, which are too small to count.
 
     Floating-point operations count the projections alone: `AttentionKind.flops` has attention's own.
 
@@ -514,4 +514,5 @@ def qkv_attention_footprint(
     flops = 2 * hidden_size * (2 * q + 2 * k + gates) // element_size * T
     elementwise = 2 * (q + k) * (1 + has_norms) * T
     backward += max(attention.backward, making)
-    return Footprint(saved, forward, backward, results * T, flops, 2 * flops, elementwise, choices * T)
+    backward_flops = (1 + linear.trains_matrices) * flops
+    return Footprint(saved, forward, backward, results * T, flops, backward_flops, elementwise, choices * T)

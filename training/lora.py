@@ -12,9 +12,11 @@ Method: Hu et al., LoRA, arXiv 2106.09685.
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from kernels.lora import LORA
+from model import Share
 from training.choices import LORA_TARGETS
 from training.host.errors import UserError
 from training.host.files import read_json
@@ -58,6 +60,16 @@ class Adapters:
     def scale(self) -> float:
         return self.alpha / self.rank
 
+    def widths(self, share: Share) -> dict[str, tuple[int, int]]:
+        """Returns rows N and columns K of the matrices in a block that have adapters, by projection."""
+        D, F, (H, G, K) = share.hidden_size, share.intermediate_size, share.heads
+        sizes = (H * K, D), (G * K, D), (G * K, D), (D, H * K), (F, D), (F, D), (D, F)
+        return {name: size for name, size in zip(LORA_TARGETS, sizes) if name in self.targets}
+
+    def layer_parameters(self, share: Share) -> int:
+        """Elements of one block's adapters."""
+        return self.rank * sum(N + K for N, K in self.widths(share).values())
+
     def shapes(self, matrices: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
         """Returns the shapes of the adapters of a model by name, from the shapes of its parameters."""
         shapes: dict[str, tuple[int, int]] = {}
@@ -69,11 +81,23 @@ class Adapters:
         return shapes
 
 
-def adapt(model: nn.Module, adapters: Adapters) -> None:
-    """Freeze a model.Transformer, and give the projections of its blocks adapters on the device where they are.
+class _Rooted(torch.autograd.Function):
+    """Returns x as a part of a graph, so that backward goes through the first block. Nothing takes x's gradient.
 
-    The embedding's output gets a gradient, although nothing takes it: autograd goes through blocks from there.
+    Were x itself the graph's leaf, autograd would hold it from forward to backward.
     """
+
+    @staticmethod
+    def forward(ctx, x, root):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return None, None
+
+
+def adapt(model: nn.Module, adapters: Adapters) -> None:
+    """Freeze a model.Transformer, and give the projections of its blocks adapters on the device where they are."""
     model.requires_grad_(False)
     for name, projection in [*model.layers.named_modules()]:
         if name.rpartition(".")[2] in adapters.targets:
@@ -87,7 +111,8 @@ def adapt(model: nn.Module, adapters: Adapters) -> None:
             model.initialize_parameter(name, parameter)
     for block in model.layers:
         block.self_attn.linear = block.mlp.linear = LORA
-    model.embed_tokens.register_forward_hook(lambda module, inputs, x_BTD: x_BTD.requires_grad_())
+    root = torch.zeros((), requires_grad=True)
+    model.embed_tokens.register_forward_hook(lambda module, inputs, x_BTD: _Rooted.apply(x_BTD, root))
 
 
 def to_adapter_config(adapters: Adapters, base: Path) -> dict:

@@ -10,6 +10,7 @@ import bisect
 import copy
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from model import Share
 from training.data.packing import deal
 from training.host.memory import SLOT_ALIGNMENT
 from training.host.sizes import GIB, MIB
+from training.lora import Adapters
 from training.memory.execution import Execution, Placement, needed_for_backward
 from training.memory.machine import Rates
 from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
@@ -132,6 +134,7 @@ class Step:
         tensor_ranks: ranks that share each matrix.
         num_machines: machines of equally many ranks. Ranks of one machine share sequences and matrices.
         num_copies: copies of the sharded parameters, on machines of their own where there are enough.
+        adapters: all that is trained; None: every parameter is.
     """
 
     share: Any
@@ -147,6 +150,7 @@ class Step:
     tensor_ranks: int = 1
     num_machines: int = 1
     num_copies: int = 1
+    adapters: Adapters | None = None
 
     def __post_init__(self):
         share, self.parameters = self.share, list(self.parameters)
@@ -154,23 +158,29 @@ class Step:
         self.head = self.element_size * share.vocab_size * share.hidden_size  # bytes
         self.last_bytes = self.element_size * _local_elements(self.parameters[-1])  # an untied head's, on one rank
         layer_elements = max(share.layer_matrix_parameters(layer) for layer in range(self.layers))
-        self.layer_share = layer_elements / share.num_parameters()
-        self.head_share = share.vocab_size * share.hidden_size / share.num_parameters()
+        # Shares of what is trained.
+        adapter_elements = self.adapters.layer_parameters(share) if self.adapters else 0
+        self.layer_share = 1 / self.layers if self.adapters else layer_elements / share.num_parameters()
+        self.head_share = 0.0 if self.adapters else share.vocab_size * share.hidden_size / share.num_parameters()
+        self.trained = self.layers * adapter_elements or share.num_parameters()  # elements
+        self.head_gradient = 0 if self.adapters else self.head  # bytes
         self.parameter_bytes = sum(_local_elements(p) * p.element_size() for p in self.parameters)
         if self.num_shards:
             # FSDP2 holds gathered: the embedding and an untied head with its gradient; one block; the next block, both
             # as it arrives and whole. The gradients of one block exist in the activations' dtype and, on their way to
             # other ranks, in float32.
-            self.parameter_bytes += self.head * (1 if share.tie_word_embeddings else 3)
-            self.parameter_bytes += layer_elements * (4 * self.element_size + 4)
+            self.parameter_bytes += self.head if share.tie_word_embeddings else 2 * self.head + self.head_gradient
+            gradient_bytes = 0 if self.adapters else self.element_size + 4
+            self.parameter_bytes += layer_elements * (3 * self.element_size + gradient_bytes)
             # FSDP2 allocates the gradients' shards and the float32 tensor that it sums on its reduction stream. That
             # tensor is larger for the embedding and an untied head than for a block.
             head_elements = self.head // self.element_size * (1 if share.tie_word_embeddings else 2)
-            self._reduction_bytes = 4 * max(0, head_elements - layer_elements)
+            self._reduction_bytes = 0 if self.adapters else 4 * max(0, head_elements - layer_elements)
             if self.num_copies > 1:  # FSDP2 keeps the sums of copies until the last backward, beside the gradients
-                self._reduction_bytes += 4 * sum(map(_local_elements, self.parameters))
+                trained = (parameter for parameter in self.parameters if parameter.requires_grad)
+                self._reduction_bytes += 4 * sum(map(_local_elements, trained))
         # Each block's weights: their bytes, and the numbers of its parameters, which follow the embedding's.
-        elements = [*map(share.layer_parameters, range(self.layers))]
+        elements = [share.layer_parameters(layer) + adapter_elements for layer in range(self.layers)]
         self.weight_bytes = [self.parameters[0].element_size() * n for n in elements]
         starts = [*itertools.accumulate(map(_local_elements, self.parameters), initial=0)]
         stops = itertools.accumulate(elements, initial=self.head // self.element_size)
@@ -300,7 +310,7 @@ class Step:
             "optimizer": optimizer.gpu_state + optimizer.gpu_room,
             # cos and sin: cached for whole sequences, and at the positions of packed documents or of a rank's tokens.
             # 64 bytes per token: token ids, labels, losses.
-            "workspace": LIBRARY_BYTES + T * (4 * self.share.head_dim * positions + 64),
+            "workspace": LIBRARY_BYTES + T * (4 * self.share.head_dim * positions + 64) + self._adapter_bytes(),
         }
         x, blocks = self.input_bytes, [*zip(execution.placements, self.kinds)]
         waiting = {block: self._waiting_bytes(*block) for block in {*blocks}}
@@ -352,12 +362,13 @@ class Step:
         yield stage("loss", L, loss=self._loss_bytes(execution) + 2 * x, running=with_head)
 
         # An untied head's gradient is ready after the loss. A tied head's gradient waits for the embedding's.
-        tied, ready = (self.head, 0.0) if self.share.tie_word_embeddings else (0, self.head_share)
+        tied, ready = (self.head_gradient, 0.0) if self.share.tie_word_embeddings else (0, self.head_share)
         # Shares of the parameters. Gradients of `gone` have left for the host, of `stays` none do.
         gone = ready * optimizer.last_on_host
         waited = gone * (self.last_bytes > LEAVING_BYTES)  # compute waits until a large head's gradient has left
         embedding = self.head_share * (weights[L] > 0)
         stays = 1 - self.layer_share * sum(map(bool, weights[:L])) - embedding - gone
+        stays = stays if stays > 1e-9 else math.inf
         for layer in reversed(range(L)):
             # Tensors that come back from the host: this block is rebuilt from some, others are on their way for the
             # next. A whole block fetches nothing.
@@ -373,10 +384,11 @@ class Step:
                 sizes = x + fetched["input"], attention + fetched["results"], mlp
                 on_gpu = (here - gone) / stays
                 yield stage(f"backward of layer {layer}, {part}", layer, on_gpu, gradients, sizes, running)
-        gradients = tied + self.head + min(LEAVING_BYTES, optimizer.leaving_gradients)  # self.head: as it is made
+        # The embedding's gradient, as it is made.
+        gradients = tied + self.head_gradient + min(LEAVING_BYTES, optimizer.leaving_gradients)
         if self.num_shards and self.tensor_ranks > 1:  # autograd adds two DTensors into a third
             gradients += tied
-        gradients += self.embedding_sums()
+        gradients += 0 if self.adapters else self.embedding_sums()
         on_gpu = 1 - self.head_share / stays * (weights[-1] == 0)
         yield stage("backward of embedding", 0, on_gpu, gradients, (x, 0, 0))
         yield stage("update", 0, 1, slots=optimizer.gpu_slots)
@@ -507,8 +519,24 @@ class Step:
         """Returns the bytes of the logits that exist at a time, and of the gradients of the head and its input."""
         T, D, V, size = self.tokens, self.share.hidden_size, self.share.vocab_size, self.element_size
         if self.uses_chunked_loss(execution):
-            return linear_cross_entropy_footprint(T, D, V, element_size=size).forward
-        return cross_entropy_footprint(T, V, element_size=size).forward + self.head + self.input_bytes
+            trains_head = self.adapters is None
+            return linear_cross_entropy_footprint(T, D, V, element_size=size, trains_head=trains_head).forward
+        return cross_entropy_footprint(T, V, element_size=size).forward + self.head_gradient + self.input_bytes
+
+    def _adapter_bytes(self) -> int:
+        """Returns the bytes of x A^T and dy B of q, k and v together, the widest that exist at a time."""
+        return 2 * 3 * self.adapters.rank * self.element_size * self.tokens if self.adapters else 0
+
+    def _adapter_traffic(self) -> tuple[int, int]:
+        """Returns the bytes that adapters of a block read and write, in forward and in backward.
+
+        Forward reads x and adds to y. Backward reads dy and adds to dx, then reads both factors of each gradient.
+        """
+        if self.adapters is None:
+            return 0, 0
+        rows, columns = (sum(sizes) for sizes in zip(*self.adapters.widths(self.share).values()))
+        unit = self.element_size * self.tokens
+        return unit * (columns + 2 * rows), unit * (rows + 2 * columns + 2 * (rows + columns))
 
     def seconds(self, execution: Execution, rates: Rates) -> float:
         """Returns the seconds of one whole step, its update included."""
@@ -530,10 +558,14 @@ class Step:
             (footprints[kind][0].matrix_flops + mlp.matrix_flops) / rates[execution.linear.rate] for kind in kinds
         ]
         of_weights = sum(products) * rates[execution.linear.rate] / rates[execution.linear.weight_rate]  # gradients
+        of_weights *= execution.linear.trains_matrices
         # Two norms of a block, two sums and their copies read and write nine hidden states, other norms two each, and
         # two multipliers four.
         hidden_states = 9 + 2 * (share.norms_per_layer - 2) + 4 * (share.residual_multiplier != 1)
         moved_bytes = hidden_states * self.input_bytes + mlp.elementwise_bytes
+        adapting, adapting_backward = self._adapter_traffic()
+        moved_bytes += adapting
+        of_weights += L * (adapting_backward - 2 * adapting) / rates["memory"]  # twice are among the moves below
         moves = [(moved_bytes + footprints[kind][0].elementwise_bytes) / rates["memory"] for kind in kinds]
         layers = [a + b for a, b in zip(products, moves)]
         # Ranks that share matrices sum hidden states after attention and after the MLP; backward sums their gradients.
@@ -544,9 +576,11 @@ class Step:
         backward = longer * (sum(layers) + of_weights + sum(moves) + attention_backward) + 2 * L * reduction
         # Backward recomputes a placed block's matrix products, except skippable ones: the tiled MLP's own backward
         # recomputes gate and up.
-        again = mlp.backward_matrix_flops - (3 if mlp.is_skippable else 2) * mlp.matrix_flops
+        again = mlp.backward_matrix_flops - (execution.linear.trains_matrices + 1) * mlp.matrix_flops
+        again -= mlp.matrix_flops if mlp.is_skippable else 0
         for i in placed:
             start, _ = needed_for_backward(placements, i)[0]
+            backward += adapting / rates["memory"]
             backward += products[i] + again / rates[execution.linear.rate] + (1 if mlp.is_skippable else 2) * reduction
             backward += sum(layers[start:i]) + (i - start) * 2 * reduction  # they run again for this block's input
             backward += sum(attend[j] for j in range(start, i + 1) if placements[j].results == "recompute")
@@ -561,8 +595,12 @@ class Step:
         forward = weights[-1] + weights[0] + sum(max(forward / L, *both) for both in zip(sent, weights[1:]))
         backward = sum(wait + max(backward / L, back + more) for wait, back, more in zip(waits, sent, beside))
         optimizer = self.optimizer(execution)
-        loss = linear_cross_entropy_footprint(self.tokens, share.hidden_size, share.vocab_size).matrix_flops
-        loss /= rates[PLAIN.rate]  # the standard loss has the same products
+        loss = (
+            linear_cross_entropy_footprint(
+                self.tokens, share.hidden_size, share.vocab_size, trains_head=self.adapters is None
+            ).matrix_flops
+            / rates[PLAIN.rate]
+        )  # the standard loss has the same products
         for i, _ in needed_for_backward(placements, L - 1)[:1] if weights[L] else ():
             loss = max(loss, weights[i])
         # FSDP2 gathers parameters and sums float32 gradients while other blocks compute. Embedding and head are
@@ -572,13 +610,13 @@ class Step:
         apart = min(self.num_copies, self.num_machines)  # copies that share no machine
         between_machines = elements * (self.num_machines // apart - 1) / ranks / rates["network"]
         byte = max(elements * (1 - 1 / ranks) / rates["gpu link"], between_machines)  # seconds, 1 byte each
-        gather, add = self.element_size * byte, 4 * byte
-        ends = self.head_share * (1 if share.tie_word_embeddings else 2)
+        gather, add = self.element_size * byte, 4 * byte * self.trained / elements
+        ends = share.vocab_size * share.hidden_size / elements * (1 if share.tie_word_embeddings else 2)
         forward = max(forward, copies + (1 - ends) * gather)
         backward = max(backward, copies + (1 - ends) * (gather + add))
         # Copies sum their float32 shards, there and back, in the last backward. It is counted after the other exchange,
         # although both overlap where they go by different links.
-        sums = 4 * 2 * (1 - 1 / self.num_copies) * elements / ranks / rates["network" if apart > 1 else "gpu link"]
+        sums = 4 * 2 * (1 - 1 / self.num_copies) * self.trained / ranks / rates["network" if apart > 1 else "gpu link"]
         last = max(backward, copies + (1 - ends) * (gather + add + sums))
         # Gradients leave for the host in the first micro-batch. In each later one, the sums come back and leave again.
         # With copies of the weights they leave in the last alone.
@@ -625,11 +663,13 @@ def gib(num_bytes: float) -> str:
 
 
 def forward_flops(
-    share: Share, document_lengths: Sequence[int], kinds: Sequence[AttentionKind] = (), num_targets: int | None = None
-) -> float:
+    share: Share, document_lengths: Sequence[int], kinds: Sequence[AttentionKind] = (), num_targets: int | None = None,
+    trains_matrices: bool = True,
+) -> float:  # fmt: skip
     """Returns the floating-point operations of one forward over documents of these lengths, attention causal.
 
-    A training step needs three times as many; recomputed activations are not counted (model FLOPs).
+    A training step needs three times as many; recomputed activations are not counted (model FLOPs). Where matrices are
+    frozen a step needs two products of each, not three: returns a third of the step's operations.
 
     Args:
         kinds: how each layer attends; (): as the configuration says.
@@ -639,4 +679,4 @@ def forward_flops(
     head = share.vocab_size * share.hidden_size * (tokens if num_targets is None else num_targets)
     layers = Counter(kinds or share.kinds)
     attention = sum(n * kind.forward_flops(document_lengths, *share.heads) for kind, n in layers.items())
-    return 2 * (matrices * tokens + head) + attention
+    return 2 * (matrices * tokens + head) * (1 if trains_matrices else 2 / 3) + attention

@@ -91,7 +91,10 @@ class Plan:
             tiles = f"{execution.mlp_tile_size} rows at a time" if execution.mlp_tile_size else "all rows at once"
             rows += [("attention", heads), ("MLP", tiles)]
         rows += [("attends to", describe(execution.kinds or self.step.share.kinds))]
-        if execution.linear != PLAIN:
+        if adapters := self.step.adapters:
+            trained = f"{self.step.trained:,} parameters of {self.step.share.num_parameters():,}"
+            rows.append(("adapters", f"rank {adapters.rank}, in {', '.join(adapters.targets)}: {trained}"))
+        elif execution.linear != PLAIN:
             rows.append(("linear maps", f"{execution.linear.name}, head bf16; costs some loss, see docs/memory.md"))
         if self.compared:
             compared = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.compared.items())

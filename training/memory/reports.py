@@ -6,6 +6,7 @@ measures it as well. Each report returns what it printed as a dictionary for JSO
 
 import bisect
 import dataclasses
+import functools
 import math
 import sys
 import time
@@ -206,7 +207,8 @@ def _print_answer(plan: Plan, machine: Machine, fits: bool, epoch: Epoch | None)
     if machine.flops:
         assert step.documents is not None
         model, kinds = machine.model, step.given.kinds
-        forward = sum(count * forward_flops(model, [round(n)], kinds) for n, count in step.documents.lengths)
+        flops_of = functools.partial(forward_flops, model, kinds=kinds, trains_matrices=step.adapters is None)
+        forward = sum(count * flops_of([round(n)]) for n, count in step.documents.lengths)
         flops = 3 * step.micro_batches * forward / (step.num_ranks * step.tensor_ranks)
         answer["mfu"] = flops / plan.seconds / machine.flops
         speed += f", MFU {answer['mfu']:.0%}"

@@ -52,8 +52,6 @@ def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | No
     if device.type == "cuda":
         if config.gradient_checkpointing or config.compile:
             return None
-        if config.lora is not None:
-            raise UserError("no plan counts adapters; give --gradient_checkpointing, without --memory_budget")
         if config.kernels == "torch":
             raise UserError(
                 "kernels torch takes more memory than plans count; use auto, or --gradient_checkpointing without a plan"
@@ -103,7 +101,15 @@ def linear_of(config: StepFlags, share: Share, device: torch.device, impl: str =
 
 
 def state_format_of(config: StepFlags, model_config: ModelConfig) -> str:
-    """The run's --optimizer_state. A model whose rows are no whole groups has float32 state, and compact is refused."""
+    """The run's --optimizer_state. Adapters have float32 state, as has a model whose rows are no whole groups.
+
+    Raises:
+        UserError: compact state where there is none.
+    """
+    if config.lora is not None:
+        if config.optimizer_state == "compact":
+            raise UserError("optimizer_state compact has no effect with lora, whose state is small; drop it")
+        return "float32"
     if model_config.hidden_size % GROUP == 0:
         return config.optimizer_state
     if config.optimizer_state == "compact":
@@ -198,7 +204,7 @@ def step_of(config: TrainConfig, model: Transformer, world: World, documents: Pa
     return Step(
         model.share, model.parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
         num_shards=num_shards, tensor_ranks=config.tensor_parallel_size, num_machines=world.num_machines,
-        num_copies=world.replicate,
+        num_copies=world.replicate, adapters=adapters_of(config),
     )  # fmt: skip
 
 
@@ -213,6 +219,7 @@ def step_on_meta(
     tensor_parallel_size: int = 1,
     num_machines: int = 1,
     replicate: int = 1,
+    adapters: Adapters | None = None,
 ) -> Step:
     """A step of a model on the meta device, which takes no memory; each sequence is one document.
 
@@ -222,23 +229,29 @@ def step_on_meta(
         context_parallel_size, tensor_parallel_size: GPUs that share each sequence, and each matrix.
         num_machines: machines that have equally many of the GPUs.
         replicate: copies of the weights.
+        adapters: all that is trained; None: every parameter is.
     """
     dtype = torch.float32 if num_gpus > 1 else torch.bfloat16
     num_shards = num_gpus // tensor_parallel_size // replicate
-    parameters = _parameters_on_meta(model_config, tensor_parallel_size)
+    parameters = _parameters_on_meta(model_config, tensor_parallel_size, adapters)
     shards = [parameter.chunk(num_shards)[0].to(dtype) for parameter in parameters]
     documents = PackedDocuments.one_each(context_length, batch_size)
     return Step(
         model_config.share(tensor_parallel_size), shards, context_length, batch_size, micro_batches, documents,
         given or Execution(), num_ranks=context_parallel_size, num_shards=num_shards if num_gpus > 1 else 0,
-        tensor_ranks=tensor_parallel_size, num_machines=num_machines, num_copies=replicate,
+        tensor_ranks=tensor_parallel_size, num_machines=num_machines, num_copies=replicate, adapters=adapters,
     )  # fmt: skip
 
 
 @functools.cache  # tables and searches ask for one model's parameters many times
-def _parameters_on_meta(model_config: ModelConfig, tensor_ranks: int) -> list[torch.Tensor]:
+def _parameters_on_meta(
+    model_config: ModelConfig, tensor_ranks: int, adapters: Adapters | None
+) -> list[torch.nn.Parameter]:
     with torch.device("meta"):
-        return list(Transformer(model_config, tensor_ranks).parameters())
+        model = Transformer(model_config, tensor_ranks)
+    if adapters is not None:
+        adapt(model, adapters)
+    return list(model.parameters())
 
 
 def memory_budgets(config: TrainConfig, world: World) -> tuple[float, float]:
@@ -400,7 +413,7 @@ def build(
 def build_bench(step: Step, execution: Execution, world: World) -> Bench:
     """A model of fresh weights and an optimizer, on which a profiler measures `step`."""
     gc.collect()  # frees the memory of an earlier bench
-    model = model_on_meta(ModelConfig(**vars(step.share)), world)
+    model = model_on_meta(ModelConfig(**vars(step.share)), world, step.adapters)
     host_weights = allocate(model, execution, world.device)
     optimizer = MasterAdamW(
         model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=execution.gpu_state_bytes,

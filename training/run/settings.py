@@ -208,6 +208,17 @@ def parse_interval(text: str) -> tuple[int, float]:
     return int(match[1] or 0), 60 * float(match[2] or 0)
 
 
+def check_lora(config: StepFlags) -> None:
+    """Refuse what is not supported beside adapters."""
+    if config.lora is not None and config.linear != "bf16":
+        raise UserError(f"lora beside linear {config.linear} is not supported: adapters are of bf16 weights; drop one")
+    if config.lora is not None and config.tensor_parallel_size > 1:
+        raise UserError(
+            "lora with tensor_parallel_size is not supported: ranks have whole adapters; give context_parallel_size, "
+            "or neither"
+        )
+
+
 def check_config(config: TrainConfig, given: Iterable[str]) -> None:
     """Refuse flags that contradict each other or would have no effect; `given_flags` has checked each value alone.
 
@@ -236,13 +247,7 @@ def check_config(config: TrainConfig, given: Iterable[str]) -> None:
         raise UserError(
             "selected_blocks_start with compile would compile blocks anew eight times, past PyTorch's limit; drop one"
         )
-    if config.lora is not None and config.linear != "bf16":
-        raise UserError(f"lora beside linear {config.linear} is not supported: adapters are of bf16 weights; drop one")
-    if config.lora is not None and config.tensor_parallel_size > 1:
-        raise UserError(
-            "lora with tensor_parallel_size is not supported: ranks have whole adapters; give context_parallel_size, "
-            "or neither"
-        )
+    check_lora(config)
     ends = {"warmup_steps": "its peak learning rate"}
     if config.selected_blocks_start is not None:  # without it `kinds_at` refuses selected_blocks_steps
         ends["selected_blocks_steps"] = "selected_blocks"

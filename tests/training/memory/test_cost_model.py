@@ -10,9 +10,11 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kernels.attention.full import FULL, attention_flops, together_pairs
+from kernels.lora import LORA
 from model import MODEL_SIZES, Transformer
+from training.lora import Adapters
 from training.memory.cost_model import UPDATE_BESIDE_FORWARD, PackedDocuments, Step, forward_flops
-from training.memory.execution import Execution, Placement
+from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import H200
 from training.memory.planner import Plan, _Search, find_max_context
 from training.optimizer import NUM_SLOTS
@@ -393,6 +395,27 @@ def check_that_the_reduction_keeps_its_memory(step, unsharded):
     assert all(stage.idle == 0 for stage in unsharded.stages(execution))
 
 
+@pytest.mark.parametrize("placement", [Placement("gpu", "gpu"), WHOLE], ids=["placed", "whole"])
+@pytest.mark.parametrize("size", ["4B", "8B"])
+def test_adapters_spare_the_products_of_weights_gradients(size, placement):
+    """And the update, but for the adapters'. What adapters read and write is counted beside it."""
+    adapters, given = Adapters(16, 32.0), Execution(loss_impl="chunked")
+    full = step_on_meta(MODEL_SIZES[size], 32_768, given=given)
+    lora = step_on_meta(MODEL_SIZES[size], 32_768, given=replace(given, linear=LORA), adapters=adapters)
+    placed = [replace(step.given, placements=(placement,) * 36, mlp_tile_size=8192) for step in (full, lora)]
+    share = full.share
+    matrices = 36 * share.layer_matrix_parameters() + share.vocab_size * share.hidden_size
+    updates = [4 * step.optimizer(e).gpu_state / H200["memory"] for step, e in zip((full, lora), placed)]
+    forward, backward = lora._adapter_traffic()
+    again = 0 if placement.is_whole else forward
+    expected = 2 * 32_768 * matrices / H200["products"] + updates[0] - updates[1]
+    expected -= 36 * (forward + backward + again) / H200["memory"]
+    saved = full.seconds(placed[0], H200) - lora.seconds(placed[1], H200)
+    assert saved == pytest.approx(expected, rel=1e-6)
+    assert lora.trained == sum(p.numel() for p in lora.parameters if p.requires_grad)
+    assert updates[1] < 0.01 * updates[0] and 0 < forward < backward
+
+
 def test_forward_flops_count_attention_causally():
     config = MODEL_SIZES["4B"]
     dense = 2 * (config.num_parameters() - 36 * (2 * 2560 + 256) - 2560) * 131_072
@@ -401,3 +424,10 @@ def test_forward_flops_count_attention_causally():
     assert forward_flops(config, [65_536, 65_536]) < forward_flops(config, [131_072])
     head = 2 * config.vocab_size * config.hidden_size
     assert forward_flops(config, [131_072]) - forward_flops(config, [131_072], num_targets=72) == 131_000 * head
+
+
+def test_frozen_matrices_have_two_products_of_three():
+    share = MODEL_SIZES["4B"]
+    full, frozen = (forward_flops(share, [4096, 100], trains_matrices=trains) for trains in (True, False))
+    attention = sum(kind.forward_flops([4096, 100], *share.heads) for kind in share.kinds)
+    assert 3 * (frozen - attention) == pytest.approx(2 * (full - attention))

@@ -7,8 +7,10 @@ import pytest
 
 from kernels.attention.nsa.nsa import NSA
 from kernels.attention.sparse.sparse_attention import Sparse
+from kernels.lora import LORA
 from model import MODEL_SIZES
 from tests.training.memory.test_cost_model import step_of
+from training.lora import Adapters
 from training.memory.cost_model import PackedDocuments, Step
 from training.memory.execution import WHOLE, Execution
 from training.memory.machine import H200
@@ -59,6 +61,33 @@ def test_blocks_stay_whole_where_memory_is_plenty():
     assert all(places == sorted(places) for places in whole)
     assert 0 < sum(whole[0]) < sum(whole[1]) < sum(whole[2]) < 36
     assert plans[0].seconds > plans[1].seconds > plans[2].seconds > plan.seconds
+
+
+def test_adapters_of_the_4b_fit_16_gib_with_little_host_memory():
+    """At 131,072 tokens, where full training needs more of both. More memory saves time."""
+    given = Execution(state_format="float32")
+    full = step_on_meta(MODEL_SIZES["4B"], 131_072, given=given)
+    lora = step_on_meta(
+        MODEL_SIZES["4B"], 131_072, given=replace(given, linear=LORA), adapters=Adapters(16, 32.0)
+    )  # fmt: skip
+    assert not has_plan(full, 16 * GIB, 28 * GIB)
+    plans = [make_plan(lora, gpu * GIB, host * GIB) for gpu, host in ((16, 28), (24, 28), (24, 110), (139, 110))]
+    assert all(plan.peak.bytes <= plan.gpu_budget and plan.host_bytes <= plan.host_budget for plan in plans)
+    seconds = [plan.seconds for plan in plans]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < make_plan(full, 139 * GIB, 110 * GIB).seconds
+    assert "adapters               rank 16, in q_proj, k_proj" in str(plans[0])
+
+
+@pytest.mark.parametrize("size", ["4B", "8B"])
+def test_weights_beside_adapters_may_wait_on_the_host(size):
+    """With all blocks, and with embedding and head, where a GPU has no room for the weights."""
+    lora = step_on_meta(
+        MODEL_SIZES[size], 16_384, given=Execution(linear=LORA), adapters=Adapters(16, 32.0)
+    )  # fmt: skip
+    plan = make_plan(lora, 0.6 * lora.parameter_bytes, HOST)
+    assert {p.weights for p in plan.execution.placements} >= {"host"}
+    assert 0.4 * lora.parameter_bytes < plan.host_bytes < HOST
 
 
 def test_compact_state_makes_131k_fit_where_float32_does_not():

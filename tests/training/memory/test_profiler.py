@@ -19,13 +19,14 @@ from kernels.attention.full import FULL
 from kernels.fp8 import FP8
 from kernels.gated_mlp import gated_mlp_footprint
 from kernels.head_exchange import HeadExchange
-from kernels.linear import PLAIN
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
+from kernels.lora import LORA
 from kernels.parts import part_of
 from kernels.tensor_parallel import TensorRanks
 from model import MODEL_SIZES, ModelConfig, Transformer
 from tests.storage_counter import StorageCounter
 from training.families import in_family
+from training.lora import Adapters, adapt
 from training.memory import cost_model, profiler
 from training.memory.cost_model import PackedDocuments, Stage, Step
 from training.memory.execution import WHOLE, Execution, Placement
@@ -69,8 +70,8 @@ def own_bytes(step, execution):
     D, width = share.hidden_size, share.intermediate_size
     linear = execution.linear
     mlp = gated_mlp_footprint(step.tokens, D, width, tile_size=execution.mlp_tile_size or 1, linear=linear)
-    loss = linear_cross_entropy_footprint(step.tokens, D, share.vocab_size)
-    hidden, mlp_weights = 2 * step.tokens * D, 2 * 3 * D * width
+    loss = linear_cross_entropy_footprint(step.tokens, D, share.vocab_size, trains_head=step.adapters is None)
+    hidden, mlp_weights = 2 * step.tokens * D, 2 * 3 * D * width * linear.trains_matrices
 
     def some_heads(*arguments):
         kind = part_of(arguments[10])
@@ -106,7 +107,10 @@ class SharedBench(Bench):
 
 def model_of(step):
     """A model of the shape that one rank has."""
-    return Transformer(ModelConfig(**vars(step.share)))
+    model = Transformer(ModelConfig(**vars(step.share)))
+    if step.adapters:
+        adapt(model, step.adapters)
+    return model
 
 
 def run_dry(step, *executions, warm_up=False):
@@ -171,6 +175,9 @@ def step_of(
     config = replace(in_family(config, model_type), num_hidden_layers=layers, layer_kinds=kinds, **scalars or {})
     with torch.device("meta"):
         model = Transformer(config, options.get("tensor_ranks", 1)).to(torch.bfloat16)
+    if adapters := options.get("adapters"):
+        adapt(model, adapters)
+        given = replace(given, linear=LORA)
     documents = PackedDocuments.one_each(context_length, options.get("batch_size", 1))
     return Step(model.share, model.parameters(), context_length, documents=documents, given=given, **options)
 
@@ -213,6 +220,25 @@ CASES = {
     "norms before and after, whole": (16_384, [WHOLE] * 4, None, None, {"scalars": FOUR_NORMS}),
     "norms after": (65_536, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, {"scalars": NORMS_AFTER}),
     "norms after, whole": (16_384, [WHOLE] * 4, None, None, {"scalars": NORMS_AFTER}),
+    "lora, checkpointing": (131_072, [Placement()] * 4, None, None, {"adapters": Adapters(16, 32.0)}),
+    "lora, whole": (65_536, [GPU, WHOLE, WHOLE, WHOLE], 8192, None, {"adapters": Adapters(64, 32.0)}),
+    "lora, groups": (131_072, [ON_HOST, GPU] * 2, 8192, 1, {"adapters": Adapters(16, 32.0), "gpu_state_bytes": 0}),
+    "lora, some projections": (131_072, [ON_HOST] * 4, 8192, 1, {"adapters": Adapters(8, 8.0, ("q_proj", "v_proj"))}),
+    "lora, ends": (
+        131_072,
+        [VISITS] * 4,
+        8192,
+        1,
+        {"adapters": Adapters(16, 16.0), "ends": "host", "gpu_state_bytes": 0},
+    ),
+    "lora, nsa": (65_536, [Placement(), GPU] * 2, 8192, None, {"adapters": Adapters(16, 16.0), "kinds": (NSA(),)}),
+    "lora, untied, standard loss": (
+        8192,
+        [Placement(), WHOLE] * 2,
+        None,
+        None,
+        {"adapters": Adapters(16, 16.0), "size": "8B", "loss_impl": "standard"},
+    ),
     "untied ends": (524_288, [VISITS] * 4, 8192, 1, {"ends": "host", "size": "8B", "gpu_state_bytes": 0}),
 }
 
@@ -225,9 +251,9 @@ def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
     """
     context_length, placements, tile_size, heads, more = CASES[case]
     kinds, state = more.get("kinds", (FULL,)), more.get("gpu_state_bytes", math.inf)
-    options = {"num_hidden_layers": 4, "kinds": kinds, "scalars": more.get("scalars")}
-    step = step_of(more.get("size", "4B"), context_length, loss_impl="chunked", **options)
-    step = replace(step, given=replace(step.given, linear=more.get("linear", PLAIN)))
+    options = {"num_hidden_layers": 4, "kinds": kinds, "scalars": more.get("scalars"), "adapters": more.get("adapters")}
+    step = step_of(more.get("size", "4B"), context_length, loss_impl=more.get("loss_impl", "chunked"), **options)
+    step = replace(step, given=replace(step.given, linear=more.get("linear", step.given.linear)))
     execution = replace(
         step.given, placements=tuple(placements), mlp_tile_size=tile_size, heads_at_a_time=heads,
         gpu_state_bytes=state, ends=more.get("ends", "gpu"),
