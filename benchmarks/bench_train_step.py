@@ -7,7 +7,8 @@ Our step is train.py's, with float32 masters and its looks between blocks for a 
 either, "+flash-attn-4" names another attention kernel, and "+sparse" and "+nsa" are --attention_type. "+windows" gives
 three layers of four a window of 4,096 tokens. The peer is transformers' Qwen3 with Liger's kernels and loss, gradient
 checkpointing and fused AdamW on bf16 weights (no float32 masters). All train on the same text as one document: the
-Python standard library, bytes.
+Python standard library, bytes. With `--lora 16` all of them train adapters of that rank alone, the peer by peft's, in
+bf16.
 
 The first of a setting's `--steps` compiles kernels and makes workspaces and optimizer state; above 131,072 tokens it
 has 16,384. The last step is timed, from the end of the backward before to the end of its own: an update of state on the
@@ -55,7 +56,7 @@ from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer
 from training.checkpoint.files import SPARE_BYTES
 from training.checkpoint.pieces import SAVING_BYTES
 from training.checkpoint.saver import Saver
-from training.choices import LINEARS, OPTIMIZER_STATES
+from training.choices import LINEARS, LORA_TARGETS, OPTIMIZER_STATES
 from training.data.loader import Batch, PackedLoader
 from training.data.packing import ConcatenatedPacking
 from training.data.sources import Document, read_documents
@@ -87,6 +88,7 @@ def main() -> None:
     parser.add_argument("--host_budget", help="for settings with a memory budget")
     parser.add_argument("--optimizer_state", default="float32", choices=OPTIMIZER_STATES, help="as train.py's")
     parser.add_argument("--linear", default="bf16", choices=LINEARS, help="as train.py's")
+    parser.add_argument("--lora", type=int, help="rank of adapters of all projections, which alone are trained")
     parser.add_argument(
         "--weights_on_host",
         action="store_true",
@@ -221,7 +223,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
     losses, every, peaks, timed = [], [], [0], steps[len(steps) // 2 :] if arguments.packed else steps[-1:]
     try:
         if setting == "peer":
-            step = peer_step(config, world)
+            step = peer_step(config, arguments.lora, world)
         else:
             step, plan, optimizer = our_step(setting, arguments, steps, world)
         synchronize(world)
@@ -254,7 +256,14 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
         )
     own = [batch for ranks in timed for batch in ranks[world.data_rank]]
     kinds = plan.execution.kinds if plan else ()
-    model_flops = 3 * sum(forward_flops(config, b.text_lengths, kinds, b.num_valid_tokens) for b in own) / len(timed)
+    model_flops = (
+        3
+        / len(timed)
+        * sum(
+            forward_flops(config, b.text_lengths, kinds, b.num_valid_tokens, trains_matrices=arguments.lora is None)
+            for b in own
+        )
+    )
     return {
         "seconds": seconds,
         "predicted_seconds": predicted,
@@ -293,6 +302,7 @@ def our_step(
         replicate=arguments.replicate,
         optimizer_state=arguments.optimizer_state,
         linear=arguments.linear,
+        lora=arguments.lora,
         attention_backend=backend if backend not in ("", "sparse", "nsa") else "auto",
         attention_type=backend if backend in ("sparse", "nsa") else "full",
         gradient_checkpointing=placement == "checkpointing",
@@ -384,8 +394,8 @@ def check_saved(saver: Saver, step: int) -> None:
         raise RuntimeError(f"the checkpoint of step {step} failed, as a line above says")
 
 
-def peer_step(config: ModelConfig, world: World) -> Callable:
-    """A function that makes one step from one micro-batch and returns the loss."""
+def peer_step(config: ModelConfig, lora: int | None, world: World) -> Callable:
+    """A function that makes one step from one micro-batch and returns the loss; `lora` is the rank of adapters."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     if world.device.type == "cuda":  # Liger's kernels run nowhere else
@@ -404,16 +414,22 @@ def peer_step(config: ModelConfig, world: World) -> Callable:
         holder = argparse.Namespace(config=config)
         for name, parameter in model.named_parameters():
             initializer(holder, name, parameter)
+    if lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        adapters = LoraConfig(r=lora, lora_alpha=2 * lora, target_modules=[*LORA_TARGETS])
+        model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LEARNING_RATE, fused=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=PEAK_LEARNING_RATE, fused=True)
 
     def step(batches: list[Batch]) -> float:
         [batch] = batches
         ids = batch.input_ids.to(world.device)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())

@@ -15,6 +15,7 @@ from tests.runs import arguments, losses, only_resume, saved_settings, weights_o
 from training import generate
 from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import find_weights, load_model_weights, parameter_shapes, shape_of_weights
+from training.evaluation import __main__ as evaluation
 from training.lora import Adapters, adapt, read_adapters
 
 RANK = 3
@@ -138,7 +139,7 @@ def test_merged_weights_are_pefts(run, base, tmp_path):
         torch.testing.assert_close(tensor, expected[name].detach(), rtol=1e-6, atol=1e-6)
 
 
-def test_a_folder_of_adapters_is_read_like_the_merged_one(run, tmp_path, capsys):
+def test_a_folder_of_adapters_is_read_like_the_merged_one(run, corpus, tmp_path, capsys):
     folder, merged = run / "step_00000006", tmp_path / "merged"
     weights_module.main(["export", str(folder), str(merged), "--merge", "--dtype", "float32"])
     capsys.readouterr()
@@ -146,6 +147,12 @@ def test_a_folder_of_adapters_is_read_like_the_merged_one(run, tmp_path, capsys)
     for source in (folder, merged):
         generate.main([str(source), "def main(", "--max_new_tokens", "20", "--device", "cpu"])
         written.append(capsys.readouterr().out)
+        judged = tmp_path / "judged" / source.name
+        data = ["--data", corpus, "--samples", "0", "--sequences", "2", "--context_length", "256"]
+        assert evaluation.main([str(source), *data, "--device", "cpu", "--output_dir", str(judged)]) in (0, None)
+        capsys.readouterr()
+        found = json.loads((judged / "evaluation.json").read_text())
+        written[-1] += json.dumps(found["loss_by_position"])
     assert written[0] == written[1] != ""
 
 

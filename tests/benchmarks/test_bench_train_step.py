@@ -14,7 +14,12 @@ PACKED = ["--packed", "--steps", "3"]
 
 @pytest.mark.parametrize(
     "flags",
-    [["--save_to"], [*PACKED, "--in_order", "--mean_length", "9"], [*PACKED, "--heavy_tailed", "--linear", "fp8"]],
+    [
+        ["--save_to"],
+        [*PACKED, "--lora", "4"],
+        [*PACKED, "--in_order", "--mean_length", "9"],
+        [*PACKED, "--heavy_tailed", "--linear", "fp8"],
+    ],
 )
 def test_times_every_step_but_the_first(flags, monkeypatch, capsys, tmp_path):
     arguments = ["--model_size", "tiny", "--context_length", "64", "--settings", "checkpointing", "--device", "cpu"]

@@ -1,18 +1,22 @@
 """Adapters against peft's: losses of ten steps, every gradient, merged weights, and files."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kernels.attention.documents import find_documents
 from kernels.lora import LORA, merged
-from model import Transformer, adapted
+from model import MODEL_SIZES, Transformer, adapted
 from training.choices import LORA_TARGETS
 from training.families import from_config_json
 from training.lora import Adapters, adapt
+from training.memory.cost_model import Step
 from training.memory.execution import Execution, Placement
-from training.memory.placement import apply_execution
+from training.memory.placement import allocate, apply_execution
+from training.optimizer import MasterAdamW
+from training.parallel.fsdp import initial_weights
 
 SIZES = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -115,6 +119,43 @@ def test_packed_documents_and_the_chunked_loss_are_as_one_by_one():
     torch.testing.assert_close(loss, sum(losses))
     for found, exact in zip([p.grad for p in model.parameters() if p.requires_grad], expected):
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_that_visit_train_the_same_adapters(tied):
+    """Checks losses and adapters bit by bit, with all weights on the host and with none."""
+    shape = {"num_hidden_layers": 3, "tie_word_embeddings": tied}
+    config, adapters = replace(MODEL_SIZES["tiny"], **shape), Adapters(4, 8.0, ("q_proj", "o_proj", "up_proj"))
+
+    def train(place):
+        pair = Placement("gpu", "gpu", weights=place), Placement("recompute", weights=place)
+        placements = *pair, Placement("host", "host", weights=place)
+        execution = Execution(
+            placements, mlp_tile_size=16, heads_at_a_time=1, loss_impl="chunked", ends=place, linear=LORA
+        )  # fmt: skip
+        with torch.device("meta"):
+            model = Transformer(config)
+        adapt(model, adapters)
+        host_weights = allocate(model, execution, torch.device("cpu"))
+        assert len(host_weights) == (len([*model.parameters()]) - 1 if place == "host" else 0)  # the last norm's stays
+        optimizer = MasterAdamW(model.named_parameters(), host_weights=host_weights)
+        optimizer.load_weights(initial_weights(model, seed=0))
+        arena = Step(config, model.parameters(), 61, batch_size=4, given=execution, adapters=adapters)
+        apply_execution(model, execution, arena.arena_bytes(execution), optimizer.homes)
+        losses = []
+        for ids in batches(4):
+            loss = model(ids, ids).loss
+            loss.backward()
+            losses.append(float(loss.detach()))
+            optimizer.clip_grad_norm(1.0)
+            optimizer.step(1e-2)
+            with torch.no_grad():
+                losses.append(float(model(ids, ids).loss))
+        return losses, {name: weight.clone() for name, weight in optimizer.weights().items()}
+
+    (losses, expected), (found_losses, found) = train("gpu"), train("host")
+    assert found_losses == losses and losses[1] < losses[0]
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_merged_weights_are_pefts_to_rounding():
