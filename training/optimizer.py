@@ -207,9 +207,9 @@ class MasterAdamW:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101), decoupled weight decay on matrices only.
 
     Args:
-        named_parameters: the model's, all of one dtype, and sharded over one mesh of all ranks or not at all. The names
-            are keys of the saved state. Parameters on a GPU are on the current one. Those that take no gradient stay
-            as they are, and have no state.
+        named_parameters: the model's, sharded over one mesh of all ranks or not at all. The names are keys of the saved
+            state. Parameters on a GPU are on the current one. Those that take no gradient stay as they are, and have no
+            state. The others are of one dtype.
         weight_decay: argument of torch.optim.AdamW.
         rate_ratios: factors of the learning rate of some parameters, by the end of their names.
         accumulate: whether there may be more than one backward before an update.
@@ -240,7 +240,8 @@ class MasterAdamW:
         self.parameters = dict(named_parameters)
         parameters, host_weights = list(self.parameters.values()), list(host_weights)
         self.device = device = _flat(parameters[0]).device
-        kinds = {(p.dtype, p.device_mesh if isinstance(p, DTensor) else None) for p in parameters}
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        kinds = {(p.dtype, p.device_mesh if isinstance(p, DTensor) else None) for p in trained}
         assert len(kinds) == 1, f"parameters of several dtypes or meshes: {kinds}"
         self.accumulate, self.impl = accumulate, impl
         layout = _layout(parameters, accumulate, gpu_state_bytes, state_format, host_weights)

@@ -29,7 +29,7 @@ from training.choices import LORA_TARGETS
 from training.families import extend
 from training.host.errors import UserError, refused_as_user_error
 from training.host.sizes import available_host_bytes, parse_bytes
-from training.lora import ADAPTERS, Adapters, adapt
+from training.lora import ADAPTERS, Adapters, adapt, in_bf16
 from training.memory.cost_model import PackedDocuments, Step, gib
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import Rates, cap_gpu_memory, gpu_budget, measure_attention, measure_network, measure_rates
@@ -231,10 +231,10 @@ def step_on_meta(
         replicate: copies of the weights.
         adapters: all that is trained; None: every parameter is.
     """
-    dtype = torch.float32 if num_gpus > 1 else torch.bfloat16
     num_shards = num_gpus // tensor_parallel_size // replicate
     parameters = _parameters_on_meta(model_config, tensor_parallel_size, adapters)
-    shards = [parameter.chunk(num_shards)[0].to(dtype) for parameter in parameters]
+    masters = torch.float32 if num_gpus > 1 else torch.bfloat16
+    shards = [p.chunk(num_shards)[0].to(masters if p.requires_grad else torch.bfloat16) for p in parameters]
     documents = PackedDocuments.one_each(context_length, batch_size)
     return Step(
         model_config.share(tensor_parallel_size), shards, context_length, batch_size, micro_batches, documents,
@@ -359,11 +359,16 @@ def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device)
 
 
 def model_on_meta(model_config: ModelConfig, world: World, adapters: Adapters | None = None) -> Transformer:
-    """A model that takes no memory: bf16 on one GPU, else float32 (FSDP computes in bf16 from float32 shards)."""
+    """A model that takes no memory: bf16 on one GPU, else float32, from which FSDP computes in bf16.
+
+    Frozen weights on GPUs are bf16 in any case.
+    """
     with torch.device("meta"):
         model = Transformer(model_config, world.tensor_size)
     if adapters is not None:
         adapt(model, adapters)
+        if world.device.type == "cuda":
+            in_bf16(model)
     if world.size > 1:
         share_matrices(model, world)
         shard_model(model, model.layers, world)

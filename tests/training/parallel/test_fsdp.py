@@ -9,6 +9,7 @@ import torch
 from kernels.attention.documents import find_documents
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
+from training.lora import Adapters, adapt, in_bf16
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
 from training.parallel.world import World
 
@@ -35,6 +36,26 @@ def build(device, world=None):
     return model
 
 
+def build_adapted(device, world=None):
+    """Adapters in float32 beside frozen weights in bfloat16, sharded; for one process, adapters in bfloat16."""
+    with torch.device("meta"):
+        model = Transformer(CONFIGS[device.type])
+    adapt(model, Adapters(4, 8.0))
+    if world is None:
+        model.to(torch.bfloat16)
+    else:
+        in_bf16(model)
+        shard_model(model, model.layers, world, compute_dtype=torch.bfloat16)
+    model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(1)
+    drawn = dict(initial_weights(model, seed=0))
+    for name in drawn:
+        if "lora_B" in name:
+            drawn[name] = torch.randn(drawn[name].shape, generator=generator, device=device) / 10
+    copy_weights(model, ((name, full.bfloat16().to(full.dtype)) for name, full in drawn.items()))
+    return model
+
+
 def make_batch(device):
     T = 100 if device.type == "cpu" else 4096
     ids = torch.randint(256, (2, T), generator=torch.Generator().manual_seed(0))
@@ -47,11 +68,12 @@ def loss_and_gradients(model, ids, documents):
     gradients = {
         name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).double()
         for name, p in model.named_parameters()
+        if p.requires_grad
     }
     return loss.detach(), gradients
 
 
-def compare_with_one_process(world: World) -> None:
+def compare_with_one_process(world: World, build=build) -> None:
     """Each rank has its own sequence; a single process takes both, one after the other."""
     seen = []
     module = importlib.import_module("kernels.qkv_attention")  # the package's attribute of that name is the function
@@ -69,6 +91,8 @@ def compare_with_one_process(world: World) -> None:
     losses = [loss_and_gradients(alone, ids[i : i + 1], documents[i : i + 1])[0] for i in range(2)]
     assert torch.equal(loss, losses[world.rank]), (loss, losses)
     for name, parameter in alone.named_parameters():
+        if not parameter.requires_grad:
+            continue
         found, expected = gradients[name], parameter.grad.double()  # summed in float32 and in bfloat16
         difference = float((found - expected).norm() / expected.norm())
         assert difference < 5e-3, (name, difference)
@@ -78,8 +102,13 @@ def test_two_processes_equal_one_in_bfloat16():
     run_ranks(2, compare_with_one_process)
 
 
+def test_two_processes_train_the_adapters_of_one():
+    run_ranks(2, compare_with_one_process, build_adapted)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("replicate", [1, 2])
-def test_two_gpus_equal_one(replicate):
-    run_ranks(2, compare_with_one_process, device="cuda", replicate=replicate)
+@pytest.mark.parametrize("build", [build, build_adapted])
+def test_two_gpus_equal_one(build, replicate):
+    run_ranks(2, compare_with_one_process, build, device="cuda", replicate=replicate)
