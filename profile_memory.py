@@ -51,6 +51,7 @@ from training.host.errors import UserError
 from training.host.files import check_can_write
 from training.host.processes import command
 from training.host.sizes import GIB, available_host_bytes, budget_of_machine, parse_bytes
+from training.lora import has_adapters, read_adapters
 from training.memory.cost_model import PackedDocuments, Step, gib
 from training.memory.execution import Execution
 from training.memory.machine import (
@@ -100,6 +101,9 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
         raise UserError(f"num_layers must be at most {layers}, got {flags.num_layers}")
     kinds_of(flags, shape_of(flags))
     check_lora(flags)
+    if flags.init_from and has_adapters(flags.init_from):
+        adapters, base = read_adapters(flags.init_from)
+        raise UserError(f"{flags.init_from} holds adapters; give --init_from {base} --lora {adapters.rank}")
     check_mesh(flags)
     state_format_of(flags, shape_of(flags))  # refuses a format without effect
     for name in ("measure", "num_layers", "snapshot"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import profile_memory
 import train
 from kernels.lora import LORA
 from model import Transformer
@@ -248,6 +249,15 @@ def test_damage_is_refused(damaged, run, base, corpus, tmp_path, capsys):
         capsys.readouterr()
         assert train.main(argv) == 1
         assert f"{file.name} is corrupted" in capsys.readouterr().err
+
+
+def test_a_profile_is_of_the_base(run, base, capsys):
+    assert profile_memory.main(["--init_from", str(run / "step_00000006"), "--gpu", "24GB"]) == 1
+    assert f"holds adapters; give --init_from {base} --lora {RANK}" in capsys.readouterr().err
+    assert (
+        profile_memory.main(["--init_from", str(base), "--lora", "3", "--lora_targets", "q_proj", "--gpu", "24GB"]) == 0
+    )
+    assert "adapters               rank 3, in q_proj: " in capsys.readouterr().out
 
 
 def test_exports_say_what_they_need(run, base, tmp_path, capsys):

@@ -102,6 +102,31 @@ def test_losses_and_gradients_are_pefts(name, execution):
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
+@pytest.mark.parametrize("ratio", [1.0, 8.0])
+def test_ten_steps_of_adamw_are_pefts(ratio):
+    """Checks losses on unlike batches, with LoRA+ as well: B's rate is `ratio` times A's."""
+    theirs = peft_model("Llama")
+    model = ours_like(theirs, "Llama")
+    apply_execution(model, EXECUTIONS["tiles, heads at a time"])
+    optimizer = MasterAdamW(model.named_parameters(), rate_ratios={"lora_B.weight": ratio})
+    named = [(n, p) for n, p in theirs.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for n, p in named if f"lora_{side}" in n], "lr": rate}
+        for side, rate in (("A", 0.01), ("B", 0.01 * ratio))
+    ]
+    reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1)
+    found, expected = [], []
+    for ids in batches(10):
+        loss, loss_of_reference = model(ids, ids).loss, theirs(input_ids=ids, labels=ids).loss
+        for each, losses in ((loss, found), (loss_of_reference, expected)):
+            each.backward()
+            losses.append(float(each.detach()))
+        optimizer.step(0.01)
+        reference.step()
+        reference.zero_grad()
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
 def test_packed_documents_and_the_chunked_loss_are_as_one_by_one():
     """Checks adapters' gradients of three packed documents, in tiles and by heads, against one document at a time."""
     theirs = peft_model("Qwen3")
