@@ -193,6 +193,29 @@ def test_flags_without_weights_to_adapt_are_refused(name, corpus, tmp_path, caps
     assert f"{name} has no effect without init_from" in capsys.readouterr().err
 
 
+def test_one_command_starts_and_goes_on(base, corpus, tmp_path, capsys):
+    """Checks --resume auto with the targets in another order than theirs in a block."""
+    flags = ["--lora_targets", "up_proj,q_proj", "--resume", "auto"]
+    for steps in (2, 4, 4):
+        assert train.main(lora_arguments(base, corpus, tmp_path / "run", *flags, steps=steps)) == 0
+    assert saved_settings(tmp_path / "run", 4)["lora_targets"] == "q_proj,up_proj"
+    capsys.readouterr()
+    without = arguments(corpus, tmp_path / "other", "--lora", "4", "--resume", "auto")
+    assert train.main(without) == 1 and "lora has no effect without init_from" in capsys.readouterr().err
+    resumed = only_resume(tmp_path / "run", "--max_steps", "9", "--lora_plus", "2")
+    assert train.main(resumed) == 0 and saved_settings(tmp_path / "run", 9)["lora_plus"] == 2
+
+
+def test_a_run_of_all_weights_takes_no_adapters(corpus, tmp_path, capsys):
+    assert train.main(arguments(corpus, tmp_path / "run", steps=2)) == 0
+    for name, value, message in (
+        ("lora_plus", "2", "lora_plus has no effect without lora"),
+        ("lora", "2", "was trained with no adapters, not Adapters(rank=2"),
+    ):
+        assert train.main(only_resume(tmp_path / "run", "--max_steps", "9", f"--{name}", value)) == 1
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["lora_alpha", "lora_targets", "lora_plus"])
 def test_flags_without_lora_are_refused(name, base, corpus, tmp_path, capsys):
     value = "q_proj" if name == "lora_targets" else "4"

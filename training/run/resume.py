@@ -212,12 +212,14 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
         config = replace(config, max_steps=step + DEFAULT_STEPS)
     if config.max_steps <= step and config.resume == "yes":
         raise UserError(f"{checkpoint} is at step {step}, max_steps is {config.max_steps}; raise max_steps to go on")
-    for name in ("lora", "lora_alpha", "lora_targets"):
-        if getattr(config, name) != getattr(before, name):
-            raise UserError(
-                f"{name} {getattr(config, name)}: {checkpoint} was trained with {getattr(before, name)}; drop it, or "
-                f"start from its weights with --init_from {checkpoint} and another --output_dir"
-            )
+    if adapters_of(config) != adapters_of(before):
+        had, asked = adapters_of(before) or "no adapters", adapters_of(config)
+        raise UserError(
+            f"{checkpoint} was trained with {had}, not {asked}; drop what differs, or start from its weights with "
+            f"--init_from {checkpoint} and another --output_dir"
+        )
+    refuse_without_adapters(config, given)
+    config = replace(config, lora_targets=before.lora_targets)  # in the order that they were saved in
     check_config(config, given)
     check_same_data(state["loader"], {"context_length": config.context_length, "seed": config.seed})
     cosine_steps = given.get("max_steps", cosine_before)
@@ -322,11 +324,19 @@ def with_adapters(config: TrainConfig, given: Iterable[str]) -> TrainConfig:
                 )
         config = replace(config, **own)
     elif (adapters := adapters_of(config)) is not None:
+        if config.init_from is None:
+            raise UserError("lora has no effect without init_from, which it adapts; drop it, or give that")
         config = replace(config, lora_alpha=adapters.alpha, lora_targets=",".join(adapters.targets))
-    elif without := [name for name in ("lora_alpha", "lora_targets", "lora_plus") if name in given]:
-        raise UserError(f"{without[0]} has no effect without lora; drop it, or give lora")
+    refuse_without_adapters(config, given)
     check_config(config, given)
     return config
+
+
+def refuse_without_adapters(config: TrainConfig, given: Iterable[str]) -> None:
+    """Refuse flags that have no effect on a run without adapters."""
+    without = [name for name in ("lora_alpha", "lora_targets", "lora_plus") if name in given and config.lora is None]
+    if without:
+        raise UserError(f"{without[0]} has no effect without lora; drop it, or give lora")
 
 
 def inherit_settings(saved: dict, given: dict, device: torch.device) -> TrainConfig:
