@@ -151,13 +151,17 @@ class Refusing(Plain):
 
 
 @pytest.mark.parametrize("at_a_time", [None, 1])
-def test_no_product_is_made_for_the_gradient_of_a_frozen_weight(at_a_time, device):
-    """Checks the MLP in tiles and attention by heads: the input's gradient is the one beside trained weights."""
+def test_no_product_is_made_for_the_gradient_of_a_frozen_weight(at_a_time):
+    """Checks the MLP in tiles and attention by heads: the input's gradient is the one beside trained weights.
+
+    On the CPU, where attention takes float32.
+    """
+    on_cpu = functools.partial(random, device="cpu")
     B, T, G, K, D, F_ = 2, 7, 2, 16, 24, 48
-    x = random(B, T, D)
-    mlp = [random(*shape, seed=i) for i, shape in enumerate([(F_, D), (F_, D), (D, F_)], start=1)]
-    qkvo = [random(*shape, seed=i) / 5 for i, shape in enumerate([(4 * K, D), (G * K, D), (G * K, D), (D, 4 * K)])]
-    biases = [random(len(weight), seed=9) for weight in qkvo[:3]]
+    x = on_cpu(B, T, D)
+    mlp = [on_cpu(*shape, seed=i) for i, shape in enumerate([(F_, D), (F_, D), (D, F_)], start=1)]
+    qkvo = [on_cpu(*shape, seed=i) / 5 for i, shape in enumerate([(4 * K, D), (G * K, D), (G * K, D), (D, 4 * K)])]
+    biases = [on_cpu(len(weight), seed=9) for weight in qkvo[:3]]
 
     def attention(x, q, k, v, o, *biases, **options):
         return qkv_attention(x, QKVParameters([q, k, v], [*biases], [], 1e-6, K), o, None, None, **options)

@@ -28,7 +28,8 @@ RANK, CHECKING = 3, Checking()
 def adapters(*matrices, rank=RANK, seed=50):
     """Returns A and B of each matrix, one after the other."""
     shapes = [shape for N, K in (matrix.shape for matrix in matrices) for shape in ((rank, K), (N, rank))]
-    return [random(*shape, seed=seed + i, dtype=matrices[0].dtype) / shape[-1] ** 0.5 for i, shape in enumerate(shapes)]
+    like = {"dtype": matrices[0].dtype, "device": matrices[0].device}
+    return [random(*shape, seed=seed + i, **like) / shape[-1] ** 0.5 for i, shape in enumerate(shapes)]
 
 
 def adapted(matrices, tensors):
@@ -75,11 +76,12 @@ def test_the_mlp_matches_float64(tile_size, dtype, device, poisoned_memory):
 
 
 def attention_case(B, T, G, group, K, D, targets, dtype=torch.float32):
-    """Attention whose projections of `targets`, of q, k, v and o, are adapted."""
+    """Attention whose projections of `targets`, of q, k, v and o, are adapted; on the CPU, where it takes float32."""
+    like = {"dtype": dtype, "device": "cpu"}
     H = G * group
     shapes = (H * K, D), (G * K, D), (G * K, D), (D, H * K)
-    matrices = [random(*shape, seed=i, dtype=dtype) / shape[1] ** 0.5 for i, shape in enumerate(shapes)]
-    biases = [random(len(matrix), seed=20 + i, dtype=dtype) for i, matrix in enumerate(matrices[:3])]
+    matrices = [random(*shape, seed=i, **like) / shape[1] ** 0.5 for i, shape in enumerate(shapes)]
+    biases = [random(len(matrix), seed=20 + i, **like) for i, matrix in enumerate(matrices[:3])]
     chosen = [i for i, name in enumerate("qkvo") if name in targets]
 
     def weights(tensors, weight_of):
@@ -93,13 +95,13 @@ def attention_case(B, T, G, group, K, D, targets, dtype=torch.float32):
         return qkv_attention(x, QKVParameters(*cast, [], 1e-6, K), o, None, None, linear=linear, **options)
 
     reference = functools.partial(run, weight_of=lambda m, a, b: m.to(a.dtype) + b @ a, linear=PLAIN)
-    inputs = [random(B, T, D, seed=9, dtype=dtype), *adapters(*(matrices[i] for i in chosen))]
+    inputs = [random(B, T, D, seed=9, **like), *adapters(*(matrices[i] for i in chosen))]
     return reference, run, inputs
 
 
 @pytest.mark.parametrize("heads_at_a_time", [None, 1, 2])
 @pytest.mark.parametrize("targets", ["qkvo", "qv", "k", "o"])
-def test_attention_matches_float64(targets, heads_at_a_time, device, poisoned_memory):
+def test_attention_matches_float64(targets, heads_at_a_time, poisoned_memory):
     reference, ours, inputs = attention_case(2, 13, 2, 2, 16, 24, targets)
     compare_with_float64(reference, functools.partial(ours, heads_at_a_time=heads_at_a_time), inputs, units=4)
 

@@ -183,6 +183,39 @@ def test_weights_that_visit_train_the_same_adapters(tied):
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
+def loss_and_gradients(execution, device, dtype):
+    """One step of packed documents; the same weights and adapters, rounded to bfloat16, on any device."""
+    config = replace(MODEL_SIZES["tiny"], num_hidden_layers=2, head_dim=64, hidden_size=256)
+    with torch.device("meta"):
+        model = Transformer(config)
+    adapt(model, Adapters(16, 32.0))
+    model.to(dtype).to_empty(device=device)
+    cpu = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            drawn = 0.05 * torch.randn(parameter.shape, generator=cpu) + name.endswith("norm.weight")
+            parameter.copy_(drawn.bfloat16())
+    apply_execution(model, execution)
+    lengths = torch.tensor([700, 3, 250, 71])
+    ids = torch.randint(256, (1, 1024), generator=cpu).to(device)
+    documents = find_documents(torch.arange(4).repeat_interleave(lengths)[None])
+    loss = model(ids, ids, documents=documents).loss
+    loss.backward()
+    return loss.detach().cpu(), {n: p.grad.cpu().float() for n, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", EXECUTIONS)
+def test_bfloat16_on_a_gpu_is_float32_to_rounding(name):
+    expected_loss, expected = loss_and_gradients(EXECUTIONS[name], "cpu", torch.float32)
+    execution = replace(EXECUTIONS[name], mlp_tile_size=EXECUTIONS[name].mlp_tile_size and 300)
+    loss, gradients = loss_and_gradients(execution, "cuda", torch.bfloat16)
+    assert float(loss) == pytest.approx(float(expected_loss), rel=2e-3)
+    for parameter, gradient in gradients.items():
+        error = (gradient - expected[parameter]).norm() / expected[parameter].norm()
+        assert error < 0.05, (parameter, float(error))
+
+
 def test_merged_weights_are_pefts_to_rounding():
     for name in FORMS:
         theirs = peft_model(name)
