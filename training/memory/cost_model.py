@@ -563,26 +563,30 @@ class Step:
         # two multipliers four.
         hidden_states = 9 + 2 * (share.norms_per_layer - 2) + 4 * (share.residual_multiplier != 1)
         moved_bytes = hidden_states * self.input_bytes + mlp.elementwise_bytes
-        adapting, adapting_backward = self._adapter_traffic()
-        moved_bytes += adapting
-        of_weights += L * (adapting_backward - 2 * adapting) / rates["memory"]  # twice are among the moves below
         moves = [(moved_bytes + footprints[kind][0].elementwise_bytes) / rates["memory"] for kind in kinds]
+        adapting, adapting_backward = (size / rates["adapters"] for size in self._adapter_traffic())
         layers = [a + b for a, b in zip(products, moves)]
         # Ranks that share matrices sum hidden states after attention and after the MLP; backward sums their gradients.
         reduction = 2 * self.input_bytes * (1 - 1 / self.tensor_ranks) / rates["gpu link"]
         placed = [i for i in range(L) if not placements[i].is_whole]
         longer = 1 + (0.01 * len(placed) / L if execution.heads_at_a_time else 0)  # 1% more time: smaller launches
-        forward = longer * (sum(layers) + sum(attend) + choose) + 2 * L * reduction
+        forward = longer * (sum(layers) + sum(attend) + choose) + L * adapting + 2 * L * reduction
         backward = longer * (sum(layers) + of_weights + sum(moves) + attention_backward) + 2 * L * reduction
+        backward += L * adapting_backward
         # Backward recomputes a placed block's matrix products, except skippable ones: the tiled MLP's own backward
         # recomputes gate and up.
         again = mlp.backward_matrix_flops - (execution.linear.trains_matrices + 1) * mlp.matrix_flops
         again -= mlp.matrix_flops if mlp.is_skippable else 0
         for i in placed:
             start, _ = needed_for_backward(placements, i)[0]
-            backward += adapting / rates["memory"]
-            backward += products[i] + again / rates[execution.linear.rate] + (1 if mlp.is_skippable else 2) * reduction
-            backward += sum(layers[start:i]) + (i - start) * 2 * reduction  # they run again for this block's input
+            backward += (
+                adapting
+                + products[i]
+                + again / rates[execution.linear.rate]
+                + (1 if mlp.is_skippable else 2) * reduction
+            )
+            # They run again for this block's input.
+            backward += sum(layers[start:i]) + (i - start) * (adapting + 2 * reduction)
             backward += sum(attend[j] for j in range(start, i + 1) if placements[j].results == "recompute")
             if not execution.heads_at_a_time:  # kept outputs are exchanged again
                 backward += exchange * sum(placements[j].results != "recompute" for j in range(start, i + 1))

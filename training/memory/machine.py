@@ -20,7 +20,8 @@ from kernels.attention import KINDS
 from kernels.attention.full import choose_backend
 from kernels.fp8 import FP8_LINEAR
 from kernels.linear import PLAIN
-from kernels.parts import AttentionKind, Linear
+from kernels.lora import LORA
+from kernels.parts import Adapted, AttentionKind, Linear
 from training.host.errors import UserError
 from training.host.memory import PinnedArena
 from training.host.sizes import GIB, MIB, parse_bytes
@@ -61,11 +62,12 @@ def cap_gpu_memory(num_bytes: int, device: torch.device) -> None:
 
 # Work per second, by name. Matrix products ("products") and attention ("full forward") are in FLOP/s, and names with
 # "calls" in calls/s. The names of _BYTES are in bytes/s. "memory": bytes read plus bytes written in the GPU's memory.
+# "adapters": the same by products with adapters, which are too thin for the tensor cores to be what they wait for.
 # "link": bytes each way between GPU and host, copied in both directions at once. "gpu link": bytes each way between
 # GPUs of one host that exchange heads, including the copies that order the heads. "network": bytes each way per GPU to
 # other hosts.
 Rates = dict[str, float]
-_BYTES: Rates = {"memory": 4.2e12, "link": 50e9, "gpu link": 170e9}  # measured on an H200
+_BYTES: Rates = {"memory": 4.2e12, "adapters": 4.2e12, "link": 50e9, "gpu link": 170e9}  # measured on an H200
 ASSUMED_NETWORK = 25e9  # bytes/s: an adapter of 200 Gbit/s per GPU
 _GATHERED_BYTES = 2**28
 # FLOP/s
@@ -105,6 +107,18 @@ def measure_rates(
         made = linear.factor(hidden), linear.factor(x)
         taken = _seconds(lambda: linear.weight_gradient(*map(linear.transpose, made)))
         rates[linear.weight_rate] = flops / taken
+    rates["adapters"] = rates["memory"]
+    if linear == LORA:
+        a, b = x.new_zeros(16, x.shape[1]), x.new_zeros(hidden.shape[1], 16)
+        adapted = Adapted(weight.t(), a, b)
+
+        def use_adapter() -> None:
+            hidden.addmm_(x @ a.t(), b.t())
+            x.addmm_(hidden @ b, a)
+            LORA.weight_gradients(hidden.t(), x.t(), adapted, [False, True, True])
+
+        # Each of the five is read or added to as often as in a map's forward and backward, see `Step`.
+        rates["adapters"] = 5 * (x.nbytes + hidden.nbytes) / _seconds(use_adapter)
     gpu_link = _gpu_link_rate(find_gpu(torch.cuda.get_device_name(device)), rates["link"])
     return rates | {"gpu link": gpu_link, "network": ASSUMED_NETWORK}
 
@@ -273,7 +287,8 @@ def scale_rates(gpu: GPU, attention_backend: str, kinds: Iterable[AttentionKind]
         for name, rate in kind.rates_with(attention_backend, gpu.attention_backend).items():
             rates[name] = rate * (1 if "calls" in name else flops)
     memory = _BYTES["memory"] * gpu.memory_bandwidth / h200.memory_bandwidth
-    return rates | {"memory": memory, "link": link, "gpu link": _gpu_link_rate(gpu, link), "network": ASSUMED_NETWORK}
+    links = {"link": link, "gpu link": _gpu_link_rate(gpu, link), "network": ASSUMED_NETWORK}
+    return rates | {"memory": memory, "adapters": _BYTES["adapters"] * memory / _BYTES["memory"], **links}
 
 
 def _gpu_link_rate(gpu: GPU | None, link_bytes: float) -> float:

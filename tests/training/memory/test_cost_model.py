@@ -409,7 +409,7 @@ def test_adapters_spare_the_products_of_weights_gradients(size, placement):
     forward, backward = lora._adapter_traffic()
     again = 0 if placement.is_whole else forward
     expected = 2 * 32_768 * matrices / H200["products"] + updates[0] - updates[1]
-    expected -= 36 * (forward + backward + again) / H200["memory"]
+    expected -= 36 * (forward + backward + again) / H200["adapters"]
     saved = full.seconds(placed[0], H200) - lora.seconds(placed[1], H200)
     assert saved == pytest.approx(expected, rel=1e-6)
     assert lora.trained == sum(p.numel() for p in lora.parameters if p.requires_grad)

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.lora import LORA
 from model import MODEL_SIZES
 from tests.ranks import run_ranks
 from training.host.sizes import PROCESS_BYTES, SYSTEM_BYTES, available_host_bytes, budget_of_machine, parse_bytes
@@ -123,6 +124,12 @@ def test_measured_rates_are_plausible(context_length):
     assert 20e12 < rates["products"] < 3e15
     assert 1e9 < rates["link"] < 500e9 < rates["memory"] < 20e12
     assert 1e9 < rates["gpu link"] < 2e12
+
+
+@pytest.mark.gpu
+def test_adapters_are_read_and_written_at_a_plausible_rate():
+    rates = measure_rates(MODEL_SIZES["4B"], "auto", torch.device("cuda"), 16_384, linear=LORA)
+    assert 0.1 * rates["memory"] < rates["adapters"] < 2 * rates["memory"]
 
 
 @pytest.mark.parametrize(
