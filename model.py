@@ -56,8 +56,8 @@ class Share:
     rms_norm_eps: float = 1e-6
     # RMSNorms of q and k before rotary positions: of each "head", of all heads together ("width"), or none.
     qk_norm: str | None = "head"
-    norms_before: bool = True  # of what attention and the MLP read
-    norms_after: bool = False  # of what they add to the residual stream
+    norms_before: bool = True  # RMSNorms of what attention and the MLP read
+    norms_after: bool = False  # RMSNorms of what they add to the residual stream
     norm_weight_offset: float = 0.0  # added to the weights of all norms; Gemma's is 1
     norm_cast_before_weight: bool = True  # norms round before they multiply by the weight, as Llama's do
     has_qkv_biases: bool = False
@@ -69,6 +69,8 @@ class Share:
     # Both repeat over the layers: (window, window, window, full) is a pattern of four.
     layer_kinds: tuple[AttentionKind, ...] = (FULL,)
     layer_rotates: tuple[bool, ...] = (True,)  # whether a layer has rotary positions
+    # Layers with a window have rotary frequencies of this theta, which rope_scaling leaves alone; None: no own ones.
+    local_rope_theta: float | None = None
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
@@ -134,7 +136,6 @@ class ModelConfig(Share):
 
     rope_theta: float = 1e6
     rope_scaling: RopeScaling | None = None
-    local_rope_theta: float | None = None  # of layers with a window, which rope_scaling then leaves alone; None: theirs
     initializer_range: float = 0.02
     max_position_embeddings: int = 40_960  # only declared, for Hugging Face's tools; no length is refused here
     model_type: str = "qwen3"  # the family's name in config.json, see training/families.py
@@ -199,7 +200,7 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin as `rope` takes them, [T, K/2] o
 class Context:
     """Tokens as every block must know them: their rotations, documents and caches."""
 
-    rotations: tuple[Rotation, Rotation]  # of layers that see everything, and of layers with a window
+    rotations: tuple[Rotation, Rotation]  # for layers that see everything, and for layers with a window
     longest: int  # tokens of the longest document, the cached ones included
     segments: Tensor | None = None  # the packed documents, see kernels/attention/documents.py
     caches: list[KeyValueCache] | None = None

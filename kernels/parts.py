@@ -60,7 +60,7 @@ class Adapted:
         return Adapted(self.matrix.t(), self.b.t(), self.a.t())
 
 
-Weight: TypeAlias = Tensor | Adapted  # of a linear map; only `kernels.lora.LoRA` multiplies by adapted weights
+Weight: TypeAlias = Tensor | Adapted  # a linear map's; only `kernels.lora.LoRA` multiplies by adapted weights
 
 
 def tensors_of(weight: Weight) -> list[Tensor]:

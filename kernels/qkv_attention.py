@@ -47,7 +47,7 @@ class QKVParameters(NamedTuple):
 
 
 def _normalise(heads: Tensor, weight: Tensor, eps: float, impl: str) -> Tensor:
-    """Normalises each of the heads [B, T, H, K] by a weight [K], or all heads of a token together by one of [H K]."""
+    """Normalises each head of [B, T, H, K] by a weight [K], or all heads of a token together by a weight [H K]."""
     rows = heads if len(weight) == heads.shape[-1] else heads.flatten(2)
     return rms_norm(rows, weight, eps, impl=impl).view(heads.shape)  # type: ignore[union-attr]
 
@@ -294,7 +294,11 @@ class _QKVAttention(torch.autograd.Function):
         x_rows, dy_rows = x.flatten(0, 1), dy.flatten(0, 1)
         dx_rows = torch.zeros_like(x_rows)
         d_o = _Gradients(o_tensors, needs_o, (1, 1, None), all_heads)
-        needs_rows = [any(needs_weights[:3]), any(needs_weights[3:4]), any(needs_weights[4:])]  # of matrix, A and B
+        needs_rows = [
+            any(needs_weights[:3]),
+            any(needs_weights[3:4]),
+            any(needs_weights[4:]),
+        ]  # matrix, A, B
         d_weights = _Gradients(weights, [*needs_rows[:1] * 3, *needs_weights[3:]], (0, 0, 0, None, 0, 0, 0), all_heads)
         d_biases = _Gradients(biases, needs_biases, (0, 0, 0), all_heads)
         d_gates = None if gates is None else torch.empty_like(gates)

@@ -26,7 +26,7 @@ from .sparse.sparse_attention import HEAD_DIMS, check_inputs, check_shapes, flat
 
 BLOCK_SIZE = 64  # tokens of a block of keys
 BAND_BACKWARD_PRODUCTS = 7  # matrix products of backward: three in dq's kernel, four in dk's and dv's
-FLASH_HEAD_DIMS = tuple(range(8, 257, 8))  # that FlashAttention-2 takes
+FLASH_HEAD_DIMS = tuple(range(8, 257, 8))  # head widths of FlashAttention-2
 
 
 def window_reference(

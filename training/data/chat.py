@@ -173,7 +173,7 @@ class ChatTemplate:
         for (i, message), part in zip(answers, shown):
             where, inline = f"message {i}", THINKING.match(message["content"])
             thought = (message.get("reasoning_content") or (inline[1] if inline else "")).strip()
-            # Templates cut contents at "</think>", in an answer about the tag, too.
+            # Templates cut contents at "</think>", even in an answer about the tag.
             pieces = THINKING.sub("", message["content"]).split("</think>")
             missing += [("content beside </think>", where, p) for p in pieces[:-1] if p.strip() not in part]
             missing += [("tool_calls", where, name) for name in _names(message.get("tool_calls")) if name not in part]

@@ -302,6 +302,7 @@ class Step:
     def stages(self, execution: Execution) -> Iterator[Stage]:
         """Yields the stages of a step in order: of its last micro-batch, and with the optimizer's state in place."""
         T, L, optimizer = self.tokens, self.layers, self.optimizer(execution)
+        tables = 1 + (self.share.local_rope_theta is not None)
         positions = self.num_ranks + (self.is_packed or self.num_ranks > 1)
         weights = self._waiting_weights(execution)
         visit, ends = any(weights), 1 if self.share.tie_word_embeddings else 2  # matrices of embedding and head
@@ -309,8 +310,10 @@ class Step:
             "parameters": self.parameter_bytes - sum(weights[:L]) - ends * weights[L],
             "optimizer": optimizer.gpu_state + optimizer.gpu_room,
             # cos and sin: cached for whole sequences, and at the positions of packed documents or of a rank's tokens.
-            # 64 bytes per token: token ids, labels, losses.
-            "workspace": LIBRARY_BYTES + T * (4 * self.share.head_dim * positions + 64) + self._adapter_bytes(),
+            # Layers with a window may have their own. 64 bytes per token: token ids, labels, losses.
+            "workspace": LIBRARY_BYTES
+            + T * (4 * self.share.head_dim * positions * tables + 64)
+            + self._adapter_bytes(),
         }
         x, blocks = self.input_bytes, [*zip(execution.placements, self.kinds)]
         waiting = {block: self._waiting_bytes(*block) for block in {*blocks}}

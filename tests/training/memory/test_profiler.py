@@ -185,7 +185,7 @@ def step_of(
 GPU, ON_HOST = Placement("gpu", "gpu"), Placement("host", "host")
 VISITS = replace(ON_HOST, weights="host")
 SCALARS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
-FOUR_NORMS = {"norms_after": True, "norm_weight_offset": 1.0, "norm_cast_before_weight": False}
+FOUR_NORMS = {"norms_after": True, "local_rope_theta": 1e4, "norm_weight_offset": 1.0, "norm_cast_before_weight": False}
 NORMS_AFTER = {"norms_before": False, "norms_after": True, "qk_norm": "width"}
 BY_LAYER = tuple(map(Sparse, (64, 32, 0, 128)))
 CASES = {
