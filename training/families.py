@@ -342,14 +342,16 @@ def _read_rope(content: dict, family: Family) -> dict:
     if "full_attention" in newer or "sliding_attention" in newer:  # settings by type of layer
         newer, local = (newer.get(name) or {} for name in ("full_attention", "sliding_attention"))
     theta, local_theta = content.get("rope_theta", 1e4), local.get("rope_theta", content.get("rope_local_base_freq"))
+    older, newer = (  # some files have "type" and "rope_type"
+        {"rope_type": each.get("type", "default"), **each, "type": None} if each else each for each in (older, newer)
+    )
     refused = []
-    if older and newer and any(newer.get(name, value) != value for name, value in older.items()):
+    if older and newer and any(newer.get(name) != value for name, value in older.items()):
         refused.append("rope_scaling beside other rope_parameters")
     if local.get("rope_type", "default") != "default":
         refused.append(f"rope_type {local['rope_type']!r} of layers with a window")
     settings = {name: value for name, value in ({**newer, **older} or family.rope).items() if value is not None}
-    older_type = settings.pop("type", "default")  # some files have both
-    rope_type = settings.pop("rope_type", older_type)
+    rope_type = settings.pop("rope_type", "default")
     theta = settings.pop("rope_theta", theta)
     rotated = settings.pop("partial_rotary_factor", content.get("partial_rotary_factor") or 1.0)
     refused += [] if rotated == 1 else [f"partial_rotary_factor {rotated}"]

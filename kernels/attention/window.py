@@ -63,7 +63,7 @@ class Window(AttentionKind):
     window: int = 4096
     name: ClassVar[str] = "window"
     gpu_head_dims: ClassVar[tuple[int, ...]] = FLASH_HEAD_DIMS
-    h200_rates: ClassVar[dict[str, float]] = {"window forward": 317e12, "window backward": 403e12}
+    h200_rates: ClassVar[dict[str, float]] = {"window forward": 440e12, "window backward": 503e12}
 
     def __post_init__(self):
         if self.window < BLOCK_SIZE or self.window % BLOCK_SIZE:

@@ -15,7 +15,7 @@ _SIGNATURE = {
     **{name: "*bf16" for name in ("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr")}, **_STRIDES,
     "cos_ptr": "*fp32", "sin_ptr": "*fp32", "T": "i32", "table_stride_b": "i32",
 }  # fmt: skip
-_4B = {"H": 32, "G": 8, "HALF": 64, "BLOCK_H": 32, "BLOCK_G": 8, "BLOCK_HALF": 64, "INVERSE": False}
+_4B = {"H": 32, "G": 8, "HALF": 64, "BLOCK_H": 32, "BLOCK_G": 8, "BLOCK_HALF": 64, "WIDTH": 64, "INVERSE": False}
 KERNELS_TO_COMPILE = [KernelToCompile("_rope_kernel", _SIGNATURE, _4B)]
 
 
@@ -33,6 +33,21 @@ def compare(q, k, cos, sin):
     compare_with_float64(
         lambda q, k: rope_reference(q, k, cos, sin), lambda q, k: rope(q, k, cos, sin, impl="triton"), [q, k]
     )
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_a_column_more_multiplies_queries(batches, device):
+    """Compares with rope of queries that are multiplied first, for tables of a batch or of each row."""
+    (q, k), (cos, sin) = queries_and_keys(3, 37, 4, 2, 32), table(37, 32)
+    factor = 1 + torch.arange(37, device=device) / 37
+    tables = [torch.cat([x, y[:, None]], 1) for x, y in ((cos, factor), (sin, 7 * factor))]
+    if batches > 1:
+        tables = [x.expand(3, *x.shape) * torch.tensor([1.0, 2.0, 3.0], device=device)[:, None, None] for x in tables]
+        cos, sin = (x[..., :16] for x in tables)
+        factor = tables[0][..., 16]
+    compare(q, k, *tables)
+    expected, _ = rope(factor[..., None, None] * q, k, cos, sin, impl="triton")
+    torch.testing.assert_close(rope(q, k, *tables, impl="triton")[0], expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -25,12 +25,10 @@ from torch import Tensor
 from .common import LN_2, LOG2_E, TileConfig, launch_constants, matmul, query_rows, softmax_step
 from .layout import Layout
 
-# The fastest on an H200 with 32 and 8 heads of 128: of short bands, and of exact windows of 1,024 and 4,096 tokens.
-FORWARD_CONFIG = TileConfig(rows=128, num_warps=4, num_stages=2)
-DQ_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=2)
-DKV_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=2)
-EXACT_CONFIG = TileConfig(rows=128, num_warps=8, num_stages=3)
-EXACT_DKV_CONFIG = TileConfig(rows=32, num_warps=4, num_stages=3)
+# The fastest on an H200 with 32 and 8 heads of 128, for exact windows of 1,024 and 4,096 tokens. With 4 warps the first
+# two kernels would spill on Ampere.
+QUERIES_CONFIG = TileConfig(rows=128, num_warps=8, num_stages=3)
+KEYS_CONFIG = TileConfig(rows=32, num_warps=4, num_stages=3)
 
 
 @triton.jit
@@ -233,9 +231,9 @@ def _band_dkv_kernel(
         tl.store(dv_ptr + kv_offsets, dv.to(v.dtype), mask=key_mask)
 
 
-def _launch_over_queries(kernel, q, k, tensors, layout, config, **constants):
+def _launch_over_queries(kernel, q, k, tensors, layout, **constants):
     """Launches a kernel whose programs have a tile of queries and a key/value head each."""
-    tile = launch_constants(q, k.shape[1], layout.block_size, config)
+    tile = launch_constants(q, k.shape[1], layout.block_size, QUERIES_CONFIG)
     kernel[layout.num_blocks * (layout.block_size // tile["BLOCK_T"]), k.shape[1]](
         *tensors, layout.block_start, layout.block_stop, layout.first_block, 1 / math.sqrt(q.shape[-1]), **tile,
         WINDOW=layout.window_blocks, **constants,
@@ -251,8 +249,7 @@ def band_forward(
     `into` are out and lse to be written to; None: new tensors.
     """
     out, lse = into or (torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
-    config = EXACT_CONFIG if exact else FORWARD_CONFIG
-    _launch_over_queries(_band_forward_kernel, q, k, (q, k, v, out, lse), layout, config, EXACT=exact)
+    _launch_over_queries(_band_forward_kernel, q, k, (q, k, v, out, lse), layout, EXACT=exact)
     return out, lse
 
 
@@ -262,13 +259,13 @@ def band_dq(
 ) -> Tensor:  # fmt: skip
     """Writes the band's part into dq, or adds it with `add`; returns delta = sum(dout * out) [tokens, H] float32."""
     delta = torch.empty_like(lse)
-    tensors, config = (dout, q, k, v, out, lse, delta, dq), EXACT_CONFIG if exact else DQ_CONFIG
-    _launch_over_queries(_band_dq_kernel, q, k, tensors, layout, config, EXACT=exact, ADD=add)
+    tensors = dout, q, k, v, out, lse, delta, dq
+    _launch_over_queries(_band_dq_kernel, q, k, tensors, layout, EXACT=exact, ADD=add)
     return delta
 
 
-def _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, config, extra=False, exact=False):
-    tile = launch_constants(q, k.shape[1], layout.block_size, config)
+def _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, extra=False, exact=False):
+    tile = launch_constants(q, k.shape[1], layout.block_size, KEYS_CONFIG)
     _band_dkv_kernel[len(layout.extra_block) if extra else layout.num_blocks, len(heads)](
         dout, q, k, v, lse, delta, total, dk, dv, layout.extra_block, layout.extra_start, layout.block_start,
         layout.block_stop, layout.document_stop, heads.start, layout.num_tokens * q.shape[-1],
@@ -286,7 +283,7 @@ def band_dkv_extra(
     num_extra, shape = len(layout.extra_block), (layout.block_size, q.shape[-1])
     partial = torch.empty(2, len(heads) * num_extra, *shape, dtype=torch.float32, device=q.device)
     if num_extra:
-        _launch_dkv(dout, q, k, v, lse, delta, partial, None, None, layout, heads, DKV_CONFIG, extra=True)
+        _launch_dkv(dout, q, k, v, lse, delta, partial, None, None, layout, heads, extra=True)
     head = torch.arange(len(heads), dtype=torch.int32, device=q.device)[:, None]
     first_item = torch.cat([(head * num_extra + layout.first_extra[:-1]).view(-1), (head[-1] + 1) * num_extra])
     return partial, first_item
@@ -300,5 +297,4 @@ def band_dkv(
 
     `total` [2, heads, tokens, K] float32 has all other parts. None: the band is exact, and has no other parts.
     """
-    config = EXACT_DKV_CONFIG if total is None else DKV_CONFIG
-    _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, config, exact=total is None)
+    _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, exact=total is None)

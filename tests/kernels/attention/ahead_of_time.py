@@ -36,6 +36,7 @@ TYPES = {
 }
 GATHER = HEADS | TILE | {"S": 32, "CHUNK": 512}
 BAND = HEADS | TILE | {"WINDOW": 8, "EXACT": False}
+BAND_KEYS = BAND | {"BLOCK_T": 8}
 WINDOW_SCORES = {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "WINDOW": 2, "CHUNK": 16, "LARGEST_EXPONENT": 80.0}
 SCORES = {"G": 8, "GROUP": 4, "K": 128, "BLOCK": 64, "KEYS": 64, "BLOCKS": 2, "WINDOW": 8, "CHUNK": 16, "ROWS": 128}
 TOP = {"S": 32, "G": 8, "BLOCK": 64, "BLOCK_T": 1, "WINDOW": 8, "COLUMNS": 512, "CHUNK": 16}
@@ -57,13 +58,13 @@ KERNELS_TO_COMPILE = {
         ("_add_partials_kernel", {"BLOCK": 64, "K": 128, "PART": 2048}, {}),
     ],
     "sparse.band": [
-        ("_band_forward_kernel", BAND | {"BLOCK_T": 32}, {"num_warps": 8, "num_stages": 2}),
-        ("_band_dq_kernel", BAND | {"ADD": True}, {"num_stages": 2}),
-        ("_band_dkv_kernel", BAND | {"EXTRA": False}, {"num_stages": 2}),
-        ("_band_dkv_kernel", BAND | {"EXTRA": True, "dk_ptr": None, "dv_ptr": None}, {"num_stages": 2}),
-        ("_band_forward_kernel", BAND | {"BLOCK_T": 32, "EXACT": True}, {"num_warps": 8, "num_stages": 2}),
-        ("_band_dq_kernel", BAND | {"EXACT": True, "ADD": False}, {"num_stages": 2}),
-        ("_band_dkv_kernel", BAND | {"EXACT": True, "EXTRA": False, "total_ptr": None}, {"num_stages": 2}),
+        ("_band_forward_kernel", BAND | {"BLOCK_T": 32}, {"num_warps": 8, "num_stages": 3}),
+        ("_band_dq_kernel", BAND | {"BLOCK_T": 32, "ADD": True}, {"num_warps": 8, "num_stages": 3}),
+        ("_band_dkv_kernel", BAND_KEYS | {"EXTRA": False}, {"num_stages": 3}),
+        ("_band_dkv_kernel", BAND_KEYS | {"EXTRA": True, "dk_ptr": None, "dv_ptr": None}, {"num_stages": 3}),
+        ("_band_forward_kernel", BAND | {"BLOCK_T": 32, "EXACT": True}, {"num_warps": 8, "num_stages": 3}),
+        ("_band_dq_kernel", BAND | {"BLOCK_T": 32, "EXACT": True, "ADD": False}, {"num_warps": 8, "num_stages": 3}),
+        ("_band_dkv_kernel", BAND_KEYS | {"EXACT": True, "EXTRA": False, "total_ptr": None}, {"num_stages": 3}),
     ],
     "nsa.compression": [
         ("_pool_windows_kernel", WINDOWS | {"BLOCK_W": 16}, {}),
