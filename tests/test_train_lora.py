@@ -236,8 +236,12 @@ def test_a_run_keeps_its_adapters(name, value, run, corpus, tmp_path, capsys):
     ("changes", "message"),
     [
         ({"use_dora": True}, "has use_dora True, which this decoder does not compute"),
-        ({"peft_type": "IA3", "modules_to_save": ["lm_head"]}, "has peft_type 'IA3', modules_to_save"),
+        ({"peft_type": "IA3"}, "has peft_type 'IA3', which"),
+        ({"modules_to_save": ["lm_head"], "use_rslora": True}, "has modules_to_save ['lm_head'], use_rslora True"),
         ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights 'pissa'"),
+        ({"setting_of_tomorrow": 3}, "has setting_of_tomorrow 3"),
+        ({"peft_type": None}, "has peft_type None"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "has target_modules"),
         ({"target_modules": "all-linear"}, "has target_modules"),
         ({"r": "many"}, "is damaged, or not of peft"),

@@ -23,12 +23,14 @@ from training.host.files import read_json
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTERS = ".lora_"  # in the names of adapters' parameters
-# Settings of adapter_config.json without which adapters are as here, and what they are then.
-PLAIN_SETTINGS = {
-    "peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False,
-    "lora_bias": False, "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layers_to_transform": None,
-    "layer_replication": None, "exclude_modules": None, "target_parameters": None, "trainable_token_indices": None,
+# Settings of adapter_config.json without an effect on trained adapters, values that are taken of others, and settings
+# that are read. All other settings are refused unless they are empty.
+NO_EFFECT = {
+    "auto_mapping", "ensure_weight_tying", "eva_config", "inference_mode", "layers_pattern", "lora_dropout",
+    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 }  # fmt: skip
+TAKEN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal")}
+OURS = {"base_model_name_or_path", "r", "lora_alpha", "target_modules"}
 
 
 @dataclass(frozen=True)
@@ -125,9 +127,10 @@ def in_bf16(model: nn.Module) -> None:
 
 def to_adapter_config(adapters: Adapters, base: Path) -> dict:
     """Returns peft's adapter_config.json of adapters of the model in the folder `base`."""
-    return PLAIN_SETTINGS | {
-        "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "inference_mode": True, "lora_dropout": 0.0,
-        "r": adapters.rank, "lora_alpha": adapters.alpha, "target_modules": [*adapters.targets],
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "inference_mode": True,
+        "r": adapters.rank, "lora_alpha": adapters.alpha, "target_modules": [*adapters.targets], "lora_dropout": 0.0,
+        "bias": "none",
     }  # fmt: skip
 
 
@@ -144,8 +147,12 @@ def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
     """
     file = Path(folder, ADAPTER_CONFIG)
     content = read_json(file)
-    found = {name: content.get(name) or plain for name, plain in PLAIN_SETTINGS.items()}
-    refused = [f"{name} {found[name]!r:.60}" for name, plain in PLAIN_SETTINGS.items() if found[name] != plain]
+    found = {"peft_type": None} | {name: value for name, value in content.items() if value}
+    refused = [
+        f"{name} {value!r:.60}"
+        for name, value in found.items()
+        if name not in NO_EFFECT | OURS and value not in TAKEN.get(name, ())
+    ]
     targets = content.get("target_modules")
     if not isinstance(targets, list) or {*map(str, targets)} - {*LORA_TARGETS}:
         refused.append(f"target_modules {targets!r:.80}")
