@@ -5,7 +5,8 @@
 
 No gradient of W's size exists, and no product is made for one: backward has half of the products of full training. The
 adapter's scale alpha / r is part of B, see `model.adapted`. x A^T [M, r] and dy B [M, r] are computed again by each
-piece that needs them: r is small.
+piece that needs them: r is small. The adapter's term of y, and of dx, is written first. The product with W is added to
+it, and has the time to read it.
 
 Kept for backward: x and the weight's tensors by a call of the part itself; nothing by the pieces.
 
@@ -48,16 +49,16 @@ class LoRA(Plain):
     def forward(self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         if isinstance(weight, Tensor):
             return super().forward(x, weight, bias, out=out)
-        y = super().forward(x, weight.matrix, bias, out=out)
-        return y.addmm_(x @ weight.a.t(), weight.b.t())
+        y = super().forward(x @ weight.a.t(), weight.b, bias, out=out)
+        return y.addmm_(x, weight.matrix.t())
 
     def input_gradient(
         self, dy: Tensor, weight_t: Weight, *, out: Tensor | None = None, accumulate: bool = False
     ) -> Tensor:
         if isinstance(weight_t, Tensor):
             return super().input_gradient(dy, weight_t, out=out, accumulate=accumulate)
-        dx = super().input_gradient(dy, weight_t.matrix, out=out, accumulate=accumulate)
-        return dx.addmm_(dy @ weight_t.a.t(), weight_t.b.t())
+        dx = super().input_gradient(dy @ weight_t.a.t(), weight_t.b, out=out, accumulate=accumulate)
+        return dx.addmm_(dy, weight_t.matrix.t())
 
     def weight_gradients(
         self, dy_t: Tensor, x_t: Tensor, weight: Weight, needs: Sequence[bool],

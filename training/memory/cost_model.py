@@ -533,13 +533,13 @@ class Step:
     def _adapter_traffic(self) -> tuple[int, int]:
         """Returns the bytes that adapters of a block read and write, in forward and in backward.
 
-        Forward reads x and adds to y. Backward reads dy and adds to dx, then reads both factors of each gradient.
+        Forward reads x and writes y. Backward reads dy and writes dx, then reads both factors of each gradient.
         """
         if self.adapters is None:
             return 0, 0
         rows, columns = (sum(sizes) for sizes in zip(*self.adapters.widths(self.share).values()))
         unit = self.element_size * self.tokens
-        return unit * (columns + 2 * rows), unit * (rows + 2 * columns + 2 * (rows + columns))
+        return unit * (columns + rows), unit * 3 * (columns + rows)
 
     def seconds(self, execution: Execution, rates: Rates) -> float:
         """Returns the seconds of one whole step, its update included."""
