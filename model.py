@@ -306,6 +306,7 @@ class GatedMLP(nn.Module):
     def __init__(self, share: Share):
         super().__init__()
         D, F_, self.activation = share.hidden_size, share.intermediate_size, share.hidden_act
+        self.skippable = not share.norms_after  # whether no gradient depends on the result
         self.gate_proj = nn.Linear(D, F_, bias=False)
         self.up_proj = nn.Linear(D, F_, bias=False)
         self.down_proj = nn.Linear(F_, D, bias=False)
@@ -319,9 +320,9 @@ class GatedMLP(nn.Module):
         weights = [adapted(projection) for projection in (self.gate_proj, self.up_proj, self.down_proj)]
         y_BTD = gated_mlp(
             self.tensor_ranks.enter(x_BTD), *weights, activation=self.activation, tile_size=self.tile_size,
-            linear=self.linear, impl=self.impl,
+            skippable=self.skippable, linear=self.linear, impl=self.impl,
         )  # fmt: skip
-        return self.tensor_ranks.leave(y_BTD, skippable=True)
+        return self.tensor_ranks.leave(y_BTD, skippable=self.skippable)
 
 
 class Block(nn.Module):

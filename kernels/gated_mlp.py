@@ -152,8 +152,7 @@ def _activation_gradients(ctx, d_output):
 _gated_activation.register_autograd(_activation_gradients, setup_context=_setup_activation)
 
 
-@operation("fathom::tiled_gated_mlp", skippable=True)
-def _tiled_mlp(
+def _run_tiles(
     x: Tensor, gate_tensors: list[Tensor], up_tensors: list[Tensor], down_tensors: list[Tensor],
     part: int, activation: str, tile_size: int, on_triton: bool,
 ) -> Tensor:  # fmt: skip
@@ -179,7 +178,10 @@ def _tiled_mlp(
     return output
 
 
-_tiled_mlp.register_fake(lambda x, gate, up, down, *options: x.new_empty(len(x), len(down[0])))
+_tiled_mlp = operation("fathom::tiled_gated_mlp")(_run_tiles)
+_skippable_tiled_mlp = operation("fathom::skippable_tiled_gated_mlp", skippable=True)(_run_tiles)
+for _operation in (_tiled_mlp, _skippable_tiled_mlp):
+    _operation.register_fake(lambda x, gate, up, down, *options: x.new_empty(len(x), len(down[0])))
 
 
 def _split(flat: Iterable, like: Iterable[Iterable]) -> list[list]:
@@ -278,7 +280,8 @@ def _tiled_gradients(ctx, d_output):
     return d_x, *_split(d_weights, needs_weights), *[None] * len(ctx.options)
 
 
-_tiled_mlp.register_autograd(_tiled_gradients, setup_context=_setup_tiled)
+for _operation in (_tiled_mlp, _skippable_tiled_mlp):
+    _operation.register_autograd(_tiled_gradients, setup_context=_setup_tiled)
 
 
 def swiglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
@@ -319,6 +322,7 @@ def gated_mlp(
     *,
     activation: str = "silu",
     tile_size: int | None = None,
+    skippable: bool = False,
     linear: Linear = PLAIN,
     impl: str = "auto",
 ) -> Tensor:
@@ -332,6 +336,8 @@ def gated_mlp(
         tile_size: rows of a tile; None runs all rows at once and keeps gate and up for backward. Tiles need
             3 * tile_size * F elements at a time, 0.45 GiB for the 4B's MLP in tiles of 8192, and in backward the three
             weight gradients in float32.
+        skippable: whether a second forward may leave tiles out, see `kernels.common.operation`: a norm of the result,
+            for instance, needs it.
         linear: the part that makes the matrix products.
         impl: "auto", "triton" or "torch".
 
@@ -363,12 +369,13 @@ def gated_mlp(
     if len({*dtypes}) > 1:
         raise ValueError(f"input and weights must be of one dtype, got {dtypes}")
     options = linear.number, activation, tile_size, use_triton(impl, x)
-    return _tiled_mlp(x.reshape(-1, width), *weights, *options).view(input.shape)
+    tiled = _skippable_tiled_mlp if skippable else _tiled_mlp
+    return tiled(x.reshape(-1, width), *weights, *options).view(input.shape)
 
 
 def gated_mlp_footprint(
     num_tokens: int, hidden_size: int, intermediate_size: int, *, element_size: int = 2, tile_size: int | None = None,
-    linear: Linear = PLAIN,
+    skippable: bool = False, linear: Linear = PLAIN,
 ) -> Footprint:  # fmt: skip
     """Footprint of `gated_mlp`, without adapters. Its backward in tiles has the weights' gradients in float32."""
     x, hidden = (element_size * num_tokens * size for size in (hidden_size, intermediate_size))
@@ -392,4 +399,4 @@ def gated_mlp_footprint(
     factors += 2 * factor_bytes(*into) + 3 * factor_bytes(*out_of) + linear.weight_gradient_bytes(rows, *into, True)
     trained = weights * linear.trains_matrices
     backward = x + 4 * trained + max(3 * tile + factors, element_size * trained)
-    return Footprint(x, forward, backward, 0, flops, backward_flops + 2 / 3 * flops, traffic, is_skippable=True)
+    return Footprint(x, forward, backward, 0, flops, backward_flops + 2 / 3 * flops, traffic, is_skippable=skippable)

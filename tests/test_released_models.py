@@ -96,7 +96,7 @@ def load(folder):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_equals_transformers(name, tmp_path):
-    """Heads attend all at once, and then by one key/value head at a time, with the last block recomputed."""
+    """Heads attend all at once, and then one key/value head at a time, with tiles and the last block recomputed."""
     theirs, ours = release(name, tmp_path), load(tmp_path)
     assert sum(p.numel() for p in theirs.parameters()) == ours.config.num_parameters()
     ids = torch.randint(131, (2, 90), generator=torch.Generator().manual_seed(1))
@@ -104,7 +104,7 @@ def test_equals_transformers(name, tmp_path):
     expected.loss.backward()
     gradients = {n.removeprefix("model."): p.grad for n, p in theirs.named_parameters()}
     heads = 1 if ours.config.qk_norm != "width" else None
-    for execution in (None, Execution((Placement("gpu"), Placement("recompute")), heads_at_a_time=heads)):
+    for execution in (None, Execution((Placement("gpu"), Placement("recompute")), 32, heads)):
         if execution is not None:
             apply_execution(ours, execution)
         ours.zero_grad()
@@ -256,7 +256,7 @@ def test_a_gpu_equals_a_cpu(model_type, H, G, K):
         return {name: float((found[name] - g).norm() / g.norm()) for name, g in exact.items()}
 
     allowed = errors(loss_and_gradients(state, config, "cpu", torch.bfloat16, None)[1])
-    for execution in (None, Execution((Placement("gpu", "host"), Placement("recompute")), heads_at_a_time=heads)):
+    for execution in (None, Execution((Placement("gpu", "host"), Placement("recompute")), 512, heads)):
         found_loss, found = loss_and_gradients(state, config, "cuda", torch.bfloat16, execution)
         assert found_loss == pytest.approx(loss, rel=2e-3)
         wrong = {n: (e, allowed[n]) for n, e in errors(found).items() if not e <= 3 * allowed[n] + 0.01}

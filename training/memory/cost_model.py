@@ -428,7 +428,7 @@ class Step:
             ),
             _mlp_footprint(
                 self.tokens, share.hidden_size, share.intermediate_size, element_size=self.element_size,
-                tile_size=execution.mlp_tile_size, linear=execution.linear,
+                tile_size=execution.mlp_tile_size, skippable=not share.norms_after, linear=execution.linear,
             ),
         )  # fmt: skip
 
