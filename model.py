@@ -276,8 +276,9 @@ class Attention(nn.Module):
         )
 
     def _scale(self, norm: RMSNorm) -> Tensor:
-        """Returns what a norm of heads multiplies by: its weight, with the family's offset in float32."""
-        return local(norm.weight).float() + norm.offset if norm.offset else local(norm.weight)
+        """Returns what a norm of heads multiplies by: its weight; in float32 where it rounds only after the weight."""
+        weight = local(norm.weight)
+        return weight if norm.casts_first else weight.float() + norm.offset
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
         ranks, qkv, o_weight = self.tensor_ranks, self.qkv_parameters(), adapted(self.o_proj)

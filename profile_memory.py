@@ -141,7 +141,7 @@ def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World)
     linear = linear_of(flags, part, world.device)
     settled = {"kinds": kinds, "state_format": state_format, "linear": linear}
     host = parse_bytes(flags.host_memory) if flags.host_memory else None, flags.nproc
-    check_head_dim(kinds, model.head_dim, world.device)
+    check_head_dim(kinds, model.head_dim, torch.device("cuda") if flags.gpu else world.device)
     if world.device.type == "cuda":
         given = settled_execution(flags, world.device, **settled)
         gpu_bytes = gpu_budget(memory_budget or "auto", world.device)

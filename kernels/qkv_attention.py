@@ -47,9 +47,13 @@ class QKVParameters(NamedTuple):
 
 
 def _normalise(heads: Tensor, weight: Tensor, eps: float, impl: str) -> Tensor:
-    """Normalises each head of [B, T, H, K] by a weight [K], or all heads of a token together by a weight [H K]."""
+    """Normalises each head of [B, T, H, K] by a weight [K], or all heads of a token together by a weight [H K].
+
+    With a weight of another dtype than the heads', such as float32, the result is rounded only after the weight.
+    """
     rows = heads if len(weight) == heads.shape[-1] else heads.flatten(2)
-    return rms_norm(rows, weight, eps, impl=impl).view(heads.shape)  # type: ignore[union-attr]
+    normed = rms_norm(rows, weight, eps, cast_before_weight=weight.dtype == heads.dtype, impl=impl)
+    return normed.view(heads.shape)  # type: ignore[union-attr]
 
 
 def _normalise_and_rotate(

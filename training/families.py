@@ -27,7 +27,7 @@ class Family:
     fixed: dict = field(default_factory=dict)  # settings written with these values, and refused with others
     has_window_switch: bool = False  # whether use_sliding_window gives layers a window, those that layer_types names
     full_every: int | None = None  # layer_types' default: each so many-th layer sees everything, the others a window
-    has_local_rope: bool = False  # whether layers with a window have frequencies of their own
+    local_rope_theta: float | None = None  # layers with a window have own frequencies, of this theta by default
     has_no_rope_layers: bool = False  # whether no_rope_layers says which layers have rotary positions
     scalars: tuple[str, ...] = ()  # ModelConfig's scalars that config.json has, by the same names
     has_query_scalar: bool = False  # whether query_pre_attn_scalar is 1 / attention_multiplier^2
@@ -71,10 +71,10 @@ FAMILIES = {
     "olmo3": Family(
         form={"qk_norm": "width", "norms_before": False, "norms_after": True, "norm_cast_before_weight": False},
         defaults={
-            "num_key_value_heads": None, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "rope_local_base_freq": 5e5,
-            "sliding_window": 4096, "hidden_act": "silu",
+            "num_key_value_heads": None, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096,
+            "hidden_act": "silu",
         },
-        fixed=NO_BIASES, full_every=4, has_local_rope=True,
+        fixed=NO_BIASES, full_every=4, local_rope_theta=5e5,
     ),
     "gemma3_text": Family(
         form={
@@ -84,9 +84,10 @@ FAMILIES = {
             "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
             "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh",
             "max_position_embeddings": 131_072, "tie_word_embeddings": True, "rope_theta": 1e6,
-            "rope_local_base_freq": 1e4, "sliding_window": 4096, "query_pre_attn_scalar": 256,
+            "rope_local_base_freq": 1e4, "sliding_window": 4096, "sliding_window_pattern": 6,
+            "query_pre_attn_scalar": 256,
         },
-        head_dim=256, fixed={"use_bidirectional_attention": False, **NO_BIASES}, full_every=6, has_local_rope=True,
+        head_dim=256, fixed={"use_bidirectional_attention": False, **NO_BIASES}, full_every=6, local_rope_theta=1e4,
         has_query_scalar=True, scales_embedding=True, names={"hidden_act": "hidden_activation"}, class_name="Gemma3",
     ),
 }  # fmt: skip
@@ -114,9 +115,9 @@ def in_family(config: ModelConfig, model_type: str) -> ModelConfig:
         KeyError: no row of `FAMILIES` has this model_type.
     """
     family = FAMILIES[model_type]
-    form, local_theta = {**FORM, **family.form}, None
-    if family.has_local_rope:
-        local_theta = config.local_rope_theta or family.defaults["rope_local_base_freq"]
+    form, local_theta = {**FORM, **family.form}, family.local_rope_theta
+    if local_theta is not None and config.local_rope_theta is not None:
+        local_theta = config.local_rope_theta
     if family.scales_embedding:
         form["embedding_multiplier"] = config.hidden_size**0.5
     return replace(config, model_type=model_type, local_rope_theta=local_theta, **form)
@@ -139,6 +140,9 @@ def to_config_json(config: ModelConfig) -> dict:
     can_say &= family.has_window_switch or family.full_every is not None or not any(windows)
     can_say &= not (own and family.full_every)
     can_say &= family.has_no_rope_layers or all(config.layer_rotates)
+    multiplier = config.attention_multiplier or config.head_dim**-0.5
+    query_scalar = round(multiplier**-2)
+    can_say &= not family.has_query_scalar or (query_scalar > 0 and query_scalar**-0.5 == multiplier)
     said = {*family.scalars, *_implied_scalars(family)}
     for name in OWN_ROPE_SETTINGS:
         can_say &= (getattr(scaling, name, None) is not None) == (name in family.rope_settings)
@@ -156,11 +160,10 @@ def to_config_json(config: ModelConfig) -> dict:
     }
     for name, theirs in family.names.items():
         content[theirs] = content.pop(name)
-    multiplier = config.attention_multiplier or config.head_dim**-0.5
     if "attention_multiplier" in family.scalars:
         content["attention_multiplier"] = multiplier
     if family.has_query_scalar:
-        content["query_pre_attn_scalar"] = round(multiplier**-2)
+        content["query_pre_attn_scalar"] = query_scalar
     if family.has_no_rope_layers:
         rotates, layers = config.layer_rotates, config.num_hidden_layers
         content["no_rope_layers"] = [int(rotates[i % len(rotates)]) for i in range(layers)]
@@ -171,8 +174,9 @@ def to_config_json(config: ModelConfig) -> dict:
     if scaling is not None:
         given = {name: value for name, value in asdict(scaling).items() if value is not None}
         content["rope_scaling"] = {"rope_type": scaling.rope_type, **given}
-    if family.has_local_rope:  # transformers 5 reads these, older ones what stands above
-        content["rope_local_base_freq"] = config.local_rope_theta
+    if family.local_rope_theta is not None:  # transformers 5 reads these, older ones what stands above
+        if "rope_local_base_freq" in family.defaults:
+            content["rope_local_base_freq"] = config.local_rope_theta
         full = {"rope_type": "default", **(content["rope_scaling"] or {}), "rope_theta": config.rope_theta}
         local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
         content["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
@@ -290,7 +294,9 @@ def _layer_kinds(content: dict, family: Family) -> tuple[AttentionKind, ...]:
     if types:
         has_window = [name == "sliding_attention" for name in types]
     elif family.full_every:
-        every = content.get("sliding_window_pattern") or family.full_every
+        every = content["sliding_window_pattern"] if "sliding_window_pattern" in family.defaults else family.full_every
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"sliding_window_pattern is {every!r:.80}; it must be a whole number above 0")
         has_window = [(i + 1) % every != 0 for i in range(layers)]
     else:
         has_window = [i >= content.get("max_window_layers", 28) for i in range(layers)]
@@ -329,7 +335,10 @@ def _read_scalars(content: dict, family: Family) -> dict:
             raise ValueError(f"{name} is {value!r:.80}; it must be a number above 0")
         scalars[name] = float(value)
     if family.has_query_scalar:
-        scalars["attention_multiplier"] = content["query_pre_attn_scalar"] ** -0.5
+        value = content["query_pre_attn_scalar"]
+        if type(value) is not int or not 0 < value < 2**31:
+            raise ValueError(f"query_pre_attn_scalar is {value!r:.80}; it must be a whole number above 0")
+        scalars["attention_multiplier"] = value**-0.5
     if scalars.get("attention_multiplier") == content["head_dim"] ** -0.5:
         scalars["attention_multiplier"] = None
     return scalars
@@ -339,17 +348,22 @@ def _read_rope(content: dict, family: Family) -> dict:
     """Returns ModelConfig's rotary fields, and "refused", settings that are not computed here."""
     older, newer = content.get("rope_scaling") or {}, content.get("rope_parameters") or {}
     local: dict = {}
-    if "full_attention" in newer or "sliding_attention" in newer:  # settings by type of layer
-        newer, local = (newer.get(name) or {} for name in ("full_attention", "sliding_attention"))
-    theta, local_theta = content.get("rope_theta", 1e4), local.get("rope_theta", content.get("rope_local_base_freq"))
+    by_type = family.local_rope_theta is not None
+    refused = [f"rope_parameters {newer!r:.60}"] * by_type if newer and "full_attention" not in newer else []
+    if by_type:  # settings by type of layer
+        newer, local = ({**(newer.get(name) or {})} for name in ("full_attention", "sliding_attention"))
+    theta, local_theta = content.get("rope_theta", 1e4), family.local_rope_theta
+    if "rope_local_base_freq" in family.defaults:
+        local_theta = content["rope_local_base_freq"]
+    local_theta = local.pop("rope_theta", local_theta)
     older, newer = (  # some files have "type" and "rope_type"
         {"rope_type": each.get("type", "default"), **each, "type": None} if each else each for each in (older, newer)
     )
-    refused = []
     if older and newer and any(newer.get(name) != value for name, value in older.items()):
         refused.append("rope_scaling beside other rope_parameters")
-    if local.get("rope_type", "default") != "default":
-        refused.append(f"rope_type {local['rope_type']!r} of layers with a window")
+    others = {name: value for name, value in local.items() if value not in (None, "default")}
+    refused += [f"{name} {value!r:.40} of layers with a window" for name, value in others.items()]
+    refused += ["rope_local_base_freq None"] * (by_type and local_theta is None)
     settings = {name: value for name, value in ({**newer, **older} or family.rope).items() if value is not None}
     rope_type = settings.pop("rope_type", "default")
     theta = settings.pop("rope_theta", theta)
@@ -373,7 +387,6 @@ def _read_rope(content: dict, family: Family) -> dict:
         refused.append(f"rope_type {rope_type!r} (it takes {', '.join(ROPE_TYPES)})")
     else:
         refused += [f"{name} of rotary positions" for name in settings]
-    local_theta = local_theta if family.has_local_rope else None
     return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local_theta, "refused": refused}
 
 

@@ -243,6 +243,10 @@ def test_windows_and_frequencies_of_olmo_and_gemma():
     olmo, gemma = (from_config_json(RELEASED[name][0]) for name in ("OLMo-3-7B", "gemma-3-4b"))
     assert olmo.layer_kinds == (*[Window(4096)] * 3, FULL) and gemma.kinds[:6] == (*[Window(1024)] * 5, FULL)
     assert (olmo.rope_theta, olmo.local_rope_theta, gemma.rope_theta, gemma.local_rope_theta) == (5e5, 5e5, 1e6, 1e4)
+    for name, value in {"sliding_window_pattern": 2, "rope_local_base_freq": 1e4}.items():  # Gemma's
+        assert from_config_json({**RELEASED["OLMo-3-7B"][0], name: value}) == olmo
+    with pytest.raises(ValueError, match=r"no config\.json for these kinds of layers"):
+        to_config_json(replace(gemma, attention_multiplier=0.3))
     assert gemma.rope_scaling == LinearScaling(8.0) and gemma.embedding_multiplier == 2560**0.5
     model = Transformer(replace(in_family(TINY, "gemma3_text"), layer_kinds=(Window(64), FULL), local_rope_theta=100.0))
     full, local = model.rotations(8, torch.device("cpu"), slice(8))
@@ -258,11 +262,17 @@ def test_windows_and_frequencies_of_olmo_and_gemma():
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
         ({"sliding_window": 100}, "window must be a multiple of 64, and not 0, got 100"),
         ({"sliding_window": None}, "sliding_window is None"),
-        ({"sliding_window_pattern": "six"}, "wrong type or out of range"),
-        ({"query_pre_attn_scalar": 0}, "wrong type or out of range"),
+        ({"sliding_window_pattern": "six"}, "sliding_window_pattern is 'six'; it must"),
+        ({"sliding_window_pattern": -1}, "sliding_window_pattern is -1; it must"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; it must be a whole"),
+        ({"query_pre_attn_scalar": 168.5}, "query_pre_attn_scalar is 168.5; it must be a whole number"),
+        ({"rope_local_base_freq": None}, "rope_local_base_freq None"),
+        ({"rope_local_base_freq": 0}, "rope_theta must be above 1, got 0"),
+        ({"rope_parameters": {"rope_theta": 1234.0}}, "rope_parameters .'rope_theta': 1234.0."),
+        ({"rope_parameters": {"full_attention": {}, "sliding_attention": {"factor": 2.0}}}, "factor 2.0 of"),
         ({"rope_local_base_freq": 1.0}, "rope_theta must be above 1, got 1.0"),
         ({"rope_local_base_freq": "1e4"}, "rope_theta must be above 1, got '1e4'"),
-        ({"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "rope_type 'yarn' of layers with a window"),
+        ({"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}}, "rope_type 'yarn'"),
         ({"model_type": "gemma3", "text_config": 3}, "wrong type or out of range"),
         ({"model_type": "gemma3_text_nsa"}, "windows in layers of nsa"),
         ({"model_type": "ministral3", "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "lack llama_4_scaling"),
