@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 import train
+from kernels.attention import Window
+from kernels.attention.full import FULL
 from model import MODEL_SIZES
 from tests.ranks import run_ranks
 from tests.runs import arguments, metrics, only_resume, weights
@@ -40,6 +42,7 @@ from training.parallel.world import World, make_mesh
 
 AGAIN, KEPT, PAIR = Placement(), Placement("gpu", "host"), Placement("recompute", "gpu")
 SPARSE_LENGTHS, NSA_LENGTHS = (150, 300, 41), (1200, 300, 77, 400)
+WINDOWS = Window(64), FULL
 TILES = {"mlp_tile_size": 16}
 ONE_HEAD = {"heads_at_a_time": 1, **TILES}
 # Name -> (splits of 4 ranks: how many share each sequence and each matrix; the case).
@@ -52,6 +55,10 @@ CASES = {
     ),
     "nsa": ([(1, 4)], Case(8, 4, 321, NSA_LENGTHS, (WHOLE, KEPT), "chunked", NATIVE, **TILES, **LLAMA)),
     "nsa, one head": ([(1, 2)], Case(8, 4, 321, NSA_LENGTHS, (AGAIN, KEPT), "standard", NATIVE, **ONE_HEAD)),
+    "gemma3": (
+        [(1, 2), (2, 2)],
+        Case(8, 4, 160, (300, 41, 150), (AGAIN, HOST), "chunked", WINDOWS, **ONE_HEAD, model_type="gemma3_text"),
+    ),
     "bfloat16": ([(1, 4)], Case(8, 4, 64, PACKED, (KEPT, WHOLE), "chunked", dtype=torch.bfloat16, **TILES)),
     "bfloat16, standard": ([(2, 2)], Case(8, 4, 64, PACKED, (AGAIN, WHOLE), "standard", dtype=torch.bfloat16, **QWEN2)),
 }  # fmt: skip

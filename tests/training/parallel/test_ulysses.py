@@ -91,7 +91,7 @@ CASES = {
     ),
     "gemma3, one head": Case(
         8, 4, 160, (300, 41, 150), (HOST, Placement("recompute")), "chunked", (Window(64), FULL), heads_at_a_time=1,
-        model_type="gemma3_text",
+        mlp_tile_size=16, model_type="gemma3_text",
     ),
     "olmo3": Case(8, 4, 160, (300, 41, 150), (HOST, WHOLE), "standard", (Window(64), FULL), model_type="olmo3"),
     "ministral3": Case(8, 2, 160, (300, 41, 150), (WHOLE, HOST), model_type="ministral3"),
