@@ -278,6 +278,31 @@ def test_damage_is_refused(damaged, run, base, corpus, tmp_path, capsys):
         assert f"{file.name} is corrupted" in capsys.readouterr().err
 
 
+def test_adapters_of_a_base_that_was_trained_anew_are_refused(run, base, corpus, tmp_path, capsys):
+    copied, adapted = tmp_path / "base", tmp_path / "run/step_00000002"
+    shutil.copytree(base, copied)
+    assert train.main(lora_arguments(copied, corpus, tmp_path / "run", steps=2)) == 0
+    shutil.rmtree(copied)
+    weights_of_another_shape(copied.parent / "anew", seed=2).rename(copied)
+    resumed = [*only_resume(tmp_path / "run"), "--max_steps", "9"]
+    continued = arguments(corpus, tmp_path / "other", "--init_from", str(adapted))
+    judged = ["--data", corpus, "--samples", "0", "--sequences", "2", "--context_length", "256", "--device", "cpu"]
+    for command in (
+        lambda: train.main(resumed),
+        lambda: train.main(continued),
+        lambda: generate.main([str(adapted), "def", "--device", "cpu"]),
+        lambda: evaluation.main([str(adapted), *judged, "--output_dir", str(tmp_path / "judged")]),
+        lambda: weights_module.main(["export", str(adapted), str(tmp_path / "merged"), "--merge"]),
+    ):
+        capsys.readouterr()
+        assert command() == 1
+        assert f"{copied} has" in (error := capsys.readouterr().err) and "it has other weights now" in error
+    # Adapters of peft's have no fingerprint to compare.
+    for name in ("config.json", "manifest.json"):
+        (adapted / name).unlink()
+    assert train.main(continued) == 0
+
+
 def test_a_profile_is_of_the_base(run, base, capsys):
     assert profile_memory.main(["--init_from", str(run / "step_00000006"), "--gpu", "24GB"]) == 1
     assert f"holds adapters; give --init_from {base} --lora {RANK}" in capsys.readouterr().err

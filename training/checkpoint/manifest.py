@@ -25,6 +25,7 @@ from training.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, has_adapters, read_ad
 FORMAT_VERSION = 2
 MANIFEST, WEIGHTS, OPTIMIZER = "manifest.json", "model.safetensors", "optimizer.safetensors"
 MODEL_FILES = WEIGHTS, "config.json", ADAPTER_WEIGHTS, ADAPTER_CONFIG
+ADAPTED = "adapted"  # setting of config.json beside a run's adapters: the fingerprint of their base
 
 
 def write_manifest(folder: Path, shares: list[tuple[dict[str, list[int]], dict[str, list]]]) -> None:
@@ -100,11 +101,39 @@ def verify_weights(path: str | Path, entries: dict[str, Entry] | None = None) ->
     """
     folder, entries = Path(path) if Path(path).is_dir() else Path(path).parent, entries or {}
     if has_adapters(folder):
-        _, base = read_adapters(folder)
-        verify_weights(base, {name: entry for name, entry in entries.items() if entry.file.parent == base})
+        verify_base(folder, entries)
         entries = {name: entry for name, entry in entries.items() if entry.file.parent == folder}
     with failing_together():
         _compare(folder, check_beside(folder, MODEL_FILES) or [(*item, None) for item in pieces_of(entries)])
+
+
+def verify_base(folder: Path, entries: dict[str, Entry]) -> None:
+    """Compare the weights that a folder's adapters adapt with their manifest, and with the run's fingerprint of them.
+
+    All ranks call this. Folders of peft's have no fingerprint.
+    """
+    _, base = read_adapters(folder)
+    verify_weights(base, {name: entry for name, entry in entries.items() if entry.file.parent == base})
+    content = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if content.get(ADAPTED) not in (None, found := fingerprint(base)):
+        raise UserError(
+            f"{folder} adapts weights of fingerprint {content[ADAPTED]!s:.20}, and {base} has {found}: it has other "
+            "weights now; bring back those that were adapted"
+        )
+
+
+def fingerprint(folder: Path) -> int:
+    """Returns a CRC-32 of the headers of a folder's weights, and of two rows of each tensor: 8 GB take milliseconds."""
+    crc = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        header = read_header(file) if file.name != OPTIMIZER else b""
+        crc = zlib.crc32(header, crc)
+        for entry in read_entries(header, file).values() if header else ():
+            rows, *others = entry.shape or (0,)
+            for row in sorted({0, rows // 2}) if rows else ():
+                piece = Piece(entry.name, (row, *(0 for _ in others)), (1, *others))
+                crc = zlib.crc32(piece.crc32(entry).to_bytes(4, "little"), crc)
+    return crc
 
 
 def check_beside(folder: Path, names: Collection[str]) -> list[tuple[Entry, Piece, int | None]]:

@@ -13,7 +13,14 @@ import torch
 from model import ModelConfig
 from training.attention_flags import calibrated_mean, kinds_at
 from training.checkpoint.files import checkpoints, latest_checkpoint, load_trainer_state, step_of, tokenizer_of
-from training.checkpoint.manifest import OPTIMIZER, verify_checkpoint, verify_weights
+from training.checkpoint.manifest import (
+    ADAPTED,
+    OPTIMIZER,
+    fingerprint,
+    verify_base,
+    verify_checkpoint,
+    verify_weights,
+)
 from training.checkpoint.weights import NO_COMPANIONS, Companions, find_weights, folders_of, parameter_shapes
 from training.data.loader import check_same_data
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
@@ -79,12 +86,13 @@ class Start:
         return self.checkpoint or (Path(self.config.init_from) if self.config.init_from else None)
 
     def companions(self) -> Companions:
-        """Returns adapters' configuration, which goes along with them."""
+        """Returns adapters' configuration and their base's fingerprint, which go along with them."""
         if (adapters := adapters_of(self.config)) is None:
             return NO_COMPANIONS
         assert self.source is not None, "adapters adapt something"
-        content = to_adapter_config(adapters, folders_of(self.source)[-1].absolute())
-        return Companions({ADAPTER_CONFIG: (json.dumps(content, indent=2) + "\n").encode()})
+        base = folders_of(self.source)[-1].absolute()
+        content = json.dumps(to_adapter_config(adapters, base), indent=2) + "\n"
+        return Companions({ADAPTER_CONFIG: content.encode()}, {ADAPTED: fingerprint(base)})
 
 
 def choose_start(given: dict, world: World) -> Start:
@@ -118,8 +126,8 @@ def choose_start(given: dict, world: World) -> Start:
             except UserError as error:
                 passed_over[start.checkpoint] = str(error)
                 continue
-            for base in folders_of(start.checkpoint)[1:]:
-                verify_weights(base, {name: each for name, each in entries.items() if each.file.parent == base})
+            if has_adapters(start.checkpoint):
+                verify_base(start.checkpoint, entries)
         for path, why in passed_over.items():
             logger.warning("passed over %s: %s", path, why)
         for line in start.changes:
