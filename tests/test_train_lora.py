@@ -296,11 +296,35 @@ def test_adapters_of_a_base_that_was_trained_anew_are_refused(run, base, corpus,
     ):
         capsys.readouterr()
         assert command() == 1
-        assert f"{copied} has" in (error := capsys.readouterr().err) and "it has other weights now" in error
+        assert f"in {copied} have changed" in (error := capsys.readouterr().err) and "with base_crc32" in error
     # Adapters of peft's have no fingerprint to compare.
     for name in ("config.json", "manifest.json"):
         (adapted / name).unlink()
     assert train.main(continued) == 0
+
+
+def edit_adapter_config(folder, **changes):
+    content = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**content, **changes}))
+
+
+def test_a_base_may_move(base, corpus, tmp_path, capsys):
+    copied, moved, adapted = tmp_path / "base", tmp_path / "moved", tmp_path / "run/step_00000002"
+    shutil.copytree(base, copied)
+    assert train.main(lora_arguments(copied, corpus, tmp_path / "run", steps=2)) == 0
+    copied.rename(moved)
+    resumed = [*only_resume(tmp_path / "run"), "--max_steps", "4"]
+    continued = arguments(corpus, tmp_path / "other", "--init_from", str(adapted))
+    assert train.main(resumed) == 1 and f"names {copied}" in capsys.readouterr().err
+    edit_adapter_config(adapted, base_model_name_or_path=str(moved), lora_alpha=12)
+    for argv in (resumed, continued):
+        assert train.main(argv) == 1
+        assert "'alpha': 6.0" in (error := capsys.readouterr().err) and "and now has {'rank': 3, 'alpha': 12.0" in error
+    edit_adapter_config(adapted, lora_alpha=6)
+    for argv in (continued, resumed):
+        assert train.main(argv) == 0
+    generate.main([str(adapted), "def", "--max_new_tokens", "2", "--device", "cpu"])
+    assert read_adapters(tmp_path / "run/step_00000004")[1] == moved
 
 
 def test_a_profile_is_of_the_base(run, base, capsys):

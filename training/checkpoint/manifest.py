@@ -20,12 +20,11 @@ from training.checkpoint.pieces import Entry, Piece, check_finite, in_threads, p
 from training.checkpoint.ranks import failing_together, rank_and_world_size
 from training.host.errors import UserError
 from training.host.files import read_file, read_json, write_file
-from training.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, has_adapters, read_adapters
+from training.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapters, has_adapters, read_adapters
 
 FORMAT_VERSION = 2
 MANIFEST, WEIGHTS, OPTIMIZER = "manifest.json", "model.safetensors", "optimizer.safetensors"
-MODEL_FILES = WEIGHTS, "config.json", ADAPTER_WEIGHTS, ADAPTER_CONFIG
-ADAPTED = "adapted"  # setting of config.json beside a run's adapters: the fingerprint of their base
+MODEL_FILES = WEIGHTS, "config.json", ADAPTER_WEIGHTS
 
 
 def write_manifest(folder: Path, shares: list[tuple[dict[str, list[int]], dict[str, list]]]) -> None:
@@ -66,6 +65,9 @@ def check_files(path: Path, names: Collection[str] | None = None) -> list[tuple[
         file, blocks = path / name, manifest["blocks"].get(name)
         if not os.path.isfile(file):
             raise UserError(f"checkpoint {path} is incomplete: {name} is missing; use another checkpoint")
+        if name == ADAPTER_CONFIG:  # may name another place of the base; `verify_base` compares the rest
+            read_json(file)
+            continue
         if (found := file.stat().st_size) != size:
             raise UserError(f"checkpoint {path}: {name} is truncated or changed: {found} bytes, "
                             f"saved with {size}; use another checkpoint")  # fmt: skip
@@ -108,18 +110,25 @@ def verify_weights(path: str | Path, entries: dict[str, Entry] | None = None) ->
 
 
 def verify_base(folder: Path, entries: dict[str, Entry]) -> None:
-    """Compare the weights that a folder's adapters adapt with their manifest, and with the run's fingerprint of them.
+    """Compare the weights that a folder's adapters adapt with their manifest, and with what the run saved of them.
 
-    All ranks call this. Folders of peft's have no fingerprint.
+    All ranks call this. Folders of peft's have nothing to compare.
     """
-    _, base = read_adapters(folder)
+    adapters, base = read_adapters(folder)
     verify_weights(base, {name: entry for name, entry in entries.items() if entry.file.parent == base})
-    content = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if content.get(ADAPTED) not in (None, found := fingerprint(base)):
-        raise UserError(
-            f"{folder} adapts weights of fingerprint {content[ADAPTED]!s:.20}, and {base} has {found}: it has other "
-            "weights now; bring back those that were adapted"
-        )
+    saved = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    for name, found in settings_beside(adapters, base).items():
+        if saved.get(name) not in (None, found):
+            raise UserError(
+                f"{folder} was trained with {name} {saved[name]!s:.150}, and now has {found}: {ADAPTER_CONFIG} or the "
+                f"weights in {base} have changed; bring back those that it was trained with"
+            )
+
+
+def settings_beside(adapters: Adapters, base: Path) -> dict:
+    """Returns settings that config.json has beside a run's adapters, to notice a change of them or of their base."""
+    named = {"rank": adapters.rank, "alpha": adapters.alpha, "targets": [*adapters.targets]}
+    return {"adapters": named, "base_crc32": fingerprint(base)}
 
 
 def fingerprint(folder: Path) -> int:

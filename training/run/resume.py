@@ -14,9 +14,8 @@ from model import ModelConfig
 from training.attention_flags import calibrated_mean, kinds_at
 from training.checkpoint.files import checkpoints, latest_checkpoint, load_trainer_state, step_of, tokenizer_of
 from training.checkpoint.manifest import (
-    ADAPTED,
     OPTIMIZER,
-    fingerprint,
+    settings_beside,
     verify_base,
     verify_checkpoint,
     verify_weights,
@@ -86,13 +85,13 @@ class Start:
         return self.checkpoint or (Path(self.config.init_from) if self.config.init_from else None)
 
     def companions(self) -> Companions:
-        """Returns adapters' configuration and their base's fingerprint, which go along with them."""
+        """Returns adapters' configuration, and settings of config.json that go along with them."""
         if (adapters := adapters_of(self.config)) is None:
             return NO_COMPANIONS
         assert self.source is not None, "adapters adapt something"
         base = folders_of(self.source)[-1].absolute()
         content = json.dumps(to_adapter_config(adapters, base), indent=2) + "\n"
-        return Companions({ADAPTER_CONFIG: content.encode()}, {ADAPTED: fingerprint(base)})
+        return Companions({ADAPTER_CONFIG: content.encode()}, settings_beside(adapters, base))
 
 
 def choose_start(given: dict, world: World) -> Start:
