@@ -1,6 +1,7 @@
 """Runs with --lora: resumed, continued, opened by peft, merged, evaluated, and refused."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -67,6 +68,11 @@ def ours(folder):
     entries = find_weights(folder, shapes)
     model.load_state_dict({name: weights_module._read_weight(entry) for name, entry in entries.items()})
     return model
+
+
+def edit_adapter_config(folder, **changes):
+    content = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**content, **changes}))
 
 
 def equal(one, other):
@@ -239,23 +245,52 @@ def test_a_run_keeps_its_adapters(name, value, run, corpus, tmp_path, capsys):
         ({"peft_type": "IA3"}, "has peft_type 'IA3', which"),
         ({"modules_to_save": ["lm_head"], "use_rslora": True}, "has modules_to_save ['lm_head'], use_rslora True"),
         ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern"),
-        ({"init_lora_weights": "pissa"}, "has init_lora_weights 'pissa'"),
+        ({"init_lora_weights": "pissa_niter_16"}, "has init_lora_weights 'pissa_niter_16'"),
+        ({"init_lora_weights": "olora"}, "has init_lora_weights 'olora'"),
+        ({"init_lora_weights": "corda"}, "has init_lora_weights 'corda'"),
+        ({"alora_invocation_tokens": [1, 2]}, "has alora_invocation_tokens [1, 2]"),
+        ({"use_qalora": True}, "has use_qalora True"),
+        ({"layers_to_transform": 0}, "has layers_to_transform 0"),
+        ({"task_type": "SEQ_CLS"}, "has task_type 'SEQ_CLS'"),
         ({"setting_of_tomorrow": 3}, "has setting_of_tomorrow 3"),
         ({"peft_type": None}, "has peft_type None"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "has target_modules"),
         ({"target_modules": "all-linear"}, "has target_modules"),
         ({"r": "many"}, "is damaged, or not of peft"),
         ({"r": None}, "is damaged, or not of peft"),
-        ({"base_model_name_or_path": "Qwen/Qwen3-4B"}, "names Qwen/Qwen3-4B as the folder of the weights"),
+        ({"r": float("inf")}, "r inf must be a whole number"),
+        ({"r": 8.9}, "r 8.9 must be a whole number"),
+        ({"r": True}, "r True must be a whole number"),
+        ({"r": 0}, "adapters need a rank and an alpha above 0"),
+        ({"lora_alpha": float("nan")}, "adapters need a rank and an alpha above 0"),
+        ({"lora_alpha": float("inf")}, "adapters need a rank and an alpha above 0"),
+        ({"lora_alpha": 10**400}, "int too large to convert to float"),
+        ({"lora_alpha": "16"}, "lora_alpha '16' a number"),
+        ({"base_model_name_or_path": "Qwen/Qwen3-4B"}, "names 'Qwen/Qwen3-4B' as the folder of the weights"),
+        ({"base_model_name_or_path": 5000 * "a"}, "a' as the folder of the weights that were adapted, and it is not"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path None a folder"),
+        ({"base_model_name_or_path": "itself"}, "it holds adapters itself"),
     ],
 )
 def test_adapters_of_other_kinds_are_refused(changes, message, run, base, corpus, tmp_path, capsys):
     folder = tmp_path / "peft"
     theirs(base, run / "step_00000006").save_pretrained(folder)
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base), **changes}))
+    edit_adapter_config(folder, **{"base_model_name_or_path": str(base), **changes})
+    if changes.get("base_model_name_or_path") == "itself":
+        shutil.copy(base / "config.json", folder)
+        edit_adapter_config(folder, base_model_name_or_path=str(folder))
     assert train.main(arguments(corpus, tmp_path / "run", "--init_from", str(folder))) == 1
-    assert message in capsys.readouterr().err
+    [error] = [line for line in capsys.readouterr().err.splitlines() if "adapter_config.json" in line]
+    assert message in error and len(error) < 1000
+
+
+def test_dropout_of_a_folder_is_left_out_and_said(run, base, corpus, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    folder = tmp_path / "peft"
+    theirs(base, run / "step_00000006").save_pretrained(folder)
+    edit_adapter_config(folder, base_model_name_or_path=str(base), lora_dropout=0.25, init_lora_weights="gaussian")
+    assert train.main(arguments(corpus, tmp_path / "run", "--init_from", str(folder), steps=2)) == 0
+    assert "lora_dropout 0.25 of" in caplog.text
 
 
 @pytest.mark.parametrize("damaged", ["adapters", "base"])
@@ -303,11 +338,6 @@ def test_adapters_of_a_base_that_was_trained_anew_are_refused(run, base, corpus,
     assert train.main(continued) == 0
 
 
-def edit_adapter_config(folder, **changes):
-    content = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**content, **changes}))
-
-
 def test_a_base_may_move(base, corpus, tmp_path, capsys):
     copied, moved, adapted = tmp_path / "base", tmp_path / "moved", tmp_path / "run/step_00000002"
     shutil.copytree(base, copied)
@@ -315,7 +345,7 @@ def test_a_base_may_move(base, corpus, tmp_path, capsys):
     copied.rename(moved)
     resumed = [*only_resume(tmp_path / "run"), "--max_steps", "4"]
     continued = arguments(corpus, tmp_path / "other", "--init_from", str(adapted))
-    assert train.main(resumed) == 1 and f"names {copied}" in capsys.readouterr().err
+    assert train.main(resumed) == 1 and f"names '{copied}'" in capsys.readouterr().err
     edit_adapter_config(adapted, base_model_name_or_path=str(moved), lora_alpha=12)
     for argv in (resumed, continued):
         assert train.main(argv) == 1

@@ -9,6 +9,8 @@ base: the model that was adapted.
 Method: Hu et al., LoRA, arXiv 2106.09685.
 """
 
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,18 +20,23 @@ from torch import nn
 from kernels.lora import LORA
 from model import Share
 from training.choices import LORA_TARGETS
-from training.host.errors import UserError
+from training.host.errors import SHOWN_OF_A_PATH, UserError
 from training.host.files import read_json
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTERS = ".lora_"  # in the names of adapters' parameters
 # Settings of adapter_config.json without an effect on trained adapters, values that are taken of others, and settings
-# that are read. All other settings are refused unless they are empty.
+# that are read. All other settings are refused unless they are empty. Some values of init_lora_weights, such as
+# "pissa", change the base as well.
 NO_EFFECT = {
     "auto_mapping", "ensure_weight_tying", "eva_config", "inference_mode", "layers_pattern", "lora_dropout",
-    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
+    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config",
 }  # fmt: skip
-TAKEN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal")}
+TAKEN = {
+    "peft_type": ("LORA",), "task_type": ("CAUSAL_LM",), "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "eva"),
+}  # fmt: skip
+EMPTY: tuple = None, "", [], {}
 OURS = {"base_model_name_or_path", "r", "lora_alpha", "target_modules"}
 
 
@@ -43,7 +50,7 @@ class Adapters:
         targets: names of the projections that have one, among LORA_TARGETS.
 
     Raises:
-        ValueError: a rank or alpha that is not positive; targets that are none, unknown or named twice.
+        ValueError: a rank or alpha that is not positive and finite; targets that are none, unknown or named twice.
     """
 
     rank: int
@@ -52,7 +59,7 @@ class Adapters:
 
     def __post_init__(self):
         ordered = tuple(name for name in LORA_TARGETS if name in self.targets)
-        if self.rank < 1 or self.alpha <= 0 or not ordered or len(ordered) != len(self.targets):
+        if self.rank < 1 or not 0 < self.alpha < math.inf or not ordered or len(ordered) != len(self.targets):
             raise ValueError(
                 f"adapters need a rank and an alpha above 0, and targets among {', '.join(LORA_TARGETS)}, got {self}"
             )
@@ -136,7 +143,7 @@ def to_adapter_config(adapters: Adapters, base: Path) -> dict:
 
 def has_adapters(folder: str | Path) -> bool:
     """Whether the folder is of adapters, and not of whole weights."""
-    return Path(folder, ADAPTER_CONFIG).is_file()
+    return os.path.isfile(Path(folder, ADAPTER_CONFIG))
 
 
 def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
@@ -146,26 +153,36 @@ def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
         UserError: adapters that this decoder does not compute, or a base that is not on this machine.
     """
     file = Path(folder, ADAPTER_CONFIG)
-    content = read_json(file)
-    found = {"peft_type": None} | {name: value for name, value in content.items() if value}
+    content: dict = dict.fromkeys(OURS) | read_json(file)
+    found = {"peft_type": None} | {
+        name: value for name, value in content.items() if value is not False and value not in EMPTY
+    }
     refused = [
         f"{name} {value!r:.60}"
         for name, value in found.items()
         if name not in NO_EFFECT | OURS and value not in TAKEN.get(name, ())
     ]
-    targets = content.get("target_modules")
+    rank, alpha, targets = content["r"], content["lora_alpha"], content["target_modules"]
     if not isinstance(targets, list) or {*map(str, targets)} - {*LORA_TARGETS}:
         refused.append(f"target_modules {targets!r:.80}")
     if refused:
         raise UserError(f"{file} has {', '.join(refused)}, which this decoder does not compute; give other adapters")
-    try:
-        adapters = Adapters(int(content["r"]), float(content["lora_alpha"]), tuple(content["target_modules"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file} is damaged, or not of peft: {error!r:.200}") from None
-    base = Path(str(content.get("base_model_name_or_path")))
-    if not (base / "config.json").is_file():
+    named = content["base_model_name_or_path"]
+    if type(rank) is not int or type(alpha) not in (int, float) or not isinstance(named, str):
         raise UserError(
-            f"{file} names {base} as the folder of the weights that were adapted, and it is not there; bring it back, "
-            f"or write its place into base_model_name_or_path"
+            f"{file} is damaged, or not of peft: r {rank!r:.40} must be a whole number, lora_alpha {alpha!r:.40} a "
+            f"number, and base_model_name_or_path {named!r:.80} a folder; give other adapters"
+        )
+    try:
+        adapters = Adapters(rank, float(alpha), tuple(targets))
+    except (ValueError, OverflowError) as error:
+        raise UserError(f"{file} is damaged, or not of peft: {error!s:.300}; give other adapters") from None
+    base = Path(named)
+    shown = f"{file} names {named[:SHOWN_OF_A_PATH]!r} as the folder of the weights that were adapted"
+    if not os.path.isfile(base / "config.json"):  # Path.is_file raises errors for long names
+        raise UserError(f"{shown}, and it is not there; bring it back, or write its place into base_model_name_or_path")
+    if has_adapters(base):
+        raise UserError(
+            f"{shown}, and it holds adapters itself; write the folder of whole weights into base_model_name_or_path"
         )
     return adapters, base

@@ -25,6 +25,7 @@ from training.data.loader import check_same_data
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from training.flags import LARGE, as_words, given_flags
 from training.host.errors import UserError
+from training.host.files import read_json
 from training.lora import ADAPTER_CONFIG, has_adapters, read_adapters, to_adapter_config
 from training.optimizer import warmup_cosine
 from training.parallel.tensor import check_matrix_sharing
@@ -329,6 +330,8 @@ def with_adapters(config: TrainConfig, given: Iterable[str]) -> TrainConfig:
                     f"{name} {getattr(config, name)}: the adapters of {config.init_from} have {value}; drop it, or "
                     f"merge them first: python -m training.checkpoint.weights export {config.init_from} OUT --merge"
                 )
+        if dropout := read_json(Path(config.init_from, ADAPTER_CONFIG)).get("lora_dropout"):
+            logger.info("adapters: lora_dropout %.20s of %s is left out", dropout, config.init_from)
         config = replace(config, **own)
     elif (adapters := adapters_of(config)) is not None:
         if config.init_from is None:
