@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import profile_memory
 import train
@@ -282,6 +282,15 @@ def test_adapters_of_other_kinds_are_refused(changes, message, run, base, corpus
     assert train.main(arguments(corpus, tmp_path / "run", "--init_from", str(folder))) == 1
     [error] = [line for line in capsys.readouterr().err.splitlines() if "adapter_config.json" in line]
     assert message in error and len(error) < 1000
+
+
+def test_a_folder_without_tensors_is_refused(run, corpus, tmp_path, capsys):
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    shutil.copy(run / "step_00000006/adapter_config.json", folder)
+    save_file({}, folder / "adapter_model.safetensors")
+    assert train.main(arguments(corpus, tmp_path / "run", "--init_from", str(folder))) == 1
+    assert "it has no base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in capsys.readouterr().err
 
 
 def test_dropout_of_a_folder_is_left_out_and_said(run, base, corpus, tmp_path, caplog):

@@ -29,7 +29,7 @@ from training.choices import LORA_TARGETS
 from training.families import extend
 from training.host.errors import UserError, refused_as_user_error
 from training.host.sizes import available_host_bytes, parse_bytes
-from training.lora import ADAPTERS, Adapters, adapt, in_bf16
+from training.lora import ADAPTERS, Adapters, adapt, has_adapters, in_bf16
 from training.memory.cost_model import PackedDocuments, Step, gib
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import Rates, cap_gpu_memory, gpu_budget, measure_attention, measure_network, measure_rates
@@ -44,7 +44,6 @@ from training.parallel.world import World
 from training.run.settings import StepFlags, TrainConfig
 
 logger = logging.getLogger(__name__)
-FRESH = GATES, ADAPTERS  # in names of parameters that a run may add to the weights of --init_from
 
 
 def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | None:
@@ -358,6 +357,11 @@ def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device)
 # Building
 
 
+def fresh_beside(folder: str | Path) -> tuple[str, ...]:
+    """Returns parts of the names of parameters that a run may add to a folder's weights."""
+    return (GATES,) if has_adapters(folder) else (GATES, ADAPTERS)
+
+
 def model_on_meta(model_config: ModelConfig, world: World, adapters: Adapters | None = None) -> Transformer:
     """A model that takes no memory: bf16 on one GPU, else float32, from which FSDP computes in bf16.
 
@@ -407,9 +411,10 @@ def build(
         restore_rng(checkpoint)
     elif config.init_from:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        for part in FRESH:  # these stay if the weights have none
+        fresh = fresh_beside(config.init_from)
+        for part in fresh:  # these stay if the weights have none
             optimizer.load_weights(initial_weights(model, config.seed, only=part))
-        optimizer.read_weights(find_weights(config.init_from, shapes, may_lack=FRESH))
+        optimizer.read_weights(find_weights(config.init_from, shapes, may_lack=fresh))
     else:
         optimizer.load_weights(initial_weights(model, config.seed))
     return model, optimizer, plan

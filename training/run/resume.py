@@ -31,7 +31,7 @@ from training.optimizer import warmup_cosine
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World
-from training.run.build import FRESH, adapters_of, choose_model
+from training.run.build import adapters_of, choose_model, fresh_beside
 from training.run.settings import (
     DEFAULT_STEPS,
     LORA_PEAK_LEARNING_RATE,
@@ -116,7 +116,8 @@ def choose_start(given: dict, world: World) -> Start:
         start.config = replace(config, tokenizer=choose_tokenizer(config, start.checkpoint))
         if folder := start.source:
             shapes, adapters = parameter_shapes(model_config), adapters_of(config)
-            entries = find_weights(folder, shapes | (adapters.shapes(shapes) if adapters else {}), may_lack=FRESH)
+            shapes |= adapters.shapes(shapes) if adapters else {}
+            entries = find_weights(folder, shapes, may_lack=fresh_beside(folder))
         open_tokenizer(start)
         if config.init_from and not (start.checkpoint or config.show_batch):
             verify_weights(config.init_from, entries)
