@@ -200,11 +200,13 @@ def test_flags_without_weights_to_adapt_are_refused(name, corpus, tmp_path, caps
 
 
 def test_one_command_starts_and_goes_on(base, corpus, tmp_path, capsys):
-    """Checks --resume auto with the targets in another order than theirs in a block."""
+    """Checks --resume auto and --init_from with the targets in another order than theirs in a block."""
     flags = ["--lora_targets", "up_proj,q_proj", "--resume", "auto"]
     for steps in (2, 4, 4):
         assert train.main(lora_arguments(base, corpus, tmp_path / "run", *flags, steps=steps)) == 0
     assert saved_settings(tmp_path / "run", 4)["lora_targets"] == "q_proj,up_proj"
+    further = ["--init_from", str(tmp_path / "run/step_00000004"), "--lora_targets", "up_proj,q_proj"]
+    assert train.main(arguments(corpus, tmp_path / "further", *further, steps=2)) == 0
     capsys.readouterr()
     without = arguments(corpus, tmp_path / "other", "--lora", "4", "--resume", "auto")
     assert train.main(without) == 1 and "lora has no effect without init_from" in capsys.readouterr().err

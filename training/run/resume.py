@@ -323,16 +323,18 @@ def with_adapters(config: TrainConfig, given: Iterable[str]) -> TrainConfig:
     """
     if config.init_from is not None and has_adapters(config.init_from):
         found, _ = read_adapters(config.init_from)
+        if dropout := read_json(Path(config.init_from, ADAPTER_CONFIG)).get("lora_dropout"):
+            logger.info("adapters: lora_dropout %.20s of %s is left out", dropout, config.init_from)
         targets = ",".join(found.targets)
         own: dict[str, typing.Any] = {"lora": found.rank, "lora_alpha": found.alpha, "lora_targets": targets}
+        if sorted((config.lora_targets or "").split(",")) == sorted(found.targets):
+            config = replace(config, lora_targets=targets)  # in the order of the folder's
         for name, value in own.items():
             if name in given and getattr(config, name) != value:
                 raise UserError(
                     f"{name} {getattr(config, name)}: the adapters of {config.init_from} have {value}; drop it, or "
                     f"merge them first: python -m training.checkpoint.weights export {config.init_from} OUT --merge"
                 )
-        if dropout := read_json(Path(config.init_from, ADAPTER_CONFIG)).get("lora_dropout"):
-            logger.info("adapters: lora_dropout %.20s of %s is left out", dropout, config.init_from)
         config = replace(config, **own)
     elif (adapters := adapters_of(config)) is not None:
         if config.init_from is None:
