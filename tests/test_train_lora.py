@@ -185,11 +185,28 @@ def test_lora_plus_multiplies_the_rate_of_b(base, corpus, tmp_path):
         (["--lora_alpha", "0"], "lora_alpha must be"),
         (["--lora", "0"], "lora must be"),
         (["--attention_type", "nsa"], "has no gates of it"),
+        (["--rope_scaling", "yarn:4"], "export BASE OUT --rope_scaling yarn:4"),
     ],
 )
 def test_what_is_not_supported_is_refused(extra, message, base, corpus, tmp_path, capsys):
     assert train.main(lora_arguments(base, corpus, tmp_path / "run", *extra, steps=2)) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrapper", ["gemma3", "mistral3"])
+def test_models_of_text_and_images_are_refused(wrapper, run, base, corpus, tmp_path, capsys):
+    both, adapters = tmp_path / "both", tmp_path / "adapters"
+    both.mkdir(), adapters.mkdir()
+    text = json.loads((base / "config.json").read_text())
+    (both / "config.json").write_text(json.dumps({"model_type": wrapper, "text_config": text}))
+    shutil.copy(run / "step_00000006/adapter_config.json", adapters)
+    edit_adapter_config(adapters, base_model_name_or_path=str(both))
+    for argv in (
+        lora_arguments(both, corpus, tmp_path / "run", steps=2),
+        arguments(corpus, tmp_path / "run", "--init_from", str(adapters)),
+    ):
+        assert train.main(argv) == 1
+        assert f"a {wrapper} of text and images" in (error := capsys.readouterr().err) and f"export {both} OUT" in error
 
 
 @pytest.mark.parametrize("name", ["lora", "lora_alpha", "lora_targets", "lora_plus"])

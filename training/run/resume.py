@@ -23,6 +23,7 @@ from training.checkpoint.manifest import (
 from training.checkpoint.weights import NO_COMPANIONS, Companions, find_weights, folders_of, parameter_shapes
 from training.data.loader import check_same_data
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from training.families import WRAPPERS
 from training.flags import LARGE, as_words, given_flags
 from training.host.errors import UserError
 from training.host.files import read_json
@@ -340,9 +341,21 @@ def with_adapters(config: TrainConfig, given: Iterable[str]) -> TrainConfig:
         if config.init_from is None:
             raise UserError("lora has no effect without init_from, which it adapts; drop it, or give that")
         config = replace(config, lora_alpha=adapters.alpha, lora_targets=",".join(adapters.targets))
+    if config.lora is not None and config.init_from is not None:
+        refuse_images(folders_of(Path(config.init_from))[-1])
     refuse_without_adapters(config, given)
     check_config(config, given)
     return config
+
+
+def refuse_images(base: Path) -> None:
+    """Refuse adapters of a model of text and images, whose projections have other names than ours in peft."""
+    file = base / "config.json"
+    if file.is_file() and (model_type := read_json(file).get("model_type")) in WRAPPERS:
+        raise UserError(
+            f"lora on {base}, a {model_type} of text and images: peft would not find the adapters' names; take its "
+            f"text model: python -m training.checkpoint.weights export {base} OUT"
+        )
 
 
 def refuse_without_adapters(config: TrainConfig, given: Iterable[str]) -> None:

@@ -248,6 +248,11 @@ def check_config(config: TrainConfig, given: Iterable[str]) -> None:
             "selected_blocks_start with compile would compile blocks anew eight times, past PyTorch's limit; drop one"
         )
     check_lora(config)
+    if config.lora is not None and (scaling := config.rope_scaling) is not None:
+        raise UserError(
+            f"rope_scaling {scaling} with lora: peft would compute without it, as the base does; extend the base: "
+            f"python -m training.checkpoint.weights export BASE OUT --rope_scaling {scaling}"
+        )
     ends = {"warmup_steps": "its peak learning rate"}
     if config.selected_blocks_start is not None:  # without it `kinds_at` refuses selected_blocks_steps
         ends["selected_blocks_steps"] = "selected_blocks"
