@@ -4,11 +4,11 @@
     dx = dy W + (dy B) A,  dA = (dy B)^T x,  dB = dy^T (x A^T)
 
 No gradient of W's size exists, and no product is made for one: backward has half of the products of full training. The
-adapter's scale alpha / r is part of B, see `model.adapted`. x A^T [M, r] and dy B [M, r] are computed again by each
-piece that needs them: r is small. The adapter's term of y, and of dx, is written first. The product with W is added to
-it, and has the time to read it.
+adapter's scale alpha / r is part of B, see `model.adapted`. x A^T [M, r] and dy B [M, r] are computed once by a
+call of the part itself, and by each piece that needs them: r is small. The adapter's term of y, and of dx, is written
+first. The product with W is added to it, and has the time to read it.
 
-Kept for backward: x and the weight's tensors by a call of the part itself; nothing by the pieces.
+Kept for backward: x, x A^T and the weight's tensors by a call of the part itself; nothing by the pieces.
 
 Method: Hu et al., LoRA, arXiv 2106.09685.
 """
@@ -17,17 +17,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .common import cast_by_autocast
 from .linear import Plain
-from .parts import Adapted, Weight, tensors_of, weight_of
+from .parts import Adapted, Weight, tensors_of
 
 
 def lora_reference(x: Tensor, matrix: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Maps x [..., K] by an adapted weight, in plain PyTorch; float64 stays float64."""
-    return torch.nn.functional.linear(x, matrix, bias) + (x @ a.t()) @ b.t()
+    return F.linear(x, matrix, bias) + (x @ a.t()) @ b.t()
 
 
 @dataclass(frozen=True)
@@ -77,19 +78,22 @@ class LoRA(Plain):
 
 class _Map(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, part, x, bias, *tensors):
-        ctx.save_for_backward(x, *tensors)
+    def forward(ctx, part, x, bias, matrix, a, b):
+        xa = x @ a.t()  # [M, r]
+        ctx.save_for_backward(x, xa, matrix, a, b)
         ctx.part = part
-        return part.forward(x, weight_of(tensors), bias)
+        return F.linear(xa, b, bias).addmm_(x, matrix.t())
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (x, *tensors), part = ctx.saved_tensors, ctx.part
-        _, needs_x, needs_bias, *needs = ctx.needs_input_grad
-        weight = weight_of(tensors)
-        dx = part.input_gradient(dy, weight.t()) if needs_x else None
-        return None, dx, dy.sum(0) if needs_bias else None, *part.weight_gradients(dy.t(), x.t(), weight, needs)
+        (x, xa, matrix, a, b), part = ctx.saved_tensors, ctx.part
+        _, needs_x, needs_bias, _, needs_a, needs_b = ctx.needs_input_grad
+        dyb = dy @ b  # [M, r]
+        dx = (dyb @ a).addmm_(dy, matrix) if needs_x else None
+        da = part.weight_gradient(dyb.t(), x.t()) if needs_a else None
+        db = part.weight_gradient(dy.t(), xa.t()) if needs_b else None
+        return None, dx, dy.sum(0) if needs_bias else None, None, da, db
 
 
 LORA = LoRA()

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.gated_mlp import gated_mlp
 from kernels.linear import PLAIN
@@ -51,6 +52,25 @@ def test_a_map_matches_float64(shape, has_bias, dtype, device, poisoned_memory):
         return CHECKING(x, Adapted(matrix, a, b), *bias)
 
     compare_with_float64(reference, map_of, [random(M, K, dtype=dtype), *adapters(matrix), *bias])
+
+
+def test_a_map_makes_each_thin_product_once():
+    """Counts 3 products of y, and 5 of backward: dy B, both of dx, dA and dB."""
+    matrix = random(64, 32)
+    x, a, b = (t.requires_grad_() for t in (random(16, 32, seed=5), *adapters(matrix)))
+
+    class Counter(TorchDispatchMode):
+        counted = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            self.counted += function.name().split("::")[1].split(".")[0] in ("mm", "addmm", "addmm_")
+            return function(*arguments, **(options or {}))
+
+    with Counter() as counter:
+        y = LORA(x, Adapted(matrix, a, b))
+        assert counter.counted == 3
+        y.sum().backward()
+    assert counter.counted == 8
 
 
 def mlp_case(D, F_, dtype):
