@@ -36,6 +36,7 @@ from training.memory.execution import Execution, Placement, needed_for_backward
 from training.memory.machine import Rates
 from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
 
+QKV, INTO_MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 # A search for a plan asks for the same few footprints many thousand times.
 _attention_footprint, _mlp_footprint = functools.cache(qkv_attention_footprint), functools.cache(gated_mlp_footprint)
 # Share of the link's rate at which state on the host is updated beside forward, whose kernels its kernels wait for.
@@ -419,7 +420,7 @@ class Step:
         share, longest = self.share, None
         if self.is_packed:
             longest = self.documents.longest if self.documents else self.context_length
-        return (
+        footprints = (
             _attention_footprint(
                 self.tokens, share.hidden_size, *share.heads, element_size=self.element_size,
                 backend=execution.attention_backend, context_length=self.context_length, longest=longest, kind=kind,
@@ -431,6 +432,36 @@ class Step:
                 tile_size=execution.mlp_tile_size, skippable=not share.norms_after, linear=execution.linear,
             ),
         )  # fmt: skip
+        return footprints if self.adapters is None else self._with_adapters(self.adapters, execution, kind, *footprints)
+
+    def _with_adapters(
+        self, adapters: Adapters, execution: Execution, kind: AttentionKind, attention: Footprint, mlp: Footprint
+    ) -> tuple[Footprint, Footprint]:
+        """Returns the footprints where a projection with an adapter keeps x and x A^T, and a frozen one nothing.
+
+        Attention of some heads at a time, and the MLP in tiles, keep their input in any case, and no x A^T.
+        """
+        share, unit = self.share, self.element_size * self.tokens
+
+        def changed(footprint: Footprint, first: Sequence[str], x: int, last: str, y: int) -> Footprint:
+            """Returns a part's footprint. x and y are bytes of inputs that its first and its last projections keep."""
+            x, y = (0 if self._adapts(*first) else x), (0 if self._adapts(last) else y)
+            thin = unit * adapters.rank * len({*first, last}.intersection(adapters.targets))
+            # Backward counts on the end of y, which gives its memory back.
+            return replace(footprint, saved=footprint.saved - x - y + thin, backward=footprint.backward + y)
+
+        if not execution.heads_at_a_time:
+            # Otherwise the output projection keeps attention's own output, which is there in any case.
+            has_own_input = kind.branches > 1 or self.num_ranks > 1
+            output = unit * share.num_attention_heads * share.head_dim * has_own_input
+            attention = changed(attention, QKV, self.input_bytes * share.norms_before, "o_proj", output)
+        if not execution.mlp_tile_size:
+            mlp = changed(mlp, INTO_MLP, self.input_bytes, "down_proj", unit * share.intermediate_size)
+        return attention, mlp
+
+    def _adapts(self, *projections: str) -> bool:
+        """Whether one of these projections is trained: by its adapter, or because there are no adapters."""
+        return self.adapters is None or not {*projections}.isdisjoint(self.adapters.targets)
 
     def _block_bytes(self, execution: Execution, placement: Placement, kind: AttentionKind) -> list[tuple[int, int]]:
         """Returns bytes (of attention, of the MLP) at a block's fullest: in forward, the MLP's backward, attention's.
@@ -448,7 +479,11 @@ class Step:
             factors = factor_bytes(D, F)
             if factors:  # inputs of which backward keeps factors
                 factors += self.element_size * self.tokens * (D + F)
-            forward = saved, mlp_norms + mlp.saved + max(3 * x, 2 * x + factors)
+            needed = mlp.saved + max(3 * x, 2 * x + factors)
+            if self.adapters is not None:  # inputs of frozen projections exist as well, though they are not kept
+                running = mlp.forward + (3 - self.share.norms_after) * x  # a norm's input is in mlp_norms
+                needed = max(needed + (0 if self._adapts(*INTO_MLP) else x), running)
+            forward = saved, mlp_norms + needed
         else:
             kept = attention.choices + (attention.keepable if placement.results != "recompute" else 0)
             # 3 x: attention's output, the residual sum and its norm. Then the MLP's working memory, or 2 x: the outputs

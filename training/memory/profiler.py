@@ -133,7 +133,10 @@ class Recorder:
                 (block.input_layernorm or block.self_attn).register_forward_pre_hook(
                     lambda _, inputs: self._enter_attention(inputs[0])
                 ),
-                block.self_attn.register_forward_hook(lambda _, inputs, attended, i=i: self._enter_mlp(i, attended)),
+                # After attention, and not at its end, where its caller still holds its input.
+                block.post_attention_layernorm.register_forward_pre_hook(
+                    lambda _, inputs, i=i: self._enter_mlp(i, inputs[0])
+                ),
                 block.register_forward_hook(lambda _, inputs, y, i=i: self._leave_block(i, y)),
             ]
         try:

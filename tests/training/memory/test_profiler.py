@@ -224,6 +224,38 @@ CASES = {
     "lora, whole": (65_536, [GPU, WHOLE, WHOLE, WHOLE], 8192, None, {"adapters": Adapters(64, 32.0)}),
     "lora, groups": (131_072, [ON_HOST, GPU] * 2, 8192, 1, {"adapters": Adapters(16, 32.0), "gpu_state_bytes": 0}),
     "lora, some projections": (131_072, [ON_HOST] * 4, 8192, 1, {"adapters": Adapters(8, 8.0, ("q_proj", "v_proj"))}),
+    **{
+        f"lora, {name}, {','.join(targets)}": (
+            65_536,
+            placements,
+            8192,
+            None,
+            {"adapters": Adapters(64, 64.0, targets)},
+        )
+        for name, placements in (("whole", [WHOLE] * 4), ("mixed", [GPU, WHOLE, WHOLE, WHOLE]))
+        for targets in (
+            ("q_proj", "v_proj"),
+            ("down_proj",),
+            ("gate_proj", "up_proj"),
+            ("o_proj",),
+            ("k_proj", "up_proj"),
+        )
+    },
+    **{
+        f"lora, whole, {name}, {target}": (
+            65_536,
+            [WHOLE] * 4,
+            None,
+            None,
+            {"adapters": Adapters(64, 64.0, (target,)), **more},
+        )
+        for name, more in (
+            ("nsa", {"kinds": (NSA(),)}),
+            ("four norms", {"scalars": FOUR_NORMS}),
+            ("scalars", {"scalars": SCALARS}),
+        )
+        for target in ("v_proj", "o_proj", "up_proj", "down_proj")
+    },
     "lora, ends": (
         131_072,
         [VISITS] * 4,
