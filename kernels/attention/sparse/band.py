@@ -231,9 +231,15 @@ def _band_dkv_kernel(
         tl.store(dv_ptr + kv_offsets, dv.to(v.dtype), mask=key_mask)
 
 
+def queries_config(device: torch.device) -> TileConfig:
+    """Returns tiles of kernels over queries. Three stages need shared memory that only Hopper and B200 have."""
+    is_large = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return QUERIES_CONFIG if is_large else QUERIES_CONFIG._replace(num_stages=2)
+
+
 def _launch_over_queries(kernel, q, k, tensors, layout, **constants):
     """Launches a kernel whose programs have a tile of queries and a key/value head each."""
-    tile = launch_constants(q, k.shape[1], layout.block_size, QUERIES_CONFIG)
+    tile = launch_constants(q, k.shape[1], layout.block_size, queries_config(q.device))
     kernel[layout.num_blocks * (layout.block_size // tile["BLOCK_T"]), k.shape[1]](
         *tensors, layout.block_start, layout.block_stop, layout.first_block, 1 / math.sqrt(q.shape[-1]), **tile,
         WINDOW=layout.window_blocks, **constants,

@@ -58,12 +58,14 @@ KERNELS_TO_COMPILE = {
         ("_add_partials_kernel", {"BLOCK": 64, "K": 128, "PART": 2048}, {}),
     ],
     "sparse.band": [
-        ("_band_forward_kernel", BAND | {"BLOCK_T": 32}, {"num_warps": 8, "num_stages": 3}),
-        ("_band_dq_kernel", BAND | {"BLOCK_T": 32, "ADD": True}, {"num_warps": 8, "num_stages": 3}),
+        *(
+            (name, BAND | {"BLOCK_T": 32, "EXACT": is_exact, **more}, {"num_warps": 8, "num_stages": stages}, gpu)
+            for is_exact in (False, True)
+            for name, more in (("_band_forward_kernel", {}), ("_band_dq_kernel", {"ADD": not is_exact}))
+            for gpu, stages in ((80, 2), (90, 3))
+        ),
         ("_band_dkv_kernel", BAND_KEYS | {"EXTRA": False}, {"num_stages": 3}),
         ("_band_dkv_kernel", BAND_KEYS | {"EXTRA": True, "dk_ptr": None, "dv_ptr": None}, {"num_stages": 3}),
-        ("_band_forward_kernel", BAND | {"BLOCK_T": 32, "EXACT": True}, {"num_warps": 8, "num_stages": 3}),
-        ("_band_dq_kernel", BAND | {"BLOCK_T": 32, "EXACT": True, "ADD": False}, {"num_warps": 8, "num_stages": 3}),
         ("_band_dkv_kernel", BAND_KEYS | {"EXACT": True, "EXTRA": False, "total_ptr": None}, {"num_stages": 3}),
     ],
     "nsa.compression": [
