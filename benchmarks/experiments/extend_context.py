@@ -11,7 +11,8 @@ r"""Extend a released model's context, and evaluate it before and after training
 5. With `--selected_blocks 16 32`, `sparse` attention to each number of blocks is evaluated: the captured share of
    attention's mass, the same weights, and the weights after --adaptation_steps of training with that attention. As many
    more steps with attention to everything are the comparison.
-6. Loss by position and tasks of all evaluations are printed, and drawn if matplotlib is installed.
+6. With `--lora 64`, adapters of that rank are trained as the whole model was, and evaluated.
+7. Loss by position and tasks of all evaluations are printed, and drawn if matplotlib is installed.
 
 Each part is a command of this repository and is printed. OUT gets the evaluations' JSON and pictures and the runs. A
 part is skipped if its result is in OUT, so a later command may add the fifth.
@@ -56,6 +57,8 @@ def main() -> None:
     parser.add_argument("--selected_blocks", type=int, nargs="*", default=[], help="numbers of blocks to try")
     parser.add_argument("--adaptation_steps", type=int, default=40)
     parser.add_argument("--adaptation_learning_rate", type=float, default=5e-5)
+    parser.add_argument("--lora", type=int, help="rank of adapters to train beside the whole model")
+    parser.add_argument("--lora_learning_rate", type=float, default=3e-3)
     arguments = parser.parse_args()
     length, out = arguments.context_length, arguments.folder
     tokens, held_out = out / "tokens", out / "corpus" / "held_out.jsonl"
@@ -91,6 +94,9 @@ def main() -> None:
         arguments.model, "run", arguments.max_steps, arguments.learning_rate, "--rope_scaling", arguments.rope_scaling
     )
     judge(trained, "after_training")
+    if arguments.lora:
+        steps, rate = arguments.max_steps, arguments.lora_learning_rate
+        judge(learn(out / "scaled", "lora", steps, rate, "--lora", arguments.lora), "after_lora")
     if arguments.selected_blocks:
         adapt("trained_on")
     for blocks in arguments.selected_blocks:
@@ -120,9 +126,9 @@ def main() -> None:
         ],
     )
     if find_spec("matplotlib") is not None:
-        draw(out, "", {name: found[name] for name in names[:3]})
+        draw(out, "", {name: found[name] for name in names[: 3 + bool(arguments.lora)]})
         if arguments.selected_blocks:  # sparse attention differs only after many tokens
-            draw(out, "sparse_", {name: found[name] for name in names[2:]}, least=length // 16)
+            draw(out, "sparse_", {name: found[name] for name in names[2:] if name != "after_lora"}, least=length // 16)
 
 
 def draw(out: Path, prefix: str, found: dict[str, dict], least: int = 0) -> None:
