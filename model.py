@@ -200,7 +200,7 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin as `rope` takes them, [T, K/2] o
 class Context:
     """Tokens as every block must know them: their rotations, documents and caches."""
 
-    rotations: tuple[Rotation, Rotation]  # for layers that see everything, and for layers with a window
+    rotations: tuple[Rotation, Rotation]  # first of layers that see everything, then of layers with a window
     longest: int  # tokens of the longest document, the cached ones included
     segments: Tensor | None = None  # the packed documents, see kernels/attention/documents.py
     caches: list[KeyValueCache] | None = None

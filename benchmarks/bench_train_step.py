@@ -256,14 +256,9 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
         )
     own = [batch for ranks in timed for batch in ranks[world.data_rank]]
     kinds = plan.execution.kinds if plan else ()
-    model_flops = (
-        3
-        / len(timed)
-        * sum(
-            forward_flops(config, b.text_lengths, kinds, b.num_valid_tokens, trains_matrices=arguments.lora is None)
-            for b in own
-        )
-    )
+    whole = arguments.lora is None
+    flops_of = [forward_flops(config, b.text_lengths, kinds, b.num_valid_tokens, trains_matrices=whole) for b in own]
+    model_flops = 3 * sum(flops_of) / len(timed)
     return {
         "seconds": seconds,
         "predicted_seconds": predicted,

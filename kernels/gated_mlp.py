@@ -336,8 +336,8 @@ def gated_mlp(
         tile_size: rows of a tile; None runs all rows at once and keeps gate and up for backward. Tiles need
             3 * tile_size * F elements at a time, 0.45 GiB for the 4B's MLP in tiles of 8192, and in backward the three
             weight gradients in float32.
-        skippable: whether a second forward may leave tiles out, see `kernels.common.operation`: a norm of the result,
-            for instance, needs it.
+        skippable: whether a second forward may leave tiles out, because no gradient depends on the result, see
+            `kernels.common.operation`. A norm that reads the result needs it.
         linear: the part that makes the matrix products.
         impl: "auto", "triton" or "torch".
 

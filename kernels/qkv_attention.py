@@ -298,11 +298,7 @@ class _QKVAttention(torch.autograd.Function):
         x_rows, dy_rows = x.flatten(0, 1), dy.flatten(0, 1)
         dx_rows = torch.zeros_like(x_rows)
         d_o = _Gradients(o_tensors, needs_o, (1, 1, None), all_heads)
-        needs_rows = [
-            any(needs_weights[:3]),
-            any(needs_weights[3:4]),
-            any(needs_weights[4:]),
-        ]  # matrix, A, B
+        needs_rows = [any(needs_weights[part]) for part in (slice(3), slice(3, 4), slice(4, None))]  # matrix, A, B
         d_weights = _Gradients(weights, [*needs_rows[:1] * 3, *needs_weights[3:]], (0, 0, 0, None, 0, 0, 0), all_heads)
         d_biases = _Gradients(biases, needs_biases, (0, 0, 0), all_heads)
         d_gates = None if gates is None else torch.empty_like(gates)

@@ -9,6 +9,7 @@ heads of other widths than 64 and 128 PyTorch's FlashAttention-2. Kept for backw
 Method: Beltagy et al., Longformer, arXiv 2004.05150.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ..common import use_triton
 from ..parts import AttentionBytes, AttentionFlops, AttentionKind, sum_to
+from .documents import as_bytes, document_bounds
 from .full import KERNELS, Kernel
 from .reference import attend_written_out, within_documents
 from .sparse.band import band_dkv, band_dq, band_forward
@@ -41,15 +43,15 @@ def window_reference(
 def begins_of(q: Tensor, segments: Tensor | None) -> tuple[Tensor, int]:
     """Returns the first token of each document and the number of tokens, int32, and the longest document's tokens.
 
-    Rows of 5 tokens with documents of (3, 2) and (5) tokens give [0, 3, 5, 10] and 5.
+    Rows of 5 tokens with documents of (3, 2) and (5) tokens give [0, 3, 5, 10] and 5. All layers of a step share them.
     """
-    B, T = q.shape[:2]
-    if segments is None:
-        begins, longest = T * torch.arange(B), T
-    else:
-        begins = (segments[:, 0] * T + segments[:, 1]).sort().values
-        longest = int((segments[:, 2] - segments[:, 1]).max())
-    return F.pad(begins.int(), (0, 1), value=B * T).to(q.device, non_blocking=True), longest
+    return _begins(*q.shape[:2], as_bytes(segments), q.device)
+
+
+@functools.lru_cache(maxsize=4)
+def _begins(B: int, T: int, documents: bytes | None, device: torch.device) -> tuple[Tensor, int]:
+    start, length = document_bounds(B, T, documents)
+    return F.pad(start.int(), (0, 1), value=B * T).to(device), int(length.max())
 
 
 @dataclass(frozen=True)

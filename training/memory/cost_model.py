@@ -372,7 +372,7 @@ class Step:
         waited = gone * (self.last_bytes > LEAVING_BYTES)  # compute waits until a large head's gradient has left
         embedding = self.head_share * (weights[L] > 0)
         stays = 1 - self.layer_share * sum(map(bool, weights[:L])) - embedding - gone
-        stays = stays if stays > 1e-9 else math.inf
+        stays = stays if stays > 1e-9 else math.inf  # all of them leave: a share of none is none
         for layer in reversed(range(L)):
             # Tensors that come back from the host: this block is rebuilt from some, others are on their way for the
             # next. A whole block fetches nothing.
@@ -617,12 +617,8 @@ class Step:
         again -= mlp.matrix_flops if mlp.is_skippable else 0
         for i in placed:
             start, _ = needed_for_backward(placements, i)[0]
-            backward += (
-                adapting
-                + products[i]
-                + again / rates[execution.linear.rate]
-                + (1 if mlp.is_skippable else 2) * reduction
-            )
+            backward += adapting + products[i] + again / rates[execution.linear.rate]
+            backward += (1 if mlp.is_skippable else 2) * reduction
             # They run again for this block's input.
             backward += sum(layers[start:i]) + (i - start) * (adapting + 2 * reduction)
             backward += sum(attend[j] for j in range(start, i + 1) if placements[j].results == "recompute")
@@ -637,12 +633,9 @@ class Step:
         forward = weights[-1] + weights[0] + sum(max(forward / L, *both) for both in zip(sent, weights[1:]))
         backward = sum(wait + max(backward / L, back + more) for wait, back, more in zip(waits, sent, beside))
         optimizer = self.optimizer(execution)
-        loss = (
-            linear_cross_entropy_footprint(
-                self.tokens, share.hidden_size, share.vocab_size, trains_head=self.adapters is None
-            ).matrix_flops
-            / rates[PLAIN.rate]
-        )  # the standard loss has the same products
+        sizes, trains_head = (self.tokens, share.hidden_size, share.vocab_size), self.adapters is None
+        loss = linear_cross_entropy_footprint(*sizes, trains_head=trains_head).matrix_flops
+        loss /= rates[PLAIN.rate]  # the standard loss has the same products
         for i, _ in needed_for_backward(placements, L - 1)[:1] if weights[L] else ():
             loss = max(loss, weights[i])
         # FSDP2 gathers parameters and sums float32 gradients while other blocks compute. Embedding and head are

@@ -8,7 +8,7 @@ import torch
 from kernels.attention.attend import attention
 from kernels.attention.full import attention_reference
 from kernels.attention.sparse import band
-from kernels.attention.window import Window, window_reference
+from kernels.attention.window import Window, begins_of, window_reference
 from tests.kernels.attention.inputs import NoLaunch, Peak, make_qkv, segments_of
 from tests.kernels.compare import compare_with_float64, outputs_and_gradients
 
@@ -54,6 +54,15 @@ def test_heads_that_run_in_flash_attention(K, lengths, device, poisoned_memory):
     compare_with_float64(exact, attend(128, "auto", segments), inputs)
     rows = make_qkv(2, 333, 4, 2, K, bf16, device)
     compare_with_float64(functools.partial(reference, window=128), attend(128, "auto"), rows)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"), [([[3, 2], [5]], ([0, 3, 5, 10], 5)), ([[4, 1]], ([0, 4, 5], 4)), (None, ([0, 5, 10], 5))]
+)
+def test_where_documents_begin(lengths, expected):
+    q = torch.empty(2 if lengths is None else len(lengths), 5, 1, 8)
+    begins, longest = begins_of(q, lengths and segments_of(*lengths).flip(0))
+    assert (begins.tolist(), longest) == expected and begins.dtype == torch.int32
 
 
 @pytest.mark.parametrize("T", [37, 64, 65, 193])

@@ -81,7 +81,7 @@ def test_adapters_of_the_4b_fit_16_gib_with_little_host_memory():
 
 @pytest.mark.parametrize("size", ["4B", "8B"])
 def test_weights_beside_adapters_may_wait_on_the_host(size):
-    """With all blocks, and with embedding and head, where a GPU has no room for the weights."""
+    """Checks weights of all blocks, and of embedding and head, where a GPU has no room for the weights."""
     lora = step_on_meta(
         MODEL_SIZES[size], 16_384, given=Execution(linear=LORA), adapters=Adapters(16, 32.0)
     )  # fmt: skip
