@@ -42,6 +42,7 @@ import torch
 from model import MODEL_SIZES, ModelConfig
 from training.attention_flags import calibrated_mean, check_head_dim, kinds_of
 from training.checkpoint.weights import shape_of_weights
+from training.choices import LORA_BITS
 from training.data.corpus import open_stores, pack
 from training.data.loader import PackedLoader
 from training.data.prepared import is_prepared
@@ -71,6 +72,7 @@ from training.parallel.world import World, check_replicate, join_world
 from training.run.build import (
     adapters_of,
     build_bench,
+    check_lora_bits,
     linear_of,
     settled_execution,
     shape_with,
@@ -104,6 +106,11 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
     if flags.init_from and has_adapters(flags.init_from):
         adapters, base = read_adapters(flags.init_from)
         raise UserError(f"{flags.init_from} holds adapters; give --init_from {base} --lora {adapters.rank}")
+    check_lora_bits(flags, shape_of(flags).share(1), flags.nproc * flags.nnodes)
+    for name in ("compare", "gradient_checkpointing"):
+        if flags.lora_bits < 16 and getattr(flags, name) == (name == "compare"):
+            what = "--compare" if name == "compare" else "--no-gradient_checkpointing"
+            raise UserError(f"{what} keeps blocks whole, which lora_bits {flags.lora_bits} cannot; drop one")
     check_mesh(flags)
     state_format_of(flags, shape_of(flags))  # refuses a format without effect
     for name in ("measure", "num_layers", "snapshot"):
@@ -139,7 +146,7 @@ def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World)
     kinds, state_format = kinds_of(flags, model), state_format_of(flags, model)
     part = model.share(flags.tensor_parallel_size)
     linear = linear_of(flags, part, world.device)
-    settled = {"kinds": kinds, "state_format": state_format, "linear": linear}
+    settled = {"kinds": kinds, "state_format": state_format, "linear": linear, "frozen_bits": flags.lora_bits}
     host = parse_bytes(flags.host_memory) if flags.host_memory else None, flags.nproc
     check_head_dim(kinds, model.head_dim, torch.device("cuda") if flags.gpu else world.device)
     if world.device.type == "cuda":
@@ -219,9 +226,11 @@ def change(flags: ProfileFlags, machine: Machine, world: World, **values) -> dic
     changed = dataclasses.replace(flags, **values)
     with suppress(UserError):  # numbers that do not go together, too few data, or no plan
         check_mesh(changed)
+        check_lora_bits(changed, machine.model.share(changed.tensor_parallel_size), changed.nproc * changed.nnodes)
         if changed.attention_type != flags.attention_type:
             machine = choose_machine(changed, flags.memory_budget, world)
-        given = dataclasses.replace(machine.given, state_format=state_format_of(changed, machine.model))
+        settled = {"state_format": state_format_of(changed, machine.model), "frozen_bits": changed.lora_bits}
+        given = dataclasses.replace(machine.given, **settled)
         machine = dataclasses.replace(machine, given=given, host_bytes=host_limit(changed, machine.host_bytes))
         words = [f"drop --{name}" if value is None else f"--{name} {value}" for name, value in values.items()]
         return {" ".join(words): make_plan(make_step(changed, machine)[0], *machine.limits)}
@@ -235,9 +244,10 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
     2. Fewer sequences at a time, and as many in a step. If even one at a time does not fit, all changes below have one.
     3. Attention to everything, which takes less memory than attention to chosen blocks.
     4. Compact optimizer state, where the flags ask for float32.
-    5. More host memory, the least that is enough.
-    6. Twice as many GPUs of the same host, or 4 or 8 times, that share each sequence and the host's memory.
-    7. The longest context that fits.
+    5. Fewer bits of the weights beside adapters, the most that fit.
+    6. More host memory, the least that is enough.
+    7. Twice as many GPUs of the same host, or 4 or 8 times, that share each sequence and the host's memory.
+    8. The longest context that fits.
     """
     base: dict[str, Any] = {}
     if flags.gradient_checkpointing is not None:
@@ -255,6 +265,8 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
         found |= change(flags, machine, world, **base, attention_type="full")
     if flags.optimizer_state == "float32":
         found |= change(flags, machine, world, **base, optimizer_state="compact")
+    fewer_bits = (bits for bits in LORA_BITS if flags.lora is not None and bits < flags.lora_bits)
+    found |= next(filter(None, (change(flags, machine, world, **base, lora_bits=bits) for bits in fewer_bits)), {})
     host_gib = machine.host_bytes / GIB
     if math.isfinite(host_gib):
         sizes = range(int(host_gib) + 1, MOST_HOST_GB)
@@ -290,6 +302,8 @@ def find_faster(flags: ProfileFlags, machine: Machine, world: World, plan: Plan)
     found = {}
     if flags.optimizer_state == "float32":
         found |= change(flags, machine, world, optimizer_state="compact")
+    if flags.lora is not None and flags.lora_bits > 4:
+        found |= change(flags, machine, world, lora_bits=4)
     if math.isfinite(machine.host_bytes):
         step = plan.step.with_format(plan.execution.state_format)  # auto might need more, for float32 state
         roomy = make_plan(step, machine.gpu_bytes, math.inf, machine.rates)

@@ -56,7 +56,7 @@ from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer
 from training.checkpoint.files import SPARE_BYTES
 from training.checkpoint.pieces import SAVING_BYTES
 from training.checkpoint.saver import Saver
-from training.choices import LINEARS, LORA_TARGETS, OPTIMIZER_STATES
+from training.choices import LINEARS, LORA_BITS, LORA_TARGETS, OPTIMIZER_STATES
 from training.data.loader import Batch, PackedLoader
 from training.data.packing import ConcatenatedPacking
 from training.data.sources import Document, read_documents
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--optimizer_state", default="float32", choices=OPTIMIZER_STATES, help="as train.py's")
     parser.add_argument("--linear", default="bf16", choices=LINEARS, help="as train.py's")
     parser.add_argument("--lora", type=int, help="rank of adapters of all projections, which alone are trained")
+    parser.add_argument("--lora_bits", type=int, default=16, choices=LORA_BITS, help="as train.py's; not the peer's")
     parser.add_argument(
         "--weights_on_host",
         action="store_true",
@@ -298,6 +299,7 @@ def our_step(
         optimizer_state=arguments.optimizer_state,
         linear=arguments.linear,
         lora=arguments.lora,
+        lora_bits=arguments.lora_bits,
         attention_backend=backend if backend not in ("", "sparse", "nsa") else "auto",
         attention_type=backend if backend in ("sparse", "nsa") else "full",
         gradient_checkpointing=placement == "checkpointing",

@@ -80,7 +80,7 @@ def values(each: Field) -> str:
     element = next(iter(typing.get_args(each.type)), each.type)
     least, most = each.metadata["least"], each.metadata["most"]
     if each.metadata["choices"]:
-        found = ", ".join(each.metadata["choices"])
+        found = ", ".join(map(str, each.metadata["choices"]))
     elif element in (int, float):
         found = "whole number" if element is int else "number"
         found += " above 0" if least == SMALLEST else f" from {least:,g}" if least else ""

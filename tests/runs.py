@@ -38,10 +38,10 @@ def weights(output_dir, step):
     return load_file(Path(output_dir) / f"step_{step:08d}" / "model.safetensors")
 
 
-def weights_of_another_shape(folder, seed=1):
+def weights_of_another_shape(folder, seed=1, **sizes):
     """A checkpoint of weights whose shape is no MODEL_SIZES entry's."""
     shape = {"intermediate_size": 200, "head_dim": 16, "tie_word_embeddings": False, "rope_theta": 5e6}
-    config = replace(MODEL_SIZES["tiny"], **shape, max_position_embeddings=4096)
+    config = replace(MODEL_SIZES["tiny"], **shape | sizes, max_position_embeddings=4096)
     model = Transformer(config)
     copy_weights(model, initial_weights(model, seed=seed))
     state = {"weights": model.state_dict(), "model_config": to_config_json(config)}

@@ -177,6 +177,7 @@ def test_a_step_that_does_not_fit_names_the_changes_that_would(tmp_path, capsys)
         ),
         ("--gpu 4090 --host_memory 24GB", "--host_memory 48GB"),
         ("--gpu 12GB --attention_type sparse", "--attention_type full"),
+        ("--gpu 16GB --memory_budget 15GB --model_size 8B --lora 16 --host_memory 32GB", "--lora_bits 8"),
         ("--gpu 24GB --no-gradient_checkpointing", "drop --gradient_checkpointing"),
         ("--gpu 6GB --no-gradient_checkpointing", "drop --gradient_checkpointing --context_length"),
     ],
@@ -414,6 +415,15 @@ def test_numbers_that_would_be_calibrated_are_profiled_as_their_mean(nine_layers
         (
             "--nproc 16 --context_parallel_size 16 --attention_type sparse",
             "context_parallel_size 16 must divide the model's 8 key/value heads",
+        ),
+        (
+            "--lora 16 --lora_bits 4 --nproc 2",
+            "lora_bits 4 on 2 GPUs is not supported: FSDP2 shards bf16; give lora_bits",
+        ),
+        ("--lora 16 --lora_bits 4 --compare", "--compare keeps blocks whole, which lora_bits 4 cannot; drop one"),
+        (
+            "--lora 16 --lora_bits 8 --no-gradient_checkpointing",
+            "--no-gradient_checkpointing keeps blocks whole, which",
         ),
         ("--snapshot step.pickle --gpu H100", "snapshot needs one GPU"),
         ("--gradient_checkpointing --memory_budget 24GB", "memory_budget has no effect with gradient_checkpointing"),

@@ -18,6 +18,7 @@ from training import generate
 from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import find_weights, load_model_weights, parameter_shapes, shape_of_weights
 from training.evaluation import __main__ as evaluation
+from training.host import errors
 from training.lora import Adapters, adapt, read_adapters
 
 RANK = 3
@@ -33,6 +34,12 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return weights_of_another_shape(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def base_of_groups(tmp_path_factory):
+    """Weights with rows of whole groups, as quantized weights need them."""
+    return weights_of_another_shape(tmp_path_factory.mktemp("base"), intermediate_size=192)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +108,26 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(run, tmp_path):
     assert losses(stopped)[-3:] == losses(run)[-3:]
     states = [load_file(folder / "step_00000006/optimizer.safetensors") for folder in (stopped, run)]
     assert equal(*states)
+
+
+def test_quantized_weights_train_resume_and_go_on(base_of_groups, corpus, tmp_path, caplog):
+    """Checks --lora_bits: a resumed run, another number of bits from there on, and the files as of any run."""
+    caplog.set_level(logging.INFO)
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert train.main(lora_arguments(base_of_groups, corpus, whole, "--lora_bits", "4", steps=6)) == 0
+    shutil.copytree(whole, stopped)
+    shutil.rmtree(stopped / "step_00000006")
+    assert train.main(only_resume(stopped)) == 0
+    assert saved_settings(stopped, 6)["lora_bits"] == 4
+    last = adapters_in(whole / "step_00000006")
+    assert equal(adapters_in(stopped / "step_00000006"), last) and losses(stopped)[-3:] == losses(whole)[-3:]
+    assert train.main([*only_resume(stopped), "--lora_bits", "8", "--max_steps", "7"]) == 0
+    assert "lora_bits: 4 -> 8" in caplog.messages
+    exact = tmp_path / "exact"
+    assert train.main(lora_arguments(base_of_groups, corpus, exact, steps=6)) == 0
+    found = adapters_in(exact / "step_00000006")
+    assert found.keys() == last.keys() and not equal(found, last)
+    assert losses(whole) == pytest.approx(losses(exact), rel=0.01)
 
 
 def test_peft_opens_a_checkpoint_and_computes_the_same(run, base):
@@ -184,6 +211,8 @@ def test_lora_plus_multiplies_the_rate_of_b(base, corpus, tmp_path):
         (["--lora_targets", "q_proj,q_proj"], "targets among q_proj, k_proj"),
         (["--lora_alpha", "0"], "lora_alpha must be"),
         (["--lora", "0"], "lora must be"),
+        (["--lora_bits", "2"], "invalid choice: 2 (choose from 16, 8, 4)"),
+        (["--lora_bits", "4", "--compile"], "lora_bits 4 with compile is not supported"),
         (["--attention_type", "nsa"], "has no gates of it"),
         (["--rope_scaling", "yarn:4"], "export BASE OUT --rope_scaling yarn:4"),
     ],
@@ -191,6 +220,12 @@ def test_lora_plus_multiplies_the_rate_of_b(base, corpus, tmp_path):
 def test_what_is_not_supported_is_refused(extra, message, base, corpus, tmp_path, capsys):
     assert train.main(lora_arguments(base, corpus, tmp_path / "run", *extra, steps=2)) == 1
     assert message in capsys.readouterr().err
+
+
+def test_quantized_weights_need_their_library(base_of_groups, corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(errors, "find_spec", lambda package: None)
+    assert train.main(lora_arguments(base_of_groups, corpus, tmp_path / "run", "--lora_bits", "8", steps=2)) == 1
+    assert "lora_bits 8 needs the package bitsandbytes: pip install bitsandbytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrapper", ["gemma3", "mistral3"])
@@ -209,7 +244,7 @@ def test_models_of_text_and_images_are_refused(wrapper, run, base, corpus, tmp_p
         assert f"a {wrapper} of text and images" in (error := capsys.readouterr().err) and f"export {both} OUT" in error
 
 
-@pytest.mark.parametrize("name", ["lora", "lora_alpha", "lora_targets", "lora_plus"])
+@pytest.mark.parametrize("name", ["lora", "lora_alpha", "lora_targets", "lora_bits", "lora_plus"])
 def test_flags_without_weights_to_adapt_are_refused(name, corpus, tmp_path, capsys):
     value = "q_proj" if name == "lora_targets" else "4"
     assert train.main(arguments(corpus, tmp_path / "run", f"--{name}", value)) == 1

@@ -41,7 +41,7 @@ USUAL_NAMES = {  # names that flags have elsewhere, for "did you mean"
 def flag(
     default=MISSING,
     help: str = "",
-    choices: Iterable[str] | None = None,
+    choices: Iterable[str | int] | None = None,
     *,
     least: float = 0,
     most: float = LARGE,
@@ -54,7 +54,7 @@ def flag(
     Args:
         default: value of a flag that is not given; `list` stands for an empty list. Without it the flag must be given.
         help: line in --help.
-        choices: words that the flag takes.
+        choices: words or numbers that the flag takes.
         least, most: range of a number, or of each number of a list.
         bare: value of a flag that stands without a value.
         positional: given by place, without the name, and not in a file.

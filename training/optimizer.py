@@ -50,7 +50,8 @@ from training.host.errors import UserError
 from training.host.memory import SLOT_ALIGNMENT, PinnedArena
 from training.host.torch_internals import dtensor_like
 from training.parallel.fsdp import local_part
-from training.state_format import BETA1, BETA2, Kept, StateFormat, Update, format_of, format_with
+from training.quantized import Quantized
+from training.state_format import BETA1, BETA2, Kept, QuantizedState, StateFormat, Update, format_of, format_with
 
 # 32 MiB of float32: copies of that size run at the link's full rate. A multiple of every format's group.
 PIECE_ELEMENTS = 2**23
@@ -60,7 +61,10 @@ LEAVING_BYTES = 2**28  # gradients on their way to the host at once: about one t
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Bytes that a `MasterAdamW` takes. An update fetches `host` once: it takes host / link rate seconds."""
+    """Bytes that a `MasterAdamW` takes, without quantized weights on the GPU.
+
+    An update fetches `host` once: it takes host / link rate seconds.
+    """
 
     gpu_state: int  # masters and moments
     gpu_gradients: int  # gradients of parameters whose state is on the GPU; exist from backward to the update
@@ -74,13 +78,14 @@ class OptimizerBytes:
 def optimizer_bytes(
     parameters: Iterable[Tensor], *, accumulate: bool = True, gpu_state_bytes: float = math.inf,
     state_format: str = "float32", host_weights: Iterable[Tensor] = (),
+    quantized: Mapping[Tensor, int] = MappingProxyType({}),
 ) -> OptimizerBytes:  # fmt: skip
     """Predicts the bytes of a `MasterAdamW` with these arguments; parameters on the meta device will do."""
-    layout = _layout(list(parameters), accumulate, gpu_state_bytes, state_format, host_weights)
+    layout = _layout(list(parameters), accumulate, gpu_state_bytes, state_format, host_weights, quantized)
     on_gpu, on_host = ([item for item in layout if item.on_host is wanted] for wanted in (False, True))
     slots = (kept.num_bytes(size) for size, tensors in _slots(layout).values() for kept in tensors.values())
     return OptimizerBytes(
-        gpu_state=sum(item.format.num_bytes(item.numel) for item in on_gpu),
+        gpu_state=sum(item.format.num_bytes(item.numel) for item in on_gpu if not item.is_quantized),
         gpu_gradients=sum(item.gradient_bytes for item in on_gpu),
         gpu_room=4 * _room_size(layout, accumulate),
         gpu_slots=NUM_SLOTS * sum(slots),
@@ -105,29 +110,36 @@ class _Layout:
     has_home: bool  # whether the weight is on the host, too
 
     @property
+    def is_quantized(self) -> bool:
+        return isinstance(self.format, QuantizedState)
+
+    @property
     def gradient_bytes(self) -> int:
         return self.gradient_dtype.itemsize * self.numel if self.gradient_dtype else 0
 
     @property
     def tensors(self) -> dict[str, Kept]:
         """Tensors that are on the host if the state is there, by name. An update moves them through the GPU."""
-        weight = {"weight": Kept(self.format.parameter_dtype)} if self.has_home else {}
+        has_weight = self.has_home and not self.is_quantized
+        weight = {"weight": Kept(self.format.parameter_dtype)} if has_weight else {}
         gradient = {"gradient": Kept(self.gradient_dtype)} if self.gradient_dtype else {}
         return {**self.format.kept, **gradient, **weight}
 
 
 def _layout(
     parameters: list[Tensor], accumulate: bool, gpu_state_bytes: float, state_format: str,
-    host_weights: Iterable[Tensor],
+    host_weights: Iterable[Tensor], quantized: Mapping[Tensor, int],
 ) -> list[_Layout]:  # fmt: skip
     layout, homes = [], {id(parameter) for parameter in host_weights}
     assert homes <= set(map(id, parameters)), "host_weights must be some of the parameters"
     for parameter in parameters:
-        format, numel, has_home = format_of(parameter, state_format), _flat(parameter).numel(), id(parameter) in homes
-        if has_home and isinstance(parameter, DTensor):
+        format = format_of(parameter, state_format, quantized.get(parameter, 16))
+        numel, has_home = _flat(parameter).numel(), id(parameter) in homes
+        if (has_home or parameter in quantized) and isinstance(parameter, DTensor):
             raise ValueError("weights of sharded parameters stay on the GPU")
-        on_host = has_home or format.num_bytes(numel) > gpu_state_bytes
-        gpu_state_bytes -= 0 if on_host else format.num_bytes(numel)
+        state_bytes = 0 if parameter in quantized else format.num_bytes(numel)
+        on_host = has_home or state_bytes > gpu_state_bytes
+        gpu_state_bytes -= 0 if on_host else state_bytes
         gradient_dtype = (torch.float32 if accumulate else parameter.dtype) if parameter.requires_grad else None
         layout.append(_Layout(format, gradient_dtype, numel, on_host, has_home))
     return layout
@@ -182,17 +194,23 @@ class _State:
     tensors: dict[str, Tensor]
     updated: torch.Event  # recorded once an update is on the host again, where state is there
     gradient: Tensor | None = None  # exists always where state is on the host, else from backward to the update
-    home: Tensor | None = None  # the weight in host memory, in the parameter's shape; None: the parameter has it
+    home: Tensor | None = None  # the weight in host memory, in the parameter's shape; None: it is elsewhere
     arrived: bool = False  # whether a gradient has come since the last update
 
     @property
     def weight(self) -> Tensor:
-        """The weight where it lives."""
+        """The weight where it lives. A quantized weight is on "meta": only its state has values."""
+        if self.is_quantized:
+            return torch.empty_like(self.parameter, device="meta")
         return self.parameter if self.home is None else self.home
 
     @property
     def is_trained(self) -> bool:
         return self.parameter.requires_grad
+
+    @property
+    def is_quantized(self) -> bool:
+        return isinstance(self.format, QuantizedState)
 
     def slices(self, piece: slice) -> dict[str, Tensor]:
         """The part of the tensors for some elements of the parameter; also of gradient and host weight, if any."""
@@ -220,9 +238,11 @@ class MasterAdamW:
         impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.
         host_weights: parameters whose weights live in pinned host memory, as their state does. They lose their memory
             on the GPU, whose content becomes the weight. Sharded parameters are refused (ValueError).
+        quantized: bits per element of frozen parameters that are kept quantized, on the host if they are among
+            `host_weights`. They lose their memory as well, and are whole (ValueError).
 
     Attributes:
-        homes: the weight in host memory of each of `host_weights`.
+        homes: the weights of all parameters without memory: in host memory, or quantized.
     """
 
     def __init__(
@@ -236,6 +256,7 @@ class MasterAdamW:
         impl: str = "auto",
         host_weights: Iterable[nn.Parameter] = (),
         rate_ratios: Mapping[str, float] = MappingProxyType({}),
+        quantized: Mapping[nn.Parameter, int] = MappingProxyType({}),
     ):
         self.parameters = dict(named_parameters)
         parameters, host_weights = list(self.parameters.values()), list(host_weights)
@@ -244,7 +265,7 @@ class MasterAdamW:
         kinds = {(p.dtype, p.device_mesh if isinstance(p, DTensor) else None) for p in trained}
         assert len(kinds) == 1, f"parameters of several dtypes or meshes: {kinds}"
         self.accumulate, self.impl = accumulate, impl
-        layout = _layout(parameters, accumulate, gpu_state_bytes, state_format, host_weights)
+        layout = _layout(parameters, accumulate, gpu_state_bytes, state_format, host_weights, quantized)
 
         # On a CPU, torch.cpu's streams and events do nothing and copies are done when they return.
         self.device_module = torch.get_device_module(device)
@@ -258,7 +279,7 @@ class MasterAdamW:
         if any(item.on_host for item in layout):
             needed = optimizer_bytes(
                 parameters, accumulate=accumulate, gpu_state_bytes=gpu_state_bytes, state_format=state_format,
-                host_weights=host_weights,
+                host_weights=host_weights, quantized=quantized,
             )  # fmt: skip
             self.arena = PinnedArena(needed.host, device)
         # Pieces of state from the host on the GPU, by format: (tensors, the gradient included, and an event that is
@@ -284,18 +305,24 @@ class MasterAdamW:
             state = _State(parameter, item.format, decay, ratio, item.on_host, pieces, tensors, updated, gradient, home)
             for tensor in tensors.values():
                 tensor.zero_()
-            is_there = home is None or parameter.untyped_storage().nbytes()
+            is_away = home is not None or item.is_quantized
+            is_there = not is_away or parameter.untyped_storage().nbytes()
             for _, piece in pieces if is_there else ():  # rounding and widening are done on the GPU, a piece at a time
                 weights = _flat(parameter)[piece]
                 item.format.write(state.slices(piece), _flat(state.weight)[piece], {"master": weights.float()})
-            if home is not None:
+            if is_away:
                 parameter.untyped_storage().resize_(0)
             self.states[name] = state
             if not state.is_trained:
                 continue
             hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: optimizer.take_gradient(name))
             weakref.finalize(self, hook.remove)
-        self.homes = {state.parameter: state.home for state in self.states.values() if state.home is not None}
+        self.homes: dict[nn.Parameter, Tensor | Quantized] = {}
+        for state in self.states.values():
+            if isinstance(state.format, QuantizedState):
+                self.homes[state.parameter] = state.format.weight(state.tensors)
+            elif state.home is not None:
+                self.homes[state.parameter] = state.home
         self.norms = torch.zeros(next(indices), device=device)  # norm of each piece of the gradients
         copies = [_num_copies(state.parameter) for state in self.states.values() for _ in state.pieces]
         self.copies = torch.tensor(copies, device=device)  # ranks that have the same elements, for each piece
@@ -544,10 +571,12 @@ class MasterAdamW:
             self._convert(name, stored, stored.get("master") or weights()[name], done)
 
         load_optimizer_state(checkpoint, own, convert)
+        quantized = [name for name, state in self.states.items() if state.is_quantized]
         stored = {name: state.weight for name, state in self.states.items() if "master" not in own.get(name, {})}
-        halves = {name: weight for name, weight in stored.items() if name not in converted}
+        halves = {name: weight for name, weight in stored.items() if name not in {*converted, *quantized}}
         with failing_together():
             read_tensors({name: weights()[name] for name in halves}, halves)
+            self.read_weights({name: weights()[name] for name in quantized})
         for state in self.states.values():
             for _, piece in state.pieces if "master" in state.tensors else ():
                 weight = _flat(state.weight)[piece]

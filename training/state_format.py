@@ -25,6 +25,8 @@ from kernels.compact_adamw import (
     split_master,
 )
 from training.host.torch_internals import fused_adamw_
+from training.quantized import GROUP as QUANTIZED_GROUP
+from training.quantized import Quantized, quantize
 
 BETA1, BETA2, EPS = 0.9, 0.95, 1e-8  # of AdamW
 
@@ -185,21 +187,48 @@ class FrozenState(StateFormat):
         raise AssertionError("a frozen parameter has no gradient")
 
 
+@dataclass(frozen=True)
+class QuantizedState(FrozenState):
+    """A frozen weight in `bits` bits per element, see `training.quantized`. The parameter itself keeps no memory."""
+
+    bits: int
+
+    @property
+    def kept(self) -> dict[str, Kept]:
+        return {"codes": Kept(torch.uint8, 8 // self.bits), "scales": Kept(torch.float32, QUANTIZED_GROUP)}
+
+    def weight(self, state: dict[str, Tensor]) -> Quantized:
+        """Returns the weight that the kept tensors hold."""
+        return Quantized(state["codes"], state["scales"], self.bits)
+
+    def read(self, state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
+        elements = torch.empty(QUANTIZED_GROUP * len(state["scales"]), device=state["codes"].device)
+        self.weight(state).write_into(elements)
+        return {"master": elements}
+
+    def write(self, state: dict[str, Tensor], parameter: Tensor, values: dict[str, Tensor]) -> None:
+        if "master" in values:
+            made = quantize(values["master"], self.bits)
+            state["codes"].copy_(made.codes)
+            state["scales"].copy_(made.scales)
+
+
 def format_with(names: Collection[str], parameter_dtype: torch.dtype) -> StateFormat | None:
     """Returns the format that keeps tensors of these names for such a parameter, if there is one."""
     formats = Float32State(parameter_dtype), CompactState(parameter_dtype)
     return next((format for format in formats if format.kept.keys() == set(names)), None)
 
 
-def format_of(parameter: Tensor, state_format: str) -> StateFormat:
+def format_of(parameter: Tensor, state_format: str, bits: int = 16) -> StateFormat:
     """Returns the format of one parameter's state, which a parameter that takes no gradient does not have.
 
     In "compact", matrices whose rows are groups on every rank are compact. All other state is small, and float32.
+    `bits` per element keeps a frozen parameter, below 16 quantized.
     """
     if state_format not in ("float32", "compact"):
         raise ValueError(f"a format is float32 or compact, got {state_format}")
     if not parameter.requires_grad:
-        return FrozenState(parameter.dtype)
+        return FrozenState(parameter.dtype) if bits == 16 else QuantizedState(parameter.dtype, bits)
     ranks = 1  # number of ranks with a part of each row
     if isinstance(parameter, DTensor):
         sizes = zip(parameter.device_mesh.mesh.shape, parameter.placements)

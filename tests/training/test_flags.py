@@ -262,7 +262,10 @@ IDLE = {  # a command line for each row, and the flags that have no effect there
     "train.py": [
         ("--resume --init_from x", "init_from"),
         ("--rope_scaling yarn:4", "rope_scaling"),
-        ("--lora 4 --lora_alpha 8 --lora_targets q_proj --lora_plus 4", "lora lora_alpha lora_targets lora_plus"),
+        (
+            "--lora 4 --lora_alpha 8 --lora_targets q_proj --lora_bits 4 --lora_plus 4",
+            "lora lora_alpha lora_targets lora_bits lora_plus",
+        ),
         ("--save none --checkpoint_interval 5 --keep_checkpoints 5", "checkpoint_interval keep_checkpoints"),
         ("--memory_budget auto --gradient_checkpointing --compile", "gradient_checkpointing compile"),
         ("--host_budget 1GB --compile", "host_budget"),
@@ -285,7 +288,7 @@ IDLE = {  # a command line for each row, and the flags that have no effect there
         ("--gpu H100 --device cuda", "device"),
         ("--tokenizer x --suffixes .rs --overlong drop", "tokenizer suffixes overlong"),
         ("--measure", "measure"),
-        ("--lora_targets q_proj", "lora_targets"),
+        ("--lora_targets q_proj --lora_bits 8", "lora_targets lora_bits"),
     ],
     "training.evaluation": [
         (
@@ -325,7 +328,7 @@ def test_every_flag_without_effect_is_known_and_refused(command):
         "--resume --warmup_steps 400 --final_learning_rate_ratio 0.2",  # the run before says how many steps there are
         "--init_from x --rope_scaling yarn:4 --resume auto --keep_checkpoints 3 --checkpoint_interval 5",
         "--gradient_checkpointing --compile --no-show_batch",
-        "--init_from x --lora 4 --lora_alpha 8 --lora_targets q_proj --lora_plus 4",
+        "--init_from x --lora 4 --lora_alpha 8 --lora_targets q_proj --lora_bits 4 --lora_plus 4",
         "--resume --lora_plus 4",
         "--memory_budget auto --host_budget 8GB --no-gradient_checkpointing --no-compile --overlong split",
     ],

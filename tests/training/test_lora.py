@@ -13,10 +13,11 @@ from training.choices import LORA_TARGETS
 from training.families import from_config_json
 from training.lora import Adapters, adapt
 from training.memory.cost_model import Step
-from training.memory.execution import Execution, Placement
-from training.memory.placement import allocate, apply_execution
+from training.memory.execution import WHOLE, Execution, Placement
+from training.memory.placement import allocate, apply_execution, quantized_weights
 from training.optimizer import MasterAdamW
 from training.parallel.fsdp import initial_weights
+from training.quantized import quantize
 
 SIZES = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -146,41 +147,68 @@ def test_packed_documents_and_the_chunked_loss_are_as_one_by_one():
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
 
 
+def train_placed(tied, place, bits=16, round_to=16):
+    """Losses and adapters of four unlike steps with weights in that place, first rounded to `round_to` bits."""
+    config = replace(MODEL_SIZES["tiny"], num_hidden_layers=3, tie_word_embeddings=tied)
+    adapters = Adapters(4, 8.0, ("q_proj", "o_proj", "up_proj"))
+    pair = Placement("gpu", "gpu", weights=place), Placement("recompute", weights=place)
+    placements = *pair, Placement("host", "host", weights=place)
+    execution = Execution(
+        placements, mlp_tile_size=16, heads_at_a_time=1, loss_impl="chunked", ends=place, linear=LORA, frozen_bits=bits
+    )
+    with torch.device("meta"):
+        model = Transformer(config)
+    adapt(model, adapters)
+    host_weights = allocate(model, execution, torch.device("cpu"))
+    assert len(host_weights) == (len([*model.parameters()]) - 1 if place == "host" else 0)  # the last norm's stays
+    quantized = quantized_weights(model, execution)
+    assert len(quantized) == (7 * 3 if bits < 16 else 0)
+    optimizer = MasterAdamW(model.named_parameters(), host_weights=host_weights, quantized=quantized)
+
+    def rounded(name, weight):
+        if round_to < 16 and weight.ndim == 2 and name.startswith("layers.") and ".lora_" not in name:
+            quantize(weight.flatten(), round_to).write_into(weight)
+        return name, weight
+
+    optimizer.load_weights(rounded(*pair) for pair in initial_weights(model, seed=0))
+    arena = Step(config, model.parameters(), 61, batch_size=4, given=execution, adapters=adapters)
+    apply_execution(model, execution, arena.arena_bytes(execution), optimizer.homes)
+    losses = []
+    for ids in batches(4):
+        loss = model(ids, ids).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.clip_grad_norm(1.0)
+        optimizer.step(1e-2)
+        with torch.no_grad():
+            losses.append(float(model(ids, ids).loss))
+    return losses, {name: weight.clone() for name, weight in optimizer.weights().items()}
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_that_visit_train_the_same_adapters(tied):
     """Checks losses and adapters bit by bit, with all weights on the host and with none."""
-    shape = {"num_hidden_layers": 3, "tie_word_embeddings": tied}
-    config, adapters = replace(MODEL_SIZES["tiny"], **shape), Adapters(4, 8.0, ("q_proj", "o_proj", "up_proj"))
-
-    def train(place):
-        pair = Placement("gpu", "gpu", weights=place), Placement("recompute", weights=place)
-        placements = *pair, Placement("host", "host", weights=place)
-        execution = Execution(
-            placements, mlp_tile_size=16, heads_at_a_time=1, loss_impl="chunked", ends=place, linear=LORA
-        )  # fmt: skip
-        with torch.device("meta"):
-            model = Transformer(config)
-        adapt(model, adapters)
-        host_weights = allocate(model, execution, torch.device("cpu"))
-        assert len(host_weights) == (len([*model.parameters()]) - 1 if place == "host" else 0)  # the last norm's stays
-        optimizer = MasterAdamW(model.named_parameters(), host_weights=host_weights)
-        optimizer.load_weights(initial_weights(model, seed=0))
-        arena = Step(config, model.parameters(), 61, batch_size=4, given=execution, adapters=adapters)
-        apply_execution(model, execution, arena.arena_bytes(execution), optimizer.homes)
-        losses = []
-        for ids in batches(4):
-            loss = model(ids, ids).loss
-            loss.backward()
-            losses.append(float(loss.detach()))
-            optimizer.clip_grad_norm(1.0)
-            optimizer.step(1e-2)
-            with torch.no_grad():
-                losses.append(float(model(ids, ids).loss))
-        return losses, {name: weight.clone() for name, weight in optimizer.weights().items()}
-
-    (losses, expected), (found_losses, found) = train("gpu"), train("host")
+    (losses, expected), (found_losses, found) = train_placed(tied, "gpu"), train_placed(tied, "host")
     assert found_losses == losses and losses[1] < losses[0]
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("place", ["gpu", "host"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_weights_train_as_the_weights_that_they_round_to(bits, place):
+    """Checks losses and adapters bit by bit; weights of other bits train otherwise."""
+    losses, expected = train_placed(True, "gpu", round_to=bits)
+    found_losses, found = train_placed(True, place, bits)
+    assert found_losses == losses != train_placed(True, "gpu")[0]
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_whole_block_cannot_have_quantized_weights():
+    with pytest.raises(ValueError, match="frozen_bits 4 needs placed blocks, got whole ones; recompute their rest"):
+        Execution((Placement(), WHOLE), linear=LORA, frozen_bits=4)
+    model, home = Transformer(replace(MODEL_SIZES["tiny"], num_hidden_layers=1)), quantize(torch.zeros(64), 4)
+    with pytest.raises(ValueError, match="block 0 is left to autograd, but has quantized weights"):
+        apply_execution(model, Execution((WHOLE,)), homes={model.layers[0].mlp.up_proj.weight: home})
 
 
 def loss_and_gradients(execution, device, dtype):

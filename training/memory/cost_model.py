@@ -11,10 +11,10 @@ import copy
 import functools
 import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from operator import add
 from typing import Any
 
 import numpy as np
@@ -32,9 +32,10 @@ from training.data.packing import deal
 from training.host.memory import SLOT_ALIGNMENT
 from training.host.sizes import GIB, MIB
 from training.lora import Adapters
-from training.memory.execution import Execution, Placement, needed_for_backward
+from training.memory.execution import Execution, Placement, is_quantizable, needed_for_backward
 from training.memory.machine import Rates
 from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
+from training.state_format import format_of
 
 QKV, INTO_MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 # A search for a plan asks for the same few footprints many thousand times.
@@ -188,8 +189,17 @@ class Step:
         numbers = [*itertools.pairwise(bisect.bisect_left(starts, n) for n in stops)]
         last = 1 if share.tie_word_embeddings else len(self.parameters)
         numbers += [(last - 1, last), (0, 1)]  # head and embedding, as in `_waiting_weights`
+        # Each block's quantized weights: their bytes as they are kept, and during a visit.
+        bits, quantized = self.given.frozen_bits, {}
+        if bits < 16:
+            of_blocks = [parameter for pair in numbers[: self.layers] for parameter in self.parameters[slice(*pair)]]
+            quantized = dict.fromkeys(filter(is_quantizable, of_blocks), bits)
+        own = [[p for p in self.parameters[slice(*pair)] if p in quantized] for pair in numbers[: self.layers]]
+        self.quantized_bytes = [sum(format_of(p, "float32", bits).num_bytes(p.numel()) for p in each) for each in own]
+        self.visiting_bytes = [sum(p.numel() * p.element_size() for p in each) for each in own]
+        self.parameter_bytes += sum(self.quantized_bytes) - sum(self.visiting_bytes)
         self._optimizer_bytes = functools.cache(
-            functools.partial(_optimizer_bytes, self.parameters, numbers, self.micro_batches > 1)
+            functools.partial(_optimizer_bytes, self.parameters, numbers, self.micro_batches > 1, quantized)
         )
 
     def at(self, context_length: int, documents: PackedDocuments | None = None) -> "Step":
@@ -262,7 +272,11 @@ class Step:
         return self.documents is not None and self.documents.longest > self.longest_document
 
     def unplanned(self, placement: Placement, **changes: Any) -> Execution:
-        """Returns an execution that nobody searched: blocks placed alike, and float32 state unless asked otherwise."""
+        """Returns an execution that nobody searched: blocks placed alike, and float32 state unless asked otherwise.
+
+        Blocks with quantized weights keep their input in place of all activations.
+        """
+        placement = Placement() if placement.is_whole and self.given.frozen_bits < 16 else placement
         given = replace(self.given, state_format="float32") if self.given.state_format == "auto" else self.given
         return replace(given, placements=(placement,) * self.layers, **changes)
 
@@ -305,8 +319,8 @@ class Step:
         T, L, optimizer = self.tokens, self.layers, self.optimizer(execution)
         tables = 1 + (self.share.local_rope_theta is not None)
         positions = self.num_ranks + (self.is_packed or self.num_ranks > 1)
-        weights = self._waiting_weights(execution)
-        visit, ends = any(weights), 1 if self.share.tie_word_embeddings else 2  # matrices of embedding and head
+        weights, visits = self._waiting_weights(execution), self._visiting_weights(execution)
+        visit, ends = any(visits), 1 if self.share.tie_word_embeddings else 2  # matrices of embedding and head
         always = {
             "parameters": self.parameter_bytes - sum(weights[:L]) - ends * weights[L],
             "optimizer": optimizer.gpu_state + optimizer.gpu_room,
@@ -320,7 +334,7 @@ class Step:
         waiting = {block: self._waiting_bytes(*block) for block in {*blocks}}
         before = [(0, 0, 0)]  # bytes that the blocks before each layer keep on the GPU for backward
         for block in blocks:
-            inputs, attention, mlp = map(add, before[-1], waiting[block])
+            inputs, attention, mlp = map(operator.add, before[-1], waiting[block])
             before.append((inputs, attention, mlp))
 
         def stage(
@@ -335,11 +349,11 @@ class Step:
             """
             ready = 1 if self.micro_batches > 1 and self.num_copies == 1 else ready
             gradients += int(optimizer.gpu_gradients * ready)
-            inputs, attention, mlp = map(add, before[layer], block)
+            inputs, attention, mlp = map(operator.add, before[layer], block)
             sizes = {"gradients": gradients, "layer inputs": inputs, "attention": attention, "MLP": mlp}
             sizes["optimizer"] = always["optimizer"] + slots
             if visit:
-                sizes["parameters"] = always["parameters"] + sum(weights[i] for i in running)
+                sizes["parameters"] = always["parameters"] + sum(visits[i] for i in running)
             idle = self._reduction_bytes + int(optimizer.gpu_gradients * (1 - ready)) if self.num_shards else 0
             return Stage(name, {**always, **sizes, **others}, idle=idle)
 
@@ -521,7 +535,17 @@ class Step:
 
         After the blocks come the head, number L as it runs, and the embedding, number -1 of the list.
         """
-        blocks = [size * (p.weights == "host") for p, size in zip(execution.placements, self.weight_bytes)]
+        sizes = map(operator.sub, map(operator.add, self.weight_bytes, self.quantized_bytes), self.visiting_bytes)
+        blocks = [size * (p.weights == "host") for p, size in zip(execution.placements, sizes)]
+        return blocks + 2 * [self.head * (execution.ends == "host")]
+
+    def _visiting_weights(self, execution: Execution) -> list[int]:
+        """Returns the bytes of weights that are on the GPU only during a visit, in the order of `_waiting_weights`.
+
+        Quantized weights visit wherever they are kept.
+        """
+        sizes = zip(execution.placements, self.weight_bytes, self.visiting_bytes)
+        blocks = [whole if placement.weights == "host" else quantized for placement, whole, quantized in sizes]
         return blocks + 2 * [self.head * (execution.ends == "host")]
 
     def _fetched_bytes(self, execution: Execution) -> tuple[list[int], list[int]]:
@@ -601,7 +625,12 @@ class Step:
         # two multipliers four.
         hidden_states = 9 + 2 * (share.norms_per_layer - 2) + 4 * (share.residual_multiplier != 1)
         moved_bytes = hidden_states * self.input_bytes + mlp.elementwise_bytes
-        moves = [(moved_bytes + footprints[kind][0].elementwise_bytes) / rates["memory"] for kind in kinds]
+        # A visit reads quantized weights, and writes them in bf16.
+        written = map(operator.add, self.quantized_bytes, self.visiting_bytes)
+        moves = [
+            (moved_bytes + footprints[kind][0].elementwise_bytes + size) / rates["memory"]
+            for kind, size in zip(kinds, written)
+        ]
         adapting, adapting_backward = (size / rates["adapters"] for size in self._adapter_traffic())
         layers = [a + b for a, b in zip(products, moves)]
         # Ranks that share matrices sum hidden states after attention and after the MLP; backward sums their gradients.
@@ -673,8 +702,8 @@ class Step:
 
 
 def _optimizer_bytes(
-    parameters: list[Tensor], numbers: list[tuple[int, int]], accumulate: bool, waiting: tuple[int, ...],
-    gpu_state_bytes: float, state_format: str,
+    parameters: list[Tensor], numbers: list[tuple[int, int]], accumulate: bool, quantized: dict[Tensor, int],
+    waiting: tuple[int, ...], gpu_state_bytes: float, state_format: str,
 ) -> OptimizerBytes:  # fmt: skip
     """Returns the bytes of the optimizer where the weights of the blocks `waiting` are on the host.
 
@@ -683,7 +712,7 @@ def _optimizer_bytes(
     host_weights = [parameter for layer in waiting for parameter in parameters[slice(*numbers[layer])]]
     return optimizer_bytes(
         parameters, accumulate=accumulate, gpu_state_bytes=gpu_state_bytes, state_format=state_format,
-        host_weights=host_weights,
+        host_weights=host_weights, quantized=quantized,
     )  # fmt: skip
 
 

@@ -8,6 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from kernels.linear import PLAIN
 from kernels.parts import AttentionKind, Linear
 from training.choices import LOSSES
@@ -66,6 +68,8 @@ class Execution:
         attention_backend: the library kernel that attends, a name in kernels.attention.full.BACKENDS.
         kinds: how each block attends, one kind per block; (): as the model's configuration says.
         linear: the linear maps of all blocks, see kernels.parts.Linear. The head's is kernels.linear.PLAIN.
+        frozen_bits: bits per element in which frozen matrices of blocks are kept, see training.quantized; 16: bf16.
+            Below 16 a visit of their block has them in bf16, so no block can be whole.
         impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.
         ends: place of the weights of embedding and head, as `Placement.weights`: "gpu" or "host". On the host they need
             the chunked loss, which runs the head forward and backward in one visit.
@@ -83,6 +87,7 @@ class Execution:
     attention_backend: str = "auto"
     kinds: tuple[AttentionKind, ...] = ()
     linear: Linear = PLAIN
+    frozen_bits: int = 16
     impl: str = "auto"
     ends: str = "gpu"
 
@@ -93,6 +98,15 @@ class Execution:
             raise ValueError(f"ends must be one of gpu, host, got {self.ends!r}")
         if self.ends == "host" and self.loss_impl != "chunked":
             raise ValueError(f"ends on the host need loss_impl chunked, got {self.loss_impl}; place them on gpu")
+        if self.frozen_bits < 16 and any(placement.is_whole for placement in self.placements):
+            raise ValueError(
+                f"frozen_bits {self.frozen_bits} needs placed blocks, got whole ones; recompute their rest"
+            )
+
+
+def is_quantizable(parameter: Tensor) -> bool:
+    """Whether a block's parameter is one that `Execution.frozen_bits` is of: a frozen matrix."""
+    return parameter.ndim == 2 and not parameter.requires_grad
 
 
 def needed_for_backward(placements: Sequence[Placement], layer: int) -> list[tuple[int, str]]:

@@ -5,14 +5,14 @@ the activations that the block's `Placement` names. Backward rebuilds the block 
 graph, so only one block's activations exist at a time. An operation does not run again if its results were kept, or if
 no gradient needs its result: `kernels.common.operation` declares both. A whole block is left to autograd.
 
-The weights of a placed block are on the GPU, or visit it from host memory, see `training.memory.visiting`: in forward,
-with or without gradients, and in backward. Embedding and head need none in backward: the chunked loss makes the head's
-gradient in forward.
+The weights of a placed block are on the GPU, or visit it from host memory or quantized, see `training.memory.visiting`:
+in forward, with or without gradients, and in backward. Embedding and head need none in backward: the chunked loss makes
+the head's gradient in forward.
 """
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from types import MappingProxyType
@@ -27,10 +27,9 @@ from kernels.lora import LORA
 from kernels.parts import AttentionKind, Linear
 from training.host.memory import HostCopies, PinnedArena
 from training.host.torch_internals import TorchDispatchMode
-from training.memory.execution import Execution, Placement, needed_for_backward
-from training.memory.visiting import VisitingWeights
-
-Homes = Mapping[nn.Parameter, Tensor]  # weights in host memory, see `training.optimizer.MasterAdamW`
+from training.memory.execution import Execution, Placement, is_quantizable, needed_for_backward
+from training.memory.visiting import Homes, VisitingWeights
+from training.quantized import Quantized
 
 
 def parts_on_host(model: nn.Module, execution: Execution) -> list[nn.Module]:
@@ -40,26 +39,36 @@ def parts_on_host(model: nn.Module, execution: Execution) -> list[nn.Module]:
     return parts + ends if execution.ends == "host" else parts
 
 
+def quantized_weights(model: nn.Module, execution: Execution) -> dict[nn.Parameter, int]:
+    """Returns the bits per element of the parameters that are kept quantized: frozen matrices of blocks."""
+    if execution.frozen_bits == 16:
+        return {}
+    parameters = (parameter for block in model.layers for parameter in block.parameters())
+    return dict.fromkeys(filter(is_quantizable, parameters), execution.frozen_bits)
+
+
 def allocate(model: nn.Module, execution: Execution, device: torch.device) -> list[nn.Parameter]:
     """Give a model.Transformer, which is on the meta device, memory on `device` for the weights that live there.
 
-    Returns the parameters without memory: weights of `parts_on_host`. They are the optimizer's `host_weights`. All of
-    them together may be larger than the device's memory.
+    Returns the weights of `parts_on_host`, which are the optimizer's `host_weights`. They have no memory, nor have
+    `quantized_weights`. All of them together may be larger than the device's memory.
 
     Raises:
-        ValueError: weights on the host, of a model that FSDP2 shards.
+        ValueError: weights on the host or quantized, of a model that FSDP2 shards.
     """
     on_host = parts_on_host(model, execution)
-    if not on_host:
+    if not on_host and execution.frozen_bits == 16:
         model.to_empty(device=device)
         return []
     if isinstance(model, FSDPModule):
-        raise ValueError("weights of sharded parameters stay on the GPU; place them there")
-    parts = {part for each in on_host for part in each.modules()}
+        raise ValueError("weights of sharded parameters stay on the GPU, in bf16; place them there")
+    away = {part for each in on_host for part in each.modules()}
+    quantized = {*model.layers.modules()} if execution.frozen_bits < 16 else set()
     for part in model.modules():
         part.to_empty(device=device, recurse=False)
-        for parameter in part.parameters(recurse=False) if part in parts else ():
-            parameter.untyped_storage().resize_(0)
+        for parameter in part.parameters(recurse=False):
+            if part in away or (part in quantized and is_quantizable(parameter)):
+                parameter.untyped_storage().resize_(0)
     return [parameter for part in on_host for parameter in part.parameters()]
 
 
@@ -69,7 +78,7 @@ def apply_execution(
     """Make a model.Transformer, on its device, run as `execution` says.
 
     Pins `arena_bytes` of host memory for the activations with placements on the host. `homes` are the weights of
-    `parts_on_host`.
+    `parts_on_host`, and `quantized_weights`.
 
     Raises:
         UserError: the host does not let that much be pinned.
@@ -144,8 +153,8 @@ def apply_placement(
         arena: pinned memory for everything placed on the "host".
         skips: whether to keep the choices of operations in forward and to leave out skippable operations in backward.
             False for compiled blocks, because their operations cannot be seen.
-        homes: weights in host memory of the blocks with weights on the "host", and of no others. On several GPUs no
-            block can have some.
+        homes: weights in host memory of the blocks with weights on the "host", and of no others; and quantized
+            weights of any block but a whole one. On several GPUs no block can have some.
 
     Raises:
         ValueError: placements that do not fit the blocks, the homes or each other, or need an arena.
@@ -161,8 +170,11 @@ def apply_placement(
     if arena is None and any("host" in (p.input, p.results) for p in placements):
         raise ValueError("placements in host memory need an arena")
     for layer, (block, placement) in enumerate(zip(blocks, placements)):
-        if any((parameter in homes) != (placement.weights == "host") for parameter in block.parameters()):
+        found = [homes.get(parameter) for parameter in block.parameters()]
+        if any((h is not None) != (placement.weights == "host") for h in found if not isinstance(h, Quantized)):
             raise ValueError(f"block {layer} is placed with weights on the {placement.weights}, where they do not live")
+        if placement.is_whole and any(isinstance(h, Quantized) for h in found):
+            raise ValueError(f"block {layer} is left to autograd, but has quantized weights; recompute its rest")
     placed = _PlacedBlocks(blocks, placements, arena, skips, homes)
     for layer, block in enumerate(blocks):
         if not placements[layer].is_whole:
@@ -182,10 +194,8 @@ class _PlacedBlocks:
         placed = [i for i, placement in enumerate(placements) if not placement.is_whole]
         self.first, self.last = min(placed, default=None), max(placed, default=None)
         self.copies = None if arena is None else HostCopies(arena)
-        visiting: dict[int, Homes] = {
-            i: {parameter: homes[parameter] for parameter in block.parameters()}
-            for i, block in enumerate(blocks) if placements[i].weights == "host"
-        }  # fmt: skip
+        own = [{p: homes[p] for p in block.parameters() if p in homes} for block in blocks]
+        visiting: dict[int, Homes] = {i: of_block for i, of_block in enumerate(own) if of_block}
         self.weights = VisitingWeights(visiting, next(blocks.parameters()).device)
         # By (layer, name): tensors of each call. Names are "input" and the roles of kernels.common.Keepable.
         self.on_gpu: dict[tuple[int, str], list[Sequence[Tensor]]] = {}

@@ -94,6 +94,8 @@ class Plan:
         if adapters := self.step.adapters:
             trained = f"{self.step.trained:,} parameters of {self.step.share.num_parameters():,}"
             rows.append(("adapters", f"rank {adapters.rank}, in {', '.join(adapters.targets)}: {trained}"))
+            if execution.frozen_bits < 16:
+                rows.append(("frozen matrices", f"{execution.frozen_bits} bits; costs some loss, see docs/lora.md"))
         elif execution.linear != PLAIN:
             rows.append(("linear maps", f"{execution.linear.name}, head bf16; costs some loss, see docs/memory.md"))
         if self.compared:
@@ -329,7 +331,8 @@ class _Search:
         kept = most(L, lambda n: _placed(base, inputs, n))
         on_gpu = sum(placement.results == "gpu" for placement in kept.placements)
         if on_gpu == L and set(inputs) == {"gpu"}:
-            return most(L - _num_visiting(base), lambda n: _placed(base, inputs, L, whole=n))
+            limit = 0 if base.frozen_bits < 16 else L - _num_visiting(base)
+            return most(limit, lambda n: _placed(base, inputs, L, whole=n))
         return most(L - on_gpu, lambda n: _placed(base, inputs, on_gpu, n))
 
 

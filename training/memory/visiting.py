@@ -2,7 +2,8 @@
 
 Forward and backward run one block at a time, so the weights of two blocks are on the GPU at most: the block that runs,
 and the next one. The 14B's blocks have 0.66 GB of weights each: at 50 GB/s a fetch takes 13 ms beside the block before.
-Embedding and head may visit like blocks, before the first and after the last.
+Embedding and head may visit like blocks, before the first and after the last. Quantized weights visit from wherever
+they are kept: a visit has them in the parameter's own dtype.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -10,6 +11,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+from training.quantized import Quantized
+
+Homes = Mapping[nn.Parameter, Tensor | Quantized]  # weights between visits, see `training.optimizer.MasterAdamW`
 
 
 class VisitingWeights:
@@ -23,12 +28,12 @@ class VisitingWeights:
     copies are plain.
 
     Args:
-        homes: for each block that has any, by number: its parameters with their weights in host memory. The embedding
-            is block -1, the head has the number after the last block's. If they are tied, one parameter is in both,
+        homes: for each block that has any, by number: its parameters that visit, with their weights. The embedding is
+            block -1, the head has the number after the last block's. If they are tied, one parameter is in both,
             which are never present at once.
     """
 
-    def __init__(self, homes: dict[int, Mapping[nn.Parameter, Tensor]], device: torch.device):
+    def __init__(self, homes: dict[int, Homes], device: torch.device):
         self.homes = homes
         self.present: set[int] = set()  # blocks whose weights are on the GPU, or on their way
         self.device_module = torch.get_device_module(device)
@@ -57,13 +62,16 @@ class VisitingWeights:
         if block is None or block not in self.homes or block in self.present:
             return
         self.present.add(block)
-        for parameter, home in self.homes[block].items():
-            parameter.untyped_storage().resize_(home.nbytes)
+        for parameter in self.homes[block]:
+            parameter.untyped_storage().resize_(parameter.nbytes)
         # The copies wait until the memory is free, and until the last update has reached the host.
         self.to_gpu.wait_stream(self.device_module.current_stream())
         with self.device_module.stream(self.to_gpu):
             for parameter, home in self.homes[block].items():
-                parameter.detach().copy_(home, non_blocking=True)
+                if isinstance(home, Quantized):
+                    home.write_into(parameter.detach())
+                else:
+                    parameter.detach().copy_(home, non_blocking=True)
 
     def _finish_fetching(self) -> None:
         """Make kernels queued from now on wait for all fetches."""

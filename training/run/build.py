@@ -27,13 +27,13 @@ from training.checkpoint.files import restore_rng
 from training.checkpoint.weights import find_weights, shape_of_weights
 from training.choices import LORA_TARGETS
 from training.families import extend
-from training.host.errors import UserError, refused_as_user_error
+from training.host.errors import UserError, check_installed, refused_as_user_error
 from training.host.sizes import available_host_bytes, parse_bytes
 from training.lora import ADAPTERS, Adapters, adapt, has_adapters, in_bf16
 from training.memory.cost_model import PackedDocuments, Step, gib
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import Rates, cap_gpu_memory, gpu_budget, measure_attention, measure_network, measure_rates
-from training.memory.placement import allocate, apply_execution
+from training.memory.placement import allocate, apply_execution, quantized_weights
 from training.memory.planner import Plan, has_plan, make_plan
 from training.memory.profiler import Bench, format_table
 from training.optimizer import MasterAdamW
@@ -41,6 +41,7 @@ from training.parallel.fsdp import initial_weights, shard_model
 from training.parallel.tensor import share_matrices
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World
+from training.quantized import GROUP as QUANTIZED_GROUP
 from training.run.settings import StepFlags, TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,9 @@ def configure_machine(config: TrainConfig, model_config: ModelConfig, world: Wor
         check_head_dim(kinds_at(config, model_config, step=1), model_config.head_dim, world.device)
     settled_execution(config, world.device)  # refuses a backend that is not there
     linear_of(config, model_config.share(world.tensor_size), world.device)  # refuses a map that cannot run
+    check_lora_bits(config, model_config.share(world.tensor_size), world.size)
+    if config.lora_bits < 16:
+        check_installed("bitsandbytes", f"lora_bits {config.lora_bits}")
     if config.memory_budget is not None:
         gpu_budget(config.memory_budget, world.device)
 
@@ -97,6 +101,22 @@ def linear_of(config: StepFlags, share: Share, device: torch.device, impl: str =
     with refused_as_user_error():
         check_fp8(device, widths)
     return FP8(impl)
+
+
+def check_lora_bits(config: StepFlags, share: Share, num_gpus: int) -> None:
+    """Refuse quantized weights on several GPUs, or with rows that are no whole groups."""
+    if (bits := config.lora_bits) == 16:
+        return
+    if num_gpus > 1:
+        raise UserError(f"lora_bits {bits} on {num_gpus} GPUs is not supported: FSDP2 shards bf16; give lora_bits 16")
+    H, _, K = share.heads
+    for name, columns in (("hidden_size", share.hidden_size), ("intermediate_size", share.intermediate_size),
+                          ("num_attention_heads x head_dim", H * K)):  # fmt: skip
+        if columns % QUANTIZED_GROUP:
+            raise UserError(
+                f"lora_bits {bits} needs rows of whole groups of {QUANTIZED_GROUP}, and {name} is {columns}; "
+                "give lora_bits 16"
+            )
 
 
 def state_format_of(config: StepFlags, model_config: ModelConfig) -> str:
@@ -198,7 +218,7 @@ def step_of(config: TrainConfig, model: Transformer, world: World, documents: Pa
     state_format = state_format_of(config, model.config)
     linear = linear_of(config, model.share, world.device, config.kernels)
     settled = {"kinds": kinds, "linear": linear, "impl": config.kernels, "state_format": state_format}
-    given = settled_execution(config, world.device, **settled)
+    given = settled_execution(config, world.device, frozen_bits=config.lora_bits, **settled)
     num_shards = world.data_size * world.context_size // world.replicate if world.size > 1 else 0
     return Step(
         model.share, model.parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
@@ -393,6 +413,7 @@ def build_model(
         model.named_parameters(), weight_decay=config.weight_decay, accumulate=config.gradient_accumulation_steps > 1,
         gpu_state_bytes=plan.execution.gpu_state_bytes, state_format=plan.execution.state_format,
         impl=plan.execution.impl, host_weights=host_weights, rate_ratios={"lora_B.weight": config.lora_plus or 1.0},
+        quantized=quantized_weights(model, plan.execution),
     )  # fmt: skip
     optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])
     for block in model.layers if config.compile else ():
@@ -428,6 +449,7 @@ def build_bench(step: Step, execution: Execution, world: World) -> Bench:
     optimizer = MasterAdamW(
         model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=execution.gpu_state_bytes,
         state_format=execution.state_format, impl=execution.impl, host_weights=host_weights,
+        quantized=quantized_weights(model, execution),
     )  # fmt: skip
     optimizer.load_weights(initial_weights(model, seed=0))
     return Bench(model, optimizer)

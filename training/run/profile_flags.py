@@ -58,7 +58,7 @@ class ProfileFlags(StepFlags):
         Idle("tokenizer suffixes overlong", "without data; drop it, or give data", lambda f: not f.data),
         Idle("measure", "but with find_max_context or compare: a step is measured anyway",
              lambda f: not (f.find_max_context or f.compare)),
-        Idle("lora_targets", "without lora; drop it, or give lora", lambda f: f.lora is None),
+        Idle("lora_targets lora_bits", "without lora; drop it, or give lora", lambda f: f.lora is None),
     )  # fmt: skip
 
     @property

@@ -360,7 +360,8 @@ def refuse_images(base: Path) -> None:
 
 def refuse_without_adapters(config: TrainConfig, given: Iterable[str]) -> None:
     """Refuse flags that have no effect on a run without adapters."""
-    without = [name for name in ("lora_alpha", "lora_targets", "lora_plus") if name in given and config.lora is None]
+    names = "lora_alpha", "lora_targets", "lora_bits", "lora_plus"
+    without = [name for name in names if name in given and config.lora is None]
     if without:
         raise UserError(f"{without[0]} has no effect without lora; drop it, or give lora")
 

@@ -16,8 +16,8 @@ def log_sample(run: Run) -> None:
     """Log what the model writes after the beginning of a held-out text, until a signal comes. All ranks call this."""
     length = min(PROMPT_TOKENS, int(run.held_out.lengths[0]) - 1)  # without the document's end
     prompt, written = run.held_out.read(0, 0, length), []
-    if homes := run.optimizer.homes:
-        fetched = sum(home.nbytes for home in homes.values()) / GIB
+    homes = run.optimizer.homes.values()
+    if fetched := sum(home.nbytes for home in homes if home.device.type != run.world.device.type) / GIB:
         logger.info("sample: each token fetches %.1f GiB of weights from the host; --sample_tokens 0: none", fetched)
     generator = torch.Generator(run.world.device).manual_seed(run.config.seed)
     ids_BT = torch.from_numpy(prompt).to(run.world.device)[None]

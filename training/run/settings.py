@@ -12,6 +12,7 @@ from training.choices import (
     ATTENTION_TYPES,
     IMPLEMENTATIONS,
     LINEARS,
+    LORA_BITS,
     LORA_TARGETS,
     LOSSES,
     MODEL_SIZES,
@@ -47,6 +48,9 @@ class StepFlags:
         "every weight is trained", least=1, most=2**13,
     )  # fmt: skip
     lora_targets: str | None = flag(None, f"projections with adapters, by commas; default: {','.join(LORA_TARGETS)}")
+    lora_bits: int = flag(
+        16, "bits per element of frozen matrices; 8 and 4 (NF4) need bitsandbytes, and cost some loss", LORA_BITS,
+    )  # fmt: skip
     context_length: int = flag(512, "tokens in a sequence", least=2, most=2**27, group="batch")
     batch_size: int = flag(
         None, f"sequences in a micro-batch of a rank; default: 8, from {LONG_CONTEXT} tokens on 1", least=1, most=2**20
@@ -157,7 +161,8 @@ class TrainConfig(StepFlags):
         Idle("init_from", "with resume; drop one, or give --resume auto", lambda c: c.resume == "yes"),
         Idle("rope_scaling", "without init_from, whose weights it extends; drop it, or give those",
              lambda c: c.init_from is None),
-        Idle("lora lora_alpha lora_targets lora_plus", "without init_from, which it adapts; drop it, or give that",
+        Idle("lora lora_alpha lora_targets lora_bits lora_plus",
+             "without init_from, which it adapts; drop it, or give that",
              lambda c: c.init_from is None and c.resume == "no"),
         Idle("checkpoint_interval keep_checkpoints", "with save none; drop one", lambda c: c.save == "none"),
         Idle("suffixes", "without data; drop it, or give those", lambda c: not c.data),
@@ -248,6 +253,8 @@ def check_config(config: TrainConfig, given: Iterable[str]) -> None:
             "selected_blocks_start with compile would compile blocks anew eight times, past PyTorch's limit; drop one"
         )
     check_lora(config)
+    if config.lora_bits < 16 and config.compile:
+        raise UserError(f"lora_bits {config.lora_bits} with compile is not supported: weights come and go; drop one")
     if config.lora is not None and (scaling := config.rope_scaling) is not None:
         raise UserError(
             f"rope_scaling {scaling} with lora: peft would compute without it, as the base does; extend the base: "

@@ -79,6 +79,25 @@ def test_adapters_of_the_4b_fit_16_gib_with_little_host_memory():
     assert "adapters               rank 16, in q_proj, k_proj" in str(plans[0])
 
 
+def test_fewer_bits_of_frozen_weights_fit_less_memory_and_save_time():
+    """Checks the 8B at 65,536 tokens, whose weights in bf16 need more memory, and then more time."""
+    steps = {
+        bits: step_on_meta(
+            MODEL_SIZES["8B"], 65_536, given=Execution(linear=LORA, frozen_bits=bits), adapters=Adapters(16, 32.0)
+        )
+        for bits in (16, 8, 4)
+    }
+    assert [has_plan(step, 15 * GIB, 12 * GIB) for step in steps.values()] == [False, True, True]
+    plans = {bits: make_plan(step, 15 * GIB, 26 * GIB) for bits, step in steps.items()}
+    assert plans[16].seconds > plans[8].seconds > plans[4].seconds
+    assert "frozen matrices        4 bits; costs some loss" in str(plans[4]) and "frozen" not in str(plans[16])
+    roomy = make_plan(steps[4], 139 * GIB, HOST)
+    assert not any(placement.is_whole for placement in roomy.execution.placements)
+    kept = sum(matrix.numel() for matrix in steps[16].parameters if matrix.ndim == 2 and not matrix.requires_grad)
+    kept -= 2 * steps[16].head // 2  # embedding and head stay in bf16
+    assert steps[16].parameter_bytes - steps[4].parameter_bytes == kept * 2 - kept // 2 - kept // 16
+
+
 @pytest.mark.parametrize("size", ["4B", "8B"])
 def test_weights_beside_adapters_may_wait_on_the_host(size):
     """Checks weights of all blocks, and of embedding and head, where a GPU has no room for the weights."""

@@ -30,7 +30,7 @@ from training.lora import Adapters, adapt
 from training.memory import cost_model, profiler
 from training.memory.cost_model import PackedDocuments, Stage, Step
 from training.memory.execution import WHOLE, Execution, Placement
-from training.memory.placement import parts_on_host
+from training.memory.placement import parts_on_host, quantized_weights
 from training.memory.profiler import (
     CATEGORIES,
     GIB,
@@ -45,6 +45,8 @@ from training.memory.profiler import (
     thin,
 )
 from training.optimizer import MasterAdamW, optimizer_bytes
+from training.quantized import Quantized
+from training.state_format import QuantizedState
 
 
 @pytest.fixture
@@ -55,6 +57,8 @@ def dry_run(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device: torch.cpu)  # streams that do nothing
     monkeypatch.setattr(MasterAdamW, "clip_grad_norm", lambda self, max_norm: None)  # its result has no value
     monkeypatch.setattr(cost_model, "LIBRARY_BYTES", 0)
+    monkeypatch.setattr(QuantizedState, "write", lambda self, state, parameter, values: None)
+    monkeypatch.setattr(Quantized, "write_into", lambda self, matrix: None)
     return run_dry
 
 
@@ -137,7 +141,8 @@ def run_dry(step, *executions, warm_up=False):
             if hasattr(module, "tensor_ranks"):
                 module.tensor_ranks = TensorRanks(dist.group.WORLD)
         host_weights = [parameter for part in parts_on_host(model, first) for parameter in part.parameters()]
-        counter.watch(host_weights)
+        quantized = quantized_weights(model, first)
+        counter.watch([*host_weights, *quantized])
         bench = (Bench if step.num_ranks == 1 else SharedBench)(
             model,
             MasterAdamW(
@@ -146,6 +151,7 @@ def run_dry(step, *executions, warm_up=False):
                 gpu_state_bytes=first.gpu_state_bytes,
                 state_format=first.state_format,
                 host_weights=host_weights,
+                quantized=quantized,
             ),
         )
         measurements = []
@@ -271,6 +277,14 @@ CASES = {
         None,
         {"adapters": Adapters(16, 16.0), "size": "8B", "loss_impl": "standard"},
     ),
+    "lora, 4 bits": (131_072, [ON_HOST, GPU] * 2, 8192, 1, {"adapters": Adapters(16, 16.0), "frozen_bits": 4}),
+    "lora, 8 bits, weights on the host": (
+        131_072,
+        [VISITS] * 2 + [GPU] * 2,
+        8192,
+        None,
+        {"adapters": Adapters(16, 16.0, ("q_proj", "v_proj")), "frozen_bits": 8, "size": "8B", "gpu_state_bytes": 0},
+    ),
     "untied ends": (524_288, [VISITS] * 4, 8192, 1, {"ends": "host", "size": "8B", "gpu_state_bytes": 0}),
 }
 
@@ -285,7 +299,8 @@ def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
     kinds, state = more.get("kinds", (FULL,)), more.get("gpu_state_bytes", math.inf)
     options = {"num_hidden_layers": 4, "kinds": kinds, "scalars": more.get("scalars"), "adapters": more.get("adapters")}
     step = step_of(more.get("size", "4B"), context_length, loss_impl=more.get("loss_impl", "chunked"), **options)
-    step = replace(step, given=replace(step.given, linear=more.get("linear", step.given.linear)))
+    given = replace(step.given, linear=more.get("linear", step.given.linear), frozen_bits=more.get("frozen_bits", 16))
+    step = replace(step, given=given)
     execution = replace(
         step.given, placements=tuple(placements), mlp_tile_size=tile_size, heads_at_a_time=heads,
         gpu_state_bytes=state, ends=more.get("ends", "gpu"),

@@ -73,6 +73,24 @@ def test_compact_state_is_refused_where_rows_are_no_groups():
         run.state_format_of(config, narrow)
 
 
+def test_quantized_weights_are_refused_where_they_cannot_be():
+    config, share = TrainConfig(lora=4, lora_bits=4), MODEL_SIZES["0.6B"].share(1)
+    run.check_lora_bits(config, share, num_gpus=1)
+    run.check_lora_bits(TrainConfig(lora=4), MODEL_SIZES["0.6B"].share(2), num_gpus=2)
+    with pytest.raises(
+        ValueError, match="lora_bits 4 on 2 GPUs is not supported: FSDP2 shards bf16; give lora_bits 16"
+    ):
+        run.check_lora_bits(config, share, num_gpus=2)
+    for name, value, found in (
+        ("hidden_size", 100, "hidden_size is 100"),
+        ("intermediate_size", 96, "intermediate_size is 96"),
+        ("head_dim", 10, "num_attention_heads x head_dim is 160"),
+    ):
+        narrow = replace(MODEL_SIZES["0.6B"], **{name: value}).share(1)
+        with pytest.raises(ValueError, match=f"lora_bits 4 needs rows of whole groups of 64, and {found}; give lora_"):
+            run.check_lora_bits(config, narrow, num_gpus=1)
+
+
 def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
     config, cuda, share = TrainConfig(linear="fp8"), torch.device("cuda"), MODEL_SIZES["0.6B"].share(1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

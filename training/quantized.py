@@ -1,0 +1,83 @@
+"""Frozen matrices in 8 or 4 bits per element, in the formats of the library bitsandbytes.
+
+A group of 64 neighbouring elements has one scale, their largest magnitude. The elements divided by the scale are
+rounded to the values of a table: in 4 bits to NF4's 16 values (QLoRA, Dettmers et al., arXiv 2305.14314), in 8 bits to
+256 values with a dynamic exponent (Dettmers et al., arXiv 2110.02861).
+"""
+
+import functools
+import logging
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+GROUP = 64  # elements that share a scale
+
+
+class Quantized(NamedTuple):
+    """A matrix of n elements, row by row.
+
+    Args:
+        codes: uint8, [n] in 8 bits and [n / 2] in 4 bits.
+        scales: float32 [n / 64].
+        bits: 8 or 4.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    bits: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    @torch.no_grad()
+    def write_into(self, matrix: Tensor) -> None:
+        """Writes the elements into a contiguous tensor of any float dtype, on the current stream.
+
+        Codes on the host are copied to the tensor's device first.
+        """
+        library, flat = _library(), matrix.view(-1)
+        codes, scales = (tensor.to(flat.device, non_blocking=True) for tensor in (self.codes, self.scales))
+        table = _table(flat.device) if self.bits == 8 else None
+        state = library.QuantState(scales, flat.shape, table, GROUP, quant_type="nf4", dtype=flat.dtype)
+        dequantize = library.dequantize_blockwise if self.bits == 8 else library.dequantize_4bit
+        codes = codes.view(-1, *[1] * (self.bits == 4))
+        if flat.is_cuda:
+            dequantize(codes, state, out=flat)
+        else:  # the library writes into a given tensor on GPUs alone
+            flat.copy_(dequantize(codes, state).view(-1))
+
+
+@torch.no_grad()
+def quantize(elements: Tensor, bits: int) -> Quantized:
+    """Returns elements [n] of any float dtype in so many bits; n is a multiple of 64."""
+    library = _library()
+    if bits == 8:
+        codes, state = library.quantize_blockwise(elements, _table(elements.device), blocksize=GROUP)
+    else:
+        codes, state = library.quantize_4bit(elements, blocksize=GROUP, quant_type="nf4")
+    return Quantized(codes.view(-1), state.absmax, bits)
+
+
+@functools.cache
+def _library():
+    """Imports bitsandbytes.functional, which takes seconds.
+
+    On some CPUs it warns that the package `kernels` is not the Hub's, which nothing here needs.
+    """
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    from bitsandbytes import functional
+
+    return functional
+
+
+@functools.cache
+def _table(device: torch.device) -> Tensor:
+    """Returns the values of 8-bit codes, float32 [256]."""
+    return _library().create_dynamic_map().to(device)
