@@ -533,7 +533,7 @@ class MasterAdamW:
         for name, full in weights:
             local = local_part(self.states[name].parameter, full).flatten()
             for _, piece in self.states[name].pieces:
-                self._write(name, piece, {"master": local[piece]})
+                self._write(name, piece, {"master": local[piece].to(self.device)})  # quantized alike on any device
 
     def read_weights(self, entries: dict[str, Entry]) -> None:
         """Start from the weights of these names in files, each rank from its own part."""
