@@ -58,6 +58,7 @@ class Kernel(NamedTuple):
         workspace_rows: bytes that `backward` allocates for itself, divided by q's bytes. Measured.
         rows_together: the same number for `backward_together`, without the float32 dq of SPACING more tokens per
             document.
+        expanded_rows: the part of both for dk and dv of each query head, where query heads share key/value heads.
         longest_together: tokens of the longest document that does not attend alone.
         length_step: tokens; `step` of `rounded_length`, for a document that attends alone.
     """
@@ -68,6 +69,7 @@ class Kernel(NamedTuple):
     backward_together: Callable
     workspace_rows: int
     rows_together: int
+    expanded_rows: int = 0
     longest_together: float = math.inf
     length_step: int = 1
 
@@ -188,7 +190,7 @@ def _flash_attn_4_lengths(begins: Tensor | None = None, longest: int = 0) -> dic
     return {"cu_seqlens_q": begins, "cu_seqlens_k": begins, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
-_FLASH = Kernel(_flash_forward, _flash_backward, _flash_forward_together, _flash_backward_together, 6, 4)
+_FLASH = Kernel(_flash_forward, _flash_backward, _flash_forward_together, _flash_backward_together, 6, 4, 2)
 KERNELS = {
     "cudnn": _FLASH._replace(
         forward=_cudnn_forward,
@@ -496,14 +498,15 @@ def backward_workspace(
         num_key_value_heads: key/value heads that attend at a time.
     """
     kernel = KERNELS["cudnn" if backend == "auto" else backend]
-    row = kernel.workspace_rows * q_bytes
+    spared = kernel.expanded_rows if q_bytes == k_bytes else 0
+    row = (kernel.workspace_rows - spared) * q_bytes
     at_once = row * num_tokens if longest is None or longest >= context_length else 0
     if longest is None:
         return at_once
     longest_together = min(longest, kernel.longest_together / position_tokens)
     counted = max(most_tokens_together(num_tokens, position_tokens), int(longest_together) + SPACING)
     tokens = min(num_tokens, counted)
-    together = tokens * ((kernel.rows_together + 1) * q_bytes + 2 * k_bytes) + (counted - tokens) * 2 * q_bytes
+    together = tokens * ((kernel.rows_together - spared + 1) * q_bytes + 2 * k_bytes) + (counted - tokens) * 2 * q_bytes
     alone = 0
     if longest > longest_together:
         padded = rounded_length(longest, max(1, kernel.length_step // position_tokens))

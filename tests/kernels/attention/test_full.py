@@ -237,9 +237,10 @@ def test_gpu_gradients_are_the_same_from_run_to_run(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cudnn", "flash"])
-@pytest.mark.parametrize("lengths", [[1000] * 32, [128] * 256, [20_000, 13_000], [3000] * 11])
-def test_gpu_backward_takes_what_is_declared_at_most(backend, lengths, device):
-    (H, G, K), T = (32, 8, 128), sum(lengths)
+@pytest.mark.parametrize("lengths", [[1000] * 32, [128] * 256, [20_000, 13_000], [3000] * 11, [32_768]])
+@pytest.mark.parametrize("G", [8, 32])
+def test_gpu_backward_takes_what_is_declared_at_most(backend, lengths, G, device):
+    (H, K), T = (32, 128), sum(lengths)
     q, k, v = (x.detach() for x in make_qkv(1, T, H, G, K, torch.bfloat16, device))
     segments = segments_of([lengths])
     out, lse, lists = torch.ops.fathom.attend(q, k, v, segments, None, FULL.number, backend, False)
