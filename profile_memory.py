@@ -69,6 +69,7 @@ from training.memory.reports import Epoch, Machine, choose_plan, report_comparis
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, check_replicate, join_world
+from training.quantized import check_library
 from training.run.build import (
     adapters_of,
     build_bench,
@@ -107,10 +108,11 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
         adapters, base = read_adapters(flags.init_from)
         raise UserError(f"{flags.init_from} holds adapters; give --init_from {base} --lora {adapters.rank}")
     check_lora_bits(flags, shape_of(flags).share(1), flags.nproc * flags.nnodes)
-    for name in ("compare", "gradient_checkpointing"):
-        if flags.lora_bits < 16 and getattr(flags, name) == (name == "compare"):
-            what = "--compare" if name == "compare" else "--no-gradient_checkpointing"
-            raise UserError(f"{what} keeps blocks whole, which lora_bits {flags.lora_bits} cannot; drop one")
+    if flags.lora_bits < 16 and (flags.compare or flags.gradient_checkpointing is False):
+        what = "--compare" if flags.compare else "--no-gradient_checkpointing"
+        raise UserError(f"{what} keeps blocks whole, which lora_bits {flags.lora_bits} cannot; drop one")
+    if flags.lora_bits < 16 and (flags.measure if flags.find_max_context else can_measure):
+        check_library(f"lora_bits {flags.lora_bits} that is measured")
     check_mesh(flags)
     state_format_of(flags, shape_of(flags))  # refuses a format without effect
     for name in ("measure", "num_layers", "snapshot"):
@@ -275,6 +277,7 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
             found |= change(flags, machine, world, **base, **host_flag(flags, sizes[enough] * GIB))
     for times in (2, 4, 8):
         mesh = {"nproc": times * flags.nproc, "context_parallel_size": times * flags.context_parallel_size}
+        mesh |= {"lora_bits": 16} if flags.lora_bits < 16 else {}  # several GPUs take no other
         is_shared = math.isfinite(host_gib) and not flags.host_memory  # --host_memory is of all processes anyway
         share = {"host_budget": f"{int(host_gib / times)}GB"} if is_shared else {}
         if shared := change(flags, machine, world, **base, **mesh, **share):

@@ -129,6 +129,8 @@ def main() -> None:
         parser.error("--mean_length must be at least 2, and needs --packed")
     if arguments.heavy_tailed and (arguments.mean_length or not arguments.packed):
         parser.error("--heavy_tailed needs --packed, without --mean_length")
+    if arguments.lora_bits < 16 and arguments.lora is None:
+        parser.error("--lora_bits needs --lora")
     results = {}
     sizes = arguments.context_parallel_size, arguments.tensor_parallel_size, arguments.replicate
     with join_world(arguments.device, *sizes) as world:

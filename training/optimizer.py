@@ -61,17 +61,15 @@ LEAVING_BYTES = 2**28  # gradients on their way to the host at once: about one t
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Bytes that a `MasterAdamW` takes, without quantized weights on the GPU.
-
-    An update fetches `host` once: it takes host / link rate seconds.
-    """
+    """Bytes that a `MasterAdamW` takes, without quantized weights on the GPU, which count as parameters."""
 
     gpu_state: int  # masters and moments
     gpu_gradients: int  # gradients of parameters whose state is on the GPU; exist from backward to the update
     gpu_room: int  # a piece of a gradient in float32
     gpu_slots: int  # pieces on their way through an update; exist from `step` until all are updated
     leaving_gradients: int  # gradients on their way to the host; at most LEAVING_BYTES of them are on the GPU at once
-    host: int  # masters, moments, gradients and `host_weights`, pinned
+    host: int  # masters, moments, gradients, `host_weights` and quantized weights, pinned
+    updated: int  # the part of `host` that an update fetches, in updated / link rate seconds: all but frozen weights
     last_on_host: bool  # whether the last parameter's state is on the host
 
 
@@ -85,16 +83,13 @@ def optimizer_bytes(
     on_gpu, on_host = ([item for item in layout if item.on_host is wanted] for wanted in (False, True))
     slots = (kept.num_bytes(size) for size, tensors in _slots(layout).values() for kept in tensors.values())
     return OptimizerBytes(
-        gpu_state=sum(item.format.num_bytes(item.numel) for item in on_gpu if not item.is_quantized),
+        gpu_state=sum(item.format.num_bytes(item.numel) for item in on_gpu if not item.format.is_quantized),
         gpu_gradients=sum(item.gradient_bytes for item in on_gpu),
         gpu_room=4 * _room_size(layout, accumulate),
         gpu_slots=NUM_SLOTS * sum(slots),
         leaving_gradients=sum(item.gradient_bytes for item in on_host),
-        host=sum(
-            -(-kept.num_bytes(item.numel) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-            for item in on_host
-            for kept in item.tensors.values()
-        ),
+        host=sum(item.host_bytes for item in layout),
+        updated=sum(item.host_bytes for item in layout if item.gradient_dtype),
         last_on_host=layout[-1].on_host,
     )
 
@@ -110,20 +105,21 @@ class _Layout:
     has_home: bool  # whether the weight is on the host, too
 
     @property
-    def is_quantized(self) -> bool:
-        return isinstance(self.format, QuantizedState)
-
-    @property
     def gradient_bytes(self) -> int:
         return self.gradient_dtype.itemsize * self.numel if self.gradient_dtype else 0
 
     @property
     def tensors(self) -> dict[str, Kept]:
         """Tensors that are on the host if the state is there, by name. An update moves them through the GPU."""
-        has_weight = self.has_home and not self.is_quantized
+        has_weight = self.has_home and not self.format.is_quantized
         weight = {"weight": Kept(self.format.parameter_dtype)} if has_weight else {}
         gradient = {"gradient": Kept(self.gradient_dtype)} if self.gradient_dtype else {}
         return {**self.format.kept, **gradient, **weight}
+
+    @property
+    def host_bytes(self) -> int:
+        sizes = [kept.num_bytes(self.numel) for kept in self.tensors.values()] if self.on_host else []
+        return sum(-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for size in sizes)
 
 
 def _layout(
@@ -137,7 +133,7 @@ def _layout(
         numel, has_home = _flat(parameter).numel(), id(parameter) in homes
         if (has_home or parameter in quantized) and isinstance(parameter, DTensor):
             raise ValueError("weights of sharded parameters stay on the GPU")
-        state_bytes = 0 if parameter in quantized else format.num_bytes(numel)
+        state_bytes = 0 if format.is_quantized else format.num_bytes(numel)  # the limit is of what updates change
         on_host = has_home or state_bytes > gpu_state_bytes
         gpu_state_bytes -= 0 if on_host else state_bytes
         gradient_dtype = (torch.float32 if accumulate else parameter.dtype) if parameter.requires_grad else None
@@ -200,17 +196,13 @@ class _State:
     @property
     def weight(self) -> Tensor:
         """The weight where it lives. A quantized weight is on "meta": only its state has values."""
-        if self.is_quantized:
+        if self.format.is_quantized:
             return torch.empty_like(self.parameter, device="meta")
         return self.parameter if self.home is None else self.home
 
     @property
     def is_trained(self) -> bool:
         return self.parameter.requires_grad
-
-    @property
-    def is_quantized(self) -> bool:
-        return isinstance(self.format, QuantizedState)
 
     def slices(self, piece: slice) -> dict[str, Tensor]:
         """The part of the tensors for some elements of the parameter; also of gradient and host weight, if any."""
@@ -305,7 +297,7 @@ class MasterAdamW:
             state = _State(parameter, item.format, decay, ratio, item.on_host, pieces, tensors, updated, gradient, home)
             for tensor in tensors.values():
                 tensor.zero_()
-            is_away = home is not None or item.is_quantized
+            is_away = home is not None or item.format.is_quantized
             is_there = not is_away or parameter.untyped_storage().nbytes()
             for _, piece in pieces if is_there else ():  # rounding and widening are done on the GPU, a piece at a time
                 weights = _flat(parameter)[piece]
@@ -571,9 +563,9 @@ class MasterAdamW:
             self._convert(name, stored, stored.get("master") or weights()[name], done)
 
         load_optimizer_state(checkpoint, own, convert)
-        quantized = [name for name, state in self.states.items() if state.is_quantized]
-        stored = {name: state.weight for name, state in self.states.items() if "master" not in own.get(name, {})}
-        halves = {name: weight for name, weight in stored.items() if name not in {*converted, *quantized}}
+        stored = [name for name in self.states if "master" not in own.get(name, {}) and name not in converted]
+        quantized = [name for name in stored if self.states[name].format.is_quantized]
+        halves = {name: self.states[name].weight for name in stored if name not in quantized}
         with failing_together():
             read_tensors({name: weights()[name] for name in halves}, halves)
             self.read_weights({name: weights()[name] for name in quantized})

@@ -6,13 +6,18 @@ rounded to the values of a table: in 4 bits to NF4's 16 values (QLoRA, Dettmers 
 """
 
 import functools
+import importlib.metadata
 import logging
+import re
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from training.host.errors import UserError, check_installed
+
 GROUP = 64  # elements that share a scale
+LEAST_VERSION = 0, 50  # older ones may not run on the current stream
 
 
 class Quantized(NamedTuple):
@@ -47,7 +52,8 @@ class Quantized(NamedTuple):
         table = _table(flat.device) if self.bits == 8 else None
         state = library.QuantState(scales, flat.shape, table, GROUP, quant_type="nf4", dtype=flat.dtype)
         dequantize = library.dequantize_blockwise if self.bits == 8 else library.dequantize_4bit
-        codes = codes.view(-1, *[1] * (self.bits == 4))
+        if self.bits == 4:
+            codes = codes.view(-1, 1)  # the library's shape; [1, n] it takes for a transposed matrix
         if flat.is_cuda:
             dequantize(codes, state, out=flat)
         else:  # the library writes into a given tensor on GPUs alone
@@ -56,13 +62,29 @@ class Quantized(NamedTuple):
 
 @torch.no_grad()
 def quantize(elements: Tensor, bits: int) -> Quantized:
-    """Returns elements [n] of any float dtype in so many bits; n is a multiple of 64."""
+    """Returns elements [n] of any float dtype in so many bits; n is a multiple of 64.
+
+    On a GPU the default stream must be the current one: the library's kernels run there.
+    """
     library = _library()
     if bits == 8:
         codes, state = library.quantize_blockwise(elements, _table(elements.device), blocksize=GROUP)
     else:
         codes, state = library.quantize_4bit(elements, blocksize=GROUP, quant_type="nf4")
     return Quantized(codes.view(-1), state.absmax, bits)
+
+
+def check_library(user: str) -> None:
+    """Raises UserError if the library is missing, too old or broken; `user` is what needs it, such as a flag."""
+    check_installed("bitsandbytes", user)
+    version = importlib.metadata.version("bitsandbytes")
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < LEAST_VERSION:
+        least = ".".join(map(str, LEAST_VERSION))
+        raise UserError(f"{user} needs bitsandbytes {least} or newer, got {version}: pip install -U bitsandbytes")
+    try:
+        _library()
+    except Exception as error:  # a package of it that is missing or does not fit
+        raise UserError(f"{user} needs bitsandbytes, and {version} fails here: {error}; install it anew") from None
 
 
 @functools.cache

@@ -63,6 +63,7 @@ class StateFormat(ABC):
     """
 
     parameter_dtype: torch.dtype
+    is_quantized: ClassVar[bool] = False  # whether a frozen weight is in the kept tensors, and not in the parameter
     needs_room: ClassVar[bool]  # whether `update` writes the gradient in float32 into the update's room
 
     @property
@@ -191,6 +192,7 @@ class FrozenState(StateFormat):
 class QuantizedState(FrozenState):
     """A frozen weight in `bits` bits per element, see `training.quantized`. The parameter itself keeps no memory."""
 
+    is_quantized = True
     bits: int
 
     @property
@@ -202,9 +204,7 @@ class QuantizedState(FrozenState):
         return Quantized(state["codes"], state["scales"], self.bits)
 
     def read(self, state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
-        elements = torch.empty(QUANTIZED_GROUP * len(state["scales"]), device=state["codes"].device)
-        self.weight(state).write_into(elements)
-        return {"master": elements}
+        raise AssertionError("a quantized weight is read from its checkpoint's base")
 
     def write(self, state: dict[str, Tensor], parameter: Tensor, values: dict[str, Tensor]) -> None:
         if "master" in values:

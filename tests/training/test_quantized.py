@@ -1,16 +1,19 @@
 """Quantized matrices against the definition of their formats, and as an optimizer keeps, reads and lends them."""
 
-from dataclasses import replace
+import importlib
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from training import quantized
 from training.checkpoint.pieces import read_entries, read_header
+from training.host.errors import UserError
+from training.host.memory import SLOT_ALIGNMENT
 from training.memory.visiting import VisitingWeights
 from training.optimizer import MasterAdamW, optimizer_bytes
-from training.quantized import GROUP, Quantized, quantize
+from training.quantized import GROUP, Quantized, check_library, quantize
 from training.state_format import QuantizedState
 
 # NF4's values, the quantiles of a normal distribution: QLoRA, appendix E.
@@ -81,6 +84,7 @@ def test_an_optimizer_keeps_reads_and_lends_them(bits, on_host, device, tmp_path
     kept = sum(home.nbytes for home in homes)
     assert predicted.gpu_state == 0 if on_host else predicted.gpu_state == 12 * 96
     assert predicted.host >= kept if on_host else predicted.host == 0
+    assert predicted.updated == (5 * SLOT_ALIGNMENT if on_host else 0)  # the bias with its gradient and state
     of_blocks = dict(zip(matrices[:1], homes)), dict(zip(matrices[1:], homes[1:]))
     visiting = VisitingWeights(dict(enumerate(of_blocks)), torch.device(device))
 
@@ -105,12 +109,22 @@ def test_an_optimizer_keeps_reads_and_lends_them(bits, on_host, device, tmp_path
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_the_format_reads_what_it_wrote(bits):
+def test_the_format_counts_what_it_writes(bits):
     format = QuantizedState(torch.bfloat16, bits)
     state = {name: torch.empty(640 // kept.group, dtype=kept.dtype) for name, kept in format.kept.items()}
-    values = {"master": drawn(640)}
-    format.write(state, torch.empty(640, device="meta"), values)
-    found = format.read(state, torch.empty(640, device="meta"))["master"]
-    torch.testing.assert_close(found, written(quantize(values["master"], bits), (640,)), rtol=0, atol=0)
-    assert format.num_bytes(640) == 640 * bits // 8 + 40
-    assert replace(format, bits=8).group == GROUP
+    format.write(state, torch.empty(640, device="meta"), {"master": drawn(640)})
+    found = written(format.weight(state), (640,))
+    torch.testing.assert_close(found, written(quantize(drawn(640), bits), (640,)), rtol=0, atol=0)
+    assert format.num_bytes(640) == sum(tensor.nbytes for tensor in state.values()) == 640 * bits // 8 + 40
+    assert format.group == GROUP
+
+
+def test_a_library_that_does_not_fit_is_refused(monkeypatch):
+    check_library("lora_bits 4")
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.49.2")
+    with pytest.raises(UserError, match=r"lora_bits 4 needs bitsandbytes 0\.50 or newer, got 0\.49\.2: pip install -U"):
+        check_library("lora_bits 4")
+    monkeypatch.undo()
+    monkeypatch.setattr(quantized, "_library", lambda: importlib.import_module("no_such_library"))
+    with pytest.raises(UserError, match=r"needs bitsandbytes, and .* fails here: No module named 'no_such_library'"):
+        check_library("lora_bits 4")

@@ -190,13 +190,13 @@ class Step:
         last = 1 if share.tie_word_embeddings else len(self.parameters)
         numbers += [(last - 1, last), (0, 1)]  # head and embedding, as in `_waiting_weights`
         # Each block's quantized weights: their bytes as they are kept, and during a visit.
-        bits, quantized = self.given.frozen_bits, {}
-        if bits < 16:
-            of_blocks = [parameter for pair in numbers[: self.layers] for parameter in self.parameters[slice(*pair)]]
-            quantized = dict.fromkeys(filter(is_quantizable, of_blocks), bits)
-        own = [[p for p in self.parameters[slice(*pair)] if p in quantized] for pair in numbers[: self.layers]]
-        self.quantized_bytes = [sum(format_of(p, "float32", bits).num_bytes(p.numel()) for p in each) for each in own]
+        bits, of_blocks = self.given.frozen_bits, [self.parameters[slice(*pair)] for pair in numbers[: self.layers]]
+        own = [[p for p in parameters if bits < 16 and is_quantizable(p)] for parameters in of_blocks]
+        quantized = {parameter: bits for each in own for parameter in each}
+        kept = {p: format_of(p, "float32", bits).num_bytes(p.numel()) for p in quantized}
+        self.quantized_bytes = [sum(kept[parameter] for parameter in each) for each in own]
         self.visiting_bytes = [sum(p.numel() * p.element_size() for p in each) for each in own]
+        self.arriving_bytes = max(kept.values(), default=0)  # of one weight, on its way from the host
         self.parameter_bytes += sum(self.quantized_bytes) - sum(self.visiting_bytes)
         self._optimizer_bytes = functools.cache(
             functools.partial(_optimizer_bytes, self.parameters, numbers, self.micro_batches > 1, quantized)
@@ -328,7 +328,8 @@ class Step:
             # Layers with a window may have their own. 64 bytes per token: token ids, labels, losses.
             "workspace": LIBRARY_BYTES
             + T * (4 * self.share.head_dim * positions * tables + 64)
-            + self._adapter_bytes(),
+            + self._adapter_bytes()
+            + self.arriving_bytes * any(weights[:L]),
         }
         x, blocks = self.input_bytes, [*zip(execution.placements, self.kinds)]
         waiting = {block: self._waiting_bytes(*block) for block in {*blocks}}
@@ -625,14 +626,11 @@ class Step:
         # two multipliers four.
         hidden_states = 9 + 2 * (share.norms_per_layer - 2) + 4 * (share.residual_multiplier != 1)
         moved_bytes = hidden_states * self.input_bytes + mlp.elementwise_bytes
-        # A visit reads quantized weights, and writes them in bf16.
-        written = map(operator.add, self.quantized_bytes, self.visiting_bytes)
-        moves = [
-            (moved_bytes + footprints[kind][0].elementwise_bytes + size) / rates["memory"]
-            for kind, size in zip(kinds, written)
-        ]
+        moves = [(moved_bytes + footprints[kind][0].elementwise_bytes) / rates["memory"] for kind in kinds]
+        # A visit reads quantized weights, and writes them in bf16: in forward, and where a block runs again.
+        visits = [sum(sizes) / rates["memory"] for sizes in zip(self.quantized_bytes, self.visiting_bytes)]
         adapting, adapting_backward = (size / rates["adapters"] for size in self._adapter_traffic())
-        layers = [a + b for a, b in zip(products, moves)]
+        layers = [sum(seconds) for seconds in zip(products, moves, visits)]
         # Ranks that share matrices sum hidden states after attention and after the MLP; backward sums their gradients.
         reduction = 2 * self.input_bytes * (1 - 1 / self.tensor_ranks) / rates["gpu link"]
         placed = [i for i in range(L) if not placements[i].is_whole]
@@ -691,7 +689,7 @@ class Step:
         # One GPU's next forward runs beside the update of state on the host, which fetches it and sends it back without
         # the gradients. Activations leave, and weights come, at the same time.
         link = rates["link"] if self.num_shards else UPDATE_BESIDE_FORWARD * rates["link"]
-        fetched, returned = optimizer.host / link, (optimizer.host - optimizer.leaving_gradients) / link
+        fetched, returned = optimizer.updated / link, (optimizer.updated - optimizer.leaving_gradients) / link
         if self.num_shards:
             update += fetched
         else:  # nothing runs before the embedding and the first block are updated

@@ -268,8 +268,8 @@ class Recorder:
         states = [state for state in optimizer.states.values() if not state.on_host]
         homes = optimizer.homes
         parameters = [p for p in self.model.parameters() if p not in homes or p.untyped_storage().nbytes()]
-        parameters += [x for s in states if s.is_quantized for x in s.tensors.values()]
-        states = [state for state in states if not state.is_quantized]
+        parameters += [x for s in states if s.format.is_quantized for x in s.tensors.values()]
+        states = [state for state in states if not state.format.is_quantized]
         slots = [tensors for ring in optimizer.slots.values() for tensors, _ in ring]
         tensors = [*(state.tensors for state in states), *slots]
         gradients = [p.grad for p in self.model.parameters()] + [state.gradient for state in states]

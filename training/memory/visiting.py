@@ -24,8 +24,8 @@ class VisitingWeights:
     hooks and autograd hold on to it. A graph that reads it must be made and run backward in one visit. The end of a
     visit counts as a change of the parameter, so autograd refuses to go through an older graph.
 
-    Memory is allocated and freed on the compute stream, which waits for the copies, see `HostCopies`. On a CPU device,
-    copies are plain.
+    Memory of weights is allocated and freed on the compute stream, which waits for the copies, see `HostCopies`. Codes
+    of a quantized weight that come from the host are in memory of the copies' stream. On a CPU, copies are plain.
 
     Args:
         homes: for each block that has any, by number: its parameters that visit, with their weights. The embedding is

@@ -27,7 +27,7 @@ from training.checkpoint.files import restore_rng
 from training.checkpoint.weights import find_weights, shape_of_weights
 from training.choices import LORA_TARGETS
 from training.families import extend
-from training.host.errors import UserError, check_installed, refused_as_user_error
+from training.host.errors import UserError, refused_as_user_error
 from training.host.sizes import available_host_bytes, parse_bytes
 from training.lora import ADAPTERS, Adapters, adapt, has_adapters, in_bf16
 from training.memory.cost_model import PackedDocuments, Step, gib
@@ -42,6 +42,7 @@ from training.parallel.tensor import share_matrices
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World
 from training.quantized import GROUP as QUANTIZED_GROUP
+from training.quantized import check_library
 from training.run.settings import StepFlags, TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def configure_machine(config: TrainConfig, model_config: ModelConfig, world: Wor
     linear_of(config, model_config.share(world.tensor_size), world.device)  # refuses a map that cannot run
     check_lora_bits(config, model_config.share(world.tensor_size), world.size)
     if config.lora_bits < 16:
-        check_installed("bitsandbytes", f"lora_bits {config.lora_bits}")
+        check_library(f"lora_bits {config.lora_bits}")
     if config.memory_budget is not None:
         gpu_budget(config.memory_budget, world.device)
 
