@@ -39,6 +39,7 @@ from .parts import Footprint, Linear, part_of
 from .torch_internals import assert_async, backward_keeps_graph
 
 CHUNK_SIZE = 4096  # tokens with logits at one time
+ROW_MULTIPLE = 64  # elements from one row of logits to the next: cuBLAS's fast products need rows at 16 bytes
 
 
 def linear_cross_entropy_reference(
@@ -61,6 +62,11 @@ def _rows_to_compute(target: Tensor, ignore_index: int, num_valid_tokens: int | 
     if num_valid_tokens == len(target):
         return None
     return torch.argsort((~valid).byte(), stable=True)[:num_valid_tokens]
+
+
+def _row_length(V: int) -> int:
+    """Returns the elements that a row of V logits takes: 128 for 100."""
+    return -(-V // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 @operation("fathom::linear_cross_entropy")
@@ -92,7 +98,8 @@ def _loss_and_gradients(
     if num_rows == 0:
         d_weight.zero_()
     statistics = losses.new_empty(4, num_rows)
-    logits_buffer = input.new_empty(min(chunk_size, num_rows), len(linear_weight))
+    V = len(linear_weight)
+    logits_buffer = input.new_empty(min(chunk_size, num_rows), _row_length(V))[:, :V]
     head = linear.factor(linear_weight)
     head_t = linear.transpose(head) if needs_input else None
 
@@ -283,5 +290,5 @@ def linear_cross_entropy_footprint(
     """Footprint of `linear_cross_entropy`. Forward makes the gradients, the head's in float32 unless it is frozen."""
     flops, d_input = 2 * num_tokens * hidden_size * vocab_size, element_size * num_tokens * hidden_size
     d_head = 4 * hidden_size * vocab_size * trains_head
-    logits = element_size * vocab_size * min(CHUNK_SIZE, num_tokens)
+    logits = element_size * _row_length(vocab_size) * min(CHUNK_SIZE, num_tokens)
     return Footprint(d_input + d_head, d_input + d_head + logits, 0, matrix_flops=(2 + trains_head) * flops)

@@ -449,7 +449,7 @@ def test_vocabulary_and_head_sharded_over_two_ranks():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("vocab", [32000, 50264, 128256, 151936])
+@pytest.mark.parametrize("vocab", [32000, 49155, 50264, 100_278, 128256, 151936])
 def test_real_vocabularies(device, vocab):
     input, linear_weight, target = _inputs(device, (1500,), hidden=512, vocab=vocab, dtype=torch.bfloat16)
     _assert_as_exact_as_pytorch(input, linear_weight, target, impl="auto", chunk_size=1024)
