@@ -242,12 +242,20 @@ def test_resume_with_a_damaged_metrics_file(corpus, tmp_path, caplog):
     assert f"{file}: 1 of 3 lines are damaged and were dropped" in caplog.messages
 
 
-# train.py in a process that may take 1 GiB of memory beside what its plan pins. The limit also counts pinned pages.
-LIMITED = """
+# train.py with an H200's rates: measured ones depend on what else runs, and other plans round otherwise.
+STEADY = """
 import resource, sys, torch, train
 from benchmarks.bench_train_step import resident_bytes
+from training.memory.machine import H200
 from training.run import build
 
+build.measure_rates = lambda *arguments: dict(H200)
+"""
+RUN = "sys.exit(train.main(sys.argv[1:]))"
+# The same in a process that may take 1 GiB of memory beside what its plan pins. The limit also counts pinned pages.
+LIMITED = (
+    STEADY
+    + """
 def make_limited_plan(*arguments):
     plan = make_plan(*arguments)
     most = resident_bytes("VmData") + plan.host_bytes + 2**30
@@ -259,8 +267,8 @@ def make_limited_plan(*arguments):
     sys.exit("nothing is limited")
 
 make_plan, build.make_plan = build.make_plan, make_limited_plan
-sys.exit(train.main(sys.argv[1:]))
 """
+)
 
 
 @pytest.mark.gpu
@@ -277,10 +285,10 @@ def test_a_plan_chooses_compact_state_and_a_resumed_run_keeps_it(tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
     for folder in (run, whole):
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
-        subprocess.run([sys.executable, "train.py", *words, "--output_dir", folder], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-c", STEADY + RUN, *words, "--output_dir", folder], cwd=ROOT, check=True)
     shutil.rmtree(run / "step_00000003")
     words = ["--resume", "--optimizer_state", "auto", "--output_dir", run]
-    subprocess.run([sys.executable, "-c", LIMITED, *words], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-c", LIMITED + RUN, *words], cwd=ROOT, check=True)
     for step in (2, 3):
         assert saved_settings(run, step)["optimizer_state"] == "compact"
         for name in ("model.safetensors", "optimizer.safetensors"):
