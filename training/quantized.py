@@ -64,7 +64,7 @@ class Quantized(NamedTuple):
 def quantize(elements: Tensor, bits: int) -> Quantized:
     """Returns elements [n] of any float dtype in so many bits; n is a multiple of 64.
 
-    On a GPU the default stream must be the current one: the library's kernels run there.
+    On a GPU the library's kernels run on the default stream, which must be the current one.
     """
     library = _library()
     if bits == 8:

@@ -11,8 +11,8 @@ Placement  The places where the activations of a block wait for backward: on the
 Kept       Stored from forward to backward, on the GPU or in host memory.
 Recompute  To compute an activation again in backward, because it was not kept.
 Offload    To let tensors wait in page-locked host memory: activations for backward, optimizer state for the update.
-Visit      The time that weights which are kept elsewhere, or quantized, are on the GPU in bf16: while their block runs,
-           and the one before it.
+Visit      The time in which weights that live on the host, or quantized, are on the GPU in bf16: while their block
+           runs, and the block before it.
 Stage      A part of a step, such as the forward of one layer, with the bytes that are alive at its fullest moment.
 Footprint  The bytes and the work of one operation: kept for backward, needed while it runs, computed and moved.
 Execution  How a step is run, apart from the model's shape: placements, kinds, kernels, tiles, and where optimizer state

@@ -196,7 +196,7 @@ class Step:
         kept = {p: format_of(p, "float32", bits).num_bytes(p.numel()) for p in quantized}
         self.quantized_bytes = [sum(kept[parameter] for parameter in each) for each in own]
         self.visiting_bytes = [sum(p.numel() * p.element_size() for p in each) for each in own]
-        self.arriving_bytes = max(kept.values(), default=0)  # of one weight, on its way from the host
+        self.arriving_bytes = max(kept.values(), default=0)  # a weight on its way from the host
         self.parameter_bytes += sum(self.quantized_bytes) - sum(self.visiting_bytes)
         self._optimizer_bytes = functools.cache(
             functools.partial(_optimizer_bytes, self.parameters, numbers, self.micro_batches > 1, quantized)
