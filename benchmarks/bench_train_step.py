@@ -8,7 +8,7 @@ either, "+flash-attn-4" names another attention kernel, and "+sparse" and "+nsa"
 three layers of four a window of 4,096 tokens. The peer is transformers' Qwen3 with Liger's kernels and loss, gradient
 checkpointing and fused AdamW on bf16 weights (no float32 masters). All train on the same text as one document: the
 Python standard library, bytes. With `--lora 16` all of them train adapters of that rank alone, the peer by peft's, in
-bf16.
+bf16, or with `--lora_bits 4` beside bitsandbytes' linear maps of 4 bits.
 
 The first of a setting's `--steps` compiles kernels and makes workspaces and optimizer state; above 131,072 tokens it
 has 16,384. The last step is timed, from the end of the backward before to the end of its own: an update of state on the
@@ -89,7 +89,9 @@ def main() -> None:
     parser.add_argument("--optimizer_state", default="float32", choices=OPTIMIZER_STATES, help="as train.py's")
     parser.add_argument("--linear", default="bf16", choices=LINEARS, help="as train.py's")
     parser.add_argument("--lora", type=int, help="rank of adapters of all projections, which alone are trained")
-    parser.add_argument("--lora_bits", type=int, default=16, choices=LORA_BITS, help="as train.py's; not the peer's")
+    parser.add_argument(
+        "--lora_bits", type=int, default=16, choices=LORA_BITS, help="as train.py's; the peer takes 16 and 4"
+    )
     parser.add_argument(
         "--weights_on_host",
         action="store_true",
@@ -131,6 +133,8 @@ def main() -> None:
         parser.error("--heavy_tailed needs --packed, without --mean_length")
     if arguments.lora_bits < 16 and arguments.lora is None:
         parser.error("--lora_bits needs --lora")
+    if arguments.lora_bits == 8 and "peer" in arguments.settings:
+        parser.error("the peer takes --lora_bits 16 or 4: its 8 bits are of products too")
     results = {}
     sizes = arguments.context_parallel_size, arguments.tensor_parallel_size, arguments.replicate
     with join_world(arguments.device, *sizes) as world:
@@ -226,7 +230,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
     losses, every, peaks, timed = [], [], [0], steps[len(steps) // 2 :] if arguments.packed else steps[-1:]
     try:
         if setting == "peer":
-            step = peer_step(config, arguments.lora, world)
+            step = peer_step(config, arguments.lora, arguments.lora_bits, world)
         else:
             step, plan, optimizer = our_step(setting, arguments, steps, world)
         synchronize(world)
@@ -393,8 +397,11 @@ def check_saved(saver: Saver, step: int) -> None:
         raise RuntimeError(f"the checkpoint of step {step} failed, as a line above says")
 
 
-def peer_step(config: ModelConfig, lora: int | None, world: World) -> Callable:
-    """A function that makes one step from one micro-batch and returns the loss; `lora` is the rank of adapters."""
+def peer_step(config: ModelConfig, lora: int | None, bits: int, world: World) -> Callable:
+    """A function that makes one step from one micro-batch and returns the loss.
+
+    `lora` is the rank of adapters, and `bits` are of the frozen matrices beside them.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     if world.device.type == "cuda":  # Liger's kernels run nowhere else
@@ -416,6 +423,8 @@ def peer_step(config: ModelConfig, lora: int | None, world: World) -> Callable:
     if lora is not None:
         from peft import LoraConfig, get_peft_model
 
+        if bits == 4:
+            quantize_peer(model)
         adapters = LoraConfig(r=lora, lora_alpha=2 * lora, target_modules=[*LORA_TARGETS])
         model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -434,6 +443,23 @@ def peer_step(config: ModelConfig, lora: int | None, world: World) -> Callable:
         return float(loss.detach())
 
     return step
+
+
+def quantize_peer(model: torch.nn.Module) -> None:
+    """Turn the linear maps of a transformers model's blocks into bitsandbytes' of NF4, as peft knows them."""
+    import bitsandbytes
+
+    layers = model.model.layers
+    for name, module in [*layers.named_modules()]:
+        if isinstance(module, torch.nn.Linear):
+            sizes, device = (module.in_features, module.out_features), module.weight.device
+            quantized = bitsandbytes.nn.Linear4bit(
+                *sizes, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta"
+            )
+            weight = bitsandbytes.nn.Params4bit(module.weight.detach(), requires_grad=False, quant_type="nf4")
+            quantized.weight = weight.to(device)
+            layers.set_submodule(name, quantized)
+    model.is_loaded_in_4bit = True
 
 
 def communication_seconds(step: Callable, world: World) -> list[dict[str, float]]:

@@ -6,6 +6,7 @@ import sys
 from unittest import mock
 
 import pytest
+import torch
 
 from benchmarks import bench_train_step
 
@@ -51,3 +52,24 @@ def test_refuses_a_disk_without_room_and_seconds_of_failed_saves(monkeypatch, ca
     with pytest.raises(SystemExit):
         bench_train_step.main()
     assert "--save_to needs 105 GiB for two checkpoints, its disk has 60" in capsys.readouterr().err
+
+
+def test_the_peer_takes_adapters_beside_4_bits(monkeypatch, capsys):
+    flags = ["--model_size", "tiny", "--context_length", "64", "--device", "cpu", "--lora", "4", "--lora_bits"]
+    read = bench_train_step.read_documents
+    monkeypatch.setattr(bench_train_step, "read_documents", lambda *of: itertools.islice(read(*of), 20))
+    losses = []
+    for bits in ("16", "16", "4"):
+        torch.manual_seed(0)
+        argv = ["bench_train_step", *flags, bits, "--settings", "checkpointing", "peer", "--steps", "3"]
+        monkeypatch.setattr(sys, "argv", argv)
+        bench_train_step.main()
+        results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+        assert ("frozen matrices        4 bits" in results["checkpointing"]["plan"]) == (bits == "4")
+        losses.append(results["peer"]["losses"])
+    exact, again, rounded = losses
+    assert exact == again != rounded == pytest.approx(exact, rel=0.02)
+    monkeypatch.setattr(sys, "argv", ["bench_train_step", *flags, "8", "--settings", "peer"])
+    with pytest.raises(SystemExit):
+        bench_train_step.main()
+    assert "the peer takes --lora_bits 16 or 4" in capsys.readouterr().err
