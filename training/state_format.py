@@ -223,7 +223,7 @@ def format_of(parameter: Tensor, state_format: str, bits: int = 16) -> StateForm
     """Returns the format of one parameter's state, which a parameter that takes no gradient does not have.
 
     In "compact", matrices whose rows are groups on every rank are compact. All other state is small, and float32.
-    `bits` per element keeps a frozen parameter, below 16 quantized.
+    A frozen parameter is kept in `bits` bits per element, below 16 quantized.
     """
     if state_format not in ("float32", "compact"):
         raise ValueError(f"a format is float32 or compact, got {state_format}")

@@ -11,10 +11,10 @@ import copy
 import functools
 import itertools
 import math
-import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -198,6 +198,8 @@ class Step:
         self.visiting_bytes = [sum(p.numel() * p.element_size() for p in each) for each in own]
         self.arriving_bytes = max(kept.values(), default=0)  # a weight on its way from the host
         self.parameter_bytes += sum(self.quantized_bytes) - sum(self.visiting_bytes)
+        own_bytes = zip(self.weight_bytes, self.visiting_bytes, self.quantized_bytes)
+        self.stored_bytes = [whole - visiting + quantized for whole, visiting, quantized in own_bytes]
         self._optimizer_bytes = functools.cache(
             functools.partial(_optimizer_bytes, self.parameters, numbers, self.micro_batches > 1, quantized)
         )
@@ -335,7 +337,7 @@ class Step:
         waiting = {block: self._waiting_bytes(*block) for block in {*blocks}}
         before = [(0, 0, 0)]  # bytes that the blocks before each layer keep on the GPU for backward
         for block in blocks:
-            inputs, attention, mlp = map(operator.add, before[-1], waiting[block])
+            inputs, attention, mlp = map(add, before[-1], waiting[block])
             before.append((inputs, attention, mlp))
 
         def stage(
@@ -350,7 +352,7 @@ class Step:
             """
             ready = 1 if self.micro_batches > 1 and self.num_copies == 1 else ready
             gradients += int(optimizer.gpu_gradients * ready)
-            inputs, attention, mlp = map(operator.add, before[layer], block)
+            inputs, attention, mlp = map(add, before[layer], block)
             sizes = {"gradients": gradients, "layer inputs": inputs, "attention": attention, "MLP": mlp}
             sizes["optimizer"] = always["optimizer"] + slots
             if visit:
@@ -536,8 +538,7 @@ class Step:
 
         After the blocks come the head, number L as it runs, and the embedding, number -1 of the list.
         """
-        sizes = map(operator.sub, map(operator.add, self.weight_bytes, self.quantized_bytes), self.visiting_bytes)
-        blocks = [size * (p.weights == "host") for p, size in zip(execution.placements, sizes)]
+        blocks = [size * (p.weights == "host") for p, size in zip(execution.placements, self.stored_bytes)]
         return blocks + 2 * [self.head * (execution.ends == "host")]
 
     def _visiting_weights(self, execution: Execution) -> list[int]:

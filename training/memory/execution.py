@@ -69,7 +69,7 @@ class Execution:
         kinds: how each block attends, one kind per block; (): as the model's configuration says.
         linear: the linear maps of all blocks, see kernels.parts.Linear. The head's is kernels.linear.PLAIN.
         frozen_bits: bits per element in which frozen matrices of blocks are kept, see training.quantized; 16: bf16.
-            Below 16 a visit of their block has them in bf16, so no block can be whole.
+            Below 16 they are in bf16 during a visit alone, so no block can be whole.
         impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.
         ends: place of the weights of embedding and head, as `Placement.weights`: "gpu" or "host". On the host they need
             the chunked loss, which runs the head forward and backward in one visit.
@@ -105,7 +105,7 @@ class Execution:
 
 
 def is_quantizable(parameter: Tensor) -> bool:
-    """Whether a block's parameter is one that `Execution.frozen_bits` is of: a frozen matrix."""
+    """Whether `Execution.frozen_bits` applies to a block's parameter: to a frozen matrix."""
     return parameter.ndim == 2 and not parameter.requires_grad
 
 
