@@ -39,7 +39,9 @@ from .parts import Footprint, Linear, part_of
 from .torch_internals import assert_async, backward_keeps_graph
 
 CHUNK_SIZE = 4096  # tokens with logits at one time
-ROW_MULTIPLE = 64  # elements from one row of logits to the next: cuBLAS's fast products need rows at 16 bytes
+# cuBLAS's fast products need multiples of 8 words, in rows that begin at multiples of 16 bytes.
+WORDS_MULTIPLE = 8
+ROW_MULTIPLE = 64  # elements from one row of logits to the next
 
 
 def linear_cross_entropy_reference(
@@ -67,6 +69,15 @@ def _rows_to_compute(target: Tensor, ignore_index: int, num_valid_tokens: int | 
 def _row_length(V: int) -> int:
     """Returns the elements that a row of V logits takes: 128 for 100."""
     return -(-V // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def _groups_of_words(V: int) -> list[slice]:
+    """Returns the words that are multiplied at once: [24:27] and [0:24] for 27.
+
+    The few past the last multiple of 8 come first: dx rounds what they add while it is small.
+    """
+    most = V // WORDS_MULTIPLE * WORDS_MULTIPLE
+    return [words for words in (slice(most, V), slice(0, most)) if words.start < words.stop]
 
 
 @operation("fathom::linear_cross_entropy")
@@ -100,28 +111,34 @@ def _loss_and_gradients(
     statistics = losses.new_empty(4, num_rows)
     V = len(linear_weight)
     logits_buffer = input.new_empty(min(chunk_size, num_rows), _row_length(V))[:, :V]
-    head = linear.factor(linear_weight)
-    head_t = linear.transpose(head) if needs_input else None
+    groups = _groups_of_words(V)
+    heads = [linear.factor(linear_weight[words]) for words in groups]
+    heads_t = [linear.transpose(head) for head in heads] if needs_input else []
+    biases = [None if linear_bias is None else linear_bias[words] for words in groups]
 
     for start in range(0, num_rows, chunk_size):
         here = slice(start, start + chunk_size)
         chunk = here if rows is None else rows[here]
         x, labels, row_scale = input[chunk], target[chunk], scale[chunk] if scale.dim() else None
         x_factor = linear.factor(x)
-        logits = linear.forward(x_factor, head, linear_bias, out=logits_buffer[: len(x)])
+        logits = logits_buffer[: len(x)]
+        for words, head, bias in zip(groups, heads, biases):
+            linear.forward(x_factor, head, bias, out=logits[:, words])
         gradient = logits if needs_gradient else None  # the gradient overwrites the logits
         statistics[:, here] = row_step(logits, labels, weight, options, shard, gradient=gradient, scale=row_scale)
         if gradient is None:
             continue
-        factor = linear.factor(gradient)
+        factors = [linear.factor(gradient[:, words]) for words in groups]
         if needs_input:
             d_x = d_input[here] if rows is None else torch.empty_like(x)
-            linear.input_gradient(factor, head_t, out=d_x)
+            for i, (factor, head_t) in enumerate(zip(factors, heads_t)):
+                linear.input_gradient(factor, head_t, out=d_x, accumulate=i > 0)
             if rows is not None:
                 d_input[chunk] = d_x
         if needs_weight:
-            factors_t = linear.transpose(factor), linear.transpose(x_factor)
-            linear.weight_gradient(*factors_t, out=d_weight, accumulate=start > 0)
+            x_t = linear.transpose(x_factor)
+            for words, factor in zip(groups, factors):
+                linear.weight_gradient(linear.transpose(factor), x_t, out=d_weight[words], accumulate=start > 0)
         if needs_bias:
             d_bias += gradient.sum(0, dtype=d_bias.dtype)
 

@@ -175,21 +175,21 @@ def test_details(device):
     assert details.loss.requires_grad and not details.per_token_loss.requires_grad
 
 
-_COUNTS = []  # multiply-adds of each product of `_Counted`
+_PRODUCTS = []  # words and multiply-adds of each product of `_Counted`
 
 
 @dataclass(frozen=True)
 class _Counted(Plain):
     def forward(self, x, weight, *rest, **options):
-        _COUNTS.append(len(x) * weight.numel())
+        _PRODUCTS.append((len(weight), len(x) * weight.numel()))
         return super().forward(x, weight, *rest, **options)
 
     def input_gradient(self, dy, weight, **options):
-        _COUNTS.append(len(dy) * weight.numel())
+        _PRODUCTS.append((dy.shape[1], len(dy) * weight.numel()))
         return super().input_gradient(dy, weight, **options)
 
     def weight_gradient(self, dy_t, x_t, **options):
-        _COUNTS.append(dy_t.numel() * len(x_t))
+        _PRODUCTS.append((len(dy_t), dy_t.numel() * len(x_t)))
         return super().weight_gradient(dy_t, x_t, **options)
 
 
@@ -202,7 +202,7 @@ def test_what_is_frozen_costs_no_gemm(device, trained, gemms):
     tensors = {"input": input, "head": linear_weight, "bias": torch.zeros(len(linear_weight), device=device)}
     leaves = {name: tensor.requires_grad_(name in trained) for name, tensor in tensors.items()}
     expected = linear_cross_entropy_reference(leaves["input"], leaves["head"], target, linear_bias=leaves["bias"])
-    _COUNTS.clear()
+    _PRODUCTS.clear()
     loss = linear_cross_entropy(
         leaves["input"], leaves["head"], target,
         linear_bias=leaves["bias"], chunk_size=5, linear=_Counted(), impl="torch",
@@ -212,18 +212,27 @@ def test_what_is_frozen_costs_no_gemm(device, trained, gemms):
         wanted = torch.autograd.grad(expected, [leaves[name] for name in trained])
         gradients = torch.autograd.grad(loss, [leaves[name] for name in trained])
         torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-6)
-    assert sum(_COUNTS) == gemms * 12 * linear_weight.numel()  # 12 valid rows
+    assert sum(count for _, count in _PRODUCTS) == gemms * 12 * linear_weight.numel()  # 12 valid rows
+
+
+@pytest.mark.parametrize("vocab, words", [(131, [3, 128]), (128, [128]), (7, [7])])
+def test_products_take_multiples_of_8_words_and_the_few_that_are_left(device, vocab, words):
+    input, linear_weight, target = _inputs(device, vocab=vocab)
+    leaves = input.requires_grad_(), linear_weight.requires_grad_()
+    _PRODUCTS.clear()
+    torch.autograd.grad(linear_cross_entropy(*leaves, target, linear=_Counted(), impl="torch"), leaves)
+    assert [found for found, _ in _PRODUCTS] == 3 * words
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_no_grad_computes_the_loss_alone(device, reduction):
     input, linear_weight, target = _inputs(device)
     linear_weight.requires_grad_()
-    _COUNTS.clear()
+    _PRODUCTS.clear()
     with torch.no_grad():
         loss = linear_cross_entropy(input, linear_weight, target, reduction=reduction, linear=_Counted(), impl="triton")
     torch.testing.assert_close(loss, linear_cross_entropy_reference(input, linear_weight, target, reduction=reduction))
-    assert not loss.requires_grad and sum(_COUNTS) == 12 * linear_weight.numel()
+    assert not loss.requires_grad and sum(count for _, count in _PRODUCTS) == 12 * linear_weight.numel()
 
 
 def test_an_ignored_row_is_read_by_no_gemm(device):
