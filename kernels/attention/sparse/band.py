@@ -28,6 +28,8 @@ from .layout import Layout
 # The fastest on an H200 with 32 and 8 heads of 128, for exact windows of 1,024 and 4,096 tokens. With 4 warps the first
 # two kernels would spill on Ampere.
 QUERIES_CONFIG = TileConfig(rows=128, num_warps=8, num_stages=3)
+# Where a block has at most 64 rows, as of heads that share no keys: the fastest with 32 heads of 128.
+NARROW_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=2)
 KEYS_CONFIG = TileConfig(rows=32, num_warps=4, num_stages=3)
 
 
@@ -231,15 +233,21 @@ def _band_dkv_kernel(
         tl.store(dv_ptr + kv_offsets, dv.to(v.dtype), mask=key_mask)
 
 
-def queries_config(device: torch.device) -> TileConfig:
-    """Returns tiles of kernels over queries. Three stages need shared memory that only Hopper and B200 have."""
+def queries_config(device: torch.device, block_rows: int) -> TileConfig:
+    """Returns tiles of kernels over queries, of which a block has so many rows.
+
+    Three stages need shared memory that only Hopper and B200 have. On older GPUs narrow tiles of 64 rows would spill.
+    """
     is_large = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    if block_rows <= NARROW_CONFIG.rows:
+        return NARROW_CONFIG if is_large else NARROW_CONFIG._replace(rows=32)
     return QUERIES_CONFIG if is_large else QUERIES_CONFIG._replace(num_stages=2)
 
 
 def _launch_over_queries(kernel, q, k, tensors, layout, **constants):
     """Launches a kernel whose programs have a tile of queries and a key/value head each."""
-    tile = launch_constants(q, k.shape[1], layout.block_size, queries_config(q.device))
+    config = queries_config(q.device, layout.block_size * triton.next_power_of_2(q.shape[1] // k.shape[1]))
+    tile = launch_constants(q, k.shape[1], layout.block_size, config)
     kernel[layout.num_blocks * (layout.block_size // tile["BLOCK_T"]), k.shape[1]](
         *tensors, layout.block_start, layout.block_stop, layout.first_block, 1 / math.sqrt(q.shape[-1]), **tile,
         WINDOW=layout.window_blocks, **constants,

@@ -45,6 +45,16 @@ def test_matches_float64(H, G, K, dtype, lengths, window, impl, device, poisoned
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("H", "G"), [(3, 3), (4, 2), (4, 1)])
+@pytest.mark.parametrize("K", [64, 128])
+def test_tiles_of_a_gpu(H, G, K, device, poisoned_memory):
+    segments = segments_of([777, 65, 1], [300, 543])
+    inputs = make_qkv(2, 843, H, G, K, bf16, device)
+    exact = functools.partial(reference, window=128, segments=segments)
+    compare_with_float64(exact, attend(128, "auto", segments), inputs)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [([777],), ([300, 65, 1],), ([200, 5], [2, 203])])
 @pytest.mark.parametrize("K", [256, 96])
 def test_heads_that_run_in_flash_attention(K, lengths, device, poisoned_memory):
