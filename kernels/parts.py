@@ -4,6 +4,7 @@ PyTorch's custom operations take tensors, numbers and strings, but no objects. A
 pass `part.number` to an operation, and the operation calls `part_of(number)`.
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -199,6 +200,8 @@ class AttentionKind(Part, ABC):
         longest_document: tokens of the longest document that it takes.
         gpu_head_dims: head widths that its GPU kernels take; (): any.
         h200_rates: its rates on an H200, by the names that `work` uses.
+        draws_full_power: whether its kernels need as much power as matrix products. Between products, the others run at
+            a lower clock than by themselves.
     """
 
     name: ClassVar[str]
@@ -208,6 +211,7 @@ class AttentionKind(Part, ABC):
     selected_blocks: int = 0
     gpu_head_dims: ClassVar[tuple[int, ...]] = ()
     h200_rates: ClassVar[dict[str, float]]
+    draws_full_power: ClassVar[bool] = False
 
     @property
     def list_length(self) -> int:
@@ -313,29 +317,31 @@ class AttentionKind(Part, ABC):
 
     @abstractmethod
     def measure_rates(
-        self, H: int, G: int, K: int, context_length: int, backend: str, seconds: Callable[[Callable], float],
+        self, H: int, G: int, K: int, context_length: int, backend: str, seconds: Callable[..., float],
         device: torch.device,
     ) -> dict[str, float]:  # fmt: skip
         """Measures the rates of this GPU, in FLOP/s or calls per second, by the names that `work` uses.
 
-        `seconds` runs a function on the GPU and returns the seconds of a call.
+        `seconds` runs a function on the GPU and returns the seconds of a call between a layer's matrix products, or,
+        with `in_a_row`, of calls in a row.
         """
 
     def rates_at(
-        self, T: int, H: int, G: int, K: int, backend: str, seconds: Callable[[Callable], float], device: torch.device
+        self, T: int, H: int, G: int, K: int, backend: str, seconds: Callable[..., float], device: torch.device
     ) -> dict[str, float]:
         """Measures the FLOP/s of forward and backward over one document of T tokens."""
         flops, taken = self.flops(T, H, G, K), self.time(T, H, G, K, backend, seconds, device)
         return {f"{self.name} {part}": getattr(flops, part) / s for part, s in zip(("forward", "backward"), taken)}
 
     def time(
-        self, T: int, H: int, G: int, K: int, backend: str, seconds: Callable[[Callable], float],
+        self, T: int, H: int, G: int, K: int, backend: str, seconds: Callable[..., float],
         device: torch.device, segments: Tensor | None = None,
     ) -> tuple[float, float]:  # fmt: skip
         """Returns the seconds of one forward, without the choice, and of one backward over T random tokens."""
         q, k, v = (torch.randn(1, T, n, K, device=device, dtype=torch.bfloat16) for n in (H, G, G))
         gates = torch.randn(1, T, H, self.gates_per_head, device=device, dtype=q.dtype) if self.gates_per_head else None
         outs, lses, lists = self.forward(q, k, v, segments, None, backend, True)
+        seconds = functools.partial(seconds, in_a_row=self.draws_full_power)
         forward = seconds(lambda: self.forward(q, k, v, segments, lists, backend, True))
         kept = gates, outs, lses, lists, segments
         return forward, seconds(lambda: self.backward(q, q, k, v, *kept, backend, True))

@@ -372,6 +372,7 @@ class Full(AttentionKind):
         "together forward": 570e12 * 0.58,
         "together backward": 535e12 * 0.58,
     }
+    draws_full_power: ClassVar[bool] = True
 
     def describe(self, selected_blocks: str) -> str:
         return "everything before a token"

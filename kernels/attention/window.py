@@ -65,7 +65,7 @@ class Window(AttentionKind):
     window: int = 4096
     name: ClassVar[str] = "window"
     gpu_head_dims: ClassVar[tuple[int, ...]] = FLASH_HEAD_DIMS
-    h200_rates: ClassVar[dict[str, float]] = {"window forward": 440e12, "window backward": 503e12}
+    h200_rates: ClassVar[dict[str, float]] = {"window forward": 381e12, "window backward": 465e12}
 
     def __post_init__(self):
         if self.window < BLOCK_SIZE or self.window % BLOCK_SIZE:

@@ -338,7 +338,10 @@ class Bench:
         return Measurement(recorder.measured(), seconds, host_bytes, counter.alloc_retries() - retries)
 
     def _warm_up(self, step: Step, execution: Execution, ids: Tensor) -> None:
-        """Run a micro-batch through one layer of each way to run, and update: kernels are compiled for its shapes."""
+        """Run two steps of one layer of each way to run: kernels are compiled for the shapes of `step`.
+
+        The first step's update of state on the host runs in the second, and the second's in the step that is measured.
+        """
         layers, kinds = self.model.layers, execution.kinds or self.model.config.kinds
         on_gpu = [replace(p, input="gpu", results=p.results.replace("host", "gpu")) for p in execution.placements]
         chosen = dict(zip(zip(kinds, on_gpu), layers))  # a layer of each way
@@ -348,7 +351,8 @@ class Bench:
             apply_execution(
                 self.model, replace(execution, placements=placements, kinds=kinds), homes=self.optimizer.homes
             )
-            self._run(replace(step, micro_batches=1), ids)
+            for _ in range(2):
+                self._run(replace(step, micro_batches=1), ids)
             self.clear()
         finally:
             self.model.layers = layers

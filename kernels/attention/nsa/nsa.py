@@ -181,7 +181,7 @@ class NSA(AttentionKind):
     takes: ClassVar[tuple[str, ...]] = ("selected_blocks",)
     branches: ClassVar[int] = BRANCHES
     gates_per_head: ClassVar[int] = BRANCHES
-    h200_rates: ClassVar[dict[str, float]] = {"nsa forward": 324e12, "nsa choice": 282e12, "nsa backward": 343e12}
+    h200_rates: ClassVar[dict[str, float]] = {"nsa forward": 313e12, "nsa choice": 259e12, "nsa backward": 328e12}
 
     def __post_init__(self):
         if self.selected_blocks <= FORCED_BLOCKS:

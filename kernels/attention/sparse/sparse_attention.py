@@ -212,9 +212,9 @@ class Sparse(AttentionKind):
     gpu_head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
     takes: ClassVar[tuple[str, ...]] = ("selected_blocks", "dense_below")
     h200_rates: ClassVar[dict[str, float]] = {
-        "sparse forward": 570e12 * 0.28,
-        "sparse choice": 740e12,
-        "sparse backward": 535e12 * 0.45,
+        "sparse forward": 144e12,
+        "sparse choice": 696e12,
+        "sparse backward": 235e12,
     }
 
     def __post_init__(self):

@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.attention import NSA, Sparse, Window
+from kernels.attention.full import FULL
 from kernels.lora import LORA
 from model import MODEL_SIZES
 from tests.ranks import run_ranks
@@ -124,6 +126,19 @@ def test_measured_rates_are_plausible(context_length):
     assert 20e12 < rates["products"] < 3e15
     assert 1e9 < rates["link"] < 500e9 < rates["memory"] < 20e12
     assert 1e9 < rates["gpu link"] < 2e12
+
+
+def test_all_kernels_but_full_attentions_are_timed_between_products():
+    rows = []
+
+    def seconds(work, *, in_a_row=False):
+        work()
+        rows.append(in_a_row)
+        return 1.0
+
+    for kind in (FULL, Window(64), Sparse(1), NSA(1)):
+        kind.time(192, 2, 1, 64, "flash", seconds, CPU)
+    assert rows == [True, True] + 6 * [False]
 
 
 @pytest.mark.gpu
