@@ -19,7 +19,9 @@ from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import find_weights, load_model_weights, parameter_shapes, shape_of_weights
 from training.evaluation import __main__ as evaluation
 from training.host import errors
+from training.host.errors import UserError
 from training.lora import Adapters, adapt, read_adapters
+from training.quantized import quantize
 
 RANK = 3
 
@@ -128,6 +130,36 @@ def test_quantized_weights_train_resume_and_go_on(base_of_groups, corpus, tmp_pa
     found = adapters_in(exact / "step_00000006")
     assert found.keys() == last.keys() and not equal(found, last)
     assert losses(whole) == pytest.approx(losses(exact), rel=0.01)
+
+
+def test_adapters_are_added_to_the_weights_that_they_were_trained_beside(base_of_groups, corpus, tmp_path, caplog):
+    """Adapters of SmolLM2-135M that were trained beside 4 bits lost 0.087 nats on bf16."""
+    folder, exact = tmp_path / "run/step_00000002", tmp_path / "exact/step_00000002"
+    assert train.main(lora_arguments(base_of_groups, corpus, folder.parent, "--lora_bits", "4", steps=2)) == 0
+    shutil.copytree(folder, exact)
+    (exact / "manifest.json").unlink()
+    config = json.loads((exact / "config.json").read_text())
+    (exact / "config.json").write_text(json.dumps(config | {"frozen_bits": 16}))
+    shapes = parameter_shapes(shape_of_weights(folder))
+    base, on_4_bits, on_bf16 = (dict(load_model_weights(each, shapes)) for each in (base_of_groups, folder, exact))
+    for name, weight in base.items():
+        rounded = weight.bfloat16()
+        if weight.ndim == 2 and name.startswith("layers."):
+            quantize(weight.float().view(-1), 4).write_into(rounded)
+            moved = on_bf16[name] - weight.float()  # B A
+            torch.testing.assert_close(on_4_bits[name], rounded.float() + moved, rtol=0, atol=1e-6)
+            assert not torch.equal(on_4_bits[name], on_bf16[name])
+        else:
+            assert torch.equal(on_4_bits[name], weight)
+    # Runs that go on from them keep their bits, unless they are told otherwise.
+    go_on = arguments(corpus, tmp_path / "on", "--init_from", str(folder), steps=1)
+    assert train.main(go_on) == 0 and saved_settings(tmp_path / "on", 1)["lora_bits"] == 4
+    go_on = arguments(corpus, tmp_path / "other", "--init_from", str(folder), "--lora_bits", "16", steps=1)
+    assert train.main(go_on) == 0 and saved_settings(tmp_path / "other", 1)["lora_bits"] == 16
+    assert "adapters: trained beside 4 bits per weight, and from here on beside 16" in caplog.messages
+    (exact / "config.json").write_text(json.dumps(config | {"frozen_bits": "4"}))
+    with pytest.raises(UserError, match=r"config.json is damaged: frozen_bits '4' is none of"):
+        load_model_weights(exact, shapes)
 
 
 def test_peft_opens_a_checkpoint_and_computes_the_same(run, base):

@@ -19,12 +19,13 @@ from torch import nn
 
 from kernels.lora import LORA
 from model import Share
-from training.choices import LORA_TARGETS
+from training.choices import LORA_BITS, LORA_TARGETS
 from training.host.errors import SHOWN_OF_A_PATH, UserError
 from training.host.files import read_json
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTERS = ".lora_"  # in the names of adapters' parameters
+FROZEN_BITS = "frozen_bits"  # in config.json: bits of the frozen matrices that adapters were trained beside
 # Settings of adapter_config.json without an effect on trained adapters, values that are taken of others, and settings
 # that are read. All other settings are refused unless they are empty. Some values of init_lora_weights, such as
 # "pissa", change the base as well.
@@ -144,6 +145,15 @@ def to_adapter_config(adapters: Adapters, base: Path) -> dict:
 def has_adapters(folder: str | Path) -> bool:
     """Whether the folder is of adapters, and not of whole weights."""
     return os.path.isfile(Path(folder, ADAPTER_CONFIG))
+
+
+def read_frozen_bits(folder: str | Path) -> int:
+    """Returns the bits per element of the blocks' frozen matrices beside which a folder's adapters were trained."""
+    file = Path(folder, "config.json")  # folders of peft's have none
+    bits = read_json(file).get(FROZEN_BITS, 16) if file.is_file() else 16
+    if bits not in LORA_BITS:
+        raise UserError(f"{file} is damaged: {FROZEN_BITS} {bits!r:.40} is none of {LORA_BITS}")
+    return bits
 
 
 def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:

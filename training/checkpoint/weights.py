@@ -43,7 +43,8 @@ from training.flags import flag, read_command
 from training.host.errors import UserError, refused_as_user_error
 from training.host.files import JSON_BYTES, read_file, read_json
 from training.host.processes import command
-from training.lora import ADAPTER_WEIGHTS, ADAPTERS, Adapters, has_adapters, read_adapters
+from training.lora import ADAPTER_WEIGHTS, ADAPTERS, Adapters, has_adapters, read_adapters, read_frozen_bits
+from training.quantized import check_library, quantize
 
 logger = logging.getLogger(__name__)
 
@@ -134,13 +135,18 @@ def find_weights(
 def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
     """(our name, whole CPU tensor in the file's dtype) of each weight, read one at a time. All ranks call this.
 
-    Weights of a folder of adapters are merged, in float32. This call itself does `find_weights` and `verify_weights`,
-    and raises what they do.
+    Weights of a folder of adapters are merged, in float32. Adapters that were trained beside matrices in 8 or 4 bits
+    are added to these. This call itself does `find_weights` and `verify_weights`, and raises what they do.
     """
-    adapters = read_adapters(path)[0] if has_adapters(path) else None
+    adapters, bits = None, 16
+    if has_adapters(path):
+        adapters, bits = read_adapters(path)[0], read_frozen_bits(path)
+    if bits < 16:
+        check_library(f"{path}, whose adapters were trained beside {bits} bits per weight,")
+        logger.info("%s: adapters are added to weights in %d bits, beside which they were trained", path, bits)
     entries = find_weights(path, expected | (adapters.shapes(expected) if adapters else {}))
     verify_weights(path)
-    return ((name, _read_merged(name, entries, adapters)) for name in expected)
+    return ((name, _read_merged(name, entries, adapters, bits)) for name in expected)
 
 
 def shape_of_weights(folder: str | Path) -> ModelConfig:
@@ -254,9 +260,12 @@ def _read_weight(entry: Entry) -> Tensor:
     return weight
 
 
-def _read_merged(name: str, entries: dict[str, Entry], adapters: Adapters | None) -> Tensor:
-    """Returns a weight, in float32 with its adapter if it has one."""
+def _read_merged(name: str, entries: dict[str, Entry], adapters: Adapters | None, bits: int) -> Tensor:
+    """Returns a weight, in float32 with its adapter if it has one. A block's matrix is rounded to `bits` before."""
     weight, projection = _read_weight(entries[name]), name.removesuffix("weight")
+    if bits < 16 and name.startswith("layers.") and weight.ndim == 2:
+        quantized, weight = quantize(weight.float().view(-1), bits), weight.bfloat16()
+        quantized.write_into(weight)
     if f"{projection}lora_A.weight" not in entries:
         return weight
     assert adapters is not None

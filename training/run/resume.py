@@ -27,7 +27,7 @@ from training.families import WRAPPERS
 from training.flags import LARGE, as_words, given_flags
 from training.host.errors import UserError
 from training.host.files import read_json
-from training.lora import ADAPTER_CONFIG, has_adapters, read_adapters, to_adapter_config
+from training.lora import ADAPTER_CONFIG, FROZEN_BITS, has_adapters, read_adapters, read_frozen_bits, to_adapter_config
 from training.optimizer import warmup_cosine
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
@@ -93,7 +93,8 @@ class Start:
         assert self.source is not None, "adapters adapt something"
         base = folders_of(self.source)[-1].absolute()
         content = json.dumps(to_adapter_config(adapters, base), indent=2) + "\n"
-        return Companions({ADAPTER_CONFIG: content.encode()}, settings_beside(adapters, base))
+        settings = settings_beside(adapters, base) | {FROZEN_BITS: self.config.lora_bits}
+        return Companions({ADAPTER_CONFIG: content.encode()}, settings)
 
 
 def choose_start(given: dict, world: World) -> Start:
@@ -323,7 +324,7 @@ def with_adapters(config: TrainConfig, given: Iterable[str]) -> TrainConfig:
         UserError: flags that say otherwise; adapters and flags that do not fit each other.
     """
     if config.init_from is not None and has_adapters(config.init_from):
-        found, _ = read_adapters(config.init_from)
+        found, bits = read_adapters(config.init_from)[0], read_frozen_bits(config.init_from)
         if dropout := read_json(Path(config.init_from, ADAPTER_CONFIG)).get("lora_dropout"):
             logger.info("adapters: lora_dropout %.20s of %s is left out", dropout, config.init_from)
         targets = ",".join(found.targets)
@@ -336,6 +337,11 @@ def with_adapters(config: TrainConfig, given: Iterable[str]) -> TrainConfig:
                     f"{name} {getattr(config, name)}: the adapters of {config.init_from} have {value}; drop it, or "
                     f"merge them first: python -m training.checkpoint.weights export {config.init_from} OUT --merge"
                 )
+        if "lora_bits" not in given:
+            own["lora_bits"] = bits
+        elif config.lora_bits != bits:
+            changed = bits, config.lora_bits
+            logger.warning("adapters: trained beside %d bits per weight, and from here on beside %d", *changed)
         config = replace(config, **own)
     elif (adapters := adapters_of(config)) is not None:
         if config.init_from is None:
