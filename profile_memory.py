@@ -52,7 +52,7 @@ from training.host.errors import UserError
 from training.host.files import check_can_write
 from training.host.processes import command
 from training.host.sizes import GIB, available_host_bytes, budget_of_machine, parse_bytes
-from training.lora import has_adapters, read_adapters
+from training.lora import has_adapters, read_adapters, read_frozen_bits
 from training.memory.cost_model import PackedDocuments, Step, gib
 from training.memory.execution import Execution
 from training.memory.machine import (
@@ -105,8 +105,9 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
     kinds_of(flags, shape_of(flags))
     check_lora(flags)
     if flags.init_from and has_adapters(flags.init_from):
-        adapters, base = read_adapters(flags.init_from)
-        raise UserError(f"{flags.init_from} holds adapters; give --init_from {base} --lora {adapters.rank}")
+        (adapters, base), bits = read_adapters(flags.init_from), read_frozen_bits(flags.init_from)
+        own = f"--init_from {base} --lora {adapters.rank}" + (f" --lora_bits {bits}" if bits < 16 else "")
+        raise UserError(f"{flags.init_from} holds adapters; give {own}")
     check_lora_bits(flags, shape_of(flags).share(1), flags.nproc * flags.nnodes)
     if flags.lora_bits < 16 and (flags.compare or flags.gradient_checkpointing is False):
         what = "--compare" if flags.compare else "--no-gradient_checkpointing"

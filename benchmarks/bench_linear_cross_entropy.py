@@ -1,7 +1,7 @@
 """Loss and both gradients of the output projection: `python -m benchmarks.bench_linear_cross_entropy`.
 
 The floor is the loop of the three GEMMs alone: logits, dx, and dW accumulated in float32. Two words fewer make a
-vocabulary that is no multiple of 8: the floor's rows of logits are then not aligned, and ours are padded.
+vocabulary that is no multiple of 8: the floor's products are then not aligned, and ours are, but for the last words.
 """
 
 import sys

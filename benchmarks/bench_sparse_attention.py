@@ -11,9 +11,11 @@ import argparse
 import functools
 import itertools
 import sys
+from unittest import mock
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from benchmarks.common import environment, extra_gib, print_json, print_table, relative_error, time_interleaved
 from kernels.attention.attend import attention
@@ -371,8 +373,8 @@ class Bench:
             for config in configs:
                 try:
                     results[name][str(tuple(config))] = scale * self.time(make(config))
-                except Exception as error:  # a configuration that does not fit is a result
-                    results[name][f"{tuple(config)}: {type(error).__name__}"] = float("inf")
+                except OutOfResources:  # a configuration that does not fit is a result
+                    results[name][f"{tuple(config)}: does not fit"] = float("inf")
             table = sorted(results[name].items(), key=lambda item: item[1])
             print_table(f"{name}, {title}", ["rows, warps, stages, tiles", "ms"], [list(row) for row in table])
 
@@ -393,13 +395,19 @@ class Bench:
 
             compare("gather backward and its partial sums", GATHER_CONFIGS, backward_and_sums, scale)
         if "band" in parts:
-            compare("band forward", BAND_CONFIGS, lambda c: lambda: band.band_forward(q, k, v, layout, c))
-            compare("band dq", BAND_CONFIGS, lambda c: lambda: band.band_dq(dout, q, k, v, out, lse, dq, layout, c))
             total, dk, dv = torch.zeros(2, 1, len(q), self.K, device=q.device), torch.empty_like(k), torch.empty_like(v)
-            compare(
-                "band dk, dv", BAND_CONFIGS,
-                lambda c: lambda: band.band_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, range(1), c), self.G,
-            )  # fmt: skip
+
+            def with_tiles(function, *arguments):
+                def make(config):
+                    tiles = mock.patch.multiple(band, queries_config=lambda *_: config, KEYS_CONFIG=config)
+                    return tiles(lambda: function(*arguments))
+
+                return make
+
+            compare("band forward", BAND_CONFIGS, with_tiles(band.band_forward, q, k, v, layout))
+            compare("band dq", BAND_CONFIGS, with_tiles(band.band_dq, dout, q, k, v, out, lse, dq, layout))
+            of_keys = with_tiles(band.band_dkv, dout, q, k, v, lse, delta, total, dk, dv, layout, range(1))
+            compare("band dk, dv", BAND_CONFIGS, of_keys, self.G)
         if "scores" in parts:
             compare("scores", SCORES_CONFIGS, lambda c: lambda: self.all_scores(c))
         if "combine" in parts:

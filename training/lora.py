@@ -151,7 +151,7 @@ def read_frozen_bits(folder: str | Path) -> int:
     """Returns the bits per element of the blocks' frozen matrices beside which a folder's adapters were trained."""
     file = Path(folder, "config.json")  # folders of peft's have none
     bits = read_json(file).get(FROZEN_BITS, 16) if file.is_file() else 16
-    if bits not in LORA_BITS:
+    if type(bits) is not int or bits not in LORA_BITS:
         raise UserError(f"{file} is damaged: {FROZEN_BITS} {bits!r:.40} is none of {LORA_BITS}")
     return bits
 

@@ -136,7 +136,8 @@ def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -
     """(our name, whole CPU tensor in the file's dtype) of each weight, read one at a time. All ranks call this.
 
     Weights of a folder of adapters are merged, in float32. Adapters that were trained beside matrices in 8 or 4 bits
-    are added to these. This call itself does `find_weights` and `verify_weights`, and raises what they do.
+    are added to these, which are bf16. This call itself does `find_weights` and `verify_weights`, and raises what they
+    do.
     """
     adapters, bits = None, 16
     if has_adapters(path):

@@ -254,7 +254,10 @@ def check_config(config: TrainConfig, given: Iterable[str]) -> None:
         )
     check_lora(config)
     if config.lora_bits < 16 and config.compile:
-        raise UserError(f"lora_bits {config.lora_bits} with compile is not supported: weights come and go; drop one")
+        raise UserError(
+            f"lora_bits {config.lora_bits} with compile is not supported: weights come and go; drop compile, or give "
+            "lora_bits 16"
+        )
     if config.lora is not None and (scaling := config.rope_scaling) is not None:
         raise UserError(
             f"rope_scaling {scaling} with lora: peft would compute without it, as the base does; extend the base: "

@@ -37,7 +37,7 @@ TYPES = {
 GATHER = HEADS | TILE | {"S": 32, "CHUNK": 512}
 BAND = HEADS | TILE | {"WINDOW": 8, "EXACT": False}
 BAND_KEYS = BAND | {"BLOCK_T": 8}
-BAND_NARROW = BAND | {"G": 32, "GROUP": 1, "GROUP_PAD": 1, "EXACT": True}
+BAND_NARROW = BAND | {"G": 32, "GROUP": 1, "GROUP_PAD": 1}
 WINDOW_SCORES = {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "WINDOW": 2, "CHUNK": 16, "LARGEST_EXPONENT": 80.0}
 SCORES = {"G": 8, "GROUP": 4, "K": 128, "BLOCK": 64, "KEYS": 64, "BLOCKS": 2, "WINDOW": 8, "CHUNK": 16, "ROWS": 128}
 TOP = {"S": 32, "G": 8, "BLOCK": 64, "BLOCK_T": 1, "WINDOW": 8, "COLUMNS": 512, "CHUNK": 16}
@@ -66,8 +66,9 @@ KERNELS_TO_COMPILE = {
             for gpu, stages in ((80, 2), (90, 3))
         ),
         *(
-            (name, BAND_NARROW | {"BLOCK_T": rows, **more}, {"num_stages": 2}, gpu)
-            for name, more in (("_band_forward_kernel", {}), ("_band_dq_kernel", {"ADD": False}))
+            (name, BAND_NARROW | {"BLOCK_T": rows, "EXACT": is_exact, **more}, {"num_stages": 2}, gpu)
+            for is_exact in (False, True)
+            for name, more in (("_band_forward_kernel", {}), ("_band_dq_kernel", {"ADD": not is_exact}))
             for gpu, rows in ((80, 32), (90, 64))
         ),
         ("_band_dkv_kernel", BAND_KEYS | {"EXTRA": False}, {"num_stages": 3}),
