@@ -339,7 +339,8 @@ def with_adapters(config: TrainConfig, given: Iterable[str]) -> TrainConfig:
                 )
         if "lora_bits" not in given:
             own["lora_bits"] = bits
-            logger.info("adapters: lora_bits %d, as those of %s were trained", bits, config.init_from)
+            if bits < 16:
+                logger.info("adapters: lora_bits %d, as those of %s were trained", bits, config.init_from)
         elif config.lora_bits != bits:
             changed = bits, config.lora_bits
             logger.warning("adapters: trained beside %d bits per weight, and from here on beside %d", *changed)
