@@ -120,7 +120,7 @@ def test_replaces_all_of_this_model_and_nothing_of_another(model_type, monkeypat
         monkeypatch.setattr(module, name, spy(name, getattr(module, name)))
 
     plain, patched = make_model(model_type), make_model(model_type)
-    caplog.clear()  # of what transformers says of the first model of a family
+    caplog.clear()  # transformers may warn at the first model of a family
     with caplog.at_level(logging.INFO, logger="kernels.apply_to"):
         counts = apply_to(patched, impl="torch")
     assert counts == {"rms_norm": NUM_NORMS[model_type], "rope": 2, "gated_mlp": 2, "loss": 1}
