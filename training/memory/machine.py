@@ -81,7 +81,7 @@ def measure_rates(
 ) -> Rates:  # fmt: skip
     """Measures the rates of this GPU at the shapes of a model.Share. On a CPU: returns an H200's rates.
 
-    The measurement takes 1.2 to 5 GiB of the GPU for the 4B. Layers whose kinds of attention have one name may differ
+    The measurement takes 2 to 6 GiB of the GPU for the 4B. Layers whose kinds of attention have one name may differ
     in settings, such as their number of chosen blocks of keys. The most common setting is measured.
 
     Args:
