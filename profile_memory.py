@@ -40,7 +40,7 @@ from typing import Any
 import torch
 
 from model import MODEL_SIZES, ModelConfig
-from training.attention_flags import calibrated_mean, check_head_dim, kinds_of
+from training.attention_flags import check_head_dim, kinds_of
 from training.checkpoint.weights import shape_of_weights
 from training.choices import LORA_BITS
 from training.data.corpus import open_stores, pack
@@ -357,9 +357,6 @@ def main(argv: list[str]) -> int:
     flags = read_profile_flags(argv)
     if not flags.init_from:
         flags.model_size = flags.model_size or "4B"
-    if mean := calibrated_mean(flags):
-        print(f"selected_blocks {flags.selected_blocks}: profiled with {mean} in every layer; only train.py calibrates")
-        flags.selected_blocks = str(mean)
     with join_world("cpu" if flags.gpu else flags.device) as world:
         if world.size > 1:
             raise UserError("profile_memory.py profiles one GPU: start it with python, not torchrun")

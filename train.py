@@ -28,7 +28,6 @@ from statistics import mean
 import torch
 
 from training.attention_flags import kinds_at, spell_by_layer
-from training.calibration import calibrate
 from training.checkpoint.files import check_is_for_a_run, check_is_shared, clear_leftovers, delete_old
 from training.checkpoint.ranks import failing_together
 from training.checkpoint.saver import Saver
@@ -132,10 +131,6 @@ def set_up(start: resume.Start, world: World, stack: contextlib.ExitStack) -> Ru
     if saves:
         check_disk(config, first_step, size)
     tokenizer, loader, held_out = open_data(start, world)
-    if start.calibrates:
-        folder = start.checkpoint or Path(str(config.init_from))
-        blocks = calibrate(config, model_config, folder, loader.store, tokenizer, world)
-        start.config, config = (dataclasses.replace(each, selected_blocks=blocks) for each in (start.config, config))
     documents = PackedDocuments.average(
         *loader.packing.document_lengths(), loader.packing.longest_document,
         config.batch_size, world.data_size, config.gradient_accumulation_steps,

@@ -326,25 +326,11 @@ def test_with_and_without(small, tmp_path, capsys):
         assert f"{int(context_length):,} tokens: {size:.1f} GiB" in out
 
 
-def test_numbers_that_would_be_calibrated_are_profiled_as_their_mean(nine_layers, tmp_path, capsys):
-    told = []
-    for blocks in ("auto:16", "16"):
-        flags = f"--device cpu --attention_type sparse --selected_blocks {blocks} --json {tmp_path}/a.json"
-        profile_memory.main(flags.split())
-        told.append(capsys.readouterr().out)
-    line = "selected_blocks auto:16: profiled with 16 in every layer; only train.py calibrates\n"
-    assert told[0] == line + told[1]
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--attention_type nsa --dense_below 4096", "dense_below has no effect with attention_type nsa"),
         ("--selected_blocks 16", "selected_blocks has no effect with attention_type full"),
-        (
-            "--selected_blocks auto:16 --attention_type nsa",
-            "auto:16 is for attention_type sparse, not nsa",
-        ),
         ("--attention_type sparse --dense_below 0", "dense_below must be between 1 and 2147483647, got 0"),
         ("--context_length 0", "context_length must be between 2 and 134217728, got 0"),
         ("--context_length 2147483647", "context_length must be between 2 and 134217728, got 2147483647"),

@@ -20,7 +20,6 @@ from model import MODEL_SIZES
 from tests.ranks import start_torchrun
 from tests.runs import (
     ROOT,
-    SPARSE,
     arguments,
     edit_trainer_json,
     interrupt,
@@ -28,10 +27,8 @@ from tests.runs import (
     metrics,
     only_resume,
     parse,
-    saved_settings,
     weights,
 )
-from training.attention_flags import numbers_by_layer
 from training.host.errors import UserError
 from training.inference import open_tokenizer
 from training.memory.cost_model import forward_flops
@@ -121,33 +118,6 @@ def test_a_run_is_the_same_wherever_weights_live(corpus, tmp_path, monkeypatch, 
             torch.equal(files[0][name], tensor)
             for name, tensor in load_file(folder / "step_00000004" / "model.safetensors").items()
         )
-
-
-def test_numbers_are_calibrated_once(corpus, tmp_path, caplog, capsys, monkeypatch):
-    """The settings of a run have the numbers; the same command goes on with them, another mean is calibrated anew."""
-    monkeypatch.setattr("training.calibration.MOST_TEXTS", 2)
-    assert train.main(arguments(corpus, tmp_path / "dense", steps=1)) == 0
-    run = tmp_path / "run"
-    sizes = ["--context_length", "960", "--batch_size", "1", "--validation_sequences", "0", *SPARSE]
-    command = ["--init_from", str(tmp_path / "dense" / "step_00000001"), *sizes]
-    caplog.set_level(logging.INFO)
-    assert train.main(arguments(corpus, run, *command, "--selected_blocks", "auto:4", steps=1)) == 0
-    numbers = saved_settings(run, 1)["selected_blocks"]
-    assert "auto" not in numbers and sum(numbers_by_layer("selected_blocks", numbers, 4)) <= 16
-    assert re.search(r"selected_blocks [0-9x,]+: loss \d\.\d+ on 1 other texts, [+-]", caplog.text)
-    assert json.loads((run / "config.json").read_text())["selected_blocks"] == numbers
-    monkeypatch.setattr(train, "calibrate", lambda *_: pytest.fail("calibrated again"))
-    again = [*command, "--selected_blocks", "auto:4", "--resume", "auto"]
-    assert train.main(arguments(corpus, run, *again, steps=2)) == 0
-    assert saved_settings(run, 2)["selected_blocks"] == numbers
-    calls = []
-    monkeypatch.setattr(train, "calibrate", lambda config, shape, folder, *_: calls.append(folder) or "8x2,0")
-    assert train.main(only_resume(run, "--max_steps", "3", "--selected_blocks", "auto:8")) == 1
-    assert "auto:8 has no effect at context_length 960" in capsys.readouterr().err
-    assert train.main(only_resume(run, "--max_steps", "3", "--selected_blocks", "4x1,0")) == 0
-    assert train.main(only_resume(run, "--max_steps", "4", "--selected_blocks", "auto:4")) == 0
-    assert calls == [run / "step_00000003"] and saved_settings(run, 4)["selected_blocks"] == "8x2,0"
-    assert "selected_blocks: 4x1,0 -> auto:4" in caplog.messages
 
 
 def test_accumulation_equals_one_batch(corpus, tmp_path):

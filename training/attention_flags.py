@@ -9,12 +9,11 @@ import torch
 
 from kernels.attention import KINDS
 from kernels.attention.full import Full
-from kernels.attention.sparse.sparse_attention import Sparse
 from kernels.parts import AttentionKind
 from training.host.errors import UserError, refused_as_user_error
 
 ANNEALING_STAGES = 8  # numbers of blocks from start to end, both included: kernels are compiled anew for each
-MULTIPLE = 4  # blocks: annealed and calibrated numbers are multiples of it
+MULTIPLE = 4  # blocks: annealed numbers are multiples of it
 FLAGS = sorted({name for kind in KINDS.values() for name in kind.takes})  # obeyed by some kind
 
 
@@ -26,8 +25,6 @@ def numbers_by_layer(name: str, text: str, layers: int) -> list[int]:
     Raises:
         UserError: another form, a negative number, too many layers or too few.
     """
-    if text.startswith("auto"):
-        raise UserError(f"{name} {text}: only --selected_blocks of train.py calibrates numbers; give them, as 64x4,32")
     entry = r"(\d{1,5})(?:x([1-9]\d{0,4}))?"
     if not re.fullmatch(f"{entry}(,{entry})*", text):
         raise UserError(f'{name} must be a number, 0 or more, or look like "64x4,32" or "64,48,32", got {text!r}')
@@ -46,39 +43,6 @@ def spell_by_layer(numbers: Sequence[int]) -> str:
     runs = [(number, len(list(run))) for number, run in itertools.groupby(numbers)]
     before = [f"{number}x{count}" if count > 1 else str(number) for number, count in runs[:-1]]
     return ",".join([*before, str(runs[-1][0])])
-
-
-def calibrated_mean(flags) -> int | None:
-    """Returns the mean number of blocks, 32 for --selected_blocks auto:32; None: the flag asks for no calibration.
-
-    `flags` has attention_type, selected_blocks, selected_blocks_start and context_length, None where not given.
-
-    Raises:
-        UserError: another form, or flags with which numbers are not calibrated.
-    """
-    text = str(flags.selected_blocks)
-    if not text.startswith("auto") or flags.attention_type == Full.name:  # `kinds_of` refuses it there
-        return None
-    mean = int(match[1]) if (match := re.fullmatch(r"auto:(\d{1,5})", text)) else 0
-    if mean < MULTIPLE or mean % MULTIPLE:
-        raise UserError(f"selected_blocks auto:N must have a multiple of {MULTIPLE} as N, as auto:32, got {text!r}")
-    if flags.attention_type != Sparse.name:
-        raise UserError(
-            f"selected_blocks {text} is for attention_type sparse, not {flags.attention_type}; give numbers"
-        )
-    if getattr(flags, "selected_blocks_start", None) is not None:
-        raise UserError(f"selected_blocks_start has no effect with selected_blocks {text}; drop it, or give numbers")
-    if flags.context_length is not None and flags.context_length < sees_all(Sparse(mean)) + 2:
-        raise UserError(
-            f"selected_blocks {text} has no effect at context_length {flags.context_length}: tokens choose from "
-            f"{sees_all(Sparse(mean))} tokens on; raise the one, or lower the other"
-        )
-    return mean
-
-
-def sees_all(kind: Sparse) -> int:
-    """Returns the tokens at a document's start that see all tokens before them, whatever is chosen."""
-    return kind.block_size * (kind.selected_blocks + 1) + kind.window
 
 
 def annealed(start: int, final: int, step: int, steps: int) -> int:

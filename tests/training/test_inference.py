@@ -49,7 +49,6 @@ def test_attention_is_as_trained_unless_flags_say_otherwise(folder, tmp_path):
         ({"attention_type": "nsa"}, "it has no gates of nsa"),
         ({"attention_type": "full", "selected_blocks": "3"}, "selected_blocks has no effect with attention_type full"),
         ({"selected_blocks": "1,2,3"}, "names 3 layers, the model has 2"),
-        ({"selected_blocks": "auto:32"}, "only --selected_blocks of train.py calibrates numbers; give them"),
     ):
         with pytest.raises(UserError, match=message):
             open_folder(ModelFlags(folder, **changed), WORLD)

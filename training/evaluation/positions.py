@@ -49,12 +49,7 @@ class Piece(NamedTuple):
 
 
 def longest_pieces(store: Store, context_length: int, count: int) -> list[Piece]:
-    """The first `count` of `pieces_by_length`."""
-    return list(islice(pieces_by_length(store, context_length), count))
-
-
-def pieces_by_length(store: Store, context_length: int) -> Iterator[Piece]:
-    """Yields the pieces of documents that are cut every `context_length` tokens, longest first.
+    """Returns the `count` longest pieces of documents that are cut every `context_length` tokens, longest first.
 
     Each piece is read as a separate document, without the token that ends the document. Among pieces of one length the
     starts of documents come first: a book does not take the place of all others. Pieces without a target are left out.
@@ -68,7 +63,7 @@ def pieces_by_length(store: Store, context_length: int) -> Iterator[Piece]:
     _, start, stop = places.T
     longest_first = np.lexsort((start, start - stop))
     pieces = (Piece(*store.read_masked(*places[i].tolist())) for i in longest_first)
-    yield from (piece for piece in pieces if piece.is_target.any())
+    return list(islice((piece for piece in pieces if piece.is_target.any()), count))
 
 
 @torch.no_grad()

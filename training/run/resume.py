@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from model import ModelConfig
-from training.attention_flags import calibrated_mean, kinds_at
+from training.attention_flags import kinds_at
 from training.checkpoint.files import checkpoints, latest_checkpoint, load_trainer_state, step_of, tokenizer_of
 from training.checkpoint.manifest import (
     OPTIMIZER,
@@ -66,7 +66,6 @@ class Progress:
     validation_loss: float | None = None  # the last that was measured
     skipped: int = 0  # steps that were not finite and were left out
     unvalidated: int | None = None  # the last step, if a signal or an error cut its validation short
-    calibrated: str | None = None  # the flag that selected_blocks was calibrated for, such as "auto:32"
 
 
 @dataclass
@@ -79,7 +78,6 @@ class Start:
     checkpoint: Path | None = None  # the run goes on from it; None: the run starts at its first step
     tokenizer: str | None = None  # identity of the tokenizer that the checkpoint was trained with
     changes: list[str] = field(default_factory=list)  # a line for each setting that is not what it was
-    calibrates: bool = False  # selected_blocks is a mean, from which the run calibrates numbers by layer
 
     @property
     def source(self) -> Path | None:
@@ -110,7 +108,6 @@ def choose_start(given: dict, world: World) -> Start:
     while True:
         start = find_start(given, world, passed_over)
         check_same_on_all_ranks({"the checkpoint to go on from": str(start.checkpoint)}, world)
-        ask_for_calibration(start)
         config, model_config = start.config, start.model_config
         kinds = kinds_at(config, model_config, step=1)
         check_matrix_sharing(world.tensor_size, model_config)
@@ -136,24 +133,6 @@ def choose_start(given: dict, world: World) -> Start:
         for line in start.changes:
             logger.info("%s", line)
         return start
-
-
-def ask_for_calibration(start: Start) -> None:
-    """Put 32 in place of selected_blocks auto:32, until weights and data are open and the run calibrates.
-
-    Raises:
-        UserError: see `calibrated_mean`; a run from random weights.
-    """
-    asked = start.config.selected_blocks
-    if (mean := calibrated_mean(start.config)) is None:
-        return
-    if not (start.checkpoint or start.config.init_from):
-        raise UserError(
-            f"selected_blocks {asked} is calibrated on trained weights, and this run starts from random ones; give "
-            f"--init_from, or {mean}"
-        )
-    start.config = replace(start.config, selected_blocks=str(mean))
-    start.progress.calibrated, start.calibrates = asked, True
 
 
 def check_same_on_all_ranks(ours: dict, world: World) -> None:
@@ -216,8 +195,6 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
     before = with_defaults(TrainConfig(**saved))
     if given.get("optimizer_state") == "auto":  # the run before has chosen
         given = given | {"optimizer_state": saved["optimizer_state"]}
-    if state["calibrated"] and given.get("selected_blocks") == state["calibrated"]:
-        given = given | {"selected_blocks": saved["selected_blocks"]}  # the command of the run before, once more
     config = with_defaults(inherit_settings(saved, given, world.device))
     if "max_steps" not in given and steps_before <= step and config.resume == "yes":
         config = replace(config, max_steps=step + DEFAULT_STEPS)
@@ -241,8 +218,6 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
     elif rates[1] != learning_rate_of(step + 1, before, cosine_before):
         changes.append(f"learning rate: {rates[0]:.3g} in step {step} -> {rates[1]:.3g} in step {step + 1}")
     progress = Progress(cosine_steps, **{name: state[name] for name in PROGRESS})
-    if config.selected_blocks != saved.get("selected_blocks"):
-        progress.calibrated = None
     return Start(config, choose_model(config, checkpoint), progress, checkpoint, state["tokenizer"], changes)
 
 
@@ -258,11 +233,11 @@ def state_to_save(config: TrainConfig, progress: Progress, tokenizer: str, world
     }  # fmt: skip
 
 
-PROGRESS = "step", "tokens", "loader", "validation_loss", "skipped", "unvalidated", "calibrated"
+PROGRESS = "step", "tokens", "loader", "validation_loss", "skipped", "unvalidated"
 STATE = {  # names and types of what `state_to_save` returns
     "step": int, "tokens": int, "max_steps": int, "cosine_steps": int, "tokens_per_step": int, "ranks": int,
     "settings": dict, "tokenizer": str, "validation_loss": float | None, "loader": dict, "skipped": int,
-    "unvalidated": int | None, "calibrated": str | None,
+    "unvalidated": int | None,
 }  # fmt: skip
 
 
@@ -271,7 +246,7 @@ def load_state(checkpoint: Path) -> dict:
 
     Raises UserError if somebody has edited the file to what no run has saved.
     """
-    absent = {"skipped": 0, "unvalidated": None, "calibrated": None}  # in checkpoints before 2026-11-24
+    absent = {"skipped": 0, "unvalidated": None}  # in checkpoints before 2026-11-24
     state = absent | load_trainer_state(checkpoint)
     known = [each.name for each in dataclasses.fields(TrainConfig)]
     unnamed = {"optimizer_state": "float32", "linear": "bf16"}  # settings of checkpoints before 2026-11-25

@@ -59,9 +59,7 @@ class StepFlags:
     attention_type: str = flag(
         "full", "sparse: to chosen blocks; nsa: native sparse attention", ATTENTION_TYPES, group="attention"
     )
-    selected_blocks: str | None = flag(
-        None, "blocks of 64 a token chooses, by layer: 64x4,32; auto:32 calibrates a mean; default: 32, nsa: 16"
-    )
+    selected_blocks: str | None = flag(None, "blocks of 64 a token chooses, by layer: 64x4,32; default: 32, nsa: 16")
     dense_below: int | None = flag(None, "sparse: shorter documents attend to everything; default: 8192", least=1)
     attention_backend: str = flag("auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu")
     loss_impl: str = flag("auto", "auto: chunked above 10 GB of logits", LOSSES, group="memory and speed")
