@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from training.data.forms import FLAGS, NUMBERS, NothingToLearn, refuse_unknown_flags, says_trained
 from training.data.tokenizer import FileTokenizer
 from training.host.errors import UserError
 from training.host.files import read_file, read_json
@@ -43,10 +44,6 @@ ROLES_AFTER = {
 TODAY = date(2026, 1, 1)
 
 Turn = tuple[int, int]  # characters start .. stop - 1 of a rendered chat
-
-
-class NothingToLearn(Exception):
-    """A line of data is in order, but has nothing to learn. The message says what is counted, such as "blank lines"."""
 
 
 class ChatTemplate:
@@ -107,8 +104,8 @@ class ChatTemplate:
         """Returns (ids, is_masked) of a chat, uint32 and bool [N]. A token that begins before its turn is masked.
 
         Args:
-            record: {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}. A message of the assistant with
-                "weight": 0 has no targets.
+            record: {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}. A message of the assistant that
+                says so, as by "weight": 0 or "loss": false, has no targets; see says_trained.
 
         Raises:
             UserError: the messages are not a chat; the template refuses them, or leaves out a message, tools, calls or
@@ -118,18 +115,17 @@ class ChatTemplate:
         tools = record.get("tools") or None  # a template may announce an empty list
         _names(tools, '"tools"')
         tools = tools and [_nested(tool) for tool in tools]
-        messages = _check_messages(record["messages"])
+        messages, trained = _check_messages(record["messages"])
         try:
             self._check_words([messages, tools])
             text, turns = self._whole(messages, tools)
             self._check_shown(messages, tools, text, turns)
         except RecursionError:
             raise UserError("objects within objects, too deep; remove the line") from None
-        weights = [message.get("weight") for message in messages if message["role"] == "assistant"]
-        if 0 in weights:
-            if len(weights) != len(turns):
+        if False in trained:
+            if len(trained) != len(turns):
                 raise UserError(f'chat template {self._file} joins messages into turns: "weight" cannot be obeyed')
-            turns = [turn for turn, weight in zip(turns, weights) if weight != 0]
+            turns = [turn for turn, is_trained in zip(turns, trained) if is_trained]
         ids, starts = self._tokenizer.encode_with_starts(text)
         masked = np.ones(len(ids), dtype=bool)
         for start, stop in turns:
@@ -405,14 +401,17 @@ def _compile(source: str, file: Path):
         raise _failure(file, "cannot be read", error) from None
 
 
-def _check_messages(messages) -> list[dict]:
-    """Returns the messages of a chat, with each content as one string and reasoning under the name that templates read.
+def _check_messages(messages) -> tuple[list[dict], list[bool]]:
+    """Returns the messages of a chat as templates read them, and for each of the assistant whether it is trained on.
+
+    Each content is one string, and reasoning has one name.
 
     A chat is [system], then user and assistant by turns. Results of tools follow a message that calls tools.
     """
     if not isinstance(messages, list) or not messages:
         raise UserError(f'"messages" is {"an empty list" if messages == [] else "no list"}; remove the line')
     checked: list[dict] = []
+    trained: list[bool] = []
     before, empty = "nothing", False  # the role before; whether a question or an answer is empty
     for number, message in enumerate(messages, start=1):
         role = message.get("role") if isinstance(message, dict) else None
@@ -422,18 +421,23 @@ def _check_messages(messages) -> list[dict]:
         content, thinking = _join_parts(message.get("content"), what)
         message = {name: value for name, value in message.items() if value is not None}  # tables hold all names
         message["content"] = content
-        calls, weight = _names(message.get("tool_calls"), f'{what}: "tool_calls"'), message.get("weight")
+        calls = _names(message.get("tool_calls"), f'{what}: "tool_calls"')
         if calls:
+            for call in message["tool_calls"]:
+                refuse_unknown_flags(call, f"a call of {what}", NUMBERS)
             message["tool_calls"] = [_with_object(_nested(call)) for call in message["tool_calls"]]
         else:
             message.pop("tool_calls", None)
         thoughts = [each for each in (thinking, *(message.get(name) for name in REASONING_FIELDS)) if each]
         if thoughts and any(thought != thoughts[0] or not isinstance(thought, str) for thought in thoughts):
             raise UserError(f"{what} has reasoning that is not one string; mend it, or remove the line")
-        if role != "assistant" and (calls or thoughts or weight):
+        is_trained = says_trained(message, what)
+        refuse_unknown_flags(message, what, FLAGS.keys() | NUMBERS)
+        if role == "assistant":
+            trained.append(is_trained is not False)
+        elif calls or thoughts or is_trained:
             raise UserError(f"{what} has tool_calls, reasoning or a weight, which only the assistant's have; remove it")
-        if weight not in (None, 0, 1):
-            raise UserError(f'{what} has "weight": {str(weight)[:40]}; it must be 0 or 1')
+        message = {name: value for name, value in message.items() if name not in FLAGS}
         if thoughts:
             message["reasoning_content"] = thoughts[0]
         empty |= role in ("user", "assistant") and not (message["content"].strip() or calls or thoughts)
@@ -444,7 +448,7 @@ def _check_messages(messages) -> list[dict]:
         raise UserError(f"the last of {len(messages)} messages is of {role}; it must be the assistant's")
     if empty:
         raise NothingToLearn("chats with an empty question or answer")
-    return checked
+    return checked, trained
 
 
 def _join_parts(content, what: str) -> tuple[str, str]:
@@ -460,6 +464,7 @@ def _join_parts(content, what: str) -> tuple[str, str]:
         value = part.get(kind) if kind == "text" or (kind == "thinking" and not joined["text"]) else None
         if not isinstance(value, str):
             raise UserError(f'{what} has a content that is no text: a string, or parts {{"type": "text", "text": ...}}')
+        refuse_unknown_flags(part, f"a part of {what}", ())
         joined[kind] += value
     return joined["text"], joined["thinking"]
 

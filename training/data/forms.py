@@ -1,7 +1,8 @@
 """Forms of a row, told by its fields: messages, ShareGPT, Alpaca, prompts with completions, text."""
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from training.host.errors import UserError
@@ -12,6 +13,22 @@ ALPACA = (
     "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
 FURTHER = ", paired with an input that provides further context"
+
+
+# Fields of a message by which trainers say whether it is trained on, and the truth that says so: OpenAI's, axolotl's,
+# ms-swift's, LLaMA-Factory's, slime's and torchtune's.
+FLAGS = {
+    "weight": True, "train": True, "training": True, "loss": True, "loss_scale": True, "loss_weight": True,
+    "loss_mask": True, "step_loss_mask": True, "masked": False,
+}  # fmt: skip
+# Fields of a row that mask some of its tokens.
+MASKS = {"mask", "completion_mask", "assistant_mask", "assistant_masks", "train_on_inputs", "train_on_input"}
+NUMBERS = {"id", "index", "turn", "timestamp", "tool_call_id"}  # fields of a message that may be numbers
+FLAG_WORDS = re.compile("(^|_)(loss|train|training|mask|masked|weight|weights)(_|$)", re.IGNORECASE)
+
+
+class NothingToLearn(Exception):
+    """A row is in order, but has nothing to learn. The message says what is counted, such as "blank lines"."""
 
 
 class Form(NamedTuple):
@@ -31,6 +48,7 @@ def recognise(row: object) -> tuple[Form, dict]:
 
     Raises:
         UserError: the row has no field that decides, or fields of two forms, or values that its form does not take.
+        NothingToLearn: the row says that it is not trained on.
     """
     if not isinstance(row, dict):
         raise UserError(f"is not an object but a {type(row).__name__}; known are objects with {KNOWN}")
@@ -39,6 +57,7 @@ def recognise(row: object) -> tuple[Form, dict]:
     if form is None:
         names = ", ".join(f'"{str(name)[:30]}"{" (null)" * (name not in given)}' for name in [*row][:20]) or "none"
         raise UserError(f"has the fields {names}; known are {KNOWN}")
+    _refuse_masked(row)
     own = {name: row.get(name) for name in (form.decides, *form.takes)}
     made = form.convert(own)
     for name in CLASHING.intersection(given).difference(own):
@@ -50,6 +69,38 @@ def recognise(row: object) -> tuple[Form, dict]:
         except (ValueError, RecursionError):
             raise UserError('"tools" must be a list of objects, or JSON of one') from None
     return form, made
+
+
+def says_trained(fields: dict, what: str) -> bool | None:
+    """Returns whether fields such as "weight" or "loss" say that `what` is trained on; None if it has none of them."""
+    said = set()
+    for name in FLAGS:
+        if (value := fields.get(name)) is not None:
+            if not isinstance(value, bool | int | float) or value not in (0, 1):
+                raise UserError(f'{what} has "{name}": {json.dumps(value)[:40]}; it must be true, false, 1 or 0')
+            said.add(bool(value) == FLAGS[name])
+    if len(said) > 1:
+        raise UserError(f"{what} says that it is trained on, and that it is not: {', '.join(FLAGS)} must agree")
+    return said.pop() if said else None
+
+
+def refuse_unknown_flags(fields: dict, what: str, known: Collection[str]) -> None:
+    """Refuses a field that may ask for another mask: its value is a number or a truth, or its name speaks of losses."""
+    for name, value in fields.items():
+        may_mask = isinstance(value, bool | int | float) or (value is not None and FLAG_WORDS.search(name))
+        if may_mask and name not in known:
+            raise UserError(
+                f'{what} has "{name[:40]}": {json.dumps(value)[:40]}, which is not known here; remove it, or name it '
+                f"as one of {', '.join(FLAGS)} if it says whether the message is trained on"
+            )
+
+
+def _refuse_masked(row: dict) -> None:
+    """Raises UserError for a row that masks some of its tokens, and NothingToLearn for one that is not trained on."""
+    if masks := [name for name in MASKS if row.get(name) is not None]:
+        raise UserError(f'has "{min(masks)}", which is not obeyed; remove it')
+    if says_trained(row, "the row") is False:
+        raise NothingToLearn("rows that say they are not trained on")
 
 
 def _is_repeated(value, own: dict, made: dict) -> bool:
@@ -85,7 +136,7 @@ def _from_lists(row: dict) -> dict:
     if not isinstance(row.get("prompt"), list):
         raise UserError('needs a list of messages as "prompt", where "completion" is one')
     is_answer = (isinstance(message, dict) and message.get("role") == "assistant" for message in row["prompt"])
-    prompt = [{**message, "weight": 0} if masked else message for message, masked in zip(row["prompt"], is_answer)]
+    prompt = [{**message, "masked": True} if masked else message for message, masked in zip(row["prompt"], is_answer)]
     return {"messages": prompt + row["completion"], "tools": row.get("tools")}
 
 
@@ -119,6 +170,7 @@ FORMS = (
     Form("Alpaca", "instruction", ("input", "output", "system", "history"), object, _from_alpaca),
     Form("text", "text", (), object, _as_it_is),
 )
-FIELDS = frozenset(name for form in FORMS for name in (form.decides, *form.takes))
-CLASHING = FIELDS - {"input", "output", "history"}  # words that fields of other meanings often have
+OF_FORMS = frozenset(name for form in FORMS for name in (form.decides, *form.takes))
+FIELDS = OF_FORMS.union(FLAGS, MASKS)  # all that decide what a row means
+CLASHING = OF_FORMS - {"input", "output", "history"}  # words that fields of other meanings often have
 KNOWN = '"text"; "prompt" and "completion"; "messages"; "conversations" (ShareGPT); "instruction" and "output" (Alpaca)'

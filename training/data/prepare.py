@@ -32,6 +32,7 @@ from training.host.errors import UserError
 from training.host.files import only_run_in, read_file, read_json, write_file
 
 PART_BYTES = 2**24  # of text
+MEANING = 2  # of rows: parts of earlier meanings, as when "loss": false was not obeyed, are made anew
 OURS = re.compile(r"part-[0-9a-f]{16}\.(tokens|documents|json)(\.new)?")
 # Types of the values that a part's summary must have.
 SUMMARY_TYPES = {
@@ -108,7 +109,8 @@ def _find_parts(files: list[Path], identity: str, reasoning: str) -> dict[str, l
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="finding lines", leave=False) as progress:
         for extents in _plan(files):
-            content = {"format": FORMAT, "pieces": extents, "identity": identity, "reasoning": reasoning}
+            content = {"format": FORMAT, "meaning": MEANING, "pieces": extents, "identity": identity}
+            content["reasoning"] = reasoning
             parts[f"part-{hashlib.sha256(canonical(content)).hexdigest()[:16]}"] = extents
             progress.update(_bytes_of(extents))
     return parts

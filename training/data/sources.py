@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from training.data.chat import UNSTORABLE, ChatTemplate, NothingToLearn, has_template
+from training.data.chat import UNSTORABLE, ChatTemplate, has_template
 from training.data.containers import (
     COMPRESSIONS,
     CONTAINERS,
@@ -27,7 +27,7 @@ from training.data.containers import (
     read_rows,
     suffix_of,
 )
-from training.data.forms import FIELDS, recognise
+from training.data.forms import FIELDS, NothingToLearn, recognise
 from training.data.tokenizer import check_ids
 from training.host.errors import UserError
 from training.host.files import read_file, read_json
@@ -161,7 +161,8 @@ def is_data(file: Path, suffixes: str | None = None) -> bool:
     if suffix != ".json" or not file.is_file():
         return suffix in (*_texts(suffixes), *CONTAINERS) and file.is_file()
     with contextlib.suppress(UserError, StopIteration):
-        recognise(next(read_rows(file))[1])
+        with contextlib.suppress(NothingToLearn):
+            recognise(next(read_rows(file))[1])
         return True
     return False
 

@@ -1,5 +1,6 @@
 """Chats: masks written by hand for several families of templates, and transformers' mask where turns are marked."""
 
+import itertools
 import json
 import logging
 import signal
@@ -11,6 +12,7 @@ import pytest
 from tests.training.data.test_packing import load_documents
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.data.chat import ChatTemplate
+from training.data.forms import FLAGS
 from training.data.tokenizer import load_tokenizer
 
 CHATML = (
@@ -392,10 +394,13 @@ def test_words_that_a_template_takes_for_reasoning_are_refused(shown):
         shown(DEEPSEEK, messages("Hi", "a", "b", "<think>t</think>c"))
 
 
-def test_weights_of_answers(shown):
+def test_answers_that_say_they_are_not_trained_on(shown):
     expected = shown(CHATML, TALK).replace("[Hello. <|im_end|>]", "Hello. <|im_end|>")
-    chat = [TALK[0], {**TALK[1], "weight": 0}, TALK[2], {**TALK[3], "weight": 1}]
-    assert shown(CHATML, chat) == shown(MARKED, chat) == expected
+    for name, untrue in itertools.product(FLAGS, (False, 0, 0.0)):
+        untrue = not untrue if name == "masked" else untrue
+        flags = [{name: untrue, "id": 7}, {name: not untrue, "weight": None}]
+        chat = [{**TALK[0], name: untrue}, {**TALK[1], **flags[0]}, {**TALK[2], name: None}, {**TALK[3], **flags[1]}]
+        assert shown(CHATML, chat) == shown(MARKED, chat) == expected
     joined = MARKED.replace("{% for m in messages %}", "{% for m in messages[:1] + messages[2:] %}")
     joined = joined.replace("m.content +", "(messages[1].content if m.role == 'assistant' else '') + m.content +")
     with pytest.raises(ValueError, match='joins messages into turns: "weight" cannot be obeyed'):
@@ -465,7 +470,22 @@ def test_bad_messages(folder, tmp_path, caplog):
         ([user, {**assistant, "reasoning": "a", "thinking": "b"}], "has reasoning that is not one string"),
         ([{**user, "thinking": "a"}, assistant], r"message 1 \(user\) has tool_calls, reasoning or a weight"),
         ([{**user, "tool_calls": [{"name": "f"}]}, assistant], r"message 1 \(user\) has tool_calls, reasoning or a"),
-        ([user, {**assistant, "weight": 0.5}], r'message 2 \(assistant\) has "weight": 0.5; it must be 0 or 1'),
+        ([user, {**assistant, "weight": 0.5}], r'message 2 \(assistant\) has "weight": 0.5; it must be true, false, 1'),
+        (
+            [user, {**assistant, "loss": "false"}],
+            r'message 2 \(assistant\) has "loss": "false"; it must be true, false',
+        ),
+        ([user, {**assistant, "train": True, "weight": 0}], "says that it is trained on, and that it is not"),
+        ([{**user, "train": True}, assistant], r"message 1 \(user\) has tool_calls, reasoning or a weight, which only"),
+        ([user, calls, {**tool, "loss": 1}, assistant], r"message 3 \(tool\) has tool_calls, reasoning or a weight"),
+        ([user, {**assistant, "learn": False}], r'message 2 \(assistant\) has "learn": false, which is not known here'),
+        ([{**user, "score": 0.7}, assistant], r'message 1 \(user\) has "score": 0.7, which is not known here; remove'),
+        ([user, {**assistant, "train_detail": [{"train": 0}]}], r'has "train_detail": .*, which is not known here'),
+        (
+            [user, {**assistant, "content": [{"type": "text", "text": "b", "loss": False}]}],
+            'a part of message 2 .* "lo',
+        ),
+        ([user, {**calls, "tool_calls": [{"name": "f", "weight": 0}]}], 'a call of message 2 .* has "weight": 0'),
         ([user, {**assistant, "tool_calls": [{"function": {"name": 3}}]}], 'tool_calls" must be a list of objects'),
         ([{**user, "content": [{"type": "image"}]}, assistant], r"message 1 \(user\) has a content that is no text"),
         ([user, {**assistant, "content": 3}], "content that is no text"),

@@ -51,7 +51,7 @@ def read(tmp_path, tokenizer, row):
          [SYSTEM, ASK, ANSWER], None, "ShareGPT"),
         ({"conversations": [ASK, ANSWER], "system": "Be brief", "tools": json.dumps(TOOLS)},
          [SYSTEM, ASK, ANSWER], TOOLS, "ShareGPT"),
-        ({"conversations": [said([("human", "Hi")])[0], {"from": "gpt", "value": "Yes?", "weight": 0}, MORE, LAST]},
+        ({"conversations": [said([("human", "Hi")])[0], {"from": "gpt", "value": "Yes?", "loss": False}, MORE, LAST]},
          [ASK, {**ANSWER, "weight": 0}, MORE, LAST], None, "ShareGPT"),
         ({"conversations": said([("human", "Hi"), ("gpt", "<tool_call>a</tool_call>"), ("tool", "b"), ("gpt", "2")])},
          [ASK, {**ANSWER, "content": "<tool_call>a</tool_call>"}, {"role": "tool", "content": "b"}, LAST], None,
@@ -107,6 +107,11 @@ def test_alpaca_without_a_chat_template(tmp_path, caplog, row, prompt):
         ({"conversations": said([("human", "a"), (["x"], "b")])}, "message 2 .* follows user"),
         ({"conversations": [ASK, ANSWER], "tools": "{"}, '"tools" must be a list of objects, or JSON of one'),
         ({"conversations": [ASK, ANSWER], "text": "other"}, 'has "text" beside "conversations", where it would be'),
+        ({"prompt": [ASK, {**ANSWER, "train": True}, MORE], "completion": [LAST]}, "message 2 .* and that it is not"),
+        ({"text": "a", "weight": 0.5}, 'the row has "weight": 0.5; it must be true, false, 1 or 0'),
+        ({"messages": [ASK, ANSWER], "loss_mask": [0, 1]}, r'the row has "loss_mask": \[0, 1\]; it must be true'),
+        ({"prompt": "a", "completion": "b", "completion_mask": [0, 1]}, 'has "completion_mask", which is not obeyed'),
+        ({"conversations": said([("human", "a"), ("gpt", "b")]), "mask": "User"}, 'has "mask", which is not obeyed'),
         ({"prompt": "a", "completion": [ANSWER]}, 'needs a list of messages as "prompt"'),
         ({"prompt": [ASK], "completion": "a"}, 'needs a string "prompt"'),
         ({"prompt": [3], "completion": [ANSWER]}, "message 1 .None. follows nothing"),
@@ -122,3 +127,17 @@ def test_refusals(tmp_path, tokenizer, row, message):
     with pytest.raises(ValueError, match=rf"a\.jsonl:1: {message}") as error:
         read(tmp_path, tokenizer, row)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_rows_that_say_they_are_not_trained_on(tmp_path, caplog, suffix):
+    rows = [{"text": "a", "loss": True}, {"text": "b", "loss": False}, {"text": "c"}, {"text": "d", "loss": False}]
+    file = tmp_path / f"a.{suffix}"
+    if suffix == "jsonl":
+        file.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), file)
+    texts = [bytes(document.tokens.tolist()) for document in load_documents(str(file), ByteTokenizer(), 256)]
+    assert texts == [b"a", b"c"]
+    assert "data: left out rows that say they are not trained on: 2, the first in " in caplog.text
