@@ -57,6 +57,7 @@ from training.memory.cost_model import PackedDocuments, Step, gib
 from training.memory.execution import Execution
 from training.memory.machine import (
     DRIVER_BYTES,
+    GPUS,
     cap_gpu_memory,
     find_gpu,
     gpu_budget,
@@ -173,7 +174,11 @@ def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World)
         raise UserError(f"FP8 needs compute capability 8.9 (Ada, Hopper) or newer, {name} is older; use linear bf16")
     given = Execution(loss_impl=flags.loss_impl, attention_backend=backend, **settled)
     described = name if flags.gpu else "no GPU in use, so an H200"
-    speed = "was measured on another H200" if name == "H200" else "is an H200's scaled by data sheets, not measured"
+    speed = (
+        "was measured on another H200"
+        if gpu.device_name == GPUS["H200"].device_name
+        else "is an H200's scaled by data sheets, not measured"
+    )
     description = f"{described}; its speed {speed}"
     host_bytes = host_limit(flags, math.inf)
     rates = scale_rates(gpu, backend, given.kinds)

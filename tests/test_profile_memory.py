@@ -84,7 +84,7 @@ def test_without_a_gpu_the_plan_for_an_h200_is_shown(tmp_path, capsys):
 
 
 def test_stages_are_shown_on_demand_and_equal_layers_share_rows_unless_all_are_asked_for(tmp_path, capsys):
-    flags = "--gpu", "25GB", "--memory_budget", "24GB", "--host_budget", "102GB", "--optimizer_state", "float32"
+    flags = "--gpu", "H200", "--memory_budget", "24GB", "--host_budget", "102GB", "--optimizer_state", "float32"
     assert main([*flags]) == 0 and "layer 5" not in capsys.readouterr().out
     folded, short = run_main(tmp_path, *flags, "--stages"), capsys.readouterr().out
     every, long = run_main(tmp_path, *flags, "--stages", "all"), capsys.readouterr().out
@@ -114,12 +114,13 @@ def test_another_gpu(nine_layers, tmp_path, capsys):
     flags = "--model_size", "0.6B", "--context_length", "49152"
     written = run_main(tmp_path, *flags, "--gpu", "RTX3090", "--host_budget", "32GB")
     step = step_of("0.6B", 49_152, backend="flash", num_hidden_layers=9)
-    rates, h200 = scale_rates(GPUS["RTX3090"], "flash", [FULL]), scale_rates(GPUS["H200"], "cudnn", [FULL])
+    rates, slowest = (scale_rates(GPUS[name], "flash", [FULL]) for name in ("RTX3090", "RTX3060"))
     plan = make_plan(step, GPUS["RTX3090"].memory_bytes - GIB, 32 * GIB, rates)
     assert written["plan"] == str(plan) and written["environment"]["rates"] == rates
     assert "RTX3090" in capsys.readouterr().out
     written = run_main(tmp_path, *flags, "--gpu", "8GB")
-    assert written["environment"]["gpu_bytes"] == 7 * GIB and written["environment"]["rates"] == h200
+    assert written["environment"]["gpu_bytes"] == 7 * GIB and written["environment"]["rates"] == slowest
+    assert "8GB (assumed: RTX3060, the slowest known GPU with as much); its speed is an" in capsys.readouterr().out
     written = run_main(tmp_path, *flags, "--gpu", "RTX3090", "--memory_budget", "8GB")
     assert written["environment"]["gpu_bytes"] == 8 * GIB and written["environment"]["rates"] == rates
 
@@ -354,7 +355,7 @@ def test_with_and_without(small, tmp_path, capsys):
         ("--host_memory 100", "looks like \"24GB\", got '100'"),
         ("--host_memory 4GB --gpu H100", "host_memory 4GB: the system and nproc 1 take 4GB before any is pinned; give"),
         ("--host_budget 100", "looks like \"24GB\", got '100'"),
-        ("--gpu 24", "no GPU '24' in the table; give one of RTX3090, RTX4090, RTX5090"),
+        ("--gpu 24", "no GPU '24' in the table; give one of RTX3060, RTX3060Ti, RTX3070"),
         ("--tokenizer bytes", "tokenizer has no effect without data"),
         ("--data nowhere", "data path nowhere does not exist"),
         (

@@ -236,13 +236,41 @@ class GPU:
 
 
 # The first entry that matches the driver's name counts. "NVIDIA A100 80GB PCIe" matches all entries of an A100.
+# GeForce cards sum products in float32 at half the speed of sums in half precision, so their `flops` are half of what
+# is often quoted. Half a link is a link of eight lanes.
 GPUS = {
+    "RTX3060": GPU("RTX 3060", 12_288 * MIB, 25.5e12, 360e9, _PCIE_4, has_fp8=False),
+    "RTX3060Ti": GPU("RTX 3060 Ti", 8_192 * MIB, 32.4e12, 448e9, _PCIE_4, has_fp8=False),
+    "RTX3070": GPU("RTX 3070", 8_192 * MIB, 40.6e12, 448e9, _PCIE_4, has_fp8=False),
+    "RTX3080": GPU("RTX 3080", 10_240 * MIB, 59.5e12, 760e9, _PCIE_4, has_fp8=False),
+    "RTX3080Ti": GPU("RTX 3080 Ti", 12_288 * MIB, 68.2e12, 912e9, _PCIE_4, has_fp8=False),
     "RTX3090": GPU("RTX 3090", 24_576 * MIB, 71e12, 936e9, _PCIE_4, has_fp8=False),
+    "RTX3090Ti": GPU("RTX 3090 Ti", 24_564 * MIB, 80e12, 1008e9, _PCIE_4, has_fp8=False),
+    "RTX4060": GPU("RTX 4060", 8_188 * MIB, 30.2e12, 272e9, _PCIE_4 / 2),
+    "RTX4060Ti-8GB": GPU("RTX 4060 Ti", 8_188 * MIB, 44.1e12, 288e9, _PCIE_4 / 2),
+    "RTX4060Ti-16GB": GPU("RTX 4060 Ti", 16_380 * MIB, 44.1e12, 288e9, _PCIE_4 / 2),
+    "RTX4070": GPU("RTX 4070", 12_282 * MIB, 58.3e12, 504e9, _PCIE_4),
+    "RTX4070Super": GPU("RTX 4070 SUPER", 12_282 * MIB, 71e12, 504e9, _PCIE_4),
+    "RTX4070Ti": GPU("RTX 4070 Ti", 12_282 * MIB, 80.2e12, 504e9, _PCIE_4),
+    "RTX4070TiSuper": GPU("RTX 4070 Ti SUPER", 16_376 * MIB, 88.2e12, 672e9, _PCIE_4),
+    "RTX4080": GPU("RTX 4080", 16_376 * MIB, 97.5e12, 717e9, _PCIE_4),
+    "RTX4080Super": GPU("RTX 4080 SUPER", 16_376 * MIB, 104e12, 736e9, _PCIE_4),
     "RTX4090": GPU("RTX 4090", 24_564 * MIB, 165e12, 1008e9, _PCIE_4),
+    "RTX5060Ti-8GB": GPU("RTX 5060 Ti", 8_151 * MIB, 47.4e12, 448e9, _PCIE_5 / 2, "cudnn"),
+    "RTX5060Ti-16GB": GPU("RTX 5060 Ti", 16_311 * MIB, 47.4e12, 448e9, _PCIE_5 / 2, "cudnn"),
+    "RTX5070": GPU("RTX 5070", 12_227 * MIB, 61.7e12, 672e9, _PCIE_5, "cudnn"),
+    "RTX5070Ti": GPU("RTX 5070 Ti", 16_303 * MIB, 87.9e12, 896e9, _PCIE_5, "cudnn"),
+    "RTX5080": GPU("RTX 5080", 16_303 * MIB, 113e12, 960e9, _PCIE_5, "cudnn"),
     "RTX5090": GPU("RTX 5090", 32_607 * MIB, 210e12, 1792e9, _PCIE_5, "cudnn"),
+    "A10": GPU("A10", 23_028 * MIB, 125e12, 600e9, _PCIE_4, has_fp8=False),
     "A10G": GPU("A10G", 23_028 * MIB, 70e12, 600e9, _PCIE_4, has_fp8=False),
     "A40": GPU("A40", 46_068 * MIB, 150e12, 696e9, _PCIE_4, has_fp8=False),
-    "A6000": GPU("A6000", 49_140 * MIB, 155e12, 768e9, _PCIE_4, has_fp8=False),
+    "A4000": GPU("RTX A4000", 16_376 * MIB, 76.7e12, 448e9, _PCIE_4, has_fp8=False),
+    "A5000": GPU("RTX A5000", 24_564 * MIB, 111e12, 768e9, _PCIE_4, has_fp8=False),
+    "A6000": GPU("RTX A6000", 49_140 * MIB, 155e12, 768e9, _PCIE_4, has_fp8=False),
+    "RTX6000-Ada": GPU("RTX 6000 Ada", 49_140 * MIB, 364e12, 960e9, _PCIE_4),
+    "RTX-PRO-6000": GPU("RTX PRO 6000 Blackwell (Workstation|Server)", 97_887 * MIB, 504e12, 1792e9, _PCIE_5, "cudnn"),
+    "L4": GPU("L4", 23_034 * MIB, 121e12, 300e9, _PCIE_4),
     "L40": GPU("L40", 46_068 * MIB, 181e12, 864e9, _PCIE_4),
     "L40S": GPU("L40S", 46_068 * MIB, 362e12, 864e9, _PCIE_4),
     "A100-PCIe": GPU("A[18]00[- ](80GB )?PCI[Ee]", 81_920 * MIB, 312e12, 1935e9, _PCIE_4, has_fp8=False),
@@ -253,38 +281,49 @@ GPUS = {
     "H200": GPU("G?H200", 143_771 * MIB, 989e12, 4800e9, _PCIE_5, "cudnn", 450e9),
     "B200": GPU("B200", 183_359 * MIB, 2250e12, 8000e9, _PCIE_5, "cudnn", 900e9),
 }
+_ROUNDED = 0.1  # share by which a size as sold may be off: 48 GB are on an A40, which shows 45
+_OTHER_CARD = r"(?! (Ti|SUPER|D|Laptop)\b)"  # after a card's name, these words name another: "RTX 4070 Ti"
+# Short names, as `_read_name` makes them, of GPUs older than Ampere: T4, V100, P100, RTX 2080 Ti, GTX 1080.
+_WITHOUT_BF16 = r"t4g?|[kmp]\d+|v100s?|titan.*|gtx.*|(10|16|20)\d0(ti)?(super)?"
 
 
 def find_gpu(device_name: str) -> GPU | None:
     """Returns the GPU that has this name in the driver; None if the table does not have it."""
-    return next((gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.device_name}\b", device_name)), None)
+    pattern = r"\b{}\b" + _OTHER_CARD
+    return next((gpu for gpu in GPUS.values() if re.search(pattern.format(gpu.device_name), device_name)), None)
 
 
 def parse_gpu(text: str) -> tuple[str, GPU]:
-    """Returns a GPU of the table and its name there, or a GPU of a size ("24GB") with an H200's speed.
+    """Returns a GPU of the table and its name there, or for a size ("24GB") the slowest GPU of the table that has it.
 
     "RTX4090" may be written "rtx 4090", "4090" or "NVIDIA GeForce RTX 4090". Memory may follow: "H100-80GB". Without
-    it, the GPU with the most memory is meant: "A100" is the A100-80GB.
+    it, the GPU with the most memory is meant: "A100" is the A100-80GB. The name of a size says which GPU is assumed.
 
     Raises:
-        UserError: neither a name of the table nor a size of more than DRIVER_BYTES.
+        UserError: neither a name of the table nor a size from DRIVER_BYTES to the largest GPU's; a GPU without bf16.
     """
     (asked, size), found = _read_name(text), {}
     for name, gpu in GPUS.items():
         own, _ = _read_name(name)
-        # A name may have the round number of gigabytes: 48 for an A40, which shows 45.
-        if own == asked and (size is None or abs(gpu.memory_bytes / GIB / size - 1) < 0.1):
+        if own == asked and (size is None or abs(gpu.memory_bytes / GIB / size - 1) < _ROUNDED):
             found[name] = gpu
     if found:
         return max(found.items(), key=lambda item: item[1].memory_bytes)
+    if re.fullmatch(_WITHOUT_BF16, asked) or "quadro" in text.lower():
+        raise UserError(f"{text[:80]} has no bf16, in which Fathom trains on a GPU; give an Ampere GPU or a newer one")
     with suppress(UserError):
-        if (num_bytes := parse_bytes(text)) > DRIVER_BYTES:
-            return text, replace(GPUS["H200"], memory_bytes=num_bytes)
+        num_bytes = parse_bytes(text)
+        large = {name: gpu for name, gpu in GPUS.items() if gpu.memory_bytes > (1 - _ROUNDED) * num_bytes}
+        if large and num_bytes > DRIVER_BYTES:
+            slowest = min(large, key=lambda name: large[name].flops)
+            name = f"{text} (assumed: {slowest}, the slowest known GPU with as much)"
+            return name, replace(large[slowest], memory_bytes=num_bytes)
     names = {_read_name(name)[0]: name for name in GPUS}
     near = " or ".join(names[short] for short in difflib.get_close_matches(asked, names))
+    most = max(gpu.memory_bytes for gpu in GPUS.values()) / GIB
     raise UserError(
         f"no GPU {text[:80]!r} in the table{near and f', did you mean {near}'}; give one of {', '.join(GPUS)}; or a "
-        "size above 1GB, such as 24GB"
+        f"size above 1GB and up to {most:.0f}GB, such as 24GB"
     )
 
 
@@ -293,7 +332,7 @@ def _read_name(text: str) -> tuple[str, int | None]:
 
     "NVIDIA A100-SXM4-40GB" is ("a100", 40), and "RTX4090" is ("4090", None).
     """
-    text = text.lower()
+    text = re.sub(r"generation|blackwell|(workstation|server) edition", "", text.lower())
     size = re.search(r"(?<=[a-z0-9][- ])(\d{1,4}) ?gi?b?\b", text)
     if size:
         text = text.replace(size[0], "")

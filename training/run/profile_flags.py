@@ -27,7 +27,9 @@ class ProfileFlags(StepFlags):
     )
     nproc: int = flag(1, "predict for so many GPUs of a machine, as torchrun's --nproc_per_node", least=1, most=2**10)
     nnodes: int = flag(1, "predict for so many machines, as torchrun's --nnodes", least=1, most=2**16)
-    gpu: str | None = flag(None, "predict for another GPU: RTX4090, A100-80GB, H100 ..., or a size such as 24GB")
+    gpu: str | None = flag(
+        None, "predict for another GPU: RTX4090, A100-80GB, H100 ...; a size, as 24GB: the slowest one with as much"
+    )
     host_memory: str | None = flag(
         None, "predict for a machine of so much host memory, as sold: 64GB; its processes pin what train.py would"
     )

@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,7 +162,19 @@ def test_adapters_are_read_and_written_at_a_plausible_rate():
         ("NVIDIA RTX A6000", "A6000"),
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA GeForce RTX 4090", "RTX4090"),
-        ("NVIDIA RTX A4000", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4070", "RTX4070"),
+        ("NVIDIA GeForce RTX 4070 Ti", "RTX4070Ti"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX4070TiSuper"),
+        ("NVIDIA GeForce RTX 3080 Ti Laptop GPU", None),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA RTX A4000", "A4000"),
+        ("NVIDIA RTX A2000", None),
         ("Tesla T4", None),
     ],
 )
@@ -175,28 +188,61 @@ def test_what_the_driver_calls_them(device_name, name):
         ("4090", "RTX4090"), ("rtx4090", "RTX4090"), ("NVIDIA GeForce RTX 4090", "RTX4090"), ("3090 24GB", "RTX3090"),
         ("a100", "A100-80GB"), ("A100-40GB", "A100-40GB"), ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
         ("NVIDIA A100 80GB PCIe", "A100-PCIe"), ("H100-80GB", "H100"), ("h100 pcie", "H100-PCIe"),
-        ("RTX A6000", "A6000"), ("A40 48G", "A40"), ("H200-141GB", "H200"),
+        ("RTX A6000", "A6000"), ("A40 48G", "A40"), ("H200-141GB", "H200"), ("4080", "RTX4080"), ("L4", "L4"),
+        ("rtx 4070 ti super", "RTX4070TiSuper"), ("4060 Ti", "RTX4060Ti-16GB"), ("4060 Ti 8GB", "RTX4060Ti-8GB"),
+        ("RTX 6000 Ada", "RTX6000-Ada"), ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"), ("RTX A5000", "A5000"),
+        ("RTX PRO 6000 Blackwell", "RTX-PRO-6000"), ("RTX PRO 6000", "RTX-PRO-6000"), ("Quadro A6000", "A6000"),
     ],
 )  # fmt: skip
 def test_what_a_user_calls_them(text, name):
     assert parse_gpu(text) == (name, GPUS[name])
 
 
-def test_a_size_is_a_gpu_with_an_h200s_speed():
-    name, gpu = parse_gpu("24GB")
-    assert name == "24GB" and gpu.memory_bytes == 24 * GIB and gpu.flops == GPUS["H200"].flops
+def test_each_gpu_is_found_by_its_own_name():
+    assert {name: parse_gpu(name) for name in GPUS} == {name: (name, gpu) for name, gpu in GPUS.items()}
+    for name in ("4080", "4070", "3080", "3060", "5080", "5090", "L4", "A10", "A5000", "A6000"):
+        assert 7.9 * GIB < parse_gpu(name)[1].memory_bytes < 50 * GIB
+
+
+@pytest.mark.parametrize(
+    ("text", "slowest"),
+    [("8GB", "RTX3060"), ("12G", "RTX3060"), ("16GB", "RTX4060Ti-16GB"), ("24GB", "A10G"), ("32GB", "A40"),
+     ("48GB", "A40"), ("80GB", "A100-PCIe"), ("141GB", "H200")],
+)  # fmt: skip
+def test_a_size_has_the_speed_of_the_slowest_gpu_with_as_much(text, slowest):
+    name, gpu = parse_gpu(text)
+    assert name == f"{text} (assumed: {slowest}, the slowest known GPU with as much)"
+    assert gpu == replace(GPUS[slowest], memory_bytes=parse_bytes(text))
+    sold = {each for each in GPUS.values() if each.memory_bytes >= 0.9 * gpu.memory_bytes}
+    assert gpu.flops == min(each.flops for each in sold)
+
+
+@pytest.mark.parametrize(
+    "text", ["T4", "Tesla T4", "V100", "Tesla V100-SXM2-32GB", "P100", "RTX 2080 Ti", "GTX 1080", "Quadro RTX 8000"]
+)
+def test_gpus_without_bf16_are_refused(text):
+    with pytest.raises(ValueError, match=rf"^{text} has no bf16, in which Fathom trains"):
+        parse_gpu(text)
+
+
+def test_a_geforce_has_half_the_speed_of_its_sums_in_half_precision():
+    """An RTX A5000 and a GeForce RTX 3080 Ti have one chip: 64 and 80 multiprocessors at about the same clock."""
+    ratio = GPUS["A5000"].flops / 64 / (GPUS["RTX3080Ti"].flops / 80)
+    assert ratio == pytest.approx(2, rel=0.1)
 
 
 @pytest.mark.parametrize(
     ("text", "near"),
     [
-        ("RTX4091", ", did you mean RTX4090"), ("V100", ", did you mean H100 or A100-80GB"), ("4096", ", did you mean"),
-        ("A100-60GB", ", did you mean A100-80GB or"), ("24", ""), ("1GB", ""), ("512MB", ""),
+        ("RTX4091", ", did you mean RTX4090"), ("4096", ", did you mean"), ("200GB", ", did you mean H200"),
+        ("A100-60GB", ", did you mean A100-80GB or"), ("24", ""), ("1GB", ""), ("512MB", ""), ("2TB", ""),
     ],
 )  # fmt: skip
 def test_what_nobody_calls_them(text, near):
     """A card's number is no size, and the driver takes 1 GB."""
-    with pytest.raises(ValueError, match=rf"no GPU '{text}' in the table{near}.*; give one of RTX3090, .*B200; or a"):
+    with pytest.raises(
+        ValueError, match=rf"no GPU '{text}' in the table{near}.*; give one of RTX3060, .*B200; or a size"
+    ):
         parse_gpu(text)
 
 
