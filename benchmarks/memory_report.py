@@ -10,6 +10,7 @@ and "<!-- end -->"; the text around it is written by hand.
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from kernels.attention import KINDS
@@ -167,6 +168,10 @@ def shared_sequences() -> list[list[str]]:
     return [header, *(rows[key] for key in sorted(rows))]
 
 
+def latest_of_peer() -> dict:
+    return [run for run in step_runs() if PEER in run["results"]][-1]
+
+
 def against_the_peer() -> list[list[str]]:
     """The latest steps of the peer, and ours of the same day."""
     names = {
@@ -175,7 +180,7 @@ def against_the_peer() -> list[list[str]]:
         PEER: "transformers 5 + Liger 0.8.5, gradient checkpointing",
     }  # fmt: skip
     rows = [["131,072 tokens", "s per step", "÷ transformers + Liger", "tokens/s", "MFU", "peak GiB", "date, commit"]]
-    of_peer = [run for run in step_runs() if PEER in run["results"]][-1]
+    of_peer = latest_of_peer()
     same = [
         each for each in step_runs()
         if all(each[key] == of_peer[key] for key in ("date", "context_length", "optimizer_state"))
@@ -329,19 +334,33 @@ def compared() -> list[list[str]]:
 # The picture
 
 
+def stages_of_peer() -> list[Stage]:
+    """Predicts the peer's step: every layer checkpointed, the loss chunked, two bf16 moments per parameter.
+
+    The peer has no float32 masters.
+    """
+    model = MODEL_SIZES["4B"]
+    step = step_on_meta(model, 131_072, given=Execution(attention_backend="cudnn"))
+    stages = step.stages(compared_executions(step)["checkpointing, chunked loss"])
+    moments = {"optimizer": 4 * model.num_parameters()}
+    return [replace(stage, categories=stage.categories | moments) for stage in stages]
+
+
 def draw_picture() -> None:
-    """Draw a step of 131,072 tokens. Left: checkpointed, standard loss, predicted. Right: in 24 GiB, also measured."""
+    """Draw a step of 131,072 tokens. Left: the peer, whose peak was measured. Right: within 24 GiB, also measured."""
     from matplotlib.figure import Figure  # a dependency of development
 
-    result = whole_step()
-    step = step_on_meta(MODEL_SIZES["4B"], 131_072, given=Execution(attention_backend="cudnn"))
-    classic = compared_executions(step)["checkpointing, standard loss"]
+    result, peak = whole_step(), latest_of_peer()["results"][PEER]["peak_gib"]
     figure = Figure(figsize=(14, 5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    draw_stages(left, list(step.stages(classic)))
+    draw_stages(left, stages_of_peer())
+    left.axhline(peak, color="k", label="measured peak")
     draw_stages(right, *stages_of(result), parse_bytes(result["settings"]["memory_budget"]))
-    left.set(title="every layer checkpointed, standard loss (all predicted)", ylabel="GiB, peak of each stage")
-    right.set(title="planned for 24 GiB (areas predicted, line measured)")
+    left.set(
+        title=f"transformers + Liger, checkpointed: {peak:.1f} GiB (areas predicted, line measured peak)",
+        ylabel="GiB, peak of each stage",
+    )
+    right.set(title="Fathom, planned for 24 GiB (areas predicted, line measured)")
     right.legend(loc="upper right", fontsize=8)
     figure.savefig(PICTURE)
 

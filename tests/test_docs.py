@@ -2,8 +2,10 @@
 
 import importlib.util
 import inspect
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -14,6 +16,8 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 import train
 from docs.flags import COMMANDS, PAGE, page
+from kernels.apply_to import MODEL_TYPES, apply_to
+from training.families import FAMILIES, WRAPPERS
 from training.flags import given_flags, refuse_idle
 from training.run import settings
 from training.run.settings import TrainConfig
@@ -151,6 +155,79 @@ def test_flags_page_is_what_its_command_writes():
 
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_pages_name_all_families():
+    """The tables list the rows of FAMILIES, and README's first sentence names the models of each."""
+    readme = (ROOT / "README.md").read_text()
+    first_sentence = re.search(r"\nFathom .*?\.\s", readme, re.DOTALL)[0]
+    for text in (readme, (ROOT / "docs/checkpoints.md").read_text()):
+        rows = re.findall(
+            r"^\| (.*?) \| (.*?) \|", text.split("| model_type | models")[1].split("\n\n")[0], re.MULTILINE
+        )
+        types = [cell.split(", or inside ") for cell, _ in rows if "---" not in cell]
+        assert sorted(each[0] for each in types) == sorted(FAMILIES)
+        assert {outer: inner for inner, *wrapped in types for outer in wrapped} == WRAPPERS
+        for _, models in rows[1:]:
+            assert models.split()[0].strip(",") in re.findall(r"\w+", first_sentence), models
+
+
+def test_pages_name_all_models_of_apply_to():
+    page = (ROOT / "docs/kernels.md").read_text()
+    named = re.search(r"`apply_to` puts in .*? It takes (.*?)\. Parameters", page, re.DOTALL)[1]
+    for text in (named, re.search(r"model: (.*?),\s+with or without", apply_to.__doc__, re.DOTALL)[1]):
+        models = re.split(r", | or | and ", " ".join(text.split()).replace("'s text model", "_text"))
+        assert sorted(name.lower().replace(" ", "") for name in models) == sorted(MODEL_TYPES)
+
+
+def test_two_commands_of_readme_do_everything():
+    """The first makes the environment and trains, the second tests; .ci/run calls them, and apt's packages agree."""
+    first, second = blocks((ROOT / "README.md").read_text())[0].splitlines()
+    _, packages, train_command = first.split(" && ")
+    makefile, ci = (ROOT / "Makefile").read_text(), (ROOT / ".ci/run").read_text()
+    assert packages == "sudo apt-get install -y " + re.search(r"^APT = (.*)", makefile, re.MULTILINE)[1]
+    assert first in (ROOT / "docs/quickstart.md").read_text()
+    assert (train_command, second) == ("make train", "make test")
+    assert re.search(r"^taskset -c 0 make train ", ci, re.MULTILINE) and re.search(r"^make test$", ci, re.MULTILINE)
+
+
+def dry_run(*words, **environment) -> subprocess.CompletedProcess:
+    """Runs make, which prints its commands and does nothing unless `words` have it do so."""
+    environment = {**os.environ, "MAKEFLAGS": "", **environment}
+    return subprocess.run(["make", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_make_makes_the_environment_that_a_command_needs(tmp_path):
+    venv = str(tmp_path / "venv")
+    for target, requirements, last in (
+        ("train", "requirements.txt", "python train.py --seed 1"),
+        ("test", "requirements.txt -r requirements-dev.txt", "python -m pytest -q -n 3 --dist worksteal"),
+    ):
+        lines = dry_run("-n", target, f"VENV={venv}", "FLAGS=--seed 1").stdout.splitlines()
+        assert lines[-4:] == [
+            f"python3 -m venv {venv}", f"{venv}/bin/pip install -r {requirements}",
+            f"touch {venv}/has_requirements{'-dev' * (target == 'test')}", f"{venv}/bin/{last}",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("lacks", ["ensurepip", "Python.h", "cc"])
+def test_make_names_what_apt_must_bring(tmp_path, lacks):
+    """A machine without Python's venv or headers, or without a compiler, gets one line and no environment."""
+    broken = {
+        "ensurepip": "import sys; sys.modules['ensurepip'] = None",
+        "Python.h": "import sysconfig; sysconfig.get_path = lambda _: '/nowhere'",
+        "cc": "",
+    }
+    (tmp_path / "sitecustomize.py").write_text(broken[lacks])
+    (tmp_path / "python3").symlink_to(sys.executable)
+    for program in ("sh", "make", *["cc"] * (lacks != "cc")):
+        (tmp_path / program).symlink_to(shutil.which(program))
+    result = dry_run("environment", f"VENV={tmp_path}/venv", PATH=str(tmp_path), PYTHONPATH=str(tmp_path))
+    error, makes = result.stderr.splitlines()
+    assert error.startswith(
+        "error: Python 3.11 or newer with venv and headers, or a C compiler, is missing: sudo apt-get"
+    )
+    assert makes.startswith("make: ***") and result.returncode and not (tmp_path / "venv").exists()
 
 
 def test_layout_names_every_file():

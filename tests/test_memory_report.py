@@ -2,7 +2,8 @@ import re
 
 import pytest
 
-from benchmarks.memory_report import REPORT, TABLES, regenerate
+from benchmarks.memory_report import PEER, REPORT, ROOT, TABLES, latest_of_peer, regenerate, stages_of_peer
+from training.host.sizes import GIB
 
 
 def test_the_report_holds_what_its_command_writes():
@@ -15,3 +16,10 @@ def test_the_report_holds_what_its_command_writes():
 def test_a_marker_without_a_table():
     with pytest.raises(KeyError, match="nowhere"):
         regenerate("<!-- nowhere -->\n<!-- end -->")
+
+
+def test_the_picture_shows_the_peer_that_the_table_measures():
+    peak = latest_of_peer()["results"][PEER]["peak_gib"]
+    assert max(stage.bytes for stage in stages_of_peer()) / GIB == pytest.approx(peak, rel=0.02)
+    caption, table = (ROOT / "README.md").read_text().split("## Measured")[:2]
+    assert f"checkpointing, {peak:.1f} GiB" in caption and f"| {peak:.1f} GiB |" in table
