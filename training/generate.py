@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 
 from training.data.chat import ChatTemplate
+from training.data.tokenizer import check_ids
 from training.host.errors import UserError
 from training.host.files import read_file
 from training.host.processes import command
@@ -105,6 +106,7 @@ def main(argv: list[str]) -> None:
         for text, ids in zip(texts, prompts):
             if not ids:
                 raise UserError(f"the tokenizer makes no token of {text[:40]!r}; give another prompt")
+            check_ids(max(ids), opened.tokenizer, opened.shape.vocab_size, f"prompt {text[:40]!r}")
         generate(flags, opened, prompts, world)
 
 

@@ -104,19 +104,20 @@ def open_tokenizer(name: str | None, folder: Path, vocab_size: int) -> ByteToken
     """Returns the tokenizer of that name; None: the tokenizer that the folder's weights were trained with.
 
     Raises:
-        UserError: the folder names none, or the tokenizer has ids that the model does not have.
+        UserError: the folder names none, or words have ids that the model does not have. Added tokens may have them,
+            as Gemma 3's for images.
     """
     tokenizer = load_tokenizer(tokenizer_of(folder) if name is None else name)
-    if tokenizer.vocab_size > vocab_size:
+    if tokenizer.ordinary_size > vocab_size:
         raise UserError(
-            f"tokenizer {tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, the model of {folder} has a "
+            f"tokenizer {tokenizer.name} has ids up to {tokenizer.ordinary_size - 1}, the model of {folder} has a "
             f"vocab_size of {vocab_size}; give the --tokenizer that it was trained with"
         )
     return tokenizer
 
 
 def _stop_ids(folder: Path, tokenizer: ByteTokenizer | FileTokenizer) -> frozenset[int]:
-    ids = [tokenizer.eos_id]
+    ids: list = [tokenizer.eos_id]
     for file in (each / name for each in folders_of(folder) for name in ("config.json", "generation_config.json")):
         given = read_json(file).get("eos_token_id") if file.is_file() else None
         ids += given if isinstance(given, list) else [given]

@@ -15,6 +15,7 @@ from tests.training.data.test_tokenizer import write_tokenizer
 from tests.training.test_inference import TINY
 from training import generate
 from training.data.tokenizer import ByteTokenizer, load_tokenizer
+from training.evaluation import __main__ as evaluation
 from training.families import to_config_json
 from training.generate import decoded, main
 from training.parallel.fsdp import copy_weights, initial_weights
@@ -129,3 +130,28 @@ def test_a_chat_is_framed_by_the_folders_template(tmp_path, monkeypatch, capsys)
     assert text == "[system] Be brief.<|im_end|>[user] Who?<|im_end|>[assistant] "
     assert generate.main([str(folder), "--device", "cpu", "--system", "Be brief.", "Who?"]) == 1
     assert "system has no effect without --chat" in capsys.readouterr().err
+
+
+def test_a_tokenizer_may_have_an_added_token_more_than_the_model(tmp_path, monkeypatch, capsys):
+    """Gemma 3's smallest has one for images. A prompt with it is refused, and so is a tokenizer with more words."""
+    shape = replace(TINY, vocab_size=258)
+    folder = save_checkpoint(
+        tmp_path, 1, weights=Transformer(shape).state_dict(), model_config=to_config_json(shape),
+        optimizer_state=None, trainer_state={"settings": {}},
+    )  # fmt: skip
+    write_tokenizer(folder / "tokenizer.json")  # 256 bytes, "he" and the end, then an image's
+    (folder / "special_tokens_map.json").write_text('{"image_token": "<image>"}')
+    assert load_tokenizer(str(folder)).vocab_size == 259
+    words = write_tokenizer(tmp_path / "more.json", filler=2)
+    monkeypatch.setattr(generate, "write", lambda model, ids, *_, **__: iter(()))
+    flags = [str(folder), "--device", "cpu"]
+    assert generate.main([*flags, "he"]) == 0
+    capsys.readouterr()
+    for given, message in [
+        (["x<image>"], "prompt 'x<image>': token id 258 is not below the model's vocab_size 258"),
+        (["he", "--tokenizer", words], "has ids up to 258, the model of"),
+    ]:
+        assert generate.main([*flags, *given]) == 1
+        assert message in capsys.readouterr().err
+    asked = ["--samples", "1", "--lengths", "1000", "--tasks", "needle", "--sequences", "0"]
+    assert evaluation.main([*flags, *asked]) == 0

@@ -69,7 +69,7 @@ class ChatTemplate:
         if not isinstance(tokenizer, FileTokenizer):
             raise UserError(f"chats need a chat template: give --tokenizer a folder with one, not {tokenizer.name}")
         self._tokenizer, self._reasoning = tokenizer, reasoning
-        self._file, source, self._variables = _read_template(tokenizer.folder)
+        self._file, source = _read_template(tokenizer.folder)
         if source is None:
             raise UserError(f"chats need a chat template, and {tokenizer.folder} has none: add chat_template.jinja")
         self._template = _compile(source, self._file)
@@ -126,7 +126,8 @@ class ChatTemplate:
             if len(trained) != len(turns):
                 raise UserError(f'chat template {self._file} joins messages into turns: "weight" cannot be obeyed')
             turns = [turn for turn, is_trained in zip(turns, trained) if is_trained]
-        ids, starts = self._tokenizer.encode_with_starts(text)
+        ids, offsets = self._tokenizer.encode_with_offsets(text)
+        starts = offsets[:, 0]
         masked = np.ones(len(ids), dtype=bool)
         for start, stop in turns:
             masked[np.searchsorted(starts, start) : np.searchsorted(starts, stop)] = False
@@ -322,7 +323,7 @@ class ChatTemplate:
         messages = _in_parts(messages) if self._thinks_in_parts else messages
         given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(**given, **self._variables)
+            return self._template.render(**given, **self._tokenizer.special_tokens)
         except Exception as error:
             raise _failure(self._file, "fails", error) from None
 
@@ -343,8 +344,8 @@ def has_template(tokenizer) -> bool:
     return isinstance(tokenizer, FileTokenizer) and _read_template(tokenizer.folder)[1] is not None
 
 
-def _read_template(folder: Path) -> tuple[Path, str | None, dict[str, str]]:
-    """Returns (file, template, special tokens by the names that templates call them) of a tokenizer's folder."""
+def _read_template(folder: Path) -> tuple[Path, str | None]:
+    """Returns (file, template) of a tokenizer's folder."""
     file, settings_file = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     settings = read_json(settings_file) if settings_file.exists() else {}
     template: object = None
@@ -358,10 +359,7 @@ def _read_template(folder: Path) -> tuple[Path, str | None, dict[str, str]]:
         if isinstance(template, list):  # several templates, each with a name
             named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
             template = named[0].get("template") if named else None
-    tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
-    found = {name: value for name, value in tokens.items() if isinstance(value, str)}
-    return file, template if isinstance(template, str) else None, found
+    return file, template if isinstance(template, str) else None
 
 
 def _compile(source: str, file: Path):

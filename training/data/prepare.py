@@ -57,7 +57,7 @@ def prepare(
 ) -> dict:
     """Makes a prepared set of `source`, a file or a folder, in the folder `out`; returns its index."""
     opened, files = load_tokenizer(tokenizer), find_files(source, suffixes)
-    identity = opened.identity + _hash_of_templates(opened)
+    identity = f"{opened.identity}{opened.eos_id}{_hash_of_templates(opened)}"
     if out.is_dir() and any(file.suffix != ".json" and is_data(file, suffixes) for file in out.iterdir()):
         raise UserError(f"{out} has text in it, which its set would hide from --data; choose another folder")
     with only_run_in(out):

@@ -96,6 +96,11 @@ class PreparedStore(Store):
                 f"{folder} was prepared with tokenizer {index['tokenizer_name'][:200]} ({index['tokenizer'][:12]}), "
                 f"this run has {tokenizer.name} ({tokenizer.identity[:12]}): give that --tokenizer, or {AGAIN}"
             )
+        if index.get("eos_id", tokenizer.eos_id) != tokenizer.eos_id:
+            raise UserError(
+                f"{folder} was prepared with documents that end with id {index['eos_id']}, this run's end with "
+                f"{tokenizer.eos_id} ({tokenizer.eos_token}): {AGAIN}"
+            )
         self.folder, self.eos_id, self.are_samples = folder, tokenizer.eos_id, index["are_samples"]
         self._vocab_size, self.parts = vocab_size, [part["name"] for part in index["parts"]]
         # Equal for sets of the same corpus, wherever and whenever they were made.

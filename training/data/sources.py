@@ -237,7 +237,7 @@ class DocumentReader:
         """Yields a text file's one document; none if the text is blank."""
         if text.strip():
             self.found["files of text"] += 1
-            yield self._checked(Document(self._tokenizer.encode_from_start(text), file=str(file)))
+            yield self._checked(Document(*self._encode_text(text), str(file)))
         else:
             self._leave_out("files without text", str(file))
 
@@ -273,11 +273,11 @@ class DocumentReader:
         form, made = recognise(row)
         is_chat = "messages" in made and ("completion" not in made or self._has_template)
         is_sample = not is_chat and "completion" in made
-        encoded = (*self._chat.encode(made), True) if is_chat else self._encode_text(made, is_sample)
+        encoded = (*self._chat.encode(made), True) if is_chat else self._encode_made(made, is_sample)
         self.found[f"rows of {form.name}{', as chats' * is_chat}{', as prompts with completions' * is_sample}"] += 1
         return encoded
 
-    def _encode_text(self, made: dict, is_sample: bool) -> tuple[np.ndarray, np.ndarray | None, bool]:
+    def _encode_made(self, made: dict, is_sample: bool) -> tuple[np.ndarray, np.ndarray | None, bool]:
         names = ("prompt", "completion") if is_sample else ("text",)
         for name in names:
             if not isinstance(made.get(name), str):
@@ -287,11 +287,18 @@ class DocumentReader:
             raise NothingToLearn("rows without text")
         if UNSTORABLE.search("".join([*before, text])):
             raise UserError("escaped NUL or lone surrogate in the text; remove it")
-        if not before:
-            return self._tokenizer.encode_from_start(text), None, False
-        prompt = self._tokenizer.encode_from_start(before[0])
-        tokens = np.concatenate([prompt, self._tokenizer.encode(text)])
-        return tokens, np.arange(len(tokens)) < len(prompt), False
+        return self._encode_text(text, *before)
+
+    def _encode_text(self, text: str, prompt: str | None = None) -> tuple[np.ndarray, np.ndarray | None, bool]:
+        """Returns (tokens, masked, is_complete) of a text. A text that ends with the end-of-text token is complete."""
+        if (stripped := text.rstrip()).endswith(self._tokenizer.eos_token):
+            text = stripped
+        if prompt is None:
+            tokens, masked = self._tokenizer.encode_from_start(text), None
+        else:
+            tokens, of_prompt = self._tokenizer.encode_sample(prompt, text)
+            masked = np.arange(len(tokens)) < of_prompt
+        return tokens, masked, self.eos_id in tokens[-1:]
 
     def _checked(self, document: Document) -> Document:
         largest = int(document.tokens.max(initial=0))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from training.data.special_tokens import add_special_tokens, first_stop_id
 from training.host.errors import UserError
 from training.host.files import JSON_BYTES, read_file
 
@@ -17,7 +18,7 @@ PART = 2**19  # characters given to the library at a time
 # Places where a part may begin: a line, the space before a word, or Chinese punctuation behind a word.
 PART_START = re.compile(r"(?<=\n)[!-~]|(?<=[^\W_]) (?=[^\W\d_])|(?<=[^\W_])[\u3001\u3002\uff01\uff0c\uff1f]")
 NEAR = 50  # characters on each side of such a place that are tokenized together and apart
-# Tokens that end documents. A tokenizer with several of them ends documents by the first in this list.
+# Tokens that end documents. A folder that names no eos_token has the first of them in its vocabulary.
 END_OF_TEXT_TOKENS = (
     "<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<eos>", "<|im_end|>",
 )  # fmt: skip
@@ -27,13 +28,16 @@ class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255. Id 0 ends a document; it is free for that because sources.py refuses NUL."""
 
     name = identity = "bytes"
-    vocab_size = 256
-    eos_id = 0
+    vocab_size = ordinary_size = 256
+    eos_id, eos_token = 0, "\0"
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     encode_from_start = encode
+
+    def encode_sample(self, prompt: str, completion: str) -> tuple[np.ndarray, int]:
+        return self.encode(prompt + completion), len(self.encode(prompt))
 
     def decode(self, ids, with_special: bool = False) -> str:
         # A wider model has ids past the bytes. They are shown as 0xFF, which UTF-8 never has: a replacement character.
@@ -41,9 +45,11 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """Hugging Face's tokenizer of a tokenizer.json, or of a folder that has one.
+    """Hugging Face's tokenizer of a tokenizer.json, or of a folder that has one, with the files beside it.
 
-    Special tokens that are written out in a text become their ids.
+    Special tokens that are written out in a text become their ids. The token that ends documents is the folder's
+    eos_token; without one the first eos_token_id of its generation_config.json or config.json, or the first of
+    END_OF_TEXT_TOKENS.
     """
 
     def __init__(self, path: Path):
@@ -56,35 +62,72 @@ class FileTokenizer:
         self.name, self.folder = str(path), path.parent
         with self._refusing("be read"):
             self._tokenizer = Tokenizer.from_buffer(content)
+            self.special_tokens, is_changed = add_special_tokens(self._tokenizer, self.folder)
             # A file may set truncation and padding for inference. Truncation would cut documents without a word.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-            before = self._tokenizer.encode("", add_special_tokens=True).ids
+            ordinary = self._tokenizer.get_vocab(with_added_tokens=False)
+            probe = self._tokenizer.encode("a", add_special_tokens=True)
+        content = self._tokenizer.to_str().encode() if is_changed else content
         self.identity = hashlib.sha256(content).hexdigest()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have holes: not their number
-        self.eos_id = next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), None)
-        if self.eos_id is None:
-            raise UserError(f"tokenizer {path} has none of {', '.join(END_OF_TEXT_TOKENS)}: add one to end documents")
-        self._before = np.array([*itertools.takewhile(lambda i: i != self.eos_id, before)], dtype=np.uint32)
+        self.ordinary_size = max(ordinary.values(), default=-1) + 1  # without added tokens
+        self.eos_id = self._find_end(vocabulary)
+        self.eos_token = self._tokenizer.id_to_token(self.eos_id)
+        # Ids that the file puts before every text.
+        added = itertools.takewhile(
+            lambda each: each[1] and each[0] != self.eos_id, zip(probe.ids, probe.special_tokens_mask)
+        )
+        self._before = np.array([i for i, _ in added], dtype=np.uint32)
+
+    def _find_end(self, vocabulary: dict[str, int]) -> int:
+        found = vocabulary.get(self.special_tokens.get("eos_token", ""))
+        if found is None:
+            found = first_stop_id(self.folder, self._tokenizer.get_added_tokens_decoder())
+        if found is None:
+            found = next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), None)
+        if found is None:
+            raise UserError(
+                f"tokenizer {self.name} has no token to end documents: name its eos_token in a tokenizer_config.json "
+                f"beside it, or add one of {', '.join(END_OF_TEXT_TOKENS)}"
+            )
+        return found
 
     def encode(self, text: str) -> np.ndarray:
         return np.concatenate([self._encode(part) for part in self._cut(text)])
 
     def encode_from_start(self, text: str) -> np.ndarray:
-        """Returns the ids of a text behind those that the file puts before every text, as Llama's <|begin_of_text|>."""
-        return np.concatenate([self._before, self.encode(text)])
+        """Returns the ids of a text behind those that the file puts before every text, as Llama's <|begin_of_text|>.
 
-    def encode_with_starts(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (ids, the character at which each id starts), uint32 and int64 [N]."""
-        ids, starts, position = [], [], 0
+        A text that begins with them has them already.
+        """
+        return self._begun(self.encode(text))
+
+    def encode_sample(self, prompt: str, completion: str) -> tuple[np.ndarray, int]:
+        """Returns (ids of prompt and completion as one text, from its start; how many are the prompt's).
+
+        A token with characters of both is the completion's: no other token has its first characters.
+        """
+        ids, offsets = self.encode_with_offsets(prompt + completion)
+        is_prompt = (offsets[:, 0] < len(prompt)) & (offsets[:, 1] <= len(prompt))
+        begun = self._begun(ids)
+        return begun, len(begun) - len(ids) + int(np.logical_and.accumulate(is_prompt).sum())
+
+    def _begun(self, ids: np.ndarray) -> np.ndarray:
+        has_begun = np.array_equal(ids[:1], self._before[:1])
+        return ids if has_begun else np.concatenate([self._before, ids])
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (ids, the characters start .. stop - 1 of each id), uint32 [N] and int64 [N, 2]."""
+        ids, offsets, position = [], [], 0
         for part in self._cut(text):
             with self._refusing(f"encode {part[:40]!r}"):
                 encoding = self._tokenizer.encode(part, add_special_tokens=False)
             ids.append(np.array(encoding.ids, dtype=np.uint32))
-            starts.append(position + np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 0])
+            offsets.append(position + np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2))
             position += len(part)
-        return np.concatenate(ids), np.concatenate(starts)
+        return np.concatenate(ids), np.concatenate(offsets)
 
     @functools.cached_property
     def added_tokens(self) -> frozenset[str]:
@@ -121,7 +164,8 @@ class FileTokenizer:
             yield
         except BaseException as error:
             # The library raises bare Exception, or a panic of Rust's, which is not an Exception.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            is_of_library = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+            if isinstance(error, UserError) or not is_of_library:
                 raise
             raise UserError(f"tokenizer {self.name} cannot {what}: {error}; give another tokenizer.json") from None
 
@@ -133,9 +177,11 @@ def load_tokenizer(path: str | None) -> ByteTokenizer | FileTokenizer:
     """Opens a run's tokenizer: a tokenizer.json, or the folder that has it; "bytes" or None for bytes.
 
     Returns:
-        An object with these names: name; identity ("bytes", or the file's SHA-256); vocab_size, added tokens included;
-        eos_id; encode(text) -> ids, uint8 or uint32; encode_from_start(text) -> ids, which begin as the file begins
-        every text; decode(ids, with_special=False) -> text.
+        An object with these names: name; identity ("bytes", or the SHA-256 of the file with its folder's tokens);
+        vocab_size, added tokens included; ordinary_size, without them; eos_id and eos_token;
+        encode(text) -> ids, uint8 or uint32; encode_from_start(text) -> ids, which begin as the file begins every text;
+        encode_sample(prompt, completion) -> ids from the start, and the prompt's number; decode(ids,
+        with_special=False) -> text.
     """
     return ByteTokenizer() if path in (None, "bytes") else FileTokenizer(Path(path))
 

@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from tests.training.data.test_packing import load_documents, make_loader
+from training.data.prepare import prepare
+from training.data.prepared import PreparedStore
+from training.data.show import show_batch
 from training.data.tokenizer import ByteTokenizer, load_tokenizer
+from training.data.tokens import TokenStore
 from training.host.errors import UserError
 
 BYTES = ByteTokenizer()
@@ -27,7 +31,7 @@ def write_tokenizer(path, special="<|endoftext|>", filler=0):
     if special:
         tokenizer.add_special_tokens([AddedToken(special, special=True)])
     tokenizer.enable_truncation(max_length=2)  # meant for inference; it must not cut documents
-    tokenizer.enable_padding(length=64)
+    tokenizer.enable_padding(length=64, pad_token=special or "he")
     tokenizer.save(str(path))
     return str(path)
 
@@ -74,12 +78,12 @@ def test_a_long_text_has_the_same_tokens_in_parts(tmp_path, monkeypatch, change,
         content["model"]["vocab"]["x\u0120"], content["model"]["merges"] = 300, [["x", "\u0120"]]
     file.write_text(json.dumps(content))
     tokenizer = load_tokenizer(str(tmp_path))
-    whole = [array.tolist() for array in tokenizer.encode_with_starts(text)]
+    whole = [array.tolist() for array in tokenizer.encode_with_offsets(text)]
     assert tokenizer.encode(text).tolist() == whole[0]
     monkeypatch.setattr("training.data.tokenizer.PART", 50)
     parts = list(tokenizer._cut(text))
     assert "".join(parts) == text and (len(parts) >= least if least > 1 else len(parts) == 1)
-    assert [array.tolist() for array in tokenizer.encode_with_starts(text)] == whole
+    assert [array.tolist() for array in tokenizer.encode_with_offsets(text)] == whole
     assert tokenizer.encode(text).tolist() == whole[0]
 
 
@@ -133,7 +137,9 @@ def test_a_huge_tokenizer_takes_no_memory(tmp_path):
 
 
 def test_tokenizer_errors(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"t\.json has none of <\|endoftext\|>, .*<\|im_end\|>"):
+    with pytest.raises(
+        ValueError, match=r"t\.json has no token to end documents: .* one of <\|endoftext\|>, .*<\|im_end\|>"
+    ):
         load_tokenizer(write_tokenizer(tmp_path / "t.json", special=None))
     with pytest.raises(ValueError, match=r"cannot read .*missing\.json: No such file.*; give --tokenizer"):
         load_tokenizer(str(tmp_path / "missing.json"))
@@ -149,3 +155,101 @@ def test_tokenizer_errors(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match="pip install tokenizers"):
         load_tokenizer("t.json")
+
+
+def write_pieces(file, prepend):
+    """Writes a tokenizer of pieces, as SentencePiece's, that marks spaces by Metaspace or by a normalizer."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    letters = [
+        *"abcdefghijklmnopqrstuvwxyzPQ.:?,!\n\u2581\u00e9",
+        "re",
+        "\u2581re",
+        "\u2581x",
+        "\u2581P",
+        "?\n",
+        "\u2581\u2581",
+    ]
+    merges = [("r", "e"), ("\u2581", "re"), ("\u2581", "x"), ("\u2581", "P"), ("?", "\n"), ("\u2581", "\u2581")]
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, merges, unk_token="?"))
+    if prepend == "normalizer":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        steps = [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(steps)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend, split=False)
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme=prepend)
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(file))
+
+
+def write_bytes(file, trim):
+    from tokenizers import Tokenizer, processors
+
+    write_tokenizer(file)
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
+    tokenizer.save(str(file))
+
+
+SAMPLES = [
+    ("return x", ".context"), ("Q: re?\n", "Paris."), ("Q:", " Paris"), ("Q: ", "Paris"), ("", "he"), ("x re", "re"),
+    ("what?", "\nre"), ("caf", "\u00e9 re"), ("h", "e x"), ("x", "  y"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["always", "first", "never", "normalizer", "bytes", "trimmed bytes"])
+def test_a_sample_has_the_tokens_of_the_whole_text(tmp_path, kind):
+    """They are cut where the completion begins, by transformers' offsets. A token of both is a target."""
+    from transformers import PreTrainedTokenizerFast
+
+    file = tmp_path / "tokenizer.json"
+    write_bytes(file, kind == "trimmed bytes") if "bytes" in kind else write_pieces(file, kind)
+    theirs, ours = PreTrainedTokenizerFast(tokenizer_file=str(file)), load_tokenizer(str(file))
+    data = tmp_path / "a.jsonl"
+    data.write_text("".join(json.dumps({"prompt": a, "completion": b}) + "\n" for a, b in SAMPLES))
+    for (prompt, completion), document in zip(SAMPLES, load_documents(data, ours, 1000), strict=True):
+        expected = theirs(prompt + completion, return_offsets_mapping=True, add_special_tokens=False)
+        assert document.tokens.tolist() == expected.input_ids
+        masked = [stop <= len(prompt) and start < len(prompt) for start, stop in expected.offset_mapping]
+        assert document.masked.tolist() == masked
+
+
+def test_the_cut_of_a_sample_is_shown(tmp_path):
+    """A space that the completion begins with is shown, and none that it does not have."""
+    write_pieces(tmp_path / "tokenizer.json", "always")
+    tokenizer = load_tokenizer(str(tmp_path))
+    for completion, shown in ((".context", "return x[[.context</s>]]"), (" x", "return x[[ x</s>]]")):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "return x", "completion": completion}))
+        documents = load_documents(tmp_path / "a.jsonl", tokenizer, 1000)
+        loader = make_loader(documents, len(documents[0].tokens) + 1, 1, eos_id=tokenizer.eos_id)
+        assert show_batch(loader, tokenizer).splitlines()[-1] == shown
+
+
+def test_a_text_begins_and_ends_once(tmp_path):
+    """A text that has its beginning or its end already, in any form of rows and in a prompt, gets no second one."""
+    from tokenizers import Tokenizer, processors
+
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 258)])
+    tokenizer.save(path)
+    loaded = load_tokenizer(path)
+    begin, end, he, x = 258, 257, 256, loaded.encode("x")[0]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    ended = "<|endoftext|>"
+    (folder / "a.txt").write_text(f"<s>he{ended}\n")
+    (folder / "b.md").write_text(f"he{ended}")
+    (folder / "c.jsonl").write_text(
+        f'{{"text": "<s>he{ended}"}}\n{{"prompt": "<s>", "completion": "he{ended}"}}\n'
+        f'{{"prompt": "", "completion": "<s>he{ended}\\n"}}\n{{"text": "he"}}\n'
+    )
+    store = TokenStore(load_documents(folder, loaded, 1000), loaded.eos_id)
+    assert [store.read(i, 0, int(n)).tolist() for i, n in enumerate(store.lengths)] == 6 * [[begin, he, end]]
+    prepared = PreparedStore(folder.parent / "set", loaded, 1000) if prepare(folder, tmp_path / "set", path) else None
+    assert [prepared.read(i, 0, int(n)).tolist() for i, n in enumerate(prepared.lengths)] == 6 * [[begin, he, end]]
+    assert loaded.encode_from_start("<s>x").tolist() == loaded.encode_from_start("x").tolist() == [begin, x]

@@ -1,0 +1,92 @@
+"""Special tokens that stand beside a tokenizer.json, read from its folder as transformers reads them."""
+
+from pathlib import Path
+from typing import Any
+
+from training.host.errors import UserError
+from training.host.files import read_json
+
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# More of them: a list or, under the first name, an object with their names.
+EXTRA, LEGACY = "extra_special_tokens", "additional_special_tokens"
+
+
+def add_special_tokens(tokenizer, folder: Path) -> tuple[dict[str, str], bool]:
+    """Add to a tokenizer the tokens that the files beside it name.
+
+    These are tokenizer_config.json and, if that has no added_tokens_decoder, special_tokens_map.json and
+    added_tokens.json. A token gets the next free id, unless the
+    vocabulary has it: ids in the files have no effect but order.
+
+    Returns:
+        (special tokens by names such as "bos_token", whether the tokenizer was changed).
+    """
+    try:
+        padding = {"pad_token": tokenizer.padding["pad_token"]} if tokenizer.padding else {}
+        named, tokens = _read(folder, tokenizer.get_added_tokens_decoder(), padding)
+        is_changed = tokenizer.add_tokens(tokens) > 0
+    except UserError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        raise UserError(f"special tokens of {folder} are damaged: {str(error)[:100]}; mend its JSON files") from None
+    return named, is_changed
+
+
+def first_stop_id(folder: Path, known) -> int | None:
+    """Returns the first `eos_token_id` of a folder's model that is in `known`, the ids of added tokens."""
+    for name in ("generation_config.json", "config.json"):
+        given = _content(folder / name).get("eos_token_id")
+        for number in given if isinstance(given, list) else [given]:
+            if isinstance(number, int) and number in known:
+                return number
+    return None
+
+
+def _read(folder: Path, own: dict, defaults: dict) -> tuple[dict[str, str], list]:
+    """Returns (special tokens by name, tokens to add).
+
+    Args:
+        own: the added tokens of tokenizer.json by their ids.
+        defaults: special tokens by names that no file needs to name.
+    """
+    from tokenizers import AddedToken
+
+    config, beside = _content(folder / "tokenizer_config.json"), {}
+    if (decoder := config.get("added_tokens_decoder")) is None:
+        beside = _content(folder / "special_tokens_map.json")
+    values = defaults | config | beside
+    extra: Any = next((each for each in (values.get(EXTRA), config.get(LEGACY), beside.get(LEGACY)) if each), [])
+    named = {name: values[name] for name in NAMES if values.get(name)}
+    named |= {name: token for name, token in values.items() if name.endswith("_token") and isinstance(token, str)}
+    named |= extra if isinstance(extra, dict) else {}
+    listed = [_token(each) for each in extra] if isinstance(extra, list) else []
+    special = {name: _token(value) for name, value in named.items()}
+    contents = {token.content for token in special.values()}
+    if decoder is None:
+        numbers = _content(folder / "added_tokens.json")
+        are_special = contents | {token.content for token in listed if extra != beside.get(LEGACY)}
+        tokens = {
+            number: AddedToken(content, normalized=content not in are_special, special=content in are_special)
+            for content, number in numbers.items()
+        } | own
+    else:
+        tokens = {int(number): AddedToken(**token) for number, token in decoder.items()}
+    added = [tokens[number] for number in sorted(tokens)]
+    for token in added:
+        token.special |= token.content in contents
+    present = {token.content for token in [*own.values(), *added]}
+    added += [token for token in [*special.values(), *listed] if token.content not in present]
+    return {name: token.content for name, token in special.items()}, added
+
+
+def _token(value):
+    """Returns a special token that a file spells as a string or as an object."""
+    from tokenizers import AddedToken
+
+    if isinstance(value, str):
+        return AddedToken(value, special=True)
+    return AddedToken(**{name: each for name, each in value.items() if name not in ("__type", "special")}, special=True)
+
+
+def _content(file: Path) -> dict:
+    return read_json(file) if file.is_file() else {}
