@@ -117,12 +117,12 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
         check_library(f"lora_bits {flags.lora_bits} that is measured")
     check_mesh(flags)
     state_format_of(flags, shape_of(flags))  # refuses a format without effect
-    for name in ("measure", "num_layers", "snapshot"):
+    for name in ("measure", "num_layers"):
         if getattr(flags, name) and not can_measure:
             raise UserError(
                 f"{name} needs one GPU to measure on, not --gpu, --nproc, --nnodes, --data or --device cpu; drop it"
             )
-    for name in ("timeline", "snapshot", "json"):
+    for name in ("timeline", "json"):
         if path := getattr(flags, name):
             check_can_write(path, f"--{name}")
     if flags.timeline and flags.timeline.suffix not in (".png", ".svg", ".pdf"):

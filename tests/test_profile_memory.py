@@ -412,7 +412,6 @@ def test_with_and_without(small, tmp_path, capsys):
             "--lora 16 --lora_bits 8 --no-gradient_checkpointing",
             "--no-gradient_checkpointing keeps blocks whole, which",
         ),
-        ("--snapshot step.pickle --gpu H100", "snapshot needs one GPU"),
         ("--gradient_checkpointing --memory_budget 24GB", "memory_budget has no effect with gradient_checkpointing"),
         ("--no-gradient_checkpointing --host_budget 24GB", "host_budget has no effect with gradient_checkpointing"),
         ("--compare --memory_budget 200GB --gpu H100", "memory_budget 200GB is more than the 78.65 GiB"),
@@ -449,7 +448,7 @@ class DryBench:
     def __init__(self, step, execution, world):
         DryBench.built += 1
 
-    def measure(self, step, execution, snapshot=None):
+    def measure(self, step, execution):
         if step.peak(execution).bytes > DryBench.limit:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried")
         return run_dry(step, replace(execution, attention_backend="cpu"))[0]
@@ -560,10 +559,3 @@ def test_the_predicted_context_is_the_longest_that_runs(tmp_path):
     command = [sys.executable, profile_memory.__file__, "--find_max_context", "--measure", *flags]
     subprocess.run(command, check=True)
     assert json.loads(path.read_text())["ratio"] == pytest.approx(1, rel=0.03)
-
-
-@pytest.mark.gpu
-def test_a_snapshot_is_written(tmp_path, gpu_memory):
-    path = tmp_path / "step.pickle"
-    run_main(tmp_path, "--model_size", "tiny", "--context_length", "512", "--snapshot", str(path))
-    assert path.stat().st_size > 10_000

@@ -246,7 +246,7 @@ ALWAYS = {
     "training.data verify": "out",
     "training.checkpoint.weights export": "source target dtype rope_scaling merge",
 }
-ONE_STEP = "--context_length 9 --no-gradient_checkpointing --num_layers 1 --stages --timeline x --snapshot x --data x"
+ONE_STEP = "--context_length 9 --no-gradient_checkpointing --num_layers 1 --stages --timeline x --data x"
 OF_ATTENTION = "attention_type selected_blocks dense_below"  # refused by kinds_of
 ELSEWHERE = {
     "train.py": f"""{OF_ATTENTION} selected_blocks_start selected_blocks_steps memory_budget context_parallel_size

@@ -22,10 +22,6 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 # decides itself where state lives.
 fused_adamw_ = torch._fused_adamw_
 
-# PyTorch's memory snapshot: the allocator's history since record_memory_history(), written to a file (2.1).
-record_memory_history = torch.cuda.memory._record_memory_history
-dump_memory_snapshot = torch.cuda.memory._dump_snapshot
-
 # Shape and offset of this rank's part of a DTensor, from the DTensor's shape, mesh and placements (2.0).
 compute_local_shape_and_global_offset = tensor_utils.compute_local_shape_and_global_offset
 

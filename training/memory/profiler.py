@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from training.host.sizes import GIB
-from training.host.torch_internals import dump_memory_snapshot, record_memory_history
 from training.memory.cost_model import Stage, Step
 from training.memory.execution import Execution
 from training.memory.placement import apply_execution
@@ -291,16 +290,11 @@ class Bench:
         self.model, self.optimizer, self.device = model, optimizer, model.embed_tokens.weight.device
         optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])
 
-    def measure(
-        self, step: Step, execution: Execution, counter: CudaCounter | None = None, snapshot: Path | None = None
-    ) -> Measurement:
+    def measure(self, step: Step, execution: Execution, counter: CudaCounter | None = None) -> Measurement:
         """Measures one step of random tokens, one document per sequence.
 
         The seconds of a step above LONGEST_REPEATED tokens leave out its update of state on the host, which would run
         beside the next forward.
-
-        Args:
-            snapshot: a file for PyTorch's memory snapshot of the step, for pytorch.org/memory_viz.
 
         Raises:
             torch.OutOfMemoryError: call `clear` once the error is gone; until then its traceback holds tensors.
@@ -323,17 +317,10 @@ class Bench:
 
         retries = counter.alloc_retries()
         recorder = Recorder(self.model, self.optimizer, counter)
-        if snapshot is not None:
-            record_memory_history()
-        try:
-            start = counter.mark()
-            with recorder.hooked():
-                self._run(step, ids, recorder)
-            seconds = seconds or counter.seconds(start, counter.mark())
-        finally:
-            if snapshot is not None:
-                dump_memory_snapshot(str(snapshot))
-                record_memory_history(enabled=None)
+        start = counter.mark()
+        with recorder.hooked():
+            self._run(step, ids, recorder)
+        seconds = seconds or counter.seconds(start, counter.mark())
         host_bytes = arena_bytes + (self.optimizer.arena.num_bytes if self.optimizer.slot_sizes else 0)
         return Measurement(recorder.measured(), seconds, host_bytes, counter.alloc_retries() - retries)
 

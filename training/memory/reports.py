@@ -129,7 +129,7 @@ def report_step(
     try:
         if build_bench:
             sys.stdout.flush()  # measuring may take minutes
-            measured = build_bench(shown, execution).measure(shown, execution, snapshot=flags.snapshot)
+            measured = build_bench(shown, execution).measure(shown, execution)
     except torch.OutOfMemoryError:
         print(f"{about}\n{plan}\npredicted, not measured (out of memory):\n{profiler.format_table(predicted)}")
         raise UserError(

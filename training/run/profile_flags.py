@@ -9,7 +9,7 @@ from training.flags import Idle, flag, read_flags
 from training.run.settings import OVERLONG, StepFlags
 
 CONTEXT_LENGTH = 131_072
-FOR_ONE_STEP = "context_length gradient_checkpointing num_layers stages timeline snapshot data"
+FOR_ONE_STEP = "context_length gradient_checkpointing num_layers stages timeline data"
 
 
 @dataclass
@@ -45,7 +45,6 @@ class ProfileFlags(StepFlags):
         None, "memory by stages: a row for equal neighbouring layers; all: for each", ("equal", "all"), bare="equal"
     )
     timeline: Path | None = flag(None, "draw the step there (.png, .svg)")
-    snapshot: Path | None = flag(None, "write PyTorch's memory snapshot of the step there (.pickle)")
     json: Path | None = flag(None, "write everything there")
 
     idle: ClassVar[tuple[Idle, ...]] = (
