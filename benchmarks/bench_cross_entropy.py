@@ -72,11 +72,11 @@ def sweep(num_rows: int, vocab: int, copy_rate: float, device: torch.device) -> 
     module = importlib.import_module("kernels.cross_entropy")
     logits = torch.randn(num_rows, vocab, dtype=torch.bfloat16, device=device)
     target = torch.randint(vocab, (num_rows,), device=device)
-    options = RowOptions(-100, 0.0, 0.0, None, use_triton=device.type == "cuda")
+    options = RowOptions(-100, None, use_triton=device.type == "cuda")
 
     def step(num_warps, per_thread):
         module.launch_configuration = lambda *_: {"BLOCK": 32 * num_warps * per_thread, "num_warps": num_warps}
-        row_step(logits, target, None, options, Shard(None, 0, vocab), gradient=logits)
+        row_step(logits, target, options, Shard(None, 0), gradient=logits)
 
     chosen = module.launch_configuration
     steps = {f"{w} warps, {n} columns a thread": lambda w=w, n=n: step(w, n) for w, n in CONFIGURATIONS}

@@ -20,7 +20,7 @@ labels[:, :16] = -100  # not trained on
 plain = F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten())  # holds [256, 4096] logits, and their gradient
 given = cross_entropy(head(hidden), labels)  # the same loss from logits
 fused = linear_cross_entropy(hidden, head.weight, labels, chunk_size=64)  # [64, 4096] at a time
-module = LinearCrossEntropyLoss(label_smoothing=0.1, z_loss=1e-4, chunk_size=64)
+module = LinearCrossEntropyLoss(softcap=30.0, chunk_size=64)
 module(hidden, head.weight, labels).backward()
 
 print(f"plain {plain:.5f}, from logits {given:.5f}, fused {fused:.5f}, gradient {tuple(hidden.grad.shape)}")

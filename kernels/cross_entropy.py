@@ -1,18 +1,15 @@
-"""Cross-entropy over given logits, with label smoothing, z-loss, softcap and class weights.
+"""Cross-entropy over given logits, with softcap.
 
-With z = softcap(logits), label y, w = class weights, eps = label_smoothing, V classes and lse = logsumexp(z):
+With z = softcap(logits), label y and p = softmax(z):
 
-    loss  = (1 - eps) * w[y] * (lse - z[y]) + eps / V * sum_v w[v] * (lse - z[v]) + z_loss * lse^2
+    loss = logsumexp(z) - z[y],  dz[v] = p[v] - (v == y)
 
-    dz[v] = p[v] * c - eps / V * w[v] - (v == y) * (1 - eps) * w[y]
-            with p = softmax(z) and c = (1 - eps) * w[y] + eps / V * sum(w) + 2 * z_loss * lse
+Three float32 statistics describe a row: the maximum m of z; the sum of exp(z[v] - m) over the other classes, v != y;
+and z[y]. The label's own term stays apart. Hence neither logsumexp(z) - z[y] nor p[y] - 1 cancels where the model is
+sure of the label, and an offset common to all logits costs no digits. Statistics leave the kernel because ranks that
+share V combine theirs (`process_group`).
 
-Four float32 statistics describe a row: the maximum m of z; the sum of exp(z[v] - m) over the other classes, v != y;
-z[y]; and, for label smoothing, sum_v w[v] * (z[v] - z[y]). The label's own term stays apart. Hence neither lse - z[y]
-nor p[y] - 1 cancels where the model is sure of the label, and an offset common to all logits costs no digits.
-Statistics leave the kernel because ranks that share V combine theirs (`process_group`).
-
-Kept for backward: logits and 16 bytes per row; with inplace=True only the gradient, in the logits' storage.
+Kept for backward: logits and 12 bytes per row; with inplace=True only the gradient, in the logits' storage.
 """
 
 import inspect
@@ -46,8 +43,6 @@ class RowOptions(NamedTuple):
     """Options of the loss of a row."""
 
     ignore_index: int
-    label_smoothing: float
-    z_loss: float
     softcap: float | None
     use_triton: bool
 
@@ -56,11 +51,8 @@ def cross_entropy_reference(
     logits: Tensor,
     target: Tensor,
     *,
-    weight: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     softcap: float | None = None,
     denominator: float | Tensor | None = None,
     return_details: bool = False,
@@ -70,58 +62,49 @@ def cross_entropy_reference(
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     labels = target.flatten()
-    losses = F.cross_entropy(
-        z, labels, weight if weight is None else weight.to(z.dtype), reduction="none",
-        ignore_index=ignore_index, label_smoothing=label_smoothing,
-    )  # fmt: skip
+    losses = F.cross_entropy(z, labels, reduction="none", ignore_index=ignore_index)
     log_sum_exp = torch.where(labels == ignore_index, 0, z.logsumexp(-1))
-    losses = losses + z_loss * log_sum_exp.square()
-    scale = loss_scale(labels, weight, reduction, ignore_index, denominator, z.dtype)
+    scale = loss_scale(labels, reduction, ignore_index, denominator, z.dtype)
     loss = losses.view(target.shape) if reduction == "none" else losses.sum() * scale
     return details(loss, losses, log_sum_exp, target.shape) if return_details else loss
 
 
 def loss_scale(
-    target: Tensor, weight: Tensor | None, reduction: str, ignore_index: int,
-    denominator: float | Tensor | None, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    target: Tensor, reduction: str, ignore_index: int, denominator: float | Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """Returns the factor [] of the sum of the losses, 1 where no row is valid. The host never waits for the device."""
     if reduction != "mean":
         return torch.ones((), device=target.device, dtype=dtype)
     if denominator is None:
-        valid = target != ignore_index
-        if weight is None:
-            return 1 / valid.sum(dtype=dtype).clamp(min=1)
-        total = torch.where(valid, weight[torch.where(valid, target, 0)], 0).sum(dtype=dtype)
-        return _reciprocal(torch.where(valid.any(), total, 1), "the sum of the valid labels' class weights")
+        return 1 / (target != ignore_index).sum(dtype=dtype).clamp(min=1)
     if isinstance(denominator, Tensor):
         if denominator.numel() != 1:
             raise ValueError(f"denominator must be one number, got a tensor of shape {list(denominator.shape)}")
-        scale = _reciprocal(denominator.detach().reshape(()).to(dtype), "denominator")
+        scale = _reciprocal(denominator.detach().reshape(()).to(dtype))
         return scale.to(target.device, non_blocking=True)
-    _check_denominator(0 < denominator < torch.inf, denominator, "denominator")
+    _check_denominator(0 < denominator < torch.inf, denominator)
     return torch.full((), 1 / denominator, device=target.device, dtype=dtype)
 
 
 @operation("fathom::reciprocal")
-def _reciprocal(denominator: Tensor, name: str) -> Tensor:
+def _reciprocal(denominator: Tensor) -> Tensor:
     """Returns 1 / denominator. The denominator must be positive and finite; on CUDA the device asserts it."""
     is_valid = (denominator > 0) & (denominator < torch.inf)
     if denominator.is_cuda:
-        assert_async(is_valid, f"{name} is not positive and finite")
+        assert_async(is_valid, "denominator is not positive and finite")
     else:
-        _check_denominator(is_valid, denominator, name)
+        _check_denominator(is_valid, denominator)
     return 1 / denominator
 
 
-_reciprocal.register_fake(lambda denominator, name: torch.empty_like(denominator))
+_reciprocal.register_fake(torch.empty_like)
 
 
-def _check_denominator(is_valid, value, name):
+def _check_denominator(is_valid, value):
     if not is_valid:
         raise ValueError(
-            f"{name} must be positive and finite, got {float(value)}; give the number of labels that count in all "
-            "micro-batches as denominator, 1 if there are none"
+            f"denominator must be positive and finite, got {float(value)}; give the number of labels that count in "
+            "all micro-batches, 1 if there are none"
         )
 
 
@@ -155,43 +138,26 @@ def _load_logits(row_ptr, columns, num_columns, SOFTCAP: tl.constexpr, EVICT: tl
 
 
 @triton.jit
-def _load_class_weights(weight_ptr, columns, num_columns):
-    weight = 1.0
-    if weight_ptr is not None:
-        mask = (columns >= 0) & (columns < num_columns)
-        weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    return weight
-
-
-@triton.jit
 def _add_block(
-    maxima, sums, deviations, logits_ptr, weight_ptr, columns, y, reference, num_columns,
-    LABEL_SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LABEL: tl.constexpr, MASKED: tl.constexpr,
+    maxima, sums, logits_ptr, columns, y, num_columns,
+    SOFTCAP: tl.constexpr, HAS_LABEL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds a block of columns to each thread's running maximum, sum and deviations, the label's to the last only."""
+    """Adds a block of columns, but for the label's, to each thread's running maximum and sum."""
     z = _load_logits(logits_ptr, columns, num_columns, SOFTCAP, "evict_last", MASKED)
-    if LABEL_SMOOTHING > 0:
-        deviation = (z - reference) * _load_class_weights(weight_ptr, columns, num_columns)
-        if MASKED:
-            deviation = tl.where(columns < num_columns, deviation, 0.0)
-        deviations += tl.sum(deviation, axis=1)
     if HAS_LABEL:
         z = tl.where(columns == y, float("-inf"), z)
     larger = tl.maximum(maxima, tl.max(z, axis=1))
     sums = sums * _exp(maxima - larger) + tl.sum(_exp(z - larger[:, None]), axis=1)
-    return larger, sums, deviations
+    return larger, sums
 
 
 @triton.jit
 def _store_gradient(
-    gradient_ptr, logits_ptr, weight_ptr, columns, maximum, factor, smoothing, num_columns,
-    LABEL_SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    gradient_ptr, logits_ptr, columns, maximum, factor, num_columns, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
+):
     """Stores the gradient of a block of columns as if none were the label."""
     z = _load_logits(logits_ptr, columns, num_columns, SOFTCAP, "evict_first", MASKED)
     dz = _exp(z - maximum) * factor
-    if LABEL_SMOOTHING > 0:
-        dz -= smoothing * _load_class_weights(weight_ptr, columns, num_columns)
     if SOFTCAP is not None:
         dz *= 1 - (z / SOFTCAP) * (z / SOFTCAP)
     dz = dz.to(gradient_ptr.dtype.element_ty)
@@ -203,9 +169,9 @@ def _store_gradient(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _cross_entropy_kernel(
-    logits_ptr, logits_stride, target_ptr, weight_ptr, weight_sum_ptr, statistics_ptr,
-    gradient_ptr, gradient_stride, scale_ptr, scale_stride, num_rows, num_columns, first_class, num_classes,
-    IGNORE_INDEX: tl.constexpr, LABEL_SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
+    logits_ptr, logits_stride, target_ptr, statistics_ptr,
+    gradient_ptr, gradient_stride, scale_ptr, scale_stride, num_rows, num_columns, first_class,
+    IGNORE_INDEX: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_STATISTICS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Computes or reads the statistics of a row, then stores its gradient if gradient_ptr is given.
@@ -226,7 +192,7 @@ def _cross_entropy_kernel(
 
     if label == IGNORE_INDEX:
         if not HAS_STATISTICS:
-            for i in tl.static_range(4):
+            for i in tl.static_range(3):
                 tl.store(statistics_ptr + i * num_rows, 0.0)
         if gradient_ptr is not None:
             for start in range(0, num_columns, BLOCK):
@@ -234,11 +200,6 @@ def _cross_entropy_kernel(
                 tl.store(gradient_ptr + start + offsets, zeros, mask=start + offsets < num_columns)
         return
 
-    label_weight = (1 - LABEL_SMOOTHING) * _load_class_weights(weight_ptr, label, num_classes)
-    weight_sum = num_classes * 1.0
-    if weight_ptr is not None:
-        weight_sum = tl.load(weight_sum_ptr)
-        weight_ptr += first_class
     y = (label - first_class).to(tl.int32)
     is_here = (y >= 0) & (y < num_columns)
 
@@ -249,58 +210,44 @@ def _cross_entropy_kernel(
     else:
         true_logit = tl.load(logits_ptr + y, mask=is_here, other=float("-inf")).to(tl.float32)
         true_logit = tl.where(is_here, _softcap(true_logit, SOFTCAP), float("-inf"))
-        reference = tl.where(is_here, true_logit, 0.0)
-        deviations = tl.zeros([BLOCK // VECTOR], dtype=tl.float32)
         sums = tl.zeros([BLOCK // VECTOR], dtype=tl.float32)
         maxima = tl.full([BLOCK // VECTOR], -1e38, dtype=tl.float32)  # finite, to avoid inf - inf where all is masked
         label_start = tl.where(is_here, y // BLOCK * BLOCK, -1)
         for start in range(0, whole, BLOCK):
             if start != label_start:
-                maxima, sums, deviations = _add_block(
-                    maxima, sums, deviations, logits_ptr, weight_ptr, start + offsets, y, reference, num_columns,
-                    LABEL_SMOOTHING, SOFTCAP, HAS_LABEL=False, MASKED=False,
-                )  # fmt: skip
+                maxima, sums = _add_block(
+                    maxima, sums, logits_ptr, start + offsets, y, num_columns, SOFTCAP, HAS_LABEL=False, MASKED=False
+                )
         if (whole < num_columns) & (whole != label_start):
-            maxima, sums, deviations = _add_block(
-                maxima, sums, deviations, logits_ptr, weight_ptr, whole + offsets, y, reference, num_columns,
-                LABEL_SMOOTHING, SOFTCAP, HAS_LABEL=False, MASKED=True,
-            )  # fmt: skip
+            maxima, sums = _add_block(
+                maxima, sums, logits_ptr, whole + offsets, y, num_columns, SOFTCAP, HAS_LABEL=False, MASKED=True
+            )
         if is_here:
-            maxima, sums, deviations = _add_block(
-                maxima, sums, deviations, logits_ptr, weight_ptr, label_start + offsets, y, reference, num_columns,
-                LABEL_SMOOTHING, SOFTCAP, HAS_LABEL=True, MASKED=True,
-            )  # fmt: skip
+            maxima, sums = _add_block(
+                maxima, sums, logits_ptr, label_start + offsets, y, num_columns, SOFTCAP, HAS_LABEL=True, MASKED=True
+            )
         maximum = tl.maximum(tl.max(maxima, axis=0), true_logit)
         others = tl.sum(sums * _exp(maxima - maximum), axis=0)
         tl.store(statistics_ptr, maximum)
         tl.store(statistics_ptr + num_rows, others)
         tl.store(statistics_ptr + 2 * num_rows, true_logit)
-        if LABEL_SMOOTHING > 0:
-            tl.store(statistics_ptr + 3 * num_rows, tl.sum(deviations, axis=0))
-        else:
-            tl.store(statistics_ptr + 3 * num_rows, 0.0)
 
     if gradient_ptr is not None:
         scale = 1.0
         if scale_ptr is not None:
             scale = tl.load(scale_ptr + row * scale_stride)
-        total = others + _exp(true_logit - maximum)
-        # c = label_weight + excess. They stay apart because label_weight cancels in the label's own gradient.
-        excess = LABEL_SMOOTHING * weight_sum / num_classes + 2 * Z_LOSS * (maximum + tl.log(total))
-        factor = scale * (label_weight + excess) / total
-        smoothing = scale * LABEL_SMOOTHING / num_classes
+        factor = scale / (others + _exp(true_logit - maximum))
         if whole < num_columns:
             _store_gradient(
-                gradient_ptr, logits_ptr, weight_ptr, whole + offsets, maximum, factor, smoothing, num_columns,
-                LABEL_SMOOTHING, SOFTCAP, MASKED=True,
-            )  # fmt: skip
+                gradient_ptr, logits_ptr, whole + offsets, maximum, factor, num_columns, SOFTCAP, MASKED=True
+            )
         for start in range(0, whole, BLOCK):
             _store_gradient(
-                gradient_ptr, logits_ptr, weight_ptr, whole - BLOCK - start + offsets, maximum, factor, smoothing,
-                num_columns, LABEL_SMOOTHING, SOFTCAP, MASKED=False,
+                gradient_ptr, logits_ptr, whole - BLOCK - start + offsets, maximum, factor, num_columns,
+                SOFTCAP, MASKED=False,
             )  # fmt: skip
         if is_here:
-            dz_label = scale * excess - factor * others - smoothing * _load_class_weights(weight_ptr, y, num_columns)
+            dz_label = -factor * others  # scale * (p[y] - 1)
             if SOFTCAP is not None:
                 dz_label *= 1 - (true_logit / SOFTCAP) * (true_logit / SOFTCAP)
             tl.debug_barrier()  # after another thread's store to this column
@@ -336,21 +283,19 @@ class Shard(NamedTuple):
 
     group: dist.ProcessGroup | None
     first_class: int
-    num_classes: int  # over all ranks
 
 
 def shard_of(group_name: str | None, num_columns: int) -> Shard:
     """Returns this rank's shard where each rank of a group has `num_columns`, in the order of ranks; None: no group."""
     if group_name is None:
-        return Shard(None, 0, num_columns)
+        return Shard(None, 0)
     group = resolve_process_group(group_name)
-    return Shard(group, dist.get_rank(group) * num_columns, dist.get_world_size(group) * num_columns)
+    return Shard(group, dist.get_rank(group) * num_columns)
 
 
 def row_step(
     logits: Tensor,
     target: Tensor,
-    weight: Tensor | None,
     options: RowOptions,
     shard: Shard,
     *,
@@ -360,66 +305,52 @@ def row_step(
 ) -> Tensor:
     """Returns the statistics of whole rows, and writes gradients times `scale` into `gradient`. Not differentiable.
 
-    Where each rank of a group holds a shard of every row, one all-gather of [4, N] makes the statistics.
+    Where each rank of a group holds a shard of every row, one all-gather of [3, N] makes the statistics.
 
     Args:
         logits: [N, C], the classes shard.first_class to shard.first_class + C. Rows are contiguous.
         target: [N] int64, contiguous.
-        weight: [shard.num_classes], contiguous, or None.
-        statistics: [4, N] float32 (float64 for float64 logits); computed if None.
+        statistics: [3, N] float32 (float64 for float64 logits); computed if None.
         gradient: [N, C], may be `logits`.
         scale: [] or [N], of the statistics' dtype.
     """
     if shard.group is not None and statistics is None:
-        own = row_step(logits, target, weight, options, shard._replace(group=None))
-        statistics = _statistics_of_whole_rows(own, target, weight, shard)
+        own = row_step(logits, target, options, shard._replace(group=None))
+        statistics = _statistics_of_whole_rows(own, shard.group)
         if gradient is None:
             return statistics
     if not options.use_triton:
-        return _row_step_in_torch(logits, target, weight, options, shard, statistics, gradient, scale)
+        return _row_step_in_torch(logits, target, options, shard, statistics, gradient, scale)
     num_rows, num_columns = logits.shape
     has_statistics = statistics is not None
     if not has_statistics:
-        statistics = torch.empty(4, num_rows, dtype=torch.float32, device=logits.device)
+        statistics = torch.empty(3, num_rows, dtype=torch.float32, device=logits.device)
     if num_rows > 0:
         _cross_entropy_kernel[(num_rows,)](
-            logits, logits.stride(0), target, weight, None if weight is None else weight.sum(dtype=torch.float32),
-            statistics, gradient, 0 if gradient is None else gradient.stride(0),
+            logits, logits.stride(0), target, statistics, gradient, 0 if gradient is None else gradient.stride(0),
             scale, scale.stride(0) if scale is not None and scale.dim() else 0,
-            num_rows, num_columns, shard.first_class, shard.num_classes,
-            IGNORE_INDEX=options.ignore_index, LABEL_SMOOTHING=options.label_smoothing, Z_LOSS=options.z_loss,
-            SOFTCAP=options.softcap, HAS_STATISTICS=has_statistics, VECTOR=VECTOR,
+            num_rows, num_columns, shard.first_class,
+            IGNORE_INDEX=options.ignore_index, SOFTCAP=options.softcap, HAS_STATISTICS=has_statistics, VECTOR=VECTOR,
             **launch_configuration(num_columns, logits.element_size()),
         )  # fmt: skip
     return statistics
 
 
-def _row_step_in_torch(logits, target, weight, options, shard, statistics, gradient, scale):
+def _row_step_in_torch(logits, target, options, shard, statistics, gradient, scale):
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if options.softcap is not None:
         z = options.softcap * torch.tanh(z / options.softcap)
     valid = target != options.ignore_index
     is_label = torch.arange(z.shape[1], device=z.device) == (target - shard.first_class)[:, None]  # [N, C]
-    class_weight = z.new_ones(shard.num_classes) if weight is None else weight.to(z.dtype)
-    here = slice(shard.first_class, shard.first_class + z.shape[1])
-
     if statistics is None:
         maximum = z.amax(1)
         others = torch.where(is_label, 0, (z - maximum[:, None]).exp()).sum(1)
         true_logit = torch.where(is_label, z, -torch.inf).amax(1)
-        deviation = torch.zeros_like(maximum)
-        if options.label_smoothing > 0:
-            reference = torch.where(is_label.any(1), true_logit, 0)
-            deviation = ((z - reference[:, None]) * class_weight[here]).sum(1)
-        statistics = torch.where(valid, torch.stack([maximum, others, true_logit, deviation]), 0)
+        statistics = torch.where(valid, torch.stack([maximum, others, true_logit]), 0)
     if gradient is not None:
-        maximum, others, true_logit, _ = statistics
+        maximum, others, true_logit = statistics
         total = others + (true_logit - maximum).exp()
-        label_weight = (1 - options.label_smoothing) * class_weight[torch.where(valid, target, 0)]
-        excess = options.label_smoothing * class_weight.mean() + 2 * options.z_loss * (maximum + total.log())
-        factor = (label_weight + excess) / total
-        dz = torch.where(is_label, (excess - factor * others)[:, None], (z - maximum[:, None]).exp() * factor[:, None])
-        dz -= options.label_smoothing / shard.num_classes * class_weight[here]
+        dz = torch.where(is_label, -others[:, None], (z - maximum[:, None]).exp()) / total[:, None]
         if options.softcap is not None:
             dz *= 1 - (z / options.softcap).square()
         if scale is not None:
@@ -428,69 +359,50 @@ def _row_step_in_torch(logits, target, weight, options, shard, statistics, gradi
     return statistics
 
 
-def _statistics_of_whole_rows(own: Tensor, target: Tensor, weight: Tensor | None, shard: Shard) -> Tensor:
-    """Combines each rank's statistics of its own columns, [4, N]."""
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(shard.group))]
-    dist.all_gather(gathered, own, group=shard.group)
-    maxima, others, true_logits, deviations = torch.stack(gathered, dim=1)  # [N, n] each
-    maximum, true_logit = maxima.amax(0), true_logits.amax(0)
-    others = (others * (maxima - maximum).exp()).sum(0)
-    # Ranks without the label measured their deviations from 0 instead of z[label].
-    class_weight = own.new_ones(shard.num_classes) if weight is None else weight.to(own.dtype)
-    shard_sums = class_weight.view(len(gathered), -1).sum(1)
-    owner = (target * len(gathered) // shard.num_classes).clamp(0, len(gathered) - 1)
-    deviation = deviations.sum(0) - (shard_sums.sum() - shard_sums[owner]) * true_logit
-    return torch.stack([maximum, others, true_logit, deviation])
+def _statistics_of_whole_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Combines each rank's statistics of its own columns, [3, N]."""
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group=group)
+    maxima, others, true_logits = torch.stack(gathered, dim=1)  # [n, N] each
+    maximum = maxima.amax(0)
+    return torch.stack([maximum, (others * (maxima - maximum).exp()).sum(0), true_logits.amax(0)])
 
 
-def row_losses(
-    statistics: Tensor, target: Tensor, weight: Tensor | None, options: RowOptions, num_classes: int
-) -> tuple[Tensor, Tensor]:
-    """Returns loss and log-sum-exp of each row, [N], from statistics of whole rows, [4, N]; ignored rows give 0."""
-    maximum, others, true_logit, deviation = statistics
-    log_sum_exp = maximum + (others + (true_logit - maximum).exp()).log()
+def row_losses(statistics: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns loss and log-sum-exp of each row, [N], from statistics of whole rows, [3, N]; ignored rows give 0."""
+    maximum, others, true_logit = statistics
     # lse - z[y] = log(1 + others / exp(z[y] - m)), without a difference of two large numbers
-    surprise = losses = F.softplus(maximum - true_logit + others.log(), threshold=50)
-    weight_sum = num_classes
-    if weight is not None:
-        weight_sum = weight.sum(dtype=losses.dtype)
-        losses = losses * weight[torch.where(target == options.ignore_index, 0, target)]
-    if options.label_smoothing > 0:
-        smooth = (weight_sum * surprise - deviation) / num_classes
-        losses = (1 - options.label_smoothing) * losses + options.label_smoothing * smooth
-    if options.z_loss != 0:
-        losses = losses + options.z_loss * log_sum_exp.square()
-    return losses, log_sum_exp
+    losses = F.softplus(maximum - true_logit + others.log(), threshold=50)
+    return losses, maximum + (others + (true_logit - maximum).exp()).log()
 
 
 @operation("fathom::cross_entropy")
 def _forward(
-    logits: Tensor, target: Tensor, weight: Tensor | None, group_name: str | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, use_triton: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    logits: Tensor, target: Tensor, group_name: str | None, ignore_index: int, softcap: float | None, use_triton: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns losses, log-sum-exps and statistics."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
+    options = RowOptions(ignore_index, softcap, use_triton)
     shard = shard_of(group_name, logits.shape[1])
-    statistics = row_step(logits, target, weight, options, shard)
-    return *row_losses(statistics, target, weight, options, shard.num_classes), statistics
+    statistics = row_step(logits, target, options, shard)
+    return *row_losses(statistics), statistics
 
 
 @_forward.register_fake
-def _(logits, target, weight, *options):
+def _(logits, target, *options):
     losses = target.new_empty(target.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
-    return losses, torch.empty_like(losses), losses.new_empty(4, *losses.shape)
+    return losses, torch.empty_like(losses), losses.new_empty(3, *losses.shape)
 
 
 @operation("fathom::cross_entropy_backward")
 def _backward(
-    d_losses: Tensor, logits: Tensor, target: Tensor, weight: Tensor | None, statistics: Tensor, group_name: str | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, use_triton: bool,
+    d_losses: Tensor, logits: Tensor, target: Tensor, statistics: Tensor, group_name: str | None,
+    ignore_index: int, softcap: float | None, use_triton: bool,
 ) -> Tensor:  # fmt: skip
     """Returns the gradient of the logits, each row times its d_losses."""
     gradient = logits.new_empty(logits.shape)
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
+    options = RowOptions(ignore_index, softcap, use_triton)
     shard = shard_of(group_name, logits.shape[1])
-    row_step(logits, target, weight, options, shard, statistics=statistics, gradient=gradient, scale=d_losses)
+    row_step(logits, target, options, shard, statistics=statistics, gradient=gradient, scale=d_losses)
     return gradient
 
 
@@ -498,13 +410,13 @@ _backward.register_fake(lambda d_losses, logits, *rest: logits.new_empty(logits.
 
 
 def _setup_context(ctx, inputs, output):
-    logits, target, weight, *ctx.options = inputs
+    logits, target, *ctx.options = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, target, weight, output[2])
+    ctx.save_for_backward(logits, target, output[2])
 
 
 def _gradients(ctx, d_losses, d_log_sum_exp, d_statistics):
-    return _backward(d_losses, *ctx.saved_tensors, *ctx.options), *[None] * (2 + len(ctx.options))
+    return _backward(d_losses, *ctx.saved_tensors, *ctx.options), *[None] * (1 + len(ctx.options))
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)
@@ -512,18 +424,17 @@ _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 @torch.library.custom_op("fathom::cross_entropy_in_place", mutates_args=("logits",))
 def _forward_in_place(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scale: Tensor, group_name: str | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, use_triton: bool,
+    logits: Tensor, target: Tensor, scale: Tensor, group_name: str | None,
+    ignore_index: int, softcap: float | None, use_triton: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns losses and log-sum-exps, and overwrites the logits by their gradients times scale."""
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
+    options = RowOptions(ignore_index, softcap, use_triton)
     shard = shard_of(group_name, logits.shape[1])
-    statistics = row_step(logits, target, weight, options, shard, gradient=logits, scale=scale)
-    return row_losses(statistics, target, weight, options, shard.num_classes)
+    return row_losses(row_step(logits, target, options, shard, gradient=logits, scale=scale))
 
 
 @_forward_in_place.register_fake
-def _(logits, target, weight, scale, *options):
+def _(logits, target, scale, *options):
     losses = target.new_empty(target.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
     return losses, torch.empty_like(losses)
 
@@ -543,8 +454,8 @@ class _InPlace(torch.autograd.Function):
     """Returns losses times `scale`, losses and log-sum-exps. Forward leaves the gradient in the logits' storage."""
 
     @staticmethod
-    def forward(ctx, logits, target, weight, scale, group_name, options):
-        losses, log_sum_exp = _forward_in_place(logits, target, weight, scale, group_name, *options)
+    def forward(ctx, logits, target, scale, group_name, options):
+        losses, log_sum_exp = _forward_in_place(logits, target, scale, group_name, *options)
         ctx.mark_non_differentiable(losses, log_sum_exp)
         ctx.save_for_backward(logits.detach())
         ctx.use_triton = options.use_triton
@@ -560,18 +471,15 @@ class _InPlace(torch.autograd.Function):
                 "by a first backward or by you; use inplace=False"
             ) from error
         _scale_rows_(gradient, d_terms, ctx.use_triton)
-        return gradient, None, None, None, None, None
+        return gradient, None, None, None, None
 
 
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
     *,
-    weight: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     softcap: float | None = None,
     denominator: float | Tensor | None = None,
     return_details: bool = False,
@@ -584,15 +492,12 @@ def cross_entropy(
     Args:
         logits: [..., V], float32, bfloat16 or float16 (float64 too with impl="torch").
         target: [...] int64 labels in [0, V), or `ignore_index`.
-        weight: [V] class weights (of all ranks' classes under `process_group`). Not differentiated.
         reduction: "mean", "sum" or "none".
         ignore_index: rows with this label have a loss and a gradient of 0.
-        label_smoothing: in [0, 1] (Szegedy et al. 2016, arXiv:1512.00567).
-        z_loss: adds z_loss * log_sum_exp^2 to each row's loss (Chowdhery et al. 2022, arXiv:2204.02311).
         softcap: replaces logits by softcap * tanh(logits / softcap), as Gemma 2 does (arXiv:2408.00118).
         denominator: divides the sum for "mean": a positive number or tensor of one element, for instance the number
-            of labels in all micro-batches of all ranks. The default is the number of rows not ignored, or the sum of
-            their labels' `weight`, which must be positive. The loss is 0 where all rows are ignored.
+            of labels in all micro-batches of all ranks. The default is the number of rows not ignored. The loss is 0
+            where all rows are ignored.
         return_details: also return each row's loss and log-sum-exp.
         inplace: lets the gradient overwrite the logits in forward. This saves a second [..., V] and a read of it. The
             logits are gone, and backward can run once.
@@ -605,29 +510,28 @@ def cross_entropy(
         a `Details`.
 
     Raises:
-        ValueError: shapes, dtypes or options that do not fit together; a denominator or a sum of class weights that is
-            not positive and finite (in a CUDA tensor, a device-side assertion).
+        ValueError: shapes, dtypes or options that do not fit together; a denominator that is not positive and finite
+            (in a CUDA tensor, a device-side assertion).
         RuntimeError: in backward, a gradient of inplace=True that has been used or overwritten.
     """
     on_triton = use_triton(impl, logits)
-    group_name, num_shards = (None, 1) if process_group is None else (process_group.group_name, process_group.size())
-    num_classes = num_shards * logits.shape[-1]
-    labels, weight = checked_labels_and_weight(logits, target, weight, num_classes, reduction, label_smoothing, softcap)
+    group_name = None if process_group is None else process_group.group_name
+    labels = checked_labels(logits, target, reduction, softcap)
     if inplace and not logits.is_contiguous():
         raise ValueError(f"inplace=True needs contiguous logits, got strides {logits.stride()}")
     rows = logits.reshape(-1, logits.shape[-1])
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, on_triton)
+    options = RowOptions(ignore_index, softcap, on_triton)
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    scale = loss_scale(labels, weight, reduction, ignore_index, denominator, dtype)
+    scale = loss_scale(labels, reduction, ignore_index, denominator, dtype)
     if inplace and torch.is_grad_enabled() and logits.requires_grad:
         # The stored gradient is scaled, and backward leaves it alone. In float16, 1 / tokens would underflow.
         one = torch.ones_like(scale)
         in_gradient, scale = (one, scale) if logits.dtype == torch.float16 else (scale, one)
-        terms, losses, log_sum_exp = _InPlace.apply(rows, labels, weight, in_gradient, group_name, options)
+        terms, losses, log_sum_exp = _InPlace.apply(rows, labels, in_gradient, group_name, options)
     else:
-        terms, log_sum_exp, _ = _forward(rows, labels, weight, group_name, *options)
+        terms, log_sum_exp, _ = _forward(rows, labels, group_name, *options)
         losses = terms
     loss = terms.view(target.shape) if reduction == "none" else terms.sum() * scale
     return details(loss, losses, log_sum_exp, target.shape) if return_details else loss
@@ -636,8 +540,8 @@ def cross_entropy(
 class CrossEntropyLoss(nn.Module):
     """`cross_entropy` as a module, in place of torch.nn.CrossEntropyLoss. Class dimensions come last: logits [..., V].
 
-    The constructor takes `weight`, which becomes a buffer, and the function's other options; calls take the function's
-    tensors, and more options such as `denominator`.
+    The constructor takes the function's options; calls take the function's tensors, and more options such as
+    `denominator`.
 
     Raises:
         TypeError: an option that the function does not take.
@@ -645,18 +549,17 @@ class CrossEntropyLoss(nn.Module):
 
     function: Callable = staticmethod(cross_entropy)
 
-    def __init__(self, weight: Tensor | None = None, **options):
+    def __init__(self, **options):
         super().__init__()
-        inspect.signature(self.function).bind_partial(weight=weight, **options)
-        self.register_buffer("weight", weight)
+        inspect.signature(self.function).bind_partial(**options)
         self.options = options
 
     def forward(self, *tensors: Tensor, **more):
-        return self.function(*tensors, weight=self.weight, **self.options, **more)
+        return self.function(*tensors, **self.options, **more)
 
 
-def checked_labels_and_weight(logits, target, weight, num_classes, reduction, label_smoothing, softcap):
-    """Returns labels [N] int64 and class weights as the kernel reads them: contiguous, without a gradient.
+def checked_labels(logits: Tensor, target: Tensor, reduction: str, softcap: float | None) -> Tensor:
+    """Returns labels [N] int64, contiguous, as the kernel reads them.
 
     `logits` may be the hidden states that logits are made of. Raises ValueError for the errors that both losses share.
     """
@@ -664,15 +567,11 @@ def checked_labels_and_weight(logits, target, weight, num_classes, reduction, la
         raise ValueError(f"target must be {list(logits.shape[:-1])}, got {list(target.shape)}")
     if target.is_floating_point() or target.dtype == torch.bool:
         raise ValueError(f"target must hold integer labels, got {target.dtype}")
-    if weight is not None and weight.shape != (num_classes,):
-        raise ValueError(f"weight must be [{num_classes}], one a class, got {list(weight.shape)}")
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"reduction must be none, mean or sum, got {reduction!r}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
-    return target.reshape(-1).long().contiguous(), None if weight is None else weight.detach().contiguous()
+    return target.reshape(-1).long().contiguous()
 
 
 def cross_entropy_footprint(num_tokens: int, vocab_size: int, *, element_size: int = 2) -> Footprint:

@@ -26,7 +26,7 @@ from .cross_entropy import (
     CrossEntropyLoss,
     Details,
     RowOptions,
-    checked_labels_and_weight,
+    checked_labels,
     cross_entropy_reference,
     details,
     loss_scale,
@@ -83,10 +83,10 @@ def _groups_of_words(V: int) -> list[slice]:
 @operation("fathom::linear_cross_entropy")
 def _loss_and_gradients(
     input: Tensor, linear_weight: Tensor, target: Tensor,
-    linear_bias: Tensor | None, weight: Tensor | None, scale: Tensor,
+    linear_bias: Tensor | None, scale: Tensor,
     needs_input: bool, needs_weight: bool, needs_bias: bool,
     part: int, num_valid_tokens: int | None, chunk_size: int, group_name: str | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, use_triton: bool,
+    ignore_index: int, softcap: float | None, use_triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the loss, each row's loss and log-sum-exp, and the gradients of input, head and bias.
 
@@ -94,7 +94,7 @@ def _loss_and_gradients(
     `scale` [N] multiplies the gradient of each row. `part` is the number of a `kernels.parts.Linear`.
     """
     linear: Linear = part_of(part)
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, use_triton)
+    options = RowOptions(ignore_index, softcap, use_triton)
     shard = shard_of(group_name, len(linear_weight))
     rows = _rows_to_compute(target, ignore_index, num_valid_tokens)
     num_rows = len(target) if rows is None else len(rows)
@@ -108,7 +108,7 @@ def _loss_and_gradients(
         d_input.zero_()
     if num_rows == 0:
         d_weight.zero_()
-    statistics = losses.new_empty(4, num_rows)
+    statistics = losses.new_empty(3, num_rows)
     V = len(linear_weight)
     logits_buffer = input.new_empty(min(chunk_size, num_rows), _row_length(V))[:, :V]
     groups = _groups_of_words(V)
@@ -125,7 +125,7 @@ def _loss_and_gradients(
         for words, head, bias in zip(groups, heads, biases):
             linear.forward(x_factor, head, bias, out=logits[:, words])
         gradient = logits if needs_gradient else None  # the gradient overwrites the logits
-        statistics[:, here] = row_step(logits, labels, weight, options, shard, gradient=gradient, scale=row_scale)
+        statistics[:, here] = row_step(logits, labels, options, shard, gradient=gradient, scale=row_scale)
         if gradient is None:
             continue
         factors = [linear.factor(gradient[:, words]) for words in groups]
@@ -145,8 +145,7 @@ def _loss_and_gradients(
     if needs_input and shard.group is not None:
         dist.all_reduce(d_input, group=shard.group)
     computed = slice(None) if rows is None else rows
-    values = row_losses(statistics, target[computed], weight, options, shard.num_classes)
-    losses.zero_()[computed], log_sum_exp.zero_()[computed] = values
+    losses.zero_()[computed], log_sum_exp.zero_()[computed] = row_losses(statistics)
     return (losses * scale).sum(), losses, log_sum_exp, d_input, d_weight, d_bias
 
 
@@ -163,19 +162,19 @@ def _empty_outputs(input, linear_weight, target, needs_input, needs_weight, need
 
 
 @_loss_and_gradients.register_fake
-def _(input, linear_weight, target, linear_bias, weight, scale, needs_input, needs_weight, needs_bias, *options):
+def _(input, linear_weight, target, linear_bias, scale, needs_input, needs_weight, needs_bias, *options):
     outputs = _empty_outputs(input, linear_weight, target, needs_input, needs_weight, needs_bias)
     return outputs[0].new_empty(()), *outputs
 
 
 def _setup_context(ctx, inputs, output):
-    input, linear_weight, target, linear_bias, weight, scale, *needs = inputs[:9]
+    input, linear_weight, target, linear_bias, scale, *needs = inputs[:8]
     ctx.set_materialize_grads(False)
-    ctx.dtype, ctx.options, ctx.has_gradients = input.dtype, inputs[9:], any(needs)
+    ctx.dtype, ctx.options, ctx.has_gradients = input.dtype, inputs[8:], any(needs)
     if ctx.has_gradients:
         ctx.save_for_backward(scale, *output[3:])
     else:
-        ctx.save_for_backward(input, linear_weight, target, linear_bias, weight)
+        ctx.save_for_backward(input, linear_weight, target, linear_bias)
 
 
 def _backward(ctx, d_loss, d_losses, *_):
@@ -194,7 +193,7 @@ def _backward(ctx, d_loss, d_losses, *_):
     else:
         _, _, _, *gradients = _loss_and_gradients(*ctx.saved_tensors, d_losses.contiguous(), *needs, *ctx.options)
     d_input, d_weight, d_bias = (g.to(ctx.dtype) if needed else None for g, needed in zip(gradients, needs))
-    return d_input, d_weight, None, d_bias, *[None] * (5 + len(ctx.options))
+    return d_input, d_weight, None, d_bias, *[None] * (4 + len(ctx.options))
 
 
 _loss_and_gradients.register_autograd(_backward, setup_context=_setup_context)
@@ -206,11 +205,8 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     softcap: float | None = None,
     denominator: float | Tensor | None = None,
     num_valid_tokens: int | None = None,
@@ -222,15 +218,16 @@ def linear_cross_entropy(
 ) -> Tensor | Details:
     """Cross-entropy of `input @ linear_weight.T + linear_bias`, with logits of one chunk of tokens at a time.
 
-    The signature follows PyTorch's `F.linear_cross_entropy`; gradients in forward follow mgmalek's
-    efficient_cross_entropy and Liger-Kernel (arXiv:2410.10989). It takes chunk_size * V * 2 bytes for 16-bit logits,
-    and 4 * V * D bytes for dW in float32, on top of inputs and gradients. Autocast casts as for F.linear.
+    The signature follows PyTorch's `F.linear_cross_entropy`, without class weights and label smoothing. Gradients in
+    forward follow mgmalek's efficient_cross_entropy and Liger-Kernel (arXiv:2410.10989). It takes chunk_size * V * 2
+    bytes for 16-bit logits, and 4 * V * D bytes for dW in float32, on top of inputs and gradients. Autocast casts as
+    for F.linear.
 
     Args:
         input: [..., D] hidden states, float32, bfloat16 or float16 (float64 too with impl="torch").
         linear_weight: [V, D], the head, of the input's dtype. A DTensor is gathered once. Its gradient is summed over
             the ranks of its mesh, which are taken to have different rows of the input.
-        target, weight, label_smoothing, z_loss, softcap, denominator, return_details: as in `cross_entropy`.
+        target, softcap, denominator, return_details: as in `cross_entropy`.
         linear_bias: [V], of the input's dtype.
         reduction: "mean", "sum" or "none". "none" costs a fourth GEMM in backward.
         ignore_index: rows with this label count for nothing and cost nothing.
@@ -248,8 +245,7 @@ def linear_cross_entropy(
         a `Details`.
 
     Raises:
-        ValueError: shapes, dtypes or options that do not fit together; a denominator or a sum of class weights that
-            `cross_entropy` refuses.
+        ValueError: shapes, dtypes or options that do not fit together; a denominator that `cross_entropy` refuses.
         RuntimeError: wrong num_valid_tokens; in backward, create_graph=True.
     """
     if hasattr(linear_weight, "full_tensor"):
@@ -258,20 +254,19 @@ def linear_cross_entropy(
         linear_weight = linear_weight.full_tensor(grad_placements=[Partial()] * linear_weight.device_mesh.ndim)
     input, linear_weight, linear_bias = cast_by_autocast(input, linear_weight, linear_bias)
     on_triton = use_triton(impl, input)
-    group_name, num_shards = (None, 1) if process_group is None else (process_group.group_name, process_group.size())
-    num_classes = num_shards * linear_weight.shape[0]
-    labels, weight = checked_labels_and_weight(input, target, weight, num_classes, reduction, label_smoothing, softcap)
+    group_name = None if process_group is None else process_group.group_name
+    labels = checked_labels(input, target, reduction, softcap)
     _check(input, linear_weight, linear_bias, target, num_valid_tokens, chunk_size)
 
     x = input.reshape(-1, input.shape[-1])
     dtype = torch.promote_types(input.dtype, torch.float32)
-    scale = loss_scale(labels, weight, reduction, ignore_index, denominator, dtype)
+    scale = loss_scale(labels, reduction, ignore_index, denominator, dtype)
     # Forward computes the gradients, except for reduction="none".
     computes_gradients = torch.is_grad_enabled() and reduction != "none"
     needs = [computes_gradients and t is not None and t.requires_grad for t in (x, linear_weight, linear_bias)]
     loss, losses, log_sum_exp, *_ = _loss_and_gradients(
-        x, linear_weight, labels, linear_bias, weight, scale, *needs, linear.number, num_valid_tokens, chunk_size,
-        group_name, ignore_index, label_smoothing, z_loss, softcap, on_triton,
+        x, linear_weight, labels, linear_bias, scale, *needs, linear.number, num_valid_tokens, chunk_size,
+        group_name, ignore_index, softcap, on_triton,
     )  # fmt: skip
     if reduction == "none":
         loss = losses.view(target.shape)

@@ -17,12 +17,11 @@ module = importlib.import_module("kernels.cross_entropy")  # the package has the
 
 _ROW = {
     "target_ptr": "*i64", "statistics_ptr": "*fp32", "logits_stride": "i64", "gradient_stride": "i64",
-    "scale_stride": "i32", "num_rows": "i32", "num_columns": "i32", "first_class": "i32", "num_classes": "i32",
+    "scale_stride": "i32", "num_rows": "i32", "num_columns": "i32", "first_class": "i32",
 }  # fmt: skip
 _CONSTANTS = {
-    "weight_ptr": None, "weight_sum_ptr": None, "scale_ptr": None, "gradient_ptr": None,
-    "IGNORE_INDEX": -100, "LABEL_SMOOTHING": 0.0, "Z_LOSS": 0.0, "SOFTCAP": None, "HAS_STATISTICS": False,
-    "VECTOR": module.VECTOR,
+    "scale_ptr": None, "gradient_ptr": None,
+    "IGNORE_INDEX": -100, "SOFTCAP": None, "HAS_STATISTICS": False, "VECTOR": module.VECTOR,
 }  # fmt: skip
 
 
@@ -39,8 +38,7 @@ KERNELS_TO_COMPILE = [
     _row_kernel({"logits_ptr": "*bf16"}),
     _row_kernel({"logits_ptr": "*bf16", "gradient_ptr": "*bf16", "scale_ptr": "*fp32"}, HAS_STATISTICS=True),
     _row_kernel(
-        {p: "*fp32" for p in ("logits_ptr", "gradient_ptr", "scale_ptr", "weight_ptr", "weight_sum_ptr")},
-        itemsize=4, LABEL_SMOOTHING=0.1, Z_LOSS=1e-4, SOFTCAP=30.0,
+        {p: "*fp32" for p in ("logits_ptr", "gradient_ptr", "scale_ptr")}, itemsize=4, SOFTCAP=30.0
     ),
     KernelToCompile(
         "_scale_rows_kernel",
@@ -90,9 +88,8 @@ def _assert_as_exact_as_pytorch(logits, target, d_loss=1.0, impl="triton", inpla
 
 
 OPTIONS = [
-    {}, {"reduction": "sum"}, {"denominator": 17}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"softcap": 5.0},
-    {"weight": True}, {"ignore_index": 0},
-    {"weight": True, "label_smoothing": 0.2, "z_loss": 1e-2, "softcap": 5.0, "reduction": "none"},
+    {}, {"reduction": "sum"}, {"denominator": 17}, {"softcap": 5.0}, {"ignore_index": 0},
+    {"softcap": 5.0, "reduction": "none"},
 ]  # fmt: skip
 
 
@@ -103,8 +100,6 @@ def test_every_option_is_as_exact_as_pytorch(device, options, inplace, impl):
     logits, target = _inputs(device)
     if "ignore_index" in options:
         target[target == -100] = 7
-    if "weight" in options:
-        options = {**options, "weight": torch.rand(logits.shape[-1], device=device)}
     _assert_as_exact_as_pytorch(logits, target, 0.7, impl, inplace, **options)
 
 
@@ -148,13 +143,11 @@ def test_a_certain_label_keeps_its_tiny_gradient_and_loss(device, impl):
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("offset", [2.0**24, -(2.0**24)])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_an_offset_common_to_all_logits_changes_nothing(device, offset, label_smoothing, impl):
+def test_an_offset_common_to_all_logits_changes_nothing(device, offset, impl):
     logits, target = _inputs(device, vocab=53)
     logits = 2 * logits.round()  # multiples of 2 stay exact after the offset
-    options = {"label_smoothing": label_smoothing, "impl": impl}
-    loss, gradient = _loss_and_gradient(cross_entropy, logits, target, **options)
-    shifted_loss, shifted_gradient = _loss_and_gradient(cross_entropy, logits + offset, target, **options)
+    loss, gradient = _loss_and_gradient(cross_entropy, logits, target, impl=impl)
+    shifted_loss, shifted_gradient = _loss_and_gradient(cross_entropy, logits + offset, target, impl=impl)
     torch.testing.assert_close(shifted_loss, loss, rtol=1e-6, atol=0)
     torch.testing.assert_close(shifted_gradient, gradient, rtol=1e-6, atol=0)
 
@@ -178,11 +171,9 @@ def test_a_label_out_of_range_makes_the_loss_infinite(device, impl):
 @pytest.mark.parametrize("inplace", [False, True])
 def test_all_labels_ignored(device, inplace, impl):
     logits, target = _inputs(device)
-    for weight in (None, torch.rand(2101, device=device), torch.zeros(2101, device=device)):
-        loss, gradient = _loss_and_gradient(
-            cross_entropy, logits, torch.full_like(target, -100), weight=weight, impl=impl, inplace=inplace
-        )
-        assert loss == 0 and gradient.eq(0).all()
+    ignored = torch.full_like(target, -100)
+    loss, gradient = _loss_and_gradient(cross_entropy, logits, ignored, impl=impl, inplace=inplace)
+    assert loss == 0 and gradient.eq(0).all()
 
 
 def _whole_and_chunked(logits, target, **options):
@@ -210,32 +201,20 @@ def test_a_denominator_of_one_element_is_a_number_and_of_more_is_refused(device)
             function()
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
-def test_class_weights_of_valid_labels_must_have_a_positive_sum(value):
-    logits, target = _inputs("cpu", vocab=53)
-    weight = torch.ones(53)
-    weight[target[target != -100]] = value
-    for function in _whole_and_chunked(logits, target, weight=weight):
-        with pytest.raises(ValueError, match=f"class weights must be positive and finite, got {9 * value}"):
-            function()
-
-
 def test_checked_denominators_compile_in_one_graph():
     logits, target = _inputs("cpu", vocab=53)
-    weight = torch.rand(53)
-    for options in ({"denominator": torch.tensor(7)}, {"weight": weight}):
-        for function in _whole_and_chunked(logits, target, **options):
-            compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-            torch.testing.assert_close(compiled(), function())
+    for function in _whole_and_chunked(logits, target, denominator=torch.tensor(7)):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(), function())
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_details(device, impl):
     logits, target = _inputs(device)
-    expected = cross_entropy_reference(logits, target, z_loss=1e-3, return_details=True)
+    expected = cross_entropy_reference(logits, target, return_details=True)
     for inplace in (False, True):
         details = cross_entropy(
-            logits.clone().requires_grad_() * 1, target, z_loss=1e-3, return_details=True, inplace=inplace, impl=impl
+            logits.clone().requires_grad_() * 1, target, return_details=True, inplace=inplace, impl=impl
         )
         for value, wanted in zip(details, expected):
             torch.testing.assert_close(value.detach(), wanted)
@@ -304,29 +283,14 @@ def test_strided_logits(device, layout):
 @given(
     shape=st.sampled_from([(6,), (6, 1), (1, 6), (2, 3)]),
     of_target=st.sampled_from(STRIDES),
-    of_weight=st.sampled_from([None, *STRIDES]),
     reduction=st.sampled_from(["mean", "none"]),
     inplace=st.booleans(),
     impl=st.sampled_from(IMPLEMENTATIONS),
 )
-def test_strides_of_target_and_weight(shape, of_target, of_weight, reduction, inplace, impl):
+def test_strides_of_target(shape, of_target, reduction, inplace, impl):
     target = torch.tensor([2, 0, -100, 3, 1, 4], device=DEVICE).view(shape)
-    weight = None if of_weight is None else strided(torch.arange(1.0, 6.0, device=DEVICE), of_weight)
     logits = 3 * torch.randn(*shape, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    options = {"weight": weight, "label_smoothing": 0.1, "reduction": reduction}
-    _assert_as_exact_as_pytorch(logits, strided(target, of_target), 1.0, impl, inplace, **options)
-
-
-@pytest.mark.parametrize("function", ["whole", "chunked"])
-def test_class_weights_have_no_gradient(function):
-    logits, target = _inputs("cpu", vocab=53)
-    weight = torch.rand(53, requires_grad=True)
-    if function == "whole":
-        loss = cross_entropy(logits.requires_grad_(), target, weight=weight)
-    else:
-        loss = linear_cross_entropy(logits.requires_grad_(), torch.eye(53), target, weight=weight)
-    loss.backward()
-    assert logits.grad is not None and weight.grad is None
+    _assert_as_exact_as_pytorch(logits, strided(target, of_target), 1.0, impl, inplace, reduction=reduction)
 
 
 @pytest.mark.parametrize("num_columns", [1, 127, 17000, 66000])
@@ -340,13 +304,12 @@ def test_every_launch_configuration(device, num_columns):
 def test_shards_of_the_classes(device, impl):
     logits, target = _inputs(device, shape=(10,), vocab=4202, dtype=torch.bfloat16)
     target[4] = 2101
-    weight = torch.rand(4202, device=device)
-    options = module.RowOptions(-100, 0.1, 1e-3, 5.0, use_triton=impl == "triton")
+    options = module.RowOptions(-100, 5.0, use_triton=impl == "triton")
     whole = torch.empty_like(logits)
-    statistics = module.row_step(logits, target, weight, options, module.Shard(None, 0, 4202), gradient=whole)
+    statistics = module.row_step(logits, target, options, module.Shard(None, 0), gradient=whole)
 
-    shards = [(module.Shard(None, first, 4202), logits[:, first : first + 2101]) for first in (0, 2101)]
-    own = [module.row_step(columns, target, weight, options, shard) for shard, columns in shards]
+    shards = [(module.Shard(None, first), logits[:, first : first + 2101]) for first in (0, 2101)]
+    own = [module.row_step(columns, target, options, shard) for shard, columns in shards]
     maximum = torch.maximum(own[0][0], own[1][0])
     torch.testing.assert_close(maximum, statistics[0])
     others = sum(s[1] * (s[0] - maximum).exp() for s in own)
@@ -354,7 +317,7 @@ def test_shards_of_the_classes(device, impl):
     torch.testing.assert_close(torch.maximum(own[0][2], own[1][2]), statistics[2])
     for shard, columns in shards:
         expected = whole[:, shard.first_class : shard.first_class + 2101].clone()
-        module.row_step(columns, target, weight, options, shard, statistics=statistics, gradient=columns)
+        module.row_step(columns, target, options, shard, statistics=statistics, gradient=columns)
         torch.testing.assert_close(columns, expected)
 
 
@@ -411,9 +374,7 @@ def test_triton_runs_the_kernel_and_torch_does_not(device, monkeypatch):
     [
         ({"target": torch.zeros(3, dtype=torch.long)}, "target must be"),
         ({"target": torch.zeros(2, 5)}, "integer labels"),
-        ({"weight": torch.ones(52)}, "one a class"),
         ({"reduction": "average"}, "reduction"),
-        ({"label_smoothing": 1.5}, "label_smoothing"),
         ({"softcap": 0.0}, "softcap"),
         ({"logits": torch.zeros(2, 5, 53, dtype=torch.float64)}, "float64"),
         ({"logits": torch.zeros(2, 53, 5).mT, "inplace": True}, "contiguous"),
@@ -444,10 +405,7 @@ def test_any_shape_and_options(data):
         d_loss=data.draw(st.sampled_from([1.0, -3.0])),
         impl=data.draw(st.sampled_from(IMPLEMENTATIONS)),
         inplace=data.draw(st.booleans()),
-        weight=data.draw(st.sampled_from([None, torch.linspace(0.1, 2, vocab, device=device)])),
         reduction=data.draw(st.sampled_from(["none", "mean", "sum"])),
-        label_smoothing=data.draw(st.sampled_from([0.0, 0.1])),
-        z_loss=data.draw(st.sampled_from([0.0, 1e-3])),
         softcap=data.draw(st.sampled_from([None, 8.0])),
     )
 
@@ -482,8 +440,7 @@ def test_rows_beyond_2_31_elements(device):
 def test_no_host_synchronisation(device, inplace):
     logits, target = _inputs(device)
     leaf = logits.requires_grad_()
-    weight = torch.rand(logits.shape[-1], device=device)
-    denominators = [{"denominator": 7}, {"denominator": torch.tensor(7, device=device)}, {"weight": weight}]
+    denominators = [{"denominator": 7}, {"denominator": torch.tensor(7, device=device)}]
     for mode in ("default", "error"):  # the first round compiles
         torch.cuda.set_sync_debug_mode(mode)
         try:
@@ -495,14 +452,13 @@ def test_no_host_synchronisation(device, inplace):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", ["denominator=zero", "weight=zero.expand(53)"])
-def test_a_cuda_denominator_that_is_not_positive_is_a_device_side_assertion(options):
+def test_a_cuda_denominator_that_is_not_positive_is_a_device_side_assertion():
     """Runs in a process of its own, because the assertion ends it."""
-    program = f"""
+    program = """
 import torch
 from kernels.cross_entropy import cross_entropy
 zero = torch.zeros((), device="cuda")
-cross_entropy(torch.zeros(5, 53, device="cuda"), torch.arange(5, device="cuda"), {options})
+cross_entropy(torch.zeros(5, 53, device="cuda"), torch.arange(5, device="cuda"), denominator=zero)
 torch.cuda.synchronize()
 """
     process = subprocess.run(
