@@ -12,7 +12,7 @@ r"""Extend a released model's context, and evaluate it before and after training
    attention's mass, the same weights, and the weights after --adaptation_steps of training with that attention. As many
    more steps with attention to everything are the comparison.
 6. With `--lora 64`, adapters of that rank are trained as the whole model was, and evaluated.
-7. Loss by position and tasks of all evaluations are printed, and drawn if matplotlib is installed.
+7. Loss by position and needles of all evaluations are printed, and drawn if matplotlib is installed.
 
 Each part is a command of this repository and is printed. OUT gets the evaluations' JSON and pictures and the runs. A
 part is skipped if its result is in OUT, so a later command may add the fifth.
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--sequences_per_step", type=int, default=4)
     parser.add_argument("--learning_rate", type=float, default=3e-4)
     parser.add_argument("--sequences", type=int, default=12, help="held-out texts that are read for their loss")
-    parser.add_argument("--samples", type=int, default=12, help="per task and length")
+    parser.add_argument("--samples", type=int, default=12, help="needles per length")
     parser.add_argument("--selected_blocks", type=int, nargs="*", default=[], help="numbers of blocks to try")
     parser.add_argument("--adaptation_steps", type=int, default=40)
     parser.add_argument("--adaptation_learning_rate", type=float, default=5e-5)
@@ -67,9 +67,8 @@ def main() -> None:
     def judge(model: Path, name: str, *flags: object) -> None:
         names.append(name)
         run(out / name / "evaluation.json", "-m", "training.evaluation", model, "--data", held_out,
-            "--context_length", length, "--lengths", length // 4, length // 2, length, "--tasks", "needle",
-            "multi_key_needle", "--sequences", arguments.sequences, "--samples", arguments.samples,
-            "--output_dir", out / name, *flags)  # fmt: skip
+            "--context_length", length, "--lengths", length // 4, length // 2, length, "--sequences",
+            arguments.sequences, "--samples", arguments.samples, "--output_dir", out / name, *flags)  # fmt: skip
 
     def learn(model: Path, name: str, steps: int, rate: float, *flags: object) -> Path:
         trained = out / name / f"step_{steps:08d}"
@@ -118,10 +117,10 @@ def main() -> None:
         ],
     )
     print_table(
-        "share of the asked words found",
-        ["task, tokens", *names],
+        "share of the needles found",
+        ["tokens", *names],
         [
-            [f"{row['task']}, {row['length']:,}", *(found[name]["tasks"][i]["score"] for name in names)]
+            [f"{row['length']:,}", *(found[name]["tasks"][i]["score"] for name in names)]
             for i, row in enumerate(first["tasks"])
         ],
     )
@@ -133,11 +132,11 @@ def main() -> None:
 
 def draw(out: Path, prefix: str, found: dict[str, dict], least: int = 0) -> None:
     """Draw these evaluations, losses from position `least` on."""
-    from training.evaluation.pictures import draw_losses, draw_tasks
+    from training.evaluation.pictures import draw_losses, draw_needles
 
     losses = [(name, [r for r in one["loss_by_position"] if r["first"] >= least]) for name, one in found.items()]
     draw_losses(out / f"{prefix}loss_by_position.png", losses)
-    draw_tasks(out / f"{prefix}tasks.png", [(name, one["tasks"]) for name, one in found.items()])
+    draw_needles(out / f"{prefix}needles.png", [(name, one["tasks"]) for name, one in found.items()])
 
 
 if __name__ == "__main__":

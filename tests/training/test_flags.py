@@ -296,7 +296,7 @@ IDLE = {  # a command line for each row, and the flags that have no effect there
             "data suffixes short_context margin ceiling evaluator",
         ),
         ("x --suffixes .rs", "suffixes"),
-        ("x --samples 0 --tasks needle --lengths 9 --seed 0", "tasks lengths seed"),
+        ("x --samples 0 --lengths 9 --seed 0", "lengths seed"),
         ("x --sequences 0 --lengths 9 --context_length 9", "context_length"),
     ],
     "training.generate": [("x --top_p 1 --seed 0", "top_p seed"), ("x --system x", "system")],

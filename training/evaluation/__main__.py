@@ -1,7 +1,7 @@
-"""Evaluate how a model uses its context: loss by position, loss on tokens that need it, synthetic tasks by length.
+"""Evaluate how a model uses its context: loss by position, loss on tokens that need it, needles by length and depth.
 
 `python -m training.evaluation FOLDER` takes a checkpoint, or weights in Hugging Face's form. positions.py defines the
-losses, tasks.py the tasks.
+losses, needle.py the needles.
 """
 
 import sys
@@ -13,7 +13,6 @@ if __name__ == "__main__":
     answer_early(read_evaluation_flags)
 
 import gc
-import itertools
 import json
 import logging
 import math
@@ -31,7 +30,7 @@ from training.data.chat import REASONING
 from training.data.corpus import open_stores
 from training.data.tokens import Store, join, split
 from training.evaluation import positions
-from training.evaluation.tasks import TASKS, Result, Samples, judge
+from training.evaluation.needle import DEPTHS, Result, Samples, judge
 from training.host.errors import UserError, is_installed, refused_as_user_error
 from training.host.files import check_can_write, read_json
 from training.host.processes import command
@@ -82,7 +81,7 @@ class Questions(NamedTuple):
 
 
 def make_questions(flags: EvaluationFlags, opened: Opened, world: World) -> Questions:
-    """Raises UserError for data that cannot be read, and where no text or task is as long as asked."""
+    """Raises UserError for data that cannot be read, and where no text or needle is as long as asked."""
     settings, declared = settings_of(opened), min(opened.shape.max_position_embeddings, LARGEST_DEFAULT_CONTEXT)
     context_length = flags.context_length or (settings and settings.context_length) or declared
     lengths = flags.lengths or [max(2, context_length // 4), max(2, context_length // 2), context_length]
@@ -100,11 +99,10 @@ def make_questions(flags: EvaluationFlags, opened: Opened, world: World) -> Ques
             "give longer --data and a larger --context_length"
         )
     if flags.samples:
-        asked = itertools.product(dict.fromkeys(flags.tasks or TASKS), sorted({*lengths}))
-        samples = [Samples(name, length, opened.tokenizer, flags.seed, flags.samples) for name, length in asked]
-        if not any(of_task.size for of_task in samples):
+        samples = [Samples(length, opened.tokenizer, flags.seed, flags.samples) for length in sorted({*lengths})]
+        if not samples[-1].size:
             raise UserError(
-                f"no task fits {max(lengths)} tokens of this tokenizer; give larger --lengths, or --samples 0"
+                f"no needle fits {max(lengths)} tokens of this tokenizer; give larger --lengths, or --samples 0"
             )
     return Questions(pieces, short, samples)
 
@@ -145,7 +143,7 @@ class Evaluation:
 
 
 def evaluate(flags: EvaluationFlags, opened: Opened, questions: Questions, world: World, found: Evaluation) -> None:
-    """Add the answers to `found` one after the other, so that an error in the tasks leaves it the losses."""
+    """Add the answers to `found` one after the other, so that an error in the needles leaves it the losses."""
     theirs = evaluator_losses(flags, opened, questions, world) if flags.evaluator else None
     gc.collect()  # the evaluator's weights are gone before the model's are read
     if world.device.type == "cuda":
@@ -161,29 +159,25 @@ def evaluate(flags: EvaluationFlags, opened: Opened, questions: Questions, world
         limits = questions.short_context, flags.margin, flags.ceiling
         found.key_tokens = positions.key_token_losses(questions.pieces, long, their_long, their_short, *limits)
     asked = sum(samples.count for samples in questions.samples if samples.size)
-    with tqdm(total=asked, desc="tasks", unit="sample", disable=not asked) as bar:
+    with tqdm(total=asked, desc="needles", unit="sample", disable=not asked) as bar:
         for samples in questions.samples:
-            bar.set_postfix_str(f"{samples.name} {samples.length:,}")
+            bar.set_postfix_str(f"{samples.length:,} tokens")
             answer = lambda ids, count: [*write(model, ids, count, opened.stop_ids)]  # noqa: E731
             found.tasks.append(judge(answer, samples, bar.update))
 
 
-def format_tasks(results: Sequence[Result]) -> str:
-    """A table of scores by task and length, and for needles by depth."""
-    lengths, scores = sorted({result.length for result in results}), {}
-    for result in results:
-        scores[result.task, result.length] = result.score
-        for depth, score in (result.by_depth or {}).items():
-            scores[f"{result.task}, depth {depth:.0%}", result.length] = score
-    lines = ["share of the asked words found, by tokens of the prompt"]
-    lines.append(f"{'':<28}" + "".join(f"{length:>9,}" for length in lengths))
-    for name in dict.fromkeys(name for name, _ in scores):
-        row = (scores.get((name, length)) for length in lengths)
-        lines.append(f"{name:<28}" + "".join(f"{'-':>9}" if score is None else f"{score:9.2f}" for score in row))
-    if None in scores.values():
-        lines.append("-: too short for the task with this tokenizer")
-    if len(results) % len(lengths):
-        lines.append("-: of the last task: not finished")
+def format_needles(results: Sequence[Result]) -> str:
+    """A table of scores by length, over all depths and for each."""
+    lines = ["share of the needles found, by tokens of the prompt"]
+    lines.append(f"{'':<28}" + "".join(f"{result.length:>9,}" for result in results))
+    rows = {"all depths": [result.score for result in results]}
+    for depth in DEPTHS:
+        rows[f"depth {depth:.0%}"] = [(result.by_depth or {}).get(depth) for result in results]
+    for name, scores in rows.items():
+        if any(score is not None for score in scores):
+            lines.append(f"{name:<28}" + "".join(f"{'-':>9}" if s is None else f"{s:9.2f}" for s in scores))
+    if None in rows["all depths"]:
+        lines.append("-: too short for a needle with this tokenizer")
     return "\n".join(lines)
 
 
@@ -196,8 +190,9 @@ def read_earlier(files: Sequence[Path]) -> list[tuple[str, dict]]:
                 math.fsum((row["first"], row["last"], row["loss"]))  # numbers
                 if not 0 <= row["first"] <= row["last"]:
                     raise IndexError
+            content["tasks"] = [row for row in content["tasks"] if row["task"] == "needle"]
             for row in content["tasks"]:
-                math.fsum((row["length"], row["score"] or 0, row.get("samples", 0))), row["task"].lower()
+                math.fsum((row["length"], row["score"] or 0, row.get("samples", 0)))
                 if not row.get("samples", 0) >= 0:
                     raise IndexError
         except (KeyError, IndexError, TypeError, AttributeError, OverflowError):
@@ -210,15 +205,14 @@ def draw(folder: Path, content: dict, earlier: Sequence[tuple[str, dict]]) -> No
     if not is_installed("matplotlib"):
         print("no pictures: pip install matplotlib", file=sys.stderr)
         return
-    from training.evaluation.pictures import draw_losses, draw_needles, draw_tasks
+    from training.evaluation.pictures import draw_depths, draw_losses, draw_needles
 
     curves = [(folder.absolute().name, content), *earlier]
     if content["loss_by_position"]:
         draw_losses(folder / "loss_by_position.png", [(name, one["loss_by_position"]) for name, one in curves])
-    if content["tasks"]:
-        draw_tasks(folder / "tasks.png", [(name, one["tasks"]) for name, one in curves])
     if rows := [row for row in content["tasks"] if row["by_depth"]]:
-        draw_needles(folder / "needles.png", rows)
+        draw_needles(folder / "needles.png", [(name, one["tasks"]) for name, one in curves])
+        draw_depths(folder / "needle_depths.png", rows)
 
 
 def report(flags: EvaluationFlags, found: Evaluation, is_complete: bool, earlier: Sequence[tuple[str, dict]]) -> None:
@@ -232,7 +226,7 @@ def report(flags: EvaluationFlags, found: Evaluation, is_complete: bool, earlier
     if found.key_tokens:
         tables.append(positions.format_key_tokens(found.key_tokens, flags.margin, flags.ceiling))
     if found.tasks:
-        tables.append(format_tasks(found.tasks))
+        tables.append(format_needles(found.tasks))
     print("\n\n".join(tables))
     if flags.output_dir:
         draw(flags.output_dir, json.loads(text), earlier)
@@ -258,7 +252,7 @@ def main(argv: list[str]) -> None:
         try:
             with mending_out_of_memory():
                 evaluate(flags, opened, questions, world, found)
-        finally:  # also of an evaluation that ends early, as when memory runs out in the tasks
+        finally:  # also of an evaluation that ends early, as when memory runs out in the needles
             if found.loss_by_position or found.tasks:
                 report(flags, found, len(found.tasks) == len(questions.samples), earlier)
 

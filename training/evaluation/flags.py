@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from training.evaluation.tasks import TASKS
 from training.flags import Idle, flag, read_flags
 from training.inference_flags import ModelFlags
 
@@ -13,7 +12,7 @@ LONGEST = 2**27  # tokens
 
 @dataclass
 class EvaluationFlags(ModelFlags):
-    """Judge what a model makes of its context: losses by position, and tasks by length."""
+    """Judge what a model makes of its context: losses by position, and needles by length and depth."""
 
     context_length: int | None = flag(
         None, "tokens read at most; default: as trained, of other weights up to 32768", least=2, most=LONGEST,
@@ -28,8 +27,7 @@ class EvaluationFlags(ModelFlags):
     margin: float = flag(2.0, "nats by which a token that needs the context is better with it", most=1e6)
     ceiling: float = flag(2.0, "nats of loss that such a token has at most", most=1e6)
     evaluator: Path | None = flag(None, "folder of a model that says which tokens need the context; default: this one")
-    samples: int = flag(20, "of each task and length; 0: no tasks", group="tasks")
-    tasks: list[str] = flag(list, "default: all", TASKS)
+    samples: int = flag(20, "for each length; 0: no needles", group="needles")
     lengths: list[int] = flag(list, "tokens; default: a quarter, half and all of context_length", least=2, most=LONGEST)
     seed: int = flag(0, "of the samples")
 
@@ -37,7 +35,7 @@ class EvaluationFlags(ModelFlags):
         Idle("data suffixes short_context margin ceiling evaluator", "with sequences 0; drop one",
              lambda f: not f.sequences),
         Idle("suffixes", "without data; drop it, or give those", lambda f: not f.data),
-        Idle("tasks lengths seed", "with samples 0; drop one", lambda f: not f.samples),
+        Idle("lengths seed", "with samples 0; drop one", lambda f: not f.samples),
         Idle("context_length", "with sequences 0 and lengths; drop one", lambda f: f.lengths and not f.sequences),
     )  # fmt: skip
 

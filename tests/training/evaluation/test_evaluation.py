@@ -11,7 +11,7 @@ import torch
 
 from model import Transformer
 from tests.checkpoints import save_checkpoint
-from tests.training.evaluation.test_tasks import oracle
+from tests.training.evaluation.test_needle import oracle
 from tests.training.test_inference import TINY
 from training.data.corpus import open_stores
 from training.data.tokenizer import ByteTokenizer
@@ -56,9 +56,9 @@ def run(folder, out, *flags):
     return code, json.loads((out / "evaluation.json").read_text()) if code == 0 else None
 
 
-def test_losses_and_tasks_of_a_checkpoint(folders, tmp_path, capsys):
-    """Random weights: every loss is at chance, and no task is solved."""
-    flags = "--samples", "2", "--tasks", "needle", "frequent_words", "--lengths", "150", "300", "450"
+def test_losses_and_needles_of_a_checkpoint(folders, tmp_path, capsys):
+    """Random weights: every loss is at chance, and no needle is found."""
+    flags = "--samples", "2", "--lengths", "150", "300", "450"
     code, found = run(folders["full"], tmp_path / "first", *flags)
     assert code == 0
     [store] = open_stores([folders["data"]], ByteTokenizer(), 256)
@@ -69,15 +69,12 @@ def test_losses_and_tasks_of_a_checkpoint(folders, tmp_path, capsys):
     assert all(abs(row["loss"] - math.log(256)) < 0.3 for row in rows)
     assert found["key_tokens"]["short_context"] == 64 and found["key_tokens"]["key_tokens"] == 0
     scores = {(row["task"], row["length"]): row["score"] for row in found["tasks"]}
-    assert scores == {
-        ("needle", 150): None, ("needle", 300): 0, ("needle", 450): 0,
-        ("frequent_words", 150): None, ("frequent_words", 300): None, ("frequent_words", 450): 0,
-    }  # fmt: skip
+    assert scores == {("needle", 150): None, ("needle", 300): 0, ("needle", 450): 0}
     assert found["is_complete"]
     names = sorted(file.name for file in (tmp_path / "first").iterdir())
-    assert names == ["evaluation.json", "loss_by_position.png", "needles.png", "tasks.png"]
+    assert names == ["evaluation.json", "loss_by_position.png", "needle_depths.png", "needles.png"]
     out = capsys.readouterr().out
-    assert "128 to 255" in out and "needle, depth 25%" in out and "-: too short" in out
+    assert "128 to 255" in out and "\ndepth 25%" in out and "-: too short" in out
     beside = str(tmp_path / "first" / "evaluation.json")
     flags = "--samples", "0", "--evaluator", folders["full"], "--beside", beside, "--sequences", "2"
     code, found = run(folders["nsa"], tmp_path / "second", *flags)
@@ -87,9 +84,9 @@ def test_losses_and_tasks_of_a_checkpoint(folders, tmp_path, capsys):
 def test_a_model_that_answers_scores_one(folders, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "write", lambda model, ids, count, stop_ids: oracle(ids, count))
     code, found = run(folders["full"], tmp_path, "--sequences", "0", "--samples", "6", "--lengths", "1500")
-    assert code == 0 and found["loss_by_position"] == [] and len(found["tasks"]) == 5
+    assert code == 0 and found["loss_by_position"] == [] and len(found["tasks"]) == 1
     assert all(row["score"] == 1 and row["samples"] == 6 for row in found["tasks"])
-    assert capsys.readouterr().out.count("     1.00") == 5 + 2 * 5
+    assert capsys.readouterr().out.count("     1.00") == 1 + 5
 
 
 def test_what_was_finished_before_memory_ran_out_is_written(folders, tmp_path, monkeypatch, capsys):
@@ -97,20 +94,18 @@ def test_what_was_finished_before_memory_ran_out_is_written(folders, tmp_path, m
 
     def answer(*arguments):
         asked.append(arguments)
-        if len(asked) == 4:
+        if len(asked) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.\nMore of it.")
         return oracle(*arguments[1:3])
 
     monkeypatch.setattr(command, "write", lambda model, ids, count, stop_ids: answer(model, ids, count))
-    flags = "--samples", "1", "--tasks", "needle", "variable_tracking", "--lengths", "1000", "1200"
+    flags = "--samples", "1", "--lengths", "1000", "1200", "1400"
     assert run(folders["full"], tmp_path, "--sequences", "2", *flags) == (1, None)
     found = json.loads((tmp_path / "evaluation.json").read_text())
-    scores = [(row["task"], row["length"], row["score"]) for row in found["tasks"]]
-    assert scores == [("needle", 1000, 1), ("needle", 1200, 1), ("variable_tracking", 1000, 1)]
+    assert [(row["length"], row["score"]) for row in found["tasks"]] == [(1000, 1), (1200, 1)]
     assert found["loss_by_position"] and found["key_tokens"] and not found["is_complete"]
     out, error = capsys.readouterr()
-    assert "128 to 255" in out and "-: of the last task: not finished" in out
-    assert ["variable_tracking", "1.00", "-"] in map(str.split, out.splitlines())
+    assert "128 to 255" in out and ["all", "depths", "1.00", "1.00"] in map(str.split, out.splitlines())
     assert error.splitlines()[-1] == (
         "error: CUDA out of memory. Tried to allocate 9.00 GiB. Give shorter texts, fewer new tokens or a larger "
         "--memory_budget, or end what else runs here"
@@ -124,10 +119,9 @@ def test_what_was_finished_before_memory_ran_out_is_written(folders, tmp_path, m
         (["--samples", "0", "--lengths", "300"], "lengths has no effect with samples 0"),
         (["--sequences", "0", "--margin", "1"], "margin has no effect with sequences 0"),
         (["--short_context", "300"], "no text is longer than short_context 300, the longest has 256 tokens"),
-        (["--lengths", "20"], "no task fits 20 tokens"),
+        (["--lengths", "20"], "no needle fits 20 tokens"),
         (["--lengths", "0", "300"], "lengths must be between 2 and"),
         (["--margin", "-1"], "margin must be between 0 and"),
-        (["--tasks", "haystack"], "invalid choice: 'haystack'"),
         (["--beside", "no/such.json"], "no/such.json is missing or damaged"),
         (["--data", "no/such"], "data path no/such does not exist"),
         (["--memory_budget", "1MB"], "the weights take 0.00 GiB"),
@@ -239,12 +233,18 @@ def test_a_score_of_few_samples_has_a_wide_interval(share, samples, expected):
     assert pictures.interval(share, samples) == pytest.approx(expected, abs=1e-4)
 
 
-def test_tasks_without_a_score_have_no_panel(tmp_path, monkeypatch):
+def test_evaluations_without_a_score_have_no_curve(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(pictures.Figure, "savefig", lambda figure, path: drawn.append(figure))
-    rows = [{"task": "needle", "length": 8, "score": 0.5, "samples": 20}, {"task": "words", "length": 8, "score": None}]
-    pictures.draw_tasks(tmp_path, [("a", rows), ("b", rows[1:])])
-    pictures.draw_tasks(tmp_path, [("a", rows[1:])])
-    [figure] = drawn
-    [panel] = figure.axes
-    assert panel.get_title() == "needle" and [text.get_text() for text in panel.get_legend().texts] == ["a"]
+    rows = [{"length": 8, "score": None}, {"length": 16, "score": 0.5, "samples": 20}]
+    pictures.draw_needles(tmp_path, [("a", rows), ("b", rows[:1])])
+    [panel] = drawn[0].axes
+    assert [text.get_text() for text in panel.get_legend().texts] == ["a"]
+
+
+def test_other_tasks_of_an_earlier_evaluation_are_left_out(tmp_path):
+    """Versions before 2026-11-27 had five tasks."""
+    rows = [{"task": name, "length": 8, "score": 0.5, "samples": 20} for name in ("needle", "common_words")]
+    (tmp_path / "evaluation.json").write_text(json.dumps({"loss_by_position": [], "tasks": rows}))
+    [(name, content)] = command.read_earlier([tmp_path / "evaluation.json"])
+    assert name == tmp_path.name and content["tasks"] == rows[:1]

@@ -1,0 +1,112 @@
+"""A needle in a haystack: one sentence with a number in repeated filler, and at the end the question for the number.
+
+A prompt ends with the start of the answer, as in RULER (arXiv 2404.06654): a model without chat tuning continues it.
+The score is the share of samples whose number the model writes. Nothing is downloaded: every sample has a seed.
+"""
+
+import random
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # place of a needle in its text: 0 at the start, 1 at the end
+FILLER = (
+    "The river runs past the old mill.", "A boat waits at the pier.", "The wind is mild today.",
+    "We walk up the hill and rest.", "Someone left the gate open.", "It will rain before the evening.",
+)  # fmt: skip
+WORDS = """
+amber bold brisk calm clear cold coral crisp dark deep dry dusty early faint fair fine fresh grand gray green happy
+hollow iron ivory keen late light lone long loud mild neat noble old pale plain proud quick quiet rare red rough round
+sharp short shy silver slow small soft solid steep still strong sweet tall thin warm white wide wild young
+
+acorn anchor apple arrow badge barn basin beach bell bench bird bridge brook cabin candle canoe castle cedar chair cliff
+cloud coin copper crane creek crown desk door eagle falcon farm feather fence field flame forest fox garden glass goat
+grove hammer harbor hawk island jacket kettle ladder lake lamp leaf lemon lion maple meadow mirror moss mountain needle
+oak orchard otter owl paddle path pearl pebble pine pond rabbit raven ridge ring river robin rope saddle salmon shell
+ship shore spoon spring star stone storm stream table tiger tower trail tree valley violin wagon wall water wheel willow
+window wolf wood
+"""
+ADJECTIVES, NOUNS = (part.split() for part in WORDS.split("\n\n"))
+
+
+class Sample(NamedTuple):
+    """A prompt's ids int64 [T], the tokens that the model may write at most, and the number that it should write."""
+
+    ids: np.ndarray
+    new_tokens: int
+    number: str
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids) + self.new_tokens
+
+
+class Samples:
+    """`count` samples, each of at most `length` tokens and nearly as many, new tokens included.
+
+    `size`, in sentences of filler, is 0 where any sample is too long even with one sentence.
+    """
+
+    def __init__(self, length: int, tokenizer, seed: int, count: int):
+        self.length, self.tokenizer, self.seed, self.count, self.size = length, tokenizer, seed, count, 0
+        if any(self._make(1, index).num_tokens > length for index in range(count)):
+            return
+        small, large = (self._make(size, 0).num_tokens for size in (1, 54))
+        self.size = 1 + int((length - small) * 53 / (large - small))
+        # The two sizes above may have shorter words than a long text: correct what they predict.
+        while self.size > 1 and (excess := self._make(self.size, 0).num_tokens - length) > 0:
+            self.size = max(1, self.size - max(1, int(self.size * excess / length)))
+
+    def _make(self, size: int, index: int) -> Sample:
+        draw = random.Random(f"{self.seed} needle {self.length} {index}")
+        kind, end = divmod(draw.randrange(len(ADJECTIVES) * len(NOUNS) * 90), 90)
+        key = f"{ADJECTIVES[kind // len(NOUNS)]}-{NOUNS[kind % len(NOUNS)]}-{10 + end}"
+        number = str(draw.randrange(1_000_000, 10_000_000))
+        sentences = [FILLER[i % len(FILLER)] for i in range(size)]
+        sentences.insert(round(DEPTHS[index % len(DEPTHS)] * size), f"The magic number of {key} is {number}.")
+        prompt = (
+            f"Remember the magic numbers in this text.\n\n{' '.join(sentences)}\n\n"
+            f"Question: What is the magic number of {key}?\nAnswer: The magic number of {key} is"
+        )
+        answer = len(self.tokenizer.encode(f" {number}"))  # a model may write a quarter more, and four
+        return Sample(self.tokenizer.encode_from_start(prompt), answer + answer // 4 + 4, number)
+
+    def make(self, index: int) -> Sample:
+        """Sample `index`. It depends on the seed and not on other samples; it is made smaller until it fits."""
+        size = self.size
+        while (sample := self._make(size, index)).num_tokens > self.length:  # __init__ saw that one sentence fits
+            size = max(1, size - max(1, size // 200))
+        return sample
+
+
+@dataclass
+class Result:
+    """The score at a length: the mean over samples, and for each depth. None: the length is too short."""
+
+    task: str  # always "needle"; files of earlier versions have others
+    length: int
+    samples: int
+    score: float | None
+    by_depth: dict[float, float] | None = None
+
+
+def judge(answer: Callable, samples: Samples, tick: Callable[[], None] = lambda: None) -> Result:
+    """Asks all samples and scores the answers; calls `tick` after each.
+
+    `answer` takes a prompt's ids and the number of tokens to write at most, and returns the ids that it writes.
+    """
+    if samples.size == 0:
+        return Result("needle", samples.length, 0, None)
+    found_at: dict[float, list[bool]] = defaultdict(list)
+    for index in range(samples.count):
+        sample = samples.make(index)
+        written = samples.tokenizer.decode(answer(sample.ids, sample.new_tokens))
+        found_at[DEPTHS[index % len(DEPTHS)]].append(sample.number in re.findall(r"[a-z0-9]+", written.lower()))
+        tick()
+    by_depth = {depth: sum(found) / len(found) for depth, found in sorted(found_at.items())}
+    mean = sum(map(sum, found_at.values())) / samples.count
+    return Result("needle", samples.length, samples.count, mean, by_depth)
