@@ -8,9 +8,9 @@ r"""Extend a released model's context, and evaluate it before and after training
 2. The model is evaluated as it was released, then with --rope_scaling alone, at the extended context.
 3. train.py trains it on whole packages at that context.
 4. It is evaluated again.
-5. With `--selected_blocks 16 32`, `sparse` attention to each number of blocks is evaluated: the captured share of
-   attention's mass, the same weights, and the weights after --adaptation_steps of training with that attention. As many
-   more steps with attention to everything are the comparison.
+5. With `--selected_blocks 16 32`, `sparse` attention to each number of blocks is evaluated: with the same weights, and
+   with the weights after --adaptation_steps of training with that attention. As many more steps with attention to
+   everything are the comparison.
 6. With `--lora 64`, adapters of that rank are trained as the whole model was, and evaluated.
 7. Loss by position and needles of all evaluations are printed, and drawn if matplotlib is installed.
 
@@ -100,9 +100,6 @@ def main() -> None:
         adapt("trained_on")
     for blocks in arguments.selected_blocks:
         sparse = "--attention_type", "sparse", "--selected_blocks", blocks
-        captured = out / f"captured_{blocks}.json"
-        run(captured, "-m", "benchmarks.experiments.sparsity", trained, "--data", held_out, "--context_length", length,
-            "--selected_blocks", blocks, "--json", captured)  # fmt: skip
         judge(trained, f"sparse_{blocks}", *sparse)
         adapt(f"sparse_{blocks}_adapted", *sparse)
 
