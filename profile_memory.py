@@ -87,6 +87,7 @@ from training.run.settings import TrainConfig, check_lora
 
 MOST_HOST_GB = 4096  # host memory that is tried where a step does not fit
 SOLD_GB = sorted([2**n for n in range(4, 13)] + [3 * 2**n for n in range(3, 12)])  # host memory of machines: 16, 24, 32
+OFFERED_RANK = 16  # adapters of this rank are offered where every weight does not fit
 MOST_LAYERS = 256  # a plan for more would take minutes
 
 
@@ -147,10 +148,8 @@ def check_mesh(flags: ProfileFlags) -> None:
 def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World) -> Machine:
     """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an H200."""
     model = shape_of(flags)
-    kinds, state_format = kinds_of(flags, model), state_format_of(flags, model)
-    part = model.share(flags.tensor_parallel_size)
-    linear = linear_of(flags, part, world.device)
-    settled = {"kinds": kinds, "state_format": state_format, "linear": linear, "frozen_bits": flags.lora_bits}
+    part, settled = model.share(flags.tensor_parallel_size), settled_by(flags, model, world)
+    kinds, linear = settled["kinds"], settled["linear"]
     host = parse_bytes(flags.host_memory) if flags.host_memory else None, flags.nproc
     check_head_dim(kinds, model.head_dim, torch.device("cuda") if flags.gpu else world.device)
     if world.device.type == "cuda":
@@ -183,6 +182,16 @@ def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World)
     host_bytes = host_limit(flags, math.inf)
     rates = scale_rates(gpu, backend, given.kinds)
     return Machine(description, gpu_bytes, host_bytes, rates, model, given, gpu.flops, *host)
+
+
+def settled_by(flags: ProfileFlags, model: ModelConfig, world: World) -> dict[str, Any]:
+    """Returns what flags settle of an execution, on any GPU."""
+    return {
+        "kinds": kinds_of(flags, model),
+        "state_format": state_format_of(flags, model),
+        "linear": linear_of(flags, model.share(flags.tensor_parallel_size), world.device),
+        "frozen_bits": flags.lora_bits,
+    }
 
 
 def host_limit(flags: ProfileFlags, default: float) -> float:
@@ -234,11 +243,11 @@ def change(flags: ProfileFlags, machine: Machine, world: World, **values) -> dic
     changed = dataclasses.replace(flags, **values)
     with suppress(UserError):  # numbers that do not go together, too few data, or no plan
         check_mesh(changed)
+        check_lora(changed)
         check_lora_bits(changed, machine.model.share(changed.tensor_parallel_size), changed.nproc * changed.nnodes)
         if changed.attention_type != flags.attention_type:
             machine = choose_machine(changed, flags.memory_budget, world)
-        settled = {"state_format": state_format_of(changed, machine.model), "frozen_bits": changed.lora_bits}
-        given = dataclasses.replace(machine.given, **settled)
+        given = dataclasses.replace(machine.given, **settled_by(changed, machine.model, world))
         machine = dataclasses.replace(machine, given=given, host_bytes=host_limit(changed, machine.host_bytes))
         words = [f"drop --{name}" if value is None else f"--{name} {value}" for name, value in values.items()]
         return {" ".join(words): make_plan(make_step(changed, machine)[0], *machine.limits)}
@@ -252,7 +261,8 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
     2. Fewer sequences at a time, and as many in a step. If even one at a time does not fit, all changes below have one.
     3. Attention to everything, which takes less memory than attention to chosen blocks.
     4. Compact optimizer state, where the flags ask for float32.
-    5. Fewer bits of the weights beside adapters, the most that fit.
+    5. Adapters in place of every weight, in bf16 and in 4 bits; where the flags ask for adapters, fewer bits, the most
+       that fit.
     6. More host memory, the least that is enough.
     7. Twice as many GPUs of the same host, or 4 or 8 times, that share each sequence and the host's memory.
     8. The longest context that fits.
@@ -273,6 +283,10 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
         found |= change(flags, machine, world, **base, attention_type="full")
     if flags.optimizer_state == "float32":
         found |= change(flags, machine, world, **base, optimizer_state="compact")
+    if flags.lora is None and not machine.model.layer_kinds[0].gates_per_head:  # gates beside adapters stay random
+        base_of_adapters = base | ({"optimizer_state": "auto"} if flags.optimizer_state == "compact" else {})
+        for bits in ({}, {"lora_bits": 4}):
+            found |= change(flags, machine, world, **base_of_adapters, lora=OFFERED_RANK, **bits)
     fewer_bits = (bits for bits in LORA_BITS if flags.lora is not None and bits < flags.lora_bits)
     found |= next(filter(None, (change(flags, machine, world, **base, lora_bits=bits) for bits in fewer_bits)), {})
     host_gib = machine.host_bytes / GIB

@@ -30,6 +30,8 @@ from training.memory.planner import find_max_context, has_plan, make_plan
 from training.memory.profiler import GIB
 from training.parallel.world import World
 from training.run.build import step_on_meta
+from training.run.saving import checkpoint_bytes
+from training.run.settings import TrainConfig
 
 
 def run_main(tmp_path, *flags):
@@ -142,9 +144,9 @@ def answer_of(tmp_path, capsys, *flags):
     assert not answer["fits"] and not err and out.index("machine: ") > 0
     rows = {row["flags"]: row for row in answer["would_fit"]}
     for words, row in rows.items():
-        assert re.search(
-            rf"\n  {words} +{row['seconds']:.1f} s per step, {row['tokens_per_second']:,.0f} tokens/s\n", out
-        )
+        speed = f"{row['seconds']:.1f} s per step, {row['tokens_per_second']:,.0f} tokens/s"
+        disk = f"{row['checkpoint_bytes'] / GIB:.2f} GiB per checkpoint"
+        assert re.search(rf"\n  {words} +{speed}, {'; '.join([disk, *row['costs']])}\n", out)
     return out.splitlines()[0], rows
 
 
@@ -158,7 +160,8 @@ def test_a_step_that_does_not_fit_names_the_changes_that_would(tmp_path, capsys)
     longest = find_max_context(step, gpu, 48 * GIB)
     sharing = "--nproc 2 --context_parallel_size 2 --host_budget 24GB"
     compact = "--optimizer_state compact"
-    assert [*rows] == [compact, f"--host_budget {host}GB", sharing, f"--context_length {longest}"]
+    adapters = ["--lora 16", "--lora 16 --lora_bits 4"]
+    assert [*rows] == [compact, *adapters, f"--host_budget {host}GB", sharing, f"--context_length {longest}"]
     assert rows[f"--host_budget {host}GB"]["seconds"] == make_plan(step, gpu, host * GIB, rates).seconds
     for words in rows:  # the command says that it fits
         given = [*flags[:4], *words.split()] if "--host_budget" in words else [*flags, *words.split()]
@@ -167,16 +170,48 @@ def test_a_step_that_does_not_fit_names_the_changes_that_would(tmp_path, capsys)
     assert capsys.readouterr().out.count("fits: predicted ") == len(rows)
 
 
+@pytest.mark.parametrize(("size", "length", "most"), [("14B", 32_768, 43), ("8B", 102_400, 175)])
+def test_adapters_are_offered_where_every_weight_does_not_fit(size, length, most, tmp_path, capsys):
+    flags = "--gpu", "4090", "--host_memory", "64GB", "--model_size", size, "--context_length", str(length)
+    _, rows = answer_of(tmp_path, capsys, *flags)
+    of_adapters, of_bits, *others = rows
+    assert (of_adapters, of_bits) == ("--lora 16", "--lora 16 --lora_bits 4")
+    assert others[0].startswith("--host_memory") and not rows[others[0]]["costs"]
+    assert rows[of_adapters]["costs"] == ["trains adapters alone, which costs some loss"]
+    assert rows[of_bits]["costs"] == [*rows[of_adapters]["costs"], "fewer bits cost some loss"]
+    answer = run_main(tmp_path, *flags, *of_adapters.split())["answer"]
+    assert answer["seconds"] == rows[of_adapters]["seconds"] < most
+    assert 50 * answer["checkpoint_bytes"] < rows[others[0]]["checkpoint_bytes"]
+    out = capsys.readouterr().out
+    assert "optimizer state        host\n" in out and "; costs some loss\n" in out  # attention_type sparse is faster
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "num_gpus"),
+    [("--optimizer_state compact", {"optimizer_state": "compact"}, 1), ("--lora 4", {"lora": 4}, 1),
+     ("--optimizer_state float32 --nproc 2", {"optimizer_state": "float32"}, 2), ("--nproc 2 --lora 4", {"lora": 4}, 2),
+     ("--gradient_checkpointing", {"optimizer_state": "float32"}, 1)],
+)  # fmt: skip
+def test_a_checkpoint_takes_what_a_run_has_room_for(words, settings, num_gpus, nine_layers, tmp_path, capsys):
+    flags = "--gpu", "H200", "--model_size", "0.6B", "--context_length", "1024", *words.split()
+    taken = run_main(tmp_path, *flags)["answer"]["checkpoint_bytes"]
+    world = World(0, num_gpus, torch.device("cuda"))
+    assert taken == checkpoint_bytes(TrainConfig(**settings), profile_memory.MODEL_SIZES["0.6B"], world)
+    assert f"\ndisk: {taken / GIB:.2f} GiB per checkpoint; a run needs room for two\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "first"),
     [
         ("--gpu 4090 --host_budget 102GB --batch_size 8", "--batch_size 2 --gradient_accumulation_steps 4"),
-        ("--gpu 4090 --host_budget 24GB --batch_size 2", "--batch_size 1 --host_budget"),
+        ("--gpu 4090 --host_budget 24GB --batch_size 2", "--batch_size 1 --lora 16"),
+        ("--gpu 4090 --host_budget 24GB --attention_type nsa", "--attention_type full"),
         (
             "--gpu 4090 --host_budget 48GB --batch_size 2 --optimizer_state float32",
             "--batch_size 1 --optimizer_state compact",
         ),
-        ("--gpu 4090 --host_memory 24GB", "--host_memory 48GB"),
+        ("--gpu 4090 --host_memory 24GB", "--lora 16"),
+        ("--gpu 4090 --host_memory 24GB --linear fp8", "--host_memory 48GB"),
         ("--gpu 12GB --attention_type sparse", "--attention_type full"),
         ("--gpu 16GB --memory_budget 15GB --model_size 8B --lora 16 --host_memory 32GB", "--lora_bits 8"),
         ("--gpu 24GB --no-gradient_checkpointing", "drop --gradient_checkpointing"),
@@ -211,7 +246,8 @@ def test_the_size_of_the_machine_limits_its_processes(nine_layers, tmp_path, cap
     out = capsys.readouterr().out
     assert line in out and f"predicted host memory        {pinned:.2f} GiB, pinned\n" in out
     run_main(tmp_path, *flags, "--find_max_context")
-    assert "\nhost memory: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "\nhost memory: " in out and "\ndisk: " in out
     run_main(tmp_path, "--gpu", "4090", "--host_budget", "6GB")
     assert "\nhost memory: " not in capsys.readouterr().out
 

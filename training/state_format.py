@@ -236,3 +236,19 @@ def format_of(parameter: Tensor, state_format: str, bits: int = 16) -> StateForm
     if state_format == "compact" and parameter.ndim >= 2 and parameter.shape[-1] % (GROUP * ranks) == 0:
         return CompactState(parameter.dtype)
     return Float32State(parameter.dtype)
+
+
+def bytes_saved(numel: int, state_format: str | None, *, is_half: bool, weight_bytes: int = 2) -> int:
+    """Returns the bytes of a checkpoint's tensors: so many trained elements, and their state.
+
+    Args:
+        state_format: of the matrices, which are nearly all elements; None: weights alone are saved.
+        is_half: weights are halves of masters, as on one GPU; else float32 masters are in the state.
+        weight_bytes: per element.
+    """
+    if state_format is None:
+        return weight_bytes * numel
+    matrix = torch.empty(1, GROUP, dtype=torch.bfloat16 if is_half else torch.float32, device="meta")
+    matrix.requires_grad_()  # or it would have no state
+    state = format_of(matrix, state_format).num_bytes(numel)
+    return weight_bytes * numel + state + (0 if is_half else 4 * numel)

@@ -287,7 +287,7 @@ class _Search:
                 losses, base = ("chunked",), replace(base, loss_impl="chunked", ends="host")
             shares = of_all if num == 0 else of_ends if num <= L else (0,)
             for share, heads, loss_impl in itertools.product(shares, _heads_at_a_time(step), losses):
-                on_gpu = share * step.optimizer(base).gpu_state
+                on_gpu = share if math.isinf(share) else share * step.optimizer(base).gpu_state  # inf * 0 is NaN
                 yield replace(base, gpu_state_bytes=on_gpu, heads_at_a_time=heads, loss_impl=loss_impl)
 
     def fastest_inputs(self, base: Execution) -> list[list[str]]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from model import ModelConfig
+from training.checkpoint.files import SPARE_BYTES
 from training.host.errors import UserError
 from training.host.sizes import GIB, PROCESS_BYTES, SYSTEM_BYTES, parse_bytes
 from training.memory import profiler
@@ -25,11 +26,17 @@ from training.memory.cost_model import Step, forward_flops, gib
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import Rates, cap_gpu_memory
 from training.memory.planner import LEAST_HEADROOM, Plan, describe_budgets, find_max_context, has_plan, make_plan
+from training.state_format import bytes_saved
 
 COMPARED_CONTEXTS = (32_768, 65_536, 131_072, 262_144)
 COMPARED_BUDGET = "24GB"
 LARGEST_GPU_GIB = 192
 LONGEST_COMPARED_SECONDS = 30.0  # a step that is predicted to take longer is not measured by a comparison
+COSTS = {  # words on a change that trains another function, by the beginning of the flag to give
+    "--attention_type sparse": "costs some loss",
+    "--lora ": "trains adapters alone, which costs some loss",
+    "--lora_bits": "fewer bits cost some loss",
+}
 BuildBench = Callable[[Step, Execution], profiler.Bench]
 
 
@@ -52,13 +59,20 @@ class Machine:
         """The arguments of `make_plan` after the step."""
         return self.gpu_bytes, self.host_bytes, self.rates
 
-    def print_host_memory(self, plan: Plan) -> None:
-        """Print the bytes that a plan pins, a whole process takes, and the machine, if its memory is known."""
+    def print_host(self, plan: Plan) -> None:
+        """Print the host memory of a process and of the machine, if that is known, and a checkpoint's bytes on disk."""
         if self.host_memory:
             whole = plan.host_bytes + PROCESS_BYTES
             shares = f"{gib(plan.host_bytes)} pinned, about {gib(whole)} of the whole process"
             total = (self.processes * whole + SYSTEM_BYTES) / GIB
             print(f"host memory: {shares}, {total:.2f} of {gib(self.host_memory)} of the machine")
+        print(f"disk: {gib(self.checkpoint_bytes(plan))} per checkpoint; a run needs room for two")
+
+    def checkpoint_bytes(self, plan: Plan) -> int:
+        """Returns the bytes on disk of a checkpoint of a planned run, to resume from."""
+        step = plan.step
+        numel = step.trained if step.adapters else self.model.num_parameters()
+        return bytes_saved(numel, plan.execution.state_format, is_half=step.num_shards == 0) + SPARE_BYTES
 
 
 @dataclass(frozen=True)
@@ -114,13 +128,13 @@ def report_step(
             make_plan(step, *machine.limits)  # raises and says why
         length = f"{step.context_length:,} tokens" + f" x batch_size {step.batch_size}" * (step.batch_size > 1)
         print(f"does not fit: {length} into {describe_budgets(*machine.limits[:2])}")
-        answer["would_fit"] = _print_changes("what would, the cheapest change first, predicted:", changes)
+        answer["would_fit"] = _print_changes("what would, the cheapest change first, predicted:", changes, machine)
     if plan is None:
         print(about)
         return {"answer": answer}
     answer |= _print_answer(plan, machine, fits, epoch)
     if fits:
-        answer["faster"] = _print_changes("faster, predicted:", changes)
+        answer["faster"] = _print_changes("faster, predicted:", changes, machine)
     shown, execution = step, plan.execution
     if part is not None:
         shown, execution = part, profiler.thin(execution, part.layers)
@@ -183,26 +197,31 @@ def _sequences(step: Step) -> int:
     return step.batch_size * step.micro_batches * max(1, step.num_copies * step.num_shards // step.num_ranks)
 
 
-def _print_changes(title: str, changes: dict[str, Plan]) -> list[dict]:
+def _print_changes(title: str, changes: dict[str, Plan], machine: Machine) -> list[dict]:
     """Print a row for each change, if there is one; returns the rows for JSON."""
-    rows = [{"flags": words, **_speed(plan), "host_bytes": plan.host_bytes} for words, plan in changes.items()]
-    if rows:
+    if changes:
         print(title)
-    for row in rows:
-        width = max(map(len, changes))
-        print(f"  {row['flags']:<{width}}  {row['seconds']:8.1f} s per step, {row['tokens_per_second']:,.0f} tokens/s")
+    rows, width = [], max(map(len, changes), default=0)
+    for words, plan in changes.items():
+        costs = [cost for flag, cost in COSTS.items() if f" {flag}" in f" {words}"]
+        row: dict[str, Any] = {"flags": words, **_speed(plan), "host_bytes": plan.host_bytes, "costs": costs}
+        row["checkpoint_bytes"] = machine.checkpoint_bytes(plan)
+        speed = f"{row['seconds']:8.1f} s per step, {row['tokens_per_second']:,.0f} tokens/s"
+        print("; ".join([f"  {words:<{width}}  {speed}, {gib(row['checkpoint_bytes'])} per checkpoint", *costs]))
+        rows.append(row)
     return rows
 
 
 def _print_answer(plan: Plan, machine: Machine, fits: bool, epoch: Epoch | None) -> dict[str, float]:
     """Print what a step takes, and how long; returns that for JSON."""
     step, answer = plan.step, {"peak": plan.peak.bytes, "host_bytes": plan.host_bytes, **_speed(plan)}
+    answer["checkpoint_bytes"] = machine.checkpoint_bytes(plan)
     host = gib(plan.host_bytes)
     if math.isfinite(machine.host_bytes):
         host = f"{plan.host_bytes / GIB:.2f} of {gib(machine.host_bytes)}"
     memory = f"{plan.peak.bytes / GIB:.2f} of {gib(machine.gpu_bytes)} of GPU memory, {host} of host memory"
     print(f"{'fits' if fits else 'as it is'}: predicted {memory}")
-    machine.print_host_memory(plan)
+    machine.print_host(plan)
     speed = f"step: {answer['seconds']:.2f} s, {answer['tokens_per_second']:,.0f} tokens/s"
     if machine.flops:
         assert step.documents is not None
@@ -248,7 +267,7 @@ def report_max_context(step: Step, machine: Machine, build_bench: BuildBench | N
     predicted = find_max_context(step, machine.gpu_bytes, machine.host_bytes)
     plan = make_plan(step.at(predicted or step.context_length), *machine.limits)  # raises where none fits
     print(f"predicted: {predicted:,} tokens in {describe_budgets(*machine.limits[:2])}")
-    machine.print_host_memory(plan)
+    machine.print_host(plan)
     print(plan)
     results = {"predicted_context": predicted, "plan": str(plan), "execution": dataclasses.asdict(plan.execution)}
     if build_bench is None:

@@ -4,9 +4,6 @@ import logging
 import math
 from pathlib import Path
 
-import torch
-
-from kernels.compact_adamw import GROUP
 from model import ModelConfig
 from training.checkpoint.files import SPARE_BYTES, check_room, checkpoints
 from training.checkpoint.weights import parameter_shapes
@@ -15,7 +12,7 @@ from training.host.files import size_on_disk
 from training.parallel.world import World
 from training.run.build import adapters_of
 from training.run.settings import CHECKPOINT_INTERVAL, KEPT_CHECKPOINTS, TrainConfig, parse_interval
-from training.state_format import format_of
+from training.state_format import bytes_saved
 
 logger = logging.getLogger(__name__)
 RETRY_SECONDS = 60  # from a checkpoint that failed to the next attempt
@@ -36,17 +33,12 @@ def checkpoint_bytes(config: TrainConfig, model_config: ModelConfig, world: Worl
     numbers, is_cuda = model_config.num_parameters(), world.device.type == "cuda"
     if adapters := adapters_of(config):
         numbers = sum(map(math.prod, adapters.shapes(parameter_shapes(model_config)).values()))
-    weights = numbers * (2 if is_cuda else 4)
-    if config.save != "full":
-        return weights + SPARE_BYTES
-    is_half = is_cuda and world.size == 1  # weights are halves of masters; else float32 masters are in the state
-    matrix = torch.empty(1, GROUP, dtype=torch.bfloat16 if is_half else torch.float32, device="meta")
-    matrix.requires_grad_()  # or it would have no state
-    state_format = config.optimizer_state
+    state_format = config.optimizer_state if config.save == "full" else None
     if state_format == "auto":  # until the plan is made, which may choose compact, the least is counted
         state_format = "compact" if config.memory_budget else "float32"
-    state = format_of(matrix, state_format).num_bytes(numbers) + (0 if is_half else 4 * numbers)
-    return weights + state + SPARE_BYTES
+    is_half, weight_bytes = is_cuda and world.size == 1, 2 if is_cuda else 4
+    tensors = bytes_saved(numbers, state_format, is_half=is_half, weight_bytes=weight_bytes)
+    return tensors + SPARE_BYTES
 
 
 def check_disk(config: TrainConfig, step: int, size: int) -> None:
