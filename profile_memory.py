@@ -46,6 +46,7 @@ from training.choices import LORA_BITS
 from training.data.corpus import open_stores, pack
 from training.data.loader import PackedLoader
 from training.data.prepared import is_prepared
+from training.data.sources import Reading
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import Selection, Store, join, split
 from training.host.errors import UserError
@@ -211,7 +212,8 @@ def make_step(flags: ProfileFlags, machine: Machine) -> tuple[Step, Epoch | None
     step = step_on_meta(machine.model, *flags.lengths, machine.given, *mesh, flags.replicate, adapters_of(flags))
     if not flags.data:
         return step, None
-    train, stores = open_data((*flags.data,), choose_tokenizer(flags, None), machine.model.vocab_size, flags.suffixes)
+    reading = Reading(None, flags.suffixes, flags.columns, flags.bad_rows)
+    train, stores = open_data((*flags.data,), choose_tokenizer(flags, None), machine.model.vocab_size, reading)
     packing = pack(train, stores, step.context_length, TrainConfig.seed, overlong=flags.overlong)
     num_ranks = num_gpus // (flags.context_parallel_size * flags.tensor_parallel_size)
     loader = PackedLoader(train, packing, flags.batch_size, world_size=num_ranks)
@@ -225,13 +227,13 @@ def make_step(flags: ProfileFlags, machine: Machine) -> tuple[Step, Epoch | None
 
 @functools.cache  # changes of a step that does not fit ask for them again
 def open_data(
-    paths: tuple[str, ...], tokenizer: str, vocab_size: int, suffixes: str | None
+    paths: tuple[str, ...], tokenizer: str, vocab_size: int, reading: Reading
 ) -> tuple[Selection, list[Store]]:
     """Returns the documents that train.py would train on, and the stores of all, as training.data.corpus.pack takes."""
     if texts := [path for path in paths if Path(path).exists() and not is_prepared(Path(path))]:
         what = f"tokenizing {', '.join(texts)} with {tokenizer}"
         print(f"{what}; prepared sets have their counts", file=sys.stderr, flush=True)
-    stores = open_stores([*paths], load_tokenizer(tokenizer), vocab_size, suffixes=suffixes)
+    stores = open_stores([*paths], load_tokenizer(tokenizer), vocab_size, reading)
     return split(join(stores), TrainConfig.validation_fraction, TrainConfig.seed)[0], stores
 
 

@@ -35,6 +35,7 @@ from training.checkpoint.weights import NO_COMPANIONS, read_companions
 from training.data.corpus import load_corpus
 from training.data.loader import PackedLoader, check_can_validate, validation_batches
 from training.data.show import show_batch
+from training.data.sources import Reading
 from training.data.tokens import Store
 from training.host.files import only_run_in
 from training.host.processes import command, outliving_its_output, say_last
@@ -173,8 +174,9 @@ def open_data(start: resume.Start, world: World) -> tuple[typing.Any, PackedLoad
     config, tokenizer = start.config, resume.open_tokenizer(start)
     store, held_out, packing = load_corpus(
         config.data, tokenizer, start.model_config.vocab_size, validation_fraction=config.validation_fraction,
-        context_length=config.context_length, seed=config.seed, reasoning=config.chat_reasoning,
-        packing=config.packing, overlong=config.overlong, weights=config.data_weights, suffixes=config.suffixes,
+        context_length=config.context_length, seed=config.seed, packing=config.packing, overlong=config.overlong,
+        weights=config.data_weights,
+        reading=Reading(config.chat_reasoning, config.suffixes, config.columns, config.bad_rows),
     )  # fmt: skip
     loader = PackedLoader(store, packing, config.batch_size, world.data_rank, world.data_size, read_ahead=True)
     loader.check_enough_for_step(config.gradient_accumulation_steps)

@@ -9,3 +9,4 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 LORA_BITS = (16, 8, 4)  # per element of a frozen matrix
 LOSSES = ("auto", "chunked", "standard")
 GPU_BACKENDS = ("auto", "cudnn", "flash", "flash-attn-4")  # kernels.attention.full.BACKENDS but cpu
+BAD_ROWS = ("refuse", "drop")  # of training.data.sources.Reading

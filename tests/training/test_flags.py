@@ -242,7 +242,7 @@ ALWAYS = {
     "training.evaluation": "checkpoint tokenizer memory_budget device output_dir beside sequences samples",
     "training.generate": """checkpoint tokenizer memory_budget device prompt file chat max_new_tokens temperature""",
     "training.plots": "run",
-    "training.data prepare": "source out tokenizer workers suffixes",
+    "training.data prepare": "source out tokenizer workers suffixes columns bad_rows",
     "training.data verify": "out",
     "training.checkpoint.weights export": "source target dtype rope_scaling merge",
 }
@@ -271,7 +271,7 @@ IDLE = {  # a command line for each row, and the flags that have no effect there
         ("--host_budget 1GB --compile", "host_budget"),
         ("--host_budget 1GB --gradient_checkpointing", "host_budget"),
         ("--packing concatenate --overlong drop", "overlong"),
-        ("--suffixes .rs", "suffixes"),
+        ("--suffixes .rs --columns text=a --bad_rows drop", "suffixes columns bad_rows"),
         ("--validation_sequences 0 --validation_interval 100", "validation_interval"),
         ("--max_steps 20 --final_learning_rate_ratio 0.1", "final_learning_rate_ratio"),
     ],
@@ -286,16 +286,20 @@ IDLE = {  # a command line for each row, and the flags that have no effect there
             "memory_budget host_budget host_memory",
         ),
         ("--gpu H100 --device cuda", "device"),
-        ("--tokenizer x --suffixes .rs --overlong drop", "tokenizer suffixes overlong"),
+        (
+            "--tokenizer x --suffixes .rs --columns text=a --bad_rows drop --overlong drop",
+            "tokenizer suffixes columns bad_rows overlong",
+        ),
         ("--measure", "measure"),
         ("--lora_targets q_proj --lora_bits 8", "lora_targets lora_bits"),
     ],
     "training.evaluation": [
         (
-            "x --sequences 0 --data x --suffixes .x --short_context 9 --margin 2 --ceiling 2 --evaluator x",
-            "data suffixes short_context margin ceiling evaluator",
+            "x --sequences 0 --data x --suffixes .x --columns text=a --bad_rows drop --short_context 9 --margin 2 "
+            "--ceiling 2 --evaluator x",
+            "data suffixes columns bad_rows short_context margin ceiling evaluator",
         ),
-        ("x --suffixes .rs", "suffixes"),
+        ("x --suffixes .rs --columns text=a --bad_rows drop", "suffixes columns bad_rows"),
         ("x --samples 0 --lengths 9 --seed 0", "lengths seed"),
         ("x --sequences 0 --lengths 9 --context_length 9", "context_length"),
     ],

@@ -8,10 +8,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from training.choices import BAD_ROWS
 from training.data.chat import REASONING
 from training.data.prepare import histogram, prepare
 from training.data.prepared import PreparedStore, verify
-from training.data.sources import SUFFIXES
+from training.data.sources import SUFFIXES, Reading
 from training.data.tokenizer import load_tokenizer
 from training.flags import flag, read_command
 from training.host.processes import command
@@ -26,6 +27,8 @@ class PrepareFlags:
     tokenizer: str = flag(help="a tokenizer.json or its folder, or bytes")
     chat_reasoning: str = flag("template", "reasoning before a chat's last user message, as train.py has it", REASONING)
     suffixes: str | None = flag(None, f"of texts, as train.py has it; default: {SUFFIXES}")
+    columns: str | None = flag(None, "names of fields, as train.py has them: prompt=question,completion=answer")
+    bad_rows: str | None = flag(None, "rows that cannot be read; default: refuse", BAD_ROWS)
     workers: int | None = flag(None, "processes; default: one per core", least=1)
 
 
@@ -47,7 +50,8 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         workers = flags.workers or len(os.sched_getaffinity(0))
-        prepare(flags.source, flags.out, flags.tokenizer, flags.chat_reasoning, workers, flags.suffixes)
+        reading = Reading(flags.chat_reasoning, flags.suffixes, flags.columns, flags.bad_rows)
+        prepare(flags.source, flags.out, flags.tokenizer, workers, reading)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 130

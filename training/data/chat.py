@@ -28,22 +28,17 @@ UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 # Marks around the output of a template's {% generation %}. Unicode keeps these two for a program's own use.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 MARK = f"[{OPEN}{CLOSE}]"
-# Roles that may follow, by the role of the message before.
-ROLES_AFTER = {
-    "nothing": ("system", "developer", "user"),
-    "system": ("user",),
-    "developer": ("user",),
-    "user": ("assistant",),
-    "assistant": ("user",),
-    "an assistant that calls tools": ("tool",),
-    "an assistant that writes calls": ("tool", "user"),
-    "tool": ("tool", "assistant"),
-}
+CALLS = ("an assistant that calls tools", "an assistant that writes calls")  # in fields, or in the content
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # Date that templates get as the present day: the same chats have the same tokens on every day.
 TODAY = date(2026, 1, 1)
 
 Turn = tuple[int, int]  # characters start .. stop - 1 of a rendered chat
+
+
+class NoTemplate(UserError):
+    """A template is missing or damaged, or does not show where turns begin: no chat can be read."""
 
 
 class ChatTemplate:
@@ -144,7 +139,7 @@ class ChatTemplate:
         """Returns a chat's text, and the assistant's turns in it."""
         asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
         if self._reasoning == "drop":
-            messages = [_without_reasoning(m) if i < asked[-1] else m for i, m in enumerate(messages)]
+            messages = [_without_reasoning(m) if i < max(asked, default=0) else m for i, m in enumerate(messages)]
         text, turns = self._render_turns(messages, tools)
         if self._reasoning == "keep":
             bodies: list[str] = []
@@ -165,7 +160,7 @@ class ChatTemplate:
         answers = [(i, message) for i, message in enumerate(messages, start=1) if message["role"] == "assistant"]
         # A template that marks turns may join several messages into one turn.
         shown = [text[a:b] for a, b in turns] if len(turns) == len(answers) else [text] * len(answers)
-        asked = max(i for i, message in enumerate(messages, start=1) if message["role"] == "user")
+        asked = max((i for i, message in enumerate(messages, start=1) if message["role"] == "user"), default=0)
         missing = [("tools", "the chat", name) for name in _names(tools) if name not in text]
         for (i, message), part in zip(answers, shown):
             where, inline = f"message {i}", THINKING.match(message["content"])
@@ -211,6 +206,10 @@ class ChatTemplate:
         count = sum(message["role"] == "assistant" for message in messages)
         turns: list[Turn] = []
         headers = [*self._headers.finditer(text)]
+        if (
+            headers and not text[headers[-1].end() :].strip()
+        ):  # a last question of Mistral's ends as a header, "[/INST]"
+            headers.pop()
         for header, following in itertools.zip_longest(headers, headers[1:]):
             end = self._end.search(text, header.end())
             stop = end.end() if end else len(text)
@@ -404,7 +403,7 @@ def _check_messages(messages) -> tuple[list[dict], list[bool]]:
 
     Each content is one string, and reasoning has one name.
 
-    A chat is [system], then user and assistant by turns. Results of tools follow a message that calls tools.
+    Results of tools follow a message that calls tools, and nothing else does. Any other order is left to the template.
     """
     if not isinstance(messages, list) or not messages:
         raise UserError(f'"messages" is {"an empty list" if messages == [] else "no list"}; remove the line')
@@ -414,8 +413,12 @@ def _check_messages(messages) -> tuple[list[dict], list[bool]]:
     for number, message in enumerate(messages, start=1):
         role = message.get("role") if isinstance(message, dict) else None
         what = f"message {number} ({str(role)[:40]})"
-        if role not in ROLES_AFTER[before]:
-            raise UserError(f"{what} follows {before}, where there should be {' or '.join(ROLES_AFTER[before])}")
+        if role not in ROLES:
+            raise UserError(f"{what} has a role that is not known; known are {', '.join(ROLES)}")
+        if role == "tool" and before not in ("tool", *CALLS):
+            raise UserError(f"{what} follows {before}, which calls no tool")
+        if role != "tool" and before == CALLS[0]:
+            raise UserError(f"{what} follows {before}, where there should be the result, of role tool")
         content, thinking = _join_parts(message.get("content"), what)
         message = {name: value for name, value in message.items() if value is not None}  # tables hold all names
         message["content"] = content
@@ -440,10 +443,8 @@ def _check_messages(messages) -> tuple[list[dict], list[bool]]:
             message["reasoning_content"] = thoughts[0]
         empty |= role in ("user", "assistant") and not (message["content"].strip() or calls or thoughts)
         writes = role == "assistant" and "<tool_call>" in message["content"]  # rows of ShareGPT do so
-        before = "an assistant that calls tools" if calls else "an assistant that writes calls" if writes else role
+        before = CALLS[0] if calls else CALLS[1] if writes else role
         checked.append(message)
-    if role != "assistant":
-        raise UserError(f"the last of {len(messages)} messages is of {role}; it must be the assistant's")
     if empty:
         raise NothingToLearn("chats with an empty question or answer")
     return checked, trained

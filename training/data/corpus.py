@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from training.data.forms import parse_columns
 from training.data.packing import BestFitPacking, ConcatenatedPacking, MixedPacking, Packing
 from training.data.prepared import PreparedStore, is_prepared
-from training.data.sources import read_documents
+from training.data.sources import DEFAULT, Reading, read_documents, refuse_unused
 from training.data.tokens import Selection, Store, TokenStore, join, split
 from training.flags import LARGE, SMALLEST
 from training.host.errors import UserError
@@ -16,17 +17,19 @@ from training.host.errors import UserError
 logger = logging.getLogger(__name__)
 
 
-def open_stores(
-    paths: list[str] | None, tokenizer, vocab_size: int, reasoning: str = "template", suffixes: str | None = None
-) -> list[Store]:
+def open_stores(paths: list[str] | None, tokenizer, vocab_size: int, reading: Reading = DEFAULT) -> list[Store]:
     """Returns a store for each path; without paths, for the default corpus. Prepared sets stay on disk."""
     stores: list[Store] = []
+    unused = {*parse_columns(reading.columns)}
     for path in paths or (None,):
         if path is not None and is_prepared(Path(path)):
             stores.append(PreparedStore(Path(path), tokenizer, vocab_size))
         else:
-            documents = read_documents(path, tokenizer, vocab_size, reasoning, suffixes)
+            documents = read_documents(path, tokenizer, vocab_size, reading, unused)
             stores.append(TokenStore(documents, tokenizer.eos_id))
+    if not any(isinstance(store, TokenStore) for store in stores):
+        reading.refuse_without_effect()
+    refuse_unused(unused)
     return stores
 
 
@@ -94,15 +97,12 @@ def _best_fit(
 
 def load_corpus(
     paths: list[str], tokenizer, vocab_size: int, *, validation_fraction: float, context_length: int, seed: int,
-    reasoning: str | None = None, packing: str | None = None, overlong: str | None = None, weights: str | None = None,
-    suffixes: str | None = None,
+    reading: Reading = DEFAULT, packing: str | None = None, overlong: str | None = None, weights: str | None = None,
 ) -> tuple[Selection, Selection, Packing]:  # fmt: skip
     """Returns (training documents, held-out documents, packing of the training documents) for a run's settings."""
     shares = None if weights is None else parse_weights(weights, len(paths))
-    stores = open_stores(paths, tokenizer, vocab_size, reasoning or "template", suffixes)
-    if suffixes and not any(isinstance(store, TokenStore) for store in stores):
-        raise UserError("suffixes has no effect on prepared sets; drop it (prepare has a flag of its own)")
-    if reasoning and not any(store.are_samples for store in stores if isinstance(store, TokenStore)):
+    stores = open_stores(paths, tokenizer, vocab_size, reading)
+    if reading.reasoning and not any(store.are_samples for store in stores if isinstance(store, TokenStore)):
         raise UserError("chat_reasoning has no effect without chats; drop it (prepare has a flag of its own)")
     train, held_out = split(join(stores), validation_fraction, seed)
     return train, held_out, pack(train, stores, context_length, seed, packing, overlong, shares)

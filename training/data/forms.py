@@ -1,4 +1,7 @@
-"""Forms of a row, told by its fields: messages, ShareGPT, Alpaca, prompts with completions, text."""
+"""Forms of a row, told by its fields: messages, ShareGPT, Alpaca, prompts with completions, text.
+
+Others are refused by name: rows that prefer one answer to another.
+"""
 
 import json
 import re
@@ -7,7 +10,13 @@ from typing import NamedTuple
 
 from training.host.errors import UserError
 
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+ROLES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+    "model": "assistant", "function_call": "assistant", "tool_call": "assistant",
+    "observation": "tool", "function": "tool", "function_response": "tool", "tool_response": "tool",
+}  # fmt: skip
+CALLERS = ("function_call", "tool_call")  # roles whose content is JSON of a call, or of several
+SHAREGPT = {"from": "role", "value": "content"}
 ALPACA = (
     "Below is an instruction that describes a task{further}. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
@@ -24,7 +33,8 @@ FLAGS = {
 # Fields of a row that mask some of its tokens.
 MASKS = {"mask", "completion_mask", "assistant_mask", "assistant_masks", "train_on_inputs", "train_on_input"}
 NUMBERS = {"id", "index", "turn", "timestamp", "tool_call_id"}  # fields of a message that may be numbers
-FLAG_WORDS = re.compile("(^|_)(loss|train|training|mask|masked|weight|weights)(_|$)", re.IGNORECASE)
+TEXTS = {"role", "content", "name", "text", "arguments", "reasoning_content", "reasoning", "thinking"}  # any words
+FLAG_WORDS = re.compile("(^|_)(loss|train|trained|training|trainable|mask|masked|weight|weights)(_|$)", re.IGNORECASE)
 
 
 class NothingToLearn(Exception):
@@ -39,6 +49,14 @@ class Form(NamedTuple):
     takes: tuple[str, ...]  # other fields of the form; fields of no form, such as an id, are ignored
     kind: type
     convert: Callable[[dict], dict]  # its fields to "messages" and "tools", "prompt" and "completion", or "text"
+    needs: str | None = None  # another field that a row of the form has
+
+    def is_of(self, row: dict) -> bool:
+        """Whether a row has the form's fields, with values."""
+        found = row.get(self.decides)
+        return (
+            found is not None and isinstance(found, self.kind) and (not self.needs or row.get(self.needs) is not None)
+        )
 
 
 def recognise(row: object) -> tuple[Form, dict]:
@@ -48,27 +66,71 @@ def recognise(row: object) -> tuple[Form, dict]:
 
     Raises:
         UserError: the row has no field that decides, or fields of two forms, or values that its form does not take.
-        NothingToLearn: the row says that it is not trained on.
+        NothingToLearn: the row has no value in the field that decides, or says that it is not trained on.
     """
     if not isinstance(row, dict):
         raise UserError(f"is not an object but a {type(row).__name__}; known are objects with {KNOWN}")
+    _refuse_preferences(row)
     given = [name for name, value in row.items() if value is not None]
-    form = next((f for f in FORMS if f.decides in given and isinstance(row[f.decides], f.kind)), None)
+    form = next((f for f in FORMS if f.is_of(row)), None)
     if form is None:
+        if any(form.decides in row and row[form.decides] is None for form in FORMS):
+            raise NothingToLearn("rows without text")
         names = ", ".join(f'"{str(name)[:30]}"{" (null)" * (name not in given)}' for name in [*row][:20]) or "none"
-        raise UserError(f"has the fields {names}; known are {KNOWN}")
+        raise UserError(f"has the fields {names}; known are {KNOWN}; --columns text=NAME gives others")
     _refuse_masked(row)
-    own = {name: row.get(name) for name in (form.decides, *form.takes)}
+    own = {name: row[name] for name in (form.decides, *form.takes) if name in row}
     made = form.convert(own)
-    for name in CLASHING.intersection(given).difference(own):
+    clashing = CLASHING
+    if form.decides not in ("messages", "conversations", "text"):  # where an answer is one field, another may be meant
+        clashing = CLASHING.union(other.decides for other in FORMS if other.needs and other.is_of(row))
+    for name in clashing.intersection(given).difference(own):
         if row[name] and not _is_repeated(row[name], own, made):
             raise UserError(f'has "{name}" beside "{form.decides}", where it would be ignored; remove one')
-    if isinstance(made.get("tools"), str):  # a table cannot hold tools of several kinds otherwise
-        try:
-            made = {**made, "tools": json.loads(made["tools"] or "null")}
-        except (ValueError, RecursionError):
-            raise UserError('"tools" must be a list of objects, or JSON of one') from None
-    return form, made
+    return form, {**made, "tools": _parsed(made["tools"], '"tools"')} if made.get("tools") else made
+
+
+def is_row(row: object) -> bool:
+    """Whether a value of a .json file is a row of data, in order or not. Others, as settings, have other fields."""
+    return isinstance(row, dict) and (
+        any(form.decides in row and (form.needs is None or form.needs in row) for form in FORMS)
+        or any(names <= row.keys() for names in PREFERENCES)
+    )
+
+
+def parse_columns(text: str | None) -> dict[str, str]:
+    """Returns names of fields that forms know, by names in the data: {"q": "prompt"} of "prompt=q".
+
+    Raises:
+        UserError: the text is not such a list, or names a field twice, or one that no form has.
+    """
+    pairs = [[name.strip() for name in pair.partition("=")[::2]] for pair in text.split(",")] if text else []
+    columns = {theirs: ours for ours, theirs in pairs}
+    is_once = len(columns) == len({*columns.values()}) == len(pairs)
+    if not is_once or "" in columns or not COLUMNS.issuperset(columns.values()):
+        what = f"columns must name each field once, as prompt=question,completion=answer: got {str(text)[:50]!r}"
+        raise UserError(f"{what}; before each = stands one of {', '.join(sorted(COLUMNS))}")
+    return columns
+
+
+def rename(row: object, columns: dict[str, str]) -> object:
+    """Returns a row with the names of parse_columns. A field that has such a name already is left out."""
+    if not isinstance(row, dict) or columns.keys().isdisjoint(row):
+        return row
+    others = {name: value for name, value in row.items() if name not in columns}
+    return others | {columns[name]: value for name, value in row.items() if name in columns}
+
+
+def _refuse_preferences(row: dict) -> None:
+    """Raises UserError for a row that says which of two answers is better, or whether its answer is good."""
+    found = next((names for names in PREFERENCES if all(row.get(name) is not None for name in names)), None)
+    if found is None and isinstance(row.get("label"), bool) and row.get("text") is None:  # of texts it is a class
+        found = frozenset(("label",))
+    if found:
+        names = " and ".join(f'"{name}"' for name in sorted(found))
+        cure = "--columns completion=chosen (or messages=chosen, for whole chats) trains on the chosen answers alone"
+        cure = cure if "chosen" in found else "give rows of the good answers alone, without these fields"
+        raise UserError(f"is a preference row, with {names}, and preferences are not trained on yet; {cure}")
 
 
 def says_trained(fields: dict, what: str) -> bool | None:
@@ -87,8 +149,10 @@ def says_trained(fields: dict, what: str) -> bool | None:
 def refuse_unknown_flags(fields: dict, what: str, known: Collection[str]) -> None:
     """Refuses a field that may ask for another mask: its value is a number or a truth, or its name speaks of losses."""
     for name, value in fields.items():
-        may_mask = isinstance(value, bool | int | float) or (value is not None and FLAG_WORDS.search(name))
-        if may_mask and name not in known:
+        is_text = isinstance(value, str) and name in TEXTS
+        may_mask = isinstance(value, bool | int | float) or value in ("true", "false", "True", "False")
+        may_mask |= value is not None and FLAG_WORDS.search(name) is not None
+        if may_mask and not is_text and name not in known:
             raise UserError(
                 f'{what} has "{name[:40]}": {json.dumps(value)[:40]}, which is not known here; remove it, or name it '
                 f"as one of {', '.join(FLAGS)} if it says whether the message is trained on"
@@ -118,30 +182,77 @@ def _as_it_is(row: dict) -> dict:
     return row
 
 
-def _from_sharegpt(row: dict) -> dict:
-    messages = []
-    for turn in row["conversations"] if isinstance(row["conversations"], list) else [None]:
-        if isinstance(turn, dict) and {"from", "value"} <= turn.keys():
-            rest = {name: value for name, value in turn.items() if name not in ("from", "value")}
-            messages.append({**rest, "role": ROLES.get(str(turn["from"]), turn["from"]), "content": turn["value"]})
-        elif isinstance(turn, dict) and {"role", "content"} <= turn.keys():
-            messages.append(turn)
-        else:
-            raise UserError('"conversations" must be a list of objects, each with "from" and "value", or as "messages"')
-    return {"messages": _system(row) + messages, "tools": row.get("tools")}
+def _parsed(value, what: str):
+    """Returns the value of a text of JSON: a table cannot hold objects of several kinds otherwise."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value or "null")
+    except (ValueError, RecursionError):
+        raise UserError(f"{what} must be a list of objects, or JSON of one") from None
+
+
+def _from_turns(row: dict) -> dict:
+    name = "messages" if "messages" in row else "conversations"
+    return {"messages": _system(row) + _messages(row[name], f'"{name}"'), "tools": row.get("tools")}
+
+
+def _messages(turns, what: str) -> list[dict]:
+    """Returns turns as messages: each has "role" and "content", and its calls as "tool_calls"."""
+    turns = _parsed(turns, what)
+    if turns == []:
+        raise NothingToLearn("chats without messages")
+    if not isinstance(turns, list):
+        raise UserError(f"{what} must be a list of objects, or JSON of one")
+    return [_message(turn, f"message {number} of {what}") for number, turn in enumerate(turns, start=1)]
+
+
+def _message(turn, what: str) -> dict:
+    if isinstance(turn, dict) and SHAREGPT.keys() <= turn.keys() and "role" not in turn:
+        turn = {SHAREGPT.get(name, name): value for name, value in turn.items()}
+    if not isinstance(turn, dict) or "role" not in turn:
+        raise UserError(f'{what} must be an object with "role" and "content", or "from" and "value"')
+    if "parts" in turn and "content" not in turn:
+        raise UserError(f'{what} has "parts", which are not read; give them as "content"')
+    message = {**turn, "role": ROLES.get(str(turn["role"]), turn["role"])}
+    # "function_call" is also OpenAI's name for a call, before there were several.
+    calls = [message.pop(name) for name in ("tool_calls", "function_call") if message.get(name)]
+    if turn["role"] in CALLERS:
+        calls.append(message.pop("content", None))
+    if len(calls) > 1:
+        raise UserError(f"{what} has calls under two names; keep one")
+    if calls:
+        [found] = [_parsed(each, f"calls of {what}") for each in calls]
+        message["tool_calls"] = [found] if isinstance(found, dict) else found
+    return message
 
 
 def _from_lists(row: dict) -> dict:
     """Makes a chat of a prompt and a completion that are lists of messages. Answers in the prompt are no targets."""
     if not isinstance(row.get("prompt"), list):
         raise UserError('needs a list of messages as "prompt", where "completion" is one')
-    is_answer = (isinstance(message, dict) and message.get("role") == "assistant" for message in row["prompt"])
-    prompt = [{**message, "masked": True} if masked else message for message, masked in zip(row["prompt"], is_answer)]
-    return {"messages": prompt + row["completion"], "tools": row.get("tools")}
+    prompt, completion = (_messages(row[name], f'"{name}"') for name in ("prompt", "completion"))
+    prompt = [{**message, "masked": True} if message["role"] == "assistant" else message for message in prompt]
+    return {"messages": prompt + completion, "tools": row.get("tools")}
+
+
+def _from_pair(row: dict) -> dict:
+    question, answer = next(pair for pair in PAIRS if {*pair} <= row.keys())
+    for name in row.keys() - {question, answer}:
+        if row[name]:
+            raise UserError(
+                f'has "{name}" beside "{question}" and "{answer}", where it would be ignored; write it into the '
+                f"question, or give --columns prompt={question},completion={answer} to leave it out"
+            )
+    if not isinstance(row[question], str) or not isinstance(row[answer], str):
+        raise UserError(f'needs strings "{question}" and "{answer}"')
+    return {"prompt": row[question], "completion": row[answer]}
 
 
 def _from_alpaca(row: dict) -> dict:
-    instruction, given, output = row["instruction"], row.get("input") or "", row.get("output")
+    instruction, given, output = row["instruction"], row.get("input") or "", row.get("output", 0)
+    if output is None:
+        raise NothingToLearn("rows without text")
     if not all(isinstance(text, str) for text in (instruction, given, output, row.get("system") or "")):
         raise UserError('needs strings "instruction" and "output", and "input" and "system" if it has them')
     if row.get("history"):
@@ -162,15 +273,29 @@ def _system(row: dict) -> list[dict]:
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
+PAIRS = (("prompt", "response"), ("query", "response"), ("question", "answer"))
+BESIDE = ("context", "input", "choices", "options", "system", "history", "response")  # parts of a question
 FORMS = (
-    Form("messages", "messages", ("tools",), object, _as_it_is),
-    Form("ShareGPT", "conversations", ("system", "tools"), object, _from_sharegpt),
+    Form("messages", "messages", ("tools",), object, _from_turns),
+    Form("ShareGPT", "conversations", ("system", "tools"), object, _from_turns),
     Form("prompt and completion", "completion", ("prompt", "tools"), list, _from_lists),
     Form("prompt and completion", "completion", ("prompt",), object, _as_it_is),
     Form("Alpaca", "instruction", ("input", "output", "system", "history"), object, _from_alpaca),
     Form("text", "text", (), object, _as_it_is),
+    *(Form(f"{asked} and {said}", said, (asked, *BESIDE), object, _from_pair, needs=asked) for asked, said in PAIRS),
 )
 OF_FORMS = frozenset(name for form in FORMS for name in (form.decides, *form.takes))
-FIELDS = OF_FORMS.union(FLAGS, MASKS)  # all that decide what a row means
-CLASHING = OF_FORMS - {"input", "output", "history"}  # words that fields of other meanings often have
-KNOWN = '"text"; "prompt" and "completion"; "messages"; "conversations" (ShareGPT); "instruction" and "output" (Alpaca)'
+COLUMNS = frozenset(name for form in FORMS if not form.needs for name in (form.decides, *form.takes))
+CLASHING = COLUMNS - {"input", "output", "history"}  # words that fields of other meanings often have
+# Fields of preference rows, in which two answers are compared, or steps or answers are judged: TRL's, OpenAI's,
+# ms-swift's and LLaMA-Factory's. Any of the sets tells such a row.
+PREFERENCES = (
+    frozenset(("chosen", "rejected")), frozenset(("preferred_output", "non_preferred_output")),
+    frozenset(("rejected_response",)), frozenset(("rejected_messages",)), frozenset(("kto_tag",)),
+    frozenset(("completions", "labels")),
+)  # fmt: skip
+FIELDS = OF_FORMS.union(FLAGS, MASKS, {"label"}, *PREFERENCES)  # all that decide what a row means
+KNOWN = (
+    '"text"; "prompt" and "completion"; "messages"; "conversations" (ShareGPT); "instruction" and "output" (Alpaca); '
+    '"question" and "answer"'
+)

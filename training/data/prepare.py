@@ -7,6 +7,7 @@ files that have changed. Parts of other corpora and settings are left.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -15,7 +16,7 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -25,18 +26,31 @@ import numpy as np
 from tqdm import tqdm
 
 from training.data.containers import CONTAINERS, cut_rows, suffix_of
+from training.data.forms import parse_columns
 from training.data.prepared import DOCUMENT, FORMAT, INDEX, MASKED, TOKEN, PreparedStore, canonical, hash_of_index
-from training.data.sources import Document, DocumentReader, find_files, is_data, say_found, say_left_out
+from training.data.sources import (
+    DEFAULT,
+    BadRows,
+    Document,
+    DocumentReader,
+    Reading,
+    find_files,
+    is_data,
+    refuse_unused,
+    say_found,
+    say_left_out,
+)
 from training.data.tokenizer import load_tokenizer
 from training.host.errors import UserError
 from training.host.files import only_run_in, read_file, read_json, write_file
 
 PART_BYTES = 2**24  # of text
-MEANING = 2  # of rows: parts of earlier meanings, as when "loss": false was not obeyed, are made anew
+MEANING = 2  # Counts changes of what rows mean: parts made before "loss": false was obeyed are made anew.
 OURS = re.compile(r"part-[0-9a-f]{16}\.(tokens|documents|json)(\.new)?")
 # Types of the values that a part's summary must have.
 SUMMARY_TYPES = {
     "documents": int, "tokens": int, "targets": int, "largest_id": int, "are_samples": bool, "sha256": dict,
+    "bad": dict, "used": list,
 }  # fmt: skip
 GOES_ON = "mend that, as by making room, and the same command goes on from here"
 
@@ -52,35 +66,42 @@ class Extent(NamedTuple):
     line: int  # number of the first row; 0 for a text file
 
 
-def prepare(
-    source: Path, out: Path, tokenizer: str, reasoning: str = "template", workers: int = 1, suffixes: str | None = None
-) -> dict:
-    """Makes a prepared set of `source`, a file or a folder, in the folder `out`; returns its index."""
-    opened, files = load_tokenizer(tokenizer), find_files(source, suffixes)
+def prepare(source: Path, out: Path, tokenizer: str, workers: int = 1, reading: Reading = DEFAULT) -> dict:
+    """Makes a prepared set of `source`, a file or a folder, in the folder `out`; returns its index.
+
+    Parts with rows that cannot be read are made without them. Where such rows are refused, no part is begun after one
+    was found; the same command with `--bad_rows drop` makes the others.
+    """
+    opened, files = load_tokenizer(tokenizer), find_files(source, reading)
     identity = f"{opened.identity}{opened.eos_id}{_hash_of_templates(opened)}"
-    if out.is_dir() and any(file.suffix != ".json" and is_data(file, suffixes) for file in out.iterdir()):
+    if out.is_dir() and any(file.suffix != ".json" and is_data(file, reading) for file in out.iterdir()):
         raise UserError(f"{out} has text in it, which its set would hide from --data; choose another folder")
     with only_run_in(out):
-        parts = _find_parts(files, identity, reasoning)
+        parts = _find_parts(files, identity, reading)
         done = {name: found for name in parts if (found := _read_part(out / name)) is not None}
+        if reading.bad_rows != "drop":
+            _settle_bad_rows(parts, done, reading)
         if (out / INDEX).exists():
             store = PreparedStore(out, opened, opened.vocab_size)
             if set(store.parts) != {name for name in parts if name not in done or done[name]["documents"]}:
                 raise UserError(f"{out} has another set in it, of other files or settings; choose another folder")
             return json.loads((out / INDEX).read_bytes())
-        _make_parts(parts, done, out, (tokenizer, reasoning), workers)
+        _make_parts(parts, done, out, (tokenizer, reading), workers)
+        _settle_bad_rows(parts, done, reading)
         for file in out.iterdir():
             name = file.name.split(".")[0]
             if OURS.fullmatch(file.name) and name not in parts and not _is_of_use(out / name):
                 file.unlink()
         say_found(source, [done[name].get("found", {}) for name in parts])
         say_left_out([done[name].get("left_out", {}) for name in parts])
+        refuse_unused({*parse_columns(reading.columns)}.difference(*(done[name]["used"] for name in parts)))
         kept = [{"name": name, **done[name]} for name in parts if done[name]["documents"]]
         if not kept:
             raise UserError(f"{source} has no text; give a path that holds some")
         index = {
             "format": FORMAT, "tokenizer": opened.identity, "tokenizer_name": opened.name, "eos_id": opened.eos_id,
-            "are_samples": any(part["are_samples"] for part in kept), "reasoning": reasoning, "source": str(source),
+            "are_samples": any(part["are_samples"] for part in kept), "source": str(source),
+            "reasoning": reading.reasoning or "template",
             "documents": sum(part["documents"] for part in kept), "tokens": sum(part["tokens"] for part in kept),
             "targets": sum(part["targets"] for part in kept),
             "parts": kept,
@@ -88,6 +109,14 @@ def prepare(
         index["sha256"] = hash_of_index(index)
         _write(out / INDEX, json.dumps(index, indent=1).encode())
         return index
+
+
+def _settle_bad_rows(parts: Iterable[str], done: dict[str, dict], reading: Reading) -> None:
+    """Warns of rows that were left out of the parts that are done, or refuses them."""
+    bad = BadRows()
+    for name in parts:
+        bad.add(BadRows(**done[name]["bad"]) if name in done else BadRows())
+    bad.settle(reading.bad_rows, or_more=not done.keys() >= {*parts})
 
 
 def _hash_of_templates(tokenizer) -> str:
@@ -103,14 +132,14 @@ def _bytes_of(extents: list[Extent]) -> int:
     return sum(extent.stop - extent.start for extent in extents)
 
 
-def _find_parts(files: list[Path], identity: str, reasoning: str) -> dict[str, list[Extent]]:
+def _find_parts(files: list[Path], identity: str, reading: Reading) -> dict[str, list[Extent]]:
     """Returns the parts by their names. Shows progress: .jsonl files are read for the ends of their lines."""
     parts = {}
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc="finding lines", leave=False) as progress:
         for extents in _plan(files):
             content = {"format": FORMAT, "meaning": MEANING, "pieces": extents, "identity": identity}
-            content["reasoning"] = reasoning
+            content |= {"reasoning": reading.reasoning or "template", "columns": parse_columns(reading.columns)}
             parts[f"part-{hashlib.sha256(canonical(content)).hexdigest()[:16]}"] = extents
             progress.update(_bytes_of(extents))
     return parts
@@ -142,6 +171,8 @@ def _read_part(path: Path) -> dict | None:
         found = read_json(path.with_suffix(".json"))["summary"]
         counts = [*found.get("found", {}).values(), *(count for count, _ in found.get("left_out", {}).values())]
         are_typed = all(type(found[name]) is kind for name, kind in SUMMARY_TYPES.items())
+        bad = BadRows(**found["bad"])
+        are_typed &= type(bad.count) is int and {*map(type, (bad.why, *bad.places, *found["used"]))} == {str}
         sizes = [path.with_suffix(kind).stat().st_size for kind in (".tokens", ".documents")]
         is_whole = are_typed and {*map(type, counts)} <= {int}
         return found if is_whole and sizes == [4 * found["tokens"], 24 * found["documents"]] else None
@@ -166,7 +197,7 @@ def _has_changed(extent: Extent | list) -> bool:
 
 
 def _make_parts(
-    parts: dict[str, list[Extent]], done: dict[str, dict], out: Path, settings: tuple[str, str], workers: int
+    parts: dict[str, list[Extent]], done: dict[str, dict], out: Path, settings: tuple[str, Reading], workers: int
 ) -> None:
     """Makes the parts that are not done, in parallel and with a progress bar, and adds their summaries to `done`."""
     missing = [name for name in parts if name not in done]
@@ -180,7 +211,12 @@ def _make_parts(
         with tqdm(total=total, initial=before, unit="B", unit_scale=True, desc="tokenizing") as progress:
             tasks = {pool.submit(_make_part, out / name, parts[name]): name for name in missing}
             for task in as_completed(tasks):
+                if task.cancelled():
+                    continue
                 done[tasks[task]] = task.result()
+                if settings[1].bad_rows != "drop" and done[tasks[task]]["bad"]["count"]:
+                    for other in tasks:
+                        other.cancel()
                 progress.set_postfix(tokens=f"{sum(part['tokens'] for part in done.values()):,}")
                 progress.update(_bytes_of(parts[tasks[task]]))
     except BrokenProcessPool:
@@ -194,7 +230,7 @@ def _make_parts(
 _reader: DocumentReader | None = None  # a worker's
 
 
-def _open_reader(path: str, reasoning: str) -> None:
+def _open_reader(path: str, reading: Reading) -> None:
     """Begins a worker."""
     global _reader
     if (parent := multiprocessing.parent_process()) is not None:
@@ -207,7 +243,7 @@ def _open_reader(path: str, reasoning: str) -> None:
         if not parent.is_alive():
             os._exit(1)
     tokenizer = load_tokenizer(path)
-    _reader = DocumentReader(tokenizer, tokenizer.vocab_size, reasoning)
+    _reader = DocumentReader(tokenizer, tokenizer.vocab_size, reading._replace(bad_rows="drop"))
 
 
 def _read_extent(extent: Extent, reader: DocumentReader) -> Iterator[Document]:
@@ -222,7 +258,7 @@ def _make_part(path: Path, extents: list[Extent]) -> dict:
     assert _reader is not None
     eos_id = np.array([_reader.eos_id], dtype=TOKEN)
     rows, targets, largest, end, are_samples = [], 0, 0, 0, False
-    _reader.found, _reader.left_out = Counter(), {}
+    _reader.found, _reader.left_out, _reader.bad, _reader.used = Counter(), {}, BadRows(), set()
     digest = hashlib.sha256()
     try:
         with path.with_suffix(".tokens.new").open("wb") as stream:
@@ -246,6 +282,7 @@ def _make_part(path: Path, extents: list[Extent]) -> dict:
         summary = {
             "documents": len(rows), "tokens": end, "targets": targets, "largest_id": largest,
             "are_samples": are_samples, "found": _reader.found, "left_out": _reader.left_out,
+            "bad": dataclasses.asdict(_reader.bad), "used": sorted(_reader.used),
             "sha256": {".tokens": digest.hexdigest(), ".documents": hashlib.sha256(table).hexdigest()},
         }  # fmt: skip
         _write(path.with_suffix(".json"), json.dumps({"pieces": extents, "summary": summary}).encode())

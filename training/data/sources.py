@@ -10,13 +10,14 @@ import re
 import shlex
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from training.data.chat import UNSTORABLE, ChatTemplate, has_template
+from training.data.chat import UNSTORABLE, ChatTemplate, NoTemplate, has_template
 from training.data.containers import (
     COMPRESSIONS,
     CONTAINERS,
@@ -27,7 +28,7 @@ from training.data.containers import (
     read_rows,
     suffix_of,
 )
-from training.data.forms import FIELDS, NothingToLearn, recognise
+from training.data.forms import FIELDS, NothingToLearn, is_row, parse_columns, recognise, rename
 from training.data.tokenizer import check_ids
 from training.host.errors import UserError
 from training.host.files import read_file, read_json
@@ -38,6 +39,8 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows' editors begin files so
 SHOWN = 8  # suffixes of files that are left out
 PANDOC = "pandoc -t plain -o {0}.txt {0}"
 TO_TEXT = {".pdf": "pdftotext {0} {0}.txt", ".docx": PANDOC, ".epub": PANDOC, ".odt": PANDOC}
+READ_ON = 10_000  # rows that are looked at after one that cannot be read, before all such rows are refused
+PLACES = 3  # named of rows that cannot be read
 # Folders of installed packages, and folders of the standard library with tables or tests in place of programs.
 STANDARD_LIBRARY_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
@@ -53,31 +56,84 @@ class Document:
     line: int = 0  # its line in a .jsonl file, or its row in a table; 0: the document is the whole file
 
 
+class Reading(NamedTuple):
+    """How files become documents, as the flags of these names say."""
+
+    reasoning: str | None = None  # see ChatTemplate; None: "template"
+    suffixes: str | None = None  # suffixes of texts, such as ".rs,.c"; None: SUFFIXES
+    columns: str | None = None  # see parse_columns
+    bad_rows: str | None = None  # "drop" leaves rows out that cannot be read; None or "refuse": UserError
+
+    def refuse_without_effect(self) -> None:
+        """Raises UserError for flags where all data are prepared sets, which were read with flags of their own."""
+        for name, value in self._asdict().items():
+            if value and name != "reasoning":
+                raise UserError(f"{name} has no effect on prepared sets; drop it (prepare has a flag of its own)")
+
+
+DEFAULT = Reading()
+
+
+@dataclass
+class BadRows:
+    """Rows that cannot be read: their number, the first places, and what is wrong with the first."""
+
+    count: int = 0
+    places: list[str] = field(default_factory=list)
+    why: str = ""
+
+    def add(self, other: "BadRows") -> None:
+        self.count, self.why = self.count + other.count, self.why or other.why
+        self.places = [*self.places, *other.places][:PLACES]
+
+    def settle(self, bad_rows: str | None, or_more: bool = False) -> None:
+        """Warns of rows that are left out, or raises UserError."""
+        count = f"{self.count:,}{' or more' * or_more}"
+        if self.count and bad_rows == "drop":
+            where = ", ".join(self.places)
+            logger.warning("data: left out rows that cannot be read: %s, the first %s (%s)", count, where, self.why)
+        elif self.count:
+            which = "that row" if count == "1" else f"the {count} rows that cannot be read, at {', '.join(self.places)}"
+            raise UserError(
+                f"{self.places[0]}: {self.why}; mend {which}, or give --bad_rows drop to leave out such rows"
+            )
+
+
 def read_documents(
-    path: str | None, tokenizer, vocab_size: int, reasoning: str = "template", suffixes: str | None = None
+    path: str | None, tokenizer, vocab_size: int, reading: Reading = DEFAULT, unused: set[str] | None = None
 ) -> Iterator[Document]:
     """Reads and tokenizes a corpus: each text file and each row of the other files is a document. Yields at least one.
 
     Args:
         path: a file, or a folder, whose subfolders are searched, too, in sorted order. None: the sources of Python's
             standard library on this machine.
-        tokenizer, vocab_size, reasoning: see DocumentReader.
-        suffixes: see find_files.
+        tokenizer, vocab_size: see DocumentReader.
+        unused: names of columns that no row has had; those that rows have are taken out.
 
     Raises:
-        UserError: see find_files and DocumentReader; or the path holds no text.
+        UserError: see find_files and DocumentReader; the path holds no text, or rows that cannot be read.
     """
-    reader, document = DocumentReader(tokenizer, vocab_size, reasoning), None
-    parts = [_standard_library(reader)] if path is None else map(reader.read, find_files(Path(path), suffixes))
+    reader, document = DocumentReader(tokenizer, vocab_size, reading), None
+    parts = [_standard_library(reader)] if path is None else map(reader.read, find_files(Path(path), reading))
     for document in itertools.chain.from_iterable(parts):
-        yield document
+        if reading.bad_rows == "drop" or not reader.bad.count:
+            yield document
+    reader.bad.settle(reading.bad_rows, or_more=reader.has_read_enough)
     if path is not None:  # the standard library has many empty files
         say_found(path, [reader.found])
         say_left_out([reader.left_out])
+    if unused is not None:
+        unused -= reader.used
     if document is None:
         where = path or "Python's standard library"
-        kinds = ", ".join([*_texts(suffixes), *CONTAINERS])
+        kinds = ", ".join([*_texts(reading.suffixes), *CONTAINERS])
         raise UserError(f"{where} is empty: no text in any {kinds} file; give other --data")
+
+
+def refuse_unused(columns: Iterable[str]) -> None:
+    """Raises UserError for names of --columns that no row has had."""
+    if names := sorted(columns):
+        raise UserError(f"columns names {names[0]!r}, which no row has; correct it, or leave it out")
 
 
 def say_found(path: str | Path, parts: list[dict[str, int]]) -> None:
@@ -95,11 +151,8 @@ def say_left_out(parts: list[dict[str, list]]) -> None:
         logger.warning("data: left out %s: %s, the first in %s", what, f"{sum(n for n, _ in found):,}", found[0][1])
 
 
-def find_files(path: Path, suffixes: str | None = None) -> list[Path]:
+def find_files(path: Path, reading: Reading = DEFAULT) -> list[Path]:
     """Returns the files of documents at a path of --data: the file itself, or all files in the folder, sorted.
-
-    Args:
-        suffixes: of texts, such as ".rs,.c"; None: SUFFIXES.
 
     Raises:
         UserError: the path, a file or a folder cannot be read, or is of a kind that is not; a package is missing.
@@ -124,7 +177,7 @@ def find_files(path: Path, suffixes: str | None = None) -> list[Path]:
                 folders[:] = _choose_split(Path(root))
                 continue
             files += [Path(root, name) for name in names]
-        texts = sorted(file for file in files if is_data(file, suffixes))
+        texts = sorted(file for file in files if is_data(file, reading))
         if others := Counter(file.suffix or file.name for file in sorted({*files}.difference(texts))).most_common():
             shown = ", ".join(f"{count:,} {kind[:30]}" for kind, count in others[:SHOWN])
             more = " and others" if len(others) > SHOWN else ""
@@ -133,7 +186,7 @@ def find_files(path: Path, suffixes: str | None = None) -> list[Path]:
             logger.warning("data: left out files of other kinds in %s: %s%s%s", path, shown, more, cures)
     elif not path.is_file():  # a pipe would be waited for
         raise UserError(f"cannot read {path}: it is no regular file; give --data a file or a folder")
-    elif (suffix := suffix_of(path)) not in (kinds := [*_texts(suffixes), *CONTAINERS]):
+    elif (suffix := suffix_of(path)) not in (kinds := [*_texts(reading.suffixes), *CONTAINERS]):
         cure = f"to read it as text, give --suffixes {suffix}"
         if suffix in TO_TEXT:
             cure = "make text of it: " + TO_TEXT[suffix].format(shlex.quote(str(path)))
@@ -155,15 +208,13 @@ def _texts(suffixes: str | None) -> list[str]:
     return found
 
 
-def is_data(file: Path, suffixes: str | None = None) -> bool:
+def is_data(file: Path, reading: Reading = DEFAULT) -> bool:
     """Whether a file of a folder is data. A .json file is, if its first row has a known form: many hold settings."""
     suffix = suffix_of(file)
     if suffix != ".json" or not file.is_file():
-        return suffix in (*_texts(suffixes), *CONTAINERS) and file.is_file()
+        return suffix in (*_texts(reading.suffixes), *CONTAINERS) and file.is_file()
     with contextlib.suppress(UserError, StopIteration):
-        with contextlib.suppress(NothingToLearn):
-            recognise(next(read_rows(file))[1])
-        return True
+        return is_row(rename(next(read_rows(file))[1], parse_columns(reading.columns)))
     return False
 
 
@@ -199,36 +250,52 @@ class DocumentReader:
     Args:
         tokenizer: see load_tokenizer.
         vocab_size: the model's; every id must be below it.
-        reasoning: see ChatTemplate.
+        reading: what rows mean, and whether reading ends soon after a row that cannot be read.
 
     Attributes:
         found: how many documents of each form were made, by words for the log.
         left_out: files and rows from which nothing can be learnt: by what they are, [their number, the first's place].
+        bad: rows that cannot be read.
+        used: names of columns that rows have had.
     """
 
-    def __init__(self, tokenizer, vocab_size: int, reasoning: str = "template"):
-        self._tokenizer, self._vocab_size, self._reasoning = tokenizer, vocab_size, reasoning
+    def __init__(self, tokenizer, vocab_size: int, reading: Reading = DEFAULT):
+        self._tokenizer, self._vocab_size, self._reading = tokenizer, vocab_size, reading
         self.eos_id, self.found, self.left_out = tokenizer.eos_id, Counter[str](), dict[str, list]()
+        self.bad, self.used, self._columns = BadRows(), set[str](), parse_columns(reading.columns)
+        self._rows, self._last_row = 0, 0  # rows that were looked at, and after which reading ends
         self._largest = -1  # id that was checked
 
     @functools.cached_property
     def _chat(self) -> ChatTemplate:
         """The template, opened at the first chat: other data need no template."""
-        return ChatTemplate(self._tokenizer, self._reasoning)
+        try:
+            return ChatTemplate(self._tokenizer, self._reading.reasoning or "template")
+        except UserError as error:
+            raise NoTemplate(str(error)) from None
 
     @functools.cached_property
     def _has_template(self) -> bool:
         return has_template(self._tokenizer)
 
+    @property
+    def has_read_enough(self) -> bool:
+        """Whether a row was bad, bad rows are refused, and READ_ON rows were looked at since."""
+        return self._reading.bad_rows != "drop" and self.bad.count > 0 and self._rows >= self._last_row
+
     def read(self, file: Path, start: int = 0, stop: int = 0, first: int = 1) -> Iterator[Document]:
         """Yields the documents of a file, or of its piece that cut_rows gave; none if it is empty.
 
         Raises:
-            UserError: names the file, and the offset or row.
+            UserError: names the file, and the offset; or chats have no template.
         """
+        if self.has_read_enough:
+            return
         if suffix_of(file) in CONTAINERS:
-            for number, row in read_rows(file, start, stop, first, FIELDS):
+            for number, row in read_rows(file, start, stop, first, FIELDS.union(self._columns)):
                 yield from self._read_row(row, str(file), number)
+                if self.has_read_enough:
+                    return
         else:
             content = read_compressed(file) if is_compressed(file) else read_file(file, "give --data a readable file")
             yield from self.read_text(_decode(content, str(file)), file)
@@ -242,28 +309,35 @@ class DocumentReader:
             self._leave_out("files without text", str(file))
 
     def _read_row(self, row, file: str, number: int) -> Iterator[Document]:
-        """Yields the document of a row, an object or a line of JSON; none if there is nothing to learn."""
+        """Yields the document of a row, an object or a line of JSON; none if it is bad, or has nothing to learn."""
         where = place(file, number)
-        if isinstance(row, bytes):
-            if number == 1 and row.startswith(BYTE_ORDER_MARK):
-                self._leave_out("byte order marks", where)
-                row = row.removeprefix(BYTE_ORDER_MARK)
-            if not row.strip():
-                self._leave_out("blank lines", where)
-                return
-            text = _decode(row, where)
-            try:
-                row = json.loads(text)
-            except (ValueError, RecursionError) as error:  # ValueError also for 5,000 digits
-                raise UserError(f"{where}: not JSON ({str(error)[:100]}); each line must be one JSON object") from None
+        self._rows += 1
         try:
-            encoded = self._encode(row)
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from None
+            row = self._parse(row, where, number) if isinstance(row, bytes) else row
+            if isinstance(row, dict):
+                self.used.update(self._columns.keys() & row.keys())
+            encoded = self._encode(rename(row, self._columns))
         except NothingToLearn as what:
             self._leave_out(str(what), where)
+        except NoTemplate as error:
+            raise UserError(f"{where}: {error}") from None
+        except UserError as error:
+            self._last_row = self._last_row or self._rows + READ_ON
+            self.bad.add(BadRows(1, [where], str(error)))
         else:
             yield self._checked(Document(*encoded, file, number))
+
+    def _parse(self, line: bytes, where: str, number: int) -> object:
+        if number == 1 and line.startswith(BYTE_ORDER_MARK):
+            self._leave_out("byte order marks", where)
+            line = line.removeprefix(BYTE_ORDER_MARK)
+        if not line.strip():
+            raise NothingToLearn("blank lines")
+        text = _decode(line, "the line")
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:  # ValueError also for 5,000 digits
+            raise UserError(f"not JSON ({str(error)[:100]}); each line must be one JSON object") from None
 
     def _leave_out(self, what: str, where: str) -> None:
         self.left_out.setdefault(what, [0, where])[0] += 1

@@ -26,8 +26,10 @@ import torch
 from tqdm import tqdm
 
 from training.checkpoint.manifest import verify_weights
+from training.choices import BAD_ROWS
 from training.data.chat import REASONING
 from training.data.corpus import open_stores
+from training.data.sources import Reading
 from training.data.tokens import Store, join, split
 from training.evaluation import positions
 from training.evaluation.needle import DEPTHS, Result, Samples, judge
@@ -59,6 +61,8 @@ class RunSettings:
     context_length: int | None = flag(None, least=2, most=LONGEST)
     data: list[str] = flag(list)
     suffixes: str | None = flag(None)
+    columns: str | None = flag(None)
+    bad_rows: str | None = flag(None, choices=BAD_ROWS)
     chat_reasoning: str = flag("template", choices=REASONING)
 
 
@@ -109,9 +113,11 @@ def make_questions(flags: EvaluationFlags, opened: Opened, world: World) -> Ques
 
 def open_texts(flags: EvaluationFlags, opened: Opened, settings: RunSettings | None) -> Store:
     """The documents of --data, else those that the checkpoint's run held out."""
-    paths, reasoning = flags.data or (settings.data if settings else []), settings and settings.chat_reasoning
-    suffixes = flags.suffixes if flags.data or settings is None else settings.suffixes
-    store = join(open_stores(paths, opened.tokenizer, opened.shape.vocab_size, reasoning or "template", suffixes))
+    paths, of = flags.data or (settings.data if settings else []), flags if flags.data else settings
+    reading = Reading(settings.chat_reasoning if settings else None)
+    if of:
+        reading = reading._replace(suffixes=of.suffixes, columns=of.columns, bad_rows=of.bad_rows)
+    store = join(open_stores(paths, opened.tokenizer, opened.shape.vocab_size, reading))
     if flags.data or settings is None:
         return store
     trained_on, held_out = split(store, settings.validation_fraction, settings.seed)

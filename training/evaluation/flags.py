@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from training.choices import BAD_ROWS
 from training.flags import Idle, flag, read_flags
 from training.inference_flags import ModelFlags
 
@@ -23,6 +24,8 @@ class EvaluationFlags(ModelFlags):
     sequences: int = flag(16, "the longest pieces of the data, so many; 0: no losses", group="losses")
     data: list[str] = flag(list, "as train.py's; default: what the run held out, else Python's standard library")
     suffixes: str | None = flag(None, "of texts in data, as train.py's")
+    columns: str | None = flag(None, "names of rows' fields in data, as train.py's")
+    bad_rows: str | None = flag(None, "rows of data that cannot be read; default: refuse", BAD_ROWS)
     short_context: int | None = flag(None, "tokens; default: 4096, at most a quarter of context_length", least=2)
     margin: float = flag(2.0, "nats by which a token that needs the context is better with it", most=1e6)
     ceiling: float = flag(2.0, "nats of loss that such a token has at most", most=1e6)
@@ -32,9 +35,9 @@ class EvaluationFlags(ModelFlags):
     seed: int = flag(0, "of the samples")
 
     idle: ClassVar[tuple[Idle, ...]] = (
-        Idle("data suffixes short_context margin ceiling evaluator", "with sequences 0; drop one",
+        Idle("data suffixes columns bad_rows short_context margin ceiling evaluator", "with sequences 0; drop one",
              lambda f: not f.sequences),
-        Idle("suffixes", "without data; drop it, or give those", lambda f: not f.data),
+        Idle("suffixes columns bad_rows", "without data; drop it, or give those", lambda f: not f.data),
         Idle("lengths seed", "with samples 0; drop one", lambda f: not f.samples),
         Idle("context_length", "with sequences 0 and lengths; drop one", lambda f: f.lengths and not f.sequences),
     )  # fmt: skip

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from training.choices import GPU_BACKENDS, MODEL_SIZES
+from training.choices import BAD_ROWS, GPU_BACKENDS, MODEL_SIZES
 from training.flags import Idle, flag, read_flags
 from training.run.settings import OVERLONG, StepFlags
 
@@ -36,6 +36,8 @@ class ProfileFlags(StepFlags):
     data: list[str] = flag(list, "as in train.py: predict the hours of an epoch, for its documents", group="data")
     tokenizer: str | None = flag(None, "of data, a tokenizer.json or its folder, or bytes; default: init_from's")
     suffixes: str | None = flag(None, "of texts in data, as train.py's")
+    columns: str | None = flag(None, "names of rows' fields in data, as train.py's")
+    bad_rows: str | None = flag(None, "rows of data that cannot be read; default: refuse", BAD_ROWS)
     overlong: str | None = flag(None, "documents of data longer than a sequence; default: refuse", OVERLONG)
     find_max_context: bool = flag(False, "the longest context that fits", group="answers")
     compare: bool = flag(False, "with and without chunked loss, checkpointing, a plan; 32k to 256k")
@@ -56,7 +58,8 @@ class ProfileFlags(StepFlags):
         Idle("memory_budget host_budget host_memory", "with gradient_checkpointing; drop one",
              lambda f: f.gradient_checkpointing is not None),
         Idle("device", "with gpu, which predicts for another; drop one", lambda f: f.gpu and f.device == "cuda"),
-        Idle("tokenizer suffixes overlong", "without data; drop it, or give data", lambda f: not f.data),
+        Idle("tokenizer suffixes columns bad_rows overlong", "without data; drop it, or give data",
+             lambda f: not f.data),
         Idle("measure", "but with find_max_context or compare: a step is measured anyway",
              lambda f: not (f.find_max_context or f.compare)),
         Idle("lora_targets lora_bits", "without lora; drop it, or give lora", lambda f: f.lora is None),

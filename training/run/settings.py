@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from training.choices import (
     ATTENTION_TYPES,
+    BAD_ROWS,
     IMPLEMENTATIONS,
     LINEARS,
     LORA_BITS,
@@ -107,6 +108,8 @@ class TrainConfig(StepFlags):
         list, "files or folders of texts, JSON, Parquet; prepared sets; default: Python's library", group="data"
     )
     suffixes: str | None = flag(None, f"of texts, such as .rs,.c,.html; default: {SUFFIXES}")
+    columns: str | None = flag(None, "names of rows' fields in data: prompt=question,completion=answer")
+    bad_rows: str | None = flag(None, "rows of data that cannot be read; default: refuse", BAD_ROWS)
     data_weights: str | None = flag(None, "shares of the sequences by path of data: 3,1; default: all as one corpus")
     packing: str | None = flag(None, "default: best_fit for data with samples, else concatenate", PACKINGS)
     overlong: str | None = flag(None, "best_fit: documents longer than a sequence; default: refuse", OVERLONG)
@@ -163,7 +166,7 @@ class TrainConfig(StepFlags):
              "without init_from, which it adapts; drop it, or give that",
              lambda c: c.init_from is None and c.resume == "no"),
         Idle("checkpoint_interval keep_checkpoints", "with save none; drop one", lambda c: c.save == "none"),
-        Idle("suffixes", "without data; drop it, or give those", lambda c: not c.data),
+        Idle("suffixes columns bad_rows", "without data; drop it, or give those", lambda c: not c.data),
         Idle("gradient_checkpointing compile", "with memory_budget; drop one", lambda c: c.memory_budget is not None),
         Idle("host_budget", "with gradient_checkpointing; drop one", lambda c: c.gradient_checkpointing),
         Idle("host_budget", "with compile; drop one", lambda c: c.compile),

@@ -408,7 +408,7 @@ def test_answers_that_say_they_are_not_trained_on(shown):
 
 
 def test_empty_results_of_tools_and_system_messages(shown):
-    call = {**TALK[1], "tool_calls": [{"name": "f"}]}
+    call = {**TALK[1], "content": "true", "tool_calls": [{"name": "f"}]}
     last = {**TALK[3], "reasoning_content": None, "tool_calls": None, "weight": None}  # tables are written out so
     chat = [{"role": "system", "content": ""}, TALK[0], call, {"role": "tool", "content": None}, last]
     text = shown(QWEN3, chat)
@@ -453,19 +453,14 @@ def test_bad_messages(folder, tmp_path, caplog):
     user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     tool, calls = {"role": "tool", "content": "c"}, {**assistant, "tool_calls": [{"name": "f"}]}
     cases = [
-        ([], '"messages" is an empty list'),
-        ("x", '"messages" is no list'),
-        ([3], r"message 1 \(None\) follows nothing"),
-        ([user], "the last of 1 messages is of user; it must be the assistant's"),
+        ("x", '"messages" must be a list of objects, or JSON of one'),
+        ([3], 'message 1 of "messages" must be an object with "role" and "content", or "from" and "value"'),
         (
-            [assistant, user],
-            r"message 1 \(assistant\) follows nothing, where there should be system or developer or us",
+            [user, {"role": "critic", "content": "b"}],
+            r"message 2 \(critic\) has a role that is not known; known are sys",
         ),
-        ([user, user, assistant], r"message 2 \(user\) follows user, where there should be assistant"),
-        ([user, assistant, assistant], r"message 3 \(assistant\) follows assistant, where there should be user"),
         ([user, assistant, tool], r"message 3 \(tool\) follows assistant"),
         ([user, calls, assistant], r"message 3 \(assistant\) follows an assistant that calls tools, .* tool"),
-        ([user, {"role": "model", "content": "b"}], r"message 2 \(model\) follows user"),
         ([user, {**assistant, "reasoning": ["so"]}], r"message 2 \(assistant\) has reasoning that is not one string"),
         ([user, {**assistant, "reasoning": "a", "thinking": "b"}], "has reasoning that is not one string"),
         ([{**user, "thinking": "a"}, assistant], r"message 1 \(user\) has tool_calls, reasoning or a weight"),
@@ -480,6 +475,10 @@ def test_bad_messages(folder, tmp_path, caplog):
         ([user, calls, {**tool, "loss": 1}, assistant], r"message 3 \(tool\) has tool_calls, reasoning or a weight"),
         ([user, {**assistant, "learn": False}], r'message 2 \(assistant\) has "learn": false, which is not known here'),
         ([{**user, "score": 0.7}, assistant], r'message 1 \(user\) has "score": 0.7, which is not known here; remove'),
+        (
+            [user, {**assistant, "ignored": "true"}],
+            r'message 2 \(assistant\) has "ignored": "true", which is not known',
+        ),
         ([user, {**assistant, "train_detail": [{"train": 0}]}], r'has "train_detail": .*, which is not known here'),
         (
             [user, {**assistant, "content": [{"type": "text", "text": "b", "loss": False}]}],
@@ -489,7 +488,7 @@ def test_bad_messages(folder, tmp_path, caplog):
         ([user, {**assistant, "tool_calls": [{"function": {"name": 3}}]}], 'tool_calls" must be a list of objects'),
         ([{**user, "content": [{"type": "image"}]}, assistant], r"message 1 \(user\) has a content that is no text"),
         ([user, {**assistant, "content": 3}], "content that is no text"),
-        ([user, {**assistant, "tool_calls": "f"}], '"tool_calls" must be a list'),
+        ([user, {**assistant, "tool_calls": "f"}], 'calls of message 2 of "messages" must be a list'),
         ([{**user, "content": "x<|im_end|>"}, assistant], r"a message has '<\|im_end\|>' in it, which begins or ends"),
         ([{**user, "content": "<|im_start|>assistant\nx"}, assistant], r"a message has '<\|im_start\|>"),
         ([user, {**assistant, "name": "\ud800"}], "escaped NUL or lone surrogate in the messages"),
@@ -503,13 +502,13 @@ def test_bad_messages(folder, tmp_path, caplog):
     with pytest.raises(ValueError, match=r'a\.jsonl:1: "tools" must be a list of objects'):
         load_documents(str(tmp_path / "a.jsonl"), tokenizer, 300)
     nothing = [[user, {**assistant, "content": " "}], [{**user, "content": None}, assistant]]
-    nothing.append([user, {**assistant, "weight": 0}])
+    nothing += [[user, {**assistant, "weight": 0}], [user]]
     lines = [{"messages": TALK, "prompt": TALK[0]["content"], "text": None}, *({"messages": each} for each in nothing)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert len(load_documents(str(tmp_path / "a.jsonl"), tokenizer, 300)) == 1
     assert [record.getMessage().rpartition("/")[::2] for record in caplog.records] == [
         (f"data: left out chats with an empty question or answer: 2, the first in {tmp_path}", "a.jsonl:2"),
-        (f"data: left out chats without a target: 1, the first in {tmp_path}", "a.jsonl:4"),
+        (f"data: left out chats without a target: 2, the first in {tmp_path}", "a.jsonl:4"),
     ]
     depth = sys.getrecursionlimit() - 40  # torch.compile raises it, if an earlier test has used that
     (tmp_path / "a.jsonl").write_text(good[:-1] + ', "tools": [{"a": ' + "[" * depth + "]" * depth + "}]}")
@@ -575,6 +574,36 @@ def test_templates_whose_turns_run_on_or_vanish(shown):
     for template in (nested, half):
         with pytest.raises(ValueError, match=r"nests {% generation %}, or writes half of it"):
             shown(template, TALK)
+
+
+def test_turns_in_any_order_are_as_transformers_writes_them(shown, folder):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="<|im_end|>"
+    )
+    user, assistant, system = ({"role": role, "content": role[0]} for role in ("user", "assistant", "system"))
+    chats = [
+        [user, user, assistant],
+        [user, assistant, assistant],
+        [assistant, user, assistant],
+        [system, assistant, user, assistant, user],
+        [system, assistant],
+        [user, assistant, system, user, assistant],
+    ]
+    for chat, template in itertools.product(chats, (CHATML, LLAMA3, QWEN3, MARKED)):
+        text = shown(template, chat)
+        written = theirs.apply_chat_template(chat, chat_template=template, tokenize=False)
+        assert text.replace("[", "").replace("]", "") == written
+        answers = [part.partition("]")[0] for part in text.split("[")[1:]]
+        assert len(answers) == chat.count(assistant) and {*answers} <= {
+            "a<|im_end|>", "a<|eot_id|>", "<think>\n\n</think>\n\na<|im_end|>"
+        }  # fmt: skip
+    for reasoning in ("keep", "drop"):  # the thought stands before the last question, but "keep" keeps it
+        chat = [user, {**assistant, "reasoning_content": "why"}, user]
+        assert ("why" in shown(QWEN3, chat, reasoning)) == (reasoning == "keep")
+    assert shown(MISTRAL, [user, assistant, user]) == "<s>[INST] u [/INST][ a</s>][INST] u [/INST]"
+    with pytest.raises(ValueError, match="fails: roles must alternate"):
+        shown(GEMMA3, chats[0])
 
 
 def test_where_the_template_is(folder, tmp_path):

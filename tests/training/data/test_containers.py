@@ -16,6 +16,7 @@ from training.data import containers
 from training.data.containers import read_rows
 from training.data.corpus import load_corpus, open_stores
 from training.data.prepare import prepare
+from training.data.sources import Reading
 from training.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -246,19 +247,25 @@ def test_saved_datasets(tmp_path, caplog):
 def test_files_of_other_kinds(tmp_path, name, suffixes, message):
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(ValueError, match=message) as error:
-        open_stores([str(tmp_path / name)], BYTES, 256, suffixes=suffixes)
+        open_stores([str(tmp_path / name)], BYTES, 256, Reading(suffixes=suffixes))
     assert "\n" not in str(error.value)
 
 
 def test_suffixes_and_names_of_the_hub(tmp_path, one_process):  # noqa: F811
     for name in ("a.RS", "b.h", "c.md"):
         (tmp_path / name).write_text(name)
-    [store] = open_stores([str(tmp_path)], BYTES, 256, suffixes=".rs, .h")
+    [store] = open_stores([str(tmp_path)], BYTES, 256, Reading(suffixes=".rs, .h"))
     assert [store.source(i).rpartition("/")[2] for i in range(len(store.lengths))] == ["a.RS", "b.h"]
-    assert prepare(tmp_path, tmp_path / "set", "bytes", suffixes=".rs,.h")["documents"] == 2
+    assert prepare(tmp_path, tmp_path / "set", "bytes", reading=Reading(suffixes=".rs,.h"))["documents"] == 2
     with pytest.raises(ValueError, match="suffixes has no effect on prepared sets"):
         load_corpus(
-            [str(tmp_path / "set")], BYTES, 256, validation_fraction=0.5, context_length=4, seed=0, suffixes=".rs"
+            [str(tmp_path / "set")],
+            BYTES,
+            256,
+            validation_fraction=0.5,
+            context_length=4,
+            seed=0,
+            reading=Reading(suffixes=".rs"),
         )
     with pytest.raises(
         ValueError, match=r"does not exist; .*: hf download no/such-data --repo-type dataset --local-dir DIR"

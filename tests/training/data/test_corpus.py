@@ -10,6 +10,7 @@ from training.data.corpus import load_corpus
 from training.data.loader import PackedLoader
 from training.data.packing import BestFitPacking, ConcatenatedPacking, MixedPacking
 from training.data.show import show_batch
+from training.data.sources import Reading
 from training.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -78,7 +79,7 @@ def test_settings_that_do_not_go_together(paths, settings, message):
     with pytest.raises(ValueError, match="data_weights mix several paths of --data: got 1"):
         load(paths[:1], weights="1")
     with pytest.raises(ValueError, match="chat_reasoning has no effect without chats"):
-        load(paths[:1], reasoning="keep")
+        load(paths[:1], reading=Reading("keep"))
 
 
 def test_a_batch_is_shown_with_its_targets(paths):

@@ -8,7 +8,10 @@ import pytest
 from tests.training.data.test_chat import CHATML
 from tests.training.data.test_packing import load_documents
 from tests.training.data.test_tokenizer import write_tokenizer
+from training.data.corpus import open_stores
+from training.data.sources import Reading, read_documents
 from training.data.tokenizer import ByteTokenizer, load_tokenizer
+from training.host.errors import UserError
 
 ASK, ANSWER, MORE, LAST = (
     {"role": role, "content": content}
@@ -61,6 +64,12 @@ def read(tmp_path, tokenizer, row):
          [SYSTEM, ASK, {**ANSWER, "weight": 0}, MORE, LAST], TOOLS, "prompt and completion"),
         ({"prompt": [ASK], "completion": [{**ANSWER, "weight": 0}, MORE, LAST]},
          [ASK, {**ANSWER, "weight": 0}, MORE, LAST], None, "prompt and completion"),
+        ({"messages": json.dumps([ASK, ANSWER]), "tools": json.dumps(TOOLS)}, [ASK, ANSWER], TOOLS, "messages"),
+        ({"conversations": json.dumps(said([("human", "Hi"), ("model", "Yes?")]))}, [ASK, ANSWER], None, "ShareGPT"),
+        ({"messages": said([("human", "Hi"), ("gpt", "Yes?")])}, [ASK, ANSWER], None, "messages"),
+        ({"messages": [ASK, {**ANSWER, "role": "model"}]}, [ASK, ANSWER], None, "messages"),
+        ({"prompt": said([("human", "Hi")]), "completion": said([("gpt", "Yes?")])}, [ASK, ANSWER], None,
+         "prompt and completion"),
         ({"instruction": "Hi", "input": "", "output": "Yes?", "text": "# Hi # Yes?"}, [ASK, ANSWER], None, "Alpaca"),
         ({"instruction": "Hi", "input": "you", "output": "Yes?", "system": "Be brief"},
          [SYSTEM, {**ASK, "content": "Hi\nyou"}, ANSWER], None, "Alpaca"),
@@ -77,6 +86,95 @@ def test_chats(tmp_path, tokenizer, caplog, row, messages, tools, name):
     targets = tokenizer.decode([i for i, masked in zip(tokens, is_masked) if not masked], with_special=True)
     answers = [m["content"] for m in messages if m["role"] == "assistant" and m.get("weight") != 0]
     assert targets.replace("\n", "") == "".join(f"{answer}<|im_end|>" for answer in answers)
+
+
+def test_calls_of_sharegpt_and_of_openai_before_there_were_several(tmp_path, tokenizer):
+    (tokenizer.folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+        "{{ m.tool_calls | tojson if m.tool_calls else '' }}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    call = {"name": "add", "arguments": {"a": 1}}
+    expected = [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "2"}, LAST]
+    said_so = [("human", "Hi"), ("function_call", json.dumps(call)), ("observation", "2"), ("gpt", "2")]
+    older = {"role": "assistant", "content": None, "function_call": {**call, "arguments": '{"a": 1}'}}
+    rows = [
+        {"conversations": said(said_so)},
+        {"messages": [{"role": {"human": "user"}.get(role, role), "content": text} for role, text in said_so]},
+        {"messages": [ASK, older, {"role": "function", "name": "add", "content": "2"}, LAST]},
+        {"messages": [ASK, {"role": "assistant", "tool_calls": json.dumps([call])}, *expected[2:]]},
+    ]
+    tokens = read(tmp_path, tokenizer, {"messages": expected})
+    assert '"name": "add"' in tokenizer.decode([i for i, masked in zip(*tokens) if not masked])
+    assert all(read(tmp_path, tokenizer, row) == tokens for row in rows)
+
+
+@pytest.mark.parametrize("pair", [("query", "response"), ("question", "answer"), ("prompt", "response")])
+def test_pairs_are_prompts_with_completions(tmp_path, caplog, pair):
+    caplog.set_level(logging.INFO)
+    tokens, is_masked = read(tmp_path, ByteTokenizer(), dict(zip(pair, ("Hi", "Yes?"))) | {"id": 7, "history": []})
+    assert bytes(tokens) == b"HiYes?" and is_masked == [True] * 2 + [False] * 4
+    what = f"1 row of {pair[0]} and {pair[1]}, as prompts with completions"
+    assert caplog.messages == [f"data: {tmp_path}/a.jsonl: {what}"]
+
+
+@pytest.mark.parametrize(
+    "columns, row, same",
+    [
+        ("prompt=q,completion=a", {"q": "Hi", "a": "Yes?", "prompt": "b"}, {"prompt": "Hi", "completion": "Yes?"}),
+        ("prompt=completion, completion=prompt", {"prompt": "a", "completion": "b"},
+         {"prompt": "b", "completion": "a"}),
+        ("text=body", {"body": "a", "title": "b"}, {"text": "a"}),
+        ("messages=dialog", {"dialog": [ASK, ANSWER]}, {"messages": [ASK, ANSWER]}),
+        ("conversations=dialog,system=s", {"dialog": said([("human", "Hi"), ("gpt", "Yes?")]), "s": "Be brief"},
+         {"messages": [SYSTEM, ASK, ANSWER]}),
+        ("output=response,input=context", {"instruction": "Hi", "context": "you", "response": "b"},
+         {"instruction": "Hi", "input": "you", "output": "b"}),
+        ("messages=chosen", {"chosen": [ASK, ANSWER], "rejected": [ASK, LAST]}, {"messages": [ASK, ANSWER]}),
+        ("completion=chosen", {"prompt": [ASK], "chosen": [ANSWER], "rejected": [LAST]}, {"messages": [ASK, ANSWER]}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_columns(tmp_path, tokenizer, columns, row, same, suffix):
+    (tmp_path / "same.jsonl").write_text(json.dumps(same))
+    if suffix == "jsonl":
+        (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    [expected] = read_documents(str(tmp_path / "same.jsonl"), tokenizer, 300)
+    [document] = read_documents(str(tmp_path / f"a.{suffix}"), tokenizer, 300, Reading(columns=columns))
+    assert document.tokens.tolist() == expected.tokens.tolist() and str(document.masked) == str(expected.masked)
+
+
+def test_columns_that_name_nothing(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"q": "a", "text": "b"}')
+    for columns, message in (
+        ("text=body", "columns names 'body', which no row has"),
+        ("history=q,text=x", "columns names 'x', which no row has"),
+        ("txt=q", "columns must name each field once, .* got 'txt=q'; before each = stands one of completion, conv"),
+        ("text", "columns must name each field once"),
+        ("text=", "columns must name each field once"),
+        ("text=q,", "columns must name each field once"),
+        ("text=q,text=r", "columns must name each field once"),
+        ("text=q,prompt=q", "columns must name each field once"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_stores([str(tmp_path / "a.jsonl")], ByteTokenizer(), 256, Reading(columns=columns))
+    (tmp_path / "b.jsonl").write_text('{"text": "c"}')  # names of one path need not be those of another
+    stores = open_stores([str(tmp_path / f"{n}.jsonl") for n in "ba"], ByteTokenizer(), 256, Reading(columns="text=q"))
+    assert [bytes(store.read(0, 0, 1).tolist()) for store in stores] == [b"c", b"a"]
+
+
+def test_values_of_null_are_no_text(tmp_path, caplog):
+    rows = [{"text": "a"}, {"text": None, "id": 3}, {"prompt": "a", "completion": None}, {"messages": None}]
+    rows += [{"instruction": "a", "output": None}, {"messages": []}, {"question": "a", "answer": None}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert len(load_documents(str(tmp_path / "a.jsonl"), ByteTokenizer(), 256)) == 1
+    assert [message.rpartition(", the")[0] for message in caplog.messages] == [
+        "data: left out rows without text: 5",
+        "data: left out chats without messages: 1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -97,14 +195,48 @@ def test_alpaca_without_a_chat_template(tmp_path, caplog, row, prompt):
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"question": "a", "answer": "b"}, 'has the fields "question", "answer"; known are "text"; "prompt" and'),
+        ({"q": "a", "a": "b"}, 'has the fields "q", "a"; known are "text"; "prompt" and .*; --columns text=NAME gives'),
+        (
+            {"question": "a", "answer": "b", "context": "c"},
+            'has "context" beside "question" and "answer", where it would',
+        ),
+        ({"query": "a", "response": "b", "history": [["c", "d"]]}, 'has "history" beside "query" and "response"'),
+        ({"query": "a", "response": 3}, 'needs strings "query" and "response"'),
+        ({"prompt": "a", "completion": "b", "response": "c"}, 'has "response" beside "completion", where it would be'),
+        ({"query": "a", "response": "b", "question": "c", "answer": "d"}, 'has "answer" beside "response"'),
+        ({"messages": [{"role": "model", "parts": [{"text": "a"}]}]}, 'message 1 of "messages" has "parts", which are'),
         ({}, "has the fields none; known are"),
         ({"prompt": [ASK], "chosen": [ANSWER]}, 'has the fields "prompt", "chosen"; known are'),
         ({"conversations": "x"}, '"conversations" must be a list of objects'),
-        ({"conversations": [{"from": "human"}]}, '"conversations" must be a list of objects'),
-        ({"conversations": []}, '"messages" is an empty list'),
-        ({"conversations": said([("gpt", "a")])}, "message 1 .assistant. follows nothing"),
-        ({"conversations": said([("human", "a"), (["x"], "b")])}, "message 2 .* follows user"),
+        ({"conversations": [{"from": "human"}]}, 'message 1 of "conversations" must be an object with "role" and'),
+        ({"messages": "x"}, '"messages" must be a list of objects, or JSON of one'),
+        ({"messages": '{"role": "user"}'}, '"messages" must be a list of objects, or JSON of one'),
+        (
+            {"conversations": said([("human", "a"), (["x"], "b")])},
+            "message 2 .* has a role that is not known; known are",
+        ),
+        (
+            {"conversations": said([("human", "a"), ("function_call", "x")])},
+            'calls of message 2 of "conversations" must',
+        ),
+        (
+            {"messages": [ASK, {**ANSWER, "tool_calls": [{}], "function_call": {}, "role": "tool_call"}]},
+            ".* under two names",
+        ),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            'is a preference row, with "chosen" and "rejected", and .* yet',
+        ),
+        ({"chosen": [ASK, ANSWER], "rejected": [ASK, LAST]}, "is a preference row, .*; --columns completion=chosen"),
+        ({"conversations": [ASK], "chosen": ANSWER, "rejected": LAST}, "is a preference row"),
+        ({"prompt": "a", "completion": "b", "label": False}, 'is a preference row, with "label", and pref'),
+        ({"prompt": "a", "response": "b", "label": True}, 'is a preference row, with "label"'),
+        ({"messages": [ASK, ANSWER], "label": True}, 'is a preference row, with "label"'),
+        (
+            {"prompt": "a", "completions": ["b"], "labels": [True]},
+            'is a preference row, with "completions" and "labels"',
+        ),
+        ({"messages": [ASK, ANSWER], "rejected_response": "b"}, "is a preference row"),
         ({"conversations": [ASK, ANSWER], "tools": "{"}, '"tools" must be a list of objects, or JSON of one'),
         ({"conversations": [ASK, ANSWER], "text": "other"}, 'has "text" beside "conversations", where it would be'),
         ({"prompt": [ASK, {**ANSWER, "train": True}, MORE], "completion": [LAST]}, "message 2 .* and that it is not"),
@@ -114,13 +246,13 @@ def test_alpaca_without_a_chat_template(tmp_path, caplog, row, prompt):
         ({"conversations": said([("human", "a"), ("gpt", "b")]), "mask": "User"}, 'has "mask", which is not obeyed'),
         ({"prompt": "a", "completion": [ANSWER]}, 'needs a list of messages as "prompt"'),
         ({"prompt": [ASK], "completion": "a"}, 'needs a string "prompt"'),
-        ({"prompt": [3], "completion": [ANSWER]}, "message 1 .None. follows nothing"),
+        ({"prompt": [3], "completion": [ANSWER]}, 'message 1 of "prompt" must be an object'),
         ({"prompt": "a", "completion": "b", "tools": TOOLS}, 'has "tools" beside "completion"'),
         ({"prompt": "a", "completion": "b", "system": "c"}, 'has "system" beside "completion"'),
         ({"instruction": "a", "response": "b"}, 'needs strings "instruction" and "output"'),
         ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, 'has a "history", which is not read'),
         ({"instruction": "a", "output": "b", "text": "other"}, 'has "text" beside "instruction"'),
-        ({"messages": 3, "text": "a"}, 'has "text" beside "messages"'),
+        ({"messages": [ASK, ANSWER], "text": "a"}, 'has "text" beside "messages"'),
     ],
 )
 def test_refusals(tmp_path, tokenizer, row, message):

@@ -23,6 +23,7 @@ from training.data.__main__ import main
 from training.data.corpus import load_corpus, open_stores
 from training.data.prepare import histogram, prepare
 from training.data.prepared import PreparedStore, hash_of_index
+from training.data.sources import Reading
 from training.data.tokenizer import load_tokenizer
 from training.host.errors import UserError
 
@@ -213,7 +214,7 @@ def test_workers_that_hang_end_with_the_command(tmp_path, number):
     write_tokenizer(tmp_path / "tokenizer.json")
     endless = "{% set a = 'a' * 10000000 %}{{ (a ~ 'b') in ([a ~ 'c'] * 10000000) }}"
     (tmp_path / "chat_template.jinja").write_text(endless)
-    (tmp_path / "a.jsonl").write_text('{"messages": []}')
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user"}]}')
     argv = ["prepare", tmp_path / "a.jsonl", tmp_path / "out", "--tokenizer", tmp_path, "--workers", "1"]
     command = subprocess.Popen([sys.executable, "-m", "training.data", *map(str, argv)], start_new_session=True)
     deadline = time.monotonic() + 60
@@ -368,3 +369,41 @@ def test_histogram():
         "                 32 to 63            0           0.0%",
         "                64 to 127            1          87.7% ############################################",
     ]
+
+
+def test_rows_that_cannot_be_read(tmp_path, corpus, one_process, caplog):
+    bad = '{"q": "x"}'
+    (corpus / "bad.jsonl").write_text("\n".join([f'{{"q": {i}, "a": "answer {i}"}}' for i in range(40)] + [bad] * 4))
+    reading = Reading(columns="text=a,prompt=b")
+    (corpus / "bad.jsonl").write_text((corpus / "bad.jsonl").read_text() + '\n{"b": "c", "completion": "d"}')
+    places = ", ".join(f"{corpus}/bad.jsonl:{line}" for line in (41, 42, 43))
+    for _ in range(2):  # the second time the parts are there
+        with pytest.raises(UserError, match=rf"bad\.jsonl:41: .*; mend the 4 rows that cannot be read, at {places}"):
+            prepare(corpus, tmp_path / "set", "bytes", reading=reading)
+    assert not (tmp_path / "set" / "set.json").exists()
+    made = len([*(tmp_path / "set").glob("*.tokens")])
+    caplog.clear()
+    prepare(corpus, tmp_path / "set", "bytes", reading=reading._replace(bad_rows="drop"))
+    assert len([*(tmp_path / "set").glob("*.tokens")]) == made
+    assert f"data: left out rows that cannot be read: 4, the first {places} (has the fields" in caplog.text
+    with pytest.raises(UserError, match="mend the 4 rows that cannot be read"):  # the set leaves them out
+        prepare(corpus, tmp_path / "set", "bytes", reading=reading)
+    [direct] = open_stores([str(corpus)], load_tokenizer("bytes"), 256, reading._replace(bad_rows="drop"))
+    [prepared] = open_stores([str(tmp_path / "set")], load_tokenizer("bytes"), 256)
+    assert contents(prepared) == contents(direct)
+    with pytest.raises(UserError, match="columns has no effect on prepared sets"):
+        open_stores([str(tmp_path / "set")], load_tokenizer("bytes"), 256, reading)
+    with pytest.raises(UserError, match="columns names 'none', which no row has"):
+        prepare(corpus, tmp_path / "other", "bytes", reading=Reading(None, None, "text=a,prompt=none", "drop"))
+
+
+def test_no_part_is_begun_after_one_with_rows_that_cannot_be_read(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(30):
+        (folder / f"{i:02}.jsonl").write_text('{"text": "a"}' if i else '{"txt": "a"}')
+    with pytest.raises(UserError, match=r"00\.jsonl:1: has the fields"):
+        prepare(folder, tmp_path / "set", "bytes", workers=1)
+    assert main(["prepare", str(folder), str(tmp_path / "set"), "--tokenizer", "bytes", "--bad_rows", "drop"]) == 0
+    [store] = open_stores([str(tmp_path / "set")], load_tokenizer("bytes"), 256)
+    assert len(store.lengths) == 29

@@ -1,10 +1,15 @@
 """Documents read from files, and every refusal of bad input."""
 
+import logging
+
 import numpy as np
 import pytest
 
 from tests.training.data.test_packing import EOS, load_documents, make_loader
+from training.data import sources
+from training.data.sources import Reading, read_documents
 from training.data.tokenizer import ByteTokenizer
+from training.host.errors import UserError
 
 BYTES = ByteTokenizer()
 
@@ -99,17 +104,21 @@ def test_prompt_is_masked(tmp_path):
         ),
         ("l.jsonl", b'{"text": 3}', r'l\.jsonl:1: needs a string "text"'),
         ("l.jsonl", b'{"text": ""}\n\n', r"l\.jsonl is empty"),
-        ("l.jsonl", b'{"text": "a", "messages": [{}]}', r'l\.jsonl:1: has "text" beside "messages", where it would be'),
+        (
+            "l.jsonl",
+            b'{"text": "a", "messages": [{"role": "user"}]}',
+            r'l\.jsonl:1: has "text" beside "messages", where it would be',
+        ),
         ("l.jsonl", b'{"text": "a", "completion": "b", "prompt": "c"}', r'l\.jsonl:1: has "text" beside "completion"'),
         ("l.jsonl", b'{"text": "a", "prompt": "c"}', r'l\.jsonl:1: has "prompt" beside "text"'),
-        ("l.jsonl", b'{"messages": [{"content": "a"}], "prompt": "c"}', r'l\.jsonl:1: has "prompt" beside "messages"'),
+        ("l.jsonl", b'{"messages": [{"role": "user"}], "prompt": "c"}', r'l\.jsonl:1: has "prompt" beside "messages"'),
         ("l.jsonl", b'{"text": "a", "tools": [{}]}', r'l\.jsonl:1: has "tools" beside "text"'),
         (
             "l.jsonl",
-            b'{"text": "a", "messages": null, "tools": []}\n{"text": null}',
-            r'l\.jsonl:2: has the fields "text" \(null\); known are',
+            b'{"text": "a", "messages": null, "tools": []}\n{"txt": null}',
+            r'l\.jsonl:2: has the fields "txt" \(null\); known are',
         ),
-        ("l.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"l\.jsonl:2 is not UTF-8: byte 0xff at offset 10"),
+        ("l.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"l\.jsonl:2: the line is not UTF-8: byte 0xff at offset 10"),
         ("l.jsonl", b'{"text": "a\\u0000"}', r"l\.jsonl:1: escaped NUL"),
         ("l.jsonl", b'{"text": "\\ud800"}', r"l\.jsonl:1: escaped NUL or lone surrogate"),
         ("l.jsonl", b'{"completion": "a"}', r'l\.jsonl:1: needs a string "prompt"'),
@@ -135,3 +144,41 @@ def test_bad_paths_and_ids(tmp_path):
     with pytest.raises(ValueError, match=r"a\.txt: token id 122 is not below the model's vocab_size 100.*256 or more"):
         (tmp_path / "a.txt").write_text("az")
         load_documents(str(tmp_path / "a.txt"), BYTES, 100)
+
+
+GOOD, BAD = '{"text": "good"}', '{"txt": "bad"}'
+
+
+def test_rows_that_cannot_be_read_are_counted_and_refused_or_dropped(tmp_path, caplog):
+    (tmp_path / "a.jsonl").write_text("\n".join([GOOD, BAD, "{", GOOD, '{"text": "\\u0000"}']))
+    (tmp_path / "b.json").write_text(f"[{GOOD}, [3], {GOOD}]")
+    (tmp_path / "c.txt").write_text("text")
+    places = f"{tmp_path}/a.jsonl:2, {tmp_path}/a.jsonl:3, {tmp_path}/a.jsonl:5"
+    for reading in (Reading(), Reading(bad_rows="refuse")):
+        with pytest.raises(UserError) as error:
+            list(read_documents(str(tmp_path), BYTES, 256, reading))
+        message = str(error.value)
+        assert message.startswith(f'{tmp_path}/a.jsonl:2: has the fields "txt"; known are') and "\n" not in message
+        assert message.endswith(f"; mend the 4 rows that cannot be read, at {places}, or give --bad_rows drop to leave "
+                                "out such rows")  # fmt: skip
+    documents = list(read_documents(str(tmp_path), BYTES, 256, Reading(bad_rows="drop")))
+    assert [bytes(document.tokens) for document in documents] == [b"good"] * 4 + [b"text"]
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.startswith(f"data: left out rows that cannot be read: 4, the first {places} (has the fields")
+    (tmp_path / "a.jsonl").write_text(BAD)
+    with pytest.raises(UserError, match=r"a\.jsonl is empty"):
+        list(read_documents(str(tmp_path / "a.jsonl"), BYTES, 256, Reading(bad_rows="drop")))
+
+
+def test_reading_ends_some_rows_after_one_that_cannot_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "READ_ON", 5)
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text("\n".join([GOOD, BAD, GOOD, BAD, GOOD] * 2))
+    with pytest.raises(UserError, match=r"a\.jsonl:2: .*; mend the 3 or more rows that cannot be read"):
+        list(read_documents(str(tmp_path), BYTES, 256))
+
+
+def test_a_missing_template_is_no_bad_row(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
+    with pytest.raises(UserError, match=r"a\.jsonl:1: chats need a chat template: .*, not bytes$"):
+        list(read_documents(str(tmp_path / "a.jsonl"), BYTES, 256, Reading(bad_rows="drop")))

@@ -5,6 +5,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from tests.checkpoints import save_checkpoint
 from tests.training.evaluation.test_needle import oracle
 from tests.training.test_inference import TINY
 from training.data.corpus import open_stores
+from training.data.sources import Reading
 from training.data.tokenizer import ByteTokenizer
 from training.data.tokens import split
 from training.evaluation import __main__ as command
 from training.evaluation import pictures, positions
 from training.evaluation.__main__ import main
+from training.evaluation.flags import read_evaluation_flags
 from training.families import to_config_json
 from training.host.errors import UserError
 from training.parallel.fsdp import copy_weights, initial_weights
@@ -79,6 +82,21 @@ def test_losses_and_needles_of_a_checkpoint(folders, tmp_path, capsys):
     flags = "--samples", "0", "--evaluator", folders["full"], "--beside", beside, "--sequences", "2"
     code, found = run(folders["nsa"], tmp_path / "second", *flags)
     assert code == 0 and found["tasks"] == [] and f"{rows[2]['loss']:14.4f}" in capsys.readouterr().out
+
+
+def test_rows_are_read_as_the_run_read_them(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(['{"body": "some text"}'] * 20 + ['{"txt": "bad"}']))
+    reading = {"columns": "text=body", "bad_rows": "drop"}
+    settings = {"data": [str(tmp_path / "a.jsonl")], "validation_fraction": 0.3, "seed": 1, **reading}
+    [store] = open_stores(settings["data"], ByteTokenizer(), 256, Reading(**reading))
+    trained_on, held_out = split(store, 0.3, seed=1)
+    opened = SimpleNamespace(
+        tokenizer=ByteTokenizer(), shape=TINY, settings=settings, folder=tmp_path, corpus_crc32=trained_on.identity
+    )
+    for words in ([], ["--data", settings["data"][0], "--columns", "text=body", "--bad_rows", "drop"]):
+        flags = read_evaluation_flags([str(tmp_path), *words])
+        found = command.open_texts(flags, opened, command.settings_of(opened))
+        assert found.identity == (store if words else held_out).identity
 
 
 def test_a_model_that_answers_scores_one(folders, tmp_path, monkeypatch, capsys):
