@@ -32,6 +32,7 @@ from training.checkpoint.files import check_is_for_a_run, check_is_shared, clear
 from training.checkpoint.ranks import failing_together
 from training.checkpoint.saver import Saver
 from training.checkpoint.weights import NO_COMPANIONS, read_companions
+from training.data.chat import stop_ids
 from training.data.corpus import load_corpus
 from training.data.loader import PackedLoader, check_can_validate, validation_batches
 from training.data.show import show_batch
@@ -132,6 +133,11 @@ def set_up(start: resume.Start, world: World, stack: contextlib.ExitStack) -> Ru
     if saves:
         check_disk(config, first_step, size)
     tokenizer, loader, held_out = open_data(start, world)
+    companions = NO_COMPANIONS
+    if tokenizer.name != "bytes":
+        stops = stop_ids(tokenizer, loader.store.are_samples)
+        companions = read_companions(Path(tokenizer.name)).stopping_at(stops)
+    companions = companions.joined(start.companions())
     documents = PackedDocuments.average(
         *loader.packing.document_lengths(), loader.packing.longest_document,
         config.batch_size, world.data_size, config.gradient_accumulation_steps,
@@ -145,8 +151,6 @@ def set_up(start: resume.Start, world: World, stack: contextlib.ExitStack) -> Ru
         if saves and (larger := checkpoint_bytes(config, model_config, world)) > size:
             check_disk(config, first_step, larger)
     metrics = open_metrics(config, first_step, stack) if world.is_main else None
-    companions = NO_COMPANIONS if tokenizer.name == "bytes" else read_companions(Path(tokenizer.name))
-    companions = companions.joined(start.companions())
     saver = Saver(Path(config.output_dir), config.keep_checkpoints or KEPT_CHECKPOINTS, start.checkpoint, companions)
     stack.callback(saver.wait)  # an error ends the run once the checkpoint that was begun is complete
     received = stack.enter_context(stop_signals())

@@ -153,5 +153,5 @@ def test_a_tokenizer_may_have_an_added_token_more_than_the_model(tmp_path, monke
     ]:
         assert generate.main([*flags, *given]) == 1
         assert message in capsys.readouterr().err
-    asked = ["--samples", "1", "--lengths", "1000", "--tasks", "needle", "--sequences", "0"]
+    asked = ["--samples", "1", "--lengths", "1000", "--sequences", "0"]
     assert evaluation.main([*flags, *asked]) == 0

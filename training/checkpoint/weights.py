@@ -73,6 +73,22 @@ class Companions:
         """Both files and settings together."""
         return Companions(self.files | others.files, self.settings | others.settings)
 
+    def stopping_at(self, ids: Collection[int]) -> "Companions":
+        """These with a generation_config.json by which programs stop at `ids`, too, and not only where they did."""
+        name = "generation_config.json"
+        content = dict(self.settings)
+        if name in self.files:
+            with refused_as_user_error(f"{name} beside the tokenizer is damaged: "):
+                if not isinstance(found := json.loads(self.files[name]), dict):
+                    raise ValueError("it holds no JSON object")
+                content |= found
+        given = content.get("eos_token_id")
+        known = given if isinstance(given, list) else [] if given is None else [given]
+        if not (missing := sorted({*ids}.difference(known))):
+            return self
+        content["eos_token_id"] = [*known, *missing]
+        return Companions(self.files | {name: (json.dumps(content, indent=2) + "\n").encode()}, self.settings)
+
 
 NO_COMPANIONS = Companions()
 

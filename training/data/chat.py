@@ -91,9 +91,11 @@ class ChatTemplate:
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Ids of tokens that end a turn. An end of several tokens has no id."""
+        """Ids of tokens that end a turn. An end of several tokens has the last one's id if that is an added token."""
         ids = [self._tokenizer.encode(end).tolist() for end in self._ends]
-        return frozenset(each[0] for each in ids if len(each) == 1)
+        added = self._tokenizer.added_tokens
+        is_told = (self._tokenizer.decode(each[-1:], with_special=True) in added or len(each) == 1 for each in ids)
+        return frozenset(each[-1] for each, is_alone in zip(ids, is_told) if is_alone)
 
     def encode(self, record: dict) -> tuple[np.ndarray, np.ndarray]:
         """Returns (ids, is_masked) of a chat, uint32 and bool [N]. A token that begins before its turn is masked.
@@ -341,6 +343,24 @@ def _shared_start(one: str, other: str) -> str:
 def has_template(tokenizer) -> bool:
     """Whether the folder of a tokenizer has a chat template."""
     return isinstance(tokenizer, FileTokenizer) and _read_template(tokenizer.folder)[1] is not None
+
+
+def stop_ids(tokenizer, are_samples: bool) -> frozenset[int]:
+    """Returns the ids at which a run's model learns to stop: the documents' end, and the ends of turns.
+
+    Turns are of the tokenizer's chat template, for data with samples: prompts with completions, or chats.
+    """
+    ids = frozenset({tokenizer.eos_id})
+    if not are_samples or not has_template(tokenizer):
+        return ids
+    try:
+        ends = ChatTemplate(tokenizer).end_ids
+    except UserError as error:  # its data may be prompts with completions, which need no template
+        logger.warning("chat: the model is not told where turns end: %s", error)
+        return ids
+    if not ends:
+        logger.warning("chat: turns end with no token of their own, and programs will not stop there")
+    return ids | ends
 
 
 def _read_template(folder: Path) -> tuple[Path, str | None]:
