@@ -68,10 +68,10 @@ from training.memory.machine import (
 )
 from training.memory.planner import Plan, find_max_context, has_plan, make_plan
 from training.memory.reports import Epoch, Machine, choose_plan, report_comparison, report_max_context, report_step
+from training.optim.quantized import check_library
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, check_replicate, join_world
-from training.quantized import check_library
 from training.run.build import (
     adapters_of,
     build_bench,

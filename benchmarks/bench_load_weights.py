@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from model import MODEL_SIZES, Transformer
+from training.checkpoint.state import read_weights
 from training.checkpoint.weights import find_weights, name_in_file
 from training.families import to_config_json
 from training.memory.cost_model import PackedDocuments
@@ -104,7 +105,7 @@ def main() -> None:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         with watching_memory() as peak:
             began = time.perf_counter()
-            optimizer.read_weights(find_weights(flags.folder, shapes))
+            read_weights(optimizer, find_weights(flags.folder, shapes))
             torch.get_device_module(world.device).synchronize()
             seconds = time.perf_counter() - began
         size = sum(file.stat().st_size for file in flags.folder.glob("*.safetensors"))

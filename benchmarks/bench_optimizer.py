@@ -28,8 +28,9 @@ from benchmarks.common import parse_flags, print_json, print_results, require_cl
 from model import MODEL_SIZES, Transformer
 from training.host.memory import PinnedArena
 from training.host.sizes import GIB
-from training.optimizer import PIECE_ELEMENTS, MasterAdamW
-from training.state_format import BETA1, BETA2, EPS, StateFormat
+from training.optim.adamw import MasterAdamW
+from training.optim.formats import BETA1, BETA2, EPS, StateFormat
+from training.optim.inventory import PIECE_ELEMENTS, Inventory
 
 FORMATS = "float32", "compact"
 PLACES = {"gpu": float("inf"), "host": 0.0}  # gpu_state_bytes
@@ -87,12 +88,22 @@ def check(device: torch.device) -> None:
         exact.grad = gradient.double()
         options = {"betas": (BETA1, BETA2), "eps": EPS, "weight_decay": WEIGHT_DECAY}
         torch.optim.AdamW([exact], lr=LEARNING_RATE, **options).step()
-        optimizer = MasterAdamW([("weight", weight)], accumulate=False, state_format=state_format)
+        optimizer = make_optimizer([("weight", weight)], state_format)
         give_gradients(optimizer, {"weight": gradient})
         optimizer.step(LEARNING_RATE)
         state = optimizer.states["weight"]
         master = state.format.read(state.tensors, weight.detach().view(-1))["master"]
         require_close(f"the update of {state_format} state", [master], [exact.detach().view(-1)], 1e-5)
+
+
+def make_optimizer(
+    named_parameters: list[tuple[str, nn.Parameter]], state_format: str, gpu_state_bytes: float = PLACES["gpu"]
+) -> MasterAdamW:
+    """Returns an optimizer of single micro-batches."""
+    inventory = Inventory.of(
+        named_parameters, accumulate=False, gpu_state_bytes=gpu_state_bytes, state_format=state_format
+    )
+    return MasterAdamW(named_parameters, inventory)
 
 
 def give_gradients(optimizer: MasterAdamW, gradients: dict[str, torch.Tensor]) -> None:
@@ -114,7 +125,7 @@ def measure_pieces(numel: int, repeats: int, device: torch.device) -> dict[str, 
     updates: dict[str, tuple[int, Callable, Callable]] = {}  # name -> (bytes, preparation, update)
     for state_format in FORMATS:
         weight = nn.Parameter(torch.randn(numel // 32, 32, device=device).bfloat16())
-        optimizer = MasterAdamW([("weight", weight)], accumulate=False, state_format=state_format)
+        optimizer = make_optimizer([("weight", weight)], state_format)
         updates[state_format] = (
             moved_bytes(optimizer.states["weight"].format, numel),
             functools.partial(give_gradients, optimizer, {"weight": gradient}),
@@ -186,9 +197,7 @@ def measure_model(
         for name, shape in shapes.items()
     }
     with timed_pinning(device) as pinning:
-        optimizer = MasterAdamW(
-            parameters.items(), accumulate=False, gpu_state_bytes=PLACES[place], state_format=state_format
-        )
+        optimizer = make_optimizer([*parameters.items()], state_format, PLACES[place])
     seconds = []
     for _ in range(1 + repeats):
         for name, parameter in parameters.items():  # each leaves, or is kept, before the next is made
@@ -200,7 +209,7 @@ def measure_model(
         seconds.append(time.perf_counter() - began)
     found = statistics.median(seconds[1:])
     states = optimizer.states.values()
-    sent = sum(tensor.nbytes for state in states for tensor in state.tensors.values() if state.on_host)
+    sent = sum(tensor.nbytes for state in states for tensor in state.tensors.values() if state.row.state_on_host)
     fetched = sent + sum(state.gradient.nbytes for state in states if state.gradient is not None)
     return {
         "seconds": found,

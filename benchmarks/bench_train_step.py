@@ -67,7 +67,7 @@ from training.host.files import size_on_disk
 from training.host.sizes import GIB
 from training.memory.cost_model import PackedDocuments, forward_flops
 from training.memory.planner import Plan, make_plan
-from training.optimizer import MasterAdamW
+from training.optim.adamw import MasterAdamW
 from training.parallel.world import World, join_world
 from training.run.build import build, choose_model, configure_machine, resolve_memory_budget
 from training.run.metrics import peak_flops

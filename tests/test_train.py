@@ -34,7 +34,7 @@ from training.inference import open_tokenizer
 from training.memory.cost_model import forward_flops
 from training.memory.execution import WHOLE, Placement
 from training.memory.planner import Plan
-from training.optimizer import MasterAdamW
+from training.optim.adamw import MasterAdamW
 from training.run import resume
 from training.run.build import resolve_memory_budget, step_of
 from training.run.settings import TrainConfig, given_settings

@@ -21,7 +21,7 @@ from training.evaluation import __main__ as evaluation
 from training.host import errors
 from training.host.errors import UserError
 from training.lora import Adapters, adapt, read_adapters
-from training.quantized import quantize
+from training.optim.quantized import quantize
 
 RANK = 3
 

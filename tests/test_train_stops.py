@@ -25,7 +25,7 @@ from training.checkpoint import files
 from training.checkpoint.pieces import Piece
 from training.data import __main__ as data_command
 from training.host.errors import UserError
-from training.optimizer import MasterAdamW
+from training.optim.adamw import MasterAdamW
 from training.parallel.world import World
 from training.run import resume, saving, step, stopping
 from training.run.settings import TrainConfig, given_settings

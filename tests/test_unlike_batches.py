@@ -18,10 +18,10 @@ from kernels.attention.documents import find_documents
 from kernels.attention.full import FULL
 from model import ModelConfig, Transformer
 from training.memory.cost_model import PackedDocuments, Step
-from training.memory.execution import WHOLE, Execution, Placement
-from training.memory.placement import apply_execution, parts_on_host
+from training.memory.execution import WHOLE, Execution, Placement, inventory_of
+from training.memory.placement import apply_execution
 from training.memory.planner import Plan
-from training.optimizer import MasterAdamW
+from training.optim.adamw import MasterAdamW
 
 B, T = 2, 288  # rows and tokens of a micro-batch
 DENSE_BELOW = 161
@@ -73,7 +73,7 @@ def build(kinds, tied=True):
 def build_as_planned(kinds, placements, heads_at_a_time):
     """A model under a placement, with an arena of the bytes that a plan for a batch says."""
     model, documents = build(kinds), PackedDocuments(T, ((T, 1.0), (24, 6.0)))
-    step = Step(model.share, model.parameters(), T, B, documents=documents, element_size=4)
+    step = Step(model.share, model.named_parameters(), T, B, documents=documents, element_size=4)
     plan = Plan(step, Execution(placements, mlp_tile_size=64, heads_at_a_time=heads_at_a_time))
     apply_execution(model, plan.execution, plan.arena_bytes)
     return model
@@ -198,13 +198,11 @@ def train(kinds, tied, execution, dtype, state_format):
     The second update follows a backward that was broken off, the third a forward that did not come to its loss.
     """
     model = build(kinds, tied).to(dtype)
-    optimizer = MasterAdamW(
-        model.named_parameters(), state_format=state_format,
-        host_weights=[parameter for part in parts_on_host(model, execution) for parameter in part.parameters()],
-    )  # fmt: skip
+    placed = replace(execution, state_format=state_format)
+    optimizer = MasterAdamW(model.named_parameters(), inventory_of(model.named_parameters(), placed, accumulate=True))
     optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])
     documents = PackedDocuments(T, ((T, 1.0), (24, 6.0)))
-    step = Step(model.share, model.parameters(), T, B, documents=documents, element_size=dtype.itemsize)
+    step = Step(model.share, model.named_parameters(), T, B, documents=documents, element_size=dtype.itemsize)
     plan = Plan(step, execution)
     apply_execution(model, plan.execution, plan.arena_bytes, optimizer.homes)
     seen = []

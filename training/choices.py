@@ -3,7 +3,7 @@
 MODEL_SIZES = ("tiny", "0.6B", "1.7B", "4B", "8B", "14B", "32B")  # names of model.MODEL_SIZES
 ATTENTION_TYPES = ("full", "sparse", "nsa")  # kinds of attention that a flag can ask for
 IMPLEMENTATIONS = ("auto", "triton", "torch")  # kernels.common.IMPLEMENTATIONS
-OPTIMIZER_STATES = ("auto", "float32", "compact")  # training.state_format; auto: a plan chooses
+OPTIMIZER_STATES = ("auto", "float32", "compact")  # training.optim.formats; auto: a plan chooses
 LINEARS = ("bf16", "fp8")  # names of kernels.linear.PLAIN and kernels.fp8.FP8
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # projections of a block
 LORA_BITS = (16, 8, 4)  # per element of a frozen matrix

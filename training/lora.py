@@ -80,9 +80,9 @@ class Adapters:
         """Elements of one block's adapters."""
         return self.rank * sum(N + K for N, K in self.widths(share).values())
 
-    def shapes(self, matrices: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    def shapes(self, matrices: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the adapters of a model by name, from the shapes of its parameters."""
-        shapes: dict[str, tuple[int, int]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in matrices.items():
             projection = name.removesuffix(".weight")
             if projection.rpartition(".")[2] in self.targets:

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import bench_optimizer
 from model import MODEL_SIZES, Transformer
-from training.optimizer import optimizer_bytes
+from training.optim.inventory import Inventory
 
 
 def test_times_pieces_and_a_model(monkeypatch, capsys, tmp_path):
@@ -26,13 +26,13 @@ def test_times_pieces_and_a_model(monkeypatch, capsys, tmp_path):
     assert bytes_per_weight == {"float32": 28, "compact": 14.25, "torch, float32 weights": 28}
     with torch.device("meta"):
         shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=1)
-        parameters = list(Transformer(shape).to(torch.bfloat16).parameters())
+        parameters = list(Transformer(shape).to(torch.bfloat16).named_parameters())
     for name, row in result["model"].items():
         state_format, place = name.split(", ")
         assert row["seconds"] > 0 and (row["pinning_seconds"] > 0) == (place == "host")
         seconds = row["seconds"] if state_format == "float32" else seconds
         assert row["of_float32"] == pytest.approx(row["seconds"] / seconds)
-        predicted = optimizer_bytes(
+        predicted = Inventory.of(
             parameters, accumulate=False, gpu_state_bytes=bench_optimizer.PLACES[place],
             state_format=state_format,
         )  # fmt: skip

@@ -9,15 +9,17 @@ import torch
 from kernels.attention.documents import find_documents
 from kernels.lora import LORA, merged
 from model import MODEL_SIZES, Transformer, adapted
+from tests.optimizers import make_optimizer
+from training.checkpoint.state import load_weights
 from training.choices import LORA_TARGETS
 from training.families import from_config_json
 from training.lora import Adapters, adapt
 from training.memory.cost_model import Step
-from training.memory.execution import WHOLE, Execution, Placement
-from training.memory.placement import allocate, apply_execution, quantized_weights
-from training.optimizer import MasterAdamW
+from training.memory.execution import WHOLE, Execution, Placement, inventory_of
+from training.memory.placement import allocate, apply_execution
+from training.optim.adamw import MasterAdamW
+from training.optim.quantized import quantize
 from training.parallel.fsdp import initial_weights
-from training.quantized import quantize
 
 SIZES = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -109,7 +111,7 @@ def test_ten_steps_of_adamw_are_pefts(ratio):
     theirs = peft_model("Llama")
     model = ours_like(theirs, "Llama")
     apply_execution(model, EXECUTIONS["tiles, heads at a time"])
-    optimizer = MasterAdamW(model.named_parameters(), rate_ratios={"lora_B.weight": ratio})
+    optimizer = make_optimizer(model.named_parameters(), rate_ratios={"lora_B.weight": ratio})
     named = [(n, p) for n, p in theirs.named_parameters() if p.requires_grad]
     groups = [
         {"params": [p for n, p in named if f"lora_{side}" in n], "lr": rate}
@@ -159,19 +161,20 @@ def train_placed(tied, place, bits=16, round_to=16):
     with torch.device("meta"):
         model = Transformer(config)
     adapt(model, adapters)
-    host_weights = allocate(model, execution, torch.device("cpu"))
-    assert len(host_weights) == (len([*model.parameters()]) - 1 if place == "host" else 0)  # the last norm's stays
-    quantized = quantized_weights(model, execution)
-    assert len(quantized) == (7 * 3 if bits < 16 else 0)
-    optimizer = MasterAdamW(model.named_parameters(), host_weights=host_weights, quantized=quantized)
+    inventory = inventory_of(model.named_parameters(), execution, accumulate=True)
+    on_host = sum(row.weight_on_host for row in inventory)
+    assert on_host == (len(inventory.rows) - 1 if place == "host" else 0)  # the last norm's stays
+    assert sum(row.format.is_quantized for row in inventory) == (7 * 3 if bits < 16 else 0)
+    allocate(model, inventory, torch.device("cpu"))
+    optimizer = MasterAdamW(model.named_parameters(), inventory)
 
     def rounded(name, weight):
         if round_to < 16 and weight.ndim == 2 and name.startswith("layers.") and ".lora_" not in name:
             quantize(weight.flatten(), round_to).write_into(weight)
         return name, weight
 
-    optimizer.load_weights(rounded(*pair) for pair in initial_weights(model, seed=0))
-    arena = Step(config, model.parameters(), 61, batch_size=4, given=execution, adapters=adapters)
+    load_weights(optimizer, (rounded(*pair) for pair in initial_weights(model, seed=0)))
+    arena = Step(config, model.named_parameters(), 61, batch_size=4, given=execution, adapters=adapters)
     apply_execution(model, execution, arena.arena_bytes(execution), optimizer.homes)
     losses = []
     for ids in batches(4):

@@ -21,16 +21,13 @@ import random
 import re
 import shutil
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from training.checkpoint.manifest import OPTIMIZER, check_beside, check_files
-from training.checkpoint.pieces import Entry, read_entries, read_header, read_tensors
-from training.checkpoint.ranks import all_gather, failing_together, rank_and_world_size
+from training.checkpoint.ranks import all_gather, rank_and_world_size
 from training.host.errors import UserError
 from training.host.files import flush, read_json
 from training.lora import has_adapters, read_adapters
@@ -99,56 +96,6 @@ def latest_checkpoint(output_dir: Path, passed_over: dict[Path, str]) -> Path | 
             except UserError as error:
                 passed_over[path] = str(error)
     return None
-
-
-def load_optimizer_state(
-    path: Path,
-    state: dict[str, dict[str, torch.Tensor]],
-    convert: Callable[[str, dict[str, Entry], set[str]], None] | None = None,
-) -> None:
-    """Read the optimizer's state from a verified checkpoint into its tensors and DTensors, in place.
-
-    All ranks call this, on a file system that all see; they may be others than at saving. Raises UserError, on all
-    ranks, if the checkpoint has no optimizer state, or state of other names, dtypes or shapes.
-
-    Args:
-        convert: is called with (name, the file's tensors, names of tensors that were read) for each parameter whose
-            state has other tensors in the file. Tensors that both have are read as they are.
-    """
-    tensors = flat(state)
-    with failing_together():
-        if not (path / OPTIMIZER).is_file():
-            raise UserError(f"checkpoint {path} has no optimizer state; start from its weights with --init_from")
-        entries = read_entries(read_header(path / OPTIMIZER), path / OPTIMIZER)
-        in_file: dict[str, dict[str, Entry]] = defaultdict(dict)
-        for name, entry in entries.items():
-            parameter, _, key = name.rpartition(".")
-            in_file[parameter][key] = entry
-        common: dict[str, set[str]] = {}  # parameter of another format -> tensors that both formats have
-        for name, own in state.items() if convert else ():
-            stored = in_file.get(name, {})
-            if stored and own.keys() != stored.keys():
-                kinds = [{k: (t.dtype, tuple(t.shape)) for k, t in side.items()} for side in (own, stored)]
-                common[name] = {key for key, kind in kinds[0].items() if kinds[1].get(key) == kind}
-                for key in (own.keys() | stored.keys()) - common[name]:
-                    tensors.pop(f"{name}.{key}", None), entries.pop(f"{name}.{key}", None)
-        if differing := tensors.keys() ^ entries.keys():
-            raise UserError(
-                f"checkpoint {path} is of another model or optimizer: {min(differing)} is only in one of them"
-            )
-        for name, tensor in tensors.items():
-            if (tensor.dtype, tuple(tensor.shape)) != (entries[name].dtype, entries[name].shape):
-                raise UserError(f"checkpoint {path} is of another model: {name} has shape {list(entries[name].shape)}, "
-                                f"this model needs {list(tensor.shape)}")  # fmt: skip
-        read_tensors(entries, tensors)
-        for name, keys in common.items():
-            assert convert is not None
-            convert(name, in_file[name], keys)
-
-
-def flat(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The optimizer's state by its names in optimizer.safetensors: norm.weight.exp_avg."""
-    return {f"{name}.{key}": tensor for name, tensors in state.items() for key, tensor in tensors.items()}
 
 
 def load_trainer_state(path: str | Path) -> dict:

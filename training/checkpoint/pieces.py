@@ -165,6 +165,11 @@ def header_of(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def flat(state: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The optimizer's state by its names in optimizer.safetensors: norm.weight.exp_avg."""
+    return {f"{name}.{key}": tensor for name, tensors in state.items() for key, tensor in tensors.items()}
+
+
 def read_entries(header: bytes, file: Path) -> dict[str, Entry]:
     """Tensors that the header of `file` lists, by name. Refuses tensors of other dtypes than DTYPES."""
     entries = {}

@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.checkpoint.files import SPARE_BYTES, clear_leftovers, delete_old, flat, make_room, put_in_place, rng_state
+from training.checkpoint.files import SPARE_BYTES, clear_leftovers, delete_old, make_room, put_in_place, rng_state
 from training.checkpoint.manifest import OPTIMIZER, WEIGHTS, write_manifest
 from training.checkpoint.pieces import (
     IO_THREADS,
     Entry,
     Piece,
     bytes_of,
+    flat,
     header_of,
     in_threads,
     is_finite,

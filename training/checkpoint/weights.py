@@ -44,7 +44,7 @@ from training.host.errors import UserError, refused_as_user_error
 from training.host.files import JSON_BYTES, read_file, read_json
 from training.host.processes import command
 from training.lora import ADAPTER_WEIGHTS, ADAPTERS, Adapters, has_adapters, read_adapters, read_frozen_bits
-from training.quantized import check_library, quantize
+from training.optim.quantized import check_library, quantize
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,8 @@ is too short to hide. Copies to the host and the traffic of FSDP2 are counted on
 share one link.
 """
 
-import bisect
 import copy
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from kernels.cross_entropy import cross_entropy_footprint
 from kernels.gated_mlp import gated_mlp_footprint
@@ -32,10 +29,9 @@ from training.data.packing import deal
 from training.host.memory import SLOT_ALIGNMENT
 from training.host.sizes import GIB, MIB
 from training.lora import Adapters
-from training.memory.execution import Execution, Placement, is_quantizable, needed_for_backward
+from training.memory.execution import Execution, Placement, host_weights, needed_for_backward, quantized_weights
 from training.memory.machine import Rates
-from training.optimizer import LEAVING_BYTES, OptimizerBytes, optimizer_bytes
-from training.state_format import format_of
+from training.optim.inventory import LEAVING_BYTES, Inventory, Row
 
 QKV, INTO_MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 # A search for a plan asks for the same few footprints many thousand times.
@@ -124,7 +120,7 @@ class Step:
 
     Args:
         share: one rank's share of the model, a model.Share.
-        parameters: the model's parameters, on any device. Where FSDP2 shards them, DTensors or a rank's shards.
+        named_parameters: the model's, on any device. Where FSDP2 shards them, DTensors or a rank's shards.
         context_length, batch_size, micro_batches: for one rank, or for the ranks that share sequences.
         documents: the documents of a micro-batch. None: not known. Bytes are then counted for sequences of several
             documents, the longest of nearly the whole length, and seconds for sequences of one document.
@@ -140,7 +136,7 @@ class Step:
     """
 
     share: Any
-    parameters: Iterable[Tensor]
+    named_parameters: Iterable[tuple[str, Tensor]]
     context_length: int
     batch_size: int = 1
     micro_batches: int = 1
@@ -155,10 +151,20 @@ class Step:
     adapters: Adapters | None = None
 
     def __post_init__(self):
-        share, self.parameters = self.share, list(self.parameters)
+        share, self.named_parameters = self.share, list(self.named_parameters)
+        names = [name for name, _ in self.named_parameters]
+        quantized = quantized_weights(self.named_parameters, self.given.frozen_bits)
+
+        @functools.cache
+        def inventory(places: tuple[str, ...], ends: str, gpu_state_bytes: float, state_format: str) -> Inventory:
+            return Inventory.of(
+                self.named_parameters, accumulate=self.micro_batches > 1, gpu_state_bytes=gpu_state_bytes,
+                state_format=state_format, host_weights=host_weights(names, places, ends), quantized=quantized,
+            )  # fmt: skip
+
+        self._inventory = inventory
         self.layers = share.num_hidden_layers
         self.head = self.element_size * share.vocab_size * share.hidden_size  # bytes
-        self.last_bytes = self.element_size * _local_elements(self.parameters[-1])  # an untied head's, on one rank
         layer_elements = max(share.layer_matrix_parameters(layer) for layer in range(self.layers))
         # Shares of what is trained.
         adapter_elements = self.adapters.layer_parameters(share) if self.adapters else 0
@@ -166,7 +172,9 @@ class Step:
         self.head_share = 0.0 if self.adapters else share.vocab_size * share.hidden_size / share.num_parameters()
         self.trained = self.layers * adapter_elements or share.num_parameters()  # elements
         self.head_gradient = 0 if self.adapters else self.head  # bytes
-        self.parameter_bytes = sum(_local_elements(p) * p.element_size() for p in self.parameters)
+        rows = inventory((), "gpu", math.inf, "float32").rows
+        self.last_bytes = self.element_size * rows[-1].numel  # an untied head's, on one rank
+        self.parameter_bytes = sum(row.stored_bytes for row in rows)
         if self.num_shards:
             # FSDP2 holds gathered: the embedding and an untied head with its gradient; one block; the next block, both
             # as it arrives and whole. The gradients of one block exist in the activations' dtype and, on their way to
@@ -179,30 +187,19 @@ class Step:
             head_elements = self.head // self.element_size * (1 if share.tie_word_embeddings else 2)
             self._reduction_bytes = 0 if self.adapters else 4 * max(0, head_elements - layer_elements)
             if self.num_copies > 1:  # FSDP2 keeps the sums of copies until the last backward, beside the gradients
-                trained = (parameter for parameter in self.parameters if parameter.requires_grad)
-                self._reduction_bytes += 4 * sum(map(_local_elements, trained))
-        # Each block's weights: their bytes, and the numbers of its parameters, which follow the embedding's.
-        elements = [share.layer_parameters(layer) + adapter_elements for layer in range(self.layers)]
-        self.weight_bytes = [self.parameters[0].element_size() * n for n in elements]
-        starts = [*itertools.accumulate(map(_local_elements, self.parameters), initial=0)]
-        stops = itertools.accumulate(elements, initial=self.head // self.element_size)
-        numbers = [*itertools.pairwise(bisect.bisect_left(starts, n) for n in stops)]
-        last = 1 if share.tie_word_embeddings else len(self.parameters)
-        numbers += [(last - 1, last), (0, 1)]  # head and embedding, as in `_waiting_weights`
-        # Each block's quantized weights: their bytes as they are kept, and during a visit.
-        bits, of_blocks = self.given.frozen_bits, [self.parameters[slice(*pair)] for pair in numbers[: self.layers]]
-        own = [[p for p in parameters if bits < 16 and is_quantizable(p)] for parameters in of_blocks]
-        quantized = {parameter: bits for each in own for parameter in each}
-        kept = {p: format_of(p, "float32", bits).num_bytes(p.numel()) for p in quantized}
-        self.quantized_bytes = [sum(kept[parameter] for parameter in each) for each in own]
-        self.visiting_bytes = [sum(p.numel() * p.element_size() for p in each) for each in own]
-        self.arriving_bytes = max(kept.values(), default=0)  # a weight on its way from the host
-        self.parameter_bytes += sum(self.quantized_bytes) - sum(self.visiting_bytes)
-        own_bytes = zip(self.weight_bytes, self.visiting_bytes, self.quantized_bytes)
-        self.stored_bytes = [whole - visiting + quantized for whole, visiting, quantized in own_bytes]
-        self._optimizer_bytes = functools.cache(
-            functools.partial(_optimizer_bytes, self.parameters, numbers, self.micro_batches > 1, quantized)
-        )
+                self._reduction_bytes += 4 * sum(row.numel for row in rows if row.gradient_dtype)
+        # Bytes of each block's weights: as they are kept, during a visit, and of the quantized ones alone.
+        blocks: list[list[Row]] = [[] for _ in range(self.layers)]
+        for row in rows:
+            if row.block is not None:
+                blocks[row.block].append(row)
+        compressed = [[row for row in block if row.format.is_quantized] for block in blocks]
+        self.stored_bytes = [sum(row.stored_bytes for row in block) for block in blocks]
+        self.weight_bytes = [sum(row.weight_bytes for row in block) for block in blocks]
+        self.quantized_bytes = [sum(row.stored_bytes for row in block) for block in compressed]
+        self.visiting_bytes = [sum(row.weight_bytes for row in block) for block in compressed]
+        # A weight on its way from the host.
+        self.arriving_bytes = max((row.stored_bytes for block in compressed for row in block), default=0)
 
     def at(self, context_length: int, documents: PackedDocuments | None = None) -> "Step":
         """Returns the same step at another context length, of one document per sequence if this step's are.
@@ -287,10 +284,10 @@ class Step:
         """Whether weights may wait on the host: where one GPU has them whole."""
         return not self.num_shards and self.tensor_ranks == 1
 
-    def optimizer(self, execution: Execution) -> OptimizerBytes:
-        """Returns the bytes of the optimizer under an execution."""
-        waiting = tuple(i for i, size in enumerate(self._waiting_weights(execution)) if size)
-        return self._optimizer_bytes(waiting, execution.gpu_state_bytes, execution.state_format)
+    def inventory(self, execution: Execution) -> Inventory:
+        """Returns what each parameter is under an execution, with the bytes of its state."""
+        places = tuple(placement.weights for placement in execution.placements)
+        return self._inventory(places, execution.ends, execution.gpu_state_bytes, execution.state_format)
 
     def results_bytes(self, kind: AttentionKind) -> int:
         """Returns the bytes of the results that the attention of a block can keep."""
@@ -306,7 +303,7 @@ class Step:
 
     def host_bytes(self, execution: Execution) -> int:
         """Returns the bytes of pinned host memory, for activations and for the optimizer."""
-        return self.arena_bytes(execution) + self.optimizer(execution).host
+        return self.arena_bytes(execution) + self.inventory(execution).host
 
     def uses_chunked_loss(self, execution: Execution) -> bool:
         """Whether an execution takes the chunked loss for a micro-batch of this step."""
@@ -318,7 +315,7 @@ class Step:
 
     def stages(self, execution: Execution) -> Iterator[Stage]:
         """Yields the stages of a step in order: of its last micro-batch, and with the optimizer's state in place."""
-        T, L, optimizer = self.tokens, self.layers, self.optimizer(execution)
+        T, L, optimizer = self.tokens, self.layers, self.inventory(execution)
         tables = 1 + (self.share.local_rope_theta is not None)
         positions = self.num_ranks + (self.is_packed or self.num_ranks > 1)
         weights, visits = self._waiting_weights(execution), self._visiting_weights(execution)
@@ -385,7 +382,7 @@ class Step:
         # An untied head's gradient is ready after the loss. A tied head's gradient waits for the embedding's.
         tied, ready = (self.head_gradient, 0.0) if self.share.tie_word_embeddings else (0, self.head_share)
         # Shares of the parameters. Gradients of `gone` have left for the host, of `stays` none do.
-        gone = ready * optimizer.last_on_host
+        gone = ready * optimizer.rows[-1].state_on_host
         waited = gone * (self.last_bytes > LEAVING_BYTES)  # compute waits until a large head's gradient has left
         embedding = self.head_share * (weights[L] > 0)
         stays = 1 - self.layer_share * sum(map(bool, weights[:L])) - embedding - gone
@@ -660,7 +657,7 @@ class Step:
         # forward, the next block's weights come as activations leave. The head's come beside the last block.
         forward = weights[-1] + weights[0] + sum(max(forward / L, *both) for both in zip(sent, weights[1:]))
         backward = sum(wait + max(backward / L, back + more) for wait, back, more in zip(waits, sent, beside))
-        optimizer = self.optimizer(execution)
+        optimizer = self.inventory(execution)
         sizes, trains_head = (self.tokens, share.hidden_size, share.vocab_size), self.adapters is None
         loss = linear_cross_entropy_footprint(*sizes, trains_head=trains_head).matrix_flops
         loss /= rates[PLAIN.rate]  # the standard loss has the same products
@@ -698,26 +695,6 @@ class Step:
             first = fetched * (max(0, self.head_share - on_gpu) + self.layer_share) / max(1 - on_gpu, self.layer_share)
             update += max(min(first, fetched), fetched + sum(weights) - forward, returned + sum(sent) - forward)
         return self.micro_batches * (forward + 0.01 * copies + loss + ends * (gather + add)) + backwards + update
-
-
-def _optimizer_bytes(
-    parameters: list[Tensor], numbers: list[tuple[int, int]], accumulate: bool, quantized: dict[Tensor, int],
-    waiting: tuple[int, ...], gpu_state_bytes: float, state_format: str,
-) -> OptimizerBytes:  # fmt: skip
-    """Returns the bytes of the optimizer where the weights of the blocks `waiting` are on the host.
-
-    `numbers` are, of each block, head and embedding, the number of its first parameter, and the number after its last.
-    """
-    host_weights = [parameter for layer in waiting for parameter in parameters[slice(*numbers[layer])]]
-    return optimizer_bytes(
-        parameters, accumulate=accumulate, gpu_state_bytes=gpu_state_bytes, state_format=state_format,
-        host_weights=host_weights, quantized=quantized,
-    )  # fmt: skip
-
-
-def _local_elements(parameter: Tensor) -> int:
-    """Returns the elements of a parameter on this rank."""
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
 
 
 def gib(num_bytes: float) -> str:

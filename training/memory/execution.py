@@ -5,7 +5,7 @@ The planner searches executions, the cost model prices them, and the plan prints
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.linear import PLAIN
 from kernels.parts import AttentionKind, Linear
 from training.choices import LOSSES
+from training.optim.inventory import Inventory, block_of
 
 PLACES = ("gpu", "host", "recompute")
 
@@ -62,14 +63,14 @@ class Execution:
         placements: one per block; () as long as none are chosen.
         mlp_tile_size: tokens that a block's MLP works on at a time; None, and in whole blocks: all.
         heads_at_a_time: key/value heads that a block's attention works on at a time; None, and in whole blocks: all.
-        gpu_state_bytes: of the optimizer's masters and moments, stay on the GPU, see training.optimizer.MasterAdamW.
-        state_format: of the optimizer's state, see training.state_format. "auto": not chosen yet, the planner chooses.
+        gpu_state_bytes: of the optimizer's masters and moments, stay on the GPU, see `Inventory.of`.
+        state_format: of the optimizer's state, see training.optim.formats. "auto": not chosen yet, the planner chooses.
         loss_impl: "auto" switches by the size of the logits; "chunked" and "standard" force a loss.
         attention_backend: the library kernel that attends, a name in kernels.attention.full.BACKENDS.
         kinds: how each block attends, one kind per block; (): as the model's configuration says.
         linear: the linear maps of all blocks, see kernels.parts.Linear. The head's is kernels.linear.PLAIN.
-        frozen_bits: bits per element in which frozen matrices of blocks are kept, see training.quantized; 16: bf16.
-            Below 16 they are in bf16 during a visit alone, so no block can be whole.
+        frozen_bits: bits per element in which frozen matrices of blocks are kept, see training.optim.quantized. 16: in
+            bf16. Below 16 they are in bf16 during a visit alone, so no block can be whole.
         impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.
         ends: place of the weights of embedding and head, as `Placement.weights`: "gpu" or "host". On the host they need
             the chunked loss, which runs the head forward and backward in one visit.
@@ -104,9 +105,34 @@ class Execution:
             )
 
 
-def is_quantizable(parameter: Tensor) -> bool:
-    """Whether `Execution.frozen_bits` applies to a block's parameter: to a frozen matrix."""
-    return parameter.ndim == 2 and not parameter.requires_grad
+def inventory_of(
+    named_parameters: Iterable[tuple[str, Tensor]], execution: Execution, *, accumulate: bool
+) -> Inventory:
+    """Returns what each parameter of a model.Transformer is on this rank under an execution, see `Inventory.of`."""
+    named = [*named_parameters]
+    places = [placement.weights for placement in execution.placements]
+    return Inventory.of(
+        named, accumulate=accumulate, gpu_state_bytes=execution.gpu_state_bytes, state_format=execution.state_format,
+        host_weights=host_weights([name for name, _ in named], places, execution.ends),
+        quantized=quantized_weights(named, execution.frozen_bits),
+    )  # fmt: skip
+
+
+def host_weights(names: Iterable[str], places: Sequence[str], ends: str) -> list[str]:
+    """Returns the names of parameters whose weights live on the host.
+
+    `places` are of each block's weights, `ends` of the embedding's and the head's.
+    """
+    blocks = {f"layers.{i}" for i, place in enumerate(places) if place == "host"}
+    away = blocks | ({"embed_tokens", "lm_head"} if ends == "host" else set())
+    # The first two parts of layers.3.mlp.up_proj.weight name its block, the first part of lm_head.weight the head.
+    return [name for name in names if not away.isdisjoint((name.split(".")[0], ".".join(name.split(".")[:2])))]
+
+
+def quantized_weights(named_parameters: Iterable[tuple[str, Tensor]], frozen_bits: int) -> dict[str, int]:
+    """Returns the bits per element of the parameters that are kept quantized: frozen matrices of blocks."""
+    matrices = (name for name, p in named_parameters if p.ndim == 2 and not p.requires_grad)
+    return {name: frozen_bits for name in matrices if block_of(name) is not None} if frozen_bits < 16 else {}
 
 
 def needed_for_backward(placements: Sequence[Placement], layer: int) -> list[tuple[int, str]]:

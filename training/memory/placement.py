@@ -27,49 +27,26 @@ from kernels.lora import LORA
 from kernels.parts import AttentionKind, Linear
 from training.host.memory import HostCopies, PinnedArena
 from training.host.torch_internals import TorchDispatchMode
-from training.memory.execution import Execution, Placement, is_quantizable, needed_for_backward
+from training.memory.execution import Execution, Placement, needed_for_backward
 from training.memory.visiting import Homes, VisitingWeights
-from training.quantized import Quantized
+from training.optim.inventory import Inventory
+from training.optim.quantized import Quantized
 
 
-def parts_on_host(model: nn.Module, execution: Execution) -> list[nn.Module]:
-    """Returns the parts of a model.Transformer whose weights live on the host: blocks, embedding and head."""
-    parts = [block for block, placement in zip(model.layers, execution.placements) if placement.weights == "host"]
-    ends = [model.embed_tokens, *([] if model.config.tie_word_embeddings else [model.lm_head])]
-    return parts + ends if execution.ends == "host" else parts
-
-
-def quantized_weights(model: nn.Module, execution: Execution) -> dict[nn.Parameter, int]:
-    """Returns the bits per element of the parameters that are kept quantized: frozen matrices of blocks."""
-    if execution.frozen_bits == 16:
-        return {}
-    parameters = (parameter for block in model.layers for parameter in block.parameters())
-    return dict.fromkeys(filter(is_quantizable, parameters), execution.frozen_bits)
-
-
-def allocate(model: nn.Module, execution: Execution, device: torch.device) -> list[nn.Parameter]:
+def allocate(model: nn.Module, inventory: Inventory, device: torch.device) -> None:
     """Give a model.Transformer, which is on the meta device, memory on `device` for the weights that live there.
 
-    Returns the weights of `parts_on_host`, which are the optimizer's `host_weights`. They have no memory, nor have
-    `quantized_weights`. All of them together may be larger than the device's memory.
-
-    Raises:
-        ValueError: weights on the host or quantized, of a model that FSDP2 shards.
+    Visiting weights get none. All weights together may be larger than the device's memory.
     """
-    on_host = parts_on_host(model, execution)
-    if not on_host and execution.frozen_bits == 16:
+    visiting = {row.name for row in inventory if row.is_visiting}
+    if not visiting:
         model.to_empty(device=device)
-        return []
-    if isinstance(model, FSDPModule):
-        raise ValueError("weights of sharded parameters stay on the GPU, in bf16; place them there")
-    away = {part for each in on_host for part in each.modules()}
-    quantized = {*model.layers.modules()} if execution.frozen_bits < 16 else set()
-    for part in model.modules():
+        return
+    for prefix, part in model.named_modules():
         part.to_empty(device=device, recurse=False)
-        for parameter in part.parameters(recurse=False):
-            if part in away or (part in quantized and is_quantizable(parameter)):
+        for name, parameter in part.named_parameters(prefix, recurse=False):
+            if name in visiting:
                 parameter.untyped_storage().resize_(0)
-    return [parameter for part in on_host for parameter in part.parameters()]
 
 
 def apply_execution(
@@ -78,7 +55,7 @@ def apply_execution(
     """Make a model.Transformer, on its device, run as `execution` says.
 
     Pins `arena_bytes` of host memory for the activations with placements on the host. `homes` are the weights of
-    `parts_on_host`, and `quantized_weights`.
+    visiting parameters, see `MasterAdamW.homes`.
 
     Raises:
         UserError: the host does not let that much be pinned.

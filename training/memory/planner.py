@@ -82,7 +82,7 @@ class Plan:
         rows.append(("blocks kept whole", str(num_whole)))
         on_gpu = execution.gpu_state_bytes
         if math.isinf(on_gpu) and _num_visiting(execution):
-            on_gpu = self.step.optimizer(execution).gpu_state
+            on_gpu = self.step.inventory(execution).gpu_state
         state = {math.inf: "GPU", 0: "host"}.get(on_gpu) or f"up to {gib(on_gpu)} on the GPU, the rest on the host"
         state += f", {execution.state_format}" if self.why or execution.state_format != "float32" else ""
         state += f" (auto: {self.why})" if self.why else ""
@@ -144,7 +144,7 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
         float32, alone = " in float32" if advice else "", " with batch_size 1" * (step.batch_size > 1)
         raise UserError(f"{length}{advice}; the largest that does{float32} is {largest}{alone}")
     least = step.with_format(_formats(step)[-1])
-    state = f"its optimizer's state {gib(step.optimizer(least.given).gpu_state)} of either"
+    state = f"its optimizer's state {gib(step.inventory(least.given).gpu_state)} of either"
     parameters = f"its parameters take {gib(step.parameter_bytes)} of {'either' if step.can_visit else 'the GPU'}"
     if step.can_visit and step.given.loss_impl == "standard":
         parameters += ", but embedding and head of the GPU with loss_impl standard"
@@ -287,7 +287,7 @@ class _Search:
                 losses, base = ("chunked",), replace(base, loss_impl="chunked", ends="host")
             shares = of_all if num == 0 else of_ends if num <= L else (0,)
             for share, heads, loss_impl in itertools.product(shares, _heads_at_a_time(step), losses):
-                on_gpu = share if math.isinf(share) else share * step.optimizer(base).gpu_state  # inf * 0 is NaN
+                on_gpu = share if math.isinf(share) else share * step.inventory(base).gpu_state  # inf * 0 is NaN
                 yield replace(base, gpu_state_bytes=on_gpu, heads_at_a_time=heads, loss_impl=loss_impl)
 
     def fastest_inputs(self, base: Execution) -> list[list[str]]:
@@ -370,7 +370,7 @@ def _num_visiting(execution: Execution) -> int:
 
 def _cost(step: Step, execution: Execution, seconds: float) -> float:
     """Returns the seconds of an execution, and more where state or weights on the host must save OFFLOAD_SAVES."""
-    return seconds / (1 - OFFLOAD_SAVES * ((step.optimizer(execution).host > 0) + (_num_visiting(execution) > 0)))
+    return seconds / (1 - OFFLOAD_SAVES * ((step.inventory(execution).host > 0) + (_num_visiting(execution) > 0)))
 
 
 def _is_roomy(execution: Execution) -> bool:

@@ -25,7 +25,7 @@ from training.host.sizes import GIB
 from training.memory.cost_model import Stage, Step
 from training.memory.execution import Execution
 from training.memory.placement import apply_execution
-from training.optimizer import MasterAdamW
+from training.optim.adamw import MasterAdamW
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "layer inputs", "attention", "MLP", "loss", "workspace")
 # A step of up to 32,768 tokens of context runs three times: the second run is timed, and the bytes of the third are
@@ -263,21 +263,8 @@ class Recorder:
                 kept += [(name, x) for (_, name, _), (sent, _) in self.placed.copies.leaving.items() for x in sent]
             for name, tensor in kept:
                 self._know("layer inputs" if name == "input" else "attention", tensor)
-        optimizer = self.optimizer
-        states = [state for state in optimizer.states.values() if not state.on_host]
-        homes = optimizer.homes
-        parameters = [p for p in self.model.parameters() if p not in homes or p.untyped_storage().nbytes()]
-        parameters += [x for s in states if s.format.is_quantized for x in s.tensors.values()]
-        states = [state for state in states if not state.format.is_quantized]
-        slots = [tensors for ring in optimizer.slots.values() for tensors, _ in ring]
-        tensors = [*(state.tensors for state in states), *slots]
-        gradients = [p.grad for p in self.model.parameters()] + [state.gradient for state in states]
-        groups = {
-            "parameters": parameters,
-            "gradients": gradients + [gradient for gradient, _ in optimizer.leaving],
-            "optimizer": [optimizer.room, *(tensor for by_name in tensors for tensor in by_name.values())],
-        }
-        return Counter({name: sum(t.nbytes for t in group if t is not None) for name, group in groups.items()})
+        groups = self.optimizer.on_gpu()
+        return Counter({category: sum(tensor.nbytes for tensor in group) for category, group in groups.items()})
 
 
 class Bench:
@@ -321,7 +308,7 @@ class Bench:
         with recorder.hooked():
             self._run(step, ids, recorder)
         seconds = seconds or counter.seconds(start, counter.mark())
-        host_bytes = arena_bytes + (self.optimizer.arena.num_bytes if self.optimizer.slot_sizes else 0)
+        host_bytes = arena_bytes + self.optimizer.inventory.host
         return Measurement(recorder.measured(), seconds, host_bytes, counter.alloc_retries() - retries)
 
     def _warm_up(self, step: Step, execution: Execution, ids: Tensor) -> None:

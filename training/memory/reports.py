@@ -26,7 +26,7 @@ from training.memory.cost_model import Step, forward_flops, gib
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import Rates, cap_gpu_memory
 from training.memory.planner import LEAST_HEADROOM, Plan, describe_budgets, find_max_context, has_plan, make_plan
-from training.state_format import bytes_saved
+from training.optim.formats import bytes_saved
 
 COMPARED_CONTEXTS = (32_768, 65_536, 131_072, 262_144)
 COMPARED_BUDGET = "24GB"

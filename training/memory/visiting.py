@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from training.quantized import Quantized
+from training.optim.quantized import Quantized
 
-Homes = Mapping[nn.Parameter, Tensor | Quantized]  # weights between visits, see `training.optimizer.MasterAdamW`
+Homes = Mapping[nn.Parameter, Tensor | Quantized]  # weights between visits, see `MasterAdamW.homes`
 
 
 class VisitingWeights:

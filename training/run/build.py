@@ -24,6 +24,7 @@ from kernels.parts import AttentionKind, Linear
 from model import GATES, MODEL_SIZES, ModelConfig, Share, Transformer
 from training.attention_flags import check_head_dim, kinds_at
 from training.checkpoint.files import restore_rng
+from training.checkpoint.state import load_state, load_weights, read_weights
 from training.checkpoint.weights import find_weights, shape_of_weights
 from training.choices import LORA_TARGETS
 from training.families import extend
@@ -31,18 +32,18 @@ from training.host.errors import UserError, refused_as_user_error
 from training.host.sizes import available_host_bytes, parse_bytes
 from training.lora import ADAPTERS, Adapters, adapt, has_adapters, in_bf16
 from training.memory.cost_model import PackedDocuments, Step, gib
-from training.memory.execution import WHOLE, Execution, Placement
+from training.memory.execution import WHOLE, Execution, Placement, inventory_of
 from training.memory.machine import Rates, cap_gpu_memory, gpu_budget, measure_attention, measure_network, measure_rates
-from training.memory.placement import allocate, apply_execution, quantized_weights
+from training.memory.placement import allocate, apply_execution
 from training.memory.planner import Plan, has_plan, make_plan
 from training.memory.profiler import Bench, format_table
-from training.optimizer import MasterAdamW
+from training.optim.adamw import MasterAdamW
+from training.optim.quantized import GROUP as QUANTIZED_GROUP
+from training.optim.quantized import check_library
 from training.parallel.fsdp import initial_weights, shard_model
 from training.parallel.tensor import share_matrices
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World
-from training.quantized import GROUP as QUANTIZED_GROUP
-from training.quantized import check_library
 from training.run.settings import StepFlags, TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -222,7 +223,7 @@ def step_of(config: TrainConfig, model: Transformer, world: World, documents: Pa
     given = settled_execution(config, world.device, frozen_bits=config.lora_bits, **settled)
     num_shards = world.data_size * world.context_size // world.replicate if world.size > 1 else 0
     return Step(
-        model.share, model.parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
+        model.share, model.named_parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
         num_shards=num_shards, tensor_ranks=config.tensor_parallel_size, num_machines=world.num_machines,
         num_copies=world.replicate, adapters=adapters_of(config),
     )  # fmt: skip
@@ -254,7 +255,9 @@ def step_on_meta(
     num_shards = num_gpus // tensor_parallel_size // replicate
     parameters = _parameters_on_meta(model_config, tensor_parallel_size, adapters)
     masters = torch.float32 if num_gpus > 1 else torch.bfloat16
-    shards = [p.chunk(num_shards)[0].to(masters if p.requires_grad else torch.bfloat16) for p in parameters]
+    shards = [
+        (name, p.chunk(num_shards)[0].to(masters if p.requires_grad else torch.bfloat16)) for name, p in parameters
+    ]
     documents = PackedDocuments.one_each(context_length, batch_size)
     return Step(
         model_config.share(tensor_parallel_size), shards, context_length, batch_size, micro_batches, documents,
@@ -266,12 +269,12 @@ def step_on_meta(
 @functools.cache  # tables and searches ask for one model's parameters many times
 def _parameters_on_meta(
     model_config: ModelConfig, tensor_ranks: int, adapters: Adapters | None
-) -> list[torch.nn.Parameter]:
+) -> list[tuple[str, torch.nn.Parameter]]:
     with torch.device("meta"):
         model = Transformer(model_config, tensor_ranks)
     if adapters is not None:
         adapt(model, adapters)
-    return list(model.parameters())
+    return list(model.named_parameters())
 
 
 def memory_budgets(config: TrainConfig, world: World) -> tuple[float, float]:
@@ -409,12 +412,12 @@ def build_model(
     """A model and its optimizer, with weights that are not set yet, and the plan that both follow."""
     model = model_on_meta(model_config, world, adapters_of(config))
     plan = plan_memory(config, model, world, documents)
-    host_weights = allocate(model, plan.execution, world.device)
+    accumulate = config.gradient_accumulation_steps > 1
+    inventory = inventory_of(model.named_parameters(), plan.execution, accumulate=accumulate)
+    allocate(model, inventory, world.device)
     optimizer = MasterAdamW(
-        model.named_parameters(), weight_decay=config.weight_decay, accumulate=config.gradient_accumulation_steps > 1,
-        gpu_state_bytes=plan.execution.gpu_state_bytes, state_format=plan.execution.state_format,
-        impl=plan.execution.impl, host_weights=host_weights, rate_ratios={"lora_B.weight": config.lora_plus or 1.0},
-        quantized=quantized_weights(model, plan.execution),
+        model.named_parameters(), inventory, weight_decay=config.weight_decay, impl=plan.execution.impl,
+        rate_ratios={"lora_B.weight": config.lora_plus or 1.0},
     )  # fmt: skip
     optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])
     for block in model.layers if config.compile else ():
@@ -429,16 +432,16 @@ def build(
     """Model, optimizer and plan, with all of their state from `checkpoint`; None: weights of --init_from, or fresh."""
     model, optimizer, plan = build_model(config, model_config, world, documents)
     if checkpoint:
-        optimizer.load(checkpoint)
+        load_state(optimizer, checkpoint)
         restore_rng(checkpoint)
     elif config.init_from:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         fresh = fresh_beside(config.init_from)
         for part in fresh:  # these stay if the weights have none
-            optimizer.load_weights(initial_weights(model, config.seed, only=part))
-        optimizer.read_weights(find_weights(config.init_from, shapes, may_lack=fresh))
+            load_weights(optimizer, initial_weights(model, config.seed, only=part))
+        read_weights(optimizer, find_weights(config.init_from, shapes, may_lack=fresh))
     else:
-        optimizer.load_weights(initial_weights(model, config.seed))
+        load_weights(optimizer, initial_weights(model, config.seed))
     return model, optimizer, plan
 
 
@@ -446,11 +449,8 @@ def build_bench(step: Step, execution: Execution, world: World) -> Bench:
     """A model of fresh weights and an optimizer, on which a profiler measures `step`."""
     gc.collect()  # frees the memory of an earlier bench
     model = model_on_meta(ModelConfig(**vars(step.share)), world, step.adapters)
-    host_weights = allocate(model, execution, world.device)
-    optimizer = MasterAdamW(
-        model.named_parameters(), accumulate=step.micro_batches > 1, gpu_state_bytes=execution.gpu_state_bytes,
-        state_format=execution.state_format, impl=execution.impl, host_weights=host_weights,
-        quantized=quantized_weights(model, execution),
-    )  # fmt: skip
-    optimizer.load_weights(initial_weights(model, seed=0))
+    inventory = inventory_of(model.named_parameters(), execution, accumulate=step.micro_batches > 1)
+    allocate(model, inventory, world.device)
+    optimizer = MasterAdamW(model.named_parameters(), inventory, impl=execution.impl)
+    load_weights(optimizer, initial_weights(model, seed=0))
     return Bench(model, optimizer)

@@ -15,7 +15,7 @@ from training.data.tokens import Store
 from training.families import to_config_json
 from training.host.errors import UserError
 from training.memory.planner import Plan
-from training.optimizer import MasterAdamW
+from training.optim.adamw import MasterAdamW
 from training.parallel.world import World
 from training.run.metrics import Display, Metrics
 from training.run.resume import Progress, Start, state_to_save

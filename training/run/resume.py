@@ -28,7 +28,7 @@ from training.flags import LARGE, as_words, given_flags
 from training.host.errors import UserError
 from training.host.files import read_json
 from training.lora import ADAPTER_CONFIG, FROZEN_BITS, has_adapters, read_adapters, read_frozen_bits, to_adapter_config
-from training.optimizer import warmup_cosine
+from training.optim.adamw import warmup_cosine
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World

@@ -9,10 +9,10 @@ from training.checkpoint.files import SPARE_BYTES, check_room, checkpoints
 from training.checkpoint.weights import parameter_shapes
 from training.host.errors import UserError
 from training.host.files import size_on_disk
+from training.optim.formats import bytes_saved
 from training.parallel.world import World
 from training.run.build import adapters_of
 from training.run.settings import CHECKPOINT_INTERVAL, KEPT_CHECKPOINTS, TrainConfig, parse_interval
-from training.state_format import bytes_saved
 
 logger = logging.getLogger(__name__)
 RETRY_SECONDS = 60  # from a checkpoint that failed to the next attempt

@@ -9,7 +9,7 @@ from model import Transformer
 from training.data.loader import Batch
 from training.host.errors import UserError
 from training.memory.placement import products_in_bf16
-from training.optimizer import MasterAdamW
+from training.optim.adamw import MasterAdamW
 from training.parallel.world import World
 from training.run.stopping import Stopped
 

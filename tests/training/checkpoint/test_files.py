@@ -25,13 +25,13 @@ from training.checkpoint.files import (
     checkpoints,
     clear_leftovers,
     latest_checkpoint,
-    load_optimizer_state,
     load_trainer_state,
     restore_rng,
     step_of,
 )
 from training.checkpoint.manifest import verify_checkpoint, verify_weights
 from training.checkpoint.pieces import Entry, Piece
+from training.checkpoint.state import load_optimizer_state
 from training.checkpoint.weights import load_model_weights
 from training.host.errors import UserError
 from training.parallel.fsdp import copy_weights

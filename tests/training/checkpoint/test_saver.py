@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.checkpoints import save_checkpoint
+from tests.optimizers import make_optimizer
 from tests.ranks import run_ranks
 from tests.training.checkpoint.test_files import CONFIG, Model, optimizer_state_of, save, steps_in, weights_of
 from training.checkpoint import files, pieces, saver
@@ -24,7 +25,6 @@ from training.checkpoint.pieces import Piece
 from training.checkpoint.saver import Saver
 from training.host.errors import UserError
 from training.host.files import flush
-from training.optimizer import MasterAdamW
 from training.parallel.fsdp import shard_model
 from training.parallel.world import World
 
@@ -50,7 +50,7 @@ def save_while_training(world, folder, waits, sharded=True, dtype=torch.float32,
     model = Layers(dtype).to(world.device)
     if sharded:
         shard_model(model, model.layers, world)
-    optimizer = MasterAdamW(model.named_parameters(), accumulate=False, gpu_state_bytes=0 if host else math.inf)
+    optimizer = make_optimizer(model.named_parameters(), accumulate=False, gpu_state_bytes=0 if host else math.inf)
     write, writer, equal = Piece.write, Saver(folder, keep=5), []
     patch = pytest.MonkeyPatch()
     patch.setattr(pieces, "PIECE_BYTES", 1024)

@@ -17,7 +17,7 @@ from training.memory.cost_model import UPDATE_BESIDE_FORWARD, PackedDocuments, S
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import H200
 from training.memory.planner import Plan, _Search, find_max_context
-from training.optimizer import NUM_SLOTS
+from training.optim.inventory import NUM_SLOTS
 from training.parallel.world import World, make_mesh
 from training.run.build import model_on_meta, step_on_meta
 from training.run.build import step_of as step_of_run
@@ -30,7 +30,7 @@ def step_of(config, context_length, backend="cudnn", loss_impl="auto", state_for
     given = Execution(loss_impl=loss_impl, attention_backend=backend, state_format=state_format)
     with torch.device("meta"):
         model = Transformer(config, options.get("tensor_ranks", 1)).to(torch.bfloat16)
-    return Step(model.share, list(model.parameters()), context_length, given=given, **options)
+    return Step(model.share, list(model.named_parameters()), context_length, given=given, **options)
 
 
 def test_today_measured():
@@ -121,7 +121,7 @@ def test_ranks_that_share_a_sequence_share_its_work(num_ranks, heads_at_a_time):
     """All but the update, which FSDP2 would share. Exchanges go there, back and, in backward, there again."""
     execution = Execution((Placement("gpu", "gpu"),) * 36, 8192, heads_at_a_time)
     alone, shared = (step_of(MODEL_SIZES["4B"], 131_072, num_ranks=n) for n in (1, num_ranks))
-    update = 4 * alone.optimizer(execution).gpu_state / H200["memory"]
+    update = 4 * alone.inventory(execution).gpu_state / H200["memory"]
     exchange = 2 * (2 * 4096 + 2 * 1024) * 131_072 / num_ranks * (num_ranks - 1) / num_ranks / H200["gpu link"]
     waits = 36 * 3 * exchange * (1.01 if heads_at_a_time else 1)  # smaller launches
     expected = (alone.seconds(execution, H200) - update) / num_ranks + update + waits
@@ -175,8 +175,8 @@ def test_copies_of_the_weights_sum_gradients_between_machines():
     one, two = (step_on_meta(MODEL_SIZES["4B"], 512, **options, replicate=n) for n in (1, 2))
     inside = step_on_meta(MODEL_SIZES["4B"], 512, num_gpus=16, replicate=2)
     parameters = MODEL_SIZES["4B"].num_parameters()
-    assert two.optimizer(execution).gpu_state == pytest.approx(8 * parameters / 8, rel=1e-3)
-    assert two.optimizer(execution).gpu_state == pytest.approx(2 * one.optimizer(execution).gpu_state, rel=1e-3)
+    assert two.inventory(execution).gpu_state == pytest.approx(8 * parameters / 8, rel=1e-3)
+    assert two.inventory(execution).gpu_state == pytest.approx(2 * one.inventory(execution).gpu_state, rel=1e-3)
     gathered, summed = 7 / 8 * parameters / H200["gpu link"], 4 * parameters / 8 / 5e9  # s: of a byte; of all shards
     embedding = 151_936 * 2560 / parameters
     expected = (2 + 2 + 4) * gathered - 2 * embedding * gathered + summed
@@ -228,7 +228,7 @@ def test_fsdp_gathers_what_a_rank_has_of_shared_matrices():
     matrices = 4 * config.layer_matrix_parameters() + config.vocab_size * config.hidden_size
     norms = config.num_parameters() - matrices
     own = [(matrices + norms) / 4, matrices / 4 + norms / 2]
-    assert [step.optimizer(step.given).gpu_state for step in steps] == [8 * elements for elements in own]
+    assert [step.inventory(step.given).gpu_state for step in steps] == [8 * elements for elements in own]
     gathered = [step.parameter_bytes - 4 * elements for step, elements in zip(steps, own)]
     assert gathered[0] == 2 * gathered[1] > 0
     plan = str(Plan(steps[1], replace(steps[1].given, placements=(Placement(),) * 4)))
@@ -240,7 +240,7 @@ def test_a_step_takes_as_long_as_its_gradients_on_the_link(micro_batches):
     """With state on the host: bf16 gradients once, or float32 sums there and, but for the first time, back."""
     step = step_of(MODEL_SIZES["4B"], 512, micro_batches=micro_batches)
     execution = Execution((Placement(),) * 36, gpu_state_bytes=0)
-    elements, update = 4.02e9, step.optimizer(execution).host / H200["link"]
+    elements, update = 4.02e9, step.inventory(execution).host / H200["link"]
     link_bytes = 2 * elements if micro_batches == 1 else 4 * elements * (2 * micro_batches - 1)
     assert step.seconds(execution, H200) - update > 0.99 * link_bytes / H200["link"]
 
@@ -319,7 +319,7 @@ def test_gradients_that_stay_are_the_embeddings_and_the_heads():
     for layer in (30, 0):
         assert gradients[f"backward of layer {layer}, MLP"] == pytest.approx(step.head + 2**28, rel=1e-3)
     assert gradients["update"] == pytest.approx(2 * step.head, rel=1e-4)
-    assert step.optimizer(execution).gpu_state == pytest.approx(4.125 * step.head, rel=1e-3)
+    assert step.inventory(execution).gpu_state == pytest.approx(4.125 * step.head, rel=1e-3)
 
 
 # Backward of blocks 3, 2, 1 and 0 fetches 0, 1, 2, 3; 0, 1, 2; 0, 1; and nothing.
@@ -374,7 +374,7 @@ def test_a_head_that_is_not_the_embedding_is_gathered_too():
     for tied in (True, False):
         config = replace(MODEL_SIZES["tiny"], tie_word_embeddings=tied)
         step = step_on_meta(config, 64, num_gpus=2)
-        gathered.append(step.parameter_bytes - 4 * sum(shard.numel() for shard in step.parameters))
+        gathered.append(step.parameter_bytes - 4 * sum(shard.numel() for _, shard in step.named_parameters))
         check_that_the_reduction_keeps_its_memory(step, step_of(config, 64))
     assert gathered[1] - gathered[0] == 2 * step.head
 
@@ -386,7 +386,7 @@ def check_that_the_reduction_keeps_its_memory(step, unsharded):
     """
     execution = Execution((Placement(),) * step.layers)
     stages = list(step.stages(execution))
-    made = 4 * sum(shard.numel() for shard in step.parameters)
+    made = 4 * sum(shard.numel() for _, shard in step.named_parameters)
     assert stages[0].categories["gradients"] == 0 and stages[0].idle >= made
     assert stages[-1].categories["gradients"] == made and stages[-1].idle == stages[0].idle - made
     fullest = max(stage.bytes for stage in stages)
@@ -405,14 +405,14 @@ def test_adapters_spare_the_products_of_weights_gradients(size, placement):
     placed = [replace(step.given, placements=(placement,) * 36, mlp_tile_size=8192) for step in (full, lora)]
     share = full.share
     matrices = 36 * share.layer_matrix_parameters() + share.vocab_size * share.hidden_size
-    updates = [4 * step.optimizer(e).gpu_state / H200["memory"] for step, e in zip((full, lora), placed)]
+    updates = [4 * step.inventory(e).gpu_state / H200["memory"] for step, e in zip((full, lora), placed)]
     forward, backward = lora._adapter_traffic()
     again = 0 if placement.is_whole else forward
     expected = 2 * 32_768 * matrices / H200["products"] + updates[0] - updates[1]
     expected -= 36 * (forward + backward + again) / H200["adapters"]
     saved = full.seconds(placed[0], H200) - lora.seconds(placed[1], H200)
     assert saved == pytest.approx(expected, rel=1e-6)
-    assert lora.trained == sum(p.numel() for p in lora.parameters if p.requires_grad)
+    assert lora.trained == sum(p.numel() for _, p in lora.named_parameters if p.requires_grad)
     assert updates[1] < 0.01 * updates[0] and 0 < forward < backward
 
 

@@ -18,13 +18,16 @@ from kernels.attention import NSA, Sparse, Window
 from kernels.attention.documents import find_documents
 from kernels.attention.full import FULL, KERNELS
 from model import MODEL_SIZES, Transformer
+from tests.optimizers import make_optimizer
 from tests.ranks import run_ranks
+from training.checkpoint.state import load_weights
 from training.host.memory import PinnedArena
 from training.memory.cost_model import PackedDocuments, Step
-from training.memory.execution import PLACES, WHOLE, Execution, Placement
-from training.memory.placement import allocate, apply_execution, apply_placement, parts_on_host
+from training.memory.execution import PLACES, WHOLE, Execution, Placement, inventory_of
+from training.memory.placement import allocate, apply_execution, apply_placement
 from training.memory.planner import make_plan
-from training.optimizer import NUM_SLOTS, MasterAdamW
+from training.optim.adamw import MasterAdamW
+from training.optim.inventory import NUM_SLOTS
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
 from training.parallel.world import World
 
@@ -64,7 +67,8 @@ def build(placements=None, dtype=torch.float32, mlp_tile_size=None, kinds=(FULL,
 
 def send_home(model, execution):
     """Move the weights that live on the host there, as the optimizer does; returns them by parameter."""
-    parameters = [parameter for part in parts_on_host(model, execution) for parameter in part.parameters()]
+    inventory = inventory_of(model.named_parameters(), execution, accumulate=True)
+    parameters = [model.get_parameter(row.name) for row in inventory if row.weight_on_host]
     arena = PinnedArena(sum(p.nbytes + 512 for p in parameters), model.embed_tokens.weight.device)
     homes = {p: arena.allocate(p.shape, p.dtype).copy_(p.detach()) for p in parameters}
     for parameter in parameters:
@@ -236,7 +240,7 @@ def kept_bytes(placements, **options):
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_keeps_what_is_planned(name, heads_at_a_time):
     placements = PLACEMENTS[name]
-    step = Step(TINY, Transformer(TINY).parameters(), 51, batch_size=2, element_size=4)
+    step = Step(TINY, Transformer(TINY).named_parameters(), 51, batch_size=2, element_size=4)
     nothing, _ = kept_bytes(UNIFORM["host recompute"], heads_at_a_time=heads_at_a_time)
     total, used = kept_bytes(placements, heads_at_a_time=heads_at_a_time)
     planned = step.input_bytes * sum(p.input == "gpu" for p in placements)
@@ -248,7 +252,7 @@ def test_keeps_what_is_planned(name, heads_at_a_time):
 def test_nothing_grows_over_twenty_steps():
     model = build(PLACEMENTS["pairs"], heads_at_a_time=1, mlp_tile_size=40)
     placed = model.layers[0].forward.func.__self__
-    optimizer = MasterAdamW(model.named_parameters(), gpu_state_bytes=0)
+    optimizer = make_optimizer(model.named_parameters(), gpu_state_bytes=0)
     ids, documents = make_batch(packed=True)
     seen = []
     for step in range(20):
@@ -535,7 +539,7 @@ def compare_sharded(world: World) -> None:
         shard_model(model, model.layers, world)
         for there in ({"placements": (Placement(weights="host"),) * 4}, {"loss_impl": "chunked", "ends": "host"}):
             with pytest.raises(ValueError, match="sharded parameters stay on the GPU"):
-                allocate(model, Execution(**there), world.device)
+                inventory_of(model.named_parameters(), Execution(**there), accumulate=True)
         model.to_empty(device=world.device)
         copy_weights(model, initial_weights(model, seed=0))
         if placements is not None:
@@ -561,7 +565,7 @@ def build_on_gpu(config, tokens, execution=None):
         model = Transformer(config).to(torch.bfloat16)
     if execution is None:
         return model
-    step = Step(config, model.parameters(), tokens)
+    step = Step(config, model.named_parameters(), tokens)
     apply_execution(model, execution, step.arena_bytes(execution), send_home(model, execution))
     return model
 
@@ -621,7 +625,7 @@ def test_whole_blocks_agree_with_placed_ones_on_a_gpu():
 def test_a_short_context_is_planned_whole_and_its_peak_is_as_predicted():
     config, tokens = MODEL_SIZES["0.6B"], 4096
     with torch.device("meta"):
-        step = Step(config, Transformer(config).to(torch.bfloat16).parameters(), tokens)
+        step = Step(config, Transformer(config).to(torch.bfloat16).named_parameters(), tokens)
     for gib, least, most in ((40, 28, 28), (12, 1, 27)):
         plan = make_plan(step, gib * 2**30, 8 * 2**30)
         assert least <= sum(p.is_whole for p in plan.execution.placements) <= most
@@ -629,19 +633,17 @@ def test_a_short_context_is_planned_whole_and_its_peak_is_as_predicted():
         assert measured == pytest.approx(plan.peak.bytes, rel=0.05), plan
 
 
-def build_with_optimizer(config, tokens, execution, **options):
+def build_with_optimizer(config, tokens, execution, accumulate=True):
     """A model on the GPU whose weights are wherever the execution has them, and its optimizer."""
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Transformer(config).to(torch.bfloat16)
-    host_weights = allocate(model, execution, torch.device("cuda"))
-    optimizer = MasterAdamW(
-        model.named_parameters(), gpu_state_bytes=execution.gpu_state_bytes, host_weights=host_weights,
-        state_format=execution.state_format, **options,
-    )  # fmt: skip
-    optimizer.load_weights(initial_weights(model, seed=0))
+    inventory = inventory_of(model.named_parameters(), execution, accumulate=accumulate)
+    allocate(model, inventory, torch.device("cuda"))
+    optimizer = MasterAdamW(model.named_parameters(), inventory)
+    load_weights(optimizer, initial_weights(model, seed=0))
     optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])
-    arena_bytes = Step(config, model.parameters(), tokens).arena_bytes(execution)
+    arena_bytes = Step(config, model.named_parameters(), tokens).arena_bytes(execution)
     apply_execution(model, execution, arena_bytes, optimizer.homes)
     return model, optimizer
 
@@ -772,7 +774,7 @@ def measured_peak(config, tokens, execution, documents=None):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = build_on_gpu(config, tokens, execution)
-    optimizer = MasterAdamW(model.named_parameters(), accumulate=False, gpu_state_bytes=execution.gpu_state_bytes)
+    optimizer = make_optimizer(model.named_parameters(), accumulate=False, gpu_state_bytes=execution.gpu_state_bytes)
     ids = torch.randint(config.vocab_size, (1, tokens), device="cuda")
     if documents is None:
         documents = (torch.arange(tokens)[None] > 1_000).long()

@@ -25,13 +25,13 @@ from kernels.lora import LORA
 from kernels.parts import part_of
 from kernels.tensor_parallel import TensorRanks
 from model import MODEL_SIZES, ModelConfig, Transformer
+from tests.optimizers import make_optimizer
 from tests.storage_counter import StorageCounter
 from training.families import in_family
 from training.lora import Adapters, adapt
 from training.memory import cost_model, profiler
 from training.memory.cost_model import PackedDocuments, Stage, Step
-from training.memory.execution import WHOLE, Execution, Placement
-from training.memory.placement import parts_on_host, quantized_weights
+from training.memory.execution import WHOLE, Execution, Placement, inventory_of
 from training.memory.profiler import (
     CATEGORIES,
     GIB,
@@ -45,9 +45,9 @@ from training.memory.profiler import (
     largest_that_runs,
     thin,
 )
-from training.optimizer import MasterAdamW, optimizer_bytes
-from training.quantized import Quantized
-from training.state_format import QuantizedState
+from training.optim.adamw import MasterAdamW
+from training.optim.formats import QuantizedState
+from training.optim.quantized import Quantized
 
 
 @pytest.fixture
@@ -136,25 +136,14 @@ def run_dry(step, *executions, warm_up=False):
                 return slot
 
         monkeypatch.setattr("training.memory.placement.PinnedArena", FakeArena)
-        monkeypatch.setattr("training.optimizer.PinnedArena", FakeArena)
+        monkeypatch.setattr("training.optim.adamw.PinnedArena", FakeArena)
         model = model_of(step).to(torch.bfloat16)
         for module in model.modules() if step.tensor_ranks > 1 else ():
             if hasattr(module, "tensor_ranks"):
                 module.tensor_ranks = TensorRanks(dist.group.WORLD)
-        host_weights = [parameter for part in parts_on_host(model, first) for parameter in part.parameters()]
-        quantized = quantized_weights(model, first)
-        counter.watch([*host_weights, *quantized])
-        bench = (Bench if step.num_ranks == 1 else SharedBench)(
-            model,
-            MasterAdamW(
-                model.named_parameters(),
-                accumulate=step.micro_batches > 1,
-                gpu_state_bytes=first.gpu_state_bytes,
-                state_format=first.state_format,
-                host_weights=host_weights,
-                quantized=quantized,
-            ),
-        )
+        inventory = inventory_of(model.named_parameters(), first, accumulate=step.micro_batches > 1)
+        counter.watch([model.get_parameter(row.name) for row in inventory if row.is_visiting])
+        bench = (Bench if step.num_ranks == 1 else SharedBench)(model, MasterAdamW(model.named_parameters(), inventory))
         measurements = []
         for execution in executions:
             counter.own_bytes = own_bytes(step, execution)
@@ -186,7 +175,7 @@ def step_of(
         adapt(model, adapters)
         given = replace(given, linear=LORA)
     documents = PackedDocuments.one_each(context_length, options.get("batch_size", 1))
-    return Step(model.share, model.parameters(), context_length, documents=documents, given=given, **options)
+    return Step(model.share, model.named_parameters(), context_length, documents=documents, given=given, **options)
 
 
 GPU, ON_HOST = Placement("gpu", "gpu"), Placement("host", "host")
@@ -413,25 +402,20 @@ def test_weights_of_two_blocks_are_on_the_gpu_at_most(placements, state_format, 
     placements = tuple(replace(placement, weights="host") for placement in placements)
     on_host = replace(there, placements=placements, ends=ends)
     [expected], [measured] = dry_run(step, there, warm_up=True), dry_run(step, on_host, warm_up=True)
-    embedding, *weights, _ = step.parameters  # without the embedding, which is the head, and the last norm
-    block = sum(weight.nbytes for weight in weights) // 3
-    weights += [embedding] if ends == "host" else []
-    away = sum(weight.nbytes for weight in weights)
-    buffers = [
-        optimizer_bytes(step.parameters, accumulate=False, gpu_state_bytes=0, state_format=state_format, host_weights=w)
-        for w in ((), weights)
-    ]
-    slots = buffers[1].gpu_slots - buffers[0].gpu_slots
+    inventory = step.inventory(on_host)
+    block = sum(row.weight_bytes for row in inventory if row.block is not None) // 3
+    away = sum(row.weight_bytes for row in inventory if row.weight_on_host)
+    slots = inventory.gpu_slots - step.inventory(there).gpu_slots
     # In forward the head comes after the last block, in backward nothing after the first one.
     first = dict.fromkeys(("backward of layer 0, MLP", "backward of layer 0, attention"), block)
-    end = embedding.nbytes if ends == "host" else 0
+    end = inventory.rows[0].weight_bytes if ends == "host" else 0
     visiting = {"embedding": 0, "loss": 0, "backward of embedding": 0, "update": 0, "forward of layer 2": block + end}
     visiting |= {"embedding": end + block, "loss": end + block} if ends == "host" else {}
     for ours, theirs in zip(measured.stages, expected.stages, strict=True):
         in_update = ours.name in ("embedding", "update") or "forward" in ours.name
         present = (first | visiting).get(ours.name, 2 * block)
         assert ours.bytes == theirs.bytes + slots * in_update - away + present, ours.name
-    assert measured.host_bytes - expected.host_bytes == pytest.approx(away, abs=512 * len(weights))
+    assert measured.host_bytes - expected.host_bytes == pytest.approx(away, abs=512 * len(inventory.rows))
 
 
 def test_one_model_under_one_placement_after_another(dry_run):
@@ -451,7 +435,7 @@ def test_what_a_broken_off_step_leaves_is_cleared():
     torch.manual_seed(0)
     step, execution = step_of("tiny", 64), Execution((Placement("gpu", "gpu"), ON_HOST, GPU, WHOLE))
     model = model_of(step).to(torch.bfloat16)
-    bench = Bench(model, MasterAdamW(model.named_parameters(), accumulate=False))
+    bench = Bench(model, make_optimizer(model.named_parameters(), accumulate=False))
 
     def num_hooks():
         return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
@@ -509,7 +493,7 @@ def test_a_long_step_is_warmed_up_by_the_operations_that_it_runs(loss_impl, monk
     placements = (GPU, Placement(), ON_HOST, WHOLE)
     execution = replace(step.given, placements=placements, heads_at_a_time=1, mlp_tile_size=32)
     model = model_of(step).to(torch.bfloat16)
-    bench, seen, run = Bench(model, MasterAdamW(model.named_parameters(), gpu_state_bytes=0)), [], Bench._run
+    bench, seen, run = Bench(model, make_optimizer(model.named_parameters(), gpu_state_bytes=0)), [], Bench._run
     updates, update = Counter(), MasterAdamW._update
 
     def note(self, *arguments):

@@ -8,12 +8,14 @@ import torch
 import torch.distributed as dist
 
 from model import MODEL_SIZES, Transformer
+from tests.optimizers import make_optimizer
 from tests.ranks import run_ranks
 from tests.training.data.test_packing import make_documents, make_loader
 from tests.training.parallel.test_world import timeout_of
 from training.checkpoint.pieces import is_written_here, local_pieces
+from training.checkpoint.state import load_weights
 from training.host.errors import UserError
-from training.optimizer import MasterAdamW
+from training.optim.adamw import MasterAdamW
 from training.parallel.fsdp import initial_weights, shard_model
 from training.parallel.tensor import share_matrices
 from training.parallel.ulysses import share_sequences
@@ -43,8 +45,8 @@ def train_unlike_batches(world: World, gpu_state_bytes: float = torch.inf) -> tu
         shard_model(model, model.layers, world)
         share_sequences(model, world)
     model.to_empty(device="cpu")
-    optimizer = MasterAdamW(model.named_parameters(), gpu_state_bytes=gpu_state_bytes)
-    optimizer.load_weights(initial_weights(model, seed=0))
+    optimizer = make_optimizer(model.named_parameters(), gpu_state_bytes=gpu_state_bytes)
+    load_weights(optimizer, initial_weights(model, seed=0))
     documents = make_documents([*LONG, *SHORT, *LONG] * 8)
     for document in documents:
         document.tokens[:] = document.tokens % 251 + 1

@@ -16,10 +16,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from model import MODEL_SIZES, Transformer
+from tests.optimizers import make_optimizer
 from tests.ranks import announce, meeting_point, run_ranks, start_torchrun
 from tests.training.data.test_packing import make_documents, make_loader
+from training.checkpoint.state import load_weights
 from training.host.errors import UserError
-from training.optimizer import MasterAdamW
 from training.parallel import world
 from training.parallel.fsdp import initial_weights, shard_model
 from training.parallel.ulysses import share_sequences
@@ -259,8 +260,8 @@ def train(world: World, micro_batches: int) -> tuple[list, dict]:
         shard_model(model, model.layers, world)
         share_sequences(model, world)
     model.to_empty(device="cpu")
-    optimizer = MasterAdamW(model.named_parameters(), accumulate=micro_batches > 1)
-    optimizer.load_weights(initial_weights(model, seed=0))
+    optimizer = make_optimizer(model.named_parameters(), accumulate=micro_batches > 1)
+    load_weights(optimizer, initial_weights(model, seed=0))
     loader = make_loader(DOCUMENTS, 32, 1, rank=world.data_rank, world_size=world.data_size)
     steps = []
     for _ in range(3):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import training.state_format
+import training.optim.formats
 from kernels.attention import NSA, Window
 from kernels.attention.full import FULL
 from kernels.fp8 import FP8
@@ -16,7 +16,7 @@ from kernels.linear import PLAIN
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
 from tests.storage_counter import StorageCounter
-from training.memory.cost_model import PackedDocuments, _local_elements
+from training.memory.cost_model import PackedDocuments
 from training.memory.execution import WHOLE, Placement
 from training.memory.machine import GPUS, H200, scale_rates
 from training.memory.placement import apply_execution
@@ -127,9 +127,9 @@ def test_fp8_has_kernels_bytes_seconds_and_a_line_of_the_plan():
 def test_kernels_are_also_the_optimizers(monkeypatch):
     """Kernels "torch" run no Triton in the update of compact state either."""
     config = TrainConfig(kernels="torch", optimizer_state="compact", gradient_checkpointing=True, context_length=64)
-    seen, update = set(), training.state_format.compact_adamw
+    seen, update = set(), training.optim.formats.compact_adamw
     record = lambda *tensors, **options: seen.add(options["impl"]) or update(*tensors, **options)  # noqa: E731
-    monkeypatch.setattr(training.state_format, "compact_adamw", record)
+    monkeypatch.setattr(training.optim.formats, "compact_adamw", record)
     world, documents = World(0, 1, torch.device("cpu")), PackedDocuments.one_each(64, 1)
     shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=1)
     model, optimizer, _ = run.build(config, shape, None, documents, world)
@@ -213,7 +213,7 @@ def compare_with_a_prediction(world):
     config = TrainConfig(context_length=1000, batch_size=2, optimizer_state="float32", **sizes)
     real = step_of(config, model_on_meta(shape, world), world, PackedDocuments.one_each(1000, 2))
     predicted = step_on_meta(shape, 1000, 2, given=real.given, num_gpus=world.size, **sizes)
-    elements = [[_local_elements(parameter) for parameter in step.parameters] for step in (real, predicted)]
+    elements = [[row.numel for row in step.inventory(step.given)] for step in (real, predicted)]
     assert all(ours <= first for ours, first in zip(*elements, strict=True))
     if world.is_main:
         assert elements[0] == elements[1]

@@ -7,14 +7,16 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from training import quantized
+from tests.optimizers import make_optimizer
 from training.checkpoint.pieces import read_entries, read_header
+from training.checkpoint.state import load_weights, read_weights
 from training.host.errors import UserError
 from training.host.memory import SLOT_ALIGNMENT
 from training.memory.visiting import VisitingWeights
-from training.optimizer import MasterAdamW, optimizer_bytes
-from training.quantized import GROUP, Quantized, check_library, quantize
-from training.state_format import QuantizedState
+from training.optim import quantized
+from training.optim.formats import QuantizedState
+from training.optim.inventory import Inventory
+from training.optim.quantized import GROUP, Quantized, check_library, quantize
 
 # NF4's values, the quantiles of a normal distribution: QLoRA, appendix E.
 NF4 = torch.tensor([
@@ -75,9 +77,9 @@ def test_an_optimizer_keeps_reads_and_lends_them(bits, on_host, device, tmp_path
     weights = {name: drawn(*shape, seed=i).bfloat16() for i, (name, shape) in enumerate(SHAPES.items())}
     parameters = {n: nn.Parameter(w.to(device, copy=True), requires_grad=n == "bias") for n, w in weights.items()}
     matrices = [parameters["first"], parameters["second"]]
-    options = {"quantized": dict.fromkeys(matrices, bits), "host_weights": [*parameters.values()] if on_host else ()}
-    predicted = optimizer_bytes(parameters.values(), accumulate=False, **options)
-    optimizer = MasterAdamW(parameters.items(), accumulate=False, **options)
+    options = {"quantized": {"first": bits, "second": bits}, "host_weights": [*parameters] if on_host else ()}
+    predicted = Inventory.of(parameters.items(), accumulate=False, **options)
+    optimizer = make_optimizer(parameters.items(), accumulate=False, **options)
     assert not any(matrix.untyped_storage().nbytes() for matrix in matrices)
     homes = [optimizer.homes[matrix] for matrix in matrices]
     assert all(isinstance(home, Quantized) for home in homes)
@@ -98,11 +100,11 @@ def test_an_optimizer_keeps_reads_and_lends_them(bits, on_host, device, tmp_path
 
     check(weights)
     others = {name: 3 * weight for name, weight in weights.items()}
-    optimizer.load_weights(others.items())
+    load_weights(optimizer, others.items())
     check(others)
     save_file(weights, tmp_path / "weights.safetensors")
-    optimizer.read_weights(
-        read_entries(read_header(tmp_path / "weights.safetensors"), tmp_path / "weights.safetensors")
+    read_weights(
+        optimizer, read_entries(read_header(tmp_path / "weights.safetensors"), tmp_path / "weights.safetensors")
     )
     check(weights)
     assert optimizer.weights().keys() == optimizer.state_dict().keys() == {"bias"}

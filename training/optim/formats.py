@@ -6,7 +6,7 @@ write values, to make an update, or how large its tensors are.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -25,8 +25,8 @@ from kernels.compact_adamw import (
     split_master,
 )
 from training.host.torch_internals import fused_adamw_
-from training.quantized import GROUP as QUANTIZED_GROUP
-from training.quantized import Quantized, quantize
+from training.optim.quantized import GROUP as QUANTIZED_GROUP
+from training.optim.quantized import Quantized, quantize
 
 BETA1, BETA2, EPS = 0.9, 0.95, 1e-8  # of AdamW
 
@@ -40,6 +40,10 @@ class Kept(NamedTuple):
     def num_bytes(self, numel: int) -> int:
         """Bytes of the tensor for so many elements of a parameter."""
         return numel // self.group * self.dtype.itemsize
+
+    def shape(self, parameter: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the tensor for a parameter's: for groups of 32 and [6, 64] it is (6, 2)."""
+        return (*parameter[:-1], parameter[-1] // self.group) if self.group > 1 else tuple(parameter)
 
 
 class Update(NamedTuple):
@@ -190,7 +194,7 @@ class FrozenState(StateFormat):
 
 @dataclass(frozen=True)
 class QuantizedState(FrozenState):
-    """A frozen weight in `bits` bits per element, see `training.quantized`. The parameter itself keeps no memory."""
+    """A frozen weight in `bits` bits per element, see `quantized.py`. The parameter itself keeps no memory."""
 
     is_quantized = True
     bits: int

@@ -13,22 +13,26 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import training.optimizer
-import training.state_format
+import training.checkpoint.state
+import training.optim.formats
+import training.optim.inventory
 from benchmarks.bench_train_step import resident_bytes
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
+from tests.optimizers import make_optimizer
 from tests.ranks import run_ranks
 from training.checkpoint import pieces
-from training.checkpoint.files import flat
 from training.checkpoint.manifest import OPTIMIZER, verify_checkpoint
+from training.checkpoint.pieces import flat
+from training.checkpoint.state import load_state, load_weights, read_weights
 from training.checkpoint.weights import find_weights
 from training.host.errors import UserError
 from training.memory.visiting import VisitingWeights
-from training.optimizer import LEAVING_BYTES, NUM_SLOTS, MasterAdamW, optimizer_bytes, warmup_cosine
+from training.optim.adamw import warmup_cosine
+from training.optim.formats import Float32State, Kept, format_with
+from training.optim.inventory import LEAVING_BYTES, NUM_SLOTS, Inventory, block_of
 from training.parallel.fsdp import shard_model
 from training.parallel.world import World
-from training.state_format import Float32State, Kept, format_with
 
 ANY_WEIGHTS = {"weight": torch.zeros(1)}  # weights of a checkpoint in which only the optimizer state is looked at
 SHAPES = {"matrix": (8, 16), "norm.weight": (16,), "other": (5, 7)}
@@ -44,7 +48,7 @@ STATE_FORMAT = pytest.mark.parametrize("state_format", ["float32", "compact"])
 def small_pieces(monkeypatch, request):
     """Small parameters are updated in several pieces as well, and slots are used again and again."""
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(training.optimizer, "PIECE_ELEMENTS", 32)
+        monkeypatch.setattr(training.optim.inventory, "PIECE_ELEMENTS", 32)
 
 
 def make_parameters(dtype, device, shapes=SHAPES):
@@ -82,7 +86,7 @@ def assert_equal_states(found, expected):
 def test_equals_adamw_in_float64(dtype, micro_batches, placement, device):
     """The update of Loshchilov and Hutter, algorithm 2, written out, with clipping by the global norm."""
     parameters = make_parameters(dtype, device)
-    optimizer = MasterAdamW(
+    optimizer = make_optimizer(
         parameters.items(), weight_decay=0.1, accumulate=micro_batches > 1, gpu_state_bytes=PLACEMENTS[placement]
     )
     expected = {n: p.detach().double() for n, p in parameters.items()}
@@ -129,7 +133,7 @@ class BFloat16Moments(Float32State):
 @pytest.mark.parametrize("placement", ["host", "partly"])
 def test_another_format_is_streamed_saved_and_counted(dtype, micro_batches, placement, device, monkeypatch):
     expected = run(make_parameters(dtype, device), "device", micro_batches)
-    monkeypatch.setattr(training.state_format, "Float32State", BFloat16Moments)
+    monkeypatch.setattr(training.optim.formats, "Float32State", BFloat16Moments)
     parameters, on_device = make_parameters(dtype, device), make_parameters(dtype, device)
     state, weights, norms = run(parameters, placement, micro_batches)
     state_there, weights_there, norms_there = run(on_device, "device", micro_batches)
@@ -141,13 +145,13 @@ def test_another_format_is_streamed_saved_and_counted(dtype, micro_batches, plac
         torch.testing.assert_close(tensors["master"], expected[0][name]["master"], rtol=1e-2, atol=1e-2)
     bytes_each = {torch.bfloat16: 8, torch.float32: 4}[dtype]
     elements = sum(p.numel() for p in parameters.values())
-    assert optimizer_bytes(parameters.values()).gpu_state == bytes_each * elements
+    assert Inventory.of(parameters.items()).gpu_state == bytes_each * elements
 
 
 def test_equals_torchs_optimizer(device):
     """A float32 parameter of one piece gets the numbers of torch.optim.AdamW, bit for bit."""
     parameters, theirs = ({n: make_parameters(torch.float32, device)[n] for n in ("norm.weight",)} for _ in range(2))
-    optimizer = MasterAdamW(parameters.items(), gpu_state_bytes=0)
+    optimizer = make_optimizer(parameters.items(), gpu_state_bytes=0)
     reference = torch.optim.AdamW(theirs.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for seed in range(5):
         backward(parameters, seed), backward(theirs, seed)
@@ -157,9 +161,9 @@ def test_equals_torchs_optimizer(device):
 
 def run(parameters, placement, micro_batches, steps=5, prepare=None, state_format="float32", host_weights=()):
     """The state, the weights and the norms after some steps, the last one clipped."""
-    optimizer = MasterAdamW(
+    optimizer = make_optimizer(
         parameters.items(), accumulate=micro_batches > 1, gpu_state_bytes=PLACEMENTS.get(placement, placement),
-        state_format=state_format, host_weights=[parameters[name] for name in host_weights],
+        state_format=state_format, host_weights=host_weights,
     )  # fmt: skip
     if prepare:
         prepare(optimizer)
@@ -202,10 +206,10 @@ def test_weights_on_the_host_start_from_float32_weights_and_files(dtype, state_f
     save_file({f"model.{n}": weight.cpu() for n, weight in weights.items()}, tmp_path / "model.safetensors")
     entries = find_weights(tmp_path, WIDE)
     for homes in ((), host_weights):
-        for load in (lambda o: o.load_weights(weights.items()), lambda o: o.read_weights(entries)):
+        for load in (lambda o: load_weights(o, weights.items()), lambda o: read_weights(o, entries)):
             parameters = make_parameters(dtype, device, WIDE)
-            options = {"state_format": state_format, "host_weights": [parameters[name] for name in homes]}
-            optimizer = MasterAdamW(parameters.items(), **options)
+            options = {"state_format": state_format, "host_weights": homes}
+            optimizer = make_optimizer(parameters.items(), **options)
             load(optimizer)
             for name, state in optimizer.states.items():
                 own = state.weight.detach().flatten().cpu()
@@ -224,8 +228,7 @@ def test_a_checkpoint_is_loaded_wherever_weights_live(dtype, saved, loaded, form
 
     def make(host_weights, state_format):
         parameters = make_parameters(dtype, device, WIDE)
-        host_weights = [parameters[name] for name in host_weights]
-        return MasterAdamW(parameters.items(), state_format=state_format, host_weights=host_weights)
+        return make_optimizer(parameters.items(), state_format=state_format, host_weights=host_weights)
 
     def masters(optimizer):
         for state in optimizer.states.values():
@@ -241,7 +244,7 @@ def test_a_checkpoint_is_loaded_wherever_weights_live(dtype, saved, loaded, form
         optimizer_state=optimizer.state_dict(),
     )  # fmt: skip
     for each in (other, third):
-        each.load(path)
+        load_state(each, path)
         assert_equal_states(weights_of(each), weights_of(optimizer))
         assert all(map(torch.equal, masters(each), masters(optimizer)))
         backward(each.parameters, 10, each.homes)
@@ -260,21 +263,21 @@ def test_a_checkpoint_is_loaded_wherever_weights_live(dtype, saved, loaded, form
 def test_bytes_of_weights_on_the_host(dtype, state_format, accumulate, device):
     parameters = make_parameters(dtype, device, WIDE)
     arguments = {"accumulate": accumulate, "state_format": state_format}
-    arguments["host_weights"] = [parameters["matrix"], parameters["norm.weight"]]
+    arguments["host_weights"] = ["matrix", "norm.weight"]
     predicted, none = (
-        optimizer_bytes(parameters.values(), **options) for options in (arguments, {**arguments, "host_weights": ()})
+        Inventory.of(parameters.items(), **options) for options in (arguments, {**arguments, "host_weights": ()})
     )
-    optimizer = MasterAdamW(parameters.items(), **arguments)
+    optimizer = make_optimizer(parameters.items(), **arguments)
 
     def size(tensors):
         return sum(t.nbytes for t in tensors)
 
     on_host = [optimizer.states[name] for name in ("matrix", "norm.weight")]
-    assert all(state.on_host for state in on_host) and not optimizer.states["other"].on_host
+    assert all(state.row.state_on_host for state in on_host) and not optimizer.states["other"].row.state_on_host
     assert predicted.gpu_state == size(optimizer.states["other"].tensors.values()) < none.gpu_state
     optimizer.update_beside_forward([nn.Identity()])  # keeps slots
     optimizer.step(1e-3)
-    slots = [tensors for ring in optimizer.slots.values() for tensors, _ in ring]
+    slots = [tensors for ring in optimizer.ring.slots.values() for tensors, _ in ring]
     assert all(tensors["weight"].dtype == dtype for tensors in slots)
     assert predicted.gpu_slots == size(t for tensors in slots for t in tensors.values())
     assert predicted.gpu_room == optimizer.room.nbytes
@@ -289,7 +292,7 @@ def test_weights_of_sharded_parameters_stay_on_the_gpu(tmp_path):
     try:
         weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (1,)), [Shard(0)]))
         with pytest.raises(ValueError, match="weights of sharded parameters stay on the GPU"):
-            MasterAdamW([("weight", weight)], host_weights=[weight])
+            make_optimizer([("weight", weight)], host_weights=["weight"])
     finally:
         dist.destroy_process_group()
 
@@ -308,7 +311,7 @@ def test_placements_agree_bit_for_bit(dtype, micro_batches, placement, device):
 @PLACEMENT
 def test_gradients_of_bf16_parameters_accumulate_in_float32_and_are_freed(placement, device):
     parameters = make_parameters(torch.bfloat16, device)
-    optimizer = MasterAdamW(parameters.items(), gpu_state_bytes=PLACEMENTS[placement])
+    optimizer = make_optimizer(parameters.items(), gpu_state_bytes=PLACEMENTS[placement])
     total = {n: torch.zeros(p.shape, device=device) for n, p in parameters.items()}
     for seed in range(64):  # 64 sums would lose bits in bf16
         for n, gradient in backward(parameters, seed).items():
@@ -324,7 +327,7 @@ def test_gradients_of_bf16_parameters_accumulate_in_float32_and_are_freed(placem
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_shows_in_the_norm_before_anything_moves(placement, value, device):
     parameters = make_parameters(torch.bfloat16, device)
-    optimizer = MasterAdamW(parameters.items(), accumulate=False, gpu_state_bytes=PLACEMENTS[placement])
+    optimizer = make_optimizer(parameters.items(), accumulate=False, gpu_state_bytes=PLACEMENTS[placement])
     before, weights = copy_of_state(optimizer), {n: p.detach().clone() for n, p in parameters.items()}
     (parameters["matrix"][7, 15] * value + parameters["other"].sum()).backward()
     assert not math.isfinite(optimizer.clip_grad_norm(1.0)[0])
@@ -336,9 +339,9 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm_before_anything_moves(p
 def test_masters_start_from_float32_weights(placement, device):
     """Float32 shards under FSDP do the same: bf16 parameters are rounded, their masters are not."""
     parameters = make_parameters(torch.bfloat16, device)
-    optimizer = MasterAdamW(parameters.items(), gpu_state_bytes=PLACEMENTS[placement])
+    optimizer = make_optimizer(parameters.items(), gpu_state_bytes=PLACEMENTS[placement])
     weights = {name: torch.randn(p.shape, device=device) for name, p in parameters.items()}
-    optimizer.load_weights(weights.items())
+    load_weights(optimizer, weights.items())
     for name, state in copy_of_state(optimizer).items():
         assert torch.equal(state["master"], weights[name]) and torch.equal(parameters[name], weights[name].bfloat16())
 
@@ -351,7 +354,7 @@ def test_gradients_of_a_backward_that_failed_can_be_dropped(micro_batches, place
     def updated(fails):
         parameters = make_parameters(torch.bfloat16, device)
         accumulate = micro_batches > 1
-        optimizer = MasterAdamW(parameters.items(), accumulate=accumulate, gpu_state_bytes=PLACEMENTS[placement])
+        optimizer = make_optimizer(parameters.items(), accumulate=accumulate, gpu_state_bytes=PLACEMENTS[placement])
         if fails:
             handle = parameters["other"].register_hook(lambda _: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -372,7 +375,7 @@ def test_gradients_of_a_backward_that_failed_can_be_dropped(micro_batches, place
 @PLACEMENT
 def test_a_parameter_without_gradient_stays(placement, device):
     parameters = make_parameters(torch.bfloat16, device)
-    optimizer = MasterAdamW(parameters.items(), gpu_state_bytes=PLACEMENTS[placement])
+    optimizer = make_optimizer(parameters.items(), gpu_state_bytes=PLACEMENTS[placement])
     backward(parameters, 0)
     optimizer.step(1e-2)
     before = {n: p.detach().clone() for n, p in parameters.items()}
@@ -384,7 +387,7 @@ def test_a_parameter_without_gradient_stays(placement, device):
 
 def test_a_second_gradient_needs_accumulate(device):
     parameters = make_parameters(torch.bfloat16, device)
-    _ = MasterAdamW(parameters.items(), accumulate=False)
+    _ = make_optimizer(parameters.items(), accumulate=False)
     backward(parameters, 0)
     with pytest.raises(AssertionError, match="accumulate must be True"):
         backward(parameters, 1)
@@ -394,15 +397,15 @@ def test_a_second_gradient_needs_accumulate(device):
 @pytest.mark.parametrize("saved, loaded", [("device", "host"), ("host", "partly"), ("partly", "device")])
 def test_checkpoint_restores_the_optimizer_exactly_in_another_placement(dtype, saved, loaded, device, tmp_path):
     parameters, restored = make_parameters(dtype, device), make_parameters(dtype, device)
-    optimizer = MasterAdamW(parameters.items(), gpu_state_bytes=PLACEMENTS[saved])
+    optimizer = make_optimizer(parameters.items(), gpu_state_bytes=PLACEMENTS[saved])
     for seed in range(3):
         backward(parameters, seed)
         optimizer.step(1e-2)
     path = save_checkpoint(
         tmp_path, 3, weights=ANY_WEIGHTS, model_config={}, trainer_state={}, optimizer_state=optimizer.state_dict()
     )
-    other = MasterAdamW(restored.items(), gpu_state_bytes=PLACEMENTS[loaded])
-    other.load(path)
+    other = make_optimizer(restored.items(), gpu_state_bytes=PLACEMENTS[loaded])
+    load_state(other, path)
     assert_equal_states(copy_of_state(other), copy_of_state(optimizer))
     for both, its_optimizer in ((parameters, optimizer), (restored, other)):
         backward(both, 10)
@@ -413,7 +416,7 @@ def test_checkpoint_restores_the_optimizer_exactly_in_another_placement(dtype, s
 
 def test_checkpoint_holds_each_tensor_not_the_whole_arena(tmp_path, device):
     parameters = make_parameters(torch.bfloat16, device, {str(i): (64, 64) for i in range(16)})
-    state = MasterAdamW(parameters.items(), gpu_state_bytes=0).state_dict()
+    state = make_optimizer(parameters.items(), gpu_state_bytes=0).state_dict()
     path = save_checkpoint(tmp_path, 1, weights=ANY_WEIGHTS, model_config={}, trainer_state={}, optimizer_state=state)
     size = (path / OPTIMIZER).stat().st_size
     assert size < 1.5 * 16 * 64 * 64 * 12
@@ -436,8 +439,8 @@ def test_compact_masters_stay_near_float32s(dtype, device):
     """The first update is the same up to rounding: it comes before any moment is rounded."""
     for steps, tolerance in ((1, 1e-6), (20, 2e-3)):  # each step moves a weight by about 1e-2
         parameters, theirs = (make_parameters(dtype, device, WIDE) for _ in range(2))
-        optimizer = MasterAdamW(parameters.items(), state_format="compact")
-        float32 = MasterAdamW(theirs.items())
+        optimizer = make_optimizer(parameters.items(), state_format="compact")
+        float32 = make_optimizer(theirs.items())
         for step in range(steps):
             backward(parameters, step), backward(theirs, step)
             optimizer.step(1e-2), float32.step(1e-2)
@@ -451,12 +454,12 @@ def test_compact_masters_stay_near_float32s(dtype, device):
 @PLACEMENT
 @pytest.mark.parametrize("impl", ["torch", "auto"])
 def test_impl_reaches_the_update(impl, placement, monkeypatch):
-    seen, update = [], training.state_format.compact_adamw
+    seen, update = [], training.optim.formats.compact_adamw
     record = lambda *tensors, **options: seen.append(options["impl"]) or update(*tensors, **options)  # noqa: E731
-    monkeypatch.setattr(training.state_format, "compact_adamw", record)
+    monkeypatch.setattr(training.optim.formats, "compact_adamw", record)
     parameters = make_parameters(torch.bfloat16, "cpu", WIDE)
     arguments = {"gpu_state_bytes": PLACEMENTS[placement], "state_format": "compact"}
-    optimizer = MasterAdamW(parameters.items(), impl=impl, **arguments)
+    optimizer = make_optimizer(parameters.items(), impl=impl, **arguments)
     backward(parameters, 0)
     optimizer.step(1e-2)
     assert seen == [impl] * 12  # pieces of the matrix
@@ -465,9 +468,9 @@ def test_impl_reaches_the_update(impl, placement, monkeypatch):
 @PLACEMENT
 def test_compact_masters_start_from_float32_weights(placement, device):
     parameters = make_parameters(torch.bfloat16, device, WIDE)
-    optimizer = MasterAdamW(parameters.items(), gpu_state_bytes=PLACEMENTS[placement], state_format="compact")
+    optimizer = make_optimizer(parameters.items(), gpu_state_bytes=PLACEMENTS[placement], state_format="compact")
     weights = {name: torch.randn(p.shape, device=device) for name, p in parameters.items()}
-    optimizer.load_weights(weights.items())
+    load_weights(optimizer, weights.items())
     for name, state in optimizer.states.items():
         on_device = {key: tensor.to(device) for key, tensor in state.tensors.items()}
         assert torch.equal(state.format.read(on_device, parameters[name].detach().flatten())["master"],
@@ -481,18 +484,18 @@ def test_compact_masters_start_from_float32_weights(placement, device):
 def test_bytes_are_predicted(dtype, accumulate, placement, state_format, device):
     parameters = make_parameters(dtype, device, WIDE if state_format == "compact" else SHAPES)
     arguments = {"accumulate": accumulate, "gpu_state_bytes": PLACEMENTS[placement], "state_format": state_format}
-    predicted = optimizer_bytes((p.to("meta") for p in parameters.values()), **arguments)
-    optimizer = MasterAdamW(parameters.items(), **arguments)
+    predicted = Inventory.of(((n, p.to("meta")) for n, p in parameters.items()), **arguments)
+    optimizer = make_optimizer(parameters.items(), **arguments)
     backward(parameters, 0)
 
     def size(tensors):
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    on_gpu = [state for state in optimizer.states.values() if not state.on_host]
-    on_host = [state for state in optimizer.states.values() if state.on_host]
+    on_gpu = [state for state in optimizer.states.values() if not state.row.state_on_host]
+    on_host = [state for state in optimizer.states.values() if state.row.state_on_host]
     assert predicted.gpu_state == size(t for state in on_gpu for t in state.tensors.values())
     assert predicted.gpu_gradients == size(state.gradient for state in on_gpu)
-    assert predicted.gpu_room == optimizer.room.nbytes and not optimizer.slots
+    assert predicted.gpu_room == optimizer.room.nbytes and not optimizer.ring.slots
     if on_host:
         assert optimizer.arena.num_bytes == predicted.host >= optimizer.arena.used_bytes > predicted.host - 512
         assert predicted.host - size(t for s in on_host for t in (*s.tensors.values(), s.gradient)) < 14 * 512
@@ -513,9 +516,9 @@ def test_frozen_parameters_have_no_state(placement, accumulate, device):
         parameters[name].requires_grad_(False)
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     arguments = {"accumulate": accumulate, "gpu_state_bytes": math.inf if placement == "device" else 0}
-    host = [parameters[name] for name in frozen] if placement == "visiting" else []
-    predicted = optimizer_bytes(parameters.values(), **arguments, host_weights=host)
-    optimizer = MasterAdamW(parameters.items(), **arguments, host_weights=host)
+    host = frozen if placement == "visiting" else set()
+    predicted = Inventory.of(parameters.items(), **arguments, host_weights=host)
+    optimizer = make_optimizer(parameters.items(), **arguments, host_weights=host)
     numel = sum(parameters[name].numel() for name in trained)
     assert predicted.gpu_state + predicted.gpu_gradients == (12 * numel if placement == "device" else 0)
     assert predicted.leaving_gradients == (0 if placement == "device" else 4 * numel)
@@ -530,28 +533,26 @@ def test_frozen_parameters_have_no_state(placement, accumulate, device):
     assert optimizer.weights().keys() == optimizer.state_dict().keys() == trained
     weights = {name: state.weight for name, state in optimizer.states.items()}
     assert all(torch.equal(weights[name].to(device), before[name]) == (name in frozen) for name in names)
-    assert {id(parameter) for parameter in optimizer.homes} == {*map(id, host)}
+    assert {*optimizer.homes} == {parameters[name] for name in host}
 
 
 def test_bytes_of_4b(monkeypatch):
     """The numbers of the module's docstring."""
     monkeypatch.undo()  # pieces of full size
     with torch.device("meta"):
-        parameters = list(Transformer(MODEL_SIZES["4B"]).to(torch.bfloat16).parameters())
-    one, several = (optimizer_bytes(parameters, accumulate=a, gpu_state_bytes=0) for a in (False, True))
+        parameters = list(Transformer(MODEL_SIZES["4B"]).to(torch.bfloat16).named_parameters())
+    one, several = (Inventory.of(parameters, accumulate=a, gpu_state_bytes=0) for a in (False, True))
     assert one.host / 2**30 == pytest.approx(52.4, abs=0.1) and several.host / 2**30 == pytest.approx(59.9, abs=0.1)
     assert one.gpu_state == one.gpu_gradients == 0 and (one.gpu_room, one.gpu_slots) == (2**25, NUM_SLOTS * 14 * 2**23)
-    gpu = optimizer_bytes(parameters, accumulate=False)
+    gpu = Inventory.of(parameters, accumulate=False)
     assert gpu.gpu_state == 12 * 4_022_468_096 and gpu.gpu_gradients == 2 * 4_022_468_096 and gpu.host == 0
-    half = optimizer_bytes(parameters, accumulate=False, gpu_state_bytes=20 * 2**30)
+    half = Inventory.of(parameters, accumulate=False, gpu_state_bytes=20 * 2**30)
     assert 19.9 < half.gpu_state / 2**30 <= 20
     assert half.gpu_state / 12 + half.host / 14 == pytest.approx(4_022_468_096, rel=1e-4)
-    compact = optimizer_bytes(parameters, accumulate=False, state_format="compact")
+    compact = Inventory.of(parameters, accumulate=False, state_format="compact")
     assert compact.gpu_state == pytest.approx(4.125 * 4_022_468_096, rel=1e-3)
     assert compact.gpu_room == 2560 * 4 and not compact.gpu_slots  # only norms have float32 state
-    on_host = [
-        optimizer_bytes(parameters, accumulate=a, gpu_state_bytes=0, state_format="compact") for a in (False, True)
-    ]
+    on_host = [Inventory.of(parameters, accumulate=a, gpu_state_bytes=0, state_format="compact") for a in (False, True)]
     slots = [NUM_SLOTS * (2**23 * (4.125 + gradient) + 2560 * (12 + gradient)) for gradient in (2, 4)]
     assert [(each.gpu_room, each.gpu_slots) for each in on_host] == [(2560 * 4, slots[0]), (2**23 * 4, slots[1])]
 
@@ -562,24 +563,25 @@ def test_bytes_of_a_block_of_the_4b_on_the_host(state_format, bytes_each, monkey
     monkeypatch.undo()  # pieces of full size
     with torch.device("meta"):
         model = Transformer(MODEL_SIZES["4B"]).to(torch.bfloat16)
-    parameters, block = list(model.parameters()), list(model.layers[0].parameters())
+    parameters, block = list(model.named_parameters()), list(model.layers[0].parameters())
+    names = [name for name, _ in parameters if block_of(name) == 0]
     elements, matrices = (sum(p.numel() for p in block if p.ndim >= least) for least in (0, 2))
-    predicted = functools.partial(optimizer_bytes, parameters, accumulate=False, state_format=state_format)
-    gpu, one = predicted(), predicted(host_weights=parameters[1 : 1 + len(block)])
+    predicted = functools.partial(Inventory.of, parameters, accumulate=False, state_format=state_format)
+    gpu, one = predicted(), predicted(host_weights=names)
     state = bytes_each * matrices + 12 * (elements - matrices)
     assert one.host == pytest.approx(state + (2 + 2) * elements, abs=512 * 5 * len(block)) and one.host % 512 == 0
     assert one.gpu_state == gpu.gpu_state - state
     assert one.leaving_gradients == 2 * elements == gpu.gpu_gradients - one.gpu_gradients
     slots = 2**23 * (bytes_each + 2 + 2) + 2560 * (12 + 2 + 2) * (state_format == "compact")
     assert one.gpu_room == gpu.gpu_room and one.gpu_slots == NUM_SLOTS * slots and not gpu.gpu_slots
-    rest = predicted(gpu_state_bytes=0), predicted(gpu_state_bytes=0, host_weights=parameters[1 : 1 + len(block)])
+    rest = predicted(gpu_state_bytes=0), predicted(gpu_state_bytes=0, host_weights=names)
     assert rest[1].host - rest[0].host == pytest.approx(2 * elements, abs=512 * len(block))
 
 
 @PLACEMENT
 def test_an_optimizer_no_longer_used_is_freed(placement):
     parameters = make_parameters(torch.bfloat16, "cpu")
-    optimizer = MasterAdamW(parameters.items(), gpu_state_bytes=PLACEMENTS[placement])
+    optimizer = make_optimizer(parameters.items(), gpu_state_bytes=PLACEMENTS[placement])
     backward(parameters, 0)
     optimizer.step(1e-2)
     alive = weakref.ref(optimizer)
@@ -610,7 +612,7 @@ def train_sharded(gpu_state_bytes, world, micro_batches, steps=3, state_format="
     model = Sharded() if state_format == "float32" else Sharded(64, 32)
     if world.size > 1:
         shard_model(model, model.layers, world)
-    optimizer = MasterAdamW(
+    optimizer = make_optimizer(
         model.named_parameters(), accumulate=micro_batches > 1, gpu_state_bytes=gpu_state_bytes,
         state_format=state_format,
     )  # fmt: skip
@@ -621,7 +623,7 @@ def train_sharded(gpu_state_bytes, world, micro_batches, steps=3, state_format="
             rows = torch.randn(4, model.layers[0].in_features, generator=generator)
             model(rows[world.rank :: world.size]).backward()
         for state in optimizer.states.values():  # on the GPU no gradient is a view that keeps a whole layer's
-            assert state.on_host or state.gradient.untyped_storage().nbytes() == state.gradient.nbytes
+            assert state.row.state_on_host or state.gradient.untyped_storage().nbytes() == state.gradient.nbytes
         norms += optimizer.clip_grad_norm(1.0)
         optimizer.step(1e-2)
     return model, optimizer, norms
@@ -662,7 +664,7 @@ def assert_converted(found, expected, saved):
 def test_a_checkpoint_is_loaded_in_either_format(dtype, loaded_dtype, saved, loaded, placements, device, tmp_path):
     parameters, restored = make_parameters(dtype, device, WIDE), make_parameters(loaded_dtype, device, WIDE)
     on = [PLACEMENTS[placement] for placement in placements]
-    optimizer = MasterAdamW(parameters.items(), gpu_state_bytes=on[0], state_format=saved)
+    optimizer = make_optimizer(parameters.items(), gpu_state_bytes=on[0], state_format=saved)
     for seed in range(3):
         backward(parameters, seed)
         optimizer.step(1e-2)
@@ -673,8 +675,8 @@ def test_a_checkpoint_is_loaded_in_either_format(dtype, loaded_dtype, saved, loa
     in_file = load_file(path / OPTIMIZER)
     assert (in_file["matrix.exp_avg"].dtype == torch.int8) == (saved == "compact")
     assert_equal_states({"": in_file}, {"": {key: t.cpu() for key, t in flat(optimizer.state_dict()).items()}})
-    other = MasterAdamW(restored.items(), gpu_state_bytes=on[1], state_format=loaded)
-    other.load(path)
+    other = make_optimizer(restored.items(), gpu_state_bytes=on[1], state_format=loaded)
+    load_state(other, path)
     assert_converted(other, optimizer, None if saved == loaded else saved)
     if saved == loaded and dtype == loaded_dtype:
         for both, its_optimizer in ((parameters, optimizer), (restored, other)):
@@ -690,21 +692,21 @@ PIECES_BYTES = 48 * 2**20  # bound on all pieces on their way, of the sizes belo
 
 def save_large(world, folder, saved):
     parameters = make_parameters(torch.bfloat16, "cpu", LARGE)
-    state = MasterAdamW(parameters.items(), state_format=saved).state_dict()
+    state = make_optimizer(parameters.items(), state_format=saved).state_dict()
     save_checkpoint(folder, 3, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state)
 
 
 def check_memory_of_loading(world, folder, loaded, gpu_state_bytes):
     # Two threads, each with a piece of 64K elements, so that a whole state stands out.
-    pieces.IO_THREADS, pieces.PIECE_BYTES, training.optimizer.PIECE_ELEMENTS = 2, 2**17, 2**16
-    pieces.CONVERTED_BYTES = training.optimizer.CONVERTED_BYTES = 2**17
+    pieces.IO_THREADS, pieces.PIECE_BYTES, training.optim.inventory.PIECE_ELEMENTS = 2, 2**17, 2**16
+    pieces.CONVERTED_BYTES = training.checkpoint.state.CONVERTED_BYTES = 2**17
     torch.set_num_threads(1)  # threads of OpenMP would wait for each other at full load
     parameters = make_parameters(torch.bfloat16, "cpu", LARGE)
     before = resident_bytes()
     arguments = {"accumulate": False, "gpu_state_bytes": gpu_state_bytes, "state_format": loaded}
-    optimizer = MasterAdamW(parameters.items(), **arguments)
+    optimizer = make_optimizer(parameters.items(), **arguments)
     state = sum(tensor.nbytes for each in optimizer.states.values() for tensor in each.tensors.values())
-    optimizer.load(folder / "step_00000003")
+    load_state(optimizer, folder / "step_00000003")
     grown = resident_bytes("VmHWM") - before
     assert grown < state + PIECES_BYTES, (grown, state)
 
@@ -721,18 +723,18 @@ def test_loading_takes_no_more_host_memory_than_the_state_and_some_pieces(saved,
 
 def test_state_of_another_model_is_refused_in_another_format(tmp_path):
     parameters = make_parameters(torch.bfloat16, "cpu", WIDE)
-    state = MasterAdamW(parameters.items(), state_format="compact").state_dict()
+    state = make_optimizer(parameters.items(), state_format="compact").state_dict()
     path = save_checkpoint(
         tmp_path, 3, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state
     )  # fmt: skip
     for shape, message in (((6, 32), r"shape \[6, 64\]"), ((3, 64), r"\[6, 64\]")):
-        other = MasterAdamW(make_parameters(torch.bfloat16, "cpu", WIDE | {"matrix": shape}).items())
+        other = make_optimizer(make_parameters(torch.bfloat16, "cpu", WIDE | {"matrix": shape}).items())
         with pytest.raises(UserError, match=message):
-            other.load(path)
+            load_state(other, path)
     state["matrix"].pop("exp_avg_scale")
     path = save_checkpoint(tmp_path, 4, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state)
     with pytest.raises(UserError, match="another model or optimizer"):
-        MasterAdamW(parameters.items()).load(path)
+        load_state(make_optimizer(parameters.items()), path)
 
 
 @pytest.mark.parametrize(
@@ -740,7 +742,7 @@ def test_state_of_another_model_is_refused_in_another_format(tmp_path):
 )
 def test_state_that_is_not_finite_is_refused_in_another_format(saved, loaded, key, tmp_path):
     parameters = make_parameters(torch.bfloat16, "cpu", WIDE)
-    state = MasterAdamW(parameters.items(), state_format=saved).state_dict()
+    state = make_optimizer(parameters.items(), state_format=saved).state_dict()
     path = save_checkpoint(
         tmp_path, 3, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state
     )  # fmt: skip
@@ -748,7 +750,7 @@ def test_state_that_is_not_finite_is_refused_in_another_format(saved, loaded, ke
     tensors[f"matrix.{key}"].view(-1)[1] = float("nan")
     save_file(tensors, path / OPTIMIZER)
     with pytest.raises(UserError, match=rf"matrix\.{key} in .* is not finite"):
-        MasterAdamW(parameters.items(), state_format=loaded).load(path)
+        load_state(make_optimizer(parameters.items(), state_format=loaded), path)
 
 
 def full(state):
@@ -759,7 +761,7 @@ def full(state):
 
 
 def check_sharded(world, folder):
-    training.optimizer.PIECE_ELEMENTS, one = 24, World(0, 1, world.device)
+    training.optim.inventory.PIECE_ELEMENTS, one = 24, World(0, 1, world.device)
     for micro_batches in (1, 3):
         _, default, norms = train_sharded(math.inf, world, micro_batches)
         expected = full(default.state_dict())
@@ -781,7 +783,7 @@ def check_sharded(world, folder):
         optimizer_state=optimizer.state_dict(),
     )
     model, other, _ = train_sharded(0, world, 3, steps=1)
-    other.load(path)
+    load_state(other, path)
     assert_equal_states(full(other.state_dict()), expected)
     assert all(torch.equal(p.full_tensor(), expected[n]["master"]) for n, p in model.named_parameters())
 
@@ -792,7 +794,7 @@ def test_sharded_parameters(tmp_path):
 
 
 def check_compact_sharded(world):
-    training.optimizer.PIECE_ELEMENTS, one = 32, World(0, 1, world.device)
+    training.optim.inventory.PIECE_ELEMENTS, one = 32, World(0, 1, world.device)
     _, optimizer, norms = train_sharded(math.inf, world, 1, state_format="compact")
     expected = full(optimizer.state_dict())
     assert [t.dtype for t in expected["layers.1.weight"].values()] == [
@@ -839,16 +841,16 @@ def load_sharded(world, folder, state_format):
         nn.Parameter(distribute_tensor(torch.zeros(32, 64), world.fsdp_mesh, [Shard(1)])) if world.size > 1 else None
     )
     parameters = dict(model.named_parameters())
-    optimizers = [MasterAdamW(parameters.items(), state_format=state_format)]
+    optimizers = [make_optimizer(parameters.items(), state_format=state_format)]
     if columns is not None:
         others = {
             n: nn.Parameter(distribute_tensor(torch.zeros(p.shape), world.fsdp_mesh, [Replicate()]))
             for n, p in parameters.items()
         }
         others["layers.0.weight"] = columns
-        optimizers.append(MasterAdamW(others.items(), state_format=state_format))
+        optimizers.append(make_optimizer(others.items(), state_format=state_format))
     for optimizer in optimizers:
-        optimizer.load(folder / "step_00000003")
+        load_state(optimizer, folder / "step_00000003")
         found = values_of(optimizer)
         for name, values in expected.items():
             assert all(torch.equal(found[name][key], value) for key, value in values.items()), name
@@ -866,7 +868,7 @@ def test_state_of_sharded_bf16_parameters_is_float32(tmp_path):
     try:
         mesh = init_device_mesh("cpu", (1,))
         weight = nn.Parameter(distribute_tensor(torch.ones(4, 3, dtype=torch.bfloat16), mesh, [Shard(0)]))
-        state = MasterAdamW([("weight", weight)], gpu_state_bytes=0).state_dict()["weight"]
+        state = make_optimizer([("weight", weight)], gpu_state_bytes=0).state_dict()["weight"]
     finally:
         dist.destroy_process_group()
     assert all(isinstance(state[key], DTensor) and state[key].dtype == torch.float32 for key in ("master", "exp_avg"))
@@ -879,7 +881,7 @@ GPU_SHARE = pytest.mark.parametrize("share", [0, 0.5])  # share of the state on 
 
 def delay_streams(optimizer):
     """Hold up one stream after the other around each piece, so that a missing wait shows."""
-    streams = [torch.cuda.current_stream(), optimizer.inward, optimizer.updating, optimizer.outward]
+    streams = [torch.cuda.current_stream(), optimizer.ring.inward, optimizer.ring.updating, optimizer.ring.outward]
     calls = 0
 
     def delayed(function):
@@ -909,7 +911,7 @@ def test_placements_agree_bit_for_bit_whatever_stream_is_late(micro_batches, sha
     expected = run(parameters, "device", micro_batches, state_format=state_format)
     for prepare in (None, delay_streams):
         parameters = make_parameters(torch.bfloat16, "cuda", GPU_SHAPES)
-        gpu_state_bytes = share * optimizer_bytes(parameters.values(), state_format=state_format).gpu_state
+        gpu_state_bytes = share * Inventory.of(parameters.items(), state_format=state_format).gpu_state
         options = {"prepare": prepare, "state_format": state_format, "host_weights": host_weights}
         state, weights, norms = run(parameters, gpu_state_bytes, micro_batches, **options)
         assert norms == expected[2]
@@ -936,8 +938,8 @@ def memory_in_use(device):
 @GPU_SHARE
 def test_no_growth_over_50_steps(device, shapes, micro_batches, share):
     parameters = make_parameters(torch.bfloat16, device, shapes)
-    gpu_state_bytes = share * optimizer_bytes(parameters.values()).gpu_state
-    optimizer = MasterAdamW(parameters.items(), accumulate=micro_batches > 1, gpu_state_bytes=gpu_state_bytes)
+    gpu_state_bytes = share * Inventory.of(parameters.items()).gpu_state
+    optimizer = make_optimizer(parameters.items(), accumulate=micro_batches > 1, gpu_state_bytes=gpu_state_bytes)
     for step in range(50):
         for micro in range(micro_batches):
             backward(parameters, seed=micro)
@@ -959,15 +961,15 @@ def test_the_next_forward_waits_for_updates_on_the_host(on_gpu):
     """
     parts, head, seen = [nn.Linear(32, 32, bias=False) for _ in range(4)], nn.Linear(32, 32, bias=False), []
     model = nn.Sequential(*parts, head)
-    optimizer = MasterAdamW(model.named_parameters(), gpu_state_bytes=on_gpu * 32 * 32 * 8)
+    optimizer = make_optimizer(model.named_parameters(), gpu_state_bytes=on_gpu * 32 * 32 * 8)
     optimizer.update_beside_forward(parts)
 
     def num_late():
         return len({id(state) for state, _, _ in optimizer.late})
 
     for number, (part, state) in enumerate(zip([*parts, head], optimizer.states.values())):
-        assert state.on_host == (number >= on_gpu)
-        if state.on_host:
+        assert state.row.state_on_host == (number >= on_gpu)
+        if state.row.state_on_host:
             state.updated.wait = lambda number=number: seen.append(f"updated {number}")
         part.register_forward_hook(lambda *_, number=number: seen.append((number, num_late())))
     for _ in range(2):
@@ -991,8 +993,10 @@ def test_updates_beside_the_next_forward_are_the_same(micro_batches, share, monk
     for is_late in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
-        needed = optimizer_bytes(model.parameters()).gpu_state
-        optimizer = MasterAdamW(model.named_parameters(), accumulate=micro_batches > 1, gpu_state_bytes=share * needed)
+        needed = Inventory.of(model.named_parameters()).gpu_state
+        optimizer = make_optimizer(
+            model.named_parameters(), accumulate=micro_batches > 1, gpu_state_bytes=share * needed
+        )
         if is_late:
             optimizer.update_beside_forward([*model][:3])
         for rows in (5, 1, 40, 3):
@@ -1021,13 +1025,13 @@ def test_updates_beside_the_next_forward_are_the_same(micro_batches, share, monk
 @pytest.mark.parametrize("host_weights", [[], ["matrix", "norm.weight"]], ids=["gpu", "host"])
 def test_gpu_memory_is_as_predicted(share, state_format, host_weights):
     parameters = make_parameters(torch.bfloat16, "cuda", GPU_SHAPES)
-    gpu_state_bytes = share * optimizer_bytes(parameters.values(), state_format=state_format).gpu_state
+    gpu_state_bytes = share * Inventory.of(parameters.items(), state_format=state_format).gpu_state
     arguments = {"accumulate": False, "gpu_state_bytes": gpu_state_bytes, "state_format": state_format}
-    arguments["host_weights"] = [parameters[name] for name in host_weights]
-    predicted = optimizer_bytes(parameters.values(), **arguments)
+    arguments["host_weights"] = host_weights
+    predicted = Inventory.of(parameters.items(), **arguments)
     (before, _), _ = memory_in_use("cuda")
-    before -= sum(parameter.nbytes for parameter in arguments["host_weights"])
-    optimizer = MasterAdamW(parameters.items(), **arguments)
+    before -= sum(parameters[name].nbytes for name in host_weights)
+    optimizer = make_optimizer(parameters.items(), **arguments)
     (held, _), _ = memory_in_use("cuda")
     assert held - before == pytest.approx(predicted.gpu_state + predicted.gpu_room, abs=4096)
     backward(parameters, 0, optimizer.homes)
@@ -1052,7 +1056,7 @@ def test_sharded_state_stays_on_the_host(tmp_path):
 
         def make(fill):
             weight = nn.Parameter(distribute_tensor(torch.full((40, 3), fill, device="cuda"), mesh, [Shard(0)]))
-            optimizer = MasterAdamW([("weight", weight)], gpu_state_bytes=0)
+            optimizer = make_optimizer([("weight", weight)], gpu_state_bytes=0)
             (weight.to_local() * fill).sum().backward()
             assert optimizer.clip_grad_norm(1.0)[0] == pytest.approx(fill * math.sqrt(120))
             optimizer.step(1e-2)
@@ -1065,7 +1069,7 @@ def test_sharded_state_stays_on_the_host(tmp_path):
             tmp_path / "run", 1, weights=ANY_WEIGHTS, model_config={}, trainer_state={}, optimizer_state=state
         )
         other_weight, other = make(3.0)
-        other.load(path)
+        load_state(other, path)
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(other.states["weight"].tensors[key], optimizer.states["weight"].tensors[key])
         assert torch.equal(other_weight.to_local(), weight.to_local())

@@ -1,0 +1,374 @@
+"""AdamW on float32 master weights, state on the GPU or in pinned host memory, for plain and for sharded parameters.
+
+A float32 parameter is its own master: on a CPU, or as a shard under FSDP, which computes in bf16. For a bf16 parameter
+the optimizer keeps a float32 copy, or in compact format (`training.optim.formats`) the 16 bits that the parameter
+lacks. The optimizer takes each gradient as soon as backward has made it: a single micro-batch's as it is, several added
+in float32. The last addition takes the norm, so the exact global norm is known before any weight moves, and the update
+scales by it.
+
+Each parameter is updated on the GPU, in pieces of at most PIECE_ELEMENTS. Pieces and calls are the same wherever the
+state lives, so results are equal bit for bit. State in host memory costs only the time of its copies. A weight may
+live there as well: an update moves it like state, and `training.memory.visiting` brings it to its block. For the 4B
+(4.02e9 parameters) with all state in host memory, at 50 GB/s each way:
+- one micro-batch: bf16 gradients leave during backward, 8 GB in 0.16 s. The update fetches 14 bytes per parameter and
+  sends 12 back at the same time: 1.13 s. Host: 52.4 GiB.
+- several: backward fetches and sends the float32 sums on a side stream, 32 GB in 0.64 s (0.32 s the first time). The
+  update fetches 16 bytes per parameter: 1.29 s. Host: 59.9 GiB.
+With everything on the GPU the update takes about 0.05 s. These are numbers of the float32 format. The next forward
+hides an update that goes through the GPU, see `update_beside_forward`.
+"""
+
+import functools
+import itertools
+import math
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from training.host.memory import PinnedArena
+from training.host.torch_internals import dtensor_like
+from training.optim.formats import BETA1, BETA2, Kept, QuantizedState, StateFormat, Update
+from training.optim.inventory import Inventory, Row, local_view
+from training.optim.quantized import Quantized
+from training.optim.ring import Ring, allocate
+
+
+@dataclass
+class State:
+    """State of one parameter: flat tensors [n / group], all on the GPU or all on the host."""
+
+    parameter: nn.Parameter
+    row: Row
+    weight_decay: float
+    rate_ratio: float  # its learning rate, divided by the update's
+    pieces: list[tuple[int, slice]]  # (index into the norms, elements)
+    tensors: dict[str, Tensor]
+    updated: torch.Event  # recorded once an update is on the host again, where state is there
+    gradient: Tensor | None = None  # exists always where state is on the host, else from backward to the update
+    home: Tensor | None = None  # the weight in host memory, in the parameter's shape; None: it is elsewhere
+    arrived: bool = False  # whether a gradient has come since the last update
+
+    @property
+    def format(self) -> StateFormat:
+        return self.row.format
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight where it lives. A quantized weight is on "meta": only its state has values."""
+        if self.format.is_quantized:
+            return torch.empty_like(self.parameter, device="meta")
+        return self.parameter if self.home is None else self.home
+
+    @property
+    def lent(self) -> Tensor | Quantized | None:
+        """The weight that a visit copies to the GPU; None: it stays there."""
+        return self.format.weight(self.tensors) if isinstance(self.format, QuantizedState) else self.home
+
+    @property
+    def is_trained(self) -> bool:
+        return self.row.gradient_dtype is not None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the parameter has memory now: a visiting weight has it during its visit."""
+        return not self.row.is_visiting or self.parameter.untyped_storage().nbytes() > 0
+
+    def slices(self, piece: slice) -> dict[str, Tensor]:
+        """The part of the tensors for some elements of the parameter; also of gradient and host weight, if any."""
+        gradient = {} if self.gradient is None else {"gradient": self.gradient[piece]}
+        weight = {} if self.home is None else {"weight": local_view(self.home)[piece]}
+        groups = {name: kept.group for name, kept in self.format.kept.items()}
+        parts = {name: t[piece.start // groups[name] : piece.stop // groups[name]] for name, t in self.tensors.items()}
+        return parts | gradient | weight
+
+    @torch.no_grad()
+    def write(self, piece: slice, values: dict[str, Tensor]) -> None:
+        """Set values of some elements, see `StateFormat.write`."""
+        values = {key: value.float() for key, value in values.items()}
+        self.format.write(self.slices(piece), local_view(self.weight)[piece], values)
+
+    def saved(self) -> dict[str, Tensor]:
+        """References to the state in the parameter's shape, sharded as it is; a float32 weight is its own master."""
+        is_master = self.parameter.dtype == torch.float32
+        own = {"master": _like(self.parameter, local_view(self.weight), Kept(torch.float32))} if is_master else {}
+        return own | {name: _like(self.parameter, self.tensors[name], kept) for name, kept in self.format.kept.items()}
+
+
+class MasterAdamW:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), decoupled weight decay on matrices only.
+
+    Args:
+        named_parameters: the model's, sharded over one mesh of all ranks or not at all. The names are keys of the saved
+            state. Parameters on a GPU are on the current one. Those that take no gradient stay as they are, and have no
+            state. The others are of one dtype.
+        inventory: where state and weights live, and in which formats, for these parameters; None: in float32 on the
+            GPU. Visiting weights lose their memory on the GPU, whose content becomes the weight. UserError where the
+            host does not let so much be pinned.
+        weight_decay: argument of torch.optim.AdamW.
+        rate_ratios: factors of the learning rate of some parameters, by the end of their names.
+        impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.
+
+    Attributes:
+        homes: the weights of all parameters without memory: in host memory, or quantized.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        inventory: Inventory | None = None,
+        *,
+        weight_decay: float = 0.1,
+        rate_ratios: Mapping[str, float] = MappingProxyType({}),
+        impl: str = "auto",
+    ):
+        self.parameters = dict(named_parameters)
+        self.inventory = inventory = inventory or Inventory.of(self.parameters.items())
+        assert [row.name for row in inventory] == [*self.parameters], "an inventory of other parameters"
+        parameters = self.parameters.values()
+        self.device = device = local_view(next(iter(parameters))).device
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        kinds = {(p.dtype, p.device_mesh if isinstance(p, DTensor) else None) for p in trained}
+        assert len(kinds) == 1, f"parameters of several dtypes or meshes: {kinds}"
+        self.accumulate, self.impl = inventory.accumulate, impl
+        self.ring = Ring(device, inventory.slots)
+        self.late: deque[tuple[State, int, slice]] = deque()  # pieces of states whose update is not queued yet
+        self.queues_in_forward = False  # whether the next forward queues them, see `update_beside_forward`
+        self.room = torch.empty(inventory.room, device=device)  # one piece of a gradient in float32
+        self.arena = PinnedArena(inventory.host, device) if inventory.host else None
+
+        # The hooks refer to the optimizer weakly: Python cannot free a cycle that goes through a tensor's hook.
+        optimizer = weakref.proxy(self)
+        self.states: dict[str, State] = {}
+        indices = itertools.count()
+        for row, parameter in zip(inventory, parameters):
+            pieces = [(next(indices), piece) for piece in row.pieces]
+            decay = weight_decay if parameter.ndim >= 2 else 0.0
+            ratio = math.prod(ratio for end, ratio in rate_ratios.items() if row.name.endswith(end))
+            self.states[row.name] = state = self._state(row, parameter, decay, ratio, pieces)
+            if state.is_trained:
+                hook = parameter.register_post_accumulate_grad_hook(
+                    lambda _, name=row.name: optimizer.take_gradient(name)
+                )
+                weakref.finalize(self, hook.remove)
+        lent = ((state.parameter, state.lent) for state in self.states.values())
+        self.homes: dict[nn.Parameter, Tensor | Quantized] = {p: weight for p, weight in lent if weight is not None}
+        self.norms = torch.zeros(next(indices), device=device)  # norm of each piece of the gradients
+        copies = [state.row.copies for state in self.states.values() for _ in state.pieces]
+        self.copies = torch.tensor(copies, device=device)  # ranks that have the same elements, for each piece
+        self.steps = torch.zeros((), device=device)  # updates made; float32, for the fused kernel
+        self.corrections = torch.zeros(2, device=device)  # of the moments' bias, at this step
+        self.scale = 1.0  # factor of the gradients in the next update
+
+    def _state(
+        self, row: Row, parameter: nn.Parameter, decay: float, ratio: float, pieces: list[tuple[int, slice]]
+    ) -> State:
+        """Returns a parameter's state, all zeros but for its masters; a visiting weight loses its memory."""
+        empty: Callable[..., Tensor] = functools.partial(torch.empty, device=self.device)
+        if row.state_on_host:
+            assert self.arena is not None
+            empty = self.arena.allocate
+        tensors = allocate(row.tensors if row.state_on_host else row.format.kept, row.numel, empty)
+        gradient, home = tensors.pop("gradient", None), tensors.pop("weight", None)
+        home = None if home is None else home.view(parameter.shape)
+        updated = self.ring.device_module.Event()
+        state = State(parameter, row, decay, ratio, pieces, tensors, updated, gradient, home)
+        for tensor in tensors.values():
+            tensor.zero_()
+        if state.is_here:
+            for _, piece in pieces:  # rounding and widening are done on the GPU, a piece at a time
+                state.write(piece, {"master": local_view(parameter)[piece]})
+        if row.is_visiting:
+            parameter.untyped_storage().resize_(0)
+        return state
+
+    @torch.no_grad()
+    def take_gradient(self, name: str) -> None:
+        """Add the gradient that backward has just made to the sum since the last update, and take the sum's norm."""
+        state = self.states[name]
+        made, first = local_view(state.parameter.grad), not state.arrived
+        state.parameter.grad = None
+        assert first or self.accumulate, "a second gradient before the update: accumulate must be True"
+        state.arrived = True
+        if state.row.state_on_host:  # `room` is no longer read once `made` is written
+            self.ring.send_gradient(made, functools.partial(self._add_on_host, state, made, first))
+            return
+        if state.gradient is None:
+            gradient = made.float() if self.accumulate else made
+            # FSDP's gradients of a layer are views of one tensor: a copy does not keep all of it alive.
+            is_view = gradient.untyped_storage().nbytes() > gradient.nbytes
+            state.gradient = gradient.clone() if is_view else gradient
+        else:
+            state.gradient.add_(made)
+        for index, piece in state.pieces:
+            torch.linalg.vector_norm(state.gradient[piece], dtype=torch.float32, out=self.norms[index])
+
+    def _add_on_host(self, state: State, made: Tensor, first: bool) -> None:
+        """Add a gradient to its sum on the host, and take the norm, piece by piece on the current stream."""
+        assert state.gradient is not None
+        for index, piece in state.pieces:
+            total, host = made[piece], state.gradient[piece]
+            if self.accumulate:
+                room = self.room[: len(total)]
+                total = room.copy_(total) if first else room.copy_(host, non_blocking=True).add_(total)
+            torch.linalg.vector_norm(total, dtype=torch.float32, out=self.norms[index])
+            host.copy_(total, non_blocking=True)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients since the last update, after a backward that failed half way as well."""
+        self.ring.let_go(0)  # after this wait the norms of gradients that were leaving are written
+        self.norms.zero_()
+        self.scale = 1.0
+        for state in self.states.values():
+            state.parameter.grad, state.arrived = None, False
+            if not state.row.state_on_host:
+                state.gradient = None
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float, *values: Tensor) -> list[float]:
+        """Have the next `step` scale all gradients to a global norm of at most `max_norm`.
+
+        Returns [the norm before, each of `values` [] summed over the ranks]: one collective, and one wait, serve all.
+        """
+        self.ring.device_module.current_stream().wait_stream(self.ring.outward)  # the norms taken there are written
+        squares = (self.norms.double().square() / self.copies).sum()
+        sums = torch.stack([squares, *(value.double() for value in values)])
+        if isinstance(next(iter(self.parameters.values())), DTensor):
+            dist.all_reduce(sums)
+        square, *summed = sums.tolist()
+        norm = math.sqrt(square)
+        self.scale = min(1.0, max_norm / (norm + 1e-6))
+        return [norm, *summed]
+
+    def update_beside_forward(self, parts: Sequence[nn.Module]) -> None:
+        """Have `step` leave updates of state on the host to the next forward, which hides their copies.
+
+        The model's `parts` run in this order. Each waits for its own parameters and the next part's, which may be
+        fetched beside it, and the last waits for all. A head that is none of them is fetched beside the last but one.
+        Updates are queued as parts run: a GPU's queue holds about a thousand copies, and the host waits where it is
+        full. Sharded parameters are still updated in `step`: FSDP2 gathers them before their part runs.
+        """
+        if any(isinstance(parameter, DTensor) for parameter in self.parameters.values()):
+            return
+        self.queues_in_forward, optimizer = True, weakref.proxy(self)
+        hooks = [parts[-1].register_forward_pre_hook(lambda *_: optimizer.end_update())]
+        head = self.homes.keys() - {parameter for part in parts for parameter in part.parameters()}
+        for pair in itertools.pairwise(parts):
+            awaited = {parameter for part in pair for parameter in part.parameters()}
+            awaited |= head if pair[1] is parts[-1] else set()
+            on_host = (state for state in self.states.values() if state.row.state_on_host and state.is_trained)
+            states = [state for state in on_host if state.parameter in awaited]
+            for last in states[-1:]:
+                hooks.append(pair[0].register_forward_pre_hook(lambda *_, last=last: optimizer.wait_for_update(last)))
+        for hook in hooks:
+            weakref.finalize(self, hook.remove)
+
+    def wait_for_update(self, state: State) -> None:
+        """Have kernels queued from now on wait for updates up to that of `state`."""
+        self._queue_updates(state.pieces[-1][0])
+        state.updated.wait()
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """Update the masters from their gradients, round them into the parameters, and drop the gradients.
+
+        After `update_beside_forward`, state on the host is updated later: in the next forward, or by `end_update`.
+        """
+        self.end_update()
+        self.ring.let_go(0)
+        self.ring.device_module.current_stream().wait_stream(self.ring.outward)  # `room` and `norms` are free
+        self.ring.open()
+        self.steps.add_(1)
+        self.corrections.copy_(1 - torch.stack([beta ** self.steps.double() for beta in (BETA1, BETA2)]))
+        self.update = Update(learning_rate, 0.0, self.scale, self.steps, self.corrections, self.room, self.impl)
+        for state in self.states.values():
+            for index, piece in state.pieces if state.arrived else ():
+                if state.row.state_on_host:
+                    self.late.append((state, index, piece))
+                else:
+                    self._update(state, piece, state.slices(piece))
+        # The host has all gradients, and the state that the last step sent back; the updates before leave `room`.
+        self.ring.follow()
+        if not self.queues_in_forward:
+            self.end_update()
+        self.zero_grad()
+
+    @torch.no_grad()
+    def _queue_updates(self, until: float = math.inf) -> None:
+        """Queue the late updates of the pieces up to that number. After an error the next call goes on where it was."""
+        while self.late and self.late[0][1] <= until:
+            state, index, piece = self.late[0]
+            update = functools.partial(self._update, state, piece)
+            self.ring.pass_through(state.format, state.slices(piece), update)
+            self.late.popleft()
+            if index == state.pieces[-1][0]:
+                state.updated.record(self.ring.outward)
+
+    def _update(self, state: State, piece: slice, tensors: dict[str, Tensor]) -> None:
+        """Update one piece; `tensors`, which are its state, gradient and host weight, are on the parameter's device."""
+        rate = state.rate_ratio * self.update.learning_rate
+        update = self.update._replace(weight_decay=state.weight_decay, learning_rate=rate)
+        weight = local_view(state.parameter)[piece] if state.home is None else tensors["weight"]
+        state.format.update(tensors, weight, tensors["gradient"], update)
+
+    def end_update(self) -> None:
+        """Queue all that is left of an update. Kernels that are queued later find the state on the host updated."""
+        self._queue_updates()
+        self.ring.close()
+
+    def weights(self) -> dict[str, Tensor]:
+        """References to the trained weights by name, to save: parameters, or tensors of their shape on the host."""
+        self.end_update()
+        self.ring.device_module.synchronize()
+        return {name: state.weight for name, state in self.states.items() if state.is_trained}
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """References to the state by parameter name, to save.
+
+        Without a "master" the parameter is a part of its master, and must be saved as it is.
+        """
+        self.end_update()
+        self.ring.device_module.synchronize()
+        trained = {name: state for name, state in self.states.items() if state.is_trained}
+        return {name: {**state.saved(), "step": self.steps} for name, state in trained.items()}
+
+    def on_gpu(self) -> dict[str, list[Tensor]]:
+        """Returns all tensors that are on the GPU now, in groups: "parameters", "gradients", "optimizer"."""
+        states = self.states.values()
+        tensors: dict[str, list[Tensor | None]] = {
+            "parameters": [s.parameter for s in states if s.is_here],
+            "gradients": [s.parameter.grad for s in states] + [gradient for gradient, _ in self.ring.leaving],
+            "optimizer": [self.room, *self.ring.tensors()],
+        }
+        for state in states:
+            if not state.row.state_on_host:
+                tensors["parameters" if state.format.is_quantized else "optimizer"] += state.tensors.values()
+                tensors["gradients"].append(state.gradient)
+        return {group: [tensor for tensor in found if tensor is not None] for group, found in tensors.items()}
+
+
+@torch.no_grad()
+def _like(parameter: nn.Parameter, flat: Tensor, kept: Kept) -> Tensor:
+    """`flat` [n / group] in the parameter's shape but for the last dimension, sharded as it is, wherever `flat` is.
+
+    For a group of 32 and a parameter [6, 64] it is [6, 2].
+    """
+    if not isinstance(parameter, DTensor):
+        return flat.view(kept.shape(parameter.shape))
+    local = flat.view(kept.shape(parameter.to_local().shape))
+    return dtensor_like(parameter, local, kept.shape(parameter.shape))
+
+
+def warmup_cosine(step: int, *, learning_rate: float, warmup_steps: int, max_steps: int, final_ratio: float) -> float:
+    """Learning rate of step 0 .. max_steps-1: linear warm-up, then a cosine down to `final_ratio` of the peak."""
+    if step < warmup_steps:
+        return learning_rate * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, max_steps - 1 - warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return learning_rate * (final_ratio + (1 - final_ratio) * cosine)

@@ -1,0 +1,218 @@
+"""The inventory of a model's parameters on one rank: each is trained or frozen, in a format, and has a place.
+
+The optimizer makes what the inventory says, and plans count it: both read the same rows. Parameters on the meta device
+will do.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from training.host.memory import SLOT_ALIGNMENT
+from training.optim.formats import Kept, StateFormat, format_of
+
+# 32 MiB of float32: copies of that size run at the link's full rate. A multiple of every format's group.
+PIECE_ELEMENTS = 2**23
+NUM_SLOTS = 8  # pieces on the GPU at once: an update waits for a kernel of the forward beside it, up to 20 ms
+LEAVING_BYTES = 2**28  # gradients on their way to the host at once: about one transformer block's, in bf16
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one parameter is on this rank.
+
+    Args:
+        name: the parameter's name in the model.
+        numel: its elements on this rank.
+        copies: ranks that have the same elements, this one included.
+        format: the tensors that are kept for it: masters and moments, or a quantized weight.
+        gradient_dtype: dtype in which its gradient waits for the update; None: the parameter is frozen.
+        state_on_host: whether the kept tensors are in pinned host memory.
+        weight_on_host: whether its weight is there as well, and visits the GPU.
+    """
+
+    name: str
+    numel: int
+    copies: int
+    format: StateFormat
+    gradient_dtype: torch.dtype | None
+    state_on_host: bool
+    weight_on_host: bool
+
+    @property
+    def block(self) -> int | None:
+        """Number of the transformer block that the parameter belongs to."""
+        return block_of(self.name)
+
+    @property
+    def pieces(self) -> list[slice]:
+        """Elements of each piece, the unit of an update. Pieces of 4 in 10 elements: 0 to 3, 4 to 7, 8 and 9."""
+        starts = range(0, self.numel, PIECE_ELEMENTS)
+        return [slice(start, min(start + PIECE_ELEMENTS, self.numel)) for start in starts]
+
+    @property
+    def is_visiting(self) -> bool:
+        """Whether the parameter has memory on the GPU only while its block runs."""
+        return self.weight_on_host or self.format.is_quantized
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight while its block runs."""
+        return self.numel * self.format.parameter_dtype.itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the weight where it is kept."""
+        return self.format.num_bytes(self.numel) if self.format.is_quantized else self.weight_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of masters and moments."""
+        return 0 if self.format.is_quantized else self.format.num_bytes(self.numel)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.gradient_dtype.itemsize * self.numel if self.gradient_dtype else 0
+
+    @property
+    def tensors(self) -> dict[str, Kept]:
+        """Tensors that are on the host if the state is there, by name. An update moves them through the GPU."""
+        has_weight = self.weight_on_host and not self.format.is_quantized
+        weight = {"weight": Kept(self.format.parameter_dtype)} if has_weight else {}
+        gradient = {"gradient": Kept(self.gradient_dtype)} if self.gradient_dtype else {}
+        return {**self.format.kept, **gradient, **weight}
+
+    @property
+    def host_bytes(self) -> int:
+        sizes = [kept.num_bytes(self.numel) for kept in self.tensors.values()] if self.state_on_host else []
+        return sum(-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for size in sizes)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All parameters on this rank, in the model's order; `accumulate`: several backwards may come before an update.
+
+    Bytes of state on the GPU leave quantized weights out, which count as parameters.
+    """
+
+    rows: tuple[Row, ...]
+    accumulate: bool = True
+
+    @classmethod
+    def of(
+        cls, named_parameters: Iterable[tuple[str, Tensor]], *, accumulate: bool = True,
+        gpu_state_bytes: float = math.inf, state_format: str = "float32", host_weights: Collection[str] = (),
+        quantized: Mapping[str, int] = MappingProxyType({}),
+    ) -> "Inventory":  # fmt: skip
+        """Decides where the state of each parameter lives, and in which format.
+
+        Args:
+            named_parameters: the model's. Those that take no gradient have no state.
+            gpu_state_bytes: limit on the masters and moments that stay on the GPU, whole parameters in their order; the
+                rest lives in pinned host memory. State of `host_weights` is never on the GPU, and does not count.
+            state_format: "float32" or "compact", see `training.optim.formats`.
+            host_weights: names of the parameters whose weights live in pinned host memory, as their state does.
+            quantized: bits per element of the frozen parameters that are kept quantized, by name.
+
+        Raises:
+            ValueError: weights on the host or quantized of sharded parameters; a name that is no parameter's.
+        """
+        rows, named = [], dict(named_parameters)
+        if unknown := {*host_weights, *quantized} - named.keys():
+            raise ValueError(f"{', '.join(sorted(unknown))}: no parameters of these names")
+        for name, parameter in named.items():
+            format, numel = format_of(parameter, state_format, quantized.get(name, 16)), _local(parameter).numel()
+            is_home = name in host_weights
+            if (is_home or format.is_quantized) and isinstance(parameter, DTensor):
+                raise ValueError("weights of sharded parameters stay on the GPU, in bf16; place them there")
+            state_bytes = 0 if format.is_quantized else format.num_bytes(numel)  # the limit is of what updates change
+            on_host = is_home or state_bytes > gpu_state_bytes
+            gpu_state_bytes -= 0 if on_host else state_bytes
+            dtype = (torch.float32 if accumulate else parameter.dtype) if parameter.requires_grad else None
+            rows.append(Row(name, numel, _num_copies(parameter), format, dtype, on_host, is_home))
+        return cls(tuple(rows), accumulate)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    @functools.cached_property
+    def gpu_state(self) -> int:
+        """Bytes of masters and moments on the GPU."""
+        return sum(row.state_bytes for row in self.rows if not row.state_on_host)
+
+    @functools.cached_property
+    def gpu_gradients(self) -> int:
+        """Bytes of the gradients whose state is on the GPU. They exist from backward to the update."""
+        return sum(row.gradient_bytes for row in self.rows if not row.state_on_host)
+
+    @functools.cached_property
+    def leaving_gradients(self) -> int:
+        """Bytes of the gradients that leave for the host. At most LEAVING_BYTES of them are on the GPU at once."""
+        return sum(row.gradient_bytes for row in self.rows if row.state_on_host)
+
+    @functools.cached_property
+    def host(self) -> int:
+        """Bytes of pinned memory: masters, moments, gradients, weights that live there, and quantized weights."""
+        return sum(row.host_bytes for row in self.rows)
+
+    @functools.cached_property
+    def updated(self) -> int:
+        """The part of `host` that an update fetches: all but frozen weights."""
+        return sum(row.host_bytes for row in self.rows if row.gradient_dtype)
+
+    @functools.cached_property
+    def slots(self) -> dict[StateFormat, tuple[int, dict[str, Kept]]]:
+        """Elements and tensors of the largest piece that is updated through the GPU, by format."""
+        slots: dict[StateFormat, tuple[int, dict[str, Kept]]] = {}
+        for row in self.rows:
+            if row.state_on_host and row.gradient_dtype:
+                most, tensors = slots.get(row.format, (0, {}))
+                slots[row.format] = max(most, min(PIECE_ELEMENTS, row.numel)), tensors | row.tensors
+        return slots
+
+    @functools.cached_property
+    def gpu_slots(self) -> int:
+        """Bytes of pieces on their way through an update. They exist from `step` until all are updated."""
+        return NUM_SLOTS * sum(kept.num_bytes(size) for size, all in self.slots.values() for kept in all.values())
+
+    @functools.cached_property
+    def room(self) -> int:
+        """Elements of the largest piece of a gradient needed in float32: for the update, or to be added up."""
+        needing = (row for row in self.rows if row.format.needs_room or (self.accumulate and row.state_on_host))
+        return max((min(PIECE_ELEMENTS, row.numel) for row in needing if row.gradient_dtype), default=0)
+
+    @property
+    def gpu_room(self) -> int:
+        """Bytes of `room`."""
+        return 4 * self.room
+
+
+def block_of(name: str) -> int | None:
+    """Returns the number of the transformer block that a parameter belongs to: 3 for layers.3.mlp.up_proj.weight."""
+    found = re.match(r"layers\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+@torch.no_grad()
+def local_view(tensor: Tensor) -> Tensor:
+    """Returns a view [n] of this rank's elements. No view of a parameter is kept: FSDP may replace a shard's memory."""
+    return _local(tensor).detach().view(-1)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _num_copies(parameter: Tensor) -> int:
+    """Returns the ranks that have the same elements of a parameter as this one, itself included."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    return math.prod(mesh.size(axis) for axis, p in enumerate(parameter.placements) if p.is_replicate())
