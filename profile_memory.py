@@ -43,11 +43,11 @@ from model import MODEL_SIZES, ModelConfig
 from training.attention_flags import check_head_dim, kinds_of
 from training.checkpoint.weights import shape_of_weights
 from training.choices import LORA_BITS
+from training.data.chat import open_tokenizer
 from training.data.corpus import open_stores, pack
 from training.data.loader import PackedLoader
 from training.data.prepared import is_prepared
 from training.data.sources import Reading
-from training.data.tokenizer import load_tokenizer
 from training.data.tokens import Selection, Store, join, split
 from training.host.errors import UserError
 from training.host.files import check_can_write
@@ -213,7 +213,9 @@ def make_step(flags: ProfileFlags, machine: Machine) -> tuple[Step, Epoch | None
     if not flags.data:
         return step, None
     reading = Reading(None, flags.suffixes, flags.columns, flags.bad_rows)
-    train, stores = open_data((*flags.data,), choose_tokenizer(flags, None), machine.model.vocab_size, reading)
+    train, stores = open_data(
+        (*flags.data,), choose_tokenizer(flags, None), flags.chat_template, machine.model.vocab_size, reading
+    )
     packing = pack(train, stores, step.context_length, TrainConfig.seed, overlong=flags.overlong)
     num_ranks = num_gpus // (flags.context_parallel_size * flags.tensor_parallel_size)
     loader = PackedLoader(train, packing, flags.batch_size, world_size=num_ranks)
@@ -227,13 +229,13 @@ def make_step(flags: ProfileFlags, machine: Machine) -> tuple[Step, Epoch | None
 
 @functools.cache  # changes of a step that does not fit ask for them again
 def open_data(
-    paths: tuple[str, ...], tokenizer: str, vocab_size: int, reading: Reading
+    paths: tuple[str, ...], tokenizer: str, chat_template: str | None, vocab_size: int, reading: Reading
 ) -> tuple[Selection, list[Store]]:
     """Returns the documents that train.py would train on, and the stores of all, as training.data.corpus.pack takes."""
     if texts := [path for path in paths if Path(path).exists() and not is_prepared(Path(path))]:
         what = f"tokenizing {', '.join(texts)} with {tokenizer}"
         print(f"{what}; prepared sets have their counts", file=sys.stderr, flush=True)
-    stores = open_stores([*paths], load_tokenizer(tokenizer), vocab_size, reading)
+    stores = open_stores([*paths], open_tokenizer(tokenizer, chat_template), vocab_size, reading)
     return split(join(stores), TrainConfig.validation_fraction, TrainConfig.seed)[0], stores
 
 

@@ -31,13 +31,14 @@ from training.attention_flags import kinds_at, spell_by_layer
 from training.checkpoint.files import check_is_for_a_run, check_is_shared, clear_leftovers, delete_old
 from training.checkpoint.ranks import failing_together
 from training.checkpoint.saver import Saver
-from training.checkpoint.weights import NO_COMPANIONS, read_companions
+from training.checkpoint.weights import NO_COMPANIONS, Companions, read_companions
 from training.data.chat import stop_ids
 from training.data.corpus import load_corpus
 from training.data.loader import PackedLoader, check_can_validate, validation_batches
 from training.data.show import show_batch
 from training.data.sources import Reading
 from training.data.tokens import Store
+from training.host.errors import UserError
 from training.host.files import only_run_in
 from training.host.processes import command, outliving_its_output, say_last
 from training.memory.cost_model import PackedDocuments, forward_flops
@@ -136,7 +137,8 @@ def set_up(start: resume.Start, world: World, stack: contextlib.ExitStack) -> Ru
     companions = NO_COMPANIONS
     if tokenizer.name != "bytes":
         stops = stop_ids(tokenizer, loader.store.are_samples)
-        companions = read_companions(Path(tokenizer.name)).stopping_at(stops)
+        companions = read_companions(Path(tokenizer.name)).joined(Companions(tokenizer.changed_files()))
+        companions = companions.stopping_at(stops)
     companions = companions.joined(start.companions())
     documents = PackedDocuments.average(
         *loader.packing.document_lengths(), loader.packing.longest_document,
@@ -182,6 +184,8 @@ def open_data(start: resume.Start, world: World) -> tuple[typing.Any, PackedLoad
         weights=config.data_weights,
         reading=Reading(config.chat_reasoning, config.suffixes, config.columns, config.bad_rows),
     )  # fmt: skip
+    if config.chat_template and not store.are_samples:
+        raise UserError("chat_template has no effect without chats; drop it")
     loader = PackedLoader(store, packing, config.batch_size, world.data_rank, world.data_size, read_ahead=True)
     loader.check_enough_for_step(config.gradient_accumulation_steps)
     if config.validation_sequences:

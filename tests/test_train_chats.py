@@ -3,11 +3,14 @@
 import contextlib
 import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, processors
+from transformers import AutoTokenizer, GenerationConfig
 
 import train
 from model import Transformer
@@ -16,7 +19,8 @@ from tests.training.data.test_chat import CHATML, OLMO3
 from tests.training.data.test_packing import load_documents
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint.weights import Companions, read_companions
-from training.data.chat import stop_ids
+from training.data.chat import ChatTemplate, open_tokenizer, stop_ids
+from training.data.prepare import prepare
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
 from training.run import sample
@@ -134,3 +138,101 @@ def test_a_sample_goes_on_from_a_document(tmp_path, monkeypatch, caplog, row, pr
     assert asked == [tokenizer.encode(prompt).tolist()]
     assert caplog.messages[-1].endswith(f"{prompt}<<<the prompt ends here>>>he")
     assert ("the last 1,024 tokens of" in caplog.messages[-1]) == (len(prompt) == 1024)
+
+
+PLAIN = (
+    "{% for m in messages %}{{ '### ' + m.role + ': ' + m.content }}{{ eos_token if m.role == 'assistant' else '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '### assistant: ' }}{% endif %}"
+)
+TURNS = PLAIN.replace("### ", "<|turn|>").replace("eos_token", "'<|over|>'")
+
+
+def base_of(folder):
+    """A released base model: no chat template, and ids of its vocabulary that no token has."""
+    write_tokenizer(folder / "tokenizer.json")
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": 257}')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("given", "added", "stops"),
+    [
+        ("chatml", ["<|im_start|>", "<|im_end|>"], [257, 259]),
+        (TURNS, ["<|turn|>", "<|over|>"], [257, 259]),
+        (PLAIN, [], 257),
+    ],
+)
+def test_a_chat_template_is_given_to_a_base_model(tmp_path, chats, given, added, stops):
+    """Tokens and mask are as if the folder had template and tokens, and what is saved has them for transformers."""
+    folder, saved = base_of(tmp_path), tmp_path / "saved"
+    template = tmp_path / "template.jinja"
+    template.write_text(given)
+    tokenizer = open_tokenizer(str(folder), "chatml" if given == "chatml" else str(template))
+    assert tokenizer.added_for_chats == added and tokenizer.vocab_size == 258 + len(added)
+    saved.mkdir()
+    companions = read_companions(folder / "tokenizer.json").joined(Companions(tokenizer.changed_files()))
+    for name, content in companions.stopping_at(stop_ids(tokenizer, True)).files.items():
+        (saved / name).write_bytes(content)
+    assert GenerationConfig.from_pretrained(saved).eos_token_id == stops
+    ours, theirs = load_tokenizer(str(saved)), AutoTokenizer.from_pretrained(saved)
+    assert ours.identity == tokenizer.identity and {*added} <= {*theirs.get_vocab()}
+    record = json.loads(Path(chats).read_text().splitlines()[0])
+    ids, masked = ChatTemplate(tokenizer).encode(record)
+    assert ids.tolist() == theirs.apply_chat_template(record["messages"], return_dict=False)
+    end = added[1] if added else "<|endoftext|>"
+    assert tokenizer.decode(ids[~masked], with_special=True).replace(" ", "") == f"x{end}x{end}"
+    assert [each.tolist() for each in ChatTemplate(ours).encode(record)] == [ids.tolist(), masked.tolist()]
+
+
+def test_chatml_begins_as_the_tokenizer_begins_texts(tmp_path):
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.post_processor = processors.TemplateProcessing(single="he $A", special_tokens=[("he", 256)])
+    tokenizer.save(path)
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    ids, _ = ChatTemplate(open_tokenizer(path, "chatml")).encode({"messages": chat})
+    assert ids[:2].tolist() == [256, 258]
+
+
+def test_a_run_with_a_chat_template_is_saved_with_it_and_resumed(released, chats, tmp_path, monkeypatch):
+    """The rows of its tokens are trained. A prepared set has the same tokens."""
+    folder, run, template = base_of(released), tmp_path / "run", tmp_path / "template.jinja"
+    template.write_text(TURNS)
+    flags = "--init_from", str(folder), "--chat_template", str(template), "--validation_sequences", "0"
+    assert train.main(arguments(chats, run, *flags, steps=1)) == 0
+    before = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    after = load_file(run / "step_00000001" / "model.safetensors")["model.embed_tokens.weight"]
+    assert (before[258:260] != after[258:260]).any(dim=1).all()
+    template.unlink()  # the checkpoint has it
+    assert train.main([*arguments(chats, run, "--resume", steps=2)]) == 0
+    template.write_text(TURNS)
+    made = prepare(Path(chats), tmp_path / "set", str(folder), chat_template=str(template))
+    assert made["tokenizer"] == load_tokenizer(str(run / "step_00000002")).identity
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--chat_template", "{folder}/none"], "none: No such file or directory; give --chat_template a file of a"),
+        (
+            ["--chat_template", "{folder}/wide"],
+            "<|d4|> and 40 more, which {folder}/tokenizer.json lacks: the model's vocab",
+        ),
+        (["--chat_template", "{folder}/bad"], "bad cannot be read: "),
+        (["--chat_template", "{folder}/fails"], "fails fails: "),
+        (["--chat_template", "chatml", "--lora", "4"], "adapters would not train their embeddings"),
+        (["--chat_template", "chatml", "--tokenizer", "bytes"], "needs a tokenizer of words, not bytes"),
+        (["--chat_template", "chatml", "--data", "{folder}/a.txt"], "chat_template has no effect without chats"),
+    ],
+)
+def test_templates_that_cannot_be_trained_are_refused(released, chats, tmp_path, given, message, capsys):
+    folder = base_of(released)
+    (folder / "wide").write_text("".join(f"<|d{i}|>" for i in range(43)) + TURNS)
+    (folder / "bad").write_text("{% for %}")
+    (folder / "fails").write_text("{{ raise_exception('no') }}")
+    (folder / "a.txt").write_text("he " * 999)
+    words = [word.format(folder=folder) for word in given]
+    assert train.main([*arguments(chats, tmp_path / "run"), "--init_from", str(folder), *words]) == 1
+    error = capsys.readouterr().err
+    assert message.format(folder=folder) in error and error.startswith("error: ") and error.count("\n") == 1

@@ -250,11 +250,11 @@ ONE_STEP = "--context_length 9 --no-gradient_checkpointing --num_layers 1 --stag
 OF_ATTENTION = "attention_type selected_blocks dense_below"  # refused by kinds_of
 ELSEWHERE = {
     "train.py": f"""{OF_ATTENTION} selected_blocks_start selected_blocks_steps memory_budget context_parallel_size
-        tensor_parallel_size replicate collective_timeout data_weights chat_reasoning optimizer_state""",
+        tensor_parallel_size replicate collective_timeout data_weights chat_reasoning chat_template optimizer_state""",
     "profile_memory.py": f"{OF_ATTENTION} optimizer_state",
     "training.evaluation": OF_ATTENTION,
     "training.generate": OF_ATTENTION,
-    "training.data prepare": "chat_reasoning",
+    "training.data prepare": "chat_reasoning chat_template",
 }
 
 
@@ -287,8 +287,8 @@ IDLE = {  # a command line for each row, and the flags that have no effect there
         ),
         ("--gpu H100 --device cuda", "device"),
         (
-            "--tokenizer x --suffixes .rs --columns text=a --bad_rows drop --overlong drop",
-            "tokenizer suffixes columns bad_rows overlong",
+            "--tokenizer x --chat_template x --suffixes .rs --columns text=a --bad_rows drop --overlong drop",
+            "tokenizer chat_template suffixes columns bad_rows overlong",
         ),
         ("--measure", "measure"),
         ("--lora_targets q_proj --lora_bits 8", "lora_targets lora_bits"),

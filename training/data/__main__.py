@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from training.choices import BAD_ROWS
-from training.data.chat import REASONING
+from training.data.chat import REASONING, open_tokenizer
 from training.data.prepare import histogram, prepare
 from training.data.prepared import PreparedStore, verify
 from training.data.sources import SUFFIXES, Reading
-from training.data.tokenizer import load_tokenizer
 from training.flags import flag, read_command
 from training.host.processes import command
 
@@ -26,6 +25,7 @@ class PrepareFlags:
     out: Path = flag(help="the set's folder, to be given to train.py as --data", positional=True)
     tokenizer: str = flag(help="a tokenizer.json or its folder, or bytes")
     chat_reasoning: str = flag("template", "reasoning before a chat's last user message, as train.py has it", REASONING)
+    chat_template: str | None = flag(None, "a Jinja file, or chatml, as train.py has it; default: the folder's")
     suffixes: str | None = flag(None, f"of texts, as train.py has it; default: {SUFFIXES}")
     columns: str | None = flag(None, "names of fields, as train.py has them: prompt=question,completion=answer")
     bad_rows: str | None = flag(None, "rows that cannot be read; default: refuse", BAD_ROWS)
@@ -51,11 +51,11 @@ def main(argv: list[str]) -> int:
     try:
         workers = flags.workers or len(os.sched_getaffinity(0))
         reading = Reading(flags.chat_reasoning, flags.suffixes, flags.columns, flags.bad_rows)
-        prepare(flags.source, flags.out, flags.tokenizer, workers, reading)
+        prepare(flags.source, flags.out, flags.tokenizer, workers, reading, flags.chat_template)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 130
-    tokenizer = load_tokenizer(flags.tokenizer)
+    tokenizer = open_tokenizer(flags.tokenizer, flags.chat_template)
     print(histogram(PreparedStore(flags.out, tokenizer, tokenizer.vocab_size).lengths))
     return 0
 

@@ -15,14 +15,19 @@ from pathlib import Path
 import numpy as np
 
 from training.data.forms import FLAGS, NUMBERS, NothingToLearn, refuse_unknown_flags, says_trained
-from training.data.tokenizer import FileTokenizer
+from training.data.tokenizer import FileTokenizer, load_tokenizer
 from training.host.errors import UserError
-from training.host.files import read_file, read_json
+from training.host.files import JSON_BYTES, read_file, read_json
 
 logger = logging.getLogger(__name__)
 REASONING = ("template", "keep", "drop")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 THINKING = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = re.compile(r"<\|\w+\|>")  # strings of a template that are meant to be tokens
 # Characters that documents must not hold, but escapes in JSON can spell: NUL, and halves of surrogate pairs.
 UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 # Marks around the output of a template's {% generation %}. Unicode keeps these two for a program's own use.
@@ -64,9 +69,12 @@ class ChatTemplate:
         if not isinstance(tokenizer, FileTokenizer):
             raise UserError(f"chats need a chat template: give --tokenizer a folder with one, not {tokenizer.name}")
         self._tokenizer, self._reasoning = tokenizer, reasoning
-        self._file, source = _read_template(tokenizer.folder)
+        self._file, source = _read_template(tokenizer)
         if source is None:
-            raise UserError(f"chats need a chat template, and {tokenizer.folder} has none: add chat_template.jinja")
+            raise UserError(
+                f"chats need a chat template, and {tokenizer.folder} has none: add chat_template.jinja, or give "
+                "--chat_template"
+            )
         self._template = _compile(source, self._file)
         self._header = ""
         self._ends: tuple[str, ...] = ()  # strings that end a turn; the last turn may end by another one
@@ -342,7 +350,7 @@ def _shared_start(one: str, other: str) -> str:
 
 def has_template(tokenizer) -> bool:
     """Whether the folder of a tokenizer has a chat template."""
-    return isinstance(tokenizer, FileTokenizer) and _read_template(tokenizer.folder)[1] is not None
+    return isinstance(tokenizer, FileTokenizer) and _read_template(tokenizer)[1] is not None
 
 
 def stop_ids(tokenizer, are_samples: bool) -> frozenset[int]:
@@ -363,8 +371,41 @@ def stop_ids(tokenizer, are_samples: bool) -> frozenset[int]:
     return ids | ends
 
 
-def _read_template(folder: Path) -> tuple[Path, str | None]:
-    """Returns (file, template) of a tokenizer's folder."""
+def open_tokenizer(path: str | None, chat_template: str | None):
+    """Returns the tokenizer at a path, with a --chat_template in place of its folder's.
+
+    Strings such as <|im_start|> that the template writes become special tokens, where the tokenizer lacks them.
+    """
+    tokenizer = load_tokenizer(path)
+    if chat_template is None:
+        return tokenizer
+    if not isinstance(tokenizer, FileTokenizer):
+        raise UserError(f"chat_template {chat_template} needs a tokenizer of words, not {tokenizer.name}; give one")
+    file, beginning = Path(chat_template), tokenizer.beginning
+    if chat_template == "chatml":
+        source = f"{{{{ {json.dumps(beginning)} }}}}{CHATML}" if beginning else CHATML
+    else:
+        try:
+            source = read_file(file, "give --chat_template a file of a template, or chatml", JSON_BYTES).decode()
+        except UnicodeDecodeError:
+            raise UserError(f"chat template {file} is not UTF-8") from None
+    chat = [{"role": "user", "content": "QqQ"}, {"role": "assistant", "content": "AaA"}]
+    template, texts = _compile(source, file), [source]
+    for messages, asks in ((chat, False), (chat[:1], True)):
+        try:
+            given = {"messages": messages, "tools": None, "add_generation_prompt": asks}
+            texts.append(template.render(**given, **tokenizer.special_tokens))
+        except Exception as error:
+            raise _failure(file, "fails", error) from None
+    tokenizer.give_chats(file, source, [*dict.fromkeys(SPECIAL.findall("\n".join(texts)))])
+    return tokenizer
+
+
+def _read_template(tokenizer: FileTokenizer) -> tuple[Path, str | None]:
+    """Returns (file, template) of a tokenizer: what it was given, or its folder's."""
+    if tokenizer.chat_template is not None:
+        return tokenizer.chat_template
+    folder = tokenizer.folder
     file, settings_file = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     settings = read_json(settings_file) if settings_file.exists() else {}
     template: object = None

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from training.data.chat import open_tokenizer
 from training.data.containers import CONTAINERS, cut_rows, suffix_of
 from training.data.forms import parse_columns
 from training.data.prepared import DOCUMENT, FORMAT, INDEX, MASKED, TOKEN, PreparedStore, canonical, hash_of_index
@@ -40,7 +41,6 @@ from training.data.sources import (
     say_found,
     say_left_out,
 )
-from training.data.tokenizer import load_tokenizer
 from training.host.errors import UserError
 from training.host.files import only_run_in, read_file, read_json, write_file
 
@@ -66,13 +66,16 @@ class Extent(NamedTuple):
     line: int  # number of the first row; 0 for a text file
 
 
-def prepare(source: Path, out: Path, tokenizer: str, workers: int = 1, reading: Reading = DEFAULT) -> dict:
+def prepare(
+    source: Path, out: Path, tokenizer: str, workers: int = 1, reading: Reading = DEFAULT,
+    chat_template: str | None = None,
+) -> dict:  # fmt: skip
     """Makes a prepared set of `source`, a file or a folder, in the folder `out`; returns its index.
 
     Parts with rows that cannot be read are made without them. Where such rows are refused, no part is begun after one
     was found; the same command with `--bad_rows drop` makes the others.
     """
-    opened, files = load_tokenizer(tokenizer), find_files(source, reading)
+    opened, files = open_tokenizer(tokenizer, chat_template), find_files(source, reading)
     identity = f"{opened.identity}{opened.eos_id}{_hash_of_templates(opened)}"
     if out.is_dir() and any(file.suffix != ".json" and is_data(file, reading) for file in out.iterdir()):
         raise UserError(f"{out} has text in it, which its set would hide from --data; choose another folder")
@@ -86,7 +89,7 @@ def prepare(source: Path, out: Path, tokenizer: str, workers: int = 1, reading: 
             if set(store.parts) != {name for name in parts if name not in done or done[name]["documents"]}:
                 raise UserError(f"{out} has another set in it, of other files or settings; choose another folder")
             return json.loads((out / INDEX).read_bytes())
-        _make_parts(parts, done, out, (tokenizer, reading), workers)
+        _make_parts(parts, done, out, (tokenizer, reading, chat_template), workers)
         _settle_bad_rows(parts, done, reading)
         for file in out.iterdir():
             name = file.name.split(".")[0]
@@ -122,6 +125,8 @@ def _settle_bad_rows(parts: Iterable[str], done: dict[str, dict], reading: Readi
 def _hash_of_templates(tokenizer) -> str:
     """Returns a hash of the files beside a tokenizer that may hold a chat template."""
     found = hashlib.sha256()
+    if getattr(tokenizer, "chat_template", None):
+        found.update(tokenizer.chat_template[1].encode())
     for name in ("chat_template.jinja", "tokenizer_config.json") if hasattr(tokenizer, "folder") else ():
         with contextlib.suppress(UserError):
             found.update(read_file(tokenizer.folder / name, "give --tokenizer another folder"))
@@ -197,7 +202,11 @@ def _has_changed(extent: Extent | list) -> bool:
 
 
 def _make_parts(
-    parts: dict[str, list[Extent]], done: dict[str, dict], out: Path, settings: tuple[str, Reading], workers: int
+    parts: dict[str, list[Extent]],
+    done: dict[str, dict],
+    out: Path,
+    settings: tuple[str, Reading, str | None],
+    workers: int,
 ) -> None:
     """Makes the parts that are not done, in parallel and with a progress bar, and adds their summaries to `done`."""
     missing = [name for name in parts if name not in done]
@@ -230,7 +239,7 @@ def _make_parts(
 _reader: DocumentReader | None = None  # a worker's
 
 
-def _open_reader(path: str, reading: Reading) -> None:
+def _open_reader(path: str, reading: Reading, chat_template: str | None) -> None:
     """Begins a worker."""
     global _reader
     if (parent := multiprocessing.parent_process()) is not None:
@@ -242,7 +251,7 @@ def _open_reader(path: str, reading: Reading) -> None:
         fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
         if not parent.is_alive():
             os._exit(1)
-    tokenizer = load_tokenizer(path)
+    tokenizer = open_tokenizer(path, chat_template)
     _reader = DocumentReader(tokenizer, tokenizer.vocab_size, reading._replace(bad_rows="drop"))
 
 

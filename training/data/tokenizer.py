@@ -69,6 +69,8 @@ class FileTokenizer:
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
             ordinary = self._tokenizer.get_vocab(with_added_tokens=False)
             probe = self._tokenizer.encode("a", add_special_tokens=True)
+        self.chat_template: tuple[Path, str] | None = None  # its file and source; None: the folder's
+        self.added_for_chats: list[str] = []  # tokens that no file of the folder has
         content = self._tokenizer.to_str().encode() if is_changed else content
         self.identity = hashlib.sha256(content).hexdigest()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have holes: not their number
@@ -93,6 +95,22 @@ class FileTokenizer:
                 f"beside it, or add one of {', '.join(END_OF_TEXT_TOKENS)}"
             )
         return found
+
+    def give_chats(self, file: Path, template: str, tokens: list[str]) -> None:
+        """Take a chat template in place of the folder's, and add those of its special tokens that are missing."""
+        self.chat_template, self.added_for_chats = (file, template), [t for t in tokens if t not in self.added_tokens]
+        if self.added_for_chats:
+            self._tokenizer.add_special_tokens(self.added_for_chats)
+            del self.added_tokens
+            self.identity = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
+            self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def changed_files(self) -> dict[str, bytes]:
+        """Returns the files of the folder that are to be saved otherwise, by their names."""
+        if self.chat_template is None:
+            return {}
+        files = {"chat_template.jinja": self.chat_template[1].encode()}
+        return files | ({"tokenizer.json": self._tokenizer.to_str().encode()} if self.added_for_chats else {})
 
     def encode(self, text: str) -> np.ndarray:
         return np.concatenate([self._encode(part) for part in self._cut(text)])
@@ -128,6 +146,11 @@ class FileTokenizer:
             offsets.append(position + np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2))
             position += len(part)
         return np.concatenate(ids), np.concatenate(offsets)
+
+    @property
+    def beginning(self) -> str:
+        """What the file puts before every text."""
+        return self.decode(self._before, with_special=True)
 
     @functools.cached_property
     def added_tokens(self) -> frozenset[str]:

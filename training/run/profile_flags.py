@@ -35,6 +35,7 @@ class ProfileFlags(StepFlags):
     )
     data: list[str] = flag(list, "as in train.py: predict the hours of an epoch, for its documents", group="data")
     tokenizer: str | None = flag(None, "of data, a tokenizer.json or its folder, or bytes; default: init_from's")
+    chat_template: str | None = flag(None, "of chats in data, as train.py's")
     suffixes: str | None = flag(None, "of texts in data, as train.py's")
     columns: str | None = flag(None, "names of rows' fields in data, as train.py's")
     bad_rows: str | None = flag(None, "rows of data that cannot be read; default: refuse", BAD_ROWS)
@@ -58,7 +59,7 @@ class ProfileFlags(StepFlags):
         Idle("memory_budget host_budget host_memory", "with gradient_checkpointing; drop one",
              lambda f: f.gradient_checkpointing is not None),
         Idle("device", "with gpu, which predicts for another; drop one", lambda f: f.gpu and f.device == "cuda"),
-        Idle("tokenizer suffixes columns bad_rows overlong", "without data; drop it, or give data",
+        Idle("tokenizer chat_template suffixes columns bad_rows overlong", "without data; drop it, or give data",
              lambda f: not f.data),
         Idle("measure", "but with find_max_context or compare: a step is measured anyway",
              lambda f: not (f.find_max_context or f.compare)),

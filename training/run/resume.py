@@ -21,8 +21,9 @@ from training.checkpoint.manifest import (
     verify_weights,
 )
 from training.checkpoint.weights import NO_COMPANIONS, Companions, find_weights, folders_of, parameter_shapes
+from training.data.chat import open_tokenizer as open_with_template
 from training.data.loader import check_same_data
-from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from training.data.tokenizer import ByteTokenizer, FileTokenizer
 from training.families import WRAPPERS
 from training.flags import LARGE, as_words, given_flags
 from training.host.errors import UserError
@@ -45,6 +46,7 @@ from training.run.settings import (
 )
 
 logger = logging.getLogger(__name__)
+SHOWN_TOKENS = 5  # of a chat template, in messages
 # A resumed run takes these from its flags alone, all other settings from the run that it continues.
 NOT_INHERITED = (
     "resume", "init_from", "rope_scaling", "output_dir", "device", "show_batch", "collective_timeout", "log_file",
@@ -399,11 +401,35 @@ def choose_tokenizer(config: TrainConfig, checkpoint: Path | None) -> str:
 
 
 def open_tokenizer(start: Start) -> ByteTokenizer | FileTokenizer:
-    """Opens the tokenizer of the run; raises UserError if a resumed run was trained with another content."""
-    tokenizer = load_tokenizer(start.config.tokenizer)
+    """Opens the tokenizer of the run, with its chat template.
+
+    Raises:
+        UserError: a resumed run was trained with another content; tokens of the chat template would not be trained.
+    """
+    template = start.config.chat_template
+    if template not in (None, "chatml") and start.checkpoint and not Path(template).exists():
+        template = str(start.checkpoint / "chat_template.jinja")
+    tokenizer = open_with_template(start.config.tokenizer, template)
+    if template is not None and tokenizer.added_for_chats:
+        _check_are_trained(start, tokenizer)
     if start.checkpoint and start.tokenizer != tokenizer.identity:
         raise UserError(
             f"cannot resume: {start.checkpoint} was trained with tokenizer {str(start.tokenizer)[:12]}, "
             f"{tokenizer.name} is {tokenizer.identity[:12]} (first digits of the files' SHA-256); give that --tokenizer"
         )
     return tokenizer
+
+
+def _check_are_trained(start: Start, tokenizer: FileTokenizer) -> None:
+    """Refuse tokens that a chat template added, where no row of the embedding is trained for them."""
+    added, vocab_size = tokenizer.added_for_chats, start.model_config.vocab_size
+    names = ", ".join(added[:SHOWN_TOKENS]) + f" and {len(added) - SHOWN_TOKENS} more" * (len(added) > SHOWN_TOKENS)
+    needs = f"chat_template {start.config.chat_template} needs the tokens {names}, which {tokenizer.name} lacks"
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"{needs}: the model's vocab_size {vocab_size} has no room for {tokenizer.vocab_size} ids; give a template "
+            "of plain words or of the tokenizer's tokens"
+        )
+    if start.config.lora is not None:
+        raise UserError(f"{needs}: adapters would not train their embeddings; drop lora, or give another template")
+    logger.info("chat: new tokens %s: the embedding's rows of their ids are trained", names)

@@ -114,6 +114,9 @@ class TrainConfig(StepFlags):
     packing: str | None = flag(None, "default: best_fit for data with samples, else concatenate", PACKINGS)
     overlong: str | None = flag(None, "best_fit: documents longer than a sequence; default: refuse", OVERLONG)
     chat_reasoning: str | None = flag(None, "reasoning before a chat's last user message; default: template", REASONING)
+    chat_template: str | None = flag(
+        None, "a Jinja file, or chatml; its special tokens are added; default: the folder's"
+    )
     tokenizer: str | None = flag(None, "a tokenizer.json or its folder, or bytes; default: init_from's, else bytes")
     validation_fraction: float = flag(0.02, "share of the tokens held out", least=SMALLEST, most=1 - SMALLEST)
     show_batch: bool = flag(False, "print a batch, with what is trained on between [[ and ]], and exit")
