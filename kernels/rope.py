@@ -267,7 +267,9 @@ def _check_numbers(scaling) -> None:
         is_number = type(value) in (int, float) and abs(value) < LARGEST_NUMBER
         if not (isinstance(value, bool) if is_switch else is_number):
             raise ValueError(f"{field.name} of rope_type {scaling.rope_type} is {str(value)[:80]!r}")
-        least = 1 if field.name in ("factor", "original_max_position_embeddings") else 1 / LARGEST_NUMBER
+        least = {"factor": 1, "original_max_position_embeddings": 1, "llama_4_scaling_beta": 0}.get(
+            field.name, 1 / LARGEST_NUMBER
+        )
         if not is_switch and value < least:
             raise ValueError(f"{field.name} of rope_type {scaling.rope_type} must be at least {least:g}, got {value}")
 

@@ -167,7 +167,7 @@ def random_settings(model_type, random):
         settings["rope_scaling"] = {**YARN, "rope_theta": pick(1e4, 1e6), "llama_4_scaling_beta": pick(0.1, 0.7)}
     if model_type in ("olmo3", "gemma3_text"):
         types = [pick("sliding_attention", "full_attention") for _ in range(layers)]
-        settings |= {"sliding_window": 64, "layer_types": pick(None, types)}
+        settings |= {"sliding_window": pick(64, 50), "layer_types": pick(None, types)}
     if model_type == "gemma3_text":
         settings["hidden_activation"] = settings.pop("hidden_act")
         settings |= {"query_pre_attn_scalar": pick(K, 24), "rope_local_base_freq": pick(1e3, 1e4)}
@@ -177,7 +177,7 @@ def random_settings(model_type, random):
         settings |= {name: pick(0.2, 1.0, 3.0) for name in SCALARS}
     if model_type in ("qwen2", "qwen3") and pick(True, False):
         types = [pick("sliding_attention", "full_attention") for _ in range(layers)]
-        settings |= {"use_sliding_window": True, "sliding_window": 64, "layer_types": types}
+        settings |= {"use_sliding_window": True, "sliding_window": pick(64, 50), "layer_types": types}
     return settings
 
 
@@ -220,6 +220,55 @@ def test_random_configurations_equal_transformers(model_type, tmp_path):
         prompt = {"input_ids": ids[:, :80], "attention_mask": torch.ones_like(ids[:, :80])}
         greedy = theirs.generate(**prompt, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
         assert torch.equal(ours.generate(ids[:, :80], 4), greedy)
+
+
+# Settings of rotary positions that a file may have in either form, and top-level settings beside them.
+ROTARY = {
+    "YaRN": (YARN, {}),
+    "YaRN, an original length beside it": (YARN, {"original_max_position_embeddings": 16}),
+    "llama3, an original length beside it": (LLAMA3, {"original_max_position_embeddings": 16}),
+    "YaRN without an original length": ({"rope_type": "yarn", "factor": 4.0}, {}),
+    "linear, an original length beside it": (
+        {"rope_type": "linear", "factor": 2.0}, {"original_max_position_embeddings": 16}
+    ),
+    "default": ({"rope_type": "default"}, {}),
+    "a large theta": ({"rope_type": "default"}, {"rope_theta": 3_580_165_449}),
+    "a theta beside llama3": (LLAMA3, {"rope_theta": 3e3, "hidden_act": "swish", "hidden_activation": "swish"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("leaves_out", [(), ("hidden_act", "hidden_activation", "max_position_embeddings")])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_rotary_settings_of_either_form_are_transformers(model_type, leaves_out):
+    """Checks logits with rope_scaling and with rope_parameters, also where a file leaves out what has defaults."""
+    import transformers
+
+    by_type = FAMILIES[model_type].local_rope_theta is not None
+    sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": None}
+    sizes |= {"hidden_act": "silu", "hidden_activation": "silu", "max_position_embeddings": 128}
+    sizes |= {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]} if by_type else {}
+    sizes |= {"sliding_window": None} if model_type == "mistral" else {}
+    ids = torch.randint(131, (1, 70), generator=torch.Generator().manual_seed(1))
+    for name, (rope, beside) in ROTARY.items():
+        if model_type == "ministral3":
+            if rope["rope_type"] in ("linear", "llama3"):
+                continue
+            rope = {"original_max_position_embeddings": 32, **rope, "llama_4_scaling_beta": 0.5}
+        for form in ({"rope_scaling": rope}, {"rope_parameters": {"full_attention": rope} if by_type else rope}):
+            settings = {**sizes, **form, **beside}
+            settings = {key: value for key, value in settings.items() if key not in leaves_out or key in beside}
+            config = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(settings))
+            theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            with torch.no_grad():
+                for parameter in theirs.parameters():
+                    parameter.mul_(15 if parameter.ndim > 1 else 1)
+            read = from_config_json({"model_type": model_type, **settings})
+            assert from_config_json(to_config_json(read)) == read
+            ours = Transformer(read)
+            ours.load_state_dict({n.removeprefix("model."): p for n, p in theirs.named_parameters()})
+            with torch.no_grad():
+                found, expected = ours(ids, return_logits=True).logits, theirs(ids).logits
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3, msg=f"{name}, {settings}")
 
 
 def loss_and_gradients(state, config, device, dtype, execution):

@@ -32,7 +32,7 @@ KINDS = {
     "window": (Window(64),),
     "sparse": (SPARSE,),
     "nsa": (NATIVE,),
-    "window, full": (Window(64), FULL),
+    "window, full": (Window(50), FULL),
     "sparse, window, nsa": (SPARSE, Window(128), NATIVE),
 }
 ON_HOST = Placement("host", "host")

@@ -4,6 +4,7 @@
 would compute differently is refused by name. It is written for transformers to make the same model.
 """
 
+import math
 import re
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import partial
@@ -45,14 +46,22 @@ FORM = {  # most families'
 SCALARS = "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"
 NO_BIASES = {"attention_bias": False}  # one setting for q, k, v and o
 FAMILIES = {
-    "qwen3": Family(form={"qk_norm": "head"}, head_dim=128, fixed=NO_BIASES, has_window_switch=True),
-    "qwen2": Family(form={"has_qkv_biases": True}, has_window_switch=True),
-    "llama": Family(defaults={"num_key_value_heads": None}, fixed=NO_BIASES),
-    "mistral": Family(defaults={"sliding_window": 4096}, fixed={"sliding_window": None, **NO_BIASES}),
+    "qwen3": Family(
+        form={"qk_norm": "head"}, defaults={"max_position_embeddings": 32_768}, head_dim=128, fixed=NO_BIASES,
+        has_window_switch=True,
+    ),
+    "qwen2": Family(
+        form={"has_qkv_biases": True}, defaults={"max_position_embeddings": 32_768}, has_window_switch=True
+    ),
+    "llama": Family(defaults={"num_key_value_heads": None, "max_position_embeddings": 2048}, fixed=NO_BIASES),
+    "mistral": Family(
+        defaults={"sliding_window": 4096, "max_position_embeddings": 131_072},
+        fixed={"sliding_window": None, **NO_BIASES},
+    ),
     "ministral3": Family(
         defaults={
             "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 34,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
             "max_position_embeddings": 262_144,
         },
         head_dim=128, fixed={"sliding_window": None}, rope_settings=("llama_4_scaling_beta",),
@@ -62,17 +71,20 @@ FAMILIES = {
         },
     ),
     "smollm3": Family(
-        defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
+        defaults={
+            "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6, "max_position_embeddings": 32_768,
+        },
         fixed={"use_sliding_window": False, **NO_BIASES}, has_no_rope_layers=True, class_name="SmolLM3",
     ),
     "granite": Family(
-        defaults={"num_key_value_heads": None, **dict.fromkeys(SCALARS, 1.0)}, fixed=NO_BIASES, scalars=SCALARS
+        defaults={"num_key_value_heads": None, "max_position_embeddings": 2048, **dict.fromkeys(SCALARS, 1.0)},
+        fixed=NO_BIASES, scalars=SCALARS,
     ),
     "olmo3": Family(
         form={"qk_norm": "width", "norms_before": False, "norms_after": True, "norm_cast_before_weight": False},
         defaults={
             "num_key_value_heads": None, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096,
-            "hidden_act": "silu",
+            "max_position_embeddings": 2048,
         },
         fixed=NO_BIASES, full_every=4, local_rope_theta=5e5,
     ),
@@ -94,12 +106,15 @@ FAMILIES = {
 OWN_ROPE_SETTINGS = {name for family in FAMILIES.values() for name in family.rope_settings}
 WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "ministral3"}  # models of text and images -> their text model
 # transformers' values for settings that config.json leaves out, in every family
-DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
+DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "initializer_range": 0.02, "hidden_act": "silu"}
 NOT_COMPUTED = (
     "mlp_bias", "quantization_config", "attn_logit_softcapping", "final_logit_softcapping",
     "num_experts", "num_local_experts", "n_routed_experts",
 )  # fmt: skip
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # config.json's name -> ModelConfig's
+ACTIVATIONS = {  # config.json's name -> ModelConfig's; the first of each is written
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+}  # fmt: skip
 FIELDS = (  # settings with one name and meaning in config.json and in ModelConfig
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps", "initializer_range",
@@ -139,6 +154,7 @@ def to_config_json(config: ModelConfig) -> dict:
     can_say = len({kind.name for kind in config.kinds}) == 1 if own else is_plain
     can_say &= family.has_window_switch or family.full_every is not None or not any(windows)
     can_say &= not (own and family.full_every)
+    can_say &= family.local_rope_theta is None or getattr(scaling, "truncate", True)
     can_say &= family.has_no_rope_layers or all(config.layer_rotates)
     multiplier = config.attention_multiplier or config.head_dim**-0.5
     query_scalar = round(multiplier**-2)
@@ -204,7 +220,8 @@ def from_config_json(content: dict) -> ModelConfig:
     for name in FIELDS:
         found, like = getattr(config, name), getattr(MODEL_SIZES["4B"], name)
         types = (int, float) if isinstance(like, float) else (type(like),)
-        if type(found) not in types or (type(found) in (int, float) and not 0 < found < 2**31):
+        most = math.inf if name == "rope_theta" else 2**31
+        if type(found) not in types or (type(found) in (int, float) and not 0 < found < most):
             raise ValueError(f"{name} is {found!r:.80}; it must be as {like!r} is")
     for theta in (config.rope_theta, config.local_rope_theta):
         if theta is not None and not (type(theta) in (int, float) and 1 < theta < 2**63):
@@ -286,7 +303,7 @@ def _layer_kinds(content: dict, family: Family) -> tuple[AttentionKind, ...]:
     Without layer_types, each so many-th layer has no window. Behind a switch, layers from max_window_layers on have it.
     """
     window, layers = content.get("sliding_window", 4096), content["num_hidden_layers"]
-    if not isinstance(window, int):
+    if type(window) is not int:
         raise TypeError(f"sliding_window is {window!r:.80}")
     if layers > MOST_LAYERS:  # the caller refuses so many
         return (Full(),)
@@ -346,30 +363,16 @@ def _read_scalars(content: dict, family: Family) -> dict:
 
 def _read_rope(content: dict, family: Family) -> dict:
     """Returns ModelConfig's rotary fields, and "refused", settings that are not computed here."""
-    older, newer = content.get("rope_scaling") or {}, content.get("rope_parameters") or {}
-    local: dict = {}
     by_type = family.local_rope_theta is not None
-    refused = [f"rope_parameters {newer!r:.60}"] * by_type if newer and "full_attention" not in newer else []
-    if by_type:  # settings by type of layer
-        newer, local = ({**(newer.get(name) or {})} for name in ("full_attention", "sliding_attention"))
-    theta, local_theta = content.get("rope_theta", 1e4), family.local_rope_theta
-    if "rope_local_base_freq" in family.defaults:
-        local_theta = content["rope_local_base_freq"]
-    local_theta = local.pop("rope_theta", local_theta)
-    older, newer = (  # some files have "type" and "rope_type"
-        {"rope_type": each.get("type", "default"), **each, "type": None} if each else each for each in (older, newer)
-    )
-    if older and newer and any(newer.get(name) != value for name, value in older.items()):
-        refused.append("rope_scaling beside other rope_parameters")
-    others = {name: value for name, value in local.items() if value not in (None, "default")}
-    refused += [f"{name} {value!r:.40} of layers with a window" for name, value in others.items()]
-    refused += ["rope_local_base_freq None"] * (by_type and local_theta is None)
-    settings = {name: value for name, value in ({**newer, **older} or family.rope).items() if value is not None}
-    rope_type = settings.pop("rope_type", "default")
-    theta = settings.pop("rope_theta", theta)
+    settings, local_theta, refused = (_rope_by_type if by_type else _rope_of_all_layers)(content, family)
+    rope_type, theta = settings.pop("rope_type", "default"), settings.pop("rope_theta", None)
     rotated = settings.pop("partial_rotary_factor", content.get("partial_rotary_factor") or 1.0)
     refused += [] if rotated == 1 else [f"partial_rotary_factor {rotated}"]
     original, scaling = settings.pop("original_max_position_embeddings", None), None
+    if rope_type in ("yarn", "llama3") and not by_type:  # transformers gives the top level priority
+        original = content.get("original_max_position_embeddings") or original
+    if family.rope_settings and rope_type == "default":  # YaRN of factor 1 is default positions
+        rope_type, settings = "yarn", {"factor": 1.0, "llama_4_scaling_beta": 0.0, **settings}
     for name in family.rope_settings:
         if settings.get(name) is None:
             raise ValueError(f"config.json's rotary settings lack {name}")
@@ -388,6 +391,53 @@ def _read_rope(content: dict, family: Family) -> dict:
     else:
         refused += [f"{name} of rotary positions" for name in settings]
     return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local_theta, "refused": refused}
+
+
+def _rope_of_all_layers(content: dict, family: Family) -> tuple[dict, None, list[str]]:
+    """Returns rotary settings from rope_scaling or rope_parameters, no theta of windows, and what is refused."""
+    found = [content.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    forms = [_completed(each, content) for each in found if each] or [_completed(family.rope, content)]
+    return forms[0], None, ["rope_scaling beside other rope_parameters"] if forms[0] != forms[-1] else []
+
+
+def _rope_by_type(content: dict, family: Family) -> tuple[dict, float, list[str]]:
+    """Returns rotary settings of layers that see everything, the theta of layers with a window, and what is refused.
+
+    Both kinds of layers have an entry in rope_parameters. rope_scaling adds to the first. transformers reads nothing
+    beside the entries but `truncate`.
+    """
+    older, newer = content.get("rope_scaling") or {}, content.get("rope_parameters") or {}
+    full, local = newer.get("full_attention"), {**(newer.get("sliding_attention") or {})}
+    is_other = full is not None and any(full.get(name) != older[name] for name in older if name != "type")
+    refused = ["rope_scaling beside other rope_parameters"] * is_other
+    both = {**({"rope_type": "default"} if full is None else full), **older}
+    settings, legacy = _completed(both, content), both.get("type")
+    if legacy not in (None, settings["rope_type"]):
+        refused.append(f"type {legacy!r:.40}, which transformers does not read here (it reads rope_type)")
+        settings["rope_type"] = legacy
+    if settings.pop("truncate", True) is not True:
+        refused.append("truncate of layers without a window, which transformers does not read")
+    beside = {name: value for name, value in newer.items() if name not in ("full_attention", "sliding_attention")}
+    without_effect = {"rope_type": "default", "type": "default", "rope_theta": settings["rope_theta"]}
+    if any(value not in (None, without_effect.get(name)) for name, value in beside.items()):
+        refused.append(f"rope_parameters {newer!r:.60}")
+    base = content["rope_local_base_freq"] if "rope_local_base_freq" in family.defaults else family.local_rope_theta
+    local_theta = local.pop("rope_theta", base)
+    others = {name: value for name, value in local.items() if value not in (None, "default")}
+    refused += [f"{name} {value!r:.40} of layers with a window" for name, value in others.items()]
+    refused += ["rope_local_base_freq None"] * (local_theta is None)
+    return settings, local_theta, refused
+
+
+def _completed(settings: dict, content: dict) -> dict:
+    """Returns rotary settings with their type in "rope_type", and with rope_theta, which config.json may have beside.
+
+    Some files have "type", or both. transformers takes "truncate": null for false, and every other null for a setting
+    that is not there.
+    """
+    theta, rope_type = content.get("rope_theta", 1e4), settings.get("type") or "default"
+    settings = {"rope_theta": theta, "rope_type": rope_type, **settings, "type": None}
+    return {name: value for name, value in settings.items() if value is not None or name == "truncate"}
 
 
 def extend(config: ModelConfig, text: str) -> ModelConfig:

@@ -56,10 +56,10 @@ def _begins(B: int, T: int, documents: bytes | None, device: torch.device) -> tu
 
 @dataclass(frozen=True)
 class Window(AttentionKind):
-    """Attention to the last `window` tokens, a multiple of 64, the token itself included.
+    """Attention to the last `window` tokens, the token itself included. Multiples of 64 are computed without waste.
 
     Raises:
-        ValueError: a window that is not a positive multiple of 64.
+        ValueError: a window that has no token, or more than 2**30.
     """
 
     window: int = 4096
@@ -68,8 +68,8 @@ class Window(AttentionKind):
     h200_rates: ClassVar[dict[str, float]] = {"window forward": 381e12, "window backward": 465e12}
 
     def __post_init__(self):
-        if self.window < BLOCK_SIZE or self.window % BLOCK_SIZE:
-            raise ValueError(f"window must be a multiple of {BLOCK_SIZE}, and not 0, got {self.window}")
+        if not 1 <= self.window <= 2**30:
+            raise ValueError(f"window must be from 1 to {2**30}, got {self.window}")
         super().__post_init__()
 
     @property
@@ -82,7 +82,7 @@ class Window(AttentionKind):
     def check(self, q, k, v, segments, impl):
         K = q.shape[-1]
         if not use_triton(impl, q) or K in HEAD_DIMS or not q.is_cuda:
-            return check_inputs(q, k, v, segments, BLOCK_SIZE, self.window, impl)
+            return check_inputs(q, k, v, segments, BLOCK_SIZE, BLOCK_SIZE, impl)
         check_shapes(q, k, v, segments)
         if K not in FLASH_HEAD_DIMS or q.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
@@ -143,7 +143,7 @@ class Window(AttentionKind):
     def flops(self, length, H, G, K):
         """Counts whole blocks of 64: a block of queries multiplies with one block of keys more than its window has."""
         num_blocks = -(-length // BLOCK_SIZE)
-        pairs = num_blocks + sum_to(num_blocks, self.window // BLOCK_SIZE)
+        pairs = num_blocks + sum_to(num_blocks, -(-self.window // BLOCK_SIZE))
         product = 2 * BLOCK_SIZE * BLOCK_SIZE * H * K
         return AttentionFlops(2 * pairs * product, 0, BAND_BACKWARD_PRODUCTS * pairs * product)
 

@@ -8,7 +8,7 @@ from kernels.attention.full import FULL
 from kernels.attention.nsa.nsa import NSA
 from kernels.attention.sparse.sparse_attention import Sparse
 from kernels.attention.window import Window
-from kernels.rope import LinearScaling, Llama3Scaling, YarnScaling
+from kernels.rope import LinearScaling, Llama3Scaling, YarnScaling, rope_frequencies
 from model import MODEL_SIZES, Transformer
 from training.families import FAMILIES, WRAPPERS, extend, from_config_json, in_family, to_config_json
 from training.host.errors import UserError
@@ -58,7 +58,8 @@ def test_config_json_round_trip():
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Other"}}, "code of its own in auto_map"),
         ({"rope_scaling": {"type": "default", "mrope_section": [8, 8]}}, "mrope_section"),
-        ({"use_sliding_window": True, "sliding_window": 100}, "window must be a multiple of 64, and not 0, got 100"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "window must be from 1 to 1073741824, got 0"),
+        ({"use_sliding_window": True, "sliding_window": True}, "of the wrong type or out .*sliding_window is True"),
         ({"use_sliding_window": True, "sliding_window": 64.0}, "of the wrong type or out .*sliding_window is 64.0"),
         ({"use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, "layer_types names 3 layers of 36"),
         ({"use_sliding_window": True, "layer_types": ["chunked_attention"] * 36}, "layers of chunked_attention"),
@@ -109,7 +110,7 @@ def test_settings_without_effect_are_taken(settings):
 @pytest.mark.parametrize(
     ("settings", "kinds"),
     [
-        ({"max_window_layers": 2, "sliding_window": 64}, [FULL] * 2 + [Window(64)] * 34),
+        ({"max_window_layers": 2, "sliding_window": 100}, [FULL] * 2 + [Window(100)] * 34),
         ({}, [FULL] * 28 + [Window(4096)] * 8),  # transformers' max_window_layers is 28
         ({"layer_types": ["sliding_attention", "full_attention"] * 18}, [Window(4096), FULL] * 18),
         ({"layer_types": ["full_attention"] * 36}, [FULL] * 36),
@@ -260,7 +261,7 @@ def test_windows_and_frequencies_of_olmo_and_gemma():
     [
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
-        ({"sliding_window": 100}, "window must be a multiple of 64, and not 0, got 100"),
+        ({"sliding_window": 2**40}, "window must be from 1 to 1073741824, got 1099511627776"),
         ({"sliding_window": None}, "sliding_window is None"),
         ({"sliding_window_pattern": "six"}, "sliding_window_pattern is 'six'; it must"),
         ({"sliding_window_pattern": -1}, "sliding_window_pattern is -1; it must"),
@@ -269,6 +270,12 @@ def test_windows_and_frequencies_of_olmo_and_gemma():
         ({"rope_local_base_freq": None}, "rope_local_base_freq None"),
         ({"rope_local_base_freq": 0}, "rope_theta must be above 1, got 0"),
         ({"rope_parameters": {"rope_theta": 1234.0}}, "rope_parameters .'rope_theta': 1234.0."),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters .'rope_type': 'linear'"),
+        ({"rope_parameters": {"full_attention": {}, "truncate": False}}, "rope_parameters .'full_attention'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate of layers without a"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0, "truncate": None}}}, "truncate"),
+        ({"model_type": "olmo3", "rope_scaling": {"type": "yarn", "factor": 2.0}}, "type 'yarn', which transformers"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "type 'linear', which transformers does not read here"),
         ({"rope_parameters": {"full_attention": {}, "sliding_attention": {"factor": 2.0}}}, "factor 2.0 of"),
         ({"rope_local_base_freq": 1.0}, "rope_theta must be above 1, got 1.0"),
         ({"rope_local_base_freq": "1e4"}, "rope_theta must be above 1, got '1e4'"),
@@ -286,6 +293,49 @@ def test_settings_of_gemma_and_ministral_that_are_refused(settings, message):
     content = {"model_type": "gemma3_text", **settings}
     with pytest.raises(ValueError, match=message):
         from_config_json(content)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "theta", "settings"),
+    [
+        ("olmo3", 5e5, {"rope_type": "default"}),
+        ("olmo3", 5e5, {"rope_type": "default", "rope_theta": 500_000.0}),
+        ("gemma3_text", 1e6, {"type": "default", "rope_theta": 1e6}),
+        ("gemma3_text", 1e6, {"sliding_attention": None}),
+        ("gemma3_text", 1e6, {"full_attention": {"type": "default"}, "rope_theta": None}),
+    ],
+)
+def test_flat_rope_parameters_of_families_whose_layers_have_their_own(model_type, theta, settings):
+    """transformers passes over them, so that they may only say what holds without them."""
+    content = to_config_json(in_family(replace(TINY, rope_theta=theta), model_type))
+    content |= {"rope_parameters": None, "rope_scaling": None}
+    assert from_config_json({**content, "rope_parameters": settings}) == from_config_json(content)
+
+
+def test_default_positions_of_ministral_3():
+    """They are YaRN of factor 1; queries are scaled by position if the file says so."""
+    content = {"model_type": "ministral3"}
+    for beta in (0.0, 0.5):
+        rope = {"rope_type": "default", "rope_theta": 1e5, "original_max_position_embeddings": 64}
+        rope |= {"llama_4_scaling_beta": beta} if beta else {}
+        config = from_config_json({**content, "rope_parameters": rope})
+        assert config.rope_scaling == YarnScaling(1.0, 64, llama_4_scaling_beta=beta) and config.rope_theta == 1e5
+        assert from_config_json(to_config_json(config)) == config
+        frequencies = rope_frequencies(128, 1e5, config.rope_scaling)
+        assert torch.equal(frequencies, rope_frequencies(128, 1e5)) and config.rope_scaling.table_factor == 1
+
+
+def test_yarn_without_truncation_is_not_written_where_layers_have_their_own_frequencies():
+    config = replace(in_family(TINY, "olmo3"), rope_scaling=YarnScaling(4.0, 64, truncate=False))
+    with pytest.raises(ValueError, match=r"no config\.json for these kinds of layers"):
+        to_config_json(config)
+
+
+def test_other_names_of_activations():
+    content = to_config_json(TINY)
+    for name, ours in {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}.items():
+        config = from_config_json({**content, "hidden_act": name})
+        assert config.hidden_act == ours and to_config_json(config)["hidden_act"] in ("silu", "gelu_pytorch_tanh")
 
 
 def test_what_a_file_leaves_out_is_what_transformers_takes():
@@ -323,6 +373,8 @@ def test_a_model_of_no_family_is_not_written(change):
             "beta_slow of rope_type yarn must be at least 1e-30, got 5e-324",
         ),
         ({"rope_theta": 1}, "rope_theta must be above 1, got 1"),
+        ({"rope_theta": 2**63}, "rope_theta must be above 1"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf; it must be as 1000000.0 is"),
         ({"rope_theta": 1e-300}, "rope_theta must be above 1, got 1e-300"),
         ({"num_hidden_layers": 4097}, "num_hidden_layers is 4097; at most 4096 are built"),
     ],

@@ -12,6 +12,8 @@ in extra chunks of `window` tokens, and combine.py adds up the chunks' float32 p
 
 An exact band (`exact`) is the last `window` tokens, the token itself included, without the first block. It reaches into
 one block more, where a mask hides the keys that are too far back. With a window of 512, token 700 sees 189 to 700.
+The window is WINDOW blocks without SHORT tokens: 100 tokens are two blocks of 64 without 28. A mask is then needed in
+one block more as well.
 """
 
 import math
@@ -36,7 +38,7 @@ KEYS_CONFIG = TileConfig(rows=32, num_warps=4, num_stages=3)
 @triton.jit
 def _load_tile(
     block_start_ptr, block_stop_ptr, first_block_ptr,
-    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, SHORT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Returns a program's first token, its block's end, its document's start, and its block's index in the document.
 
@@ -57,7 +59,11 @@ def _load_tile(
         own,
         left if EXACT else tl.maximum(left - 1, 0),
         left,
-        tl.where(own >= WINDOW, left + 1, left) if EXACT else tl.maximum(left - 1, 0),
+        tl.minimum(tl.maximum(own - WINDOW + 2, 0), own)
+        if SHORT
+        else tl.where(own >= WINDOW, left + 1, left)
+        if EXACT
+        else tl.maximum(left - 1, 0),
     )
 
 
@@ -79,10 +85,10 @@ def _load_keys(
 def _band_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, block_start_ptr, block_stop_ptr, first_block_ptr, scale,
     G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, SHORT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     start, stop, document_start, own, visit, left, whole = _load_tile(
-        block_start_ptr, block_stop_ptr, first_block_ptr, BLOCK, BLOCK_T, WINDOW, EXACT
+        block_start_ptr, block_stop_ptr, first_block_ptr, BLOCK, BLOCK_T, WINDOW, SHORT, EXACT
     )
     if start >= stop:
         return
@@ -100,7 +106,7 @@ def _band_forward_kernel(
     out = tl.zeros([BLOCK_T * GROUP_PAD, K], tl.float32)
     for i in range(visit, whole):
         key, k, v = _load_keys(k_ptr, v_ptr, document_start, i, head, stop, columns, G, K, BLOCK, False)
-        visible = key[None, :] > token[:, None] - WINDOW * BLOCK
+        visible = key[None, :] > token[:, None] - (WINDOW * BLOCK - SHORT)
         scores = tl.where(visible, matmul(q, tl.trans(k)) * scale, float("-inf"))  # [ROWS, BLOCK]
         out, maximum, total = softmax_step(scores, v, out, maximum, total)
     for i in range(whole, own):
@@ -109,6 +115,8 @@ def _band_forward_kernel(
         out, maximum, total = softmax_step(matmul(q, tl.trans(k)) * scale, v, out, maximum, total)
     key, k, v = _load_keys(k_ptr, v_ptr, document_start, own, head, stop, columns, G, K, BLOCK, True)
     visible = (key[None, :] <= token[:, None]) & (key[None, :] < stop)
+    if SHORT and WINDOW == 1:
+        visible &= key[None, :] > token[:, None] - (BLOCK - SHORT)
     scores = tl.where(visible, matmul(q, tl.trans(k)) * scale, float("-inf"))
     out, maximum, total = softmax_step(scores, v, out, maximum, total)
     tl.store(out_ptr + offsets, (out / total[:, None]).to(q.dtype), mask=mask[:, None])
@@ -120,10 +128,11 @@ def _band_dq_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr,
     block_start_ptr, block_stop_ptr, first_block_ptr, scale,
     G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr, ADD: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, SHORT: tl.constexpr, EXACT: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     start, stop, document_start, own, visit, left, whole = _load_tile(
-        block_start_ptr, block_stop_ptr, first_block_ptr, BLOCK, BLOCK_T, WINDOW, EXACT
+        block_start_ptr, block_stop_ptr, first_block_ptr, BLOCK, BLOCK_T, WINDOW, SHORT, EXACT
     )
     if start >= stop:
         return
@@ -142,7 +151,7 @@ def _band_dq_kernel(
     dq = tl.zeros([BLOCK_T * GROUP_PAD, K], tl.float32)
     for i in range(visit, whole):
         key, k, v = _load_keys(k_ptr, v_ptr, document_start, i, head, stop, columns, G, K, BLOCK, False)
-        visible = key[None, :] > token[:, None] - WINDOW * BLOCK
+        visible = key[None, :] > token[:, None] - (WINDOW * BLOCK - SHORT)
         p = tl.where(visible, tl.exp2(matmul(q, tl.trans(k)) * (scale * LOG2_E) - lse[:, None]), 0.0)  # [ROWS, BLOCK]
         dq += matmul((p * (matmul(dout, tl.trans(v)) - delta[:, None])).to(q.dtype), k)
     for i in range(whole, own):
@@ -152,6 +161,8 @@ def _band_dq_kernel(
         dq += matmul((p * (matmul(dout, tl.trans(v)) - delta[:, None])).to(q.dtype), k)
     key, k, v = _load_keys(k_ptr, v_ptr, document_start, own, head, stop, columns, G, K, BLOCK, True)
     visible = key[None, :] <= token[:, None]
+    if SHORT and WINDOW == 1:
+        visible &= key[None, :] > token[:, None] - (BLOCK - SHORT)
     p = tl.where(visible, tl.exp2(matmul(q, tl.trans(k)) * (scale * LOG2_E) - lse[:, None]), 0.0)
     dq += matmul((p * (matmul(dout, tl.trans(v)) - delta[:, None])).to(q.dtype), k)
     dq *= scale
@@ -166,7 +177,8 @@ def _band_dkv_kernel(
     item_block_ptr, item_start_ptr, block_start_ptr, block_stop_ptr, document_stop_ptr,
     first_head, head_elements, scale,
     G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, EXTRA: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, SHORT: tl.constexpr, EXTRA: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """Computes dk and dv of a block of keys from `WINDOW` blocks of queries.
 
@@ -195,9 +207,12 @@ def _band_dkv_kernel(
     v = tl.load(v_ptr + kv_offsets, mask=key_mask, other=0.0)
     dk = tl.zeros([BLOCK, K], tl.float32)
     dv = tl.zeros([BLOCK, K], tl.float32)
-    # The block's own tokens, and those in the last block of an exact window, see some of its keys: these need masks.
+    # The block's own tokens see some of its keys, and so do the tokens in the last block of an exact window, or in the
+    # last two of a short one: these need masks.
     own_stop = query_start if EXTRA else tl.minimum(query_start + BLOCK, query_stop)
     whole_stop = tl.minimum(query_start + WINDOW * BLOCK, query_stop) if EXACT else query_stop
+    if SHORT:
+        whole_stop = tl.maximum(tl.minimum(query_start + (WINDOW - 1) * BLOCK, query_stop), own_stop)
     for part in tl.static_range(3):
         first = query_start if part == 0 else own_stop if part == 1 else whole_stop
         last = own_stop if part == 0 else whole_stop if part == 1 else query_stop
@@ -213,8 +228,8 @@ def _band_dkv_kernel(
             p = tl.exp2(matmul(k, tl.trans(q)) * (scale * LOG2_E) - (lse * LOG2_E)[None, :])  # [BLOCK, ROWS]
             if part == 0:
                 p = tl.where(key[:, None] <= token[None, :], p, 0.0)
-            if part == 2:
-                p = tl.where(key[:, None] > token[None, :] - WINDOW * BLOCK, p, 0.0)
+            if part == 2 or (part == 0 and SHORT and WINDOW == 1):
+                p = tl.where(key[:, None] > token[None, :] - (WINDOW * BLOCK - SHORT), p, 0.0)
             dv += matmul(p.to(dout.dtype), dout)
             ds = p * (matmul(v, tl.trans(dout)) - delta[None, :])
             dk += matmul(ds.to(q.dtype), q)
@@ -251,7 +266,7 @@ def _launch_over_queries(kernel, q, k, tensors, layout, **constants):
     tile = launch_constants(q, k.shape[1], layout.block_size, config)
     kernel[layout.num_blocks * (layout.block_size // tile["BLOCK_T"]), k.shape[1]](
         *tensors, layout.block_start, layout.block_stop, layout.first_block, 1 / math.sqrt(q.shape[-1]), **tile,
-        WINDOW=layout.window_blocks, **constants,
+        WINDOW=layout.window_blocks, SHORT=layout.window_short, **constants,
     )  # fmt: skip
 
 
@@ -284,7 +299,8 @@ def _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, extra=F
     _band_dkv_kernel[len(layout.extra_block) if extra else layout.num_blocks, len(heads)](
         dout, q, k, v, lse, delta, total, dk, dv, layout.extra_block, layout.extra_start, layout.block_start,
         layout.block_stop, layout.document_stop, heads.start, layout.num_tokens * q.shape[-1],
-        1 / math.sqrt(q.shape[-1]), **tile, WINDOW=layout.window_blocks, EXTRA=extra, EXACT=exact,
+        1 / math.sqrt(q.shape[-1]), **tile, WINDOW=layout.window_blocks, SHORT=layout.window_short, EXTRA=extra,
+        EXACT=exact,
     )  # fmt: skip
 
 

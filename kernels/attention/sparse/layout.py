@@ -24,6 +24,7 @@ class Layout(NamedTuple):
     num_blocks: int
     block_size: int
     window_blocks: int
+    window_short: int  # tokens that an exact window has less than its blocks
     index_of_block: Tensor  # [blocks] int32, on the CPU: a block's index within its document
     block_start: Tensor  # [blocks] int32: a block's first token
     block_stop: Tensor  # [blocks] int32: one past its last token
@@ -51,7 +52,7 @@ def make_layout(q: Tensor, segments: Tensor | None, block_size: int, window: int
 def build_layout(B: int, T: int, documents: bytes | None, device: torch.device, block_size: int, window: int) -> Layout:
     """Builds the tables that `make_layout` returns, from `as_bytes(segments)`."""
     start, length = document_bounds(B, T, documents)
-    window_blocks = window // block_size
+    window_blocks = -(-window // block_size)
     num_blocks = (length + block_size - 1) // block_size  # [documents]
     if num_blocks.max() > LONGEST_DOCUMENT:
         raise ValueError(
@@ -85,6 +86,7 @@ def build_layout(B: int, T: int, documents: bytes | None, device: torch.device, 
         num_blocks=total,
         block_size=block_size,
         window_blocks=window_blocks,
+        window_short=window_blocks * block_size - window,
         index_of_block=index_of_block,
         block_start=block_start.int(),
         block_stop=torch.minimum(block_start + block_size, document_stop).int(),

@@ -35,8 +35,9 @@ TYPES = {
     **dict.fromkeys(("blocks_ptr", "chunks_ptr", "chosen_ptr"), "*i16"),
 }
 GATHER = HEADS | TILE | {"S": 32, "CHUNK": 512}
-BAND = HEADS | TILE | {"WINDOW": 8, "EXACT": False}
+BAND = HEADS | TILE | {"WINDOW": 8, "SHORT": 0, "EXACT": False}
 BAND_KEYS = BAND | {"BLOCK_T": 8}
+EXACT_KEYS = {"EXACT": True, "EXTRA": False, "total_ptr": None}
 BAND_NARROW = BAND | {"G": 32, "GROUP": 1, "GROUP_PAD": 1}
 WINDOW_SCORES = {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "WINDOW": 2, "CHUNK": 16, "LARGEST_EXPONENT": 80.0}
 SCORES = {"G": 8, "GROUP": 4, "K": 128, "BLOCK": 64, "KEYS": 64, "BLOCKS": 2, "WINDOW": 8, "CHUNK": 16, "ROWS": 128}
@@ -60,8 +61,13 @@ KERNELS_TO_COMPILE = {
     ],
     "sparse.band": [
         *(
-            (name, BAND | {"BLOCK_T": 32, "EXACT": is_exact, **more}, {"num_warps": 8, "num_stages": stages}, gpu)
-            for is_exact in (False, True)
+            (
+                name,
+                BAND | {"BLOCK_T": 32, "EXACT": is_exact, "SHORT": short, **more},
+                {"num_warps": 8, "num_stages": stages},
+                gpu,
+            )
+            for is_exact, short in ((False, 0), (True, 0), (True, 12))
             for name, more in (("_band_forward_kernel", {}), ("_band_dq_kernel", {"ADD": not is_exact}))
             for gpu, stages in ((80, 2), (90, 3))
         ),
@@ -73,7 +79,7 @@ KERNELS_TO_COMPILE = {
         ),
         ("_band_dkv_kernel", BAND_KEYS | {"EXTRA": False}, {"num_stages": 3}),
         ("_band_dkv_kernel", BAND_KEYS | {"EXTRA": True, "dk_ptr": None, "dv_ptr": None}, {"num_stages": 3}),
-        ("_band_dkv_kernel", BAND_KEYS | {"EXACT": True, "EXTRA": False, "total_ptr": None}, {"num_stages": 3}),
+        *(("_band_dkv_kernel", BAND_KEYS | EXACT_KEYS | {"SHORT": short}, {"num_stages": 3}) for short in (0, 12)),
     ],
     "nsa.compression": [
         ("_pool_windows_kernel", WINDOWS | {"BLOCK_W": 16}, {}),

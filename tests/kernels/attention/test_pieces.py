@@ -101,7 +101,7 @@ def test_gather_and_combine(group, device):
     assert torch.equal(out, of_band)  # nothing else was touched
 
 
-@pytest.mark.parametrize(("group", "window"), [(1, 64), (3, 32)])
+@pytest.mark.parametrize(("group", "window"), [(1, 64), (3, 32), (1, 50), (3, 20)])
 def test_exact_window(group, window, device, poisoned_memory):
     """Window tokens, self included, and no first block."""
     q, k, v = (x[0].requires_grad_() for x in make_qkv(1, 150, group, 1, 64, torch.float32, device))

@@ -33,6 +33,9 @@ def reference(*inputs, **options):
         (2, 2, 64, fp16, ([150, 1, 2],), 64),
         (16, 1, 64, fp32, ([99],), 4096),
         (1, 1, 64, bf16, ([71, 66, 129],), 64),
+        *((2, 1, 64, fp32, ([1, 63, 64, 65, 131],), window) for window in (2, 37, 63, 65, 100, 127, 129, 191)),
+        (4, 1, 128, bf16, ([201],), 100),
+        (1, 1, 64, fp16, ([150, 1, 2],), 33),
     ],
     ids=lambda value: str(value).removeprefix("torch."),
 )
@@ -47,11 +50,12 @@ def test_matches_float64(H, G, K, dtype, lengths, window, impl, device, poisoned
 @pytest.mark.gpu
 @pytest.mark.parametrize(("H", "G"), [(3, 3), (4, 2), (4, 1)])
 @pytest.mark.parametrize("K", [64, 128])
-def test_tiles_of_a_gpu(H, G, K, device, poisoned_memory):
+@pytest.mark.parametrize("window", [128, 100, 20])
+def test_tiles_of_a_gpu(H, G, K, window, device, poisoned_memory):
     segments = segments_of([777, 65, 1], [300, 543])
     inputs = make_qkv(2, 843, H, G, K, bf16, device)
-    exact = functools.partial(reference, window=128, segments=segments)
-    compare_with_float64(exact, attend(128, "auto", segments), inputs)
+    exact = functools.partial(reference, window=window, segments=segments)
+    compare_with_float64(exact, attend(window, "auto", segments), inputs)
 
 
 @pytest.mark.gpu
@@ -60,8 +64,9 @@ def test_tiles_of_a_gpu(H, G, K, device, poisoned_memory):
 def test_heads_that_run_in_flash_attention(K, lengths, device, poisoned_memory):
     segments = segments_of(*lengths)
     inputs = make_qkv(len(lengths), sum(lengths[0]), 4, 2, K, bf16, device)
-    exact = functools.partial(reference, window=128, segments=segments)
-    compare_with_float64(exact, attend(128, "auto", segments), inputs)
+    for window in (128, 100):
+        exact = functools.partial(reference, window=window, segments=segments)
+        compare_with_float64(exact, attend(window, "auto", segments), inputs)
     rows = make_qkv(2, 333, 4, 2, K, bf16, device)
     compare_with_float64(functools.partial(reference, window=128), attend(128, "auto"), rows)
 
@@ -81,23 +86,25 @@ def test_rows_that_are_one_document_each(T, device, poisoned_memory):
     compare_with_float64(functools.partial(reference, window=64), attend(64), inputs)
 
 
-@pytest.mark.parametrize("T", [1, 2])
-def test_rows_of_one_or_two_tokens(T, device, poisoned_memory):
+@pytest.mark.parametrize(("T", "window"), [(1, 64), (2, 64), (150, 1), (2, 1)])
+def test_rows_or_windows_of_one_or_two_tokens(T, window, device, poisoned_memory):
     """Gradients of q and k are 0 or nearly so, and their rounding is not: errors are compared in absolute terms."""
     inputs = make_qkv(2, T, 2, 1, 64, fp32, device)
-    expected = outputs_and_gradients(functools.partial(reference, window=64), inputs)
-    for e, found in zip(expected, outputs_and_gradients(attend(64), inputs), strict=True):
+    expected = outputs_and_gradients(functools.partial(reference, window=window), inputs)
+    for e, found in zip(expected, outputs_and_gradients(attend(window), inputs), strict=True):
         torch.testing.assert_close(found, e, rtol=1e-5, atol=1e-5)
 
 
-def test_the_window_is_exact(device):
-    """Token 100 sees tokens 37 to 100, and no other token."""
+@pytest.mark.parametrize("window", [64, 50, 70])
+def test_the_window_is_exact(window, device):
+    """With 64 tokens, token 100 sees tokens 37 to 100, and no other token."""
     q, k, v = make_qkv(1, 150, 2, 1, 64, fp32, device)
-    scores = torch.einsum("hk,sk->hs", q[0, 100], k[0, 37:101, 0]) / 8
-    expected = scores.softmax(-1) @ v[0, 37:101, 0]
+    seen = slice(101 - window, 101)
+    scores = torch.einsum("hk,sk->hs", q[0, 100], k[0, seen, 0]) / 8
+    expected = scores.softmax(-1) @ v[0, seen, 0]
     for impl in ("triton", "torch"):
-        torch.testing.assert_close(attend(64, impl)(q, k, v)[0, 100], expected)
-    _, lse, _ = torch.ops.fathom.attend(q, k, v, None, None, Window(64).number, "cpu", True)
+        torch.testing.assert_close(attend(window, impl)(q, k, v)[0, 100], expected)
+    _, lse, _ = torch.ops.fathom.attend(q, k, v, None, None, Window(window).number, "cpu", True)
     torch.testing.assert_close(lse[0, 100], scores.logsumexp(-1))
     assert lse.dtype == fp32 and lse.shape == (1, 150, 2)
 
@@ -139,11 +146,12 @@ def test_a_token_changes_what_its_window_says_and_nothing_else(device):
     assert changed[70:134].all() and not changed[:70].any() and not changed[134:].any()
 
 
+@pytest.mark.parametrize("window", [64, 1, 50])
 @pytest.mark.parametrize("dtype", [fp32, bf16])
-def test_a_decoded_token_is_that_of_the_whole_sequence(dtype, device):
-    kind = Window(64)
+def test_a_decoded_token_is_that_of_the_whole_sequence(dtype, window, device):
+    kind = Window(window)
     q, k, v = make_qkv(2, 150, 6, 2, 64, dtype, device)
-    whole = attend(64, "torch")(q, k, v)
+    whole = attend(window, "torch")(q, k, v)
     tolerance = 1e-5 if dtype == fp32 else 2e-2
     for T in (1, 2, 63, 64, 65, 66, 128, 129, 150):
         found = kind.decode(q[:, T - 1 : T], k[:, :T], v[:, :T], None)
@@ -167,9 +175,9 @@ def test_custom_operations_and_compile(device):
         torch.autograd.grad(function(*inputs).square().sum(), inputs[0], create_graph=True)
 
 
-@pytest.mark.parametrize("window", [0, 63, 100, -64])
+@pytest.mark.parametrize("window", [0, -64, 2**30 + 1])
 def test_windows_that_are_refused(window):
-    with pytest.raises(ValueError, match=f"window must be a multiple of 64, and not 0, got {window}"):
+    with pytest.raises(ValueError, match=f"window must be from 1 to 1073741824, got {window}"):
         Window(window)
 
 
@@ -183,8 +191,9 @@ def test_shapes_that_are_refused(shape, message, device):
         attend(64)(*make_qkv(B, T, H, G, K, fp32, device))
 
 
-def test_footprint_is_what_is_allocated(monkeypatch):
-    T, H, G, K, kind = 8192, 8, 2, 64, Window(256)
+@pytest.mark.parametrize("window", [256, 100])
+def test_footprint_is_what_is_allocated(window, monkeypatch):
+    T, H, G, K, kind = 8192, 8, 2, 64, Window(window)
     for name in [name for name in vars(band) if name.endswith("_kernel")]:
         monkeypatch.setattr(band, name, NoLaunch())
     q, k, v = (torch.empty(1, T, n, K, dtype=bf16) for n in (H, G, G))
@@ -201,6 +210,7 @@ def test_footprint_is_what_is_allocated(monkeypatch):
 
 def test_flops():
     """Windows of two blocks: block b multiplies with itself, with up to two before it."""
-    flops, product = Window(128).flops(64 * 5 - 3, 2, 1, 64), 2 * 64 * 64 * 2 * 64
-    pairs = 1 + 2 + 3 + 3 + 3
-    assert flops == (2 * pairs * product, 0, 7 * pairs * product)
+    pairs, product = 1 + 2 + 3 + 3 + 3, 2 * 64 * 64 * 2 * 64
+    for window in (128, 65):
+        flops = Window(window).flops(64 * 5 - 3, 2, 1, 64)
+        assert flops == (2 * pairs * product, 0, 7 * pairs * product)

@@ -84,7 +84,7 @@ CASES = {
         8, 4, 321, (1200, 300, 77), (Placement(), Placement("gpu", "host")), "chunked", NATIVE, heads_at_a_time=1,
         **LLAMA,
     ),
-    "window, full": Case(8, 2, 160, (300, 41, 150), (HOST, WHOLE), "chunked", (Window(64), FULL)),
+    "window, full": Case(8, 2, 160, (300, 41, 150), (HOST, WHOLE), "chunked", (Window(50), FULL)),
     "sparse, window, one head": Case(
         8, 4, 256, (150, 300, 41), (HOST, Placement("gpu", "gpu")), "standard", (*SPARSE[:1], Window(64)),
         heads_at_a_time=1,
