@@ -80,17 +80,20 @@ def extra_gib(function: Callable[[], object], device: torch.device) -> float:
 
 
 def switch(device: torch.device, vocab_size: int = VOCAB_SIZE, switch_bytes: float = SWITCH_BYTES) -> Iterator[Check]:
-    """Checks that a model makes all logits if they take up to 10 GB in bf16, and never all of them beyond that.
+    """Checks that a model makes all logits if they take up to 10 GB, and never all of them beyond that.
 
-    Two lengths, 4,096 and 40,000 tokens, are run and observed from outside. So is the exact border, 35,335 tokens of
-    the 4B's vocabulary, on the meta device: its tensors have no memory, and the chunked loss shows no logits.
+    Two lengths, 4,096 and 40,000 tokens, are run in bf16 and observed from outside. So are the exact borders on the
+    meta device: its tensors have no memory, and the chunked loss shows no logits. With the 4B's vocabulary the border
+    is 35,335 tokens in bf16 and 17,667 in float32, whose logits take twice the bytes.
     """
     config = small_config(vocab_size)
-    last = int(switch_bytes // (2 * vocab_size))
-    with torch.device("meta"):
-        model, ids = Transformer(config).to(torch.bfloat16), torch.zeros(1, last + 1, dtype=torch.long)
-    seen = [observed_logits_rows(model, x, x) for x in (ids[:, :last], ids)]
-    yield Check(f"wrong choices at {last} and {last + 1} tokens", (seen[0] != last - 1) + (seen[1] != 0), 0)
+    for dtype in (torch.bfloat16, torch.float32):
+        last = int(switch_bytes // (dtype.itemsize * vocab_size))
+        with torch.device("meta"):
+            model, ids = Transformer(config).to(dtype), torch.zeros(1, last + 1, dtype=torch.long)
+        seen = [observed_logits_rows(model, x, x) for x in (ids[:, :last], ids)]
+        name = f"{str(dtype).removeprefix('torch.')}: wrong choices at {last} and {last + 1} tokens"
+        yield Check(name, (seen[0] != last - 1) + (seen[1] != 0), 0)
     torch.manual_seed(0)
     model = Transformer(config).to(device, torch.bfloat16)
     for number, length in ((1, 4096), (2, 40_000)):

@@ -55,12 +55,12 @@ def scaled(gigabytes):
     return gigabytes * 2**30 * SMALL_VOCAB / verify_chunked_loss.VOCAB_SIZE
 
 
-@pytest.mark.parametrize(("gigabytes", "checks"), [(1, 2), (12, 3)])
+@pytest.mark.parametrize(("gigabytes", "checks"), [(1, 3), (12, 4)])
 def test_a_switch_elsewhere_fails(monkeypatch, small_switch, capsys, gigabytes, checks):
     """A switch at 1 GB chunks the short run; at 12 GB it leaves the long run whole. The configuration shows both."""
     monkeypatch.setattr(model, "CHUNKED_LOSS_THRESHOLD_BYTES", scaled(gigabytes))
     assert main((first(small_switch, checks),)) == 1
-    assert " 2 failed" in capsys.readouterr().out
+    assert " 3 failed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("gigabytes", [9.999, 10.001])
@@ -69,20 +69,23 @@ def test_a_switch_nearby_fails(monkeypatch, small_switch, gigabytes):
     assert next(small_switch(torch.device("cpu"))).verdict == "FAIL"
 
 
-@pytest.mark.parametrize("num_bytes", [1, 4])
+@pytest.mark.parametrize("num_bytes", [1, 2, 4])
 def test_a_model_that_counts_other_bytes_per_logit_than_its_configuration_fails(monkeypatch, small_switch, num_bytes):
-    """Only the model's own call counts wrongly; the configuration alone would answer rightly."""
+    """Only the model's own call counts wrongly, always so many; the configuration alone would answer rightly."""
     sound = model.Share.uses_chunked_loss
 
     def wrong(config, num_tokens, bytes_per_logit=None, loss_impl="auto"):
         return sound(config, num_tokens, 2 if bytes_per_logit is None else num_bytes, loss_impl)
 
     monkeypatch.setattr(model.Share, "uses_chunked_loss", wrong)
-    assert next(small_switch(torch.device("cpu"))).verdict == "FAIL"
+    borders = itertools.islice(small_switch(torch.device("cpu")), 2)
+    assert [check.verdict for check in borders] == ["pass" if num_bytes == size else "FAIL" for size in (2, 4)]
 
 
 def test_the_border_with_the_whole_vocabulary_takes_no_memory():
-    assert next(switch(torch.device("cpu"))).verdict == "pass"
+    borders = [*itertools.islice(switch(torch.device("cpu")), 2)]
+    assert [check.verdict for check in borders] == ["pass", "pass"]
+    assert [check.name.split("at ")[1] for check in borders] == ["35335 and 35336 tokens", "17667 and 17668 tokens"]
 
 
 def test_sizes_of_the_switch_are_the_owners():
@@ -90,6 +93,9 @@ def test_sizes_of_the_switch_are_the_owners():
     sizes = {n: f"{config.projected_logits_bytes(n) / 2**30:.2f}" for n in (4096, 40_000, 131_072)}
     assert sizes == {4096: "1.16", 40_000: "11.32", 131_072: "37.09"}
     assert [config.uses_chunked_loss(n) for n in sizes] == [False, True, True]
+    borders = ((35_335, 2), (17_667, 4))
+    assert not any(config.uses_chunked_loss(n, size) for n, size in borders)
+    assert all(config.uses_chunked_loss(n + 1, size) for n, size in borders)
 
 
 @pytest.mark.parametrize("broken", ["hidden gradient", "head gradient"])
