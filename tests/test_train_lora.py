@@ -17,6 +17,7 @@ from tests.runs import arguments, losses, only_resume, saved_settings, weights_o
 from training import generate
 from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import find_weights, load_model_weights, parameter_shapes, shape_of_weights
+from training.choices import LORA_TARGETS
 from training.evaluation import __main__ as evaluation
 from training.host import errors
 from training.host.errors import UserError
@@ -201,6 +202,36 @@ def test_adapters_go_to_peft_and_back_bit_for_bit(run, base, corpus, tmp_path):
         torch.testing.assert_close(found[0][name], tensor, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("targets", ["all-linear", "full names", "ends of names"])
+def test_targets_are_read_as_peft_reads_them(targets, base, tmp_path):
+    """Checks the names that are read and the names of the tensors that peft saved."""
+    import peft
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    full = [name for name, _ in model.named_modules() if name.endswith(("q_proj", "down_proj"))]
+    given = {"full names": full, "ends of names": ["self_attn.q_proj", "down_proj"]}.get(targets, targets)
+    lora = peft.LoraConfig(r=RANK, lora_alpha=6, target_modules=given, task_type="CAUSAL_LM")
+    peft.get_peft_model(model, lora).save_pretrained(tmp_path)
+    edit_adapter_config(tmp_path, base_model_name_or_path=str(base), target_modules=given)
+    expected = LORA_TARGETS if targets == "all-linear" else ("q_proj", "down_proj")
+    assert read_adapters(tmp_path) == (Adapters(RANK, 6.0, expected), base)
+    found = {name.removeprefix("base_model.model.model.") for name in adapters_in(tmp_path)}
+    assert found == {name for name, p in ours(tmp_path).named_parameters() if ".lora_" in name}
+
+
+def test_targets_of_some_blocks_are_refused(base, run, corpus, tmp_path, capsys):
+    """The names of block 0 alone could be all names of a model of one block; the tensors of the others are missed."""
+    folder = tmp_path / "peft"
+    theirs(base, run / "step_00000006").save_pretrained(folder)
+    tensors = {n: t for n, t in adapters_in(folder).items() if ".layers.0.self_attn.q_proj." in n}
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    names = ["model.layers.0.self_attn.q_proj"]
+    edit_adapter_config(folder, base_model_name_or_path=str(base), target_modules=names)
+    assert train.main(arguments(corpus, tmp_path / "run", "--init_from", str(folder))) == 1
+    assert "layers.1.self_attn.q_proj.lora_A" in capsys.readouterr().err
+
+
 def test_merged_weights_are_pefts(run, base, tmp_path):
     folder = run / "step_00000006"
     weights_module.main(["export", str(folder), str(tmp_path / "merged"), "--merge", "--dtype", "float32"])
@@ -347,7 +378,9 @@ def test_a_run_keeps_its_adapters(name, value, run, corpus, tmp_path, capsys):
         ({"setting_of_tomorrow": 3}, "has setting_of_tomorrow 3"),
         ({"peft_type": None}, "has peft_type None"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "has target_modules"),
-        ({"target_modules": "all-linear"}, "has target_modules"),
+        ({"target_modules": "every-linear"}, "has target_modules"),
+        ({"target_modules": ["layers.0.self_attn.q_proj", "layers.1.self_attn.k_proj"]}, "has target_modules"),
+        ({"target_modules": ["mlp.q_proj"]}, "has target_modules"),
         ({"r": "many"}, "is damaged, or not of peft"),
         ({"r": None}, "is damaged, or not of peft"),
         ({"r": float("inf")}, "r inf must be a whole number"),

@@ -11,6 +11,7 @@ Method: Hu et al., LoRA, arXiv 2106.09685.
 
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,7 @@ TAKEN = {
 }  # fmt: skip
 EMPTY: tuple = None, "", [], {}
 OURS = {"base_model_name_or_path", "r", "lora_alpha", "target_modules"}
+PARTS = dict(zip(LORA_TARGETS, 4 * ("self_attn",) + 3 * ("mlp",)))  # a projection's part of the block
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,35 @@ def read_frozen_bits(folder: str | Path) -> int:
     return bits
 
 
+def projections_named(targets: object) -> tuple[str, ...] | None:
+    """Returns the projections that peft's target_modules names in every block; None: it names something else.
+
+    peft compares the ends of full names: "q_proj" and "self_attn.q_proj" are in every block,
+    "model.layers.0.self_attn.q_proj" is in block 0 alone. Names of single blocks must be there for all blocks up to the
+    last that is named; whoever reads the tensors misses those of later blocks.
+    """
+    if targets == "all-linear":
+        return LORA_TARGETS
+    if not isinstance(targets, list):
+        return None
+    everywhere: set[str] = set()
+    in_blocks: dict[str, set[int]] = {}
+    for target in targets:
+        match = re.fullmatch(r"(?:(?:(?:model\.)?layers\.)?(\d{1,4})\.)?(?:(\w+)\.)?(\w+)", str(target), re.ASCII)
+        block, part, name = match.groups() if match else (None, None, "")
+        if name not in PARTS or part not in (PARTS[name], None) or (block and not part):
+            return None
+        if block:
+            in_blocks.setdefault(name, set()).add(int(block))
+        else:
+            everywhere.add(name)
+    named = {name: blocks for name, blocks in in_blocks.items() if name not in everywhere}
+    all_blocks = {*range(1 + max(max(blocks) for blocks in in_blocks.values()))} if in_blocks else set()
+    if any(blocks != all_blocks for blocks in named.values()):
+        return None
+    return tuple(name for name in LORA_TARGETS if name in everywhere or name in named)
+
+
 def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
     """Returns the adapters that a folder's adapter_config.json declares, and the folder of their base.
 
@@ -173,7 +204,8 @@ def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
         if name not in NO_EFFECT | OURS and value not in TAKEN.get(name, ())
     ]
     rank, alpha, targets = content["r"], content["lora_alpha"], content["target_modules"]
-    if not isinstance(targets, list) or {*map(str, targets)} - {*LORA_TARGETS}:
+    projections = projections_named(targets)
+    if projections is None:
         refused.append(f"target_modules {targets!r:.80}")
     if refused:
         raise UserError(f"{file} has {', '.join(refused)}, which this decoder does not compute; give other adapters")
@@ -184,7 +216,7 @@ def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
             f"number, and base_model_name_or_path {named!r:.80} a folder; give other adapters"
         )
     try:
-        adapters = Adapters(rank, float(alpha), tuple(targets))
+        adapters = Adapters(rank, float(alpha), projections or ())
     except (ValueError, OverflowError) as error:
         raise UserError(f"{file} is damaged, or not of peft: {error!s:.300}; give other adapters") from None
     base = Path(named)
