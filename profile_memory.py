@@ -33,7 +33,6 @@ import math
 import signal
 import time
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ from training.data.loader import PackedLoader
 from training.data.prepared import is_prepared
 from training.data.sources import Reading
 from training.data.tokens import Selection, Store, join, split
-from training.host.errors import UserError
+from training.host.errors import UserError, check_installed
 from training.host.files import check_can_write
 from training.host.processes import command
 from training.host.sizes import GIB, available_host_bytes, budget_of_machine, parse_bytes
@@ -129,8 +128,8 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
             check_can_write(path, f"--{name}")
     if flags.timeline and flags.timeline.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--timeline draws .png, .svg or .pdf, got {flags.timeline}")
-    if flags.timeline and find_spec("matplotlib") is None:
-        raise UserError("--timeline needs matplotlib: pip install matplotlib")
+    if flags.timeline:
+        check_installed("matplotlib", "--timeline")
 
 
 def check_mesh(flags: ProfileFlags) -> None:

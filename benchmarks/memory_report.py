@@ -8,6 +8,8 @@ profile_step_*.json that profile_memory.py measured with all layers.
 
 import json
 import re
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +27,8 @@ PICTURE = RESULTS / "step_of_131072_tokens.png"
 PEER = "peer"
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args(argv)  # no flags
     REPORT.write_text(regenerate(REPORT.read_text()))
     draw_picture()
 
@@ -148,4 +151,4 @@ def draw_picture() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

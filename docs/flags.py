@@ -1,6 +1,8 @@
 """Writes flags.md from the commands' own dataclasses of flags: `.venv/bin/python -m docs.flags`."""
 
+import sys
 import typing
+from argparse import ArgumentParser
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
@@ -90,9 +92,10 @@ def values(each: Field) -> str:
     return found + (", or several" if typing.get_origin(each.type) is list else "")
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
+    ArgumentParser(description=__doc__).parse_args(argv)  # there are no flags
     PAGE.write_text(page())
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser as torchrun_parser
 
+import docs.flags
 import train
+from benchmarks import memory_report
 from docs.flags import COMMANDS, PAGE, page
 from kernels.apply_to import MODEL_TYPES, apply_to
 from training.families import FAMILIES, WRAPPERS
@@ -147,6 +149,16 @@ def test_links_lead_somewhere():
                 file = (path.parent / name).resolve() if name else path
                 assert file.exists(), (path.name, target)
                 assert not anchor or anchor in anchors(file), (path.name, target)
+
+
+@pytest.mark.parametrize("module", [docs.flags, memory_report])
+def test_programs_that_write_pages_have_help_and_no_flags(module, monkeypatch, capsys):
+    monkeypatch.setattr(Path, "write_text", lambda *_: pytest.fail("a page was written"))
+    for words, status in (["--help"], 0), (["--anything"], 2):
+        with pytest.raises(SystemExit) as ended:
+            module.main(words)
+        assert ended.value.code == status
+    assert capsys.readouterr().out.startswith("usage: ")
 
 
 def test_flags_page_is_what_its_command_writes():

@@ -20,7 +20,7 @@ from training.checkpoint.weights import find_weights, load_model_weights, parame
 from training.choices import LORA_TARGETS
 from training.evaluation import __main__ as evaluation
 from training.host import errors
-from training.host.errors import UserError
+from training.host.errors import UserError, pip_install
 from training.lora import Adapters, adapt, read_adapters
 from training.optim.quantized import quantize
 
@@ -294,7 +294,7 @@ def test_what_is_not_supported_is_refused(extra, message, base, corpus, tmp_path
 def test_quantized_weights_need_their_library(base_of_groups, corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(errors, "find_spec", lambda package: None)
     assert train.main(lora_arguments(base_of_groups, corpus, tmp_path / "run", "--lora_bits", "8", steps=2)) == 1
-    assert "lora_bits 8 needs the package bitsandbytes: pip install bitsandbytes" in capsys.readouterr().err
+    assert f"lora_bits 8 needs the package bitsandbytes: {pip_install('bitsandbytes')}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrapper", ["gemma3", "mistral3"])

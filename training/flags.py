@@ -10,6 +10,7 @@ Dashes may stand for the underscores of a flag. No torch is imported here: --hel
 
 import difflib
 import os
+import re
 import sys
 import tomllib
 import typing
@@ -23,18 +24,47 @@ from training.host.files import read_file
 
 LARGE = 2**31 - 1  # larger steps, sizes and seeds are nonsense, or overflow
 SMALLEST = 1e-12  # stands for "above 0"
+LEAST_NEAR = 0.82  # likeness of a name to the one that is meant: --eval_data is no slip of --data
 TOML_BYTES = 2**20  # a longer file of settings is refused
 USUAL_NAMES = {  # names that flags have elsewhere, for "did you mean"
-    "learning_rate": "lr peak_lr",
-    "context_length": "seq_len seq_length sequence_length max_seq_len max_seq_length max_length block_size cutoff_len",
-    "max_steps": "steps num_steps max_iters epochs num_epochs num_train_epochs",
-    "gradient_accumulation_steps": "grad_accum grad_acc_steps accumulation_steps",
-    "batch_size": "bs micro_batch_size per_device_train_batch_size",
-    "init_from": "model model_name model_name_or_path",
-    "data": "dataset dataset_name dataset_path train_data",
-    "max_grad_norm": "grad_clip clip_grad",
+    "learning_rate": "lr peak_lr max_lr",
+    "context_length": """seq_len seq_length sequence_len sequence_length max_seq_len max_seq_length max_length
+        block_size cutoff_len model_max_length""",
+    "max_steps": "steps num_steps max_iters train_iters epochs num_epochs num_train_epochs",
+    "gradient_accumulation_steps": "grad_accum grad_acc_steps accumulation_steps gradient_accumulation",
+    "batch_size": "bs micro_batch_size device_batch_size train_batch_size per_device_train_batch_size",
+    "init_from": "model model_name model_name_or_path pretrained_model_name_or_path base_model model_path",
+    "data": "dataset datasets dataset_name dataset_path dataset_dir train_data train_dataset train_file train_files",
+    "max_grad_norm": "grad_clip clip_grad clip_grad_norm gradient_clipping gradient_clip_val",
     "output_dir": "out out_dir output save_dir",
     "wandb": "wandb_project report_to",
+    "tensorboard": "tensorboard_dir logging_dir",
+    "lora": "lora_rank lora_r lora_dim use_lora use_peft r",
+    "lora_targets": "lora_target lora_target_modules target_modules",
+    "lora_bits": "load_in_4bit load_in_8bit quantization_bit quantization qlora",
+    "lora_plus": "loraplus_lr_ratio",
+    "validation_fraction": "val_set_size val_size val_split eval_split test_size validation_split_percentage",
+    "validation_interval": """eval_steps eval_interval eval_every eval_iters eval_freq eval_strategy evaluation_strategy
+        evals_per_epoch val_check_interval""",
+    "validation_sequences": "max_eval_samples eval_samples",
+    "checkpoint_interval": "save_steps save_interval save_every save_freq save_strategy saves_per_epoch ckpt_interval",
+    "keep_checkpoints": "save_total_limit",
+    "save": "save_only_model",
+    "resume": "resume_from resume_from_checkpoint auto_resume_from_checkpoints",
+    "packing": "sample_packing pack_sequences neat_packing pad_to_sequence_len",
+    "attention_backend": """flash_attn flash_attention use_flash_attention use_flash_attention_2 use_flash_attn
+        attn_implementation sdp_attention xformers_attention""",
+    "gradient_checkpointing": "activation_checkpointing use_gradient_checkpointing grad_checkpointing recompute",
+    "compile": "torch_compile",
+    "warmup_steps": "warmup warmup_iters warmup_ratio num_warmup_steps",
+    "context_parallel_size": "cp cp_size context_parallel sequence_parallel sequence_parallel_size sp_size",
+    "tensor_parallel_size": "tp tp_size tensor_parallel tensor_model_parallel_size",
+    "tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
+    "seed": "random_seed data_seed",
+    "device": "use_cpu no_cuda",
+    "collective_timeout": "ddp_timeout",
+    "nproc": "nproc_per_node num_gpus n_gpus num_processes gpus devices",
+    "nnodes": "num_nodes num_machines",
 }
 
 
@@ -128,16 +158,14 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
         words = [spelled.get(_underscored(name), name) + equals + value for name, equals, value in cut]
         arguments, unknown = parser.parse_known_intermixed_args(words)
         if unknown:
-            name = _underscored(unknown[0].partition("=")[0]).lstrip("-")
-            raise UserError(f"unknown flag {unknown[0]}{_nearest(name, names, '--')}")
+            raise UserError(_unknown("flag", unknown[0], names, kind))
         return {name: value for name, value in vars(arguments).items() if value is not None}
 
     given = parse(argv)
     if (path := given.pop("config", None)) is not None:
         _check_word("config", path)
         try:
-            content = tomllib.loads(read_file(Path(path), "give --config a TOML file", TOML_BYTES).decode("utf-8-sig"))
-            given = parse(as_words(content, names[1:])) | given
+            given = parse(as_words(_read_toml(Path(path)), names[1:], kind)) | given
         except (ValueError, RecursionError) as error:  # also a UserError
             raise UserError(f"--config {path}: {error}") from None
     for each in fields(kind):
@@ -162,8 +190,12 @@ def answer_early(read: Callable[[list[str]], object]) -> None:
             sys.exit(f"error: {' '.join(str(error).splitlines())}")
 
 
-def as_words(values: dict, names: list[str]) -> list[str]:
+def as_words(values: dict, names: list[str], kind: type | None = None) -> list[str]:
     """Returns the words of a command line: {"times": 2, "aloud": False} is ["--times=2", "--no-aloud"].
+
+    Args:
+        names: keys that there are.
+        kind: the command's dataclass, for advice on others.
 
     Raises:
         UserError: a name that is not in `names`, a value that is neither a word, a number, true or false, nor a list.
@@ -171,7 +203,7 @@ def as_words(values: dict, names: list[str]) -> list[str]:
     words = []
     for name, value in values.items():
         if name not in names:
-            raise UserError(f"unknown key {name!r}{_nearest(name, names)}")
+            raise UserError(_unknown("key", name, names, kind))
         if not all(isinstance(one, (str, int, float)) for one in (value if isinstance(value, list) else [value])):
             raise UserError(f"{name} must be a word, a number, true, false or a list, got {value!r}")
         if isinstance(value, list):
@@ -252,7 +284,36 @@ def _check_word(name: str, word: str) -> None:
         raise UserError(f"{name} is an empty string or has a NUL; give a value, or drop it")
 
 
-def _nearest(name: str, names: list[str], dashes: str = "") -> str:
-    usual = [ours for ours, theirs in USUAL_NAMES.items() if name in theirs.split() and ours in names]
-    close = usual or difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {dashes}{close[0]}?" if close else ""
+def _read_toml(path: Path) -> dict[str, typing.Any]:
+    """Returns the keys of a file; raises ValueError for a file that is no TOML, and names YAML and JSON."""
+    text = read_file(path, "give --config a TOML file", TOML_BYTES).decode("utf-8-sig")
+    is_yaml = path.suffix.lower() in (".yaml", ".yml")
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        if not (is_yaml or re.search(r"^[\w-]+:(\s|$)|^\s*\{", text, re.MULTILINE)):
+            raise
+        is_yaml = True
+    if is_yaml:
+        raise UserError("it is YAML or JSON, and settings are TOML: for max_steps: 20 write max_steps = 20")
+    return content
+
+
+def _unknown(what: str, word: str, names: list[str], kind: type | None) -> str:
+    """Returns the message for a flag or key that a command does not have.
+
+    It names the flag that is meant. Why there is nothing like some other trainer's flag, the table `absent` of the
+    command's class says.
+    """
+    name, dashes = _underscored(word.partition("=")[0]).lstrip("-"), "--" if what == "flag" else ""
+    usual = [ours for ours, theirs in USUAL_NAMES.items() if name in theirs.split()]
+    for theirs, why in getattr(kind, "absent", {}).items():
+        if name in theirs.split() and not {*usual} & {*names}:
+            return f"there is no {dashes}{name}: {why}"
+    if what == "flag" and word.endswith((".toml", ".yaml", ".yml", ".json")) and not word.startswith("-"):
+        return f"unknown flag {word}; did you mean --config {word}?"
+    close = (
+        [ours for ours in usual if ours in names] if usual else difflib.get_close_matches(name, names, 1, LEAST_NEAR)
+    )
+    hint = f"; did you mean {dashes}{close[0]}?" if close else ""
+    return f"unknown {what} {word if what == 'flag' else repr(word)}{hint}"

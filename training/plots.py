@@ -6,13 +6,14 @@ train.py draws the same at the end of a run if Matplotlib is installed, and else
 import json
 import logging
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 from training.flags import flag, read_flags
-from training.host.errors import UserError, check_installed, is_installed
-from training.host.files import read_file
+from training.host.errors import UserError, check_installed, is_installed, pip_install, program
+from training.host.files import read_file, read_json
 from training.host.processes import command
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
         peaks = row.get("peak_memory_gib")
         row["peak"] = max(filter(_is_number, peaks), default=None) if isinstance(peaks, list) else None
     panels = {
-        "loss": "loss, nats per token",
+        "loss": f"loss, nats per {_unit(run)}",
         "learning_rate": "learning rate",
         "tokens_per_second": "tokens per second",
         "peak": "peak GPU memory of the fullest rank, GiB",
@@ -83,6 +84,14 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
     path = run / "metrics.png"
     figure.savefig(path)
     return path
+
+
+def _unit(run: Path) -> str:
+    """Returns byte or token, of which losses are means, by the run's config.json; both if that does not tell."""
+    with suppress(UserError):
+        if isinstance(tokenizer := read_json(run / "config.json").get("tokenizer"), str):
+            return "byte" if tokenizer == "bytes" else "token"
+    return "token or byte"
 
 
 def _draw_loss(axes, rows: list[dict]) -> None:
@@ -119,7 +128,8 @@ def draw_at_end(run: Path) -> None:
         if is_installed("matplotlib"):
             logger.info("curves: %s", draw_run(run, rows))
         else:
-            logger.info("no picture of the curves: pip install matplotlib, then python -m training.plots %s", run)
+            install, draw = pip_install("matplotlib"), f"{program()} -m training.plots {run}"
+            logger.info("no picture of the curves: %s, then %s", install, draw)
     except Exception as error:  # a run that has ended well does not fail for its picture
         logger.warning("the curves of %s cannot be drawn: %s", run, error)
 

@@ -17,6 +17,7 @@ Method: Dao et al., FlashAttention, arXiv 2205.14135; grouped-query attention: A
 
 import importlib.util
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -238,7 +239,8 @@ def choose_backend(requested: str, device: torch.device) -> str:
         raise ValueError('cuDNN attention needs cuDNN, which this installation of PyTorch lacks; use "auto"')
     if requested == "flash-attn-4":
         if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
-            raise ValueError('flash-attn-4 is not installed: pip install "flash-attn-4[cu13]>=4.0.0b36", or use "auto"')
+            install = f'{sys.executable} -m pip install "flash-attn-4[cu13]>=4.0.0b36"'
+            raise ValueError(f'flash-attn-4 is not installed: {install}, or use "auto"')
         if capability < (9, 0):
             raise ValueError(f"flash-attn-4 needs compute capability 9.0, this GPU has {capability}; use flash")
     return requested

@@ -25,7 +25,7 @@ from training.host.errors import UserError
 from training.inference_flags import GenerateFlags
 from training.plots import PlotsFlags
 from training.run.profile_flags import FOR_ONE_STEP, ProfileFlags
-from training.run.settings import TrainConfig
+from training.run.settings import ABSENT, TrainConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,8 +78,19 @@ def test_dashes_stand_for_underscores():
     [
         ("--lr", "learning_rate"),
         ("--seq-len=9", "context_length"),
-        ("--epochs", "max_steps"),
         ("--out", "output_dir"),
+        ("--lora_rank=8", "lora"),
+        ("--val_set_size", "validation_fraction"),
+        ("--eval-steps", "validation_interval"),
+        ("--save_steps", "checkpoint_interval"),
+        ("--save_total_limit", "keep_checkpoints"),
+        ("--sample_packing", "packing"),
+        ("--per_device_train_batch_size", "batch_size"),
+        ("--flash_attn", "attention_backend"),
+        ("--target_modules", "lora_targets"),
+        ("--load_in_4bit", "lora_bits"),
+        ("--resume_from_checkpoint", "resume"),
+        ("--warmup_ratio", "warmup_steps"),
     ],
 )
 def test_the_flag_that_is_meant(word, ours):
@@ -88,8 +99,59 @@ def test_the_flag_that_is_meant(word, ours):
 
 
 def test_usual_names_stand_for_flags_that_exist():
-    names = {each.name for each in fields(TrainConfig)}
-    assert names >= USUAL_NAMES.keys() and not names & set(" ".join(USUAL_NAMES.values()).split())
+    names = {each.name for kind in (TrainConfig, ProfileFlags) for each in fields(kind)}
+    theirs, absent = (" ".join(words).split() for words in (USUAL_NAMES.values(), ABSENT))
+    assert names >= USUAL_NAMES.keys() and not names & {*theirs} and len(theirs) == len({*theirs})
+    assert not {each.name for each in fields(TrainConfig)} & {*absent} and len(absent) == len({*absent})
+    flags = re.findall(r"--(\w+)", " ".join(ABSENT.values()))
+    assert {*flags} <= names | {"nproc_per_node"}
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [("--deepspeed", "FSDP2 shards weights"), ("--bf16", "GPUs compute in bf16"), ("--optim=adamw", "is AdamW"),
+     ("--lr_scheduler_type", "falls by a cosine"), ("--learning_rate_scheduler", "falls by a cosine"),
+     ("--lora-dropout=0.1", "adapters are plain LoRA"), ("--logging_steps", "metrics.jsonl has every step"),
+     ("--num_gpus", "torchrun starts the processes"), ("--push_to_hub", "nothing is uploaded")],
+)  # fmt: skip
+def test_what_there_is_not_is_said(word, why, tmp_path):
+    name = word.partition("=")[0].replace("-", "_").lstrip("_")
+    with pytest.raises(UserError, match=f"^there is no --{name}: .*{why}"):
+        given_flags(TrainConfig, [word], "train.py")
+    (tmp_path / "run.toml").write_text(f"{name} = 1\n")
+    with pytest.raises(UserError, match=f"run.toml: there is no {name}: .*{why}"):
+        given_flags(TrainConfig, ["--config", str(tmp_path / "run.toml")], "train.py")
+
+
+@pytest.mark.parametrize("word", ["--eval_data", "--test_data", "--template", "--max_samples", "--special_tokens"])
+def test_a_name_that_is_only_a_little_alike_is_not_meant(word):
+    """A test set is not to be trained on."""
+    with pytest.raises(UserError, match=f"^unknown flag {word}(; did you mean --validation_data\\?)?$"):
+        given_flags(TrainConfig, [word], "train.py")
+
+
+def test_a_flag_of_another_command_is_not_meant():
+    with pytest.raises(UserError, match=r"^unknown flag --eval_steps$"):
+        given_flags(ProfileFlags, ["--eval_steps"], "profile_memory.py")
+    with pytest.raises(UserError, match=r"did you mean --nproc\?$"):
+        given_flags(ProfileFlags, ["--num_gpus"], "profile_memory.py")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("run.yaml", "max_steps: 20\n"), ("run.yml", ""), ("run.toml", "# settings\nmax_steps: 20\n"),
+     ("run", "data:\n  - corpus\n"), ("run.json", '{"max_steps": 20}')],
+)  # fmt: skip
+def test_a_file_of_another_language_is_named(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=f"--config .*{name}: it is YAML or JSON, and settings are TOML: for max_steps"):
+        given_flags(TrainConfig, ["--config", str(tmp_path / name)], "train.py")
+
+
+@pytest.mark.parametrize("name", ["run.toml", "run.yaml", "run.json"])
+def test_a_file_without_config_is_meant_for_it(name):
+    with pytest.raises(UserError, match=f"^unknown flag {name}; did you mean --config {name}\\?$"):
+        given_flags(TrainConfig, [name], "train.py")
 
 
 def test_a_field_declared_anew_keeps_its_title():

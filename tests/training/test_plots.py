@@ -8,6 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from training.host import errors
+from training.host.errors import pip_install, program
 from training.plots import draw_at_end, draw_run, main, read_metrics
 
 
@@ -52,6 +53,21 @@ def test_a_picture_has_no_empty_panel_and_names_what_is_drawn(tmp_path, monkeypa
     assert list(smooth[:2]) == pytest.approx([2.98, 2.975])
 
 
+@pytest.mark.parametrize(
+    ("content", "unit"),
+    [('{"tokenizer": "bytes"}', "byte"), ('{"tokenizer": "Qwen3-4B"}', "token"), (None, "token or byte"),
+     ('{"tokenizer": 3}', "token or byte"), ("[", "token or byte")],
+)  # fmt: skip
+def test_a_loss_is_per_byte_where_the_run_reads_bytes(content, unit, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    write_run(tmp_path / "run", 25)
+    if content:
+        (tmp_path / "run" / "config.json").write_text(content)
+    draw_run(tmp_path / "run", read_metrics(tmp_path / "run"))
+    assert drawn[0].axes[0].get_ylabel() == f"loss, nats per {unit}"
+
+
 def test_what_is_refused_and_what_is_a_warning(tmp_path, capsys, monkeypatch, caplog):
     write_run(tmp_path / "run", 25)
     (tmp_path / "run" / "metrics.png").mkdir()
@@ -65,9 +81,10 @@ def test_what_is_refused_and_what_is_a_warning(tmp_path, capsys, monkeypatch, ca
     monkeypatch.setattr(errors, "find_spec", lambda name: None)
     caplog.set_level(logging.INFO)
     draw_at_end(tmp_path / "run")
-    assert "no picture of the curves: pip install matplotlib, then python -m training.plots" in caplog.text
+    install = pip_install("matplotlib")
+    assert f"no picture of the curves: {install}, then {program()} -m training.plots" in caplog.text
     assert main([str(tmp_path)]) == 1
-    assert capsys.readouterr().err == "error: a picture needs the package matplotlib: pip install matplotlib\n"
+    assert capsys.readouterr().err == f"error: a picture needs the package matplotlib: {install}\n"
 
 
 @pytest.mark.parametrize("value", ["1" + "0" * 400, "1e999", "NaN", '"x"', "[]", "[[]]", "{}", "true", "null", "-1"])

@@ -40,7 +40,7 @@ from training.checkpoint.pieces import (
 )
 from training.families import extend, from_config_json, to_config_json
 from training.flags import flag, read_command
-from training.host.errors import UserError, refused_as_user_error
+from training.host.errors import UserError, hub_download, refused_as_user_error
 from training.host.files import JSON_BYTES, read_file, read_json
 from training.host.processes import command
 from training.lora import ADAPTER_WEIGHTS, ADAPTERS, Adapters, has_adapters, read_adapters, read_frozen_bits
@@ -177,7 +177,8 @@ def shape_of_weights(folder: str | Path) -> ModelConfig:
         raise UserError(f"{folder} is the output_dir of a run; {which}")
     if not path.is_file():
         is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not Path(folder).parent.exists()
-        hint = f"; if it is a model of the Hugging Face Hub: hf download {folder} --local-dir DIR" if is_name else ""
+        download = hub_download(f"{folder} --local-dir DIR")
+        hint = f"; if it is a model of the Hugging Face Hub: {download}" if is_name else ""
         raise UserError(
             f"{folder} has no config.json; give a checkpoint's step_ folder or one in Hugging Face's form{hint}"
         )

@@ -16,7 +16,7 @@ import numpy as np
 
 from training.data.forms import FLAGS, NUMBERS, NothingToLearn, refuse_unknown_flags, says_trained
 from training.data.tokenizer import FileTokenizer, load_tokenizer
-from training.host.errors import UserError
+from training.host.errors import UserError, pip_install
 from training.host.files import JSON_BYTES, read_file, read_json
 
 logger = logging.getLogger(__name__)
@@ -428,7 +428,7 @@ def _compile(source: str, file: Path):
         import jinja2
         from jinja2 import ext, nodes, sandbox
     except ImportError:
-        raise UserError(f"chat template {file} needs the jinja2 package: pip install jinja2") from None
+        raise UserError(f"chat template {file} needs the jinja2 package: {pip_install('jinja2')}") from None
 
     class Generation(ext.Extension):
         """The tags {% generation %} ... {% endgeneration %}, by which a template marks the assistant's words."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, NamedTuple
 
-from training.host.errors import UserError
+from training.host.errors import UserError, pip_install
 
 MOST = 2**28  # bytes of a row, or of a compressed text: a small file can hold any number of zeros
 CHUNK = 2**20  # characters of a .json file that are read at a time
@@ -118,7 +118,7 @@ def _import(name: str, file: Path) -> ModuleType:
         return importlib.import_module(name)
     except ImportError:
         package = name.removesuffix(".parquet")
-        raise UserError(f"{file} needs the {package} package: pip install -r requirements-extra.txt") from None
+        raise UserError(f"{file} needs the {package} package: {pip_install('-r requirements-extra.txt')}") from None
 
 
 def _zstd(file: Path) -> ModuleType:

@@ -30,7 +30,7 @@ from training.data.containers import (
 )
 from training.data.forms import FIELDS, NothingToLearn, is_row, parse_columns, recognise, rename
 from training.data.tokenizer import check_ids
-from training.host.errors import UserError
+from training.host.errors import UserError, hub_download
 from training.host.files import read_file, read_json
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ def find_files(path: Path, reading: Reading = DEFAULT) -> list[Path]:
         raise UserError(f"cannot read {error.filename}: {error.strerror}; make it readable, or give other --data")
 
     if not path.exists():
-        hub = f"hf download {path} --repo-type dataset --local-dir DIR"
+        hub = hub_download(f"{path} --repo-type dataset --local-dir DIR")
         is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists()
         hint = f"; if it is a dataset of the Hugging Face Hub: {hub}, then --data DIR" if is_name else ""
         raise UserError(f"data path {path} does not exist; give --data a file or a folder{hint}")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from training.data.special_tokens import add_special_tokens, first_stop_id
-from training.host.errors import UserError
+from training.host.errors import UserError, pip_install
 from training.host.files import JSON_BYTES, read_file
 
 PART = 2**19  # characters given to the library at a time
@@ -57,7 +57,7 @@ class FileTokenizer:
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            raise UserError(f"--tokenizer {path} needs the tokenizers package: pip install tokenizers") from None
+            raise UserError(f"--tokenizer {path} needs the tokenizers package: {pip_install('tokenizers')}") from None
         content = read_file(path, "give --tokenizer the path of a tokenizer.json", JSON_BYTES)
         self.name, self.folder = str(path), path.parent
         with self._refusing("be read"):

@@ -33,7 +33,7 @@ from training.data.sources import Reading
 from training.data.tokens import Store, join, split
 from training.evaluation import positions
 from training.evaluation.needle import DEPTHS, Result, Samples, judge
-from training.host.errors import UserError, is_installed, refused_as_user_error
+from training.host.errors import UserError, is_installed, pip_install, refused_as_user_error
 from training.host.files import check_can_write, read_json
 from training.host.processes import command
 from training.inference import (
@@ -209,7 +209,7 @@ def read_earlier(files: Sequence[Path]) -> list[tuple[str, dict]]:
 def draw(folder: Path, content: dict, earlier: Sequence[tuple[str, dict]]) -> None:
     """Draw the pictures; without Matplotlib say how to install it."""
     if not is_installed("matplotlib"):
-        print("no pictures: pip install matplotlib", file=sys.stderr)
+        print(f"no pictures: {pip_install('matplotlib')}", file=sys.stderr)
         return
     from training.evaluation.pictures import draw_depths, draw_losses, draw_needles
 

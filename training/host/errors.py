@@ -1,8 +1,11 @@
 """The one class for errors that the person who started the program can mend."""
 
+import shlex
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from pathlib import Path
 
 SHOWN_OF_A_PATH = 200  # characters
 
@@ -14,6 +17,26 @@ class UserError(ValueError):
     """
 
 
+def program(name: str = "python") -> str:
+    """Returns a program of this environment as the pages call it: .venv/bin/python, and .venv/bin/hf."""
+    path = Path(sys.executable) if name == "python" else Path(sys.executable).with_name(name)
+    with suppress(ValueError, OSError):  # it is elsewhere, or the working directory is deleted
+        path = path.relative_to(Path.cwd())
+    return shlex.quote(str(path))
+
+
+def pip_install(packages: str) -> str:
+    """Returns the command that installs packages into this environment."""
+    return f"{program()} -m pip install {packages}"
+
+
+def hub_download(arguments: str) -> str:
+    """Returns the command that downloads from the Hugging Face Hub, after the command that installs it if need be."""
+    command = f"{program('hf')} download {arguments}"
+    is_there = Path(sys.executable).with_name("hf").exists()
+    return command if is_there else f"{pip_install('huggingface_hub')} && {command}"
+
+
 def is_installed(package: str) -> bool:
     """Whether a package can be imported; a folder of that name, such as wandb's logs, is no package."""
     spec = find_spec(package)
@@ -23,7 +46,7 @@ def is_installed(package: str) -> bool:
 def check_installed(package: str, user: str) -> None:
     """Raises UserError if an optional package is missing that `user`, such as a flag, needs."""
     if not is_installed(package):
-        raise UserError(f"{user} needs the package {package}: pip install {package}")
+        raise UserError(f"{user} needs the package {package}: {pip_install(package)}")
 
 
 def is_out_of_host_memory(error: BaseException) -> bool:

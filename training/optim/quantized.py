@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from training.host.errors import UserError, check_installed
+from training.host.errors import UserError, check_installed, pip_install
 
 GROUP = 64  # elements that share a scale
 LEAST_VERSION = 0, 50  # older ones may not run on the current stream
@@ -80,7 +80,7 @@ def check_library(user: str) -> None:
     version = importlib.metadata.version("bitsandbytes")
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < LEAST_VERSION:
         least = ".".join(map(str, LEAST_VERSION))
-        raise UserError(f"{user} needs bitsandbytes {least} or newer, got {version}: pip install -U bitsandbytes")
+        raise UserError(f"{user} needs bitsandbytes {least} or newer, got {version}: {pip_install('-U bitsandbytes')}")
     try:
         _library()
     except Exception as error:  # a package of it that is missing or does not fit

@@ -17,12 +17,14 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from model import ModelConfig
-from training.host.errors import UserError
+from training.host.errors import UserError, program
 from training.host.files import check_can_write, read_file, replace_file
 from training.host.processes import line_of
 from training.memory.machine import find_gpu
 from training.memory.planner import Plan
 from training.parallel.world import World
+from training.run.build import adapters_of
+from training.run.resume import with_defaults
 from training.run.settings import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ Writer = Callable[[dict], None]
 
 def describe(config: TrainConfig, model_config: ModelConfig, plan: Plan, world: World) -> None:
     """Log a run's settings, its model, and what its first step waits for."""
-    logger.info("config: %s", json.dumps(dataclasses.asdict(config)))
+    logger.info("config: %s", json.dumps(differing(config)))
     logger.info(
         "model: %s, %s parameters; attention: %s, kernel: %s; device: %s x %d (data x context x tensor: %d x %d x %d)",
         config.model_size or model_config.model_type, f"{model_config.num_parameters():,}", config.attention_type,
@@ -45,6 +47,20 @@ def describe(config: TrainConfig, model_config: ModelConfig, plan: Plan, world: 
     if world.device.type == "cuda":
         waits = "for Triton to compile kernels that its cache lacks, and for the attention library's plans"
         logger.info("the first step takes longer than others: it also waits %s", waits)
+
+
+def differing(config: TrainConfig) -> dict:
+    """Returns the settings that a run of the same model, adapters and context length does not have by default."""
+    names = "model_size", "init_from", "lora", "context_length"  # other defaults follow from these
+    usual = with_defaults(TrainConfig(**{name: getattr(config, name) for name in names}))
+    if adapters := adapters_of(usual):
+        usual = dataclasses.replace(usual, lora_alpha=adapters.alpha, lora_targets=",".join(adapters.targets))
+    defaults = dataclasses.asdict(usual) | {name: getattr(TrainConfig(), name) for name in names}
+    found = {"model_size": "tiny", "tokenizer": "bytes", "memory_budget": "auto", "optimizer_state": "float32"}
+    return {
+        name: value for name, value in dataclasses.asdict(config).items()
+        if value not in (defaults[name], found.get(name, defaults[name]))
+    }  # fmt: skip
 
 
 class Display(contextlib.ExitStack):
@@ -260,15 +276,17 @@ def wandb_writer(config: TrainConfig, stack: contextlib.ExitStack) -> Writer:
         run.define_metric("*", step_metric="step")  # wandb's own count of steps would drop what a resumed run repeats
         replace_file(file, f"{run.id}\n")
     except Exception as error:
+        login = f"{program('wandb')} login"
         raise UserError(
-            f"--wandb {config.wandb}: {error}; log in with `wandb login`, set WANDB_MODE=offline, or drop it"
+            f"--wandb {config.wandb}: {error}; log in with `{login}`, set WANDB_MODE=offline, or drop it"
         ) from None
 
     def finish(kind, *_) -> None:
         try:
             run.finish(exit_code=int(kind is not None))
         except Exception as error:
-            logger.warning("Weights & Biases: %s; `wandb sync` sends what is in %s/wandb", error, config.output_dir)
+            sync = f"{program('wandb')} sync"
+            logger.warning("Weights & Biases: %s; `%s` sends what is in %s/wandb", error, sync, config.output_dir)
 
     stack.push(finish)
     return lambda values: run.log({"step": values["step"], **numbers(values)})

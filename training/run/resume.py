@@ -26,7 +26,7 @@ from training.data.loader import check_same_data
 from training.data.tokenizer import ByteTokenizer, FileTokenizer
 from training.families import WRAPPERS
 from training.flags import LARGE, as_words, given_flags
-from training.host.errors import UserError
+from training.host.errors import UserError, program
 from training.host.files import read_json
 from training.lora import ADAPTER_CONFIG, FROZEN_BITS, has_adapters, read_adapters, read_frozen_bits, to_adapter_config
 from training.optim.adamw import warmup_cosine
@@ -310,9 +310,10 @@ def with_adapters(config: TrainConfig, given: Iterable[str]) -> TrainConfig:
             config = replace(config, lora_targets=targets)  # in the order of the folder's
         for name, value in own.items():
             if name in given and getattr(config, name) != value:
+                merge = f"{program()} -m training.checkpoint.weights export {config.init_from} OUT --merge"
                 raise UserError(
                     f"{name} {getattr(config, name)}: the adapters of {config.init_from} have {value}; drop it, or "
-                    f"merge them first: python -m training.checkpoint.weights export {config.init_from} OUT --merge"
+                    f"merge them first: {merge}"
                 )
         if "lora_bits" not in given:
             own["lora_bits"] = bits
@@ -339,7 +340,7 @@ def refuse_images(base: Path) -> None:
     if file.is_file() and (model_type := read_json(file).get("model_type")) in WRAPPERS:
         raise UserError(
             f"lora on {base}, a {model_type} of text and images: peft would not find the adapters' names; take its "
-            f"text model: python -m training.checkpoint.weights export {base} OUT"
+            f"text model: {program()} -m training.checkpoint.weights export {base} OUT"
         )
 
 

@@ -168,7 +168,9 @@ def test_missing_packages_are_named_before_anything_is_read(tmp_path, monkeypatc
             for module in (package, "compression.zstd"):
                 patch.setitem(sys.modules, module, None)
             (tmp_path / name).write_bytes(b"")
-            with pytest.raises(ValueError, match=rf"{name} needs the {package} package: pip install -r requirements-e"):
+            with pytest.raises(
+                ValueError, match=rf"{name} needs the {package} .*/python -m pip install -r requirements-e"
+            ):
                 texts(tmp_path)
             (tmp_path / name).unlink()
 
@@ -268,7 +270,7 @@ def test_suffixes_and_names_of_the_hub(tmp_path, one_process):  # noqa: F811
             reading=Reading(suffixes=".rs"),
         )
     with pytest.raises(
-        ValueError, match=r"does not exist; .*: hf download no/such-data --repo-type dataset --local-dir DIR"
+        ValueError, match=r"does not exist; .*: .*/bin/hf download no/such-data --repo-type dataset --local-dir DIR"
     ):
         texts("no/such-data")
     with pytest.raises(ValueError, match=r"does not exist; give --data a file or a folder$"):

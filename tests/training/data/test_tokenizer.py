@@ -153,7 +153,7 @@ def test_tokenizer_errors(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"tokenizer .*panics\.json cannot be read: no entry found for key; give"):
         load_tokenizer(str(tmp_path / "panics.json"))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match="pip install tokenizers"):
+    with pytest.raises(ValueError, match="/python -m pip install tokenizers"):
         load_tokenizer("t.json")
 
 

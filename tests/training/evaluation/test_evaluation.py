@@ -23,7 +23,7 @@ from training.evaluation import pictures, positions
 from training.evaluation.__main__ import main
 from training.evaluation.flags import read_evaluation_flags
 from training.families import to_config_json
-from training.host.errors import UserError
+from training.host.errors import UserError, pip_install
 from training.parallel.fsdp import copy_weights, initial_weights
 from training.run.build import shape_with
 
@@ -240,7 +240,7 @@ def test_an_error_has_a_line_of_its_own_below_the_progress_bar(folders, monkeypa
 def test_without_matplotlib_a_line_says_so(folders, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "is_installed", lambda name: False)
     assert run(folders["full"], tmp_path, "--samples", "0", "--sequences", "1")[0] == 0
-    assert capsys.readouterr().err.endswith("no pictures: pip install matplotlib\n")
+    assert capsys.readouterr().err.endswith(f"no pictures: {pip_install('matplotlib')}\n")
     assert [file.name for file in tmp_path.iterdir()] == ["evaluation.json"]
 
 

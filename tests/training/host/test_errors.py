@@ -10,10 +10,40 @@ import numpy as np
 import pytest
 import torch
 
-from training.host.errors import UserError
+from training.host.errors import UserError, hub_download, pip_install, program
 from training.host.files import check_can_write
 from training.host.memory import PinnedArena
 from training.host.processes import command, line_of
+
+
+def test_hints_call_programs_as_the_pages_do(tmp_path, monkeypatch):
+    """Programs of the environment that runs, by the path from the working directory."""
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    assert pip_install("matplotlib") == ".venv/bin/python -m pip install matplotlib"
+    install = ".venv/bin/python -m pip install huggingface_hub && "
+    assert hub_download("a/b --local-dir DIR") == f"{install}.venv/bin/hf download a/b --local-dir DIR"
+    (programs / "hf").touch()
+    assert hub_download("a/b --local-dir DIR") == ".venv/bin/hf download a/b --local-dir DIR"
+    monkeypatch.chdir(programs)
+    assert program("hf") == "hf"
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(sys, "executable", "/opt/my env/bin/python")
+    assert program() == "'opt/my env/bin/python'"
+
+
+def test_no_hint_names_a_program_without_its_environment():
+    """A user's shell may not find it, or may find another environment's."""
+    bare = re.compile(r"[:;,`({ \"'](pip install|hf download|python -m training|wandb (login|sync)) ?[^`\n]*[\"'`]")
+    root = Path(__file__).parents[3]
+    sources = [*root.glob("*.py"), *root.glob("kernels/**/*.py"), *root.glob("training/**/*.py")]
+    found = [
+        (path.name, line.strip()) for path in sources for line in path.read_text().splitlines()
+        if bare.search(line) and "-m pip" not in line and "read_flags(" not in line and "read_command(" not in line
+    ]  # fmt: skip
+    assert not [each for each in found if not each[1].startswith(("`", '"""'))]
 
 
 @pytest.mark.parametrize("make", [torch.empty, np.empty, lambda size: bytearray(size * 2**6)])
