@@ -279,6 +279,11 @@ def test_an_epoch_of_the_data_is_timed_for_its_documents(nine_layers, tmp_path, 
     assert main([*data, "--context_length", "512"]) == 1
     assert "choose --overlong drop or split" in capsys.readouterr().err
     assert run_main(tmp_path, *data, "--context_length", "512", "--overlong", "split")["answer"]["fits"]
+    rows = [json.dumps({"q": sample["prompt"], "a": sample["completion"]}) for sample in samples]
+    (tmp_path / "samples.jsonl").write_text("\n".join([*rows, "{"]))
+    data += "--columns", "prompt=q,completion=a"
+    assert main([*data]) == 1 and "samples.jsonl:41: not JSON" in capsys.readouterr().err
+    assert run_main(tmp_path, *data, "--batch_size", "4", "--bad_rows", "drop")["answer"]["tokens"] == answer["tokens"]
 
 
 MESHES = [(2, 1), (8, 2), (4, 4)]

@@ -255,18 +255,27 @@ def _from_alpaca(row: dict) -> dict:
         raise NothingToLearn("rows without text")
     if not all(isinstance(text, str) for text in (instruction, given, output, row.get("system") or "")):
         raise UserError('needs strings "instruction" and "output", and "input" and "system" if it has them')
-    if row.get("history"):
-        raise UserError('has a "history", which is not read: give it and this turn as "messages"')
+    history = row.get("history") or []
+    if not isinstance(history, list) or any(not _is_pair(turn) for turn in history):
+        raise UserError('has a "history" that is not a list of pairs, each of an instruction and an output')
     system = _system(row)
     question = f"{instruction}\n{given}" if given.strip() else instruction
-    pair = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
+    turns = [*history, (question, output)]
+    roles = ("user", "assistant")
+    messages = system + [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn)]
+    if history:  # Alpaca's text has no place for it
+        return {"messages": messages}
     further, shown = (FURTHER, f"### Input:\n{given}\n\n") if given.strip() else ("", "")
     prompt = ALPACA.format(further=further, instruction=instruction, input=shown)
     return {
-        "messages": system + pair,
+        "messages": messages,
         "prompt": "".join(f"{message['content']}\n\n" for message in system) + prompt,
         "completion": output,
     }
+
+
+def _is_pair(turn) -> bool:
+    return isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)
 
 
 def _system(row: dict) -> list[dict]:
