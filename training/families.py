@@ -418,7 +418,7 @@ def _rope_by_type(content: dict, family: Family) -> tuple[dict, float, list[str]
     if settings.pop("truncate", True) is not True:
         refused.append("truncate of layers without a window, which transformers does not read")
     beside = {name: value for name, value in newer.items() if name not in ("full_attention", "sliding_attention")}
-    without_effect = {"rope_type": "default", "type": "default", "rope_theta": settings["rope_theta"]}
+    without_effect = {"rope_type": "default", "type": "default", "rope_theta": settings.get("rope_theta")}
     if any(value not in (None, without_effect.get(name)) for name, value in beside.items()):
         refused.append(f"rope_parameters {newer!r:.60}")
     base = content["rope_local_base_freq"] if "rope_local_base_freq" in family.defaults else family.local_rope_theta
@@ -432,8 +432,7 @@ def _rope_by_type(content: dict, family: Family) -> tuple[dict, float, list[str]
 def _completed(settings: dict, content: dict) -> dict:
     """Returns rotary settings with their type in "rope_type", and with rope_theta, which config.json may have beside.
 
-    Some files have "type", or both. transformers takes "truncate": null for false, and every other null for a setting
-    that is not there.
+    Some files have "type", or both. transformers takes "truncate": null for false. Every other null means nothing.
     """
     theta, rope_type = content.get("rope_theta", 1e4), settings.get("type") or "default"
     settings = {"rope_theta": theta, "rope_type": rope_type, **settings, "type": None}

@@ -159,11 +159,11 @@ def read_frozen_bits(folder: str | Path) -> int:
 
 
 def projections_named(targets: object) -> tuple[str, ...] | None:
-    """Returns the projections that peft's target_modules names in every block; None: it names something else.
+    """Returns the projections that peft's target_modules names in every block; None if it names other modules.
 
     peft compares the ends of full names: "q_proj" and "self_attn.q_proj" are in every block,
-    "model.layers.0.self_attn.q_proj" is in block 0 alone. Names of single blocks must be there for all blocks up to the
-    last that is named; whoever reads the tensors misses those of later blocks.
+    "model.layers.0.self_attn.q_proj" is in block 0 alone. A projection that is named by block must be named from block
+    0 to the last. If the base has more blocks, reading the tensors fails: the later blocks' are missing.
     """
     if targets == "all-linear":
         return LORA_TARGETS

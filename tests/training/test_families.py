@@ -268,6 +268,8 @@ def test_windows_and_frequencies_of_olmo_and_gemma():
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; it must be a whole"),
         ({"query_pre_attn_scalar": 168.5}, "query_pre_attn_scalar is 168.5; it must be a whole number"),
         ({"rope_local_base_freq": None}, "rope_local_base_freq None"),
+        ({"rope_theta": None}, "lacks rope_theta"),
+        ({"rope_theta": None, "rope_parameters": {"rope_type": "default"}}, "lacks rope_theta"),
         ({"rope_local_base_freq": 0}, "rope_theta must be above 1, got 0"),
         ({"rope_parameters": {"rope_theta": 1234.0}}, "rope_parameters .'rope_theta': 1234.0."),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters .'rope_type': 'linear'"),
