@@ -60,6 +60,7 @@ USUAL_NAMES = {  # names that flags have elsewhere, for "did you mean"
     "context_parallel_size": "cp cp_size context_parallel sequence_parallel sequence_parallel_size sp_size",
     "tensor_parallel_size": "tp tp_size tensor_parallel tensor_model_parallel_size",
     "tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
+    "chat_template": "template prompt_template chat_template_path",
     "seed": "random_seed data_seed",
     "device": "use_cpu no_cuda",
     "collective_timeout": "ddp_timeout",

@@ -91,6 +91,7 @@ def test_dashes_stand_for_underscores():
         ("--load_in_4bit", "lora_bits"),
         ("--resume_from_checkpoint", "resume"),
         ("--warmup_ratio", "warmup_steps"),
+        ("--template", "chat_template"),
     ],
 )
 def test_the_flag_that_is_meant(word, ours):
@@ -123,7 +124,7 @@ def test_what_there_is_not_is_said(word, why, tmp_path):
         given_flags(TrainConfig, ["--config", str(tmp_path / "run.toml")], "train.py")
 
 
-@pytest.mark.parametrize("word", ["--eval_data", "--test_data", "--template", "--max_samples", "--special_tokens"])
+@pytest.mark.parametrize("word", ["--eval_data", "--test_data", "--max_samples", "--special_tokens"])
 def test_a_name_that_is_only_a_little_alike_is_not_meant(word):
     """A test set is not to be trained on."""
     with pytest.raises(UserError, match=f"^unknown flag {word}(; did you mean --validation_data\\?)?$"):
