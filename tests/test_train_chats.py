@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig
 import train
 from model import Transformer
 from tests.runs import arguments
-from tests.training.data.test_chat import CHATML, OLMO3
+from tests.training.data.test_chat import CHATML, LLAMA3, OLMO3
 from tests.training.data.test_packing import load_documents
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint.weights import Companions, read_companions
@@ -27,7 +28,10 @@ from training.run import sample
 from training.run.sample import log_sample
 from training.run.settings import TrainConfig
 
-ENDS = {"<|endoftext|>": 257, "<|im_start|>": 258, "<|im_end|>": 259}
+TURN = (  # with the mark of an assistant's
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|eot_id|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|eot_id|>{% endif %}"
+)
 
 
 @pytest.fixture
@@ -42,7 +46,9 @@ def with_tokenizer(folder, template=CHATML, stops=257):
     write_tokenizer(folder / "tokenizer.json")
     tokens = {"eos_token": "<|endoftext|>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
     (folder / "special_tokens_map.json").write_text(json.dumps(tokens))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops, "top_p": 0.9}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": stops, "top_p": 0.9, "_from_model_config": True})
+    )
     if template:
         (folder / "chat_template.jinja").write_text(template)
     return folder
@@ -65,6 +71,7 @@ def test_what_is_saved_stops_at_the_ends_that_are_trained(tmp_path, template, gi
         (tmp_path / name).write_bytes(content)
     saved = GenerationConfig.from_pretrained(tmp_path)
     assert saved.eos_token_id == stops and saved.top_p == 0.9
+    assert stops == given or not saved._from_model_config
 
 
 def test_a_folder_without_a_generation_config_gets_one(tmp_path):
@@ -78,6 +85,33 @@ def test_a_folder_without_a_generation_config_gets_one(tmp_path):
     for damaged in (b"[1]", b"{", b"\xff"):
         with pytest.raises(ValueError, match=r"generation_config\.json beside the tokenizer is damaged: "):
             Companions({"generation_config.json": damaged}).stopping_at({1})
+
+
+def test_files_beside_a_tokenizer_of_another_name_go_along(tmp_path):
+    """Its special tokens are read from them: without them the checkpoint's tokenizer would be another one."""
+    with_tokenizer(tmp_path)
+    given = Path(write_tokenizer(tmp_path / "mine.json", filler=1))
+    (tmp_path / "saved").mkdir()
+    for name, content in read_companions(given).files.items():
+        (tmp_path / "saved" / name).write_bytes(content)
+    assert load_tokenizer(str(tmp_path / "saved")).identity == load_tokenizer(str(given)).identity
+    assert load_tokenizer(str(given)).encode("<|im_end|>").tolist() == [260]
+
+
+@pytest.mark.parametrize("template", [LLAMA3, LLAMA3.replace("{{ m.content | trim }}<|eot_id|>", TURN)])
+@pytest.mark.parametrize("word", ["<|eot_id|>", "<s>"])
+def test_a_chat_begins_and_ends_turns_once(tmp_path, template, word):
+    """Templates that mark turns write what a message has as well as others."""
+    write_tokenizer(tmp_path / "tokenizer.json")
+    tokens = "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "extra_special_tokens": tokens}))
+    (tmp_path / "chat_template.jinja").write_text(template)
+    chat = ChatTemplate(load_tokenizer(str(tmp_path)))
+    talk = [{"role": "user", "content": "he"}, {"role": "assistant", "content": "x"}]
+    assert chat.encode({"messages": talk})[0].tolist().count(257) == 0
+    for i, content in ((0, word + "he"), (1, "x" + word)):
+        with pytest.raises(ValueError, match=f"a message has '{re.escape(word)}' in it"):
+            chat.encode({"messages": [*talk[:i], {**talk[i], "content": content}, *talk[i + 1 :]]})
 
 
 def test_a_template_whose_ends_are_unknown_is_said(tmp_path, caplog):

@@ -87,6 +87,7 @@ class Companions:
         if not (missing := sorted({*ids}.difference(known))):
             return self
         content["eos_token_id"] = [*known, *missing]
+        content.pop("_from_model_config", None)  # transformers would make it anew from config.json
         return Companions(self.files | {name: (json.dumps(content, indent=2) + "\n").encode()}, self.settings)
 
 
@@ -203,11 +204,9 @@ def parameter_shapes(shape: ModelConfig) -> dict[str, tuple[int, ...]]:
 def read_companions(tokenizer: Path) -> Companions:
     """The files and settings that go along with the weights beside this tokenizer.json."""
     advice = "give --tokenizer the path of a tokenizer.json"
-    files = {"tokenizer.json": read_file(tokenizer, advice, JSON_BYTES)}
-    if tokenizer.name != "tokenizer.json":
-        return Companions(files)
     folder, settings = tokenizer.parent, {}
-    files |= {name: read_file(folder / name, advice, JSON_BYTES) for name in COMPANIONS if (folder / name).is_file()}
+    files = {name: read_file(folder / name, advice, JSON_BYTES) for name in COMPANIONS if (folder / name).is_file()}
+    files["tokenizer.json"] = read_file(tokenizer, advice, JSON_BYTES)
     if (folder / "config.json").is_file():
         content = read_json(folder / "config.json")
         settings = {name: content[name] for name in TOKEN_IDS if name in content}

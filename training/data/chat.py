@@ -88,6 +88,8 @@ class ChatTemplate:
         self._prompt = prompt.removeprefix(before).rstrip(" ") if prompt.startswith(before) else ""
         whole = self._render([question, answer, {**question, "content": "RrR"}, {**answer, "content": "BbB"}], None)
         self._is_marked = OPEN in whole
+        bos = tokenizer.special_tokens.get("bos_token", "")
+        self._beginning = bos if whole.startswith(bos) else ""  # the token before the first turn
         try:
             self._learn_turns(re.sub(MARK, "", whole))
         except UserError:
@@ -321,11 +323,11 @@ class ChatTemplate:
             for part in [*value, *value.values()] if isinstance(value, dict) else value:
                 self._check_words(part)
         if isinstance(value, str):
-            words = [self._header.strip(), *(end.strip() for end in self._ends), *self._openers, self._result_end]
-            words = [OPEN, CLOSE] if self._is_marked else [word for word in words if word]
+            borders = [self._header.strip(), *self._openers, self._result_end]
+            words = [*([OPEN, CLOSE] if self._is_marked else borders), *map(str.strip, self._ends), self._beginning]
             if UNSTORABLE.search(value):
                 raise UserError("escaped NUL or lone surrogate in the messages; remove it")
-            if found := [word for word in words if word in value]:
+            if found := [word for word in words if word and word in value]:
                 raise UserError(f"a message has {found[0]!r} in it, which begins or ends turns; remove it")
 
     def _render(self, messages: list[dict], tools: list | None, add_generation_prompt: bool = False) -> str:

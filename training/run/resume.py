@@ -6,6 +6,7 @@ import logging
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from os.path import exists
 from pathlib import Path
 
 import torch
@@ -393,7 +394,7 @@ def learning_rate_of(step: int, config: TrainConfig, cosine_steps: int) -> float
 
 def choose_tokenizer(config: TrainConfig, checkpoint: Path | None) -> str:
     """--tokenizer, or the checkpoint's copy if that file has gone; else the tokenizer of --init_from, or bytes."""
-    if checkpoint and config.tokenizer not in (None, "bytes") and not Path(config.tokenizer).exists():
+    if checkpoint and config.tokenizer not in (None, "bytes") and not exists(config.tokenizer):
         own = checkpoint / "tokenizer.json"
         return str(own if own.is_file() else config.tokenizer)
     if config.tokenizer is not None or config.init_from is None:
@@ -408,7 +409,7 @@ def open_tokenizer(start: Start) -> ByteTokenizer | FileTokenizer:
         UserError: a resumed run was trained with another content; tokens of the chat template would not be trained.
     """
     template = start.config.chat_template
-    if template not in (None, "chatml") and start.checkpoint and not Path(template).exists():
+    if template not in (None, "chatml") and start.checkpoint and not exists(template):
         template = str(start.checkpoint / "chat_template.jinja")
     tokenizer = open_with_template(start.config.tokenizer, template)
     if template is not None and tokenizer.added_for_chats:
