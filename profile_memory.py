@@ -51,9 +51,9 @@ from training.data.tokens import Selection, Store, join, split
 from training.host.errors import UserError, check_installed
 from training.host.files import check_can_write
 from training.host.processes import command
-from training.host.sizes import GIB, available_host_bytes, budget_of_machine, parse_bytes
+from training.host.sizes import GIB, available_host_bytes, budget_of_machine, gib, parse_bytes
 from training.lora import has_adapters, read_adapters, read_frozen_bits
-from training.memory.cost_model import PackedDocuments, Step, gib
+from training.memory.cost_model import Step
 from training.memory.execution import Execution
 from training.memory.machine import (
     DRIVER_BYTES,
@@ -67,6 +67,7 @@ from training.memory.machine import (
 )
 from training.memory.planner import Plan, find_max_context, has_plan, make_plan
 from training.memory.reports import Epoch, Machine, choose_plan, report_comparison, report_max_context, report_step
+from training.memory.step import PackedDocuments
 from training.optim.quantized import check_library
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing

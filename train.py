@@ -41,8 +41,9 @@ from training.data.tokens import Store
 from training.host.errors import UserError
 from training.host.files import only_run_in
 from training.host.processes import command, outliving_its_output, say_last
-from training.memory.cost_model import PackedDocuments, forward_flops
+from training.memory.cost_model import forward_flops
 from training.memory.placement import set_kinds
+from training.memory.step import PackedDocuments
 from training.parallel.world import World, join_world
 from training.plots import draw_at_end
 from training.run import resume

@@ -20,7 +20,7 @@ from model import MODEL_SIZES, Transformer
 from training.checkpoint.state import read_weights
 from training.checkpoint.weights import find_weights, name_in_file
 from training.families import to_config_json
-from training.memory.cost_model import PackedDocuments
+from training.memory.step import PackedDocuments
 from training.parallel.world import join_world
 from training.run.build import build_model, choose_model, configure_machine, resolve_memory_budget
 from training.run.settings import TrainConfig

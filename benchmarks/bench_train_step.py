@@ -65,8 +65,9 @@ from training.data.tokens import TokenStore
 from training.families import to_config_json
 from training.host.files import size_on_disk
 from training.host.sizes import GIB
-from training.memory.cost_model import PackedDocuments, forward_flops
+from training.memory.cost_model import forward_flops
 from training.memory.planner import Plan, make_plan
+from training.memory.step import PackedDocuments
 from training.optim.adamw import MasterAdamW
 from training.parallel.world import World, join_world
 from training.run.build import build, choose_model, configure_machine, resolve_memory_budget

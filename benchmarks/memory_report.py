@@ -15,10 +15,10 @@ from pathlib import Path
 
 from model import MODEL_SIZES
 from training.host.sizes import parse_bytes
-from training.memory.cost_model import Stage
 from training.memory.execution import Execution
 from training.memory.profiler import MeasuredStage, draw_stages
 from training.memory.reports import compared_executions
+from training.memory.stages import Stage
 from training.run.build import step_on_meta
 
 ROOT = Path(__file__).parents[1]

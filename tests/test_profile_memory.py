@@ -23,8 +23,8 @@ from tests.training.memory.test_profiler import step_of as step_of_format
 from training.families import to_config_json
 from training.host.sizes import budget_of_machine
 from training.memory import reports
-from training.memory.cost_model import Execution, forward_flops
-from training.memory.execution import WHOLE, Placement
+from training.memory.cost_model import forward_flops
+from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import GPUS, H200, scale_rates
 from training.memory.planner import find_max_context, has_plan, make_plan
 from training.memory.profiler import GIB

@@ -21,9 +21,9 @@ from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import load_model_weights
 from training.families import FAMILIES, WRAPPERS, from_config_json, in_family, to_config_json
-from training.memory.cost_model import PackedDocuments
 from training.memory.execution import Execution, Placement
 from training.memory.placement import apply_execution
+from training.memory.step import PackedDocuments
 from training.parallel.world import World
 from training.run.build import build, choose_model
 from training.run.settings import TrainConfig

@@ -17,10 +17,11 @@ from kernels.attention.attend import attention
 from kernels.attention.documents import find_documents
 from kernels.attention.full import FULL
 from model import ModelConfig, Transformer
-from training.memory.cost_model import PackedDocuments, Step
+from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
 from training.memory.placement import apply_execution
 from training.memory.planner import Plan
+from training.memory.step import PackedDocuments
 from training.optim.adamw import MasterAdamW
 
 B, T = 2, 288  # rows and tokens of a micro-batch

@@ -77,3 +77,8 @@ def _bytes_left_in_groups() -> Iterator[float]:
                 size = int((folder / limit).read_text())
                 cached = re.findall(rf"^{cache} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)[0]
                 yield size - (int((folder / usage).read_text()) - int(cached))
+
+
+def gib(num_bytes: float) -> str:
+    """Returns a number of bytes as text: gib(3 * 2**29) is "1.50 GiB"."""
+    return f"{num_bytes / GIB:.2f} GiB"

@@ -12,9 +12,11 @@ from kernels.linear import PLAIN
 from training.attention_flags import describe
 from training.checkpoint.pieces import SAVING_BYTES
 from training.host.errors import UserError
-from training.memory.cost_model import Stage, Step, gib
+from training.host.sizes import gib
+from training.memory.cost_model import Step
 from training.memory.execution import Execution, Placement
 from training.memory.machine import ASSUMED_NETWORK, H200, Rates
+from training.memory.stages import Stage
 
 # A plan's predicted peak must stay below budget / HEADROOM. The 4% cover allocator fragmentation and what the cost
 # model does not count. Where no plan stays below, a plan below budget / LEAST_HEADROOM will do: at the limit the

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from training.host.sizes import GIB
-from training.memory.cost_model import Stage, Step
+from training.memory.cost_model import Step
 from training.memory.execution import Execution
 from training.memory.placement import apply_execution
+from training.memory.stages import Stage
 from training.optim.adamw import MasterAdamW
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "layer inputs", "attention", "MLP", "loss", "workspace")

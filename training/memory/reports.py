@@ -20,12 +20,13 @@ import torch
 from model import ModelConfig
 from training.checkpoint.files import SPARE_BYTES
 from training.host.errors import UserError
-from training.host.sizes import GIB, PROCESS_BYTES, SYSTEM_BYTES, parse_bytes
+from training.host.sizes import GIB, PROCESS_BYTES, SYSTEM_BYTES, gib, parse_bytes
 from training.memory import profiler
-from training.memory.cost_model import Step, forward_flops, gib
+from training.memory.cost_model import Step, forward_flops
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import Rates, cap_gpu_memory
 from training.memory.planner import LEAST_HEADROOM, Plan, describe_budgets, find_max_context, has_plan, make_plan
+from training.memory.timeline import format_timeline
 from training.optim.formats import bytes_saved
 
 COMPARED_CONTEXTS = (32_768, 65_536, 131_072, 262_144)
@@ -139,30 +140,20 @@ def report_step(
     if part is not None:
         shown, execution = part, profiler.thin(execution, part.layers)
     predicted, measured = list(shown.stages(execution)), None
-    peak = max(predicted, key=lambda stage: stage.bytes)
-    try:
-        if build_bench:
+    if build_bench:
+        try:
             sys.stdout.flush()  # measuring may take minutes
             measured = build_bench(shown, execution).measure(shown, execution)
-    except torch.OutOfMemoryError:
-        print(f"{about}\n{plan}\npredicted, not measured (out of memory):\n{profiler.format_table(predicted)}")
-        raise UserError(
-            f"out of memory: a peak of {gib(peak.bytes)} is predicted, in {peak.name}, of {gib(machine.gpu_bytes)} "
-            "that are free"
-        ) from None
-    summary = {
-        "predicted_peak": peak.bytes, "predicted_peak_stage": peak.name,
-        "predicted_host": shown.host_bytes(execution), "predicted_seconds": shown.seconds(execution, machine.rates),
-    }  # fmt: skip
-    if measured:
+        except torch.OutOfMemoryError:
+            print(f"{about}\n{plan}\npredicted, not measured (out of memory):\n{profiler.format_table(predicted)}")
+            peak = shown.peak(execution)
+            raise UserError(
+                f"out of memory: a peak of {gib(peak.bytes)} is predicted, in {peak.name}, of {gib(machine.gpu_bytes)} "
+                "that are free"
+            ) from None
         answer["fits"] = True
-        summary |= {
-            "measured_peak": measured.peak.bytes, "measured_peak_stage": measured.peak.name,
-            "reserved": measured.reserved,
-            "fragmentation": measured.peak.reserved - measured.peak.bytes,
-            "host": measured.host_bytes, "measured_seconds": measured.seconds,
-            "num_alloc_retries": measured.alloc_retries,
-        }  # fmt: skip
+    summary = _summarize(shown, execution, machine, measured)
+    if measured:
         if part is not None:
             print(f"below, {part.layers} of the {step.layers} layers:")
             summary["extrapolated_seconds"] = profiler.extrapolate(measured, shown, step)
@@ -170,7 +161,7 @@ def report_step(
         _print_measured(summary)
     is_planned = flags.gradient_checkpointing is None
     title = f"plan for {describe_budgets(*machine.limits[:2])}" if is_planned else "nothing planned"
-    print(f"{about}\n{title}:\n{plan}")
+    print(f"{about}\n{title}:\n{plan}\n\n{format_timeline(step.timeline(execution, machine.rates))}")
     stages = predicted, measured.stages if measured else None
     if flags.stages:
         print("\n" + profiler.format_table(*stages, flags.stages == "all"))
@@ -179,6 +170,23 @@ def report_step(
     written = [side and [dataclasses.asdict(stage) for stage in side] for side in stages]
     results = {"answer": answer, "plan": str(plan), "execution": dataclasses.asdict(execution), "summary": summary}
     return results | dict(zip(("predicted", "measured"), written))
+
+
+def _summarize(step: Step, execution: Execution, machine: Machine, measured: profiler.Measurement | None) -> dict:
+    """Returns the peak, host memory and seconds of a step, predicted and, where it was measured, measured."""
+    peak = step.peak(execution)
+    summary = {
+        "predicted_peak": peak.bytes, "predicted_peak_stage": peak.name,
+        "predicted_host": step.host_bytes(execution), "predicted_seconds": step.seconds(execution, machine.rates),
+    }  # fmt: skip
+    if measured:
+        summary |= {
+            "measured_peak": measured.peak.bytes, "measured_peak_stage": measured.peak.name,
+            "reserved": measured.reserved, "fragmentation": measured.peak.reserved - measured.peak.bytes,
+            "host": measured.host_bytes, "measured_seconds": measured.seconds,
+            "num_alloc_retries": measured.alloc_retries,
+        }  # fmt: skip
+    return summary
 
 
 def _speed(plan: Plan) -> dict[str, float]:

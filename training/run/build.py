@@ -29,14 +29,15 @@ from training.checkpoint.weights import find_weights, shape_of_weights
 from training.choices import LORA_TARGETS
 from training.families import extend
 from training.host.errors import UserError, refused_as_user_error
-from training.host.sizes import available_host_bytes, parse_bytes
+from training.host.sizes import available_host_bytes, gib, parse_bytes
 from training.lora import ADAPTERS, Adapters, adapt, has_adapters, in_bf16
-from training.memory.cost_model import PackedDocuments, Step, gib
+from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
 from training.memory.machine import Rates, cap_gpu_memory, gpu_budget, measure_attention, measure_network, measure_rates
 from training.memory.placement import allocate, apply_execution
 from training.memory.planner import Plan, has_plan, make_plan
 from training.memory.profiler import Bench, format_table
+from training.memory.step import PackedDocuments
 from training.optim.adamw import MasterAdamW
 from training.optim.quantized import GROUP as QUANTIZED_GROUP
 from training.optim.quantized import check_library

@@ -13,10 +13,13 @@ from kernels.attention.full import FULL, attention_flops, together_pairs
 from kernels.lora import LORA
 from model import MODEL_SIZES, Transformer
 from training.lora import Adapters
-from training.memory.cost_model import UPDATE_BESIDE_FORWARD, PackedDocuments, Step, forward_flops
+from training.memory.block_bytes import adapter_traffic, results_bytes
+from training.memory.cost_model import Step, forward_flops
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import H200
 from training.memory.planner import Plan, _Search, find_max_context
+from training.memory.step import PackedDocuments
+from training.memory.timeline import UPDATE_BESIDE_FORWARD, attention_seconds
 from training.optim.inventory import NUM_SLOTS
 from training.parallel.world import World, make_mesh
 from training.run.build import model_on_meta, step_on_meta
@@ -94,7 +97,7 @@ def test_seconds_of_documents_that_attend_together(backend):
     lengths = np.random.default_rng(0).exponential(273, 480).astype(int).clip(1, 2048)
     documents = PackedDocuments.average(lengths, np.zeros(480, dtype=int), 2048, batch_size=1, num_ranks=1)
     step = step_of(MODEL_SIZES["4B"], int(lengths.sum()), backend, documents=documents)
-    forward, choice, backward = step._attention_seconds(step.given, FULL, documents, H200)
+    forward, choice, backward = attention_seconds(step, step.given, FULL, documents, H200)
     assert 1000 * (forward + backward) == pytest.approx(18, rel=0.15) and choice == 0
 
 
@@ -127,7 +130,7 @@ def test_ranks_that_share_a_sequence_share_its_work(num_ranks, heads_at_a_time):
     expected = (alone.seconds(execution, H200) - update) / num_ranks + update + waits
     assert shared.seconds(execution, H200) == pytest.approx(expected, rel=1e-6)
     assert num_ranks * shared.input_bytes == alone.input_bytes
-    assert num_ranks * shared.results_bytes(FULL) == alone.results_bytes(FULL)
+    assert num_ranks * results_bytes(shared, FULL) == results_bytes(alone, FULL)
     assert shared.at(262_144).tokens == 2 * shared.tokens == 262_144 // num_ranks
     assert find_max_context(shared, 100 * GIB, 0) > find_max_context(alone, 100 * GIB, 0)
 
@@ -207,7 +210,7 @@ def test_ranks_that_share_matrices_share_products_and_attention(tensor_ranks, he
     expected = alone.seconds(execution, rates) / tensor_ranks + sums
     assert shared.seconds(execution, rates) == pytest.approx(expected, rel=1e-6)
     assert shared.input_bytes == alone.input_bytes
-    assert tensor_ranks * shared.results_bytes(FULL) == alone.results_bytes(FULL)
+    assert tensor_ranks * results_bytes(shared, FULL) == results_bytes(alone, FULL)
     assert find_max_context(shared, 100 * GIB, 0) > find_max_context(alone, 100 * GIB, 0)
 
 
@@ -406,7 +409,7 @@ def test_adapters_spare_the_products_of_weights_gradients(size, placement):
     share = full.share
     matrices = 36 * share.layer_matrix_parameters() + share.vocab_size * share.hidden_size
     updates = [4 * step.inventory(e).gpu_state / H200["memory"] for step, e in zip((full, lora), placed)]
-    forward, backward = lora._adapter_traffic()
+    forward, backward = adapter_traffic(lora)
     again = 0 if placement.is_whole else forward
     expected = 2 * 32_768 * matrices / H200["products"] + updates[0] - updates[1]
     expected -= 36 * (forward + backward + again) / H200["adapters"]

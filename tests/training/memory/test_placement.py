@@ -22,10 +22,12 @@ from tests.optimizers import make_optimizer
 from tests.ranks import run_ranks
 from training.checkpoint.state import load_weights
 from training.host.memory import PinnedArena
-from training.memory.cost_model import PackedDocuments, Step
+from training.memory.block_bytes import results_bytes
+from training.memory.cost_model import Step
 from training.memory.execution import PLACES, WHOLE, Execution, Placement, inventory_of
 from training.memory.placement import allocate, apply_execution, apply_placement
 from training.memory.planner import make_plan
+from training.memory.step import PackedDocuments
 from training.optim.adamw import MasterAdamW
 from training.optim.inventory import NUM_SLOTS
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
@@ -244,7 +246,7 @@ def test_keeps_what_is_planned(name, heads_at_a_time):
     nothing, _ = kept_bytes(UNIFORM["host recompute"], heads_at_a_time=heads_at_a_time)
     total, used = kept_bytes(placements, heads_at_a_time=heads_at_a_time)
     planned = step.input_bytes * sum(p.input == "gpu" for p in placements)
-    planned += step.results_bytes(FULL) * sum(p.results == "gpu" for p in placements)
+    planned += results_bytes(step, FULL) * sum(p.results == "gpu" for p in placements)
     assert total - nothing == planned
     assert 0 <= step.arena_bytes(Execution(tuple(placements))) - used <= 1024 * 8 + 512
 

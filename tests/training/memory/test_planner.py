@@ -11,10 +11,11 @@ from kernels.lora import LORA
 from model import MODEL_SIZES
 from tests.training.memory.test_cost_model import step_of
 from training.lora import Adapters
-from training.memory.cost_model import PackedDocuments, Step
+from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution
 from training.memory.machine import H200
 from training.memory.planner import HEADROOM, LEAST_HEADROOM, _Search, find_max_context, has_plan, make_plan
+from training.memory.step import PackedDocuments
 from training.run.build import step_on_meta
 
 GIB = 2**30

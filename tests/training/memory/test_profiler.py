@@ -29,8 +29,9 @@ from tests.optimizers import make_optimizer
 from tests.storage_counter import StorageCounter
 from training.families import in_family
 from training.lora import Adapters, adapt
-from training.memory import cost_model, profiler
-from training.memory.cost_model import PackedDocuments, Stage, Step
+from training.memory import profiler, stages
+from training.memory.block_bytes import footprints
+from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
 from training.memory.profiler import (
     CATEGORIES,
@@ -45,6 +46,8 @@ from training.memory.profiler import (
     largest_that_runs,
     thin,
 )
+from training.memory.stages import Stage
+from training.memory.step import PackedDocuments
 from training.optim.adamw import MasterAdamW
 from training.optim.formats import QuantizedState
 from training.optim.quantized import Quantized
@@ -57,7 +60,7 @@ def dry_run(monkeypatch):
         pytest.skip("tensors without data take Triton's operations where there is no GPU")
     monkeypatch.setattr(torch, "get_device_module", lambda device: torch.cpu)  # streams that do nothing
     monkeypatch.setattr(MasterAdamW, "clip_grad_norm", lambda self, max_norm: None)  # its result has no value
-    monkeypatch.setattr(cost_model, "LIBRARY_BYTES", 0)
+    monkeypatch.setattr(stages, "LIBRARY_BYTES", 0)
     monkeypatch.setattr(QuantizedState, "write", lambda self, state, parameter, values: None)
     monkeypatch.setattr(Quantized, "write_into", lambda self, matrix: None)
     return run_dry
@@ -80,7 +83,7 @@ def own_bytes(step, execution):
 
     def some_heads(*arguments):
         kind = part_of(arguments[10])
-        attention, _ = step._footprints(execution, kind)
+        attention, _ = footprints(step, execution, kind)
         gates = 2 * step.tokens * kind.gates_per_head * share.num_attention_heads  # the operation is given them
         return attention.forward - attention.keepable - attention.choices - gates
 
@@ -90,7 +93,7 @@ def own_bytes(step, execution):
         ops.qkv_attention.default: some_heads,
         ops.tiled_gated_mlp.default: mlp.forward - hidden,
         ops.tiled_gated_mlp_backward.default: mlp.backward - hidden - mlp_weights,
-        torch.ops.aten.embedding_dense_backward.default: step.embedding_sums(),
+        torch.ops.aten.embedding_dense_backward.default: stages.embedding_sums(step),
         ops.linear_cross_entropy.default: loss.forward - loss.saved,
     }
 

@@ -16,12 +16,12 @@ from kernels.linear import PLAIN
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
 from tests.storage_counter import StorageCounter
-from training.memory.cost_model import PackedDocuments
 from training.memory.execution import WHOLE, Placement
 from training.memory.machine import GPUS, H200, scale_rates
 from training.memory.placement import apply_execution
 from training.memory.planner import Plan, find_max_context, make_plan
 from training.memory.profiler import format_table
+from training.memory.step import PackedDocuments
 from training.parallel.world import World
 from training.run import build as run
 from training.run.build import build_bench, model_on_meta, plan_memory, resolve_memory_budget, step_of, step_on_meta

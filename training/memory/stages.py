@@ -1,0 +1,172 @@
+"""Bytes of a step, stage by stage: what is alive at the fullest moment of each."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from operator import add
+
+from kernels.cross_entropy import cross_entropy_footprint
+from kernels.linear_cross_entropy import linear_cross_entropy_footprint
+from training.host.sizes import MIB
+from training.memory.block_bytes import adapter_bytes, block_bytes, sent_bytes, waiting_bytes
+from training.memory.execution import Execution, needed_for_backward
+from training.memory.step import StepShape
+from training.optim.inventory import LEAVING_BYTES
+
+LIBRARY_BYTES = 160 * MIB  # cuBLAS workspaces and the small tensors that nothing below counts
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a step, with the bytes that are alive at its fullest moment, by category."""
+
+    name: str
+    categories: dict[str, int]
+    # Bytes that only FSDP2's reduction can use: the allocator lends no CUDA stream the memory of another.
+    idle: int = field(default=0, kw_only=True)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes alive in all categories, without `idle`."""
+        return sum(self.categories.values())
+
+
+class Stages:
+    """The stages of a step under an execution, in order: of its last micro-batch, with the optimizer's state in place.
+
+    In lists of weights the numbers from 0 to L - 1 are blocks, number L the head and number -1 the embedding.
+    """
+
+    def __init__(self, step: StepShape, execution: Execution):
+        self.step, self.execution, self.optimizer = step, execution, step.inventory(execution)
+        self.weights, self.visits = step.waiting_weights(execution), step.visiting_weights(execution)
+        self.blocks = [*zip(execution.placements, step.kinds)]
+        self.needed = [needed_for_backward(execution.placements, layer) for layer in range(step.layers)]
+        waiting = {block: waiting_bytes(step, *block) for block in {*self.blocks}}
+        self.before = [(0, 0, 0)]  # bytes that the blocks before each layer keep on the GPU for backward
+        for block in self.blocks:
+            inputs, attention, mlp = map(add, self.before[-1], waiting[block])
+            self.before.append((inputs, attention, mlp))
+        sizes = {block: block_bytes(step, execution, *block) for block in {*self.blocks}}
+        self.block_bytes = [sizes[block] for block in self.blocks]
+        sent = {block: sent_bytes(step, *block) for block in {*self.blocks}}
+        self.sent = [sent[block] for block in self.blocks]
+        self.always = self._always()
+
+    def __iter__(self) -> Iterator[Stage]:
+        yield from self._forward()
+        L, x = self.step.layers, self.step.input_bytes
+        # 2 * x: the last norm's output, and the gradient of its input.
+        with_head = (L, *(i for i, _ in self.needed[-1][:1])) if self.weights[L] else ()
+        yield self._stage("loss", L, loss=self._loss_bytes() + 2 * x, running=with_head)
+        yield from self._backward()
+        yield self._stage("update", 0, 1, slots=self.optimizer.gpu_slots)
+
+    def _always(self) -> dict[str, int]:
+        """Returns the bytes that all stages have."""
+        step, L = self.step, self.step.layers
+        ends = 1 if step.share.tie_word_embeddings else 2  # matrices of embedding and head
+        tables = 1 + (step.share.local_rope_theta is not None)
+        positions = step.num_ranks + (step.is_packed or step.num_ranks > 1)
+        return {
+            "parameters": step.parameter_bytes - sum(self.weights[:L]) - ends * self.weights[L],
+            "optimizer": self.optimizer.gpu_state + self.optimizer.gpu_room,
+            # cos and sin: cached for whole sequences, and at the positions of packed documents or of a rank's tokens.
+            # Layers with a window may have their own. 64 bytes per token: token ids, labels, losses.
+            "workspace": LIBRARY_BYTES
+            + step.tokens * (4 * step.share.head_dim * positions * tables + 64)
+            + adapter_bytes(step)
+            + step.arriving_bytes * any(self.weights[:L]),
+        }
+
+    def _stage(
+        self, name: str, layer: int, ready: float = 0.0, gradients: int = 0, block: tuple[int, int, int] = (0, 0, 0),
+        running: Iterable[int] = (), slots: int = 0, **others: int,
+    ) -> Stage:  # fmt: skip
+        """Returns a stage in which the blocks before `layer` wait for backward.
+
+        `ready` is the share of the gradients on the GPU that exist. The arguments after it are bytes beside these.
+        `running` are the block that runs, and the next: two blocks' weights visit. `slots` are the update's.
+        """
+        step, on_gpu = self.step, self.optimizer.gpu_gradients
+        ready = 1 if step.micro_batches > 1 and step.num_copies == 1 else ready
+        gradients += int(on_gpu * ready)
+        inputs, attention, mlp = map(add, self.before[layer], block)
+        sizes = {"gradients": gradients, "layer inputs": inputs, "attention": attention, "MLP": mlp}
+        sizes["optimizer"] = self.always["optimizer"] + slots
+        if any(self.visits):
+            sizes["parameters"] = self.always["parameters"] + sum(self.visits[i] for i in running)
+        idle = step.reduction_bytes + int(on_gpu * (1 - ready)) if step.num_shards else 0
+        return Stage(name, {**self.always, **sizes, **others}, idle=idle)
+
+    def _forward(self) -> Iterator[Stage]:
+        step, L, x = self.step, self.step.layers, self.step.input_bytes
+        # An update goes on beside forward. Of several, that is the first, before gradients exist.
+        late = 0 if step.num_shards else self.optimizer.gpu_slots
+        late = max(0, late - self.optimizer.gpu_gradients) if step.micro_batches > 1 else late
+        first = (-1, 0) if self.weights[-1] else ()
+        # Ranks that share the embedding have both the rows of their own words and the sum over the ranks.
+        yield self._stage("embedding", 0, block=(x * min(2, step.tensor_ranks), 0, 0), running=first, slots=late)
+        last_placed = max((i for i in range(L) if not self.blocks[i][0].is_whole), default=None)
+        sent = 0, 0  # bytes that the placed block before still sends to the host; the last one waits for its own
+        for layer, (placement, _) in enumerate(self.blocks):
+            attention, mlp = self.block_bytes[layer][0]
+            sizes, two = (x + sent[0], attention + sent[1], mlp), (layer, layer + 1)
+            yield self._stage(f"forward of layer {layer}", layer, block=sizes, running=two, slots=late)
+            if not placement.is_whole:
+                sent = self.sent[layer] if layer != last_placed else (0, 0)
+
+    def _backward(self) -> Iterator[Stage]:
+        step, optimizer, weights, L = self.step, self.optimizer, self.weights, self.step.layers
+        # An untied head's gradient is ready after the loss. A tied head's gradient waits for the embedding's.
+        tied, ready = (step.head_gradient, 0.0) if step.share.tie_word_embeddings else (0, step.head_share)
+        # Shares of the parameters. Gradients of `gone` have left for the host, of `stays` none do.
+        gone = ready * optimizer.rows[-1].state_on_host
+        waited = gone * (step.last_bytes > LEAVING_BYTES)  # compute waits until a large head's gradient has left
+        embedding = step.head_share * (weights[L] > 0)
+        stays = 1 - step.layer_share * sum(map(bool, weights[:L])) - embedding - gone
+        stays = stays if stays > 1e-9 else math.inf  # all of them leave: a share of none is none
+        for layer in reversed(range(L)):
+            for part, sizes in zip(("MLP", "attention"), self.block_bytes[layer][1:]):
+                here = ready + step.layer_share * (L - 1 - layer) + step.layer_share * (part == "attention")
+                gone += step.layer_share * (part == "attention" and weights[layer] > 0)
+                gradients = tied + min(LEAVING_BYTES, int(optimizer.leaving_gradients * (here - waited)))
+                name, on_gpu = f"backward of layer {layer}, {part}", (here - gone) / stays
+                inputs, attention, mlp = map(add, (step.input_bytes, *sizes), (*self._fetched(layer), 0))
+                yield self._stage(name, layer, on_gpu, gradients, (inputs, attention, mlp), self._running(layer))
+        # The embedding's gradient, as it is made.
+        gradients = tied + step.head_gradient + min(LEAVING_BYTES, optimizer.leaving_gradients)
+        if step.num_shards and step.tensor_ranks > 1:  # autograd adds two DTensors into a third
+            gradients += tied
+        gradients += embedding_sums(step) if step.head_gradient else 0
+        on_gpu = 1 - step.head_share / stays * (weights[-1] == 0)
+        yield self._stage("backward of embedding", 0, on_gpu, gradients, (step.input_bytes, 0, 0))
+
+    def _fetched(self, layer: int) -> tuple[int, int]:
+        """Returns the bytes that come back from the host in backward of a block: inputs, and attention's results.
+
+        The block is rebuilt from some, others are on their way for the next. A whole block fetches nothing.
+        """
+        fetched = {"input": 0, "results": 0}
+        for i, name in {*self.needed[layer], *self.needed[max(layer - 1, 0)]} if self.needed[layer] else ():
+            if i < layer:
+                fetched[name] += self.sent[i][name == "results"]
+        return fetched["input"], fetched["results"]
+
+    def _running(self, layer: int) -> set[int]:
+        """Returns the blocks whose weights visit in backward of a block."""
+        return {layer, *(i for i, _ in self.needed[max(layer - 1, 0)][:1])} if self.needed[layer] else set()
+
+    def _loss_bytes(self) -> int:
+        """Returns the bytes of the logits that exist at a time, and of the gradients of the head and its input."""
+        step, share, size = self.step, self.step.share, self.step.element_size
+        if step.uses_chunked_loss(self.execution):
+            sizes, trains_head = (step.tokens, share.hidden_size, share.vocab_size), step.head_gradient > 0
+            return linear_cross_entropy_footprint(*sizes, element_size=size, trains_head=trains_head).forward
+        logits = cross_entropy_footprint(step.tokens, share.vocab_size, element_size=size).forward
+        return logits + step.head_gradient + step.input_bytes
+
+
+def embedding_sums(step: StepShape) -> int:
+    """Returns the bytes of the embedding's float32 gradients, each summed over up to ten tokens of a word."""
+    return 4 * step.share.hidden_size * (min(step.tokens, step.share.vocab_size) + step.tokens // 10)

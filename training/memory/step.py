@@ -1,0 +1,280 @@
+"""A step of training: its model, sizes and documents, and where its weights wait under an execution."""
+
+import copy
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+from torch import Tensor
+
+from kernels.parts import AttentionKind
+from training.data.packing import deal
+from training.lora import Adapters
+from training.memory.execution import Execution, Placement, host_weights, needed_for_backward, quantized_weights
+from training.optim.inventory import Inventory, Row
+
+LENGTHS_PER_OCTAVE = 8  # bins of document lengths between one power of two and the next
+
+
+@dataclass(frozen=True)
+class PackedDocuments:
+    """The documents of one rank's micro-batch, as a histogram of their lengths."""
+
+    longest: int  # tokens of the longest document that may come
+    lengths: tuple[tuple[float, float], ...]  # (tokens, average number of such documents in a micro-batch)
+
+    @property
+    def count(self) -> float:
+        """Documents in a micro-batch, on average."""
+        return sum(count for _, count in self.lengths)
+
+    @classmethod
+    def one_each(cls, context_length: int, batch_size: int) -> "PackedDocuments":
+        """Returns documents as long as their sequences, one in each."""
+        return cls(context_length, ((context_length, batch_size),))
+
+    @classmethod
+    def average(
+        cls,
+        lengths: np.ndarray,
+        sequences: np.ndarray,
+        longest: int,
+        batch_size: int,
+        num_ranks: int,
+        micro_batches: int = 1,
+    ) -> "PackedDocuments":
+        """Returns the average over an epoch's micro-batches, each of the rank with the most pairs of a query and a key.
+
+        All ranks wait for that rank. Documents of similar lengths count as documents of one length with as many pairs.
+
+        Args:
+            lengths: int [N], tokens of each document.
+            sequences: int [N], the number of each document's sequence in the epoch.
+            longest: tokens of the longest document that any epoch may have.
+            batch_size, num_ranks, micro_batches: of a step, whose sequences `packing.deal` gives out to ranks.
+        """
+        step = batch_size * num_ranks * micro_batches
+        used = (sequences.max() + 1) // step * step
+        pairs = lengths * (lengths + 1) / 2
+        of_sequence = np.bincount(sequences, weights=pairs)[:used].reshape(-1, step)
+        # [micro-batches of the epoch, sequences, ranks]: numbers of sequences
+        dealt = deal(of_sequence, num_ranks) + np.arange(0, used, step)[:, None, None]
+        dealt = dealt.reshape(-1, batch_size, num_ranks)
+        slowest = of_sequence.reshape(-1)[dealt].sum(1).argmax(1)
+        counts = np.zeros(sequences.max() + 1)
+        np.add.at(counts, dealt[np.arange(len(dealt)), :, slowest], 1 / len(dealt))
+        bins = np.ceil(LENGTHS_PER_OCTAVE * np.log2(lengths)).astype(np.int64)
+        in_bin, pairs_in_bin = (np.bincount(bins, weights=counts[sequences] * of) for of in (1, pairs))
+        found = in_bin.nonzero()[0]
+        typical = np.sqrt(2 * pairs_in_bin[found] / in_bin[found] + 0.25) - 0.5  # n with n (n + 1) / 2 pairs
+        # Rounded, so that documents of 2,048 tokens each are not of 2,048.0000000001, which other kernels attend to.
+        return cls(longest, tuple(zip(typical.round(6).tolist(), in_bin[found].tolist())))
+
+
+@dataclass(eq=False, repr=False)
+class StepShape:
+    """A training step of a model, with its bytes and seconds under any execution.
+
+    Args:
+        share: one rank's share of the model, a model.Share.
+        named_parameters: the model's, on any device. Where FSDP2 shards them, DTensors or a rank's shards.
+        context_length, batch_size, micro_batches: for one rank, or for the ranks that share sequences.
+        documents: the documents of a micro-batch. None: not known. Bytes are then counted for sequences of several
+            documents, the longest of nearly the whole length, and seconds for sequences of one document.
+        given: settings that planning does not change: attention backend, kinds and implementation, and the loss and
+            the optimizer state's format unless they are "auto".
+        element_size: bytes per element of an activation.
+        num_ranks: ranks that share each sequence, a divisor of the key/value heads.
+        num_shards: ranks over which FSDP2 shards each parameter; 1 where all ranks share matrices; 0: no FSDP2.
+        tensor_ranks: ranks that share each matrix.
+        num_machines: machines of equally many ranks. Ranks of one machine share sequences and matrices.
+        num_copies: copies of the sharded parameters, on machines of their own where there are enough.
+        adapters: all that is trained; None: every parameter is.
+    """
+
+    share: Any
+    named_parameters: Iterable[tuple[str, Tensor]]
+    context_length: int
+    batch_size: int = 1
+    micro_batches: int = 1
+    documents: PackedDocuments | None = None
+    given: Execution = Execution()
+    element_size: int = 2
+    num_ranks: int = 1
+    num_shards: int = 0
+    tensor_ranks: int = 1
+    num_machines: int = 1
+    num_copies: int = 1
+    adapters: Adapters | None = None
+
+    def __post_init__(self):
+        share, self.named_parameters = self.share, list(self.named_parameters)
+        names = [name for name, _ in self.named_parameters]
+        quantized = quantized_weights(self.named_parameters, self.given.frozen_bits)
+
+        @functools.cache
+        def inventory(places: tuple[str, ...], ends: str, gpu_state_bytes: float, state_format: str) -> Inventory:
+            return Inventory.of(
+                self.named_parameters, accumulate=self.micro_batches > 1, gpu_state_bytes=gpu_state_bytes,
+                state_format=state_format, host_weights=host_weights(names, places, ends), quantized=quantized,
+            )  # fmt: skip
+
+        self._inventory = inventory
+        self.layers = share.num_hidden_layers
+        self.head = self.element_size * share.vocab_size * share.hidden_size  # bytes
+        layer_elements = max(share.layer_matrix_parameters(layer) for layer in range(self.layers))
+        # Shares of what is trained.
+        adapter_elements = self.adapters.layer_parameters(share) if self.adapters else 0
+        self.layer_share = 1 / self.layers if self.adapters else layer_elements / share.num_parameters()
+        self.head_share = 0.0 if self.adapters else share.vocab_size * share.hidden_size / share.num_parameters()
+        self.trained = self.layers * adapter_elements or share.num_parameters()  # elements
+        self.head_gradient = 0 if self.adapters else self.head  # bytes
+        rows = inventory((), "gpu", math.inf, "float32").rows
+        self.last_bytes = self.element_size * rows[-1].numel  # an untied head's, on one rank
+        self.parameter_bytes = sum(row.stored_bytes for row in rows)
+        if self.num_shards:
+            # FSDP2 holds gathered: the embedding and an untied head with its gradient; one block; the next block, both
+            # as it arrives and whole. The gradients of one block exist in the activations' dtype and, on their way to
+            # other ranks, in float32.
+            self.parameter_bytes += self.head if share.tie_word_embeddings else 2 * self.head + self.head_gradient
+            gradient_bytes = 0 if self.adapters else self.element_size + 4
+            self.parameter_bytes += layer_elements * (3 * self.element_size + gradient_bytes)
+            # FSDP2 allocates the gradients' shards and the float32 tensor that it sums on its reduction stream. That
+            # tensor is larger for the embedding and an untied head than for a block.
+            head_elements = self.head // self.element_size * (1 if share.tie_word_embeddings else 2)
+            self.reduction_bytes = 0 if self.adapters else 4 * max(0, head_elements - layer_elements)
+            if self.num_copies > 1:  # FSDP2 keeps the sums of copies until the last backward, beside the gradients
+                self.reduction_bytes += 4 * sum(row.numel for row in rows if row.gradient_dtype)
+        # Bytes of each block's weights: as they are kept, during a visit, and of the quantized ones alone.
+        blocks: list[list[Row]] = [[] for _ in range(self.layers)]
+        for row in rows:
+            if row.block is not None:
+                blocks[row.block].append(row)
+        compressed = [[row for row in block if row.format.is_quantized] for block in blocks]
+        self.stored_bytes = [sum(row.stored_bytes for row in block) for block in blocks]
+        self.weight_bytes = [sum(row.weight_bytes for row in block) for block in blocks]
+        self.quantized_bytes = [sum(row.stored_bytes for row in block) for block in compressed]
+        self.visiting_bytes = [sum(row.weight_bytes for row in block) for block in compressed]
+        # A weight on its way from the host.
+        self.arriving_bytes = max((row.stored_bytes for block in compressed for row in block), default=0)
+
+    def at(self, context_length: int, documents: PackedDocuments | None = None) -> Self:
+        """Returns the same step at another context length, of one document per sequence if this step's are.
+
+        Otherwise the documents are not known, unless they are given.
+        """
+        step = copy.copy(self)
+        step.context_length = context_length
+        if documents is None and not self.is_packed:
+            documents = PackedDocuments.one_each(context_length, self.batch_size)
+        step.documents = documents
+        return step
+
+    def with_batch(self, batch_size: int) -> Self:
+        """Returns the same step with another number of sequences in a micro-batch, of documents like this step's."""
+        step = copy.copy(self)
+        step.batch_size = batch_size
+        if self.documents:
+            lengths = tuple((length, count * batch_size / self.batch_size) for length, count in self.documents.lengths)
+            step.documents = PackedDocuments(self.documents.longest, lengths)
+        return step
+
+    def with_format(self, state_format: str) -> Self:
+        """Returns the same step with another format of the optimizer's state."""
+        step = copy.copy(self)
+        step.given = replace(self.given, state_format=state_format)
+        return step
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one rank."""
+        return -(-self.context_length // self.num_ranks) * self.batch_size
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a sequence may hold several documents."""
+        return self.documents is None or self.documents.count > self.batch_size
+
+    @property
+    def kinds(self) -> tuple[AttentionKind, ...]:
+        """How each layer attends: the cheapest kind that computes the same for these documents."""
+        longest = self.documents.longest if self.documents else self.context_length
+        return tuple(kind.for_longest(longest) for kind in self.given.kinds or self.share.kinds)
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of a block's input, and of any hidden states."""
+        return self.element_size * self.share.hidden_size * self.tokens
+
+    @property
+    def longest_document(self) -> float:
+        """Tokens of the longest document that every layer's attention takes."""
+        return min(kind.longest_document for kind in self.kinds)
+
+    @property
+    def has_too_long_document(self) -> bool:
+        """Whether a document is known to be longer than `longest_document`."""
+        return self.documents is not None and self.documents.longest > self.longest_document
+
+    def unplanned(self, placement: Placement, **changes: Any) -> Execution:
+        """Returns an execution that nobody searched: blocks placed alike, and float32 state unless asked otherwise.
+
+        Blocks with quantized weights keep their input in place of all activations.
+        """
+        placement = Placement() if placement.is_whole and self.given.frozen_bits < 16 else placement
+        given = replace(self.given, state_format="float32") if self.given.state_format == "auto" else self.given
+        return replace(given, placements=(placement,) * self.layers, **changes)
+
+    @property
+    def can_visit(self) -> bool:
+        """Whether weights may wait on the host: where one GPU has them whole."""
+        return not self.num_shards and self.tensor_ranks == 1
+
+    def inventory(self, execution: Execution) -> Inventory:
+        """Returns what each parameter is under an execution, with the bytes of its state."""
+        places = tuple(placement.weights for placement in execution.placements)
+        return self._inventory(places, execution.ends, execution.gpu_state_bytes, execution.state_format)
+
+    def uses_chunked_loss(self, execution: Execution) -> bool:
+        """Whether an execution takes the chunked loss for a micro-batch of this step."""
+        return self.share.uses_chunked_loss(self.tokens, self.element_size, execution.loss_impl)
+
+    def waiting_weights(self, execution: Execution) -> list[int]:
+        """Returns the bytes of each block's weights that wait on the host; 0 where they stay on the GPU.
+
+        After the blocks come the head, number L as it runs, and the embedding, number -1 of the list.
+        """
+        blocks = [size * (p.weights == "host") for p, size in zip(execution.placements, self.stored_bytes)]
+        return blocks + 2 * [self.head * (execution.ends == "host")]
+
+    def visiting_weights(self, execution: Execution) -> list[int]:
+        """Returns the bytes of weights that are on the GPU only during a visit, in the order of `waiting_weights`.
+
+        Quantized weights visit wherever they are kept.
+        """
+        sizes = zip(execution.placements, self.weight_bytes, self.visiting_bytes)
+        blocks = [whole if placement.weights == "host" else quantized for placement, whole, quantized in sizes]
+        return blocks + 2 * [self.head * (execution.ends == "host")]
+
+    def fetched_bytes(self, execution: Execution) -> tuple[list[int], list[int]]:
+        """Returns the bytes of weights that backward of each block waits for, and that arrive beside it.
+
+        Each block that runs has its weights fetched beside the block that runs before it, if there is one. Nothing is
+        fetched twice in a row: weights of block 0, from which block 1's input is recomputed, stay for its own turn.
+        The first to run has its weights fetched beside the loss if the head visits.
+        """
+        weights = self.waiting_weights(execution)
+        waits, beside = [0] * self.layers, [0] * self.layers
+        needed = [needed_for_backward(execution.placements, i) for i in range(self.layers)] if any(weights) else []
+        starts = {i: each[0][0] for i, each in enumerate(needed) if each}
+        present = {starts.get(self.layers - 1)} if weights[-1] else set()
+        for i in reversed(starts):
+            for runs in range(starts[i], i + 1):
+                then = runs + 1 if runs < i else starts.get(i - 1, i)
+                waits[i] += weights[runs] * (runs not in present)
+                beside[i] += weights[then] * (then not in {*present, runs})
+                present = {runs, then}
+        return waits, beside

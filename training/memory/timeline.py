@@ -1,0 +1,256 @@
+"""Seconds of a step as a timeline of named phases, each with compute and with copies beside it.
+
+Seconds are amounts of work divided by measured rates, and copies that compute is too short to hide. Copies to the host
+and the traffic of FSDP2 are counted one after the other: without NVLink they share one link.
+"""
+
+import functools
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kernels.linear import PLAIN
+from kernels.linear_cross_entropy import linear_cross_entropy_footprint
+from kernels.parts import AttentionKind
+from training.memory.block_bytes import adapter_traffic, footprints, sent_bytes
+from training.memory.execution import Execution, needed_for_backward
+from training.memory.machine import Rates
+from training.memory.step import PackedDocuments, StepShape
+
+# Share of the link's rate at which state on the host is updated beside forward, whose kernels its kernels wait for.
+UPDATE_BESIDE_FORWARD = 0.8
+PLACED_IS_LONGER = 0.01  # share of time that smaller launches add where some heads are attended at a time
+COPIES_COST = 0.01  # share of the copies' time that kernels beside them lose
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a step that runs `times` in a step, one after another.
+
+    Args:
+        compute: seconds of kernels by the name of their work.
+        link: seconds of copies to and from other memory beside them.
+        seconds: from start to end, where copies that compute does not hide count.
+    """
+
+    name: str
+    seconds: float
+    compute: dict[str, float] = field(default_factory=dict)
+    link: float = 0.0
+    times: int = 1
+
+
+def timeline(step: StepShape, execution: Execution, rates: Rates) -> list[Phase]:
+    """Returns the phases of one whole step, its update included."""
+    return _Timeline(step, execution, rates).phases()
+
+
+class _Timeline:
+    def __init__(self, step: StepShape, execution: Execution, rates: Rates):
+        self.step, self.execution, self.rates = step, execution, rates
+        self.layers, self.placements, self.kinds = step.layers, execution.placements, step.kinds
+        documents = step.documents or PackedDocuments.one_each(step.context_length, step.batch_size)
+        kinds = {*self.kinds}
+        self.of_kind = {kind: attention_seconds(step, execution, kind, documents, rates) for kind in kinds}
+        self.footprints = {kind: footprints(step, execution, kind) for kind in kinds}
+        self.placed = [i for i in range(self.layers) if not self.placements[i].is_whole]
+        self.needed = [needed_for_backward(self.placements, i) for i in range(self.layers)]
+        # q, k and v go to other ranks, and attention's output comes back.
+        share = step.share
+        heads = share.num_attention_heads + share.num_key_value_heads
+        sent = 2 * step.element_size * heads * share.head_dim * step.tokens * (1 - 1 / step.num_ranks)
+        self.exchange = sent / rates["gpu link"]
+        # Ranks that share matrices sum hidden states after attention and after the MLP; backward sums their gradients.
+        self.reduction = 2 * step.input_bytes * (1 - 1 / step.tensor_ranks) / rates["gpu link"]
+        self.adapting = tuple(size / rates["adapters"] for size in adapter_traffic(step))
+        self.longer = 1 + (PLACED_IS_LONGER * len(self.placed) / self.layers if execution.heads_at_a_time else 0)
+
+    @functools.cached_property
+    def mlp(self):
+        return self.footprints[self.kinds[0]][1]
+
+    @functools.cached_property
+    def products(self) -> list[float]:
+        """Seconds of each layer's matrix products in forward."""
+        rate, mlp = self.rates[self.execution.linear.rate], self.mlp.matrix_flops
+        return [(self.footprints[kind][0].matrix_flops + mlp) / rate for kind in self.kinds]
+
+    @functools.cached_property
+    def moves(self) -> list[float]:
+        """Seconds of each layer's operations that only read and write memory, in forward."""
+        step, share = self.step, self.step.share
+        # Two norms of a block, two sums and their copies read and write nine hidden states, other norms two each, and
+        # two multipliers four.
+        hidden_states = 9 + 2 * (share.norms_per_layer - 2) + 4 * (share.residual_multiplier != 1)
+        moved = hidden_states * step.input_bytes + self.mlp.elementwise_bytes
+        return [(moved + self.footprints[kind][0].elementwise_bytes) / self.rates["memory"] for kind in self.kinds]
+
+    @functools.cached_property
+    def visits(self) -> list[float]:
+        """Seconds in which a visit reads quantized weights and writes them in bf16: whenever a block runs."""
+        sizes = zip(self.step.quantized_bytes, self.step.visiting_bytes)
+        return [sum(pair) / self.rates["memory"] for pair in sizes]
+
+    def attend(self, layer: int) -> float:
+        """Returns the seconds of a layer's attention in forward, its exchange between ranks included."""
+        return self.of_kind[self.kinds[layer]][0] + self.exchange
+
+    def forward(self) -> dict[str, float]:
+        """Returns the seconds of kernels in forward of all blocks, by their work."""
+        return {
+            "attention": self.longer * sum(map(self.attend, range(self.layers))),
+            "choice of blocks": self.longer * sum(self.of_kind[kind][1] for kind in self.kinds),
+            "products": self.longer * sum(self.products),
+            "memory": self.longer * sum(self.moves),
+            "dequantization": self.longer * sum(self.visits),
+            "adapters": self.layers * self.adapting[0],
+            "sums over ranks": 2 * self.layers * self.reduction,
+        }
+
+    def backward(self) -> dict[str, float]:
+        """Returns the seconds of kernels in backward of all blocks, by their work."""
+        linear, rates = self.execution.linear, self.rates
+        attention = sum(self.of_kind[kind][2] for kind in self.kinds)
+        # Backward sends q, k, v and the output again where it attends some heads at a time.
+        attention += self.layers * self.exchange * (2 if self.execution.heads_at_a_time else 1)
+        of_weights = sum(self.products) * rates[linear.rate] / rates[linear.weight_rate] * linear.trains_matrices
+        again = Counter[str]()
+        for layer in self.placed:
+            again.update(self._again(layer))
+        return {
+            "attention": self.longer * attention + again["attention"],
+            "products": self.longer * (sum(self.products) + of_weights) + again["products"],
+            "memory": self.longer * 2 * sum(self.moves) + again["memory"],
+            "dequantization": self.longer * sum(self.visits) + again["dequantization"],
+            "adapters": self.layers * self.adapting[1] + again["adapters"],
+            "sums over ranks": 2 * self.layers * self.reduction + again["sums over ranks"],
+        }
+
+    def _again(self, layer: int) -> Counter:
+        """Returns the seconds in which backward computes again what a placed block did not keep, by their work."""
+        start, mlp = self.needed[layer][0][0], self.mlp
+        before, blocks = range(start, layer), range(start, layer + 1)  # those before run again for this block's input
+        linear = self.execution.linear
+        # Skippable products do not run again: the tiled MLP's own backward recomputes gate and up.
+        flops = mlp.backward_matrix_flops - (linear.trains_matrices + 1) * mlp.matrix_flops
+        flops -= mlp.matrix_flops if mlp.is_skippable else 0
+        attention = sum(self.attend(i) for i in blocks if self.placements[i].results == "recompute")
+        if not self.execution.heads_at_a_time:  # kept outputs are exchanged again
+            attention += self.exchange * sum(self.placements[i].results != "recompute" for i in blocks)
+        products = self.products[layer] + flops / self.rates[linear.rate]
+        return Counter({
+            "attention": attention,
+            "products": products + sum(self.products[i] for i in before),
+            "memory": sum(self.moves[i] for i in before),
+            "dequantization": sum(self.visits[i] for i in before),
+            "adapters": self.adapting[0] * len(blocks),
+            "sums over ranks": self.reduction * (2 * len(before) + (1 if mlp.is_skippable else 2)),
+        })  # fmt: skip
+
+    def phases(self) -> list[Phase]:
+        """Returns the phases, in the order of a step."""
+        step, rates, L, link = self.step, self.rates, self.layers, self.rates["link"]
+        forward, backward, loss = self.forward(), self.backward(), self._loss()
+        sent = [sum(sent_bytes(step, *block)) / link for block in zip(self.placements, self.kinds)]
+        weights = [size / link for size in step.waiting_weights(self.execution)]  # the last: the embedding's
+        waits, beside = ([size / link for size in sizes] for sizes in step.fetched_bytes(self.execution))
+        copies = sum(sent) + sum(weights[:L])
+        # A block's copies have the time of one block: only one block's tensors leave, or come back, at a time. In
+        # forward, the next block's weights come as activations leave. The head's come beside the last block.
+        each, each_back = sum(forward.values()) / L, sum(backward.values()) / L
+        seconds = weights[-1] + weights[0] + sum(max(each, *both) for both in zip(sent, weights[1:]))
+        back = sum(wait + max(each_back, out + more) for wait, out, more in zip(waits, sent, beside))
+        for i, _ in self.needed[L - 1][:1] if weights[L] else ():
+            loss = max(loss, weights[i])
+        ends, gather, add, sums = self._sharding()
+        seconds = max(seconds, copies + (1 - ends) * gather)
+        back = max(back, copies + (1 - ends) * (gather + add))
+        last = max(back, copies + (1 - ends) * (gather + add + sums))
+        # Gradients leave for the host in the first micro-batch. In each later one, the sums come back and leave again.
+        # With copies of the weights they leave in the last alone.
+        gradients = step.inventory(self.execution).leaving_gradients / link
+        moved = 2 * gradients if step.num_copies == 1 else 0
+        update, fetched = self._update(seconds, sum(weights), sum(sent))
+        on_gpu = {"update": 4 * step.inventory(self.execution).gpu_state / rates["memory"]}
+        count = step.micro_batches
+        return [
+            Phase("forward", seconds + COPIES_COST * copies, forward, copies, count),
+            Phase("loss", loss, {"loss": loss}, times=count),
+            Phase("gradients of later micro-batches", max(back, moved), backward, copies + moved, count - 1),
+            Phase("backward", max(last, gradients), backward, copies + gradients),
+            Phase("embedding and head between ranks", ends * (gather + add), link=ends * (gather + add), times=count),
+            Phase("sums of embedding and head between copies", ends * sums, link=ends * sums),
+            Phase("update", update, on_gpu, fetched),
+        ]
+
+    def _loss(self) -> float:
+        share = self.step.share
+        sizes = self.step.tokens, share.hidden_size, share.vocab_size
+        footprint = linear_cross_entropy_footprint(*sizes, trains_head=self.step.head_gradient > 0)
+        return footprint.matrix_flops / self.rates[PLAIN.rate]  # the standard loss has the same products
+
+    def _sharding(self) -> tuple[float, float, float, float]:
+        """Returns the share of embedding and head, and the seconds to gather all parameters, to add up, to sum copies.
+
+        FSDP2 gathers parameters and sums float32 gradients while other blocks compute. Embedding and head are gathered
+        before anything runs and stay until backward. Their gradients are summed last. The rate of a machine is measured
+        with exchanges of heads, which also pay for copies. Other machines send to all its GPUs at once.
+        """
+        step, share, rates = self.step, self.step.share, self.rates
+        elements, ranks = share.num_parameters(), step.num_shards or 1
+        apart = min(step.num_copies, step.num_machines)  # copies that share no machine
+        between_machines = elements * (step.num_machines // apart - 1) / ranks / rates["network"]
+        byte = max(elements * (1 - 1 / ranks) / rates["gpu link"], between_machines)  # seconds, 1 byte each
+        gather, add = step.element_size * byte, 4 * byte * step.trained / elements
+        ends = share.vocab_size * share.hidden_size / elements * (1 if share.tie_word_embeddings else 2)
+        # Copies sum their float32 shards, there and back, in the last backward. It is counted after the other exchange,
+        # although both overlap where they go by different links.
+        link = rates["network" if apart > 1 else "gpu link"]
+        return ends, gather, add, 4 * 2 * (1 - 1 / step.num_copies) * step.trained / ranks / link
+
+    def _update(self, forward: float, weights: float, sent: float) -> tuple[float, float]:
+        """Returns the seconds of the update beyond the forward beside it, and the seconds of its copies.
+
+        One GPU's next forward of so many seconds runs beside the update of state on the host, which fetches it and
+        sends it back without the gradients. Activations leave, and weights come, at the same time.
+        """
+        step, inventory = self.step, self.step.inventory(self.execution)
+        link = self.rates["link"] * (1 if step.num_shards else UPDATE_BESIDE_FORWARD)
+        fetched, returned = inventory.updated / link, (inventory.updated - inventory.leaving_gradients) / link
+        update = 4 * inventory.gpu_state / self.rates["memory"]
+        if step.num_shards:
+            return update + fetched, fetched
+        # Nothing runs before the embedding and the first block are updated.
+        on_gpu = inventory.gpu_gradients / (inventory.gpu_gradients + inventory.leaving_gradients)
+        first = fetched * (max(0, step.head_share - on_gpu) + step.layer_share) / max(1 - on_gpu, step.layer_share)
+        return update + max(min(first, fetched), fetched + weights - forward, returned + sent - forward), fetched
+
+
+def format_timeline(phases: list[Phase]) -> str:
+    """Returns a table of the phases that take time: their seconds in a step, of kernels by work, and of copies."""
+    shown = [phase for phase in phases if phase.times * phase.seconds > 0]
+    works = [*dict.fromkeys(work for phase in shown for work, seconds in phase.compute.items() if seconds)]
+    rows = [["seconds of a step", "in all", *works, "copies beside"]]
+    for phase in shown:
+        seconds = phase.seconds, *(phase.compute.get(work, 0.0) for work in works), phase.link
+        name = phase.name + (f", {phase.times} times" if phase.times > 1 else "")
+        rows.append([name, *(f"{phase.times * each:.3f}" if each else "" for each in seconds)])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        f"{row[0]:<{widths[0]}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:]))
+        for row in rows
+    )
+
+
+def attention_seconds(
+    step: StepShape, execution: Execution, kind: AttentionKind, documents: PackedDocuments, rates: Rates
+) -> tuple[float, float, float]:
+    """Returns the seconds of one layer: of forward, of choosing blocks of keys (once per step), of backward."""
+    H, G, K = step.share.heads
+    own_heads = G // step.num_ranks
+    steps = own_heads // (execution.heads_at_a_time or own_heads)
+    work = kind.work(
+        documents.lengths, H // step.num_ranks, own_heads, K, backend=execution.attention_backend, steps=steps,
+        is_packed=documents.count > step.batch_size,
+    )  # fmt: skip
+    forward, choice, backward = (sum(n / rates[name] for name, n in amounts.items() if n) for amounts in work)
+    return forward, choice, backward
