@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from model import MODEL_SIZES
+from training.host.files import replace_file
 from training.host.sizes import parse_bytes
 from training.memory.execution import Execution
 from training.memory.profiler import MeasuredStage, draw_stages
@@ -29,7 +30,7 @@ PEER = "peer"
 
 def main(argv: list[str]) -> None:
     ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args(argv)  # no flags
-    REPORT.write_text(regenerate(REPORT.read_text()))
+    replace_file(REPORT, regenerate(REPORT.read_text()))
     draw_picture()
 
 

@@ -11,6 +11,7 @@ from training.data.__main__ import PrepareFlags, VerifyFlags
 from training.evaluation.__main__ import EvaluationFlags
 from training.flags import SMALLEST, grouped
 from training.generate import GenerateFlags
+from training.host.files import replace_file
 from training.plots import PlotsFlags
 from training.run.profile_flags import ProfileFlags
 from training.run.settings import TrainConfig
@@ -94,7 +95,7 @@ def values(each: Field) -> str:
 
 def main(argv: list[str]) -> None:
     ArgumentParser(description=__doc__).parse_args(argv)  # there are no flags
-    PAGE.write_text(page())
+    replace_file(PAGE, page())
 
 
 if __name__ == "__main__":

@@ -472,6 +472,23 @@ def test_adapters_of_a_base_that_was_trained_anew_are_refused(run, base, corpus,
     assert train.main(continued) == 0
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [{"lora_alpha": 7}, {"r": 4}, {"lora_dropout": 0.25}, {"target_modules": ["q_proj"]}, {"peft_type": "LOSA"}, {}],
+    ids=str,
+)
+def test_resuming_passes_over_a_checkpoint_with_damaged_adapter_config(damaged, run, tmp_path, caplog):
+    """Checks a flipped bit of each setting, and of the base's place ({}), in the newest of two checkpoints."""
+    stopped = tmp_path / "run"
+    shutil.copytree(run, stopped)
+    place = read_adapters(run / "step_00000006")[1]
+    flipped = damaged or {"base_model_name_or_path": f"{str(place)[:-1]}{chr(ord(str(place)[-1]) ^ 1)}"}
+    edit_adapter_config(stopped / "step_00000006", **flipped)
+    assert train.main([*only_resume(stopped)[:-1], "--resume", "auto"]) == 0
+    assert f"passed over {stopped / 'step_00000006'}: " in caplog.text and losses(stopped)[-3:] == losses(run)[-3:]
+    assert equal(adapters_in(stopped / "step_00000006"), adapters_in(run / "step_00000006"))
+
+
 def test_a_base_may_move(base, corpus, tmp_path, capsys):
     copied, moved, adapted = tmp_path / "base", tmp_path / "moved", tmp_path / "run/step_00000002"
     shutil.copytree(base, copied)

@@ -20,7 +20,7 @@ from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 
 from training.host.errors import UserError
-from training.host.files import read_file
+from training.host.files import check_working_directory, read_file
 
 LARGE = 2**31 - 1  # larger steps, sizes and seeds are nonsense, or overflow
 SMALLEST = 1e-12  # stands for "above 0"
@@ -186,6 +186,7 @@ def answer_early(read: Callable[[list[str]], object]) -> None:
     """
     if "RANK" not in os.environ:
         try:
+            check_working_directory()
             read(sys.argv[1:])
         except UserError as error:
             sys.exit(f"error: {' '.join(str(error).splitlines())}")

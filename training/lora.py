@@ -39,7 +39,8 @@ TAKEN = {
     "init_lora_weights": (True, "gaussian", "eva"),
 }  # fmt: skip
 EMPTY: tuple = None, "", [], {}
-OURS = {"base_model_name_or_path", "r", "lora_alpha", "target_modules"}
+BASE = "base_model_name_or_path"
+OURS = {BASE, "r", "lora_alpha", "target_modules"}
 PARTS = dict(zip(LORA_TARGETS, 4 * ("self_attn",) + 3 * ("mlp",)))  # a projection's part of the block
 
 
@@ -138,7 +139,7 @@ def in_bf16(model: nn.Module) -> None:
 def to_adapter_config(adapters: Adapters, base: Path) -> dict:
     """Returns peft's adapter_config.json of adapters of the model in the folder `base`."""
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "inference_mode": True,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", BASE: str(base), "inference_mode": True,
         "r": adapters.rank, "lora_alpha": adapters.alpha, "target_modules": [*adapters.targets], "lora_dropout": 0.0,
         "bias": "none",
     }  # fmt: skip
@@ -209,11 +210,11 @@ def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
         refused.append(f"target_modules {targets!r:.80}")
     if refused:
         raise UserError(f"{file} has {', '.join(refused)}, which this decoder does not compute; give other adapters")
-    named = content["base_model_name_or_path"]
+    named = content[BASE]
     if type(rank) is not int or type(alpha) not in (int, float) or not isinstance(named, str):
         raise UserError(
             f"{file} is damaged, or not of peft: r {rank!r:.40} must be a whole number, lora_alpha {alpha!r:.40} a "
-            f"number, and base_model_name_or_path {named!r:.80} a folder; give other adapters"
+            f"number, and {BASE} {named!r:.80} a folder; give other adapters"
         )
     try:
         adapters = Adapters(rank, float(alpha), projections or ())
@@ -222,9 +223,7 @@ def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
     base = Path(named)
     shown = f"{file} names {named[:SHOWN_OF_A_PATH]!r} as the folder of the weights that were adapted"
     if not os.path.isfile(base / "config.json"):  # Path.is_file raises errors for long names
-        raise UserError(f"{shown}, and it is not there; bring it back, or write its place into base_model_name_or_path")
+        raise UserError(f"{shown}, and it is not there; bring it back, or write its place into {BASE}")
     if has_adapters(base):
-        raise UserError(
-            f"{shown}, and it holds adapters itself; write the folder of whole weights into base_model_name_or_path"
-        )
+        raise UserError(f"{shown}, and it holds adapters itself; write the folder of whole weights into {BASE}")
     return adapters, base

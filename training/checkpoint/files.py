@@ -43,7 +43,7 @@ def check_is_for_a_run(output_dir: Path) -> None:
     with contextlib.suppress(UserError):
         content = read_json(output_dir / "config.json")
     holds_weights = any(output_dir.glob("*.safetensors")) or step_of(output_dir.absolute()) is not None
-    if holds_weights or "output_dir" not in content:
+    if holds_weights or not ("output_dir" in content or checkpoints(output_dir)):
         raise UserError(
             f"output_dir {output_dir} holds weights, or a config.json that is not of a run; give another folder, as "
             "runs/default"

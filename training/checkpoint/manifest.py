@@ -19,12 +19,39 @@ from pathlib import Path
 from training.checkpoint.pieces import Entry, Piece, check_finite, in_threads, pieces_of, read_entries, read_header
 from training.checkpoint.ranks import failing_together, rank_and_world_size
 from training.host.errors import UserError
-from training.host.files import read_file, read_json, write_file
-from training.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapters, has_adapters, read_adapters
+from training.host.files import inside, read_file, read_json, write_file
+from training.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    BASE,
+    Adapters,
+    has_adapters,
+    read_adapters,
+    to_adapter_config,
+)
 
 FORMAT_VERSION = 2
 MANIFEST, WEIGHTS, OPTIMIZER = "manifest.json", "model.safetensors", "optimizer.safetensors"
 MODEL_FILES = WEIGHTS, "config.json", ADAPTER_WEIGHTS
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Returns the files of a model's weights: the file `path`, or those of the folder, as Hugging Face names them.
+
+    Other files of the folder are none of the model's, such as a consolidated.safetensors.
+    """
+    if not path.exists():
+        raise UserError(f"checkpoint {path} does not exist")
+    for file in (path, path / WEIGHTS):
+        if file.is_file():
+            return [file]
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        raise UserError(f"{path} has no {WEIGHTS}; give a checkpoint's step_ folder or a Hugging Face folder")
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict):
+        raise UserError(f"{index} is damaged: its weight_map must name a file for each weight")
+    return sorted({inside(path, shard, index) for shard in places.values()})
 
 
 def write_manifest(folder: Path, shares: list[tuple[dict[str, list[int]], dict[str, list]]]) -> None:
@@ -62,11 +89,11 @@ def check_files(path: Path, names: Collection[str] | None = None) -> list[tuple[
     for name, (size, crc) in manifest["files"].items():
         if names is not None and name not in names:
             continue
-        file, blocks = path / name, manifest["blocks"].get(name)
+        file, blocks = inside(path, name, path / MANIFEST), manifest["blocks"].get(name)
         if not os.path.isfile(file):
             raise UserError(f"checkpoint {path} is incomplete: {name} is missing; use another checkpoint")
-        if name == ADAPTER_CONFIG:  # may name another place of the base; `verify_base` compares the rest
-            read_json(file)
+        if name == ADAPTER_CONFIG and zlib.crc32(read_file(file, "use another checkpoint")) != crc:
+            _check_edited(path)
             continue
         if (found := file.stat().st_size) != size:
             raise UserError(f"checkpoint {path}: {name} is truncated or changed: {found} bytes, "
@@ -116,6 +143,20 @@ def verify_base(folder: Path, entries: dict[str, Entry]) -> None:
     """
     adapters, base = read_adapters(folder)
     verify_weights(base, {name: entry for name, entry in entries.items() if entry.file.parent == base})
+    _check_settings(folder, adapters, base)
+
+
+def _check_edited(folder: Path) -> None:
+    """Refuse an adapter_config.json that differs from the saved one in more than the place of the base."""
+    adapters, base = read_adapters(folder)
+    _check_settings(folder, adapters, base)
+    saved = to_adapter_config(adapters, base)
+    if read_json(folder / ADAPTER_CONFIG) | {BASE: saved[BASE]} != saved:
+        raise _corrupted(folder, ADAPTER_CONFIG)
+
+
+def _check_settings(folder: Path, adapters: Adapters, base: Path) -> None:
+    """Compare adapters and base with what the run saved of them in config.json."""
     saved = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     for name, found in settings_beside(adapters, base).items():
         if saved.get(name) not in (None, found):
@@ -132,12 +173,12 @@ def settings_beside(adapters: Adapters, base: Path) -> dict:
 
 
 def fingerprint(folder: Path) -> int:
-    """Returns a CRC-32 of the headers of a folder's weights, and of two rows of each tensor: 8 GB take milliseconds."""
+    """Returns a CRC-32 of the headers of a model's weights, and of two rows of each tensor: 8 GB take milliseconds."""
     crc = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        header = read_header(file) if file.name != OPTIMIZER else b""
+    for file in weight_files(folder):
+        header = read_header(file)
         crc = zlib.crc32(header, crc)
-        for entry in read_entries(header, file).values() if header else ():
+        for entry in read_entries(header, file).values():
             rows, *others = entry.shape or (0,)
             for row in sorted({0, rows // 2}) if rows else ():
                 piece = Piece(entry.name, (row, *(0 for _ in others)), (1, *others))

@@ -191,6 +191,9 @@ def read_entries(header: bytes, file: Path) -> dict[str, Entry]:
 
 def read_header(file: Path) -> bytes:
     """A safetensors file up to its data."""
+    refusal = UserError(f"{file} is missing, truncated or no safetensors file")
+    if not os.path.isfile(file):  # a pipe would be waited for
+        raise refusal
     try:
         with file.open("rb") as opened:
             length = opened.read(8)
@@ -199,7 +202,7 @@ def read_header(file: Path) -> bytes:
                 return length + opened.read(size)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
-    raise UserError(f"{file} is missing, truncated or no safetensors file")
+    raise refusal
 
 
 def local_pieces(tensors: dict[str, Tensor], piece_bytes: int | None = None) -> Iterator[tuple[Piece, Tensor]]:

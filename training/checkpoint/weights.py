@@ -9,9 +9,7 @@ adapter_model.safetensors, and names the folder with all other weights.
 
 import json
 import logging
-import os
 import re
-import shutil
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -24,7 +22,7 @@ from torch import Tensor
 from kernels.lora import merged
 from kernels.parts import Adapted
 from model import ModelConfig, Transformer
-from training.checkpoint.manifest import WEIGHTS, verify_weights
+from training.checkpoint.manifest import WEIGHTS, verify_weights, weight_files
 from training.checkpoint.pieces import (
     DTYPE_NAMES,
     Entry,
@@ -41,7 +39,7 @@ from training.checkpoint.pieces import (
 from training.families import extend, from_config_json, to_config_json
 from training.flags import flag, read_command
 from training.host.errors import UserError, hub_download, refused_as_user_error
-from training.host.files import JSON_BYTES, read_file, read_json
+from training.host.files import JSON_BYTES, making, read_file, read_json
 from training.host.processes import command
 from training.lora import ADAPTER_WEIGHTS, ADAPTERS, Adapters, has_adapters, read_adapters, read_frozen_bits
 from training.optim.quantized import check_library, quantize
@@ -226,30 +224,14 @@ def folders_of(path: Path) -> list[Path]:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    index = path / "model.safetensors.index.json"
-    if has_adapters(path):
-        return [*_weight_files(read_adapters(path)[1]), path / ADAPTER_WEIGHTS]
-    if not path.exists():
-        raise UserError(f"checkpoint {path} does not exist")
-    for file in (path, path / WEIGHTS):
-        if file.is_file():
-            return [file]
-    if not index.is_file():
-        raise UserError(f"{path} has no {WEIGHTS}; give a checkpoint's step_ folder or a Hugging Face folder")
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
-        raise UserError(f"{index} is damaged: its weight_map must name a file for each weight")
-    for shard in places.values():
-        if "\0" in shard or Path(shard).name != shard or shard in ("", ".."):
-            raise UserError(f"{index} names {shard[:80]!r}, which is no file of this folder; give another folder")
-    return sorted({path / shard for shard in places.values()})
+    """Returns a model's files as `weight_files` does, with adapters behind the weights that they adapt."""
+    adapters = [path / ADAPTER_WEIGHTS] if has_adapters(path) else []
+    return weight_files(folders_of(path)[-1]) + adapters
 
 
 def _entries(file: Path) -> dict[str, Entry]:
     """The tensors in a safetensors file. The library checks that offsets, shapes and the file's size agree."""
     try:
-        if not file.is_file():  # a pipe would be waited for
-            raise FileNotFoundError("no such file")
         header = read_header(file)  # before the library maps the file: SIGBUS would end it at an unreadable sector
         with safe_open(file, framework="np"):  # "pt" maps the file writably: limits of a process's memory count it
             pass
@@ -296,32 +278,26 @@ def _read_merged(name: str, entries: dict[str, Entry], adapters: Adapters | None
 def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | None = None, merge: bool = False) -> str:
     """Write config.json, model.safetensors and their companions; returns a line that says what was written.
 
-    Raises UserError if `target` is not empty, the weights are damaged or not finite in `dtype`, no other program
-    computes this model, or `merge` is not as the source needs it.
+    Raises UserError if `target` is not empty or is being made by another process, the weights are damaged or not finite
+    in `dtype`, no other program computes this model, or `merge` is not as the source needs it.
     """
     if has_adapters(source) and not merge:
         raise UserError(f"{source} holds adapters, as peft reads them; --merge writes whole weights with them")
     if merge and not has_adapters(source):
         raise UserError(f"--merge has no effect on {source}, which holds no adapters; drop it")
-    target = target.absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} is already there; give a folder that is not, or an empty one")
-    config = shape_of_weights(source)
+    target, config = target.resolve(), shape_of_weights(source)
     if own := [kind.name for kind in config.layer_kinds if kind.gates_per_head]:
         raise UserError(f"{source} attends by {own[0]}, which neither transformers nor vLLM computes; give others")
     if rope_scaling is not None:
         config = extend(config, rope_scaling)
     shapes = parameter_shapes(config)
-    weights = load_model_weights(source, shapes)
     tokenizer = next((f for f in folders_of(source) if (f / "tokenizer.json").is_file()), source) / "tokenizer.json"
     companions = read_companions(tokenizer) if tokenizer.is_file() else NO_COMPANIONS
     content = {**to_config_json(config), **companions.settings, "torch_dtype": str(dtype).removeprefix("torch.")}
     files = {**companions.files, "config.json": (json.dumps(content, indent=2) + "\n").encode()}
-    temporary = target.with_name(f".{target.name}.tmp")  # a killed export leaves nothing that looks like one
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        with (temporary / WEIGHTS).open("wb") as file:
+    with making(target) as folder:
+        weights = load_model_weights(source, shapes)
+        with (folder / WEIGHTS).open("wb") as file:
             file.write(header_of({name_in_file(name): (dtype, shape) for name, shape in shapes.items()}))
             for name, weight in weights:
                 if not weight.to(dtype).isfinite().all():
@@ -329,10 +305,7 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
                 file.write(bytes_of(weight.to(dtype)))
             size = file.tell()
         for name, companion in files.items():
-            (temporary / name).write_bytes(companion)
-        os.replace(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            (folder / name).write_bytes(companion)
     return (
         f"{target}: {config.num_parameters():,} parameters of {config.model_type}, {dtype}, {size / 1e9:.2f} GB in "
         f"{WEIGHTS}; {', '.join(sorted(files))}"

@@ -31,7 +31,7 @@ from training.data.containers import (
 from training.data.forms import FIELDS, NothingToLearn, is_row, parse_columns, recognise, rename
 from training.data.tokenizer import check_ids
 from training.host.errors import UserError, hub_download
-from training.host.files import read_file, read_json
+from training.host.files import inside, read_file, read_json
 
 logger = logging.getLogger(__name__)
 SUFFIXES = ".txt,.md,.py"  # files that are a document each
@@ -221,11 +221,13 @@ def is_data(file: Path, reading: Reading = DEFAULT) -> bool:
 def _files_of_saved(folder: Path) -> list[str]:
     """Returns the files of a dataset that `datasets` saved. Others in its folder are caches of earlier steps."""
     try:
-        names = [str(file["filename"]) for file in read_json(folder / "state.json")["_data_files"]]
+        named = [file["filename"] for file in read_json(folder / "state.json")["_data_files"]]
     except (LookupError, TypeError):
         raise UserError(f"{folder}/state.json is damaged: it does not name the dataset's files") from None
-    if missing := [name for name in names if not (folder / name).is_file()]:
+    files = [inside(folder, name, folder / "state.json") for name in named]
+    if missing := [file.name for file in files if not file.is_file()]:
         raise UserError(f"{folder} is not whole: {missing[0][:100]} of its state.json is missing; save it again")
+    names = [file.name for file in files]
     if others := {file.name for file in folder.glob("*.arrow")}.difference(names):
         logger.warning("data: left out %s .arrow in %s, which its state.json does not name", f"{len(others):,}", folder)
     return names
@@ -236,10 +238,11 @@ def _choose_split(folder: Path) -> list[str]:
     splits = read_json(folder / "dataset_dict.json").get("splits")
     if not isinstance(splits, list) or not splits:
         raise UserError(f"{folder}/dataset_dict.json is damaged: it does not name the splits")
+    splits = [inside(folder, split, folder / "dataset_dict.json").name for split in splits]
     if len(splits) > 1 and "train" not in splits:
-        raise UserError(f"{folder} has the splits {', '.join(map(str, splits))}; give --data the folder of one")
-    chosen = str(splits[0] if len(splits) == 1 else "train")
-    if left_out := [str(split) for split in splits if split != chosen]:
+        raise UserError(f"{folder} has the splits {', '.join(splits)}; give --data the folder of one")
+    chosen = splits[0] if len(splits) == 1 else "train"
+    if left_out := [split for split in splits if split != chosen]:
         logger.warning("data: %s: split %s is read; left out: %s", folder, chosen, ", ".join(left_out))
     return [chosen]
 

@@ -1,4 +1,7 @@
-"""Small files, read and written with errors of one line, and replaced as a whole. A folder that belongs to one run."""
+"""Small files, read and written with errors of one line. Files and folders that are complete or absent.
+
+A folder that belongs to one run.
+"""
 
 import contextlib
 import fcntl
@@ -6,6 +9,8 @@ import json
 import logging
 import math
 import os
+import shutil
+import uuid
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +18,17 @@ from pathlib import Path
 from training.host.errors import SHOWN_OF_A_PATH, UserError
 
 logger = logging.getLogger(__name__)
+LOCK = ".lock"  # of a folder that belongs to one run
+LONGEST_NAME = 255  # bytes; Linux's own limit
 JSON_BYTES = 2**28  # a longer JSON file is refused: parsed, it would take ten times its size in memory
+
+
+def check_working_directory() -> None:
+    """Refuse a working directory that was deleted: no relative path is found from it."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(f"the working directory is gone ({error.strerror}); change to another, by cd") from None
 
 
 def check_can_write(file: Path, flag: str) -> None:
@@ -67,11 +82,56 @@ def write_file(file: Path, content: bytes, size: int | None = None) -> list[int]
     return [size, zlib.crc32(content)]
 
 
+@contextlib.contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Gives a path to write to, which is flushed and becomes `file` at the end: a kill leaves the earlier file whole.
+
+    Each call has a path of its own. Links, devices, pipes and files of read-only folders are written to in place.
+    """
+    if file.is_symlink() or (file.exists() and not file.is_file()) or not os.access(file.parent, os.W_OK):
+        yield file
+        return
+    temporary = file.with_name(f".{file.name[:40]}.{uuid.uuid4().hex}.tmp")
+    try:
+        yield temporary
+        flush(temporary)
+        temporary.replace(file)
+        flush(file.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def replace_file(file: Path, content: str) -> None:
-    """Write a small file under another name and rename it, so that a kill leaves the earlier file whole."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    write_file(temporary, content.encode())
-    temporary.replace(file)
+    """Write a small file as a whole; see `replacing`."""
+    with replacing(file) as temporary:
+        temporary.write_bytes(content.encode())
+
+
+@contextlib.contextmanager
+def making(folder: Path) -> Iterator[Path]:
+    """Gives a folder to fill, which is flushed and becomes `folder` at the end. A kill leaves nothing of that name.
+
+    Raises UserError if `folder` has something in it, or another process is making it.
+    """
+    folder = folder.resolve()
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is already there; give a folder that is not, or an empty one")
+    with only_run_in(temporary):
+        try:
+            for leftover in {*temporary.iterdir()} - {temporary / LOCK}:  # of a process that was killed
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            yield temporary
+            for path in (*temporary.iterdir(), temporary):
+                flush(path)
+            temporary.replace(folder)
+        except BaseException as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, OSError) and error.filename2 is not None:
+                raise UserError(f"{folder} cannot be made: {error.strerror}; give another folder") from None
+            raise
+        (folder / LOCK).unlink()  # not earlier: another process would begin to fill a folder without a lock
+        flush(folder.parent)
 
 
 def flush(path: Path) -> None:
@@ -81,6 +141,18 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def inside(folder: Path, name: object, named_by: Path) -> Path:
+    """Returns the path of a file or folder in `folder` whose name stands in the file `named_by`.
+
+    Raises UserError for other names: of places outside the folder, of the folder itself, or of no file at all.
+    """
+    with contextlib.suppress(TypeError, ValueError):
+        is_plain = name == os.path.basename(name) and name not in ("", ".", "..") and "\0" not in name  # type: ignore
+        if is_plain and len(os.fsencode(name)) <= LONGEST_NAME:  # type: ignore
+            return folder / name  # type: ignore
+    raise UserError(f"{named_by} names {name!r:.80}, which is no file of its folder; give another folder")
 
 
 def size_on_disk(folders: list[Path]) -> int:
@@ -96,13 +168,15 @@ def only_run_in(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("a+")
+        file = (folder / LOCK).open("a+")
     except OSError as error:
         raise UserError(f"folder {folder} cannot be written to: {error}; choose another") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            if not os.path.samefile(file.fileno(), folder / LOCK):  # deleted meanwhile, and made anew
+                raise BlockingIOError
+        except (BlockingIOError, FileNotFoundError):
             file.seek(0)
             raise UserError(
                 f"another run, process {file.read().strip()}, writes into {folder}: wait for its end, or choose "

@@ -27,6 +27,7 @@ from training.memory.execution import Execution
 from training.memory.placement import apply_execution
 from training.memory.stages import Stage
 from training.optim.adamw import MasterAdamW
+from training.plots import save_picture
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "layer inputs", "attention", "MLP", "loss", "workspace")
 # A step of up to 32,768 tokens of context runs three times: the second run is timed, and the bytes of the third are
@@ -484,7 +485,7 @@ def draw_timeline(
     draw_stages(axes, stages, measured, budget)
     axes.set(ylabel="GiB, peak of each stage", title="GPU memory along a step, categories as predicted")
     axes.legend(loc="upper left", fontsize=8)
-    figure.savefig(path)
+    save_picture(figure, path)
 
 
 def draw_stages(

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shutil
 
 import pytest
@@ -15,6 +16,7 @@ from tests.checkpoints import save_checkpoint, unreadable
 from tests.training.checkpoint.test_files import Model, assert_same_state, damage, save, weights_of
 from training import generate
 from training.checkpoint import weights as weights_module
+from training.checkpoint.manifest import fingerprint
 from training.checkpoint.pieces import read_header
 from training.checkpoint.weights import load_model_weights
 from training.evaluation import __main__ as evaluation
@@ -107,8 +109,29 @@ def test_weights_that_cannot_be_read(tmp_path):
 @pytest.mark.parametrize("shard", ["../model.safetensors", "/etc/passwd", "..", "a/b.safetensors", "", "a\0b"])
 def test_an_index_names_files_of_its_folder(shard, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
-    with pytest.raises(ValueError, match="which is no file of this folder"):
+    with pytest.raises(ValueError, match="which is no file of its folder"):
         load_model_weights(tmp_path, {"norm.weight": (8,)})
+
+
+def test_a_fingerprint_is_of_the_models_own_files(tmp_path):
+    folder = save(tmp_path, 1)
+    before = fingerprint(folder)
+    os.mkfifo(folder / "pipe.safetensors")
+    (folder / "broken.safetensors").write_bytes(b"no header")
+    save_file({"model.norm.weight": torch.ones(3)}, folder / "consolidated.safetensors")
+    assert fingerprint(folder) == before
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"weight_map": {name: "model-1.safetensors" for name in ("model.embed_tokens.weight", "model.norm.weight")}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert fingerprint(folder) == before
+    at = len(read_header(folder / "model-1.safetensors"))
+    (folder / "model-1.safetensors").write_bytes(content[:at] + b"\x01" + content[at + 1 :])
+    assert fingerprint(folder) != before
+    (folder / "model-1.safetensors").unlink()
+    os.mkfifo(folder / "model-1.safetensors")  # a reader would wait for a writer
+    with pytest.raises(UserError, match="is missing, truncated or no safetensors file"):
+        fingerprint(folder)
 
 
 def test_weights_that_no_decoder_here_reads(tmp_path):

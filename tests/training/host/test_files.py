@@ -1,11 +1,12 @@
 """Folders that one run has, and small files that are replaced as a whole."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from training.host.errors import UserError
-from training.host.files import only_run_in, replace_file
+from training.host.files import inside, making, only_run_in, replace_file, replacing
 
 
 def test_a_kill_while_a_file_is_replaced_leaves_the_earlier_one(tmp_path, monkeypatch):
@@ -21,6 +22,57 @@ def test_a_kill_while_a_file_is_replaced_leaves_the_earlier_one(tmp_path, monkey
     assert file.read_text() == "first"
     replace_file(file, "third")
     assert file.read_text() == "third" and [*tmp_path.iterdir()] == [file]
+
+
+def test_two_writers_of_a_file_have_a_path_each(tmp_path):
+    file = tmp_path / "evaluation.json"
+    with replacing(file) as one, replacing(file) as other:
+        assert one != other and not file.exists()
+        one.write_text("one")
+        other.write_text("other")
+    assert file.read_text() == "one" and [*tmp_path.iterdir()] == [file]
+
+
+def test_what_is_no_plain_file_is_written_in_place(tmp_path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("before")
+    link.symlink_to(target)
+    replace_file(link, "after")
+    replace_file(Path("/dev/null"), "dropped")
+    assert link.is_symlink() and target.read_text() == "after" and Path("/dev/null").is_char_device()
+
+
+def test_a_folder_is_made_once_and_whole(tmp_path):
+    folder = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt), making(folder) as temporary:
+        (temporary / "half").write_text("half")
+        raise KeyboardInterrupt
+    assert not [*tmp_path.iterdir()]
+    leftover = tmp_path / ".out.tmp"  # of a process that got SIGKILL
+    (leftover / "part").mkdir(parents=True)
+    (leftover / "model").write_text("half")
+    folder.mkdir()
+    with making(folder) as temporary:
+        with pytest.raises(UserError, match=rf"another run, process {os.getpid()}, writes into"), making(folder):
+            pass
+        (temporary / "whole").write_text("whole")
+    assert [*tmp_path.iterdir()] == [folder] and [path.name for path in folder.iterdir()] == ["whole"]
+    with pytest.raises(UserError, match="is already there"), making(folder):
+        pass
+    with pytest.raises(UserError, match="cannot be made: Directory not empty"), making(tmp_path / "late") as temporary:
+        (tmp_path / "late").mkdir()
+        (tmp_path / "late/other").touch()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "late"}
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "/", "../private", "/etc/passwd", "a/b", "a/", "a\0b", "\ud800", "a" * 256, None, 3, ["a"]]
+)
+def test_a_file_names_only_files_of_its_folder(tmp_path, name):
+    with pytest.raises(UserError, match=r"index.json names .*, which is no file of its folder") as error:
+        inside(tmp_path, name, tmp_path / "index.json")
+    assert len(str(error.value)) < 300
+    assert inside(tmp_path, "a b.arrow", tmp_path / "index.json") == tmp_path / "a b.arrow"
 
 
 def test_two_runs_in_one_folder_refuse_each_other(tmp_path):
