@@ -48,8 +48,8 @@ from training.data.loader import PackedLoader
 from training.data.prepared import is_prepared
 from training.data.sources import Reading
 from training.data.tokens import Selection, Store, join, split
-from training.host.errors import UserError, check_installed
-from training.host.files import check_can_write
+from training.host.errors import UserError, import_optional
+from training.host.files import check_can_write, replace_file
 from training.host.processes import command
 from training.host.sizes import GIB, available_host_bytes, budget_of_machine, gib, parse_bytes
 from training.lora import has_adapters, read_adapters, read_frozen_bits
@@ -130,7 +130,7 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
     if flags.timeline and flags.timeline.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--timeline draws .png, .svg or .pdf, got {flags.timeline}")
     if flags.timeline:
-        check_installed("matplotlib", "--timeline")
+        import_optional("matplotlib.figure", "--timeline")
 
 
 def check_mesh(flags: ProfileFlags) -> None:
@@ -393,7 +393,7 @@ def main(argv: list[str]) -> int:
         environment = {**dataclasses.asdict(machine), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
         written = json.dumps({"settings": settings, "environment": environment, **results})
         finite = json.loads(written, parse_constant=lambda infinite: None)  # JSON does not know infinity
-        flags.json.write_text(json.dumps(finite) + "\n")
+        replace_file(flags.json, json.dumps(finite) + "\n")
     return 0 if results.get("answer", {}).get("fits", True) else 1
 
 

@@ -96,7 +96,7 @@ def parse_only(monkeypatch):
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
 def test_each_command_takes_its_flags(path, monkeypatch, parse_only):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(settings, "check_installed", lambda *_: None)
+    monkeypatch.setattr(settings, "import_optional", lambda *_: None)
     for command in (part for line in code(path.read_text()) for part in line.split(BIN)[1:] if " " in part.strip()):
         if (found := split_python(shlex.split(BIN + command.split(" && ")[0], comments=True))) is None:
             continue

@@ -12,8 +12,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from training.flags import flag, read_flags
-from training.host.errors import UserError, check_installed, is_installed, pip_install, program
-from training.host.files import read_file, read_json
+from training.host.errors import UserError, import_optional, is_installed, pip_install, program
+from training.host.files import read_file, read_json, replacing
 from training.host.processes import command
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,7 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
 
     A panel without a number is left out, such as the GPU's memory in a run on a CPU.
     """
-    from matplotlib.figure import Figure  # optional
-
+    figures = import_optional("matplotlib.figure", "a picture")
     for row in rows:
         peaks = row.get("peak_memory_gib")
         row["peak"] = max(filter(_is_number, peaks), default=None) if isinstance(peaks, list) else None
@@ -67,7 +66,7 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
     }
     panels = {name: label for name, label in panels.items() if _points(rows, name)[0]}
     columns = 2 if len(panels) == 4 else max(1, len(panels))
-    figure = Figure(figsize=(12, 7 if columns == 2 else 4), layout="constrained")
+    figure = figures.Figure(figsize=(12, 7 if columns == 2 else 4), layout="constrained")
     axes = dict(zip(panels, figure.subplots(-(-len(panels) // columns) or 1, columns, squeeze=False).flat))
     for name, panel in axes.items():
         panel.set(xlabel="step", ylabel=panels[name])
@@ -81,8 +80,7 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
         mfu.plot(*_points(rows, "mfu"), "C1", linewidth=0.8)
         mfu.set_ylabel("model FLOP utilisation, share of the peak", color="C1")
         mfu.set_ylim(0, 1)
-    path = run / "metrics.png"
-    figure.savefig(path)
+    save_picture(figure, path := run / "metrics.png")
     return path
 
 
@@ -92,6 +90,21 @@ def _unit(run: Path) -> str:
         if isinstance(tokenizer := read_json(run / "config.json").get("tokenizer"), str):
             return "byte" if tokenizer == "bytes" else "token"
     return "token or byte"
+
+
+def save_picture(figure, path: Path) -> None:
+    """Writes a Matplotlib figure as a whole, in the format of the path's suffix."""
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=path.suffix[1:])
+
+
+def as_label(name: str) -> str:
+    """Returns a folder's name as Matplotlib shows it: "$x^$" is no formula, bytes that are no text are escaped.
+
+    A space goes before "_", with which Matplotlib's own labels begin: it leaves these out of legends.
+    """
+    shown = name.encode(errors="backslashreplace").decode().replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
 
 
 def _draw_loss(axes, rows: list[dict]) -> None:
@@ -137,7 +150,7 @@ def draw_at_end(run: Path) -> None:
 @command
 def main(argv: list[str]) -> None:
     run = read_flags(PlotsFlags, argv, "python -m training.plots").run
-    check_installed("matplotlib", "a picture")
+    import_optional("matplotlib.figure", "a picture")
     print(draw_run(run, read_metrics(run)))
 
 

@@ -7,9 +7,11 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
+from training import plots
+from training.evaluation.pictures import draw_losses, draw_needles
 from training.host import errors
 from training.host.errors import pip_install, program
-from training.plots import draw_at_end, draw_run, main, read_metrics
+from training.plots import as_label, draw_at_end, draw_run, main, read_metrics
 
 
 def write_run(folder, steps):
@@ -39,7 +41,7 @@ def test_the_command_and_a_runs_end(tmp_path, capsys):
 def test_a_picture_has_no_empty_panel_and_names_what_is_drawn(tmp_path, monkeypatch):
     """A run on a GPU with a spike, a validation and a step left out; a short run on a CPU with nothing of that."""
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(plots, "save_picture", lambda figure, path: drawn.append(figure))
     write_run(tmp_path / "long", 45)
     draw_run(tmp_path, read_metrics(tmp_path / "long"))
     draw_run(tmp_path, [{"step": step, "loss": 3.0, "tokens_per_second": 9.0} for step in range(9)])
@@ -60,7 +62,7 @@ def test_a_picture_has_no_empty_panel_and_names_what_is_drawn(tmp_path, monkeypa
 )  # fmt: skip
 def test_a_loss_is_per_byte_where_the_run_reads_bytes(content, unit, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(plots, "save_picture", lambda figure, path: drawn.append(figure))
     write_run(tmp_path / "run", 25)
     if content:
         (tmp_path / "run" / "config.json").write_text(content)
@@ -103,3 +105,19 @@ def test_a_picture_on_a_full_disk_is_one_line(tmp_path, capsys):
     (tmp_path / "run" / "metrics.png").symlink_to("/dev/full")
     assert main([str(tmp_path / "run")]) == 1
     assert re.fullmatch("error: [^\n]*No space left on device[^\n]*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", ["$x^$", "$", r"a\$b$", "_run", "\udcff\udcfe", "\ud800", "100%", "{x}"])
+def test_a_folders_name_is_a_label_as_it_is(tmp_path, name):
+    rows = [{"first": 0, "last": 63, "loss": 2.0}, {"first": 64, "last": 127, "loss": 1.0}]
+    draw_losses(tmp_path / "losses.png", [(name, rows)])
+    draw_needles(tmp_path / "needles.svg", [(name, [{"length": 256, "score": 0.5, "samples": 3}])])
+    assert (tmp_path / "losses.png").stat().st_size > 10_000 and {p.name for p in tmp_path.iterdir()} == {
+        "losses.png", "needles.svg"
+    }  # fmt: skip
+    figure = Figure()
+    axes = figure.subplots()
+    axes.plot([1], label=as_label(name))
+    [shown] = axes.legend().texts
+    figure.savefig(tmp_path / "legend.svg", format="svg")
+    assert shown.get_text() == as_label(name)

@@ -16,7 +16,7 @@ import numpy as np
 
 from training.data.forms import FLAGS, NUMBERS, NothingToLearn, refuse_unknown_flags, says_trained
 from training.data.tokenizer import FileTokenizer, load_tokenizer
-from training.host.errors import UserError, pip_install
+from training.host.errors import UserError, import_optional
 from training.host.files import JSON_BYTES, read_file, read_json
 
 logger = logging.getLogger(__name__)
@@ -426,11 +426,9 @@ def _read_template(tokenizer: FileTokenizer) -> tuple[Path, str | None]:
 
 def _compile(source: str, file: Path):
     """Compiles a template in a sandbox: it reads no file, and leaves its arguments as they are."""
-    try:
-        import jinja2
-        from jinja2 import ext, nodes, sandbox
-    except ImportError:
-        raise UserError(f"chat template {file} needs the jinja2 package: {pip_install('jinja2')}") from None
+    import_optional("jinja2.sandbox", f"chat template {file}")
+    import jinja2
+    from jinja2 import ext, nodes, sandbox
 
     class Generation(ext.Extension):
         """The tags {% generation %} ... {% endgeneration %}, by which a template marks the assistant's words."""

@@ -6,23 +6,29 @@ Files are read as streams, so that memory holds a few rows and never a whole fil
 
 import contextlib
 import gzip
-import importlib
 import io
 import itertools
 import json
 import re
+import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import IO, NamedTuple
 
-from training.host.errors import UserError, pip_install
+from training.host.errors import UserError, import_optional, is_installed
 
-MOST = 2**28  # bytes of a row, or of a compressed text: a small file can hold any number of zeros
+# A small file can hold any number of zeros. JSON takes up to 25 times its bytes in memory, when it is parsed.
+MOST = 2**26  # bytes of a row
+MOST_OF_TEXT = 2**28  # bytes of a compressed text
 CHUNK = 2**20  # characters of a .json file that are read at a time
+BATCH_BYTES = 2**28  # of the values in a batch of a table
+LEAST_OF_A_BOMB, MOST_RATIO = 2**29, 500  # bytes that a row group holds, for each byte of it in the file
 BATCH = 64  # rows of a table that are turned into Python's objects at a time
 COMPRESSIONS = (".gz", ".zst")
+# Errors of Python's own that its libraries and pyarrow raise for damaged files.
+OF_DAMAGE = OSError, EOFError, ValueError, LookupError, ArithmeticError, SystemError, struct.error, zlib.error
 END_OF_ARROW = b"\xff\xff\xff\xff\0\0\0\0"
 SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -61,7 +67,7 @@ def check_packages(files: list[Path]) -> None:
     """Raises UserError if a file needs a package that is missing."""
     for file in {(suffix_of(file), file.suffix.lower()): file for file in reversed(files)}.values():
         if suffix_of(file) in (".parquet", ".arrow"):
-            _import("pyarrow", file)
+            import_optional("pyarrow", str(file))
         if file.suffix.lower() == ".zst":
             _zstd(file)
 
@@ -86,11 +92,13 @@ def cut_rows(file: Path, size: int) -> Iterator[tuple[int, int, int]]:
 
 
 def read_compressed(file: Path) -> bytes:
-    """Returns the content of a compressed text. Raises UserError if it is damaged, or has more than MOST bytes."""
+    """Returns a compressed text. Raises UserError if it is damaged, or has more than MOST_OF_TEXT bytes."""
     with refusing_damage(file), _open(file) as stream:
-        content = stream.read(MOST + 1)
-    if len(content) > MOST:
-        raise UserError(f"{file} holds more than {MOST:,} bytes of text; decompress it, or cut it into several files")
+        content = stream.read(MOST_OF_TEXT + 1)
+    if len(content) > MOST_OF_TEXT:
+        raise UserError(
+            f"{file} holds more than {MOST_OF_TEXT:,} bytes of text; decompress it, or cut it into several files"
+        )
     return content
 
 
@@ -105,7 +113,7 @@ def refusing_damage(file: Path) -> Iterator[None]:
         raise UserError(f"{file} is not UTF-8: byte {error.object[error.start]:#04x}; convert it to UTF-8") from None
     except Exception as error:
         library = type(error).__module__.partition(".")[0] in ("pyarrow", "backports", "compression")
-        if not library and not isinstance(error, (OSError, EOFError, ValueError, zlib.error)):
+        if not library and not isinstance(error, OF_DAMAGE):
             raise
         if isinstance(error, OSError) and error.strerror and error.filename:
             raise UserError(f"cannot read {file}: {error.strerror}; give --data a readable file") from None
@@ -113,20 +121,10 @@ def refusing_damage(file: Path) -> Iterator[None]:
         raise UserError(f"{file} is damaged or cut short ({what}); get it again, or leave it out of --data") from None
 
 
-def _import(name: str, file: Path) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        package = name.removesuffix(".parquet")
-        raise UserError(f"{file} needs the {package} package: {pip_install('-r requirements-extra.txt')}") from None
-
-
 def _zstd(file: Path) -> ModuleType:
     """Returns Python's module of Zstandard, new in 3.14, or the package that has it for older versions."""
-    try:
-        return importlib.import_module("compression.zstd")
-    except ImportError:
-        return _import("backports.zstd", file)
+    name = "compression.zstd" if is_installed("compression.zstd") else "backports.zstd"
+    return import_optional(name, str(file), name)
 
 
 def _open(file: Path) -> IO[bytes]:
@@ -218,7 +216,8 @@ class _Values:
                 # An error in the middle of the text is one whatever follows. A string may be longer than the text.
                 is_cut = str(error).startswith("Unterminated") or getattr(error, "pos", 0) > len(self._text) - 16
                 self._text, self._at = self._text[self._at :], 0
-                more = self._stream.read(max(CHUNK, len(self._text))) if is_cut else ""
+                size = min(max(CHUNK, len(self._text)), MOST + 1 - len(self._text))
+                more = self._stream.read(size) if is_cut else ""
                 if not more:
                     raise self.refusal(number, str(error)) from None
                 self._text += more
@@ -242,7 +241,25 @@ def _read_parquet(file: Path, start: int, stop: int, first: int, fields: frozens
         if chosen:
             columns = [name for name in table.schema_arrow.names if name in fields] or None
             first = 1 + sum(group.num_rows for group in groups[: chosen[0]])
-            yield from _rows_of(table.iter_batches(BATCH, chosen, columns, use_threads=False), first)
+            yield from _rows_of(_batches_of(table, chosen, columns, file), file, first)
+
+
+def _batches_of(table, groups: list[int], columns: list[str] | None, file: Path) -> Iterator:
+    """Yields batches of rows, whose values take BATCH_BYTES at most, or which have a row each.
+
+    Raises UserError for a row group with a row of more than MOST bytes, and for zeros by the gigabyte.
+    """
+    for i in groups:
+        group = table.metadata.row_group(i)  # damage in `group.column(0)` would end the process
+        size = group.total_byte_size
+        if size > MOST * group.num_rows:
+            raise _too_long(f"a row of {file}, row group {i},")
+        if size > max(LEAST_OF_A_BOMB, MOST_RATIO * file.stat().st_size):
+            what = f"{size:,} bytes in less than a {MOST_RATIO}th, as no text is compressed"
+            raise UserError(f"{file}, row group {i}, has {what}; write it again, or leave it out of --data")
+        # Any number of rows may have the same value, which a group stores once.
+        rows = max(1, min(BATCH, BATCH_BYTES // max(1, size)))
+        yield from table.iter_batches(rows, [i], columns, use_threads=False)
 
 
 def _cut_parquet(file: Path, size: int) -> Iterator[tuple[int, int, int]]:
@@ -254,26 +271,75 @@ def _cut_parquet(file: Path, size: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _open_parquet(file: Path):
-    return _import("pyarrow.parquet", file).ParquetFile(file, page_checksum_verification=True)
+    return import_optional("pyarrow.parquet", str(file)).ParquetFile(file, page_checksum_verification=True)
 
 
 def _read_arrow(file: Path, start: int, stop: int, first: int, fields: frozenset[str]) -> Iterator[Row]:
-    arrow = _import("pyarrow", file)
+    arrow = import_optional("pyarrow", str(file))
     with file.open("rb") as stream:
         stream.seek(-min(len(END_OF_ARROW), file.stat().st_size), io.SEEK_END)
         if stream.read() != END_OF_ARROW:  # pyarrow takes the end of a file for the end of its table
             raise EOFError("no end of an Arrow stream")
     with arrow.OSFile(str(file)) as opened, arrow.ipc.open_stream(opened) as table:
         columns = [name for name in table.schema.names if name in fields] or table.schema.names
-        yield from _rows_of((batch.select(columns) for batch in table), first)
+        if _is_compressed_arrow(arrow, file):
+            raise UserError(f"{file} has compressed batches, as `datasets` writes none; write it without compression")
+        for batch in table:
+            batch.validate(full=True)  # else damaged offsets would be followed to anywhere in memory
+            yield from _rows_of([batch.select(columns)], file, first)
+            first += batch.num_rows
 
 
-def _rows_of(batches: Iterator, first: int) -> Iterator[Row]:
+def _is_compressed_arrow(arrow: ModuleType, file: Path) -> bool:
+    """Whether the first batch of an Arrow stream is compressed: to any size, which pyarrow would not refuse.
+
+    A table of the batch's header, a FlatBuffer, stands at `at`, behind the distance to the places of its fields.
+    """
+
+    def field(at: int, number: int) -> int:
+        places = at - struct.unpack_from("<i", header, at)[0]
+        [size] = struct.unpack_from("<H", header, places)
+        return 4 + 2 * number < size and struct.unpack_from("<H", header, places + 4 + 2 * number)[0]
+
+    def follow(at: int) -> int:
+        return at + struct.unpack_from("<I", header, at)[0]
+
+    with arrow.OSFile(str(file)) as opened:
+        messages = arrow.ipc.MessageReader.open_stream(opened)
+        message = next((each for each in messages if each.type != "schema"), None)
+        if message is None:
+            return False
+        header = message.metadata.to_pybytes()
+        at = follow(0)
+        for number in (2, 1) if message.type == "dictionary" else (2,):  # message.header, dictionary.data
+            at = follow(at + field(at, number))
+        return field(at, 3) > 0  # batch.compression
+
+
+def _rows_of(batches: Iterable, file: Path, first: int) -> Iterator[Row]:
     for batch in batches:
         for part in (batch.slice(at, BATCH) for at in range(0, batch.num_rows, BATCH)):
-            for row in part.to_pylist():
-                yield first, {name: _without_nulls(value) for name, value in row.items()}
-                first += 1
+            is_small = sum(map(_size_of, part.columns)) <= MOST
+            for some in [part] if is_small else (part.slice(at, 1) for at in range(part.num_rows)):
+                if not is_small and sum(map(_size_of, some.columns)) > MOST:
+                    raise _too_long(place(file, first))
+                for row in some.to_pylist():
+                    yield first, {name: _without_nulls(value) for name, value in row.items()}
+                    first += 1
+
+
+def _size_of(array) -> int:
+    """Returns about the bytes of an Arrow array's Python objects, which may be many times those of the array.
+
+    A list of a million nulls takes 8 bytes in the array, and a dictionary's value counts wherever it is used.
+    """
+    if hasattr(array, "dictionary"):
+        used = (index for index in array.indices.to_pylist() if index is not None)
+        return sum(_size_of(array.dictionary.slice(index, 1)) for index in used)
+    if hasattr(array, "flatten") and array.type.num_fields:
+        parts = array.flatten()
+        return 8 * len(array) + sum(map(_size_of, parts if isinstance(parts, list) else [parts]))
+    return 8 * len(array) + array.nbytes
 
 
 def _without_nulls(value):

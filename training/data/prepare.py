@@ -42,7 +42,7 @@ from training.data.sources import (
     say_left_out,
 )
 from training.host.errors import UserError
-from training.host.files import only_run_in, read_file, read_json, write_file
+from training.host.files import flush, only_run_in, read_file, read_json, write_file
 
 PART_BYTES = 2**24  # of text
 MEANING = 2  # Counts changes of what rows mean: parts made before "loss": false was obeyed are made anew.
@@ -110,7 +110,9 @@ def prepare(
             "parts": kept,
         }  # fmt: skip
         index["sha256"] = hash_of_index(index)
+        flush(out)
         _write(out / INDEX, json.dumps(index, indent=1).encode())
+        flush(out)
         return index
 
 
@@ -215,10 +217,12 @@ def _make_parts(
     total, before = (sum(_bytes_of(parts[name]) for name in names) for names in (parts, done))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process
     context = multiprocessing.get_context("forkserver")
-    pool = ProcessPoolExecutor(min(workers, len(missing)), context, _open_reader, settings)
+    with _starting_workers():
+        pool = ProcessPoolExecutor(min(workers, len(missing)), context, _open_reader, settings)
     try:
         with tqdm(total=total, initial=before, unit="B", unit_scale=True, desc="tokenizing") as progress:
-            tasks = {pool.submit(_make_part, out / name, parts[name]): name for name in missing}
+            with _starting_workers():
+                tasks = {pool.submit(_make_part, out / name, parts[name]): name for name in missing}
             for task in as_completed(tasks):
                 if task.cancelled():
                     continue
@@ -234,6 +238,20 @@ def _make_parts(
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _starting_workers() -> Iterator[None]:
+    """Turn the system's refusals of processes, and of the queues between them, into a UserError."""
+    try:
+        yield
+    except BrokenProcessPool:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"cannot start worker processes: {error}; make /dev/shm writable, make room in it, or raise the limits of "
+            "processes and open files (ulimit -u, ulimit -n)"
+        ) from None
 
 
 _reader: DocumentReader | None = None  # a worker's

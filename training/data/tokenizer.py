@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from training.data.special_tokens import add_special_tokens, first_stop_id
-from training.host.errors import UserError, pip_install
+from training.host.errors import UserError, import_optional
 from training.host.files import JSON_BYTES, read_file
 
 PART = 2**19  # characters given to the library at a time
@@ -54,14 +54,11 @@ class FileTokenizer:
 
     def __init__(self, path: Path):
         path = path / "tokenizer.json" if path.is_dir() else path
-        try:
-            from tokenizers import Tokenizer
-        except ImportError:
-            raise UserError(f"--tokenizer {path} needs the tokenizers package: {pip_install('tokenizers')}") from None
+        library = import_optional("tokenizers", f"--tokenizer {path}")
         content = read_file(path, "give --tokenizer the path of a tokenizer.json", JSON_BYTES)
         self.name, self.folder = str(path), path.parent
         with self._refusing("be read"):
-            self._tokenizer = Tokenizer.from_buffer(content)
+            self._tokenizer = library.Tokenizer.from_buffer(content)
             self.special_tokens, is_changed = add_special_tokens(self._tokenizer, self.folder)
             # A file may set truncation and padding for inference. Truncation would cut documents without a word.
             self._tokenizer.no_truncation()

@@ -33,8 +33,8 @@ from training.data.sources import Reading
 from training.data.tokens import Store, join, split
 from training.evaluation import positions
 from training.evaluation.needle import DEPTHS, Result, Samples, judge
-from training.host.errors import UserError, is_installed, pip_install, refused_as_user_error
-from training.host.files import check_can_write, read_json
+from training.host.errors import UserError, import_optional, refused_as_user_error
+from training.host.files import check_can_write, read_json, replace_file
 from training.host.processes import command
 from training.inference import (
     Opened,
@@ -208,8 +208,10 @@ def read_earlier(files: Sequence[Path]) -> list[tuple[str, dict]]:
 
 def draw(folder: Path, content: dict, earlier: Sequence[tuple[str, dict]]) -> None:
     """Draw the pictures; without Matplotlib say how to install it."""
-    if not is_installed("matplotlib"):
-        print(f"no pictures: {pip_install('matplotlib')}", file=sys.stderr)
+    try:
+        import_optional("matplotlib.figure", "a picture")
+    except UserError as error:
+        print(f"no pictures: {error}", file=sys.stderr)
         return
     from training.evaluation.pictures import draw_depths, draw_losses, draw_needles
 
@@ -226,7 +228,7 @@ def report(flags: EvaluationFlags, found: Evaluation, is_complete: bool, earlier
     content = {"settings": vars(flags), "torch": torch.__version__, **asdict(found), "is_complete": is_complete}
     text = json.dumps(content, indent=1, default=str)
     if flags.output_dir:
-        (flags.output_dir / "evaluation.json").write_text(text + "\n")
+        replace_file(flags.output_dir / "evaluation.json", text + "\n")
     columns = [(name, {row["first"]: row["loss"] for row in one["loss_by_position"]}) for name, one in earlier]
     tables = [positions.format_positions(found.loss_by_position, columns)] if found.loss_by_position else []
     if found.key_tokens:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from training.plots import as_label, save_picture
+
 
 def draw_losses(path: Path, curves: Sequence[tuple[str, list[dict]]]) -> None:
     """Draw loss by position, a curve for each (name, rows of an evaluation's JSON)."""
@@ -14,12 +16,12 @@ def draw_losses(path: Path, curves: Sequence[tuple[str, list[dict]]]) -> None:
     for name, rows in curves:
         # A bucket stands at its middle, on a logarithmic axis.
         middles = [(max(1, row["first"]) * (row["last"] + 1)) ** 0.5 for row in rows]
-        axes.plot(middles, [row["loss"] for row in rows], "o-", label=name)
+        axes.plot(middles, [row["loss"] for row in rows], "o-", label=as_label(name))
     axes.set_xscale("log", base=2)
     axes.set(xlabel="tokens before the predicted one", ylabel="loss, nats per token", title="Loss by position")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path)
+    save_picture(figure, path)
 
 
 def interval(share: float, samples: int) -> tuple[float, float]:
@@ -44,12 +46,12 @@ def draw_needles(path: Path, curves: Sequence[tuple[str, list[dict]]]) -> None:
         lengths, scores = ([row[column] for row in rows] for column in ("length", "score"))
         ends = [interval(row["score"], row.get("samples", 0)) for row in rows]
         bars = [[abs(end - score) for end, score in zip(side, scores)] for side in zip(*ends)]
-        axes.errorbar(lengths, scores, bars, fmt="o-", capsize=3, label=name)
+        axes.errorbar(lengths, scores, bars, fmt="o-", capsize=3, label=as_label(name))
     axes.set_xscale("log", base=2)
     axes.set(ylim=(-0.05, 1.05), xlabel="tokens", ylabel="share of the needles found\nbars: 95% interval")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path)
+    save_picture(figure, path)
 
 
 def draw_depths(path: Path, rows: Sequence[dict]) -> None:
@@ -66,4 +68,4 @@ def draw_depths(path: Path, rows: Sequence[dict]) -> None:
         for x, value in enumerate(row):
             axes.text(x, y, f"{value:.2f}", ha="center", va="center")
     figure.colorbar(image, ax=axes, label="score")
-    figure.savefig(path)
+    save_picture(figure, path)

@@ -1,11 +1,15 @@
 """The one class for errors that the person who started the program can mend."""
 
+import importlib
+import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 SHOWN_OF_A_PATH = 200  # characters
 
@@ -38,15 +42,41 @@ def hub_download(arguments: str) -> str:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported; a folder of that name, such as wandb's logs, is no package."""
-    spec = find_spec(package)
+    """Whether a package can be found; a folder of that name, such as wandb's logs, is no package."""
+    try:
+        spec = find_spec(package)
+    except ModuleNotFoundError:  # of a package that would hold it
+        return False
     return spec is not None and spec.origin is not None
 
 
-def check_installed(package: str, user: str) -> None:
-    """Raises UserError if an optional package is missing that `user`, such as a flag, needs."""
+def import_optional(module: str, user: str, package: str | None = None) -> ModuleType:
+    """Imports a module of an optional package that `user`, such as a flag, needs.
+
+    Raises UserError if the package is missing, or is there and fails.
+
+    Args:
+        package: its name, if the module's first name is another.
+    """
+    package = package or module.partition(".")[0]
     if not is_installed(package):
         raise UserError(f"{user} needs the package {package}: {pip_install(package)}")
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # a file or a library that it needs is missing, or of another version
+        why = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{user} needs the package {package}, which fails here ({type(error).__name__}: {why}); install it anew: "
+            f"{pip_install(f'--force-reinstall {package}')}"
+        ) from None
+
+
+def whole_number(variable: str, default: int) -> int:
+    """Returns the number in an environment variable, `default` if it is not set. Raises UserError for other values."""
+    value = os.environ.get(variable, str(default))
+    if not re.fullmatch(r"[0-9]{1,9}", value, re.ASCII):
+        raise UserError(f"{variable} is {value[:40]!r} in the environment, not a whole number; unset it, or mend it")
+    return int(value)
 
 
 def is_out_of_host_memory(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from training.host.errors import SHOWN_OF_A_PATH, UserError
 
 logger = logging.getLogger(__name__)
-LOCK = ".lock"  # of a folder that belongs to one run
+LOCK = ".lock"  # file in a folder that belongs to one run
 LONGEST_NAME = 255  # bytes; Linux's own limit
 JSON_BYTES = 2**28  # a longer JSON file is refused: parsed, it would take ten times its size in memory
 
@@ -119,7 +119,7 @@ def making(folder: Path) -> Iterator[Path]:
         raise UserError(f"{folder} is already there; give a folder that is not, or an empty one")
     with only_run_in(temporary):
         try:
-            for leftover in {*temporary.iterdir()} - {temporary / LOCK}:  # of a process that was killed
+            for leftover in {*temporary.iterdir()} - {temporary / LOCK}:  # a killed process has left it
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             yield temporary
             for path in (*temporary.iterdir(), temporary):

@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from pathlib import Path
 
 from training.host.errors import SHOWN_OF_A_PATH, UserError, is_out_of_host_memory
+from training.host.files import check_working_directory
 from training.host.sizes import GIB, available_host_bytes
 
 # From a rank's death to its peers' end: torchrun looks every 0.1 s, so it sees who died first.
@@ -37,6 +39,14 @@ def line_of(error: BaseException) -> str | None:
         )
     if isinstance(error, UserError):
         return f"error: {' '.join(str(error).splitlines())}"
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"error: {error.strerror}: this process may have {most} at once; raise that limit, as by ulimit -n 1024"
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return (
+            "error: the system starts no more threads; raise the limit of processes (ulimit -u, a container's pids) or "
+            "of memory (ulimit -v), or end what else runs here"
+        )
     if isinstance(error, OSError) and error.filename is not None:
         return f"error: {error.strerror}: {str(error.filename)[:SHOWN_OF_A_PATH]}"
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # an open file's reads and writes do not name it
@@ -61,7 +71,8 @@ def show_error(error: BaseException, is_main: bool) -> None:
         print(shown, file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         told = {"py_callstack": shown, "timestamp": int(time.time())}
-        Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": told}}))
+        with suppress(OSError, ValueError):  # somebody may have changed the variable
+            Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": told}}))
 
 
 def say_last(line: str) -> None:
@@ -76,6 +87,17 @@ def say_last(line: str) -> None:
             subprocess.Popen(["sh", "-c", script, "sh", str(os.getppid()), line], start_new_session=True)
 
 
+def open_standard_files() -> None:
+    """Open /dev/null in place of closed standard files: another file would get their number, and then their text."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if name == "stdin" else "w"))  # noqa: SIM115
+
+
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
     """Decorator of a script's main(argv), which then returns the exit status: main's own, 0 for None.
 
@@ -84,9 +106,11 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
 
     @functools.wraps(main)
     def run(argv: list[str]) -> int:
+        open_standard_files()
         if isinstance(sys.stdout, io.TextIOWrapper):  # shows names that are not UTF-8, and any text on any terminal
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
+            check_working_directory()
             return main(argv) or 0
         except Exception as error:
             if line_of(error) is None:

@@ -1,13 +1,12 @@
 """Sizes of memory: how they are written, and how much of the host's memory is left to this process."""
 
 import math
-import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from training.host.errors import UserError
+from training.host.errors import UserError, whole_number
 
 MIB, GIB = 2**20, 2**30  # bytes
 SYSTEM_BYTES = 2 * GIB  # assumed: host memory of Linux, a desktop and page tables
@@ -52,7 +51,7 @@ def budget_of_machine(memory_bytes: int, processes: int) -> int:
 def available_host_bytes() -> int:
     """Returns this rank's share of 80% of the host memory that the machine and its control groups have left."""
     available = 1024 * int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0])
-    return budget_of(min(available, *_bytes_left_in_groups()), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return budget_of(min(available, *_bytes_left_in_groups()), whole_number("LOCAL_WORLD_SIZE", 1))
 
 
 def _bytes_left_in_groups() -> Iterator[float]:

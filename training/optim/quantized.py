@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from training.host.errors import UserError, check_installed, pip_install
+from training.host.errors import UserError, is_installed, pip_install
 
 GROUP = 64  # elements that share a scale
 LEAST_VERSION = 0, 50  # older ones may not run on the current stream
@@ -76,7 +76,8 @@ def quantize(elements: Tensor, bits: int) -> Quantized:
 
 def check_library(user: str) -> None:
     """Raises UserError if the library is missing, too old or broken; `user` is what needs it, such as a flag."""
-    check_installed("bitsandbytes", user)
+    if not is_installed("bitsandbytes"):
+        raise UserError(f"{user} needs the package bitsandbytes: {pip_install('bitsandbytes')}")
     version = importlib.metadata.version("bitsandbytes")
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < LEAST_VERSION:
         least = ".".join(map(str, LEAST_VERSION))

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from training.host.errors import UserError, refused_as_user_error
+from training.host.errors import UserError, whole_number
 from training.host.processes import GRACE_SECONDS, show_error
 from training.host.torch_internals import flatten_mesh, set_timeout, unflatten_mesh
 
 START_SECONDS = 3600.0  # a rank waits for the others until the first step: some tokenize or read more slowly
+WAIT_SECONDS = 30.0  # without others, until a rank says so
 STOPPED_SECONDS = 5.0  # time from a process's SIGSTOP to the warning
 
 
@@ -65,7 +66,7 @@ class World:
     @property
     def num_machines(self) -> int:
         """Machines of equally many processes."""
-        return self.size // int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        return self.size // whole_number("LOCAL_WORLD_SIZE", self.size)
 
     @property
     def tensor_size(self) -> int:
@@ -160,6 +161,23 @@ def choose_device(device: str, local_rank: int, local_size: int) -> torch.device
     return place
 
 
+def read_environment() -> tuple[int, int, int, int]:
+    """Returns torchrun's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without torchrun 0, 1, 0 and 1.
+
+    Raises UserError for values that torchrun does not give: ranks would wait for others that do not exist.
+    """
+    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    found = {name: whole_number(name, default) for name, default in defaults.items()}
+    rank, size, local_rank, local_size = found.values()
+    if not (local_rank <= rank < size and local_rank < local_size <= size):
+        shown = ", ".join(f"{name} {value}" for name, value in found.items())
+        raise UserError(
+            f"{shown} in the environment do not fit: a rank is below the number of ranks; start by torchrun, or unset "
+            "them"
+        )
+    return rank, size, local_rank, local_size
+
+
 @contextmanager
 def join_world(
     device: str, context_parallel_size: int = 1, tensor_parallel_size: int = 1, replicate: int = 1
@@ -177,9 +195,7 @@ def join_world(
             divide the processes, or the processes of each of several machines; or ranks were given different sizes.
     """
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before CUDA starts: less fragmentation
-    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    with refused_as_user_error("torchrun's RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE in the environment: "):
-        rank, size, local_rank, local_size = (int(os.environ.get(name, value)) for name, value in defaults.items())
+    rank, size, local_rank, local_size = read_environment()
     given = context_parallel_size, tensor_parallel_size, replicate
     check_sizes(size, local_size, *given)
     place = choose_device(device, local_rank, local_size)
@@ -197,20 +213,27 @@ def join_world(
         yield World(rank, size, place)
         left.set()
         return
-    if "MASTER_ADDR" not in os.environ:
+    if not (os.environ.get("MASTER_ADDR") and 0 < whole_number("MASTER_PORT", 0) < 2**16):
         raise UserError(
-            f"WORLD_SIZE is {size} in the environment, without a MASTER_ADDR; start by torchrun, or unset it"
+            f"WORLD_SIZE is {size} in the environment, without a MASTER_ADDR and a MASTER_PORT from 1 to 65535; start "
+            "by torchrun, or unset it"
         )
     gpu = place.type == "cuda"
     start = datetime.timedelta(seconds=START_SECONDS)
     ranks: list = [None] * size
     namespace = os.readlink("/proc/self/ns/pid")  # in a container, a number means another process than outside
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    told = f"rank {rank} still waits for the other {size - 1} of WORLD_SIZE, at MASTER_ADDR:MASTER_PORT {where}"
+    waiting = threading.Timer(WAIT_SECONDS, print, [told], {"file": sys.stderr, "flush": True})
+    waiting.daemon = True
+    waiting.start()
     try:
         dist.init_process_group("nccl" if gpu else "gloo", device_id=place if gpu else None, timeout=start)
         dist.all_gather_object(ranks, ((os.getpid(), namespace), *given))
     except RuntimeError as error:
         why = str(error).splitlines()[0][:300]
         end_by(UserError(f"the ranks did not meet: one of them has ended, or cannot be reached ({why})"), rank == 0)
+    waiting.cancel()
     places, *sizes = zip(*ranks)
     of_machine = places[rank - local_rank :][:local_size]
     neighbours = [pid for pid, theirs in of_machine if theirs == namespace]

@@ -23,7 +23,7 @@ from training.data.chat import REASONING
 from training.data.packing import PACKINGS
 from training.data.sources import SUFFIXES
 from training.flags import SMALLEST, Idle, flag, given_flags, refuse_idle
-from training.host.errors import UserError, check_installed, program
+from training.host.errors import UserError, import_optional, program
 
 DEFAULT_STEPS = 300
 PEAK_LEARNING_RATE = 2e-5  # suits continued training; training from scratch wants more, and a far longer warm-up
@@ -276,9 +276,9 @@ def check_config(config: TrainConfig, given: Iterable[str]) -> None:
     refuse_idle(config, given)
     if config.checkpoint_interval is not None:
         parse_interval(config.checkpoint_interval)
-    for package in ("tensorboard", "wandb"):
+    for package, module in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")):
         if getattr(config, package):
-            check_installed(package, f"--{package}")
+            import_optional(module, f"--{package}", package)
     for path, name in itertools.product(config.data, ("output_dir", "log_file")):
         written = getattr(config, name)
         if written and not config.show_batch and Path(realpath(written)).is_relative_to(realpath(path)):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from training.host.errors import whole_number
 from training.host.processes import Watchdog
 from training.parallel.world import World
 
@@ -209,7 +210,7 @@ def promise_shutdown(look_seconds: float, save_seconds: float) -> None:
     timeout, advice = SHUTDOWN_SECONDS, f", and torch {torch.__version__} has no --shutdown-timeout: a newer torch has"
     if hasattr(LaunchConfig, "shutdown_timeout"):  # the flag is not shown to workers, the environment is
         for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"):
-            timeout = int(os.environ.get(name, timeout))
+            timeout = whole_number(name, timeout)
         advice = f": start it with --shutdown-timeout {needed + 60}, unless you did"
     if needed > timeout - 5:
         logger.warning("torchrun kills after %d s%s", timeout, advice)

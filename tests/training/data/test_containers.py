@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import random
 import sys
 
 import pyarrow
@@ -18,6 +19,7 @@ from training.data.corpus import load_corpus, open_stores
 from training.data.prepare import prepare
 from training.data.sources import Reading
 from training.data.tokenizer import ByteTokenizer
+from training.host.errors import UserError
 
 BYTES = ByteTokenizer()
 ROWS = [{"text": f"text {i} \u00e9\u4e2d" * i, "id": i} for i in range(1, 8)]
@@ -25,16 +27,16 @@ LINES = "\n".join(map(json.dumps, ROWS)).encode()
 TABLE = pyarrow.Table.from_pylist(ROWS)
 
 
-def arrow(table=TABLE):
+def arrow(table=TABLE, options=None):
     sink = pyarrow.BufferOutputStream()
-    with pyarrow.ipc.new_stream(sink, table.schema) as stream:
+    with pyarrow.ipc.new_stream(sink, table.schema, options=options) as stream:
         stream.write_table(table, max_chunksize=3)
     return sink.getvalue().to_pybytes()
 
 
-def parquet_of(table=TABLE):
+def parquet_of(table=TABLE, row_group_size=2):
     sink = pyarrow.BufferOutputStream()
-    parquet.write_table(table, sink, row_group_size=2, write_page_checksum=True)
+    parquet.write_table(table, sink, row_group_size=row_group_size, write_page_checksum=True)
     return sink.getvalue().to_pybytes()
 
 
@@ -145,6 +147,7 @@ def test_bad_arrays(tmp_path, content, message):
 def test_bombs_take_little_memory(tmp_path, monkeypatch):
     """A megabyte of output per kilobyte of file."""
     monkeypatch.setattr(containers, "MOST", 2**18)
+    monkeypatch.setattr(containers, "MOST_OF_TEXT", 2**18)
     monkeypatch.setattr(containers, "CHUNK", 2**14)
     for name, before, pack in (
         ("a.jsonl.gz", b'{"text": "', gzip.compress),
@@ -161,6 +164,65 @@ def test_bombs_take_little_memory(tmp_path, monkeypatch):
         assert with_peak(read)[1] < 2**22, name
 
 
+def test_a_row_of_a_table_is_bounded(tmp_path, monkeypatch):
+    """Checks a long value, one used by many rows, nulls that take no bytes in the file, and compressed batches."""
+    monkeypatch.setattr(containers, "MOST", 2**18)
+    monkeypatch.setattr(containers, "BATCH_BYTES", 2**20)
+    long, short = "a" * 2**19, "b" * 2**17
+    nulls = pyarrow.ListArray.from_arrays([0, 2**18], pyarrow.nulls(2**18))
+    once = pyarrow.array([short] * 200)  # 25 MB, which the files hold once
+    for name, table, message in (
+        ("a.arrow", pyarrow.table({"text": ["", long]}), r"a\.arrow, row 2 has more than 262,144 bytes"),
+        ("b.arrow", pyarrow.table({"text": nulls}), r"b\.arrow, row 1 has more than 262,144 bytes"),
+        ("c.arrow", pyarrow.table({"text": once.dictionary_encode()}), None),
+        ("d.parquet", pyarrow.table({"text": [long]}), r"a row of .*d\.parquet, row group 0, has more than 262,144"),
+        ("e.parquet", pyarrow.table({"text": ["a", long, "b"]}), r"e\.parquet, row 2 has more than 262,144 bytes"),
+        ("f.parquet", pyarrow.table({"text": once}), None),
+    ):
+        (tmp_path / name).write_bytes(arrow(table) if name.endswith("arrow") else parquet_of(table, row_group_size=500))
+
+        def read(name=name, message=message):
+            if message is None:
+                assert sum(len(row["text"]) for _, row in read_rows(tmp_path / name)) == 200 * 2**17
+                return
+            with pytest.raises(UserError, match=message):
+                [*read_rows(tmp_path / name)]
+
+        usual = pyarrow.default_memory_pool()
+        pyarrow.set_memory_pool(pool := pyarrow.proxy_memory_pool(usual))
+        try:
+            assert with_peak(read)[1] + pool.max_memory() < 2**23, name
+        finally:
+            pyarrow.set_memory_pool(usual)
+
+
+@pytest.mark.parametrize("has_dictionary", [False, True])
+def test_compressed_batches_are_refused(tmp_path, has_dictionary):
+    column = pyarrow.array(["a" * 10_000])
+    table = pyarrow.table({"text": column.dictionary_encode() if has_dictionary else column})
+    (tmp_path / "a.arrow").write_bytes(arrow(table, pyarrow.ipc.IpcWriteOptions(compression="zstd")))
+    with pytest.raises(UserError, match=r"a\.arrow has compressed batches"):
+        texts(tmp_path / "a.arrow")
+
+
+def test_any_flipped_bit_of_a_table_is_data_or_one_line(tmp_path):
+    """Checks bits of metadata and of offsets, behind which pyarrow raises SystemError, KeyError, or reads anywhere."""
+    table = pyarrow.table({"messages": [[{"role": "user", "content": "h\u00e9" * i}] * i for i in range(9)]})
+    draw, found = random.Random(0), {True: 0, False: 0}
+    for name, content in (("a.arrow", arrow(table)), ("a.parquet", parquet_of(table))):
+        for _ in range(250):
+            flipped = bytearray(content)
+            flipped[draw.randrange(len(flipped))] ^= 1 << draw.randrange(8)
+            (tmp_path / name).write_bytes(flipped)
+            try:
+                is_read = bool([*read_rows(tmp_path / name)])
+            except UserError as error:
+                assert "\n" not in str(error)
+                is_read = False
+            found[is_read] += 1
+    assert min(found.values()) > 50
+
+
 def test_missing_packages_are_named_before_anything_is_read(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("not JSON")
     for name, package in (("b.parquet", "pyarrow"), ("b.arrow", "pyarrow"), ("b.txt.zst", "backports.zstd")):
@@ -168,9 +230,8 @@ def test_missing_packages_are_named_before_anything_is_read(tmp_path, monkeypatc
             for module in (package, "compression.zstd"):
                 patch.setitem(sys.modules, module, None)
             (tmp_path / name).write_bytes(b"")
-            with pytest.raises(
-                ValueError, match=rf"{name} needs the {package} .*/python -m pip install -r requirements-e"
-            ):
+            wanted = rf"{name} needs the package {package}: .*python -m pip install {package}$"
+            with pytest.raises(ValueError, match=wanted):
                 texts(tmp_path)
             (tmp_path / name).unlink()
 
@@ -220,6 +281,15 @@ def test_saved_datasets(tmp_path, caplog):
         ValueError, match=r"test is not whole: data-00000-of-00001\.arrow of its state\.json is missing"
     ):
         texts(tmp_path / "two")
+    for name in ("../one", str(tmp_path / "one"), ".", "..", "", "a\0b", "\ud800", 3, None):
+        for file, content in (
+            (splits, {"splits": [name]}),
+            (splits, {"splits": ["train", name]}),
+            (tmp_path / "one" / "state.json", {"_data_files": [{"filename": name}]}),
+        ):
+            file.write_text(json.dumps(content))
+            with pytest.raises(UserError, match=rf"{file} names .*, which is no file of its folder"):
+                texts(file.parent)
     for content, file in (("[]", splits), ('{"splits": 3}', splits), ("{}", tmp_path / "one" / "state.json")):
         file.write_text(content)
         with pytest.raises(ValueError, match=rf"{file} is damaged"):

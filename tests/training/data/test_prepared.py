@@ -1,7 +1,10 @@
 """Prepared sets: tokens equal to a direct reading's, work that goes on after a stop, and refusals of bad folders."""
 
 import contextlib
+import errno
 import json
+import multiprocessing
+import multiprocessing.synchronize
 import os
 import shutil
 import signal
@@ -407,3 +410,18 @@ def test_no_part_is_begun_after_one_with_rows_that_cannot_be_read(tmp_path):
     assert main(["prepare", str(folder), str(tmp_path / "set"), "--tokenizer", "bytes", "--bad_rows", "drop"]) == 0
     [store] = open_stores([str(tmp_path / "set")], load_tokenizer("bytes"), 256)
     assert len(store.lengths) == 29
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ENOSPC, errno.ENOSYS, errno.EMFILE])
+def test_workers_that_cannot_be_started_are_one_line(tmp_path, monkeypatch, capsys, code):
+    """As where /dev/shm, in which queues between processes are made, is read-only, full or not there."""
+
+    def refuse(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", refuse)
+    (tmp_path / "a.txt").write_text("text")
+    assert main(["prepare", str(tmp_path / "a.txt"), str(tmp_path / "set"), "--tokenizer", "bytes"]) == 1
+    error = capsys.readouterr().err
+    assert f"error: cannot start worker processes: [Errno {code}] {os.strerror(code)}; make /dev/shm writable" in error
+    assert "Traceback" not in error

@@ -23,6 +23,7 @@ from training.evaluation import pictures, positions
 from training.evaluation.__main__ import main
 from training.evaluation.flags import read_evaluation_flags
 from training.families import to_config_json
+from training.host import errors
 from training.host.errors import UserError, pip_install
 from training.parallel.fsdp import copy_weights, initial_weights
 from training.run.build import shape_with
@@ -238,9 +239,10 @@ def test_an_error_has_a_line_of_its_own_below_the_progress_bar(folders, monkeypa
 
 
 def test_without_matplotlib_a_line_says_so(folders, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command, "is_installed", lambda name: False)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     assert run(folders["full"], tmp_path, "--samples", "0", "--sequences", "1")[0] == 0
-    assert capsys.readouterr().err.endswith(f"no pictures: {pip_install('matplotlib')}\n")
+    shown = capsys.readouterr().err
+    assert shown.endswith(f"no pictures: a picture needs the package matplotlib: {pip_install('matplotlib')}\n")
     assert [file.name for file in tmp_path.iterdir()] == ["evaluation.json"]
 
 
@@ -253,7 +255,7 @@ def test_a_score_of_few_samples_has_a_wide_interval(share, samples, expected):
 
 def test_evaluations_without_a_score_have_no_curve(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(pictures.Figure, "savefig", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(pictures, "save_picture", lambda figure, path: drawn.append(figure))
     rows = [{"length": 8, "score": None}, {"length": 16, "score": 0.5, "samples": 20}]
     pictures.draw_needles(tmp_path, [("a", rows), ("b", rows[:1])])
     [panel] = drawn[0].axes

@@ -1,8 +1,10 @@
 """Memory that runs out and files that cannot be written are shown in one line."""
 
+import errno
 import io
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from training.host.errors import UserError, hub_download, pip_install, program
+from training import plots
+from training.host.errors import UserError, hub_download, import_optional, pip_install, program, whole_number
 from training.host.files import check_can_write
 from training.host.memory import PinnedArena
 from training.host.processes import command, line_of
@@ -94,3 +97,83 @@ def test_names_that_the_terminal_cannot_show_are_escaped(name, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
     assert command(lambda argv: print(argv[0], flush=True))([name]) == 0
     assert shown.getvalue() == name.encode("ascii", "backslashreplace") + b"\n"
+
+
+@pytest.mark.parametrize(
+    "content, why",
+    [
+        ("import no_such_part", "ModuleNotFoundError: No module named 'no_such_part'"),
+        (
+            "raise OSError('libcuda.so.1: cannot open\\nshared object file')",
+            "OSError: libcuda.so.1: cannot open shared",
+        ),
+        ("raise RuntimeError('numpy 1 and 2')", "RuntimeError: numpy 1 and 2"),
+        ("(", "SyntaxError: '\\(' was never closed"),
+    ],
+)
+def test_a_package_that_is_broken_is_one_line(tmp_path, monkeypatch, content, why):
+    (tmp_path / "broken_package.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    advice = re.escape(f"install it anew: {pip_install('--force-reinstall broken_package')}")
+    with pytest.raises(UserError, match=rf"^--x needs the package broken_package, which fails here \({why}.*{advice}"):
+        import_optional("broken_package", "--x")
+    for missing in ("no_such_package", "no_such_package.part"):
+        with pytest.raises(UserError, match=f"^--x needs the package {missing}: .* -m pip install {missing}$"):
+            import_optional(missing, "--x", missing)
+
+
+def test_numbers_in_the_environment(monkeypatch):
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    assert whole_number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30) == 30
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60s")
+    with pytest.raises(UserError, match=r"^TORCH_ELASTIC_SHUTDOWN_TIMEOUT is '60s' in the environment, not a whole"):
+        whole_number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)
+
+
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            r"Too many open files: this process may have \d+ at once; raise",
+        ),
+        (
+            OSError(errno.EMFILE, "Too many open files", "a.py"),
+            r"Too many open files: this process may have \d+ at once",
+        ),
+        (RuntimeError("can't start new thread"), r"the system starts no more threads; raise .*ulimit -u.*"),
+    ],
+)
+def test_limits_of_a_process_are_lines(error, line, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "folder"))
+
+    def fail(argv):
+        raise error
+
+    assert command(fail)([]) == 1
+    assert re.fullmatch(f"error: {line}[^\n]*\n", capsys.readouterr().err)
+
+
+def test_a_deleted_working_directory_is_one_line(monkeypatch, tmp_path, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert plots.main(["run"]) == 1
+    assert capsys.readouterr().err.startswith(
+        "error: the working directory is gone (No such file or directory); change"
+    )
+
+
+def test_closed_standard_files_become_empty_ones():
+    """Another file would get number 2, and the errors that libraries print would be written into it."""
+    program = (
+        "import os, sys; from training.host.processes import command\n"
+        "def main(argv):\n"
+        "    os.write(2, b'dropped')\n"
+        "    print('shown', file=sys.stderr)\n"
+        "    assert os.open('/dev/null', os.O_RDONLY) > 2 and sys.stdin.read() == ''\n"
+        "    return 7\n"
+        "sys.exit(command(main)([]))"
+    )
+    shell = 'exec "$0" -c "$1" <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", shell, sys.executable, program], check=False).returncode == 7

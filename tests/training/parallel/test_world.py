@@ -67,14 +67,56 @@ def test_a_lone_process_among_several_tasks_is_warned(monkeypatch, capfd):
 
 
 def test_an_environment_that_torchrun_did_not_set_is_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for name, value, message in (
-        ("MASTER_ADDR", None, "without a MASTER_ADDR; start by"),
-        ("RANK", "x", "torchrun's RANK"),
+    good = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("the ranks would meet"))
+    for broken, message in (
+        ({"MASTER_ADDR": ""}, "WORLD_SIZE is 2 in the environment, without a MASTER_ADDR and a MASTER_PORT"),
+        *(
+            ({"MASTER_PORT": port}, "without a MASTER_ADDR and a MASTER_PORT from 1 to 65535")
+            for port in ("0", "65536")
+        ),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT is 'x' in the environment, not a whole number"),
+        *(
+            ({name: value}, f"{name} is {value[:40]!r} in the environment, not a whole number")
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+            for value in ("", "x", "-1", "1.0", " 1", "1_0", "\u0661", "9" * 5000)
+        ),
+        ({"RANK": "2"}, "^RANK 2, WORLD_SIZE 2, LOCAL_RANK 1, LOCAL_WORLD_SIZE 2 in the environment do not fit"),
+        ({"RANK": "0"}, "do not fit"),  # below LOCAL_RANK
+        ({"WORLD_SIZE": "0"}, "do not fit"),
+        ({"WORLD_SIZE": "1"}, "do not fit"),
+        ({"LOCAL_RANK": "2"}, "do not fit"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "do not fit"),
+        ({"LOCAL_WORLD_SIZE": "3"}, "do not fit"),
     ):
-        monkeypatch.delenv("MASTER_ADDR", raising=False) if value is None else monkeypatch.setenv(name, value)
-        with pytest.raises(UserError, match=message), join_world("cpu"):
-            pass
+        with monkeypatch.context() as patch:
+            for name, value in {**good, "MASTER_PORT": "29500", **broken}.items():
+                patch.setenv(name, value)
+            message = message if message.startswith("^") else re.escape(message)
+            with pytest.raises(UserError, match=message) as error, join_world("cpu"):
+                pass
+            assert len(str(error.value)) < 300
+
+
+def test_a_rank_that_waits_for_others_says_so(monkeypatch, capfd):
+    def wait(*_, **__):
+        time.sleep(0.5)
+        raise RuntimeError("nobody came")
+
+    def end(error, *_):
+        raise error
+
+    monkeypatch.setattr(world, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(world, "end_by", end)
+    monkeypatch.setattr(dist, "init_process_group", wait)
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "9"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="did not meet"), join_world("cpu"):
+        pass
+    assert (
+        capfd.readouterr().err
+        == "rank 0 still waits for the other 1 of WORLD_SIZE, at MASTER_ADDR:MASTER_PORT here:9\n"
+    )
 
 
 DYING = "-m", "tests.training.parallel.dying_rank"
