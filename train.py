@@ -34,7 +34,7 @@ from training.checkpoint.saver import Saver
 from training.checkpoint.weights import NO_COMPANIONS, Companions, read_companions
 from training.data.chat import stop_ids
 from training.data.corpus import load_corpus
-from training.data.loader import PackedLoader, check_can_validate, validation_batches
+from training.data.loader import PackedLoader, check_can_validate, count_sequences, validation_batches
 from training.data.show import show_batch
 from training.data.sources import Reading
 from training.data.tokens import Store
@@ -98,7 +98,7 @@ def train(given: dict, world: World) -> int:
             if world.is_main:
                 print(show_batch(loader, tokenizer, color=sys.stdout.isatty()))
             return 0
-        run = set_up(start, world, stack)
+        run = set_up(start, given, world, stack)
         try:
             if owes_validation(run.config, run.progress):
                 make_up_validation(run)
@@ -125,7 +125,7 @@ def finish_again(start: resume.Start, world: World) -> None:
         delete_old(checkpoint, config.keep_checkpoints or KEPT_CHECKPOINTS)
 
 
-def set_up(start: resume.Start, world: World, stack: contextlib.ExitStack) -> Run:
+def set_up(start: resume.Start, given: dict, world: World, stack: contextlib.ExitStack) -> Run:
     """Make all that a run needs. No other run writes to its output_dir until `stack` is closed."""
     config = dataclasses.replace(start.config, memory_budget=resolve_memory_budget(start.config, world.device))
     model_config, first_step = start.model_config, start.progress.step
@@ -135,6 +135,8 @@ def set_up(start: resume.Start, world: World, stack: contextlib.ExitStack) -> Ru
     if saves:
         check_disk(config, first_step, size)
     tokenizer, loader, held_out = open_data(start, world)
+    resume.count_steps(start, loader, given)
+    config = dataclasses.replace(config, max_steps=start.config.max_steps)
     companions = NO_COMPANIONS
     if tokenizer.name != "bytes":
         stops = stop_ids(tokenizer, loader.store.are_samples)
@@ -184,10 +186,12 @@ def open_data(start: resume.Start, world: World) -> tuple[typing.Any, PackedLoad
         context_length=config.context_length, seed=config.seed, packing=config.packing, overlong=config.overlong,
         weights=config.data_weights,
         reading=Reading(config.chat_reasoning, config.suffixes, config.columns, config.bad_rows),
+        validation_data=config.validation_data,
     )  # fmt: skip
     if config.chat_template and not store.are_samples:
         raise UserError("chat_template has no effect without chats; drop it")
-    loader = PackedLoader(store, packing, config.batch_size, world.data_rank, world.data_size, read_ahead=True)
+    own = {"validation_crc32": held_out.identity} if config.validation_data else {}
+    loader = PackedLoader(store, packing, config.batch_size, world.data_rank, world.data_size, True, own)
     loader.check_enough_for_step(config.gradient_accumulation_steps)
     if config.validation_sequences:
         check_can_validate(held_out, config.context_length, config.validation_sequences)
@@ -198,6 +202,12 @@ def open_data(start: resume.Start, world: World) -> tuple[typing.Any, PackedLoad
         "data: %s training tokens, %s held out; %s tokens a step", f"{loader.num_tokens:,}",
         f"{(held_out.lengths - 1).sum():,}", f"{resume.tokens_per_step(config, world):,}",
     )  # fmt: skip
+    limit, held_out_sequences = config.validation_sequences, count_sequences(held_out, config.context_length)
+    if limit and limit < held_out_sequences:
+        logger.info(
+            "data: a validation reads %s of %s held-out sequences, --validation_sequences more",
+            f"{limit:,}", f"{held_out_sequences:,}",
+        )  # fmt: skip
     return tokenizer, loader, held_out
 
 

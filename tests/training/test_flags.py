@@ -78,6 +78,8 @@ def test_dashes_stand_for_underscores():
     [
         ("--lr", "learning_rate"),
         ("--seq-len=9", "context_length"),
+        ("--num-train-epochs", "epochs"),
+        ("--val-data", "validation_data"),
         ("--out", "output_dir"),
         ("--lora_rank=8", "lora"),
         ("--val_set_size", "validation_fraction"),
@@ -297,9 +299,9 @@ def test_no_flag_of_any_command_takes_an_empty_word_or_a_number_without_bounds(k
 # data. A new flag stands here, or in a row of its command's table `idle`.
 ALWAYS = {
     "train.py": """model_size context_length batch_size gradient_accumulation_steps attention_backend loss_impl linear
-        device kernels data packing tokenizer validation_fraction show_batch max_steps learning_rate warmup_steps
-        weight_decay max_grad_norm skip_nonfinite_steps seed output_dir resume save validation_sequences sample_tokens
-        tensorboard wandb log_file""",
+        device kernels data packing tokenizer show_batch epochs learning_rate warmup_steps weight_decay max_grad_norm
+        skip_nonfinite_steps seed output_dir resume save validation_sequences sample_tokens tensorboard wandb
+        log_file""",
     "profile_memory.py": """init_from batch_size gradient_accumulation_steps attention_backend linear lora nproc nnodes
         gpu compare json context_parallel_size tensor_parallel_size replicate""",
     "training.evaluation": "checkpoint tokenizer memory_budget device output_dir beside sequences samples",
@@ -335,7 +337,12 @@ IDLE = {  # a command line for each row, and the flags that have no effect there
         ("--host_budget 1GB --gradient_checkpointing", "host_budget"),
         ("--packing concatenate --overlong drop", "overlong"),
         ("--suffixes .rs --columns text=a --bad_rows drop", "suffixes columns bad_rows"),
-        ("--validation_sequences 0 --validation_interval 100", "validation_interval"),
+        ("--validation_data x --validation_fraction 0.02", "validation_fraction"),
+        (
+            "--validation_sequences 0 --validation_interval 100 --validation_data x",
+            "validation_interval validation_data",
+        ),
+        ("--max_steps 300 --epochs 3", "max_steps"),
         ("--max_steps 20 --final_learning_rate_ratio 0.1", "final_learning_rate_ratio"),
     ],
     "profile_memory.py": [
@@ -395,6 +402,7 @@ def test_every_flag_without_effect_is_known_and_refused(command):
         "--resume --warmup_steps 400 --final_learning_rate_ratio 0.2",  # the run before says how many steps there are
         "--init_from x --rope_scaling yarn:4 --resume auto --keep_checkpoints 3 --checkpoint_interval 5",
         "--gradient_checkpointing --compile --no-show_batch",
+        "--validation_data x --suffixes .rs --epochs 0.5",
         "--init_from x --lora 4 --lora_alpha 8 --lora_targets q_proj --lora_bits 4 --lora_plus 4",
         "--resume --lora_plus 4",
         "--memory_budget auto --host_budget 8GB --no-gradient_checkpointing --no-compile --overlong split",

@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,27 +12,56 @@ from training.data.forms import parse_columns
 from training.data.packing import BestFitPacking, ConcatenatedPacking, MixedPacking, Packing
 from training.data.prepared import PreparedStore, is_prepared
 from training.data.sources import DEFAULT, Reading, read_documents, refuse_unused
-from training.data.tokens import Selection, Store, TokenStore, join, split
+from training.data.tokens import Selection, TokenStore, join, split, whole
 from training.flags import LARGE, SMALLEST
 from training.host.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 
-def open_stores(paths: list[str] | None, tokenizer, vocab_size: int, reading: Reading = DEFAULT) -> list[Store]:
-    """Returns a store for each path; without paths, for the default corpus. Prepared sets stay on disk."""
-    stores: list[Store] = []
+def open_stores(
+    paths: list[str] | None, tokenizer, vocab_size: int, reading: Reading = DEFAULT, validation_data: Sequence[str] = ()
+) -> list[TokenStore | PreparedStore]:
+    """Returns a store for each path, or for the default corpus without paths; then for each path of --validation_data.
+
+    Prepared sets stay on disk.
+    """
     unused = {*parse_columns(reading.columns)}
-    for path in paths or (None,):
+
+    def open_store(path: str | None) -> TokenStore | PreparedStore:
         if path is not None and is_prepared(Path(path)):
-            stores.append(PreparedStore(Path(path), tokenizer, vocab_size))
-        else:
-            documents = read_documents(path, tokenizer, vocab_size, reading, unused)
-            stores.append(TokenStore(documents, tokenizer.eos_id))
+            return PreparedStore(Path(path), tokenizer, vocab_size)
+        return TokenStore(read_documents(path, tokenizer, vocab_size, reading, unused), tokenizer.eos_id)
+
+    stores = [open_store(path) for path in paths or (None,)]
+    try:
+        stores += [open_store(path) for path in validation_data]
+    except UserError as error:
+        raise UserError(str(error).replace("--data", "--validation_data")) from None
     if not any(isinstance(store, TokenStore) for store in stores):
         reading.refuse_without_effect()
     refuse_unused(unused)
     return stores
+
+
+def refuse_trained_on(held_out: list[TokenStore | PreparedStore], trained_on: list[TokenStore | PreparedStore]) -> None:
+    """Raises UserError if stores of --validation_data and of --data have a file in common, or the same documents."""
+    cure = "take it out of one of them: a loss on what was trained on says nothing"
+    files = {file_id(file) for store in trained_on for file in store.files()}
+    for store in held_out:
+        if both := next((file for file in store.files() if file_id(file) in files), None):
+            raise UserError(f"{both} is in validation_data and in data; {cure}")
+        if store.identity in {other.identity for other in trained_on}:
+            raise UserError(f"validation_data {store.source(0)} has the documents that a path of data has; {cure}")
+
+
+def file_id(file: str) -> object:
+    """Returns what is the same for a file by all its paths and links."""
+    try:
+        found = os.stat(file)
+    except OSError:  # moved since it was prepared
+        return file
+    return found.st_dev, found.st_ino
 
 
 def parse_weights(text: str, count: int) -> list[float]:
@@ -46,7 +77,7 @@ def parse_weights(text: str, count: int) -> list[float]:
 
 
 def pack(
-    train: Selection, stores: list[Store], context_length: int, seed: int,
+    train: Selection, stores: list[TokenStore | PreparedStore], context_length: int, seed: int,
     kind: str | None = None, overlong: str | None = None, weights: list[float] | None = None,
 ) -> Packing:  # fmt: skip
     """Packs the training documents: all together, or each path by itself if `weights` mix the paths.
@@ -98,11 +129,21 @@ def _best_fit(
 def load_corpus(
     paths: list[str], tokenizer, vocab_size: int, *, validation_fraction: float, context_length: int, seed: int,
     reading: Reading = DEFAULT, packing: str | None = None, overlong: str | None = None, weights: str | None = None,
+    validation_data: Sequence[str] = (),
 ) -> tuple[Selection, Selection, Packing]:  # fmt: skip
-    """Returns (training documents, held-out documents, packing of the training documents) for a run's settings."""
+    """Returns (training documents, held-out documents, packing of the training documents) for a run's settings.
+
+    With paths of `validation_data` their documents are held out, in random order, and all others are trained on.
+    """
     shares = None if weights is None else parse_weights(weights, len(paths))
-    stores = open_stores(paths, tokenizer, vocab_size, reading)
+    stores = open_stores(paths, tokenizer, vocab_size, reading, validation_data)
     if reading.reasoning and not any(store.are_samples for store in stores if isinstance(store, TokenStore)):
         raise UserError("chat_reasoning has no effect without chats; drop it (prepare has a flag of its own)")
-    train, held_out = split(join(stores), validation_fraction, seed)
+    first_own = max(1, len(paths))
+    stores, own = stores[:first_own], stores[first_own:]
+    if own:
+        refuse_trained_on(own, stores)
+        train, held_out = whole(join(stores)), whole(join(own), seed)
+    else:
+        train, held_out = split(join(stores), validation_fraction, seed)
     return train, held_out, pack(train, stores, context_length, seed, packing, overlong, shares)

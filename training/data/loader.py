@@ -92,6 +92,7 @@ class PackedLoader:
         batch_size: sequences of a micro-batch on this rank.
         rank, world_size: this process in the data-parallel group.
         read_ahead: make the next step's batches in a thread, while the present step is trained.
+        identity: what else must be the same in a resumed run, beside the packing's identity and the store's.
 
     Attributes:
         num_tokens: tokens of the store, the documents' ends included.
@@ -101,7 +102,7 @@ class PackedLoader:
 
     def __init__(
         self, store: Store, packing: Packing, batch_size: int, rank: int = 0, world_size: int = 1,
-        read_ahead: bool = False,
+        read_ahead: bool = False, identity: dict | None = None,
     ):  # fmt: skip
         self.store, self.packing, self.batch_size = store, packing, batch_size
         self.rank, self.world_size = rank, world_size
@@ -111,6 +112,7 @@ class PackedLoader:
         # The next step's (first sequence, number of micro-batches), and its batches.
         self._ahead: tuple[tuple[int, int], Future[list[Batch]]] | None = None
         self._identity = {**packing.identity, "eos_id": store.eos_id, "corpus_crc32": store.identity}
+        self._identity |= identity or {}
 
     @property
     def epoch(self) -> float:
@@ -173,8 +175,14 @@ def check_same_data(state: dict, ours: dict) -> None:
         if state.get(name) != value:
             raise UserError(
                 f"cannot resume: the checkpoint's data has {name} {state.get(name)}, this run {value}; "
-                "resume with the same --data and its settings, --tokenizer, --context_length and --seed"
+                "resume with the same --data and --validation_data, their settings, --tokenizer, --context_length and "
+                "--seed"
             )
+
+
+def count_sequences(store: Store, context_length: int) -> int:
+    """Returns the number of sequences that `validation_batches` makes without a limit."""
+    return -(-(int(store.lengths.sum()) - 1) // (context_length - 1))
 
 
 def validation_batches(
@@ -191,8 +199,7 @@ def validation_batches(
         limit: most sequences over all ranks, so that the result does not depend on the number of ranks.
     """
     stream = Stream(store.lengths, np.arange(len(store.lengths)))
-    stride = context_length - 1
-    num_sequences = -(-(int(stream.ends[-1]) - 1) // stride)
+    stride, num_sequences = context_length - 1, count_sequences(store, context_length)
     num_sequences = num_sequences if limit is None else min(num_sequences, limit)
     for first in range(rank, num_sequences + rank, batch_size * world_size):
         indices = range(first, first + batch_size * world_size, world_size)
@@ -205,5 +212,5 @@ def check_can_validate(store: Store, context_length: int, limit: int) -> None:
     if not any(batch.num_valid_tokens for batch in validation_batches(store, context_length, 1, limit=limit)):
         raise UserError(
             f"the first {limit} held-out sequences have no token to be predicted; raise --validation_sequences, or "
-            "give 0"
+            "give 0, or other --validation_data"
         )

@@ -155,11 +155,20 @@ class PreparedStore(Store):
     def source(self, document: int) -> str:
         name, number = self._find(document)
         _, file, line = self._read(f"{name}.documents", DOCUMENT, 3 * number, 3).tolist()
+        files = self._files(name)
+        return place(files[file], line) if file < len(files) else f"{self.folder / name}, document {number}"
+
+    def files(self) -> list[str]:
+        """Returns the files that the set was prepared from, and its own."""
+        own = [str(self.folder / f"{name}.tokens") for name in self.parts]
+        return own + [file for name in self.parts for file in self._files(name)]
+
+    def _files(self, part: str) -> list[str]:
+        """Returns the files that a part was prepared from; none if the file that names them is damaged."""
         try:
-            path = read_json(self.folder / f"{name}.json")["pieces"][file][0]
+            return [str(piece[0]) for piece in read_json(self.folder / f"{part}.json")["pieces"]]
         except (OSError, ValueError, LookupError, TypeError):
-            return f"{self.folder / name}, document {number}"
-        return place(path, line)
+            return []
 
     def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         if start == stop:

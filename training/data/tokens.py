@@ -74,6 +74,10 @@ class TokenStore(Store):
     def source(self, document: int) -> str:
         return place(self._files[self._numbers[document]], self._lines[document])
 
+    def files(self) -> list[str]:
+        """Returns the files of the documents."""
+        return self._files[1:]
+
     def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         first = int(self._borders[document])
         ids, is_masked = self._tokens[first + start : first + stop], self._masked[first + start : first + stop]
@@ -133,6 +137,15 @@ class Selection(Store):
 
     def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         return self._store.read_masked(int(self.documents[document]), self._start + start, self._start + stop)
+
+
+def whole(store: Store, seed: int | None = None) -> Selection:
+    """Selects all documents of a store: in their order, or in an order drawn by `seed`.
+
+    In random order a validation that stops early has seen a fair sample.
+    """
+    numbers = np.arange(len(store.lengths))
+    return Selection(store, numbers if seed is None else np.random.default_rng(seed).permutation(numbers))
 
 
 def split(store: Store, validation_fraction: float, seed: int) -> tuple[Selection, Selection]:

@@ -60,6 +60,7 @@ class RunSettings:
     seed: int = flag(help="drew the held-out texts")
     context_length: int | None = flag(None, least=2, most=LONGEST)
     data: list[str] = flag(list)
+    validation_data: list[str] = flag(list)
     suffixes: str | None = flag(None)
     columns: str | None = flag(None)
     bad_rows: str | None = flag(None, choices=BAD_ROWS)
@@ -113,12 +114,13 @@ def make_questions(flags: EvaluationFlags, opened: Opened, world: World) -> Ques
 
 def open_texts(flags: EvaluationFlags, opened: Opened, settings: RunSettings | None) -> Store:
     """The documents of --data, else those that the checkpoint's run held out."""
-    paths, of = flags.data or (settings.data if settings else []), flags if flags.data else settings
+    own = settings.validation_data if settings and not flags.data else []
+    paths, of = flags.data or own or (settings.data if settings else []), flags if flags.data else settings
     reading = Reading(settings.chat_reasoning if settings else None)
     if of:
         reading = reading._replace(suffixes=of.suffixes, columns=of.columns, bad_rows=of.bad_rows)
     store = join(open_stores(paths, opened.tokenizer, opened.shape.vocab_size, reading))
-    if flags.data or settings is None:
+    if flags.data or own or settings is None:
         return store
     trained_on, held_out = split(store, settings.validation_fraction, settings.seed)
     if trained_on.identity != opened.corpus_crc32:

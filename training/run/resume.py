@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import logging
+import math
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from os.path import exists
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from training.checkpoint.manifest import (
 )
 from training.checkpoint.weights import NO_COMPANIONS, Companions, find_weights, folders_of, parameter_shapes
 from training.data.chat import open_tokenizer as open_with_template
-from training.data.loader import check_same_data
+from training.data.loader import PackedLoader, check_same_data
 from training.data.tokenizer import ByteTokenizer, FileTokenizer
 from training.families import WRAPPERS
 from training.flags import LARGE, as_words, given_flags
@@ -38,6 +40,7 @@ from training.run.build import adapters_of, choose_model, fresh_beside
 from training.run.settings import (
     DEFAULT_STEPS,
     LORA_PEAK_LEARNING_RATE,
+    MANY_EPOCHS,
     PEAK_LEARNING_RATE,
     TINY_PEAK_LEARNING_RATE,
     VALIDATION_SEQUENCES,
@@ -54,8 +57,9 @@ NOT_INHERITED = (
 )  # fmt: skip
 BUDGETS = ("memory_budget", "host_budget")
 # A flag given with --resume drops the earlier run's settings that it would contradict.
-REPLACED = {name: BUDGETS for name in ("gradient_checkpointing", "compile")}
+REPLACED: dict[str, tuple[str, ...]] = {name: BUDGETS for name in ("gradient_checkpointing", "compile")}
 REPLACED |= {name: ("gradient_checkpointing", "compile") for name in BUDGETS}
+REPLACED |= {"epochs": ("max_steps",), "max_steps": ("epochs",)}
 
 
 @dataclass
@@ -184,8 +188,8 @@ def how_to_go_on(found: list[Path]) -> str:
 def resume(checkpoint: Path, given: dict, world: World) -> Start:
     """Makes a start from a checkpoint, with its settings changed by the given ones.
 
-    Without --max_steps a run that was stopped keeps the number it had. A finished one gets DEFAULT_STEPS more at its
-    last learning rate, and with --resume auto none.
+    Without --max_steps or --epochs a run that was stopped keeps the number it had. A finished one gets DEFAULT_STEPS
+    more at its last learning rate, and with --resume auto none.
     """
     if not (checkpoint / OPTIMIZER).is_file():
         found = checkpoints(checkpoint.parent, step_of(checkpoint) or 0)
@@ -199,10 +203,11 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
     if given.get("optimizer_state") == "auto":  # the run before has chosen
         given = given | {"optimizer_state": saved["optimizer_state"]}
     config = with_defaults(inherit_settings(saved, given, world.device))
-    if "max_steps" not in given and steps_before <= step and config.resume == "yes":
-        config = replace(config, max_steps=step + DEFAULT_STEPS)
+    if not {"max_steps", "epochs"} & {*given} and steps_before <= step and config.resume == "yes":
+        config = replace(config, max_steps=step + DEFAULT_STEPS, epochs=None)
     if config.max_steps <= step and config.resume == "yes":
-        raise UserError(f"{checkpoint} is at step {step}, max_steps is {config.max_steps}; raise max_steps to go on")
+        goal, value = config.goal, getattr(config, config.goal)
+        raise UserError(f"{checkpoint} is at step {step}, {goal} is {value:g}; raise {goal} to go on")
     if adapters_of(config) != adapters_of(before):
         had, asked = adapters_of(before) or "no adapters", adapters_of(config)
         raise UserError(
@@ -213,7 +218,7 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
     config = replace(config, lora_targets=before.lora_targets)  # in the order that they were saved in
     check_config(config, given)
     check_same_data(state["loader"], {"context_length": config.context_length, "seed": config.seed})
-    cosine_steps = given.get("max_steps", cosine_before)
+    cosine_steps = given.get("max_steps", cosine_before)  # `count_steps` sets another for epochs
     changes = spell_changes(before, config, state, world)
     rates = learning_rate_of(step, before, cosine_before), learning_rate_of(step + 1, config, cosine_steps)
     if step >= cosine_steps:
@@ -284,14 +289,18 @@ def parallel_sizes_of(given: dict) -> dict[str, int]:
 
 
 def with_defaults(config: TrainConfig) -> TrainConfig:
-    """The settings, with max_steps, learning_rate and validation_sequences filled in where they were not given."""
+    """The settings, with max_steps, learning_rate and validation_sequences filled in where they were not given.
+
+    With epochs max_steps is LARGE until the data are open and `count_steps` knows it.
+    """
     is_tiny = config.model_size == "tiny" or (config.model_size is None and config.init_from is None)
     default_rate = TINY_PEAK_LEARNING_RATE if is_tiny else PEAK_LEARNING_RATE
     sequences = config.validation_sequences
     if sequences is None:
         sequences = max(1, min(VALIDATION_SEQUENCES, VALIDATION_TOKENS // config.context_length))
     default_rate = default_rate if config.lora is None else LORA_PEAK_LEARNING_RATE
-    max_steps, rate = config.max_steps or DEFAULT_STEPS, config.learning_rate or default_rate
+    max_steps = config.max_steps or (DEFAULT_STEPS if config.epochs is None else LARGE)
+    rate = config.learning_rate or default_rate
     return replace(config, max_steps=max_steps, learning_rate=rate, validation_sequences=sequences)
 
 
@@ -356,7 +365,7 @@ def refuse_without_adapters(config: TrainConfig, given: Iterable[str]) -> None:
 def inherit_settings(saved: dict, given: dict, device: torch.device) -> TrainConfig:
     """The settings of a resumed run: saved ones, changed by the given ones and rid of what the given contradict."""
     dropped = {*NOT_INHERITED, *(BUDGETS if device.type == "cpu" else ())}
-    dropped.update(*(REPLACED.get(name, ()) for name, value in given.items() if value))
+    dropped.update(*(REPLACED.get(name, ()) for name, value in given.items() if value and value != saved.get(name)))
     if given.get("save") == "none":
         dropped |= {"checkpoint_interval", "keep_checkpoints"}
     if given.get("attention_type", saved.get("attention_type")) != saved.get("attention_type"):
@@ -369,13 +378,49 @@ def spell_changes(before: TrainConfig, config: TrainConfig, state: dict, world: 
     lines = [
         f"{name}: {getattr(before, name)} -> {value}"
         for name, value in dataclasses.asdict(config).items()
-        if name not in NOT_INHERITED and value != getattr(before, name)
+        if name not in NOT_INHERITED and value not in (getattr(before, name), LARGE)
     ]
     tokens, ranks = state["tokens_per_step"], state["ranks"]
     if tokens != tokens_per_step(config, world):
         because = f" ({ranks} -> {world.data_size} ranks)" if ranks != world.data_size else ""
         lines.append(f"tokens a step: {tokens:,} -> {tokens_per_step(config, world):,}{because}")
     return lines
+
+
+def count_steps(start: Start, loader: PackedLoader, given: Iterable[str]) -> None:
+    """Put the steps that epochs need into the start, and log how many epochs the run makes.
+
+    An epoch is `loader.sequences_per_epoch` sequences of the loader's order. The steps left are counted from its
+    position, so that ranks, batch_size and gradient_accumulation_steps may change at a resume.
+
+    Raises:
+        UserError: no step is left; settings that do not fit the number of steps.
+    """
+    config, step, per_epoch = start.config, start.progress.step, loader.sequences_per_epoch
+    per_step = config.batch_size * config.gradient_accumulation_steps * loader.world_size
+    if config.epochs is not None:
+        # The decimal number that was given: 0.1 epochs of 30 sequences are 3 sequences, which as floats are above 3.
+        left = Fraction(str(config.epochs)) * per_epoch - loader.next_sequence
+        max_steps = step + max(0, math.ceil(left / per_step))
+        if max_steps == step and config.resume == "yes":
+            seen = f"{loader.epoch:.4g} epochs are behind it"
+            raise UserError(f"{start.checkpoint}: {seen}, epochs is {config.epochs:g}; raise epochs to go on")
+        if max_steps > LARGE:
+            raise UserError(f"epochs {config.epochs:g} are {max_steps:,} steps, more than {LARGE:,}; lower it")
+        if start.checkpoint and max_steps != start.progress.cosine_steps:
+            logger.info("learning rate: its cosine ends at step %s, where the epochs do", f"{max_steps:,}")
+        start.config = config = replace(config, max_steps=max_steps)
+        start.progress = replace(start.progress, cosine_steps=max_steps)
+        check_config(config, given)
+    assert config.max_steps is not None, "with_defaults fills it in"
+    epochs = loader.epoch + (config.max_steps - step) * per_step / per_epoch
+    count = f"{epochs:,.2f}" if epochs >= 0.1 else f"{epochs:.2g}"
+    logger.info("data: %s steps make %s epochs of %s sequences", f"{config.max_steps:,}", count, f"{per_epoch:,}")
+    if epochs > MANY_EPOCHS:
+        logger.warning(
+            "data: the model sees each text %.0f times, and soon learns it by heart; give more --data, or --epochs 3",
+            epochs,
+        )
 
 
 def tokens_per_step(config: TrainConfig, world: World) -> int:

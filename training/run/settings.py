@@ -33,6 +33,7 @@ OVERLONG, RESUME = ("refuse", "drop", "split"), ("no", "yes", "auto")
 CHECKPOINT_INTERVAL, KEPT_CHECKPOINTS = "30min", 2
 VALIDATION_SEQUENCES, VALIDATION_TOKENS = 128, 2**20
 LONG_CONTEXT = 16_384  # tokens
+MANY_EPOCHS = 10  # a run of more is warned of
 COLLECTIVE_TIMEOUT = 10  # minutes
 
 # Flags of other trainers for which there is nothing here, and why.
@@ -160,9 +161,13 @@ class TrainConfig(StepFlags):
     )
     tokenizer: str | None = flag(None, "a tokenizer.json or its folder, or bytes; default: init_from's, else bytes")
     validation_fraction: float = flag(0.02, "share of the tokens held out", least=SMALLEST, most=1 - SMALLEST)
+    validation_data: list[str] = flag(list, "held-out files of your own, as data has them; nothing of data is held out")
     show_batch: bool = flag(False, "print a batch, with what is trained on between [[ and ]], and exit")
     max_steps: int | None = flag(
         None, f"steps in all; default: {DEFAULT_STEPS} from where the run starts", least=1, group="optimizer"
+    )
+    epochs: float | None = flag(
+        None, "passes over the data in all, such as 3 or 0.5, in place of max_steps", least=SMALLEST, most=1e9
     )
     learning_rate: float | None = flag(
         None,
@@ -210,22 +215,31 @@ class TrainConfig(StepFlags):
              "without init_from, which it adapts; drop it, or give that",
              lambda c: c.init_from is None and c.resume == "no"),
         Idle("checkpoint_interval keep_checkpoints", "with save none; drop one", lambda c: c.save == "none"),
-        Idle("suffixes columns bad_rows", "without data; drop it, or give those", lambda c: not c.data),
+        Idle("suffixes columns bad_rows", "without data; drop it, or give those",
+             lambda c: not c.data + c.validation_data),
         Idle("gradient_checkpointing compile", "with memory_budget; drop one", lambda c: c.memory_budget is not None),
         Idle("host_budget", "with gradient_checkpointing; drop one", lambda c: c.gradient_checkpointing),
         Idle("host_budget", "with compile; drop one", lambda c: c.compile),
         Idle("overlong", "where documents are concatenated; drop it, or --packing best_fit",
              lambda c: c.packing == "concatenate"),
-        Idle("validation_interval", "without validation; drop it, or raise validation_sequences",
+        Idle("validation_fraction", "with validation_data, which is held out in its place; drop one",
+             lambda c: bool(c.validation_data)),
+        Idle("validation_interval validation_data", "without validation; drop it, or raise validation_sequences",
              lambda c: c.validation_sequences == 0),
+        Idle("max_steps", "with epochs, which say how many steps there are; drop one", lambda c: c.epochs is not None),
         Idle("final_learning_rate_ratio", "where the run ends with its warm-up; lower warmup_steps, or drop it",
              lambda c: c.steps is not None and c.warmup_steps >= c.steps),
     )  # fmt: skip
 
     @property
     def steps(self) -> int | None:
-        """Steps of the run in all; None: a checkpoint may say so."""
-        return self.max_steps or (DEFAULT_STEPS if self.resume == "no" else None)
+        """Steps of the run in all; None: a checkpoint or the data say so."""
+        return self.max_steps or (DEFAULT_STEPS if self.resume == "no" and self.epochs is None else None)
+
+    @property
+    def goal(self) -> str:
+        """The setting that says when the run ends."""
+        return "max_steps" if self.epochs is None else "epochs"
 
     def __post_init__(self):
         if self.batch_size is None:
@@ -279,7 +293,7 @@ def check_config(config: TrainConfig, given: Iterable[str]) -> None:
     for package, module in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")):
         if getattr(config, package):
             import_optional(module, f"--{package}", package)
-    for path, name in itertools.product(config.data, ("output_dir", "log_file")):
+    for path, name in itertools.product(config.data + config.validation_data, ("output_dir", "log_file")):
         written = getattr(config, name)
         if written and not config.show_batch and Path(realpath(written)).is_relative_to(realpath(path)):
             raise UserError(
@@ -310,5 +324,5 @@ def check_config(config: TrainConfig, given: Iterable[str]) -> None:
         if name in given and config.steps is not None and (steps := getattr(config, name)) > config.steps:
             raise UserError(
                 f"{name} {steps} is longer than the run of {config.steps} steps, which would never reach {end}; lower "
-                "it, or raise max_steps"
+                f"it, or raise {config.goal}"
             )

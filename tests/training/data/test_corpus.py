@@ -6,6 +6,8 @@ import logging
 import pytest
 
 import train
+from tests.runs import interrupt, metrics, only_resume
+from training.data.__main__ import main as prepare
 from training.data.corpus import load_corpus
 from training.data.loader import PackedLoader
 from training.data.packing import BestFitPacking, ConcatenatedPacking, MixedPacking
@@ -109,3 +111,80 @@ def test_flags_of_a_run(paths, tmp_path, capsys):
     assert train.main([*resume, "--packing", "best_fit"]) == 1
     assert "data has packing ['concatenate', 'best_fit'], this run" in capsys.readouterr().err
     assert train.main(resume) == 0
+
+
+def documents(store):
+    return sorted(bytes(store.read(i, 0, int(n)).tolist()) for i, n in enumerate(store.lengths))
+
+
+def test_validation_data_are_held_out_whole(paths, tmp_path):
+    """Nothing of --data is held out, in any form of data; the held-out documents come in random order."""
+    own = tmp_path / "own.jsonl"
+    own.write_text("\n".join(json.dumps({"prompt": "q", "completion": f"{i}"}) for i in range(9)))
+    assert prepare(["prepare", str(own), str(tmp_path / "set"), "--tokenizer", "bytes"]) in (0, None)
+    for path in (str(own), str(tmp_path / "set")):
+        train_store, held_out, packing = load(paths, validation_data=[path])
+        assert len(train_store.lengths) == 52 and packing.sequences_per_epoch == load(paths)[2].sequences_per_epoch + 2
+        assert documents(held_out) == [b"q%d\0" % i for i in range(9)]
+        assert [held_out.source(i) for i in range(9)] != [f"{own}:{i}" for i in range(1, 10)]
+        assert held_out.read_masked(0, 0, 3)[1].tolist() == [True, False, False]
+        assert held_out.identity == load(paths[:1], validation_data=[path])[1].identity
+    assert sorted(load(paths[:1], validation_data=paths[1:])[1].lengths) == [13] * 12
+    whole, _, _ = load([str(own)], validation_data=paths)
+    assert documents(whole) == documents(held_out)
+
+
+def test_validation_data_that_say_nothing_are_refused(paths, tmp_path):
+    text, samples = paths
+    empty, link, copy = tmp_path / "empty.txt", tmp_path / "link.jsonl", tmp_path / "copy.jsonl"
+    empty.write_text(" \n")
+    link.symlink_to(text)
+    copy.write_bytes((tmp_path / "text.jsonl").read_bytes())
+    assert prepare(["prepare", text, str(tmp_path / "set"), "--tokenizer", "bytes"]) in (0, None)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "hard.jsonl").hardlink_to(text)
+    for path in (text, str(link), str(folder), str(tmp_path / "set")):
+        with pytest.raises(ValueError, match=r"jsonl is in validation_data and in data; take it out of one of them"):
+            load(paths, validation_data=[samples.replace("samples", "nowhere"), path][1:])
+    with pytest.raises(ValueError, match=r"copy\.jsonl:1 has the documents that a path of data has"):
+        load(paths, validation_data=[str(copy)])
+    with pytest.raises(ValueError, match=r"set/part-\w+\.tokens is in validation_data and in data"):
+        load([str(tmp_path / "set")], validation_data=[str(tmp_path / "set")])
+    with pytest.raises(ValueError, match=r"empty\.txt is empty: .*; give other --validation_data$"):
+        load(paths, validation_data=[str(empty)])
+    with pytest.raises(ValueError, match=r"nowhere does not exist; give --validation_data a file or a folder"):
+        load(paths, validation_data=["nowhere"])
+
+
+def test_a_run_validates_on_the_same_texts_when_it_goes_on(paths, tmp_path, capsys, caplog):
+    own, folder = tmp_path / "own.txt", tmp_path / "run"
+    own.write_text("held out " * 60)
+    flags = ["--data", paths[0], "--validation_data", str(own), "--context_length", "32", "--batch_size", "1"]
+    flags += ["--device", "cpu", "--sample_tokens", "0", "--max_steps", "2", "--warmup_steps", "1", "--save", "full"]
+    flags += ["--validation_interval", "1", "--validation_sequences", "3", "--checkpoint_interval", "1"]
+    caplog.set_level(logging.INFO)
+    assert train.main([*flags, "--output_dir", str(folder)]) == 0
+    assert "data: a validation reads 3 of 18 held-out sequences" in caplog.text
+    expected = [line["validation_loss"] for line in metrics(folder)]
+    interrupt(folder, 1, tmp_path / "lost")
+    assert train.main(only_resume(folder)) == 0
+    assert [line["validation_loss"] for line in metrics(folder)] == expected
+    own.write_text("others " * 60)
+    capsys.readouterr()
+    assert train.main(only_resume(folder, "--max_steps", "3")) == 1
+    assert "cannot resume: the checkpoint's data has validation_crc32" in capsys.readouterr().err
+    inside = [*flags, "--output_dir", str(tmp_path / "other"), "--log_file", str(own)]
+    assert train.main(inside) == 1 and "lies in data" in capsys.readouterr().err
+
+
+def test_validation_data_without_a_target(tmp_path, paths, capsys):
+    own = tmp_path / "own.jsonl"
+    own.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
+    flags = ["--device", "cpu", "--output_dir", str(tmp_path / "run"), "--show_batch", "--context_length", "8"]
+    assert train.main([*flags, "--data", paths[0], "--validation_data", str(own)]) == 1
+    assert str(own) in capsys.readouterr().err
+    own.write_text(json.dumps({"prompt": "a" * 200, "completion": "b"}))
+    sequences = ["--validation_sequences", "2", "--batch_size", "1"]
+    assert train.main([*flags, *sequences, "--data", paths[0], "--validation_data", str(own)]) == 1
+    assert "the first 2 held-out sequences have no token to be predicted" in capsys.readouterr().err

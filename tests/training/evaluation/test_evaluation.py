@@ -181,6 +181,18 @@ def test_links_to_themselves_are_refused_in_one_line(folders, tmp_path, capsys):
         assert len(error) == 1 and message in error[0]
 
 
+def test_the_validation_data_of_a_run_are_read(folders, tmp_path):
+    """A run with files of its own held out nothing of its data."""
+    folder, own = shutil.copytree(folders["full"], tmp_path / "copy"), tmp_path / "own.txt"
+    own.write_text("a text of its own")
+    trainer = json.loads((folder / "trainer.json").read_text())
+    trainer["trainer_state"]["settings"] |= {"data": ["gone"], "validation_data": [str(own)]}
+    (folder / "trainer.json").write_text(json.dumps(trainer))
+    (folder / "manifest.json").unlink()  # it would refuse any edit
+    code, found = run(str(folder), tmp_path / "out", "--samples", "0")
+    assert code == 0 and sum(row["tokens"] for row in found["loss_by_position"]) == len(own.read_text()) - 1
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
