@@ -15,6 +15,7 @@ import pytest
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 import docs.flags
+import kernels
 import train
 from benchmarks import memory_report
 from docs.flags import COMMANDS, PAGE, page
@@ -190,6 +191,14 @@ def test_pages_name_all_models_of_apply_to():
     for text in (named, re.search(r"model: (.*?),\s+with or without", apply_to.__doc__, re.DOTALL)[1]):
         models = re.split(r", | or | and ", " ".join(text.split()).replace("'s text model", "_text"))
         assert sorted(name.lower().replace(" ", "") for name in models) == sorted(MODEL_TYPES)
+
+
+def test_lists_of_pages_and_of_kernels_are_complete():
+    table = (ROOT / "docs/kernels.md").read_text().split("| name in `fathom_kernels` |")[1].split("\n\n")[0]
+    assert {*re.findall(r"`(\w+)`", table)} == {*kernels.__all__}
+    assert {*re.findall(r"\]\((docs/\w+\.md)\)", (ROOT / "README.md").read_text())} == {
+        str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")
+    }
 
 
 def test_two_commands_of_readme_do_everything():
