@@ -1,6 +1,6 @@
-"""Bytes of a block of a step: what it keeps, what it takes at its fullest, and what it sends to the host.
+"""Bytes of a block of a step: kept for backward, alive at its fullest moment, and sent to the host.
 
-Operations declare their bytes in their own files, see `kernels.parts.Footprint`; here they are put together.
+Operations declare their bytes in their own files, see `kernels.parts.Footprint`. This file adds them up.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""A step of training: its model, sizes and documents, and where its weights wait under an execution."""
+"""A step of training: its model, sizes and documents, and the weights that wait on the host under an execution."""
 
 import copy
 import functools

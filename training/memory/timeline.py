@@ -128,7 +128,7 @@ class _Timeline:
     def _again(self, layer: int) -> Counter:
         """Returns the seconds in which backward computes again what a placed block did not keep, by their work."""
         start, mlp = self.needed[layer][0][0], self.mlp
-        before, blocks = range(start, layer), range(start, layer + 1)  # those before run again for this block's input
+        before, blocks = range(start, layer), range(start, layer + 1)  # blocks before run again for this block's input
         linear = self.execution.linear
         # Skippable products do not run again: the tiled MLP's own backward recomputes gate and up.
         flops = mlp.backward_matrix_flops - (linear.trains_matrices + 1) * mlp.matrix_flops

@@ -68,7 +68,7 @@ class State:
 
     @property
     def lent(self) -> Tensor | Quantized | None:
-        """The weight that a visit copies to the GPU; None: it stays there."""
+        """The weight that a visit copies to the GPU; None for a weight that stays on the GPU."""
         return self.format.weight(self.tensors) if isinstance(self.format, QuantizedState) else self.home
 
     @property
@@ -163,7 +163,7 @@ class MasterAdamW:
         copies = [state.row.copies for state in self.states.values() for _ in state.pieces]
         self.copies = torch.tensor(copies, device=device)  # ranks that have the same elements, for each piece
         self.steps = torch.zeros((), device=device)  # updates made; float32, for the fused kernel
-        self.corrections = torch.zeros(2, device=device)  # of the moments' bias, at this step
+        self.corrections = torch.zeros(2, device=device)  # factors 1 - beta^steps of both moments
         self.scale = 1.0  # factor of the gradients in the next update
 
     def _state(
@@ -270,7 +270,7 @@ class MasterAdamW:
             weakref.finalize(self, hook.remove)
 
     def wait_for_update(self, state: State) -> None:
-        """Have kernels queued from now on wait for updates up to that of `state`."""
+        """Have kernels queued from now on wait until `state`, and all states before it, are updated."""
         self._queue_updates(state.pieces[-1][0])
         state.updated.wait()
 

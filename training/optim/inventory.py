@@ -26,7 +26,7 @@ LEAVING_BYTES = 2**28  # gradients on their way to the host at once: about one t
 
 @dataclass(frozen=True)
 class Row:
-    """What one parameter is on this rank.
+    """One parameter on this rank: its size, its format, and where its weight and state live.
 
     Args:
         name: the parameter's name in the model.

@@ -1,6 +1,6 @@
 """State in host memory goes through the GPU in pieces, and gradients leave for the host, beside other work.
 
-A piece comes, is updated, and leaves, each on a stream of its own, in one of NUM_SLOTS slots for its format. With
+A piece comes on one stream, is updated on the next, and leaves on the third. Each format has NUM_SLOTS slots. With
 record_stream in place of the waits here, the memory in use would depend on how far the host runs ahead of the GPU.
 """
 
