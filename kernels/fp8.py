@@ -237,7 +237,8 @@ class _Maps(torch.autograd.Function):
     def forward(ctx, part, count, x, *parameters):
         weights, biases = parameters[:count], parameters[count:] or [None] * count
         factor = part.factor(x)
-        ctx.save_for_backward(factor.values, factor.scales, *weights)
+        kept = (factor.values, factor.scales) if any(ctx.needs_input_grad[3 : 3 + count]) else (None, None)
+        ctx.save_for_backward(*kept, *weights)  # frozen weights need no input
         ctx.part, ctx.dtype, ctx.count = part, factor.dtype, count
         return tuple(part.forward(factor, part.factor(weight), bias) for weight, bias in zip(weights, biases))
 

@@ -6,14 +6,16 @@
 No gradient of W's size exists, and no product is made for one: backward has half of the products of full training. The
 adapter's scale alpha / r is part of B, see `model.adapted`. x A^T [M, r] and dy B [M, r] are computed once by a
 call of the part itself, and by each piece that needs them: r is small. The adapter's term of y, and of dx, is written
-first. The product with W is added to it, and has the time to read it.
+first. The product with W is added to it, and has the time to read it. Another map, such as FP8, may multiply by W: it
+writes first, and the adapter's term is added.
 
 Kept for backward: x, x A^T and the weight's tensors by a call of the part itself; nothing by the pieces.
 
 Method: Hu et al., LoRA, arXiv 2106.09685.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +24,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .common import cast_by_autocast
-from .linear import Plain
-from .parts import Adapted, Weight, tensors_of
+from .linear import PLAIN, Plain
+from .parts import Adapted, Factor, Linear, Weight, tensors_of
 
 
 def lora_reference(x: Tensor, matrix: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -31,44 +33,100 @@ def lora_reference(x: Tensor, matrix: Tensor, a: Tensor, b: Tensor, bias: Tensor
     return F.linear(x, matrix, bias) + (x @ a.t()) @ b.t()
 
 
+@dataclass(eq=False)
+class Both:
+    """A matrix as it is, which adapters multiply, and on demand as the factor that the base's products multiply."""
+
+    raw: Weight
+    make: Callable[[], Factor]
+
+    @functools.cached_property
+    def factor(self) -> Factor:
+        return self.make()
+
+
 @dataclass(frozen=True)
 class LoRA(Plain):
-    """Products with adapted weights; other weights are multiplied as `Plain` does.
+    """Products with adapted weights; other weights are multiplied as `base` does.
 
     `kernels.parts.Linear` describes the methods.
+
+    Args:
+        base: the map that multiplies by frozen matrices. Adapters are multiplied in their own dtype.
     """
 
-    name = "lora"
+    base: Linear = PLAIN
+
     trains_matrices = False
 
-    def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        if isinstance(weight, Tensor):
-            return super().__call__(x, weight, bias)
-        x, bias, *tensors = cast_by_autocast(x, bias, *tensors_of(weight))
-        return _Map.apply(self, x.flatten(0, -2), bias, *tensors).unflatten(0, x.shape[:-1])
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "lora" if self.base == PLAIN else f"lora on {self.base.name}"
 
-    def forward(self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-        if isinstance(weight, Tensor):
-            return super().forward(x, weight, bias, out=out)
-        y = super().forward(x @ weight.a.t(), weight.b, bias, out=out)
-        return y.addmm_(x, weight.matrix.t())
+    @property
+    def rate(self) -> str:  # type: ignore[override]
+        return self.base.rate
+
+    @property
+    def weight_rate(self) -> str:  # type: ignore[override]
+        return self.base.weight_rate
+
+    def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        return self.maps(x, [weight], () if bias is None else [bias])[0]
+
+    def maps(self, x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor] = ()) -> list[Tensor]:
+        (x,) = cast_by_autocast(x)
+        factor, outputs = self.factor(x.detach().flatten(0, -2)), []
+        for weight, bias in zip(weights, biases or [None] * len(weights)):
+            if isinstance(weight, Tensor):
+                outputs.append(self.base(x, weight, bias))
+                continue
+            bias, *tensors = cast_by_autocast(bias, *tensors_of(weight))
+            y = _Map.apply(self, factor, x.flatten(0, -2), bias, *tensors)
+            outputs.append(y.unflatten(0, x.shape[:-1]))
+        return outputs
+
+    def factor(self, x: Weight) -> Both:
+        matrix = x.matrix if isinstance(x, Adapted) else x
+        return Both(x, lambda: self.base.factor(matrix))
+
+    def transpose(self, x: Both) -> Both:
+        return Both(x.raw.t(), lambda: self.base.transpose(x.factor))
+
+    def factor_bytes(self, rows: int, columns: int) -> int:
+        return self.base.factor_bytes(rows, columns)
+
+    def forward(self, x: Both, weight: Both, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        if isinstance(weight.raw, Tensor):
+            return self.base.forward(x.factor, weight.factor, bias, out=out)
+        return self._sum(x, x.raw @ weight.raw.a.t(), weight, bias, out)
+
+    def _sum(self, x: Both, xa: Tensor, weight: Both, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Returns x W^T + (x A^T) B^T + bias, given x A^T."""
+        if self.base == PLAIN:  # the product with W is added, and has the time to read the adapter's term
+            return PLAIN.forward(xa, weight.raw.b, bias, out=out).addmm_(x.raw, weight.raw.matrix.t())
+        return self.base.forward(x.factor, weight.factor, bias, out=out).addmm_(xa, weight.raw.b.t())
 
     def input_gradient(
-        self, dy: Tensor, weight_t: Weight, *, out: Tensor | None = None, accumulate: bool = False
+        self, dy: Both, weight_t: Both, *, out: Tensor | None = None, accumulate: bool = False
     ) -> Tensor:
-        if isinstance(weight_t, Tensor):
-            return super().input_gradient(dy, weight_t, out=out, accumulate=accumulate)
-        dx = super().input_gradient(dy @ weight_t.a.t(), weight_t.b, out=out, accumulate=accumulate)
-        return dx.addmm_(dy, weight_t.matrix.t())
+        if isinstance(weight_t.raw, Tensor):
+            return self.base.input_gradient(dy.factor, weight_t.factor, out=out, accumulate=accumulate)
+        dyb = dy.raw @ weight_t.raw.a.t()
+        if self.base == PLAIN:
+            dx = PLAIN.input_gradient(dyb, weight_t.raw.b, out=out, accumulate=accumulate)
+            return dx.addmm_(dy.raw, weight_t.raw.matrix.t())
+        dx = self.base.input_gradient(dy.factor, weight_t.factor, out=out, accumulate=accumulate)
+        return dx.addmm_(dyb, weight_t.raw.b.t())
 
     def weight_gradients(
-        self, dy_t: Tensor, x_t: Tensor, weight: Weight, needs: Sequence[bool],
+        self, dy_t: Both, x_t: Both, weight: Weight, needs: Sequence[bool],
         totals: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor | None]:  # fmt: skip
         """Makes no gradient of an adapted weight's matrix, whatever `needs` says."""
         if isinstance(weight, Tensor):
-            return super().weight_gradients(dy_t, x_t, weight, needs, totals)
-        factors = (weight.b.t() @ dy_t, x_t), (dy_t, weight.a @ x_t)
+            return self.base.weight_gradients(dy_t.factor, x_t.factor, weight, needs, totals)
+        factors = (weight.b.t() @ dy_t.raw, x_t.raw), (dy_t.raw, weight.a @ x_t.raw)
         gradients = [
             self.weight_gradient(*pair, out=total, accumulate=total is not None) if needed else None
             for pair, needed, total in zip(factors, needs[1:], totals[1:] if totals else (None, None))
@@ -78,22 +136,27 @@ class LoRA(Plain):
 
 class _Map(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, part, x, bias, matrix, a, b):
+    def forward(ctx, part, factor, x, bias, matrix, a, b):
         xa = x @ a.t()  # [M, r]
         ctx.save_for_backward(x, xa, matrix, a, b)
         ctx.part = part
-        return F.linear(xa, b, bias).addmm_(x, matrix.t())
+        return part._sum(factor, xa, part.factor(Adapted(matrix, a, b)), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         (x, xa, matrix, a, b), part = ctx.saved_tensors, ctx.part
-        _, needs_x, needs_bias, _, needs_a, needs_b = ctx.needs_input_grad
+        _, _, needs_x, needs_bias, _, needs_a, needs_b = ctx.needs_input_grad
         dyb = dy @ b  # [M, r]
-        dx = (dyb @ a).addmm_(dy, matrix) if needs_x else None
+        dx = None
+        if needs_x and part.base == PLAIN:
+            dx = (dyb @ a).addmm_(dy, matrix)
+        elif needs_x:
+            matrix_t = part.base.transpose(part.base.factor(matrix))
+            dx = part.base.input_gradient(part.base.factor(dy), matrix_t).addmm_(dyb, a)
         da = part.weight_gradient(dyb.t(), x.t()) if needs_a else None
         db = part.weight_gradient(dy.t(), xa.t()) if needs_b else None
-        return None, dx, dy.sum(0) if needs_bias else None, None, da, db
+        return None, None, dx, dy.sum(0) if needs_bias else None, None, da, db
 
 
 LORA = LoRA()

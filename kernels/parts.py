@@ -93,10 +93,16 @@ class Linear(Protocol):
     """
 
     number: int
-    name: str
-    rate: str
-    weight_rate: str
     trains_matrices: bool
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def rate(self) -> str: ...
+
+    @property
+    def weight_rate(self) -> str: ...
 
     def __hash__(self) -> int:
         """Hashes by value, as a frozen dataclass does."""

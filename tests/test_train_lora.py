@@ -133,6 +133,19 @@ def test_quantized_weights_train_resume_and_go_on(base_of_groups, corpus, tmp_pa
     assert losses(whole) == pytest.approx(losses(exact), rel=0.01)
 
 
+def test_adapters_train_beside_frozen_matrices_in_fp8_and_resume(base_of_groups, corpus, tmp_path):
+    whole, stopped, exact = tmp_path / "whole", tmp_path / "stopped", tmp_path / "exact"
+    assert train.main(lora_arguments(base_of_groups, corpus, whole, "--linear", "fp8", steps=6)) == 0
+    shutil.copytree(whole, stopped)
+    shutil.rmtree(stopped / "step_00000006")
+    assert train.main(only_resume(stopped)) == 0
+    last = adapters_in(whole / "step_00000006")
+    assert equal(adapters_in(stopped / "step_00000006"), last) and losses(stopped)[-3:] == losses(whole)[-3:]
+    assert train.main(lora_arguments(base_of_groups, corpus, exact, steps=6)) == 0
+    assert not equal(adapters_in(exact / "step_00000006"), last)
+    assert losses(whole) == pytest.approx(losses(exact), rel=0.01)
+
+
 def test_adapters_are_added_to_the_weights_that_they_were_trained_beside(
     base_of_groups, corpus, tmp_path, caplog, capsys
 ):
@@ -274,7 +287,6 @@ def test_lora_plus_multiplies_the_rate_of_b(base, corpus, tmp_path):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--linear", "fp8"], "lora beside linear fp8 is not supported"),
         (["--tensor_parallel_size", "2"], "lora with tensor_parallel_size is not supported"),
         (["--lora_targets", "q_proj,lm_head"], "targets among q_proj, k_proj"),
         (["--lora_targets", "q_proj,q_proj"], "targets among q_proj, k_proj"),

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.fp8 import FP8
 from kernels.gated_mlp import gated_mlp
 from kernels.linear import PLAIN
-from kernels.lora import LORA, lora_reference, merged
+from kernels.lora import LORA, LoRA, lora_reference, merged
 from kernels.parts import Adapted
 from kernels.qkv_attention import QKVParameters, qkv_attention
 from tests.kernels.compare import DTYPES, compare_with_float64, random
@@ -152,3 +153,92 @@ def test_rows_and_transposes_of_an_adapted_weight():
     assert len(weight) == 11 and weight.shape == (11, 7)
     torch.testing.assert_close(merged(weight[2:5]), merged(weight)[2:5])
     torch.testing.assert_close(merged(weight.t()), merged(weight).t())
+
+
+ON_FP8 = LoRA(FP8(impl="torch"))
+
+
+def outputs_and_gradients(function, inputs, like=None):
+    """Returns y and the gradients of inputs, for the same dy in the dtype of `like` or of y."""
+    inputs = [t.clone().requires_grad_() for t in inputs]
+    y = function(*inputs)
+    torch.manual_seed(0)
+    dy = torch.randn_like(y if like is None else like).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad((y * dy).sum(), inputs)]
+
+
+def beside(x, matrix, a, b):
+    """FP8's own product with a frozen matrix, and the adapter's term beside it."""
+    return ON_FP8.base(x, matrix) + (x @ a.t()) @ b.t()
+
+
+@pytest.mark.parametrize("tile_size", [None, 4, 14])
+def test_the_mlp_on_fp8_is_fp8s_products_and_adapters_beside_them(tile_size):
+    matrices = [random(*shape, seed=i, device="cpu") / 4 for i, shape in enumerate([(48, 16), (48, 16), (16, 48)])]
+
+    def composed(x, *tensors):
+        gate, up = (beside(x, matrices[i], *tensors[2 * i : 2 * i + 2]) for i in range(2))
+        return beside(F.silu(gate) * up, matrices[2], *tensors[4:])
+
+    def ours(x, *tensors):
+        return gated_mlp(x, *adapted(matrices, tensors), linear=ON_FP8, tile_size=tile_size, impl="torch")
+
+    inputs = [random(2, 7, 16, seed=9, device="cpu"), *adapters(*matrices)]
+    for found, expected in zip(*(outputs_and_gradients(function, inputs) for function in (ours, composed))):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads_at_a_time", [None, 1])
+@pytest.mark.parametrize("targets", ["qkvo", "qv", "o"])
+def test_attention_on_fp8_is_near_attention_on_plain_products(targets, heads_at_a_time):
+    """Rounding to 8 bits is all that differs: three bits behind the point, through four products and a softmax."""
+    _, ours, inputs = attention_case(2, 13, 2, 2, 16, 32, targets)
+    on_fp8, plain = (
+        outputs_and_gradients(functools.partial(ours, linear=linear, heads_at_a_time=heads_at_a_time), inputs)
+        for linear in (ON_FP8, CHECKING)
+    )
+    for found, expected in zip(on_fp8, plain):
+        assert 1e-4 < (found - expected).norm() / expected.norm() < 0.2
+
+
+def test_attention_on_fp8_is_the_same_some_heads_at_a_time():
+    _, ours, inputs = attention_case(2, 13, 2, 2, 16, 32, "qkvo")
+    at_once, one = (
+        outputs_and_gradients(functools.partial(ours, linear=ON_FP8, heads_at_a_time=n), inputs) for n in (None, 1)
+    )
+    for found, expected in zip(one, at_once):
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+
+
+def test_a_frozen_weight_on_fp8_keeps_no_input():
+    x, matrix = random(8, 16, device="cpu").requires_grad_(), random(32, 16, seed=1, device="cpu")
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        ON_FP8(x, matrix).sum().backward()
+    assert [t.shape for t in saved] == [matrix.shape]
+
+
+def exact_mlp(matrices, x, *tensors):
+    gate, up = (lora_reference(x, matrices[i].to(x.dtype), *tensors[2 * i : 2 * i + 2]) for i in range(2))
+    return lora_reference(F.silu(gate) * up, matrices[2].to(x.dtype), *tensors[4:])
+
+
+def mlp_on_fp8(matrices, tile_size, x, *tensors):
+    return gated_mlp(x, *adapted(matrices, tensors), linear=LoRA(FP8()), tile_size=tile_size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile_size", [None, 100])
+def test_the_mlp_on_fp8_matches_float64_on_a_gpu(tile_size):
+    """Every gradient of unlike batches within the rounding of factors of 8 bits, the same bits twice."""
+    like = {"dtype": torch.bfloat16, "device": "cuda"}
+    shapes = (768, 256), (768, 256), (256, 768)
+    matrices = [random(*shape, seed=i, **like) / shape[1] ** 0.5 for i, shape in enumerate(shapes)]
+    for rows in (512, 7, 300):
+        inputs = [random(rows, 256, seed=rows, **like), *adapters(*matrices, rank=16)]
+        ours = functools.partial(mlp_on_fp8, matrices, tile_size)
+        found, again = (outputs_and_gradients(ours, inputs) for _ in range(2))
+        exact = functools.partial(exact_mlp, matrices)
+        expected = outputs_and_gradients(exact, [t.double() for t in inputs], like=found[0])
+        for one, other, theirs in zip(found, again, expected):
+            assert torch.equal(one, other) and (one.double() - theirs).norm() / theirs.norm() < 0.1

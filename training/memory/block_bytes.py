@@ -108,13 +108,14 @@ def block_bytes(
     norms, mlp_norms = norms_bytes(step)
     saved = attention.saved + norms
     if whole:  # x: the residual sum; 3 x: outputs of attention, MLP and block, the last after the MLP's factors
-        factor_bytes, D, F = execution.linear.factor_bytes, step.share.hidden_size, step.share.intermediate_size
-        factors = factor_bytes(D, F)
-        if factors:  # inputs of which backward keeps factors
-            factors += step.element_size * step.tokens * (D + F)
+        linear, D, F = execution.linear, step.share.hidden_size, step.share.intermediate_size
+        factors, raw = linear.factor_bytes(D, F), step.element_size * (D + F)
+        if linear.kept_bytes(1, D + F, step.element_size) != raw:  # backward keeps factors, not inputs
+            factors += step.tokens * raw
         needed = mlp.saved + max(3 * x, 2 * x + factors)
         if step.adapters is not None:  # inputs of frozen projections exist as well, though they are not kept
             running = mlp.forward + (3 - step.share.norms_after) * x  # a norm's input is in mlp_norms
+            running += linear.factor_bytes(step.tokens, F) + linear.factor_bytes(D, F)
             needed = max(needed + (0 if adapts(step, *INTO_MLP) else x), running)
         forward = saved, mlp_norms + needed
     else:

@@ -21,7 +21,7 @@ from kernels.attention import KINDS
 from kernels.attention.full import choose_backend
 from kernels.fp8 import FP8_LINEAR
 from kernels.linear import PLAIN
-from kernels.lora import LORA
+from kernels.lora import LORA, LoRA
 from kernels.parts import Adapted, AttentionKind, Linear
 from training.host.errors import UserError
 from training.host.memory import PinnedArena
@@ -97,6 +97,7 @@ def measure_rates(
     hidden = x @ weight
     flops = 2 * len(x) * weight.numel()
     rates[PLAIN.rate] = flops / _seconds(lambda: x @ weight)
+    linear, has_adapters = (linear.base, True) if isinstance(linear, LoRA) else (linear, False)
     if linear.rate != PLAIN.rate:
         factors = [(a, linear.factor(b)) for a, b in ((x, weight.t().contiguous()), (hidden, weight))]
         taken = _seconds(lambda: [linear.forward(linear.factor(a), b) for a, b in factors])
@@ -105,14 +106,14 @@ def measure_rates(
         taken = _seconds(lambda: linear.weight_gradient(*map(linear.transpose, made)))
         rates[linear.weight_rate] = flops / taken
     rates["adapters"] = rates["memory"]
-    if linear == LORA:
+    if has_adapters:
         a, b = x.new_zeros(16, x.shape[1]), x.new_zeros(hidden.shape[1], 16)
-        adapted = Adapted(weight.t(), a, b)
+        adapted, factors_t = Adapted(weight.t(), a, b), (LORA.factor(hidden.t()), LORA.factor(x.t()))
 
         def use_adapter() -> None:
             torch.mm(x @ a.t(), b.t(), out=hidden)
             torch.mm(hidden @ b, a, out=x)
-            LORA.weight_gradients(hidden.t(), x.t(), adapted, [False, True, True])
+            LORA.weight_gradients(*factors_t, adapted, [False, True, True])
 
         # Both are read or written four times, as in a map's forward and backward.
         rates["adapters"] = 4 * (x.nbytes + hidden.nbytes) / _seconds(use_adapter)

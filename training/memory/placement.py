@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from kernels.common import KEEPABLE, SKIPPABLE
 from kernels.linear import PLAIN
-from kernels.lora import LORA
+from kernels.lora import LORA, LoRA
 from kernels.parts import AttentionKind, Linear
 from training.host.memory import HostCopies, PinnedArena
 from training.host.torch_internals import TorchDispatchMode
@@ -109,7 +109,7 @@ def set_linear(model: nn.Module, linear: Linear) -> None:
 def products_in_bf16(model: nn.Module) -> Iterator[None]:
     """Has a model.Transformer compute as it does outside of training, whatever linear maps it trains with."""
     had = model.layers[0].mlp.linear
-    set_linear(model, LORA if had == LORA else PLAIN)
+    set_linear(model, LORA if isinstance(had, LoRA) else PLAIN)
     try:
         yield
     finally:

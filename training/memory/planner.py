@@ -98,7 +98,7 @@ class Plan:
             rows.append(("adapters", f"rank {adapters.rank}, in {', '.join(adapters.targets)}: {trained}"))
             if execution.frozen_bits < 16:
                 rows.append(("frozen matrices", f"{execution.frozen_bits} bits; costs some loss, see docs/lora.md"))
-        elif execution.linear != PLAIN:
+        if execution.linear.rate != PLAIN.rate:
             rows.append(("linear maps", f"{execution.linear.name}, head bf16; costs some loss, see docs/memory.md"))
         if self.compared:
             compared = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.compared.items())

@@ -19,7 +19,7 @@ from kernels.attention.full import TESTED_FLASH_ATTN_4, choose_backend
 from kernels.compact_adamw import GROUP
 from kernels.fp8 import FP8, check_fp8
 from kernels.linear import PLAIN
-from kernels.lora import LORA
+from kernels.lora import LORA, LoRA
 from kernels.parts import AttentionKind, Linear
 from model import GATES, MODEL_SIZES, ModelConfig, Share, Transformer
 from training.attention_flags import check_head_dim, kinds_at
@@ -103,7 +103,7 @@ def linear_of(config: StepFlags, share: Share, device: torch.device, impl: str =
     widths["head_dim"] = share.head_dim  # heads of a step
     with refused_as_user_error():
         check_fp8(device, widths)
-    return FP8(impl)
+    return FP8(impl) if config.lora is None else LoRA(FP8(impl))
 
 
 def check_lora_bits(config: StepFlags, share: Share, num_gpus: int) -> None:

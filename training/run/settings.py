@@ -269,8 +269,6 @@ def parse_interval(text: str) -> tuple[int, float]:
 
 def check_lora(config: StepFlags) -> None:
     """Refuse what is not supported beside adapters."""
-    if config.lora is not None and config.linear != "bf16":
-        raise UserError(f"lora beside linear {config.linear} is not supported: adapters are of bf16 weights; drop one")
     if config.lora is not None and config.tensor_parallel_size > 1:
         raise UserError(
             "lora with tensor_parallel_size is not supported: ranks have whole adapters; give context_parallel_size, "

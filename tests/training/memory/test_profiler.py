@@ -21,12 +21,13 @@ from kernels.fp8 import FP8
 from kernels.gated_mlp import gated_mlp_footprint
 from kernels.head_exchange import HeadExchange
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
-from kernels.lora import LORA
+from kernels.lora import LORA, LoRA
 from kernels.parts import part_of
 from kernels.tensor_parallel import TensorRanks
 from model import MODEL_SIZES, ModelConfig, Transformer
 from tests.optimizers import make_optimizer
 from tests.storage_counter import StorageCounter
+from training.choices import LORA_TARGETS
 from training.families import in_family
 from training.lora import Adapters, adapt
 from training.memory import profiler, stages
@@ -92,6 +93,7 @@ def own_bytes(step, execution):
         ops.attend_backward.default: lambda dout, q, k, *more: attention_bytes(q, k, *more[6:8]).backward,
         ops.qkv_attention.default: some_heads,
         ops.tiled_gated_mlp.default: mlp.forward - hidden,
+        ops.skippable_tiled_gated_mlp.default: mlp.forward - hidden,
         ops.tiled_gated_mlp_backward.default: mlp.backward - hidden - mlp_weights,
         torch.ops.aten.embedding_dense_backward.default: stages.embedding_sums(step),
         ops.linear_cross_entropy.default: loss.forward - loss.saved,
@@ -278,6 +280,21 @@ CASES = {
         None,
         {"adapters": Adapters(16, 16.0, ("q_proj", "v_proj")), "frozen_bits": 8, "size": "8B", "gpu_state_bytes": 0},
     ),
+    **{
+        f"lora on fp8, {name}, {len(targets)} projections": (
+            131_072,
+            placements,
+            tile_size,
+            heads,
+            {"adapters": Adapters(16, 16.0, targets), "linear": LoRA(FP8("triton"))},
+        )
+        for name, placements, tile_size, heads in (
+            ("checkpointing", [Placement()] * 4, None, None),
+            ("whole", [WHOLE] * 4, None, None),
+            ("groups", [ON_HOST, GPU] * 2, 8192, 1),
+        )
+        for targets in (LORA_TARGETS, ("q_proj", "v_proj"))
+    },
     "untied ends": (524_288, [VISITS] * 4, 8192, 1, {"ends": "host", "size": "8B", "gpu_state_bytes": 0}),
 }
 
