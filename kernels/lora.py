@@ -99,9 +99,9 @@ class LoRA(Plain):
     def forward(self, x: Both, weight: Both, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         if isinstance(weight.raw, Tensor):
             return self.base.forward(x.factor, weight.factor, bias, out=out)
-        return self._sum(x, x.raw @ weight.raw.a.t(), weight, bias, out)
+        return self.with_adapter(x, x.raw @ weight.raw.a.t(), weight, bias, out)
 
-    def _sum(self, x: Both, xa: Tensor, weight: Both, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def with_adapter(self, x: Both, xa: Tensor, weight: Both, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Returns x W^T + (x A^T) B^T + bias, given x A^T."""
         if self.base == PLAIN:  # the product with W is added, and has the time to read the adapter's term
             return PLAIN.forward(xa, weight.raw.b, bias, out=out).addmm_(x.raw, weight.raw.matrix.t())
@@ -140,7 +140,7 @@ class _Map(torch.autograd.Function):
         xa = x @ a.t()  # [M, r]
         ctx.save_for_backward(x, xa, matrix, a, b)
         ctx.part = part
-        return part._sum(factor, xa, part.factor(Adapted(matrix, a, b)), bias)
+        return part.with_adapter(factor, xa, part.factor(Adapted(matrix, a, b)), bias)
 
     @staticmethod
     @once_differentiable
