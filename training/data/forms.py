@@ -17,6 +17,7 @@ ROLES = {
 }  # fmt: skip
 CALLERS = ("function_call", "tool_call")  # roles whose content is JSON of a call, or of several
 SHAREGPT = {"from": "role", "value": "content"}
+CONTENTS = ("parts", "value", "text", "message", "output", "response", "refusal")  # contents that are not read as such
 ALPACA = (
     "Below is an instruction that describes a task{further}. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
@@ -81,9 +82,9 @@ def recognise(row: object) -> tuple[Form, dict]:
     _refuse_masked(row)
     own = {name: row[name] for name in (form.decides, *form.takes) if name in row}
     made = form.convert(own)
-    clashing = CLASHING
+    clashing = CLASHING.union(UNREAD if form.decides != "text" else ())
     if form.decides not in ("messages", "conversations", "text"):  # where an answer is one field, another may be meant
-        clashing = CLASHING.union(other.decides for other in FORMS if other.needs and other.is_of(row))
+        clashing = clashing.union(other.decides for other in FORMS if other.needs and other.is_of(row))
     for name in clashing.intersection(given).difference(own):
         if row[name] and not _is_repeated(row[name], own, made):
             raise UserError(f'has "{name}" beside "{form.decides}", where it would be ignored; remove one')
@@ -208,12 +209,12 @@ def _messages(turns, what: str) -> list[dict]:
 
 
 def _message(turn, what: str) -> dict:
-    if isinstance(turn, dict) and SHAREGPT.keys() <= turn.keys() and "role" not in turn:
+    if isinstance(turn, dict) and SHAREGPT.keys() <= turn.keys() and turn.keys().isdisjoint(SHAREGPT.values()):
         turn = {SHAREGPT.get(name, name): value for name, value in turn.items()}
     if not isinstance(turn, dict) or "role" not in turn:
         raise UserError(f'{what} must be an object with "role" and "content", or "from" and "value"')
-    if "parts" in turn and "content" not in turn:
-        raise UserError(f'{what} has "parts", which are not read; give them as "content"')
+    if turn.get("content") is None and (found := [name for name in CONTENTS if turn.get(name)]):
+        raise UserError(f'{what} has "{found[0]}" and no content: it would be empty; give it as "content"')
     message = {**turn, "role": ROLES.get(str(turn["role"]), turn["role"])}
     # "function_call" is also OpenAI's name for a call, before there were several.
     calls = [message.pop(name) for name in ("tool_calls", "function_call") if message.get(name)]
@@ -295,6 +296,11 @@ FORMS = (
 )
 OF_FORMS = frozenset(name for form in FORMS for name in (form.decides, *form.takes))
 COLUMNS = frozenset(name for form in FORMS if not form.needs for name in (form.decides, *form.takes))
+# Parts of a chat or of a question that no form has. Beside a text they may be anything.
+UNREAD = {
+    "functions", "system_prompt", "system_message", "chat_template_kwargs", "documents",
+    "image", "images", "video", "videos", "audio", "audios",
+}  # fmt: skip
 CLASHING = COLUMNS - {"input", "output", "history"}  # words that fields of other meanings often have
 # Fields of preference rows, in which two answers are compared, or steps or answers are judged: TRL's, OpenAI's,
 # ms-swift's and LLaMA-Factory's. Any of the sets tells such a row.
@@ -303,7 +309,7 @@ PREFERENCES = (
     frozenset(("rejected_response",)), frozenset(("rejected_messages",)), frozenset(("kto_tag",)),
     frozenset(("completions", "labels")),
 )  # fmt: skip
-FIELDS = OF_FORMS.union(FLAGS, MASKS, {"label"}, *PREFERENCES)  # all that decide what a row means
+FIELDS = OF_FORMS.union(FLAGS, MASKS, UNREAD, {"label"}, *PREFERENCES)  # all that decide what a row means
 KNOWN = (
     '"text"; "prompt" and "completion"; "messages"; "conversations" (ShareGPT); "instruction" and "output" (Alpaca); '
     '"question" and "answer"'

@@ -45,7 +45,7 @@ from training.host.errors import UserError
 from training.host.files import flush, only_run_in, read_file, read_json, write_file
 
 PART_BYTES = 2**24  # of text
-MEANING = 2  # Counts changes of what rows mean: parts made before "loss": false was obeyed are made anew.
+MEANING = 3  # Counts changes of what rows mean: parts made before offsets of tokens had their spaces are made anew.
 OURS = re.compile(r"part-[0-9a-f]{16}\.(tokens|documents|json)(\.new)?")
 # Types of the values that a part's summary must have.
 SUMMARY_TYPES = {
@@ -125,11 +125,12 @@ def _settle_bad_rows(parts: Iterable[str], done: dict[str, dict], reading: Readi
 
 
 def _hash_of_templates(tokenizer) -> str:
-    """Returns a hash of the files beside a tokenizer that may hold a chat template."""
+    """Returns a hash of the files beside a tokenizer that may hold a chat template, or tokens that it writes."""
     found = hashlib.sha256()
     if getattr(tokenizer, "chat_template", None):
         found.update(tokenizer.chat_template[1].encode())
-    for name in ("chat_template.jinja", "tokenizer_config.json") if hasattr(tokenizer, "folder") else ():
+    files = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json")
+    for name in files if hasattr(tokenizer, "folder") else ():
         with contextlib.suppress(UserError):
             found.update(read_file(tokenizer.folder / name, "give --tokenizer another folder"))
     return found.hexdigest()

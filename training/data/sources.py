@@ -301,7 +301,7 @@ class DocumentReader:
                     return
         else:
             content = read_compressed(file) if is_compressed(file) else read_file(file, "give --data a readable file")
-            yield from self.read_text(_decode(content, str(file)), file)
+            yield from self.read_text(_decode(self._without_mark(content, str(file)), str(file)), file)
 
     def read_text(self, text: str, file: Path) -> Iterator[Document]:
         """Yields a text file's one document; none if the text is blank."""
@@ -331,9 +331,7 @@ class DocumentReader:
             yield self._checked(Document(*encoded, file, number))
 
     def _parse(self, line: bytes, where: str, number: int) -> object:
-        if number == 1 and line.startswith(BYTE_ORDER_MARK):
-            self._leave_out("byte order marks", where)
-            line = line.removeprefix(BYTE_ORDER_MARK)
+        line = self._without_mark(line, where) if number == 1 else line
         if not line.strip():
             raise NothingToLearn("blank lines")
         text = _decode(line, "the line")
@@ -341,6 +339,11 @@ class DocumentReader:
             return json.loads(text)
         except (ValueError, RecursionError) as error:  # ValueError also for 5,000 digits
             raise UserError(f"not JSON ({str(error)[:100]}); each line must be one JSON object") from None
+
+    def _without_mark(self, content: bytes, where: str) -> bytes:
+        if content.startswith(BYTE_ORDER_MARK):
+            self._leave_out("byte order marks", where)
+        return content.removeprefix(BYTE_ORDER_MARK)
 
     def _leave_out(self, what: str, where: str) -> None:
         self.left_out.setdefault(what, [0, where])[0] += 1

@@ -74,10 +74,9 @@ class FileTokenizer:
         self.ordinary_size = max(ordinary.values(), default=-1) + 1  # without added tokens
         self.eos_id = self._find_end(vocabulary)
         self.eos_token = self._tokenizer.id_to_token(self.eos_id)
-        # Ids that the file puts before every text.
-        added = itertools.takewhile(
-            lambda each: each[1] and each[0] != self.eos_id, zip(probe.ids, probe.special_tokens_mask)
-        )
+        # Ids that the file puts before every text. One token may begin and end texts.
+        end = None if self.eos_token == self.special_tokens.get("bos_token") else self.eos_id
+        added = itertools.takewhile(lambda each: each[1] and each[0] != end, zip(probe.ids, probe.special_tokens_mask))
         self._before = np.array([i for i, _ in added], dtype=np.uint32)
 
     def _find_end(self, vocabulary: dict[str, int]) -> int:
@@ -137,12 +136,22 @@ class FileTokenizer:
         """Returns (ids, the characters start .. stop - 1 of each id), uint32 [N] and int64 [N, 2]."""
         ids, offsets, position = [], [], 0
         for part in self._cut(text):
-            with self._refusing(f"encode {part[:40]!r}"):
+            with self._refusing(f"encode {part[:40]!r}"), self._untrimmed():
                 encoding = self._tokenizer.encode(part, add_special_tokens=False)
             ids.append(np.array(encoding.ids, dtype=np.uint32))
             offsets.append(position + np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2))
             position += len(part)
         return np.concatenate(ids), np.concatenate(offsets)
+
+    @contextmanager
+    def _untrimmed(self) -> Iterator[None]:
+        """Have offsets include spaces. A post-processor may trim them: a token of spaces would begin where it ends."""
+        processor = self._tokenizer.post_processor
+        self._tokenizer.post_processor = None
+        try:
+            yield
+        finally:
+            self._tokenizer.post_processor = processor
 
     @property
     def beginning(self) -> str:

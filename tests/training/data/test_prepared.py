@@ -181,6 +181,15 @@ def test_a_pipe_for_a_template_is_not_waited_for(tmp_path, corpus, one_process):
     assert prepare(corpus, tmp_path / "set", str(tmp_path / "tokenizer"))["parts"]
 
 
+def test_tokens_that_templates_write_decide_what_parts_hold(tmp_path, corpus, one_process):
+    """A template may write bos_token, which special_tokens_map.json names among tokens that tokenizer.json has."""
+    named, parts = tmp_path / "tokenizer" / "special_tokens_map.json", []
+    for number, content in enumerate(("{}", '{"bos_token": "<|endoftext|>"}')):
+        named.write_text(content)
+        parts.append(prepare(corpus, tmp_path / str(number), str(tmp_path / "tokenizer"))["parts"][0]["name"])
+    assert parts[0] != parts[1]
+
+
 def test_parts_of_other_corpora_are_left(tmp_path, corpus, one_process):
     """Another corpus, or another tokenizer, was begun in the same folder."""
     folder, other = tmp_path / "set", tmp_path / "other"

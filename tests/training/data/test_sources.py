@@ -1,5 +1,6 @@
 """Documents read from files, and every refusal of bad input."""
 
+import gzip
 import logging
 
 import numpy as np
@@ -65,6 +66,16 @@ def test_what_teaches_nothing_is_left_out_counted_and_said(tmp_path, caplog):
         f"data: left out rows without text: 2, the first in {tmp_path}/a.jsonl:3",
         f"data: left out files without text: 1, the first in {tmp_path}/b.txt",
     ]
+
+
+def test_a_text_has_no_byte_order_mark(tmp_path, caplog):
+    with caplog.at_level("INFO", "training.data.sources"):
+        for name in ("a.txt", "b.txt.gz"):
+            mark = "\ufeffhe".encode()
+            (tmp_path / name).write_bytes(gzip.compress(mark) if name.endswith(".gz") else mark)
+        documents = load_documents(str(tmp_path), BYTES, 256)
+    assert [bytes(document.tokens.tolist()) for document in documents] == [b"he", b"he"]
+    assert "left out byte order marks: 2, the first in" in caplog.text
 
 
 def test_prompt_is_masked(tmp_path):

@@ -200,13 +200,13 @@ SAMPLES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["always", "first", "never", "normalizer", "bytes", "trimmed bytes"])
+@pytest.mark.parametrize("kind", ["always", "first", "never", "normalizer", "bytes"])
 def test_a_sample_has_the_tokens_of_the_whole_text(tmp_path, kind):
     """They are cut where the completion begins, by transformers' offsets. A token of both is a target."""
     from transformers import PreTrainedTokenizerFast
 
     file = tmp_path / "tokenizer.json"
-    write_bytes(file, kind == "trimmed bytes") if "bytes" in kind else write_pieces(file, kind)
+    write_bytes(file, trim=False) if kind == "bytes" else write_pieces(file, kind)
     theirs, ours = PreTrainedTokenizerFast(tokenizer_file=str(file)), load_tokenizer(str(file))
     data = tmp_path / "a.jsonl"
     data.write_text("".join(json.dumps({"prompt": a, "completion": b}) + "\n" for a, b in SAMPLES))
@@ -215,6 +215,34 @@ def test_a_sample_has_the_tokens_of_the_whole_text(tmp_path, kind):
         assert document.tokens.tolist() == expected.input_ids
         masked = [stop <= len(prompt) and start < len(prompt) for start, stop in expected.offset_mapping]
         assert document.masked.tolist() == masked
+
+
+@pytest.mark.parametrize("kind", ["bytes", "trimmed bytes"])
+def test_a_space_of_its_own_is_on_its_side_of_the_cut(tmp_path, kind):
+    """A post-processor that trims offsets has a space begin where it ends, as if it were the completion's."""
+    write_bytes(tmp_path / "tokenizer.json", trim=kind == "trimmed bytes")
+    tokenizer = load_tokenizer(str(tmp_path))
+    for prompt, completion in (("x ", "\nhe"), ("x", " \nhe"), (" ", "\n"), ("x  ", "\n")):
+        ids, of_prompt = tokenizer.encode_sample(prompt, completion)
+        assert tokenizer.decode(ids[:of_prompt]) == prompt and tokenizer.decode(ids[of_prompt:]) == completion
+    assert tokenizer.encode_with_offsets(" \nx")[1].tolist() == [[0, 1], [1, 2], [2, 3]]
+
+
+def test_a_text_may_begin_with_the_token_that_ends_texts(tmp_path):
+    from tokenizers import Tokenizer, processors
+    from transformers import AutoTokenizer
+
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 257)]
+    )
+    tokenizer.save(path)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}')
+    expected = AutoTokenizer.from_pretrained(tmp_path)("he").input_ids
+    assert load_tokenizer(path).encode_from_start("he").tolist() == expected == [257, 256]
 
 
 def test_the_cut_of_a_sample_is_shown(tmp_path):
