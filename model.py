@@ -138,7 +138,7 @@ class ModelConfig(Share):
     rope_scaling: RopeScaling | None = None
     initializer_range: float = 0.02
     max_position_embeddings: int = 40_960  # only declared, for Hugging Face's tools; no length is refused here
-    model_type: str = "qwen3"  # the family's name in config.json, see training/families.py
+    model_type: str = "qwen3"  # the family's name in config.json, see training/families/rows.py
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 
 from model import MODEL_SIZES, Transformer
 from training.checkpoint.state import read_weights
-from training.checkpoint.weights import find_weights, name_in_file
-from training.families import to_config_json
+from training.checkpoint.weights import find_weights
+from training.families.config_json import to_config_json
+from training.families.names import name_in_file
 from training.memory.step import PackedDocuments
 from training.parallel.world import join_world
 from training.run.build import build_model, choose_model, configure_machine, resolve_memory_budget

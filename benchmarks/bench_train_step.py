@@ -62,7 +62,7 @@ from training.data.packing import ConcatenatedPacking
 from training.data.sources import Document, read_documents
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
-from training.families import to_config_json
+from training.families.config_json import to_config_json
 from training.host.files import size_on_disk
 from training.host.sizes import GIB
 from training.memory.cost_model import forward_flops

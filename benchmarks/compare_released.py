@@ -18,7 +18,7 @@ import model as model_file
 from benchmarks.common import print_table
 from model import Transformer
 from training.checkpoint.weights import load_model_weights
-from training.families import from_config_json
+from training.families.config_json import from_config_json
 
 PROMPTS = "def fibonacci(n):\n", "The three laws of thermodynamics are", "import argparse\nparser = "
 NEW_TOKENS = 64

@@ -147,7 +147,7 @@ def released(tmp_path, monkeypatch):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from model import MODEL_SIZES
-    from training.families import to_config_json
+    from training.families.config_json import to_config_json
 
     shape = replace(MODEL_SIZES["tiny"], vocab_size=300)
     monkeypatch.setitem(MODEL_SIZES, "tiny", shape)

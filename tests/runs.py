@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
-from training.families import to_config_json
+from training.families.config_json import to_config_json
 from training.host.files import write_file
 from training.parallel.fsdp import copy_weights, initial_weights
 from training.run.settings import TrainConfig, given_settings

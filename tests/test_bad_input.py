@@ -12,7 +12,7 @@ import train
 from model import MODEL_SIZES
 from tests.runs import SMALL
 from tests.training.data.test_tokenizer import write_tokenizer
-from training.families import to_config_json
+from training.families.config_json import to_config_json
 from training.run.settings import TrainConfig
 
 VALUES = ["", "nan", "inf", "-inf", "-1", "0", "1e400", "1e-400", "0x10", "9" * 400, "9" * 5000, "a" * 5000]

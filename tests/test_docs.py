@@ -20,7 +20,7 @@ import train
 from benchmarks import memory_report
 from docs.flags import COMMANDS, PAGE, page
 from kernels.apply_to import MODEL_TYPES, apply_to
-from training.families import FAMILIES, WRAPPERS
+from training.families.rows import FAMILIES, WRAPPERS
 from training.flags import given_flags, refuse_idle
 from training.run import settings
 from training.run.settings import TrainConfig

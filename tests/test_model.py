@@ -15,7 +15,7 @@ from kernels.attention.window import Window
 from kernels.rope import LinearScaling, Llama3Scaling, RotaryTables, YarnScaling, rope_frequencies
 from model import MODEL_SIZES, KeyValueCache, ModelOutput, Transformer
 from training.data.loader import Batch
-from training.families import to_config_json
+from training.families.config_json import to_config_json
 from training.memory.execution import WHOLE, Execution
 from training.memory.placement import apply_execution
 

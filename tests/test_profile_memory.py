@@ -20,7 +20,7 @@ from model import MODEL_SIZES
 from profile_memory import main
 from tests.training.memory.test_profiler import dry_run, run_dry  # noqa: F401
 from tests.training.memory.test_profiler import step_of as step_of_format
-from training.families import to_config_json
+from training.families.config_json import to_config_json
 from training.host.sizes import budget_of_machine
 from training.memory import reports
 from training.memory.cost_model import forward_flops

@@ -16,7 +16,7 @@ from tests.training.test_inference import TINY
 from training import generate
 from training.data.tokenizer import ByteTokenizer, load_tokenizer
 from training.evaluation import __main__ as evaluation
-from training.families import to_config_json
+from training.families.config_json import to_config_json
 from training.generate import decoded, main
 from training.parallel.fsdp import copy_weights, initial_weights
 

@@ -15,7 +15,7 @@ from tests.checkpoints import save_checkpoint
 from training import generate, inference
 from training.checkpoint.weights import main as export_main
 from training.checkpoint.weights import parameter_shapes
-from training.families import to_config_json
+from training.families.config_json import to_config_json
 from training.host.errors import UserError
 from training.host.files import write_file
 from training.host.sizes import GIB

@@ -41,7 +41,8 @@ from training.checkpoint.pieces import (
     read_entries,
 )
 from training.checkpoint.ranks import all_gather, failing_together, rank_and_world_size
-from training.checkpoint.weights import NO_COMPANIONS, Companions, name_in_file
+from training.checkpoint.weights import NO_COMPANIONS, Companions
+from training.families.names import name_in_file
 from training.host.direct import DirectFile
 from training.host.errors import UserError
 from training.host.files import flush, write_file

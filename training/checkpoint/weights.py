@@ -1,6 +1,5 @@
 """Weights in Hugging Face's form: a folder of safetensors files, config.json and a tokenizer's files.
 
-A weight's name in a file is ours behind "model.": model.norm.weight for norm.weight. Only lm_head.weight has one name.
 The weights are in model.safetensors, or in several such files with an index. A folder of adapters (`training.lora`) has
 adapter_model.safetensors, and names the folder with all other weights.
 
@@ -36,12 +35,14 @@ from training.checkpoint.pieces import (
     read_header,
     read_tensors,
 )
-from training.families import extend, from_config_json, to_config_json
+from training.families.config_json import from_config_json, to_config_json
+from training.families.names import NOT_WEIGHTS, name_in_file, name_of
+from training.families.rope import extend
 from training.flags import flag, read_command
 from training.host.errors import UserError, hub_download, refused_as_user_error
 from training.host.files import JSON_BYTES, making, read_file, read_json
 from training.host.processes import command
-from training.lora import ADAPTER_WEIGHTS, ADAPTERS, Adapters, has_adapters, read_adapters, read_frozen_bits
+from training.lora import ADAPTER_WEIGHTS, Adapters, has_adapters, read_adapters, read_frozen_bits
 from training.optim.quantized import check_library, quantize
 
 logger = logging.getLogger(__name__)
@@ -52,11 +53,6 @@ COMPANIONS = (
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"  # settings in config.json that go along as well
-PEFT_PREFIX = "base_model.model."  # of adapters' names in peft's files
-NOT_WEIGHTS = "rotary_emb.inv_freq"  # tables in older files of Llama
-# Models of text and images have their text model's names behind one of these, and names of parts that are left out.
-TEXT_MODEL = re.compile(r"^(model\.language_model\.|language_model\.)?(model\.)?")
-OTHER_MODELS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
 
 
@@ -114,10 +110,9 @@ def find_weights(
     left_out = 0
     for file in _weight_files(path):
         for key, entry in _entries(file).items():
-            if OTHER_MODELS.match(key):
+            if (name := name_of(key)) is None:
                 left_out += 1
                 continue
-            name = TEXT_MODEL.sub("", key.removeprefix(PEFT_PREFIX))
             if name in found:
                 raise UserError(f"{path} has {key} twice, also in {found[name].file.name}; give another folder")
             if not entry.dtype.is_floating_point:
@@ -209,13 +204,6 @@ def read_companions(tokenizer: Path) -> Companions:
         content = read_json(folder / "config.json")
         settings = {name: content[name] for name in TOKEN_IDS if name in content}
     return Companions(files, settings)
-
-
-def name_in_file(name: str) -> str:
-    """A weight's name in Hugging Face's files, or an adapter's in peft's."""
-    if ADAPTERS in name:
-        return f"{PEFT_PREFIX}model.{name}"
-    return name if name == "lm_head.weight" else f"model.{name}"
 
 
 def folders_of(path: Path) -> list[Path]:

@@ -27,7 +27,7 @@ from training.checkpoint.files import restore_rng
 from training.checkpoint.state import load_state, load_weights, read_weights
 from training.checkpoint.weights import find_weights, shape_of_weights
 from training.choices import LORA_TARGETS
-from training.families import extend
+from training.families.rope import extend
 from training.host.errors import UserError, refused_as_user_error
 from training.host.sizes import available_host_bytes, gib, parse_bytes
 from training.lora import ADAPTERS, Adapters, adapt, has_adapters, in_bf16

@@ -12,7 +12,7 @@ from training.checkpoint.ranks import failing_together
 from training.checkpoint.saver import Saver
 from training.data.loader import Batch, PackedLoader
 from training.data.tokens import Store
-from training.families import to_config_json
+from training.families.config_json import to_config_json
 from training.host.errors import UserError
 from training.memory.planner import Plan
 from training.optim.adamw import MasterAdamW

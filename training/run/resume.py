@@ -27,7 +27,7 @@ from training.checkpoint.weights import NO_COMPANIONS, Companions, find_weights,
 from training.data.chat import open_tokenizer as open_with_template
 from training.data.loader import PackedLoader, check_same_data
 from training.data.tokenizer import ByteTokenizer, FileTokenizer
-from training.families import WRAPPERS
+from training.families.rows import WRAPPERS
 from training.flags import LARGE, as_words, given_flags
 from training.host.errors import UserError, program
 from training.host.files import read_json

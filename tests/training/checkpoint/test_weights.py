@@ -20,7 +20,7 @@ from training.checkpoint.manifest import fingerprint
 from training.checkpoint.pieces import read_header
 from training.checkpoint.weights import load_model_weights
 from training.evaluation import __main__ as evaluation
-from training.families import to_config_json
+from training.families.config_json import to_config_json
 from training.host.errors import UserError
 
 

@@ -22,7 +22,7 @@ from training.evaluation import __main__ as command
 from training.evaluation import pictures, positions
 from training.evaluation.__main__ import main
 from training.evaluation.flags import read_evaluation_flags
-from training.families import to_config_json
+from training.families.config_json import to_config_json
 from training.host import errors
 from training.host.errors import UserError, pip_install
 from training.parallel.fsdp import copy_weights, initial_weights

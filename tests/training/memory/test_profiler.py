@@ -28,7 +28,7 @@ from model import MODEL_SIZES, ModelConfig, Transformer
 from tests.optimizers import make_optimizer
 from tests.storage_counter import StorageCounter
 from training.choices import LORA_TARGETS
-from training.families import in_family
+from training.families.config_json import in_family
 from training.lora import Adapters, adapt
 from training.memory import profiler, stages
 from training.memory.block_bytes import footprints

@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 from tests.runs import arguments, losses, metrics, only_resume
 from tests.training.data.test_packing import make_loader
 from training.data.sources import Document
-from training.families import in_family
+from training.families.config_json import in_family
 from training.host.errors import UserError
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.placement import apply_execution

@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from kernels.attention.sparse.sparse_attention import Sparse
 from kernels.attention.window import Window
 from kernels.rope import LinearScaling, Llama3Scaling, YarnScaling, rope_frequencies
 from model import MODEL_SIZES, Transformer
-from training.families import FAMILIES, WRAPPERS, extend, from_config_json, in_family, to_config_json
+from training.families.config_json import from_config_json, in_family, to_config_json
+from training.families.rope import extend
+from training.families.rows import FAMILIES, WRAPPERS
 from training.host.errors import UserError
 
 TINY = MODEL_SIZES["tiny"]
@@ -22,7 +25,7 @@ def test_config_json_round_trip():
     untied = replace(TINY, tie_word_embeddings=False, hidden_act="gelu_tanh", layer_kinds=(NSA(),))
     others = [in_family(config, model_type) for config in (scaled, untied) for model_type in FAMILIES]
     beta = YarnScaling(4.0, 64, llama_4_scaling_beta=0.1)
-    others = [each for each in others if not (each.layer_kinds == (NSA(),) and FAMILIES[each.model_type].full_every)]
+    others = [each for each in others if not (each.layer_kinds == (NSA(),) and each.local_rope_theta)]
     others = [replace(each, rope_scaling=beta) if each.model_type == "ministral3" else each for each in others]
     for config in (MODEL_SIZES["4B"], extended, *others):
         content = to_config_json(config)
@@ -355,10 +358,54 @@ def test_what_a_file_leaves_out_is_what_transformers_takes():
     assert yarn == YarnScaling(4.0, original_max_position_embeddings=8)
 
 
-@pytest.mark.parametrize("change", [{"model_type": "gemma"}, {"model_type": "llama"}, {"has_qkv_biases": True}])
-def test_a_model_of_no_family_is_not_written(change):
-    with pytest.raises(ValueError, match=rf"no family has model_type .*has a row for {', '.join(FAMILIES)}"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gemma"}, rf"no family has model_type 'gemma'.*has a row for {', '.join(FAMILIES)}"),
+        ({"model_type": "llama"}, "model_type 'llama' has no config.json for .*: qk_norm 'head'$"),
+        ({"has_qkv_biases": True}, "model_type 'qwen3' has no config.json for .*: has_qkv_biases True$"),
+        ({"norms_after": True, "logits_scaling": 2.0}, "for .*: norms_after True, logits_scaling 2.0$"),
+        ({"initializer_range": 0.0}, "for .*: initializer_range is 0.0; it must be as 0.02 is$"),
+        ({"layer_kinds": (NSA(selected_blocks=8),)}, r"for .*: layer_kinds .NSA.selected_blocks=8"),
+    ],
+)
+def test_a_model_that_would_be_read_back_otherwise_is_not_written(change, message):
+    with pytest.raises(ValueError, match=message):
         to_config_json(replace(TINY, **change))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_is_written_is_read_back(model_type):
+    """Changes one or two fields at random: the file says the same model, or is refused."""
+    random, written = Random(0), 0
+    choices = {
+        "layer_kinds": [(FULL,), (Window(64),), (Window(64), FULL), (Window(64), Window(96)), (NSA(),), (Sparse(),)],
+        "rope_scaling": [LinearScaling(2.0), YarnScaling(4.0, 64), YarnScaling(4.0, 64, llama_4_scaling_beta=0.1)],
+        "num_hidden_layers": [1, 2, 5], "head_dim": [16], "hidden_act": ["gelu_tanh"], "qk_norm": [None, "head"],
+        "attention_multiplier": [0.25, 0.3, 32**-0.5], "embedding_multiplier": [12.0], "local_rope_theta": [None, 1e3],
+        "layer_rotates": [(True, False), (True, True, False)], "residual_multiplier": [0.2],
+    }  # fmt: skip
+    for _ in range(60):
+        changes = {name: random.choice(choices[name]) for name in random.sample([*choices], random.choice((1, 2)))}
+        changes.pop("attention_multiplier" if "layer_rotates" in changes else "", None)
+        scaling = YarnScaling(4.0, 64, llama_4_scaling_beta=0.1) if model_type == "ministral3" else None
+        config = replace(in_family(replace(TINY, rope_scaling=scaling), model_type), **changes)
+        try:
+            read = from_config_json(json.loads(json.dumps(to_config_json(config))))
+        except ValueError as error:
+            assert "has no config.json for these kinds of layers or scalars: " in str(error)
+            continue
+        written += 1
+        with torch.device("meta"):
+            models = Transformer(read), Transformer(config)
+        parts = [[layer.self_attn for layer in model.layers] for model in models]
+        first, second = ([(part.kind, part.rotates, part.is_local) for part in each] for each in parts)
+        assert first == second
+        first, second = (each.attention_multiplier or each.head_dim**-0.5 for each in (read, config))
+        assert first == second
+        in_other_forms = ("layer_kinds", "layer_rotates", "attention_multiplier")
+        assert read == replace(config, **{name: getattr(read, name) for name in in_other_forms})
+    assert 8 < written < 52
 
 
 @pytest.mark.parametrize(

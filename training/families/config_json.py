@@ -1,0 +1,220 @@
+"""config.json in and out, by the rows of `FAMILIES`.
+
+It is read as transformers does. Each setting that the decoder would compute differently is refused by name. It is
+written for transformers to make the same model, and only if it is read back as the model that was written.
+"""
+
+import math
+from dataclasses import fields, replace
+
+from kernels.attention import KINDS
+from kernels.attention.full import Full
+from kernels.attention.window import Window
+from kernels.parts import AttentionKind
+from model import MODEL_SIZES, ModelConfig
+from training.families.rope import read_rope, write_rope
+from training.families.rows import ACTIVATIONS, FAMILIES, FIELDS, FORM, SCALARS, TAKEN, WRAPPERS, Family
+
+MOST_LAYERS = 4096  # a limit, because plans have something for each layer
+NOT_COMPUTED = "config.json has {}, which this decoder does not compute"
+
+
+def in_family(config: ModelConfig, model_type: str) -> ModelConfig:
+    """Returns the same sizes with the norms, biases and other forms of a family, which must be a row of `FAMILIES`."""
+    family = FAMILIES[model_type]
+    theta, own_theta = family.complete({}).get("rope_local_base_freq"), config.local_rope_theta
+    form = {**FORM, **family.form, "local_rope_theta": theta if None in (theta, own_theta) else own_theta}
+    if family.scales_embedding:
+        form["embedding_multiplier"] = config.hidden_size**0.5
+    return replace(config, model_type=model_type, **form)
+
+
+def to_config_json(config: ModelConfig) -> dict:
+    """Returns the config.json of a model. transformers opens it unless attention has parameters of its own.
+
+    Raises:
+        ValueError: no row of `FAMILIES` has this model_type, or its config.json is not read back as this model.
+    """
+    if config.model_type not in FAMILIES:
+        rows = f"training/families/rows.py has a row for {', '.join(FAMILIES)}"
+        raise ValueError(f"no family has model_type {config.model_type!r}; {rows}")
+    config = _layer_by_layer(config)
+    content = _write(config, FAMILIES[config.model_type])
+    try:
+        read = _layer_by_layer(from_config_json(content))
+        if lost := [field.name for field in fields(config) if getattr(config, field.name) != getattr(read, field.name)]:
+            raise ValueError(", ".join(f"{name} {getattr(config, name)!r:.80}" for name in lost))
+    except ValueError as error:
+        cannot_say = f"model_type {config.model_type!r} has no config.json for these kinds of layers or scalars"
+        raise ValueError(f"{cannot_say}: {error}") from None
+    return content
+
+
+def _layer_by_layer(config: ModelConfig) -> ModelConfig:
+    """Returns the same model in one form: an entry of each pattern for each layer, and None for the usual scalar."""
+    rotates = (config.layer_rotates * config.num_hidden_layers)[: config.num_hidden_layers]
+    is_usual = config.attention_multiplier == config.head_dim**-0.5
+    multiplier = None if is_usual else config.attention_multiplier
+    return replace(config, layer_kinds=config.kinds, layer_rotates=rotates, attention_multiplier=multiplier)
+
+
+def _write(config: ModelConfig, family: Family) -> dict:
+    """Returns the config.json of a model in the form of `_layer_by_layer`, without what its family cannot say."""
+    gated = "".join({kind.name for kind in config.layer_kinds if kind.gates_per_head})
+    windows = [kind.window if isinstance(kind, Window) else None for kind in config.layer_kinds]
+    multiplier = config.attention_multiplier or config.head_dim**-0.5
+    content = {
+        "model_type": config.model_type + (gated and f"_{gated}"),
+        "architectures": [f"{family.class_name or config.model_type.capitalize()}{gated.upper()}ForCausalLM"],
+        **{name: getattr(config, name) for name in (*FIELDS, *SCALARS)},
+        "hidden_act": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.hidden_act),
+        **write_rope(config),
+        **family.fixed,
+        "attention_multiplier": multiplier,
+        "query_pre_attn_scalar": round(multiplier**-2),
+        "no_rope_layers": [int(rotates) for rotates in config.layer_rotates],
+    }
+    if any(windows) or "sliding_window_pattern" in family.complete({}):
+        types = ["sliding_attention" if window else "full_attention" for window in windows]
+        window = max(filter(None, windows), default=4096)
+        content |= {"use_sliding_window": True, "sliding_window": window, "layer_types": types}
+    content |= {theirs: content.pop(name) for name, theirs in family.names.items()}
+    return family.own(content)
+
+
+def from_config_json(content: dict) -> ModelConfig:
+    """Returns the model that config.json declares. Rotary settings may be in `rope_scaling` or `rope_parameters`.
+
+    A model of text and images has its text model's settings in `text_config`.
+
+    Raises:
+        ValueError: a model_type without a row in `FAMILIES`, a setting that the decoder does not compute, a missing
+            field, or a value of the wrong type or out of range.
+    """
+    try:
+        config = _read(content)
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"a value is of the wrong type or out of range ({error})") from None
+    for name in FIELDS:
+        found, like = getattr(config, name), getattr(MODEL_SIZES["4B"], name)
+        types = (int, float) if isinstance(like, float) else (type(like),)
+        most = math.inf if name == "rope_theta" else 2**31
+        if type(found) not in types or (type(found) in (int, float) and not 0 < found < most):
+            raise ValueError(f"{name} is {found!r:.80}; it must be as {like!r} is")
+    for theta in (config.rope_theta, config.local_rope_theta):
+        if theta is not None and not (type(theta) in (int, float) and 1 < theta < 2**63):
+            raise ValueError(f"rope_theta must be above 1, got {theta!r:.80}")
+    return config
+
+
+def _read(content: dict) -> ModelConfig:
+    """Returns the model for `from_config_json`, which then checks the types and ranges of values."""
+    if (wrapper := content.get("model_type")) in WRAPPERS and "text_config" in content:
+        outer = {name: content[name] for name in ("tie_word_embeddings", "quantization_config") if name in content}
+        content = {"model_type": WRAPPERS[wrapper], **content["text_config"], **outer}
+    declared_type = str(content.get("model_type"))
+    kinds = {f"_{name}": kind for name, kind in KINDS.items() if kind.gates_per_head} | {"": Full}
+    suffix = next(suffix for suffix in kinds if declared_type.endswith(suffix))
+    model_type = declared_type.removesuffix(suffix)
+    if model_type not in FAMILIES:
+        refused_type = f"model_type {content.get('model_type')!r} (it takes {', '.join([*FAMILIES, *WRAPPERS])})"
+        raise ValueError(NOT_COMPUTED.format(refused_type))
+    family = FAMILIES[model_type]
+    content = family.complete(content)
+    rope, refused = read_rope(content, family)
+    refused = _not_computed(content, family) + refused
+    if suffix and _has_windows(content):
+        refused.append(f"windows in layers of {suffix[1:]}")
+    if refused:
+        raise ValueError(NOT_COMPUTED.format(", ".join(refused)))
+    content |= rope
+    heads = content.get("num_attention_heads")
+    if content.get("num_key_value_heads", 0) is None:
+        content["num_key_value_heads"] = heads
+    if content.get("head_dim") is None and heads and content.get("hidden_size"):
+        content["head_dim"] = family.defaults.get("head_dim") or content["hidden_size"] // heads
+    if missing := [name for name in FIELDS if content.get(name) is None]:
+        raise ValueError(f"config.json lacks {', '.join(missing)}")
+    if content["num_hidden_layers"] > MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers is {content['num_hidden_layers']}; at most {MOST_LAYERS} are built")
+    config = ModelConfig(
+        **{name: content[name] for name in (*FIELDS, "rope_scaling", "local_rope_theta")},
+        hidden_act=ACTIVATIONS[content["hidden_act"]],
+        layer_kinds=_layer_kinds(content) if _has_windows(content) else (kinds[suffix](),),
+        layer_rotates=_layer_rotates(content) if "no_rope_layers" in content else (True,),
+        **_read_scalars(content),
+    )
+    return in_family(config, model_type)
+
+
+def _not_computed(content: dict, family: Family) -> list[str]:
+    """Returns the settings that the decoder does not compute, as text, without rotary settings."""
+    taken = {**TAKEN, **{name: (None, value) for name, value in family.fixed.items()}}
+    refused = [f"{name} {content.get(name)!r:.60}" for name, some in taken.items() if content.get(name) not in some]
+    if "AutoModelForCausalLM" in (content.get("auto_map") or ()):
+        refused.append("code of its own in auto_map")
+    known = {"full_attention"} | ({"sliding_attention"} if _has_windows(content) else set())
+    if other_layers := sorted({*(content.get("layer_types") or ())} - known):
+        refused.append(f"layers of {', '.join(other_layers)}")
+    return refused
+
+
+def _has_windows(content: dict) -> bool:
+    """Whether layers may have a window."""
+    is_on = content.get("use_sliding_window") and content.get("sliding_window") is not None
+    return "sliding_window_pattern" in content or bool(is_on)
+
+
+def _layer_kinds(content: dict) -> tuple[AttentionKind, ...]:
+    """Returns the kinds that repeat through the layers.
+
+    Without layer_types, each so many-th layer has no window. Behind a switch, layers from max_window_layers on have it.
+    """
+    window, layers = content["sliding_window"], content["num_hidden_layers"]
+    if type(window) is not int:
+        raise TypeError(f"sliding_window is {window!r:.80}")
+    if types := content.get("layer_types"):
+        has_window = [name == "sliding_attention" for name in types]
+    elif "sliding_window_pattern" in content:
+        every = content["sliding_window_pattern"]
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"sliding_window_pattern is {every!r:.80}; it must be a whole number above 0")
+        has_window = [(i + 1) % every != 0 for i in range(layers)]
+    else:
+        has_window = [i >= content["max_window_layers"] for i in range(layers)]
+    if len(has_window) != layers:
+        raise ValueError(f"layer_types names {len(has_window)} layers of {layers}")
+    return tuple(Window(window) if is_window else Full() for is_window in _pattern(has_window))
+
+
+def _pattern(of_layers: list) -> list:
+    """Returns the shortest beginning that repeats through all layers."""
+    count = len(of_layers)
+    return of_layers[: next((n for n in range(1, count + 1) if of_layers[n:] == of_layers[: count - n]), 0)]
+
+
+def _layer_rotates(content: dict) -> tuple[bool, ...]:
+    """Returns whether layers have rotary positions, a pattern that repeats: no_rope_layers has 1 where they have."""
+    layers, rotates = content["num_hidden_layers"], content["no_rope_layers"]
+    if rotates is None:
+        rotates = [int((i + 1) % content["no_rope_layer_interval"] != 0) for i in range(layers)]
+    if not isinstance(rotates, list) or {*rotates} - {0, 1}:
+        raise TypeError(f"no_rope_layers is {rotates!r:.60}")
+    if len(rotates) < layers:
+        raise ValueError(f"no_rope_layers names {len(rotates)} layers of {layers}")
+    return tuple(map(bool, _pattern(rotates[:layers])))
+
+
+def _read_scalars(content: dict) -> dict:
+    """Returns ModelConfig's scalars; attention's is None where it is 1 / sqrt(head_dim)."""
+    query = "query_pre_attn_scalar"
+    for name in (*SCALARS, query):
+        value, words = content.get(name, 1), "a whole number" if name == query else "a number"
+        if type(value) not in (int, None if name == query else float) or not 0 < value < 2**31:
+            raise ValueError(f"{name} is {value!r:.80}; it must be {words} above 0")
+    scalars: dict[str, float | None] = {name: float(content[name]) for name in SCALARS if name in content}
+    if query in content:
+        scalars["attention_multiplier"] = content[query] ** -0.5
+    if scalars.get("attention_multiplier") == content["head_dim"] ** -0.5:
+        scalars["attention_multiplier"] = None
+    return scalars

@@ -1,0 +1,127 @@
+"""Released families of models, as rows of data: what each model_type means in config.json.
+
+A new family is a row of `FAMILIES`. Settings that no row names mean the same in every family.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Family:
+    """The meaning of one model_type."""
+
+    form: dict = field(default_factory=dict)  # ModelConfig's fields of `FORM` that differ from the values there
+    defaults: dict = field(default_factory=dict)  # transformers' values for settings that config.json leaves out
+    fixed: dict = field(default_factory=dict)  # settings written with these values, and refused with others
+    constants: dict = field(default_factory=dict)  # settings with these values, whatever config.json says
+    rope: dict = field(default_factory=dict)  # rotary settings, if config.json has none
+    names: dict = field(default_factory=dict)  # config.json's names for settings that most families call otherwise
+    scales_embedding: bool = False  # whether embedding_multiplier is sqrt(hidden_size)
+    class_name: str | None = None  # the beginning of transformers' class; None: the model_type with a capital
+    wrapper: str | None = None  # model_type of models of text and images with such a text model
+
+    def own(self, content: dict) -> dict:
+        """Returns settings without the `SOME_FAMILIES` that this family does not have."""
+        absent = SOME_FAMILIES.difference(self.defaults, self.fixed)
+        return {name: value for name, value in content.items() if name not in absent}
+
+    def complete(self, content: dict) -> dict:
+        """Returns config.json's settings by the names that most families have, and what it leaves out."""
+        content = {**DEFAULTS, **self.defaults, **self.own(content), **self.constants}
+        return content | {name: content.get(theirs) for name, theirs in self.names.items()}
+
+
+FORM = {  # most families'
+    "qk_norm": None, "has_qkv_biases": False, "norms_before": True, "norms_after": False, "norm_weight_offset": 0.0,
+    "norm_cast_before_weight": True,
+}  # fmt: skip
+# transformers' values for settings that config.json leaves out, in every family
+DEFAULTS = {
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "initializer_range": 0.02, "hidden_act": "silu",
+    "is_causal": True,
+}  # fmt: skip
+SCALARS = "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"
+# Settings without a meaning in families whose rows do not name them. query_pre_attn_scalar is
+# 1 / attention_multiplier^2. Each sliding_window_pattern-th layer has no window, and the frequencies of layers with a
+# window are of rope_local_base_freq. no_rope_layers has 1 for each layer with rotary positions.
+SOME_FAMILIES = {
+    *SCALARS, "query_pre_attn_scalar", "use_sliding_window", "sliding_window_pattern", "rope_local_base_freq",
+    "no_rope_layers", "no_rope_layer_interval",
+}  # fmt: skip
+SOME_FAMILIES_ROPE = {"llama_4_scaling_beta"}  # the same of rotary settings; families that name them need them
+NO_BIASES = {"attention_bias": False}  # one setting for q, k, v and o
+WINDOW_SWITCH = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+FAMILIES = {
+    "qwen3": Family(
+        form={"qk_norm": "head"}, defaults={"head_dim": 128, "max_position_embeddings": 32_768, **WINDOW_SWITCH},
+        fixed=NO_BIASES,
+    ),
+    "qwen2": Family(form={"has_qkv_biases": True}, defaults={"max_position_embeddings": 32_768, **WINDOW_SWITCH}),
+    "llama": Family(defaults={"num_key_value_heads": None, "max_position_embeddings": 2048}, fixed=NO_BIASES),
+    "mistral": Family(
+        defaults={"sliding_window": 4096, "max_position_embeddings": 131_072},
+        fixed={"sliding_window": None, **NO_BIASES},
+    ),
+    "ministral3": Family(
+        defaults={
+            "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 34,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 262_144,
+        },
+        fixed={"sliding_window": None},
+        rope={
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        },
+        wrapper="mistral3",
+    ),
+    "smollm3": Family(
+        defaults={
+            "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6, "max_position_embeddings": 32_768,
+            "no_rope_layers": None, "no_rope_layer_interval": 4,
+        },
+        fixed={"use_sliding_window": False, **NO_BIASES}, class_name="SmolLM3",
+    ),
+    "granite": Family(
+        defaults={"num_key_value_heads": None, "max_position_embeddings": 2048, **dict.fromkeys(SCALARS, 1.0)},
+        fixed=NO_BIASES,
+    ),
+    "olmo3": Family(
+        form={"qk_norm": "width", "norms_before": False, "norms_after": True, "norm_cast_before_weight": False},
+        defaults={
+            "num_key_value_heads": None, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096,
+            "max_position_embeddings": 2048,
+        },
+        fixed=NO_BIASES, constants={"sliding_window_pattern": 4, "rope_local_base_freq": 5e5},
+    ),
+    "gemma3_text": Family(
+        form={
+            "qk_norm": "head", "norms_after": True, "norm_weight_offset": 1.0, "norm_cast_before_weight": False,
+        },
+        defaults={
+            "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072, "tie_word_embeddings": True,
+            "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 4096, "sliding_window_pattern": 6,
+            "query_pre_attn_scalar": 256,
+        },
+        fixed={"use_bidirectional_attention": False, **NO_BIASES}, names={"hidden_act": "hidden_activation"},
+        scales_embedding=True, class_name="Gemma3", wrapper="gemma3",
+    ),
+}  # fmt: skip
+WRAPPERS = {family.wrapper: model_type for model_type, family in FAMILIES.items() if family.wrapper}
+ACTIVATIONS = {  # config.json's name -> ModelConfig's; the first of each is written
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+}  # fmt: skip
+EMPTY: tuple = None, False, 0, "", [], {}
+TAKEN = {  # values of settings, in every family; others are not computed
+    **dict.fromkeys(("mlp_bias", "quantization_config", "attn_logit_softcapping", "final_logit_softcapping"), EMPTY),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EMPTY),
+    "is_causal": (True,), "hidden_act": tuple(ACTIVATIONS),
+}  # fmt: skip
+FIELDS = (  # settings with one name and meaning in config.json and in ModelConfig
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps", "initializer_range",
+    "max_position_embeddings",
+)  # fmt: skip
