@@ -163,6 +163,20 @@ def document_bounds(B: int, T: int, documents: bytes | None) -> tuple[Tensor, Te
     return first, (stop - start)[order]
 
 
+def check_documents(segments: Tensor | None, B: int, T: int) -> int:
+    """Returns the number of documents of a batch.
+
+    Raises:
+        ValueError: an empty document, or segments that do not have each token once.
+    """
+    if segments is None:
+        return B
+    first, length = document_bounds(B, T, as_bytes(segments))
+    if int(length.min()) < 1 or not torch.equal(first, length.cumsum(0) - length) or int(length.sum()) != B * T:
+        raise ValueError(f"segments must have each of {B} x {T} tokens once, and no empty document")
+    return len(segments)
+
+
 def document_calls(
     q_BTHK: Tensor, segments: Tensor, longest_together: float, position_tokens: int = 1
 ) -> tuple[Call, ...]:

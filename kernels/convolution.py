@@ -1,0 +1,253 @@
+"""Causal depthwise convolution of width 4 with SiLU, then the norm of queries and keys, in one pass over memory.
+
+The input has a row of channels for each token: query heads, key heads, value heads. With x_t = 0 before a document,
+
+    y_t = silu(w_0 x_(t-3) + w_1 x_(t-2) + w_2 x_(t-1) + w_3 x_t)      per channel
+    v = y,   k = y / sqrt(sum over the head of y^2 + eps),   q the same times K^-0.5
+
+Backward makes y again. Each program walks down through a strip of tokens, and carries what tokens owe to the three
+before them, so that it reads the input and the gradient once, and writes the input's gradient once.
+
+Kept for backward: the input and the weight.
+
+The weight's gradient is summed in float32 in two stages, without atomics: every run gives the same bits.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attention.documents import as_bytes, check_documents, document_bounds
+from .common import operation, use_triton
+from .parts import Footprint
+
+WIDTH = 4  # tokens that the convolution sees
+BLOCK_T = 16  # tokens of a program in forward
+STRIPS, STRIP = 4, 128  # strips of a program in backward, and their tokens
+EPS = 1e-6
+HEAD_WIDTHS = 16, 32, 64, 128, 256  # that Triton's kernels take
+
+
+def qkv_convolution_reference(
+    x_BTC: Tensor, weight_CW: Tensor, G: int, H: int, K: int, *, segments: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Plain PyTorch with the contract of `qkv_convolution`; float64 stays float64."""
+    B, T, C = x_BTC.shape
+    dtype = torch.promote_types(x_BTC.dtype, torch.float32)
+    rows, weight = x_BTC.to(dtype).reshape(B * T, C), weight_CW.to(dtype)
+    parts = []
+    for first, length in zip(*(bound.tolist() for bound in document_bounds(B, T, as_bytes(segments)))):
+        padded = F.pad(rows[first : first + length].T, (WIDTH - 1, 0))
+        parts.append(F.silu(F.conv1d(padded, weight[:, None], groups=C)).T)
+    q, k, v = torch.cat(parts).view(B, T, C).split([G * K, G * K, C - 2 * G * K], dim=-1)
+    q, k, v = q.unflatten(-1, (G, K)), k.unflatten(-1, (G, K)), v.unflatten(-1, (H, -1))
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS) for x in (q, k))
+    return tuple(x.to(x_BTC.dtype) for x in (q * K**-0.5, k, v))
+
+
+@functools.lru_cache(maxsize=4)
+def _positions(B: int, T: int, documents: bytes | None, device: torch.device) -> Tensor:
+    """Returns each token's position in its document, at most 3, int8 [B * T]. All layers of a step share it."""
+    start, length = document_bounds(B, T, documents)
+    positions = torch.arange(B * T) - start.repeat_interleave(length)
+    return positions.clamp_(max=WIDTH - 1).to(torch.int8).to(device)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _convolution_kernel(
+    x_ptr, weight_ptr, positions_ptr, out_ptr, num_tokens, x_stride, eps, scale,
+    HEADS: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """Writes one head of BLOCK_T tokens. `x_ptr` and `weight_ptr` point to the first channel of the first head."""
+    first, head = tl.program_id(1).to(tl.int64) * BLOCK_T, tl.program_id(0)
+    t, c = tl.arange(0, BLOCK_T), tl.arange(0, K)
+    is_token = t < num_tokens - first
+    position = tl.load(positions_ptr + first + t, mask=is_token, other=0)
+    x = x_ptr + first * x_stride + head * K + (t[:, None] * x_stride + c[None, :])
+    weight = weight_ptr + (head * K + c) * 4
+    total = tl.zeros([BLOCK_T, K], dtype=tl.float32)
+    for back in tl.static_range(4):
+        seen = tl.load(x - back * x_stride, mask=(is_token & (position >= back))[:, None], other=0.0)
+        total += seen.to(tl.float32) * tl.load(weight + 3 - back).to(tl.float32)[None, :]
+    y = total * _sigmoid(total)
+    if NORMALISE:
+        y *= (tl.rsqrt(tl.sum(y * y, axis=1) + eps) * scale)[:, None]
+    out = out_ptr + (first * HEADS + head) * K + (t[:, None] * (HEADS * K) + c[None, :])
+    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=is_token[:, None])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _convolution_backward_kernel(
+    d_out_ptr, x_ptr, weight_ptr, positions_ptr, dx_ptr, partial_ptr, num_tokens, x_stride, eps, scale,
+    CHANNELS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr,
+    NORMALISE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Walks down STRIPS strips of one head. Pointers but `d_out_ptr` point to the first channel of the first head.
+
+    x_0 to x_3 are a token and those before it; owed_1 to owed_3 the gradients that later tokens owe to them.
+    """
+    head, block = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first = (block * STRIPS + tl.arange(0, STRIPS)) * STRIP  # [STRIPS]
+    c = tl.arange(0, K)
+    x_head, dx_head = x_ptr + head * K + c[None, :], dx_ptr + head * K + c[None, :]
+    d_out_head, weight = d_out_ptr + head * K + c[None, :], weight_ptr + (head * K + c) * 4
+    w_0 = tl.load(weight).to(tl.float32)[None, :]
+    w_1 = tl.load(weight + 1).to(tl.float32)[None, :]
+    w_2 = tl.load(weight + 2).to(tl.float32)[None, :]
+    w_3 = tl.load(weight + 3).to(tl.float32)[None, :]
+    dw_0, dw_1 = tl.zeros([STRIPS, K], dtype=tl.float32), tl.zeros([STRIPS, K], dtype=tl.float32)
+    dw_2, dw_3 = tl.zeros([STRIPS, K], dtype=tl.float32), tl.zeros([STRIPS, K], dtype=tl.float32)
+    owed_1, owed_2 = tl.zeros([STRIPS, K], dtype=tl.float32), tl.zeros([STRIPS, K], dtype=tl.float32)
+    owed_3 = tl.zeros([STRIPS, K], dtype=tl.float32)
+    top = first + STRIP + 2
+    x_0 = tl.load(x_head + top[:, None] * x_stride, mask=(top < num_tokens)[:, None], other=0.0)
+    x_1 = tl.load(x_head + (top - 1)[:, None] * x_stride, mask=(top - 1 < num_tokens)[:, None], other=0.0)
+    x_2 = tl.load(x_head + (top - 2)[:, None] * x_stride, mask=(top - 2 < num_tokens)[:, None], other=0.0)
+    for n in tl.range(0, STRIP + 3, num_stages=STAGES):
+        t = top - n
+        is_token = t < num_tokens
+        position = tl.load(positions_ptr + t, mask=is_token, other=0)[:, None]
+        is_read = (t >= 3) & (t - 3 < num_tokens)
+        x_3 = tl.load(x_head + (t - 3)[:, None] * x_stride, mask=is_read[:, None], other=0.0)
+        d_out = tl.load(d_out_head + t[:, None] * (HEADS * K), mask=is_token[:, None], other=0.0).to(tl.float32)
+        seen_1 = tl.where(position >= 1, x_1, 0.0).to(tl.float32)
+        seen_2 = tl.where(position >= 2, x_2, 0.0).to(tl.float32)
+        seen_3 = tl.where(position >= 3, x_3, 0.0).to(tl.float32)
+        total = w_3 * x_0 + w_2 * seen_1 + w_1 * seen_2 + w_0 * seen_3
+        sigmoid = _sigmoid(total)
+        if NORMALISE:
+            y = total * sigmoid
+            rstd = tl.rsqrt(tl.sum(y * y, axis=1) + eps)[:, None]
+            d_out = scale * rstd * (d_out - y * (rstd * rstd * tl.sum(d_out * y, axis=1)[:, None]))
+        d_total = d_out * sigmoid * (1.0 + total * (1.0 - sigmoid))
+        is_own = ((n >= 3) & is_token)[:, None]
+        tl.store(dx_head + t[:, None] * CHANNELS, (owed_1 + w_3 * d_total).to(x_0.dtype), mask=is_own)
+        owed_1 = owed_2 + tl.where(position >= 1, w_2 * d_total, 0.0)
+        owed_2 = owed_3 + tl.where(position >= 2, w_1 * d_total, 0.0)
+        owed_3 = tl.where(position >= 3, w_0 * d_total, 0.0)
+        d_total = tl.where(is_own, d_total, 0.0)
+        dw_0 += seen_3 * d_total
+        dw_1 += seen_2 * d_total
+        dw_2 += seen_1 * d_total
+        dw_3 += x_0 * d_total
+        x_0, x_1, x_2 = x_1, x_2, x_3
+    partial = partial_ptr + (block * CHANNELS + head * K + c) * 4
+    tl.store(partial, tl.sum(dw_0, axis=0))
+    tl.store(partial + 1, tl.sum(dw_1, axis=0))
+    tl.store(partial + 2, tl.sum(dw_2, axis=0))
+    tl.store(partial + 3, tl.sum(dw_3, axis=0))
+
+
+def _groups(x: Tensor, G: int, H: int, K: int) -> list[tuple[int, int, int, float, bool]]:
+    """Returns first channel, heads, head width, factor and whether there is a norm, of queries, keys and values."""
+    V = (x.shape[-1] - 2 * G * K) // H
+    return [(0, G, K, K**-0.5, True), (G * K, G, K, 1.0, True), (2 * G * K, H, V, 1.0, False)]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Views x [B, T, C] as evenly spaced rows of contiguous channels, or copies it."""
+    evenly_spaced = x.stride(-1) == 1 and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+    return x if evenly_spaced else x.contiguous()
+
+
+@operation("fathom::qkv_convolution")
+def _forward(
+    x: Tensor, weight: Tensor, G: int, H: int, K: int, segments: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight = _rows(x), weight.contiguous()
+    outs, num_tokens = _empty_outputs(x, G, H, K), x.shape[0] * x.shape[1]
+    positions = _positions(*x.shape[:2], as_bytes(segments), x.device)
+    for out, (channel, heads, width, scale, is_normalised) in zip(outs, _groups(x, G, H, K)):
+        _convolution_kernel[(heads, triton.cdiv(num_tokens, BLOCK_T))](
+            x[..., channel:], weight[channel:], positions, out, num_tokens, x.stride(1), EPS, scale,
+            HEADS=heads, K=width, BLOCK_T=BLOCK_T, NORMALISE=is_normalised, num_warps=4,
+        )  # fmt: skip
+    return outs
+
+
+def _empty_outputs(x, G, H, K):
+    return tuple(x.new_empty(*x.shape[:2], heads, width) for _, heads, width, _, _ in _groups(x, G, H, K))
+
+
+_forward.register_fake(lambda x, weight, G, H, K, segments: _empty_outputs(x, G, H, K))
+
+
+@operation("fathom::qkv_convolution_backward")
+def _backward(
+    d_outs: list[Tensor], x: Tensor, weight: Tensor, G: int, H: int, K: int, segments: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of x and of the weight."""
+    x, weight = _rows(x), weight.contiguous()
+    (B, T, C), blocks = x.shape, triton.cdiv(x.shape[0] * x.shape[1], STRIPS * STRIP)
+    dx, partial = x.new_empty(x.shape), x.new_empty(blocks, C, WIDTH, dtype=torch.float32)
+    positions = _positions(B, T, as_bytes(segments), x.device)
+    for d_out, (channel, heads, width, scale, is_normalised) in zip(d_outs, _groups(x, G, H, K)):
+        _convolution_backward_kernel[(heads, blocks)](
+            d_out.contiguous(), x[..., channel:], weight[channel:], positions, dx[..., channel:],
+            partial[:, channel:], B * T, x.stride(1), EPS, scale, CHANNELS=C, HEADS=heads, K=width,
+            STRIPS=STRIPS, STRIP=STRIP, NORMALISE=is_normalised, STAGES=1, num_warps=4,
+        )  # fmt: skip
+    return dx, partial.sum(0).to(weight.dtype)
+
+
+_backward.register_fake(lambda d_outs, x, weight, *rest: (x.new_empty(x.shape), torch.empty_like(weight)))
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, *ctx.rest = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _gradients(ctx, *d_outs):
+    return *_backward([*d_outs], *ctx.saved_tensors, *ctx.rest), None, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_setup_context)
+
+
+def qkv_convolution(
+    x_BTC: Tensor, weight_CW: Tensor, G: int, H: int, K: int, *, segments: Tensor | None = None, impl: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Convolution of queries, keys and values with SiLU, per document, and the norm of queries and keys.
+
+    Args:
+        x_BTC: [batch, tokens, channels]: G query heads of width K, G key heads of width K, H value heads. Rows may be
+            strided, like channels sliced out of a fused projection.
+        weight_CW: [channels, 4], the last column for the token itself, any floating dtype.
+        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token), which
+            have each token once; None: each batch row is one document.
+        impl: "auto", "triton" or "torch".
+
+    Returns:
+        q [B, T, G, K], of norm K^-0.5, k [B, T, G, K], of norm 1, and v [B, T, H, V], contiguous, in the input's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit together; with Triton, another dtype than float32, bfloat16 or float16, or a
+            head width other than 16, 32, 64, 128 or 256.
+    """
+    (B, T, C), V = x_BTC.shape, (x_BTC.shape[-1] - 2 * G * K) // H
+    if weight_CW.shape != (C, WIDTH) or V < 1 or 2 * G * K + H * V != C:
+        expected = f"{2 * G * K} + {H} * V channels and a weight [channels, {WIDTH}]"
+        raise ValueError(f"expected {expected}, got {list(x_BTC.shape)} and {list(weight_CW.shape)}")
+    check_documents(segments, B, T)
+    if not use_triton(impl, x_BTC):
+        return qkv_convolution_reference(x_BTC, weight_CW, G, H, K, segments=segments)
+    if not {K, V} <= {*HEAD_WIDTHS}:
+        raise ValueError(f"the convolution's kernels take head widths {HEAD_WIDTHS}, got {K} and {V}")
+    return _forward(x_BTC, weight_CW, G, H, K, segments)
+
+
+def qkv_convolution_footprint(num_tokens: int, channels: int, *, element_size: int = 2) -> Footprint:
+    """Footprint of `qkv_convolution`, without documents' tables."""
+    x = element_size * num_tokens * channels
+    partial = 4 * WIDTH * channels * -(-num_tokens // (STRIPS * STRIP))
+    return Footprint(saved=x, forward=x, backward=2 * x + partial, elementwise_bytes=2 * x)
