@@ -85,66 +85,104 @@ def _convolution_kernel(
     tl.store(out, y.to(out_ptr.dtype.element_ty), mask=is_token[:, None])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _convolution_backward_kernel(
-    d_out_ptr, x_ptr, weight_ptr, positions_ptr, dx_ptr, partial_ptr, num_tokens, x_stride, eps, scale,
+@triton.jit
+def _d_total(d_out, x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, eps, scale, NORMALISE: tl.constexpr):
+    """Returns the gradient of the sum over taps of a row [STRIPS, K]; x_3 is three tokens before x_0."""
+    total = w_3 * x_0 + w_2 * x_1 + w_1 * x_2 + w_0 * x_3
+    sigmoid = _sigmoid(total)
+    y = total * sigmoid
+    if NORMALISE:
+        rstd = tl.rsqrt(tl.sum(y * y, axis=1) + eps)[:, None]
+        d_out = (scale * rstd) * (d_out - y * (rstd * rstd * tl.sum(d_out * y, axis=1)[:, None]))
+    return d_out * (sigmoid + y * (1.0 - sigmoid))
+
+
+@triton.jit
+def _load(head, t, stride, num_tokens):
+    return tl.load(head + t[:, None] * stride, mask=((t >= 0) & (t < num_tokens))[:, None], other=0.0)
+
+
+@triton.jit
+def _walk_down(
+    d_out_head, x_head, weight_ptr, positions_ptr, dx_head, partial_ptr, top, num_tokens, x_stride, eps, scale,
     CHANNELS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr,
-    NORMALISE: tl.constexpr, STAGES: tl.constexpr,
+    NORMALISE: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):  # fmt: skip
-    """Walks down STRIPS strips of one head. Pointers but `d_out_ptr` point to the first channel of the first head.
+    """Walks down STRIPS strips of one head, of which a document starts in one or, without HAS_STARTS, in none.
 
     x_0 to x_3 are a token and those before it; owed_1 to owed_3 the gradients that later tokens owe to them.
     """
-    head, block = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first = (block * STRIPS + tl.arange(0, STRIPS)) * STRIP  # [STRIPS]
-    c = tl.arange(0, K)
-    x_head, dx_head = x_ptr + head * K + c[None, :], dx_ptr + head * K + c[None, :]
-    d_out_head, weight = d_out_ptr + head * K + c[None, :], weight_ptr + (head * K + c) * 4
-    w_0 = tl.load(weight).to(tl.float32)[None, :]
-    w_1 = tl.load(weight + 1).to(tl.float32)[None, :]
-    w_2 = tl.load(weight + 2).to(tl.float32)[None, :]
-    w_3 = tl.load(weight + 3).to(tl.float32)[None, :]
-    dw_0, dw_1 = tl.zeros([STRIPS, K], dtype=tl.float32), tl.zeros([STRIPS, K], dtype=tl.float32)
-    dw_2, dw_3 = tl.zeros([STRIPS, K], dtype=tl.float32), tl.zeros([STRIPS, K], dtype=tl.float32)
-    owed_1, owed_2 = tl.zeros([STRIPS, K], dtype=tl.float32), tl.zeros([STRIPS, K], dtype=tl.float32)
-    owed_3 = tl.zeros([STRIPS, K], dtype=tl.float32)
-    top = first + STRIP + 2
-    x_0 = tl.load(x_head + top[:, None] * x_stride, mask=(top < num_tokens)[:, None], other=0.0)
-    x_1 = tl.load(x_head + (top - 1)[:, None] * x_stride, mask=(top - 1 < num_tokens)[:, None], other=0.0)
-    x_2 = tl.load(x_head + (top - 2)[:, None] * x_stride, mask=(top - 2 < num_tokens)[:, None], other=0.0)
-    for n in tl.range(0, STRIP + 3, num_stages=STAGES):
+    weight = weight_ptr + tl.arange(0, K) * 4
+    w_0, w_1 = tl.load(weight).to(tl.float32)[None, :], tl.load(weight + 1).to(tl.float32)[None, :]
+    w_2, w_3 = tl.load(weight + 2).to(tl.float32)[None, :], tl.load(weight + 3).to(tl.float32)[None, :]
+    zeros = tl.zeros([STRIPS, K], dtype=tl.float32)
+    dw_0, dw_1, dw_2, dw_3 = zeros, zeros, zeros, zeros
+    owed_1, owed_2, owed_3 = zeros, zeros, zeros
+    x_0 = _load(x_head, top, x_stride, num_tokens).to(tl.float32)
+    x_1 = _load(x_head, top - 1, x_stride, num_tokens).to(tl.float32)
+    x_2 = _load(x_head, top - 2, x_stride, num_tokens).to(tl.float32)
+    # Rows are loaded two steps before they are used.
+    next_x, then_x = _load(x_head, top - 3, x_stride, num_tokens), _load(x_head, top - 4, x_stride, num_tokens)
+    next_d, then_d = _load(d_out_head, top, HEADS * K, num_tokens), _load(d_out_head, top - 1, HEADS * K, num_tokens)
+    for n in range(STRIP + 3):
         t = top - n
         is_token = t < num_tokens
-        position = tl.load(positions_ptr + t, mask=is_token, other=0)[:, None]
-        is_read = (t >= 3) & (t - 3 < num_tokens)
-        x_3 = tl.load(x_head + (t - 3)[:, None] * x_stride, mask=is_read[:, None], other=0.0)
-        d_out = tl.load(d_out_head + t[:, None] * (HEADS * K), mask=is_token[:, None], other=0.0).to(tl.float32)
-        seen_1 = tl.where(position >= 1, x_1, 0.0).to(tl.float32)
-        seen_2 = tl.where(position >= 2, x_2, 0.0).to(tl.float32)
-        seen_3 = tl.where(position >= 3, x_3, 0.0).to(tl.float32)
-        total = w_3 * x_0 + w_2 * seen_1 + w_1 * seen_2 + w_0 * seen_3
-        sigmoid = _sigmoid(total)
-        if NORMALISE:
-            y = total * sigmoid
-            rstd = tl.rsqrt(tl.sum(y * y, axis=1) + eps)[:, None]
-            d_out = scale * rstd * (d_out - y * (rstd * rstd * tl.sum(d_out * y, axis=1)[:, None]))
-        d_total = d_out * sigmoid * (1.0 + total * (1.0 - sigmoid))
-        is_own = ((n >= 3) & is_token)[:, None]
-        tl.store(dx_head + t[:, None] * CHANNELS, (owed_1 + w_3 * d_total).to(x_0.dtype), mask=is_own)
-        owed_1 = owed_2 + tl.where(position >= 1, w_2 * d_total, 0.0)
-        owed_2 = owed_3 + tl.where(position >= 2, w_1 * d_total, 0.0)
-        owed_3 = tl.where(position >= 3, w_0 * d_total, 0.0)
-        d_total = tl.where(is_own, d_total, 0.0)
-        dw_0 += seen_3 * d_total
-        dw_1 += seen_2 * d_total
-        dw_2 += seen_1 * d_total
-        dw_3 += x_0 * d_total
+        x_3, d_out = next_x.to(tl.float32), next_d.to(tl.float32)
+        next_x, next_d = then_x, then_d
+        then_x, then_d = _load(x_head, t - 5, x_stride, num_tokens), _load(d_out_head, t - 2, HEADS * K, num_tokens)
+        if HAS_STARTS:
+            position = tl.load(positions_ptr + t, mask=is_token, other=0)[:, None]
+            seen_1, seen_2 = tl.where(position >= 1, x_1, 0.0), tl.where(position >= 2, x_2, 0.0)
+            seen_3 = tl.where(position >= 3, x_3, 0.0)
+        else:
+            seen_1, seen_2, seen_3 = x_1, x_2, x_3
+        d_total = _d_total(d_out, x_0, seen_1, seen_2, seen_3, w_0, w_1, w_2, w_3, eps, scale, NORMALISE)
+        is_own = n >= 3
+        dx = owed_1 + w_3 * d_total
+        tl.store(dx_head + t[:, None] * CHANNELS, dx.to(dx_head.dtype.element_ty), mask=(is_token & is_own)[:, None])
+        owed_1, owed_2, owed_3 = owed_2 + w_2 * d_total, owed_3 + w_1 * d_total, w_0 * d_total
+        if HAS_STARTS:  # the first token of a document owes nothing
+            owed_1, owed_2 = tl.where(position >= 1, owed_1, 0.0), tl.where(position >= 1, owed_2, 0.0)
+            owed_3 = tl.where(position >= 1, owed_3, 0.0)
+        if is_own:
+            dw_0 += seen_3 * d_total
+            dw_1 += seen_2 * d_total
+            dw_2 += seen_1 * d_total
+            dw_3 += x_0 * d_total
         x_0, x_1, x_2 = x_1, x_2, x_3
-    partial = partial_ptr + (block * CHANNELS + head * K + c) * 4
+    partial = partial_ptr + tl.arange(0, K) * 4
     tl.store(partial, tl.sum(dw_0, axis=0))
     tl.store(partial + 1, tl.sum(dw_1, axis=0))
     tl.store(partial + 2, tl.sum(dw_2, axis=0))
     tl.store(partial + 3, tl.sum(dw_3, axis=0))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _convolution_backward_kernel(
+    d_out_ptr, x_ptr, weight_ptr, positions_ptr, dx_ptr, partial_ptr, num_tokens, x_stride, eps, scale,
+    CHANNELS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr,
+    NORMALISE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Works on STRIPS strips of one head. Pointers but `d_out_ptr` point to the first channel of the first head.
+
+    BLOCK is a power of two above the program's tokens, among which it looks for documents' starts.
+    """
+    head, block = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first, c, t = block * (STRIPS * STRIP), head * K + tl.arange(0, K)[None, :], tl.arange(0, BLOCK)
+    near = (t < STRIPS * STRIP + 3) & (first + t < num_tokens)
+    has_starts = tl.min(tl.load(positions_ptr + first + t, mask=near, other=3), axis=0) < 3
+    top = first + tl.arange(0, STRIPS) * STRIP + STRIP + 2  # [STRIPS]: the third token above each strip
+    weight, partial = weight_ptr + head * K * 4, partial_ptr + (block * CHANNELS + head * K) * 4
+    if has_starts:
+        _walk_down(
+            d_out_ptr + c, x_ptr + c, weight, positions_ptr, dx_ptr + c, partial, top, num_tokens, x_stride, eps, scale,
+            CHANNELS, HEADS, K, STRIPS, STRIP, NORMALISE, True,
+        )  # fmt: skip
+    else:
+        _walk_down(
+            d_out_ptr + c, x_ptr + c, weight, positions_ptr, dx_ptr + c, partial, top, num_tokens, x_stride, eps, scale,
+            CHANNELS, HEADS, K, STRIPS, STRIP, NORMALISE, False,
+        )  # fmt: skip
 
 
 def _groups(x: Tensor, G: int, H: int, K: int) -> list[tuple[int, int, int, float, bool]]:
@@ -194,7 +232,8 @@ def _backward(
         _convolution_backward_kernel[(heads, blocks)](
             d_out.contiguous(), x[..., channel:], weight[channel:], positions, dx[..., channel:],
             partial[:, channel:], B * T, x.stride(1), EPS, scale, CHANNELS=C, HEADS=heads, K=width,
-            STRIPS=STRIPS, STRIP=STRIP, NORMALISE=is_normalised, STAGES=1, num_warps=4,
+            STRIPS=STRIPS, STRIP=STRIP, NORMALISE=is_normalised,
+            BLOCK=triton.next_power_of_2(STRIPS * STRIP + 3), num_warps=4,
         )  # fmt: skip
     return dx, partial.sum(0).to(weight.dtype)
 

@@ -34,6 +34,7 @@ H K V / 1024 bytes per token). No sum uses atomics: every run gives the same bit
 """
 
 import functools
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ from .parts import Footprint
 CHUNK = 64  # tokens
 PIECE = 64  # chunks from one kept state to the next
 STRETCH = 256  # chunks whose states exist at once, and up to a piece more
-SCAN_STAGES = 3
+SCAN_STAGES, GRADIENT_STAGES, GRADIENT_KEYS = 3, 2, 32
 HEAD_WIDTHS = 16, 32, 64, 128  # K and V that Triton's kernels take
 
 
@@ -225,7 +226,7 @@ def _chunk_kernel(
 @triton.jit
 def _scan_kernel(
     q_d, k_d, v_d, inverse_d, scores_d, gates_ptr, parts_ptr,
-    initial_ptr, kept_ptr, out_ptr, final_ptr, new_ptr, states_ptr,
+    initial_ptr, kept_ptr, out_ptr, final_ptr, new_d, states_d,
     H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
     C: tl.constexpr, PIECE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -270,8 +271,8 @@ def _scan_kernel(
                 values = ((start + n * C) * H + head) * V + (i[None, :] * (H * V) + d[:, None])
                 tl.store(out_ptr + values, out.to(k.dtype), mask=(i < stop - start - n * C)[None, :])
             else:
-                tl.store(states_ptr + (chunk + n) * (H * K * V) + own_state, operand)
-                tl.store(new_ptr + row * (C * V) + (i[None, :] * V + d[:, None]), new.to(k.dtype))
+                states_d.store([(row * V).to(tl.int32) + column, 0], operand)
+                new_d.store([(row * C).to(tl.int32), column], tl.trans(new.to(k.dtype)))
             rest = tl.exp(last - total)
             S = tl.dot((new * rest[None, :]).to(k.dtype), k, S * tl.exp(last), input_precision="ieee")
         if out_ptr is not None and piece + PIECE < num_chunks:
@@ -288,7 +289,7 @@ def _scan_kernel(
 @triton.jit
 def _reverse_scan_kernel(
     d_out_d, q_d, k_d, inverse_d, scores_d, gates_ptr, parts_ptr,
-    d_final_ptr, d_initial_ptr, carried_ptr, carry_ptr, y_ptr, d_states_ptr,
+    d_final_ptr, d_initial_ptr, carried_ptr, carry_ptr, y_d, d_states_d,
     H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
     C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -321,11 +322,11 @@ def _reverse_scan_kernel(
         last = tl.load(gates_ptr + row * (2 * C) + C - 1)
 
         operand = dS.to(k.dtype)
-        tl.store(d_states_ptr + (chunk + n) * (H * K * V) + own_state, operand)
+        d_states_d.store([(row * V).to(tl.int32) + column, 0], operand)
         d_new = tl.dot(operand, tl.trans(k), input_precision="ieee") * tl.exp(last - total)[None, :]
         d_new = tl.dot(d_out, scores, d_new, input_precision="ieee")
         y = tl.dot(d_new.to(k.dtype), inverse, input_precision="ieee")
-        tl.store(y_ptr + row * (C * V) + (i[None, :] * V + d[:, None]), y.to(k.dtype))
+        y_d.store([(row * C).to(tl.int32), column], tl.trans(y.to(k.dtype)))
         since = tl.exp(total)
         dS = tl.dot((y * (-beta * since)[None, :]).to(k.dtype), k, dS * tl.exp(last), input_precision="ieee")
         since = tl.where(i < stop - start - n * C, since, 0.0)
@@ -339,70 +340,66 @@ def _reverse_scan_kernel(
 
 @triton.jit
 def _gradients_kernel(
-    d_out_d, q_d, k_d, new_d, y_d, states_d, d_states_d, v_ptr, gates_ptr, chunks_ptr,
+    d_out_d, new_d, y_d, q_d, k_d, states_d, d_states_d, v_ptr, gates_ptr, chunks_ptr,
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, d_beta_ptr,
-    G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Writes all gradients of one chunk for the value heads of one key head.
-
-    Tensors are loaded where they are used: all of them at once fit neither registers nor shared memory.
-    """
+    """Writes all gradients of one chunk for the value heads of one key head, BLOCK_K columns of keys at a time."""
     chunk, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
     first = start.to(tl.int32)
-    i, c, d = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
+    i, c, d = tl.arange(0, C), tl.arange(0, BLOCK_K), tl.arange(0, V)
     is_token = i < stop - start
     keys = (start * G + key_head) * K + (i[:, None] * (G * K) + c[None, :])
-    is_past, is_before = i[:, None] >= i[None, :], i[:, None] > i[None, :]
     for r in range(R):
         head = key_head * R + r
         row = (chunk * (G * R) + head).to(tl.int32)
         gates = start * (G * R) + head + i * (G * R)
         total, beta = tl.load(gates_ptr + row * (2 * C) + i), tl.load(gates_ptr + row * (2 * C) + C + i)
         last = tl.load(gates_ptr + row * (2 * C) + C - 1)
-        since = tl.exp(total)
+        since, rest = tl.exp(total), tl.exp(last - total)
 
-        # Keys as what the chunk adds to the state after it.
-        S, dS = states_d.load([row * V, 0]), d_states_d.load([row * V, 0])  # [V, K]
-        d_last = S.to(tl.float32) * dS.to(tl.float32)
-        d_last = tl.exp(last) * tl.sum(tl.sum(d_last, axis=1), axis=0)
-        new = new_d.load([row * C, 0])
-        dk = tl.dot(new, dS, input_precision="ieee") * tl.exp(last - total)[:, None]
-        k = k_d.load([first, key_head * K])
-        d_last += tl.sum(tl.sum(dk * k, axis=1), axis=0)
-
-        # dq = exp(G) dout S^T + d_scores k, where d_scores = (dout new^T) D.
-        d_out = d_out_d.load([first, head * V])
-        decay = tl.exp(tl.where(is_past & is_token[:, None], total[:, None] - total[None, :], float("-inf")))
-        d_scores = (tl.dot(d_out, tl.trans(new), input_precision="ieee") * decay).to(k.dtype)
-        q = q_d.load([first, key_head * K])
-        dk = tl.dot(tl.trans(d_scores), q, dk, input_precision="ieee")
-        dq = tl.dot(d_out, S, input_precision="ieee") * since[:, None]
-        dq = tl.dot(d_scores, k, dq, input_precision="ieee")
-        d_total = tl.sum(dq * q, axis=1)
-        if r > 0:
-            dq += tl.load(dq_ptr + keys, mask=is_token[:, None], other=0.0)
-        tl.store(dq_ptr + keys, dq.to(k.dtype), mask=is_token[:, None])
-
-        # What y does to the keys, in the same way: beta times `left` on its own row, and d_A on the columns of A.
-        y = y_d.load([row * C, 0])
+        # Of the scores and of A, from what arrives at the output and y.
+        d_out, new, y = d_out_d.load([first, head * V]), new_d.load([row * C, 0]), y_d.load([row * C, 0])
         values = (start * (G * R) + head) * V + (i[:, None] * (G * R * V) + d[None, :])
         v = tl.load(v_ptr + values, mask=is_token[:, None], other=0.0)
         d_beta = tl.sum(y.to(tl.float32) * v.to(tl.float32), axis=1)
-        tl.store(dv_ptr + values, (y * beta[:, None]).to(k.dtype), mask=is_token[:, None])
-        decay = tl.exp(tl.where(is_before, total[:, None] - total[None, :], float("-inf")))
+        tl.store(dv_ptr + values, (y * beta[:, None]).to(v.dtype), mask=is_token[:, None])
+        decay = tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
+        decay = tl.where(is_token[:, None], decay, 0.0)
+        d_scores = (tl.dot(d_out, tl.trans(new), input_precision="ieee") * decay).to(v.dtype)
+        decay = tl.where(i[:, None] > i[None, :], decay, 0.0)
         d_A = tl.dot(y, tl.trans(new), input_precision="ieee") * decay
-        dk = tl.dot(tl.trans((-beta[:, None] * d_A).to(k.dtype)), k, dk, input_precision="ieee")
-        d_total -= tl.sum(dk * k, axis=1)
-        left = tl.dot(y, S, input_precision="ieee") * since[:, None]
-        left = tl.dot(d_A.to(k.dtype), k, left, input_precision="ieee")
-        held = tl.sum(left * k, axis=1)
-        dk -= beta[:, None] * left
-        if r > 0:
-            dk += tl.load(dk_ptr + keys, mask=is_token[:, None], other=0.0)
-        tl.store(dk_ptr + keys, dk.to(k.dtype), mask=is_token[:, None])
+        d_scores_t, d_A_t = tl.trans(d_scores), tl.trans((-beta[:, None] * d_A).to(v.dtype))
+        d_A = d_A.to(v.dtype)
 
-        d_total = tl.where(is_token, d_total - beta * held, 0.0)
+        # `left` is what y does to a key on its own row, but for -beta; the rest of dk goes to keys as columns.
+        d_total, held, d_last = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), 0.0
+        for block in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            q, k = q_d.load([first, key_head * K + block]), k_d.load([first, key_head * K + block])
+            S, dS = states_d.load([row * V, block]), d_states_d.load([row * V, block])  # [V, BLOCK_K]
+            d_last += tl.exp(last) * tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1), axis=0)
+            dq = tl.dot(d_out, S, input_precision="ieee") * since[:, None]
+            dq = tl.dot(d_scores, k, dq, input_precision="ieee")
+            d_total += tl.sum(dq * q, axis=1)
+            left = tl.dot(y, S, input_precision="ieee") * since[:, None]
+            left = tl.dot(d_A, k, left, input_precision="ieee")
+            held_here = tl.sum(left * k, axis=1)
+            held += held_here
+            dk = tl.dot(new, dS, input_precision="ieee") * rest[:, None]
+            d_last += tl.sum(tl.sum(dk * k, axis=1), axis=0)
+            dk = tl.dot(d_scores_t, q, dk, input_precision="ieee")
+            dk = tl.dot(d_A_t, k, dk, input_precision="ieee")
+            d_total -= beta * held_here + tl.sum(dk * k, axis=1)
+            dk -= beta[:, None] * left
+            if r > 0:
+                dq += tl.load(dq_ptr + keys + block, mask=is_token[:, None], other=0.0)
+                dk += tl.load(dk_ptr + keys + block, mask=is_token[:, None], other=0.0)
+            tl.store(dq_ptr + keys + block, dq.to(k.dtype), mask=is_token[:, None])
+            tl.store(dk_ptr + keys + block, dk.to(k.dtype), mask=is_token[:, None])
+
+        d_total = tl.where(is_token, d_total, 0.0)
         tl.store(d_beta_ptr + gates, d_beta - held, mask=is_token)
         tl.store(dg_ptr + gates, d_last + tl.cumsum(d_total, axis=0, reverse=True), mask=is_token)
 
@@ -441,14 +438,56 @@ class _Chunks(NamedTuple):
     scores: Tensor
 
 
-def _launch_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, stretch: Stretch) -> _Chunks:
-    shape, options = (len(stretch.chunks), v.shape[2]), _sizes(k, v)
-    made = _Chunks(g.new_empty(*shape, 2, CHUNK), *(q.new_empty(*shape, CHUNK, CHUNK) for _ in range(2)))
-    _chunk_kernel[(len(stretch.chunks), k.shape[2])](
-        q, k, g, beta, *made, stretch.chunks, G=k.shape[2], R=options["R"], K=options["K"], C=CHUNK,
+def _empty_chunks(k: Tensor, v: Tensor, stretch: Stretch) -> _Chunks:
+    shape = len(stretch.chunks), v.shape[2]
+    matrices = (k.new_empty(*shape, CHUNK, CHUNK) for _ in range(2))
+    return _Chunks(k.new_empty(*shape, 2, CHUNK, dtype=torch.float32), *matrices)
+
+
+def _launch_chunks(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, stretch: Stretch, made: _Chunks) -> None:
+    G = k.shape[2]
+    _chunk_kernel[(len(stretch.chunks), G)](
+        q, k, g, beta, *made, stretch.chunks, G=G, R=g.shape[2] // G, K=k.shape[3], C=CHUNK,
         DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16, num_warps=4,
     )  # fmt: skip
-    return made
+
+
+def _prepared(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, stretches: list[Stretch]
+) -> Iterator[tuple[Stretch, _Chunks, list[Callable]]]:
+    """Yields each stretch, its chunks as `_launch_chunks` makes them, and launches that make the next one's."""
+    made = _empty_chunks(k, v, stretches[0])
+    _launch_chunks(q, k, g, beta, stretches[0], made)
+    for stretch, following in zip(stretches, [*stretches[1:], None]):
+        if following is None:
+            yield stretch, made, []
+        else:
+            upcoming = _empty_chunks(k, v, following)
+            yield stretch, made, [functools.partial(_launch_chunks, q, k, g, beta, following, upcoming)]
+            made = upcoming
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _launch_beside(device: torch.device, scan: Callable, others: list[Callable]) -> None:
+    """Launches a scan, and beside it others, for the multiprocessors that it leaves free.
+
+    No launch reads what another writes.
+    """
+    if device.type != "cuda":
+        for launch in (scan, *others):
+            launch()
+        return
+    stream, second = torch.cuda.current_stream(device), _second_stream(device)
+    second.wait_stream(stream)
+    scan()
+    with torch.cuda.stream(second):
+        for launch in others:
+            launch()
+    stream.wait_stream(second)
 
 
 def _describe_inputs(q: Tensor, k: Tensor, v: Tensor, block_v: int) -> list[TensorDescriptor]:
@@ -475,13 +514,16 @@ def _forward(
     out, kept, final = _empty_outputs(q, v, segments, with_state)
     programs, options = _scan_options(k, v)
     read = _describe_inputs(q, k, v, options["BLOCK_V"])
-    for stretch in _stretches(*q.shape[:2], as_bytes(segments), q.device):
-        made = _launch_chunks(q, k, v, g, beta, stretch)
-        _scan_kernel[(len(stretch.parts), programs)](
-            *read, *_describe_matrices(made), stretch.parts, None if initial is None else initial.contiguous(),
-            kept, out, final if with_state else None, None, None, **options, PIECE=PIECE, num_warps=4,
+    initial = None if initial is None else initial.contiguous()
+    stretches = _stretches(q.shape[0], q.shape[1], as_bytes(segments), q.device)
+    for stretch, made, launches in _prepared(q, k, v, g, beta, stretches):
+        scan = functools.partial(
+            _scan_kernel[(len(stretch.parts), programs)],
+            *read, *_describe_matrices(made), stretch.parts, initial, kept, out, final if with_state else None,
+            None, None, **options, PIECE=PIECE, num_warps=4,
         )  # fmt: skip
-        del made  # before the next stretch's
+        _launch_beside(q.device, scan, launches)
+        del made, scan, launches  # before the stretch after the next
     return out, kept, final
 
 
@@ -512,28 +554,36 @@ def _backward(
     G, H, K, V = k.shape[2], v.shape[2], k.shape[3], v.shape[3]
     carry, carried = (g.new_empty(H, V, K) for _ in range(2))
     programs, options = _scan_options(k, v)
+    block_k = min(GRADIENT_KEYS, K)
     q_d, k_d, v_d = _describe_inputs(q, k, v, options["BLOCK_V"])
     d_out_d, d_out_heads_d = (_describe(d_out, H * V, CHUNK, width) for width in (options["BLOCK_V"], V))
-    for stretch in reversed(_stretches(*q.shape[:2], as_bytes(segments), q.device)):
-        made, num_chunks = _launch_chunks(q, k, v, g, beta, stretch), len(stretch.chunks)
-        matrices = _describe_matrices(made)
+    stretches = _stretches(q.shape[0], q.shape[1], as_bytes(segments), q.device)[::-1]
+    for stretch, made, launches in _prepared(q, k, v, g, beta, stretches):
+        matrices, num_chunks = _describe_matrices(made), len(stretch.chunks)
         new, y = (v.new_empty(num_chunks, H, CHUNK, V) for _ in range(2))
         states, d_states = (q.new_empty(num_chunks, H, V, K) for _ in range(2))
-        _scan_kernel[(len(stretch.pieces), programs)](
-            q_d, k_d, v_d, *matrices, stretch.pieces, initial, kept, None, None, new, states,
+        pairs, block_v = ((new, states), (y, d_states)), options["BLOCK_V"]
+        written = [d for x, S in pairs for d in (_describe(x, V, CHUNK, block_v), _describe(S, K, block_v, K))]
+        states_scan = functools.partial(
+            _scan_kernel[(len(stretch.pieces), programs)],
+            q_d, k_d, v_d, *matrices, stretch.pieces, initial, kept, None, None, *written[:2],
             **options, PIECE=PIECE, num_warps=4,
         )  # fmt: skip
-        _reverse_scan_kernel[(len(stretch.parts), programs)](
+        scan = functools.partial(
+            _reverse_scan_kernel[(len(stretch.parts), programs)],
             d_out_d, q_d, k_d, *matrices, stretch.parts, d_final, None if initial is None else d_initial,
-            carried, carry, y, d_states, **options, num_warps=4,
+            carried, carry, *written[2:], **options, num_warps=4,
         )  # fmt: skip
-        rows_d = [_describe(x, x.shape[-1], *x.shape[-2:]) for x in (new, y, states, d_states)]
+        _launch_beside(q.device, scan, [states_scan, *launches])
+        rows_d = [_describe(x, V, CHUNK, V) for x in (new, y)]
+        rows_d += [_describe(x, G * K, CHUNK, block_k) for x in (q, k)]
+        rows_d += [_describe(x, K, V, block_k) for x in (states, d_states)]
         _gradients_kernel[(num_chunks, G)](
-            d_out_heads_d, q_d, k_d, *rows_d, v, made.gates, stretch.chunks,
-            dq, dk, dv, dg, d_beta, G=G, **_sizes(k, v), num_warps=4, num_stages=1,
+            d_out_heads_d, *rows_d, v, made.gates, stretch.chunks, dq, dk, dv, dg, d_beta,
+            G=G, BLOCK_K=block_k, **_sizes(k, v), STAGES=GRADIENT_STAGES, num_warps=4,
         )  # fmt: skip
         carry, carried = carried, carry
-        del made, matrices, new, y, states, d_states, rows_d
+        del made, matrices, new, y, states, d_states, pairs, written, states_scan, scan, launches, rows_d
     return dq, dk, dv, dg, d_beta, d_initial
 
 
@@ -584,7 +634,7 @@ def delta_rule(
         impl: "auto", "triton" or "torch".
 
     Returns:
-        The output, of v's shape and dtype; with `with_state`, a pair of it and the states, [documents, H, K, V] float32.
+        The output, of v's shape and dtype; with `with_state`, also the states, [documents, H, K, V] float32.
 
     Raises:
         ValueError: shapes or dtypes that do not fit together; with Triton, another dtype, widths K and V other than 16,
@@ -632,7 +682,7 @@ def delta_rule_footprint(num_tokens: int, G: int, H: int, K: int, V: int, *, ele
     q, v, gates = element_size * num_tokens * G * K, element_size * num_tokens * H * V, 4 * num_tokens * H
     state, chunks = H * K * V, min(-(-num_tokens // CHUNK), STRETCH)
     kept = 4 * state * ((num_tokens - 1) // (PIECE * CHUNK))
-    matrices = chunks * H * CHUNK * (2 * 4 + 2 * element_size * CHUNK)
+    matrices = (1 + (num_tokens > STRETCH * CHUNK)) * chunks * H * CHUNK * (2 * 4 + 2 * element_size * CHUNK)
     backward = matrices + 2 * 4 * state + 2 * element_size * chunks * (state + CHUNK * H * V)
     products = CHUNK * (K + V) + 3 * K * V + CHUNK * K  # of a token and head in a scan: elements of one side
     flops = 2.0 * num_tokens * H * products

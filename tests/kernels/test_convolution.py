@@ -14,7 +14,7 @@ from tests.kernels.compare import DTYPES, compare_with_float64, outputs_and_grad
 _TYPES = {f"{name}_ptr": "*bf16" for name in ("x", "out", "d_out", "weight", "dx")}
 _TYPES |= {"positions_ptr": "*i8", "partial_ptr": "*fp32", "num_tokens": "i32", "x_stride": "i64"}
 _TYPES |= {"eps": "fp32", "scale": "fp32"}
-_BACKWARD = {"CHANNELS": 8192, "STRIPS": 4, "STRIP": 128, "STAGES": 1}
+_BACKWARD = {"CHANNELS": 8192, "STRIPS": 4, "STRIP": 128, "BLOCK": 1024}
 _HEADS = [{"HEADS": heads, "K": 128, "NORMALISE": normalise} for heads, normalise in ((16, True), (32, False))]
 KERNELS_TO_COMPILE = [
     KernelToCompile(name, _TYPES, constants | heads, num_warps=4)

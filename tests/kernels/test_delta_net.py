@@ -16,15 +16,17 @@ from tests.storage_counter import StorageCounter
 
 _WIDTHS = {"R": 2, "K": 128, "C": 64}
 _KEYS, _VALUES, _SQUARE = "tensordesc<bf16[64, 128]>", "tensordesc<bf16[64, 64]>", "tensordesc<bf16[64, 64]>"
-_STATES = "tensordesc<bf16[128, 128]>"
-_TYPES = {f"{name}_ptr": "*bf16" for name in ("q", "k", "v", "out", "new", "y", "inverse", "scores")}
-_TYPES |= {f"{name}_ptr": "*bf16" for name in ("states", "d_states", "dq", "dk", "dv")}
+_STATES, _KEY_BLOCK = "tensordesc<bf16[64, 128]>", "tensordesc<bf16[64, 32]>"
+_TYPES = {f"{name}_ptr": "*bf16" for name in ("q", "k", "v", "out", "inverse", "scores")}
+_TYPES |= {f"{name}_ptr": "*bf16" for name in ("dq", "dk", "dv")}
 _TYPES |= {f"{name}_ptr": "*fp32" for name in ("g", "beta", "gates", "initial", "kept", "final", "dg", "d_beta")}
 _TYPES |= {f"{name}_ptr": "*fp32" for name in ("d_final", "d_initial", "carried", "carry")}
 _TYPES |= {f"{name}_ptr": "*i64" for name in ("chunks", "pieces", "parts")}
+_TYPES |= {"new_d": _SQUARE, "y_d": _SQUARE, "states_d": _STATES, "d_states_d": _STATES}
 _TYPES |= {"q_d": _KEYS, "k_d": _KEYS, "v_d": _VALUES, "inverse_d": _SQUARE, "scores_d": _SQUARE, "d_out_d": _VALUES}
 _SCAN = {"H": 32, "V": 128, "BLOCK_V": 64, "STAGES": 3} | _WIDTHS
-_WHOLE_HEADS = {"d_out_d": _KEYS, "new_d": _KEYS, "y_d": _KEYS, "states_d": _STATES, "d_states_d": _STATES}
+_WHOLE_HEADS = {"d_out_d": _KEYS, "new_d": _KEYS, "y_d": _KEYS} | dict.fromkeys(("q_d", "k_d"), _KEY_BLOCK)
+_WHOLE_HEADS |= dict.fromkeys(("states_d", "d_states_d"), "tensordesc<bf16[128, 32]>")
 
 
 def kernel(name, constants, without=(), types=None, num_stages=3):
@@ -34,10 +36,10 @@ def kernel(name, constants, without=(), types=None, num_stages=3):
 
 KERNELS_TO_COMPILE = [
     kernel("_chunk_kernel", {"G": 16, "DTYPE": tl.float16} | _WIDTHS),
-    kernel("_scan_kernel", _SCAN | {"PIECE": 64}, ("new_ptr", "states_ptr", "initial_ptr", "final_ptr")),
+    kernel("_scan_kernel", _SCAN | {"PIECE": 64}, ("new_d", "states_d", "initial_ptr", "final_ptr")),
     kernel("_scan_kernel", _SCAN | {"PIECE": 64}, ("out_ptr", "final_ptr", "initial_ptr")),
     kernel("_reverse_scan_kernel", _SCAN, ("d_final_ptr", "d_initial_ptr")),
-    kernel("_gradients_kernel", {"G": 16, "V": 128} | _WIDTHS, types=_WHOLE_HEADS, num_stages=1),
+    kernel("_gradients_kernel", {"G": 16, "V": 128, "BLOCK_K": 32, "STAGES": 2} | _WIDTHS, types=_WHOLE_HEADS),
 ]
 
 
