@@ -12,7 +12,9 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from .apply_to import apply_to
 from .attention import Full, Sparse, Window
 from .attention.attend import packed_attention
+from .convolution import qkv_convolution
 from .cross_entropy import CrossEntropyLoss, cross_entropy
+from .delta_net import delta_rule
 from .gated_mlp import gated_mlp, geglu, swiglu
 from .linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from .rms_norm import rms_norm
@@ -20,8 +22,9 @@ from .rope import rope
 from .transformers_attention import register_attention
 
 __all__ = [
-    "CrossEntropyLoss", "Full", "LinearCrossEntropyLoss", "Sparse", "Window", "apply_to", "cross_entropy", "gated_mlp",
-    "geglu", "linear_cross_entropy", "packed_attention", "register_attention", "rms_norm", "rope", "swiglu",
+    "CrossEntropyLoss", "Full", "LinearCrossEntropyLoss", "Sparse", "Window", "apply_to", "cross_entropy",
+    "delta_rule", "gated_mlp", "geglu", "linear_cross_entropy", "packed_attention", "qkv_convolution",
+    "register_attention", "rms_norm", "rope", "swiglu",
 ]  # fmt: skip
 
 if __name__ == "kernels":

@@ -29,7 +29,7 @@ WIDTH = 4  # tokens that the convolution sees
 BLOCK_T = 16  # tokens of a program in forward
 STRIPS, STRIP = 4, 128  # strips of a program in backward, and their tokens
 EPS = 1e-6
-HEAD_WIDTHS = 16, 32, 64, 128, 256  # that Triton's kernels take
+HEAD_WIDTHS = 16, 32, 64, 128, 256  # Triton's kernels take these
 
 
 def qkv_convolution_reference(

@@ -29,8 +29,11 @@ from the kept ones, piece by piece in parallel. With dS of the state after a chu
     dS'  = exp(G_last) dS + (exp(G) q)^T dout - (exp(G) k)^T dv
     dA   = -y new^T,  d((q k^T) D) = dout new^T
 
-and the other gradients by the chain rule. Kept for backward: q, k, v, g, beta, and the state every 64 chunks (float32,
-H K V / 1024 bytes per token). No sum uses atomics: every run gives the same bits.
+and the other gradients by the chain rule. G multiplies queries, and keys as rows, by exp(G), keys as columns by
+exp(-G): its gradient is q . dq and k . dk of rows less k . dk of columns, and for the last token S . dS after the chunk.
+
+Kept for backward: q, k, v, g, beta, and the state every 64 chunks, float32, H K V / 1024 bytes per token. No sum uses
+atomics: every run gives the same bits.
 """
 
 import functools
@@ -224,6 +227,14 @@ def _chunk_kernel(
 
 
 @triton.jit
+def _load_gates(gates_ptr, row, C: tl.constexpr):
+    """Returns G and beta [C] of a row of workspaces, and G of the last token."""
+    gates = gates_ptr + row * (2 * C)
+    i = tl.arange(0, C)
+    return tl.load(gates + i), tl.load(gates + C + i), tl.load(gates + C - 1)
+
+
+@triton.jit
 def _scan_kernel(
     q_d, k_d, v_d, inverse_d, scores_d, gates_ptr, parts_ptr,
     initial_ptr, kept_ptr, out_ptr, final_ptr, new_d, states_d,
@@ -256,9 +267,7 @@ def _scan_kernel(
             k = k_d.load([first, head // R * K])
             v = v_d.load([first, head * V + column])
             inverse = inverse_d.load([(row * C).to(tl.int32), 0])
-            total, beta = tl.load(gates_ptr + row * (2 * C) + i), tl.load(gates_ptr + row * (2 * C) + C + i)
-            last = tl.load(gates_ptr + row * (2 * C) + C - 1)
-
+            total, beta, last = _load_gates(gates_ptr, row, C)
             operand = S.to(k.dtype)
             held = tl.dot(operand, tl.trans(k), input_precision="ieee")
             change = (tl.trans(v).to(tl.float32) - held * tl.exp(total)[None, :]) * beta[None, :]
@@ -318,8 +327,7 @@ def _reverse_scan_kernel(
         q, k = q_d.load([first, head // R * K]), k_d.load([first, head // R * K])
         d_out = tl.trans(d_out_d.load([first, head * V + column]))  # [BLOCK_V, C]
         inverse, scores = inverse_d.load([(row * C).to(tl.int32), 0]), scores_d.load([(row * C).to(tl.int32), 0])
-        total, beta = tl.load(gates_ptr + row * (2 * C) + i), tl.load(gates_ptr + row * (2 * C) + C + i)
-        last = tl.load(gates_ptr + row * (2 * C) + C - 1)
+        total, beta, last = _load_gates(gates_ptr, row, C)
 
         operand = dS.to(k.dtype)
         d_states_d.store([(row * V).to(tl.int32) + column, 0], operand)
@@ -348,26 +356,24 @@ def _gradients_kernel(
     """Writes all gradients of one chunk for the value heads of one key head, BLOCK_K columns of keys at a time."""
     chunk, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
-    first = start.to(tl.int32)
-    i, c, d = tl.arange(0, C), tl.arange(0, BLOCK_K), tl.arange(0, V)
+    i, c, d, first = tl.arange(0, C), tl.arange(0, BLOCK_K), tl.arange(0, V), start.to(tl.int32)
     is_token = i < stop - start
     keys = (start * G + key_head) * K + (i[:, None] * (G * K) + c[None, :])
     for r in range(R):
         head = key_head * R + r
         row = (chunk * (G * R) + head).to(tl.int32)
         gates = start * (G * R) + head + i * (G * R)
-        total, beta = tl.load(gates_ptr + row * (2 * C) + i), tl.load(gates_ptr + row * (2 * C) + C + i)
-        last = tl.load(gates_ptr + row * (2 * C) + C - 1)
+        total, beta, last = _load_gates(gates_ptr, row, C)
         since, rest = tl.exp(total), tl.exp(last - total)
 
-        # Of the scores and of A, from what arrives at the output and y.
+        # Gradients of the scores and of A come from those of the output and from y.
         d_out, new, y = d_out_d.load([first, head * V]), new_d.load([row * C, 0]), y_d.load([row * C, 0])
         values = (start * (G * R) + head) * V + (i[:, None] * (G * R * V) + d[None, :])
         v = tl.load(v_ptr + values, mask=is_token[:, None], other=0.0)
         d_beta = tl.sum(y.to(tl.float32) * v.to(tl.float32), axis=1)
         tl.store(dv_ptr + values, (y * beta[:, None]).to(v.dtype), mask=is_token[:, None])
-        decay = tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
-        decay = tl.where(is_token[:, None], decay, 0.0)
+        is_past = (i[:, None] >= i[None, :]) & is_token[:, None]
+        decay = tl.exp(tl.where(is_past, total[:, None] - total[None, :], float("-inf")))
         d_scores = (tl.dot(d_out, tl.trans(new), input_precision="ieee") * decay).to(v.dtype)
         decay = tl.where(i[:, None] > i[None, :], decay, 0.0)
         d_A = tl.dot(y, tl.trans(new), input_precision="ieee") * decay
@@ -379,27 +385,26 @@ def _gradients_kernel(
         for block in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             q, k = q_d.load([first, key_head * K + block]), k_d.load([first, key_head * K + block])
             S, dS = states_d.load([row * V, block]), d_states_d.load([row * V, block])  # [V, BLOCK_K]
+            is_sum = (is_token & (r > 0))[:, None]
+            dq_before = tl.load(dq_ptr + keys + block, mask=is_sum, other=0.0)
+            dk_before = tl.load(dk_ptr + keys + block, mask=is_sum, other=0.0)
             d_last += tl.exp(last) * tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1), axis=0)
             dq = tl.dot(d_out, S, input_precision="ieee") * since[:, None]
             dq = tl.dot(d_scores, k, dq, input_precision="ieee")
             d_total += tl.sum(dq * q, axis=1)
             left = tl.dot(y, S, input_precision="ieee") * since[:, None]
             left = tl.dot(d_A, k, left, input_precision="ieee")
-            held_here = tl.sum(left * k, axis=1)
-            held += held_here
+            held += tl.sum(left * k, axis=1)
             dk = tl.dot(new, dS, input_precision="ieee") * rest[:, None]
             d_last += tl.sum(tl.sum(dk * k, axis=1), axis=0)
             dk = tl.dot(d_scores_t, q, dk, input_precision="ieee")
             dk = tl.dot(d_A_t, k, dk, input_precision="ieee")
-            d_total -= beta * held_here + tl.sum(dk * k, axis=1)
+            d_total -= tl.sum(dk * k, axis=1)
             dk -= beta[:, None] * left
-            if r > 0:
-                dq += tl.load(dq_ptr + keys + block, mask=is_token[:, None], other=0.0)
-                dk += tl.load(dk_ptr + keys + block, mask=is_token[:, None], other=0.0)
-            tl.store(dq_ptr + keys + block, dq.to(k.dtype), mask=is_token[:, None])
-            tl.store(dk_ptr + keys + block, dk.to(k.dtype), mask=is_token[:, None])
+            tl.store(dq_ptr + keys + block, (dq + dq_before).to(k.dtype), mask=is_token[:, None])
+            tl.store(dk_ptr + keys + block, (dk + dk_before).to(k.dtype), mask=is_token[:, None])
 
-        d_total = tl.where(is_token, d_total, 0.0)
+        d_total = tl.where(is_token, d_total - beta * held, 0.0)
         tl.store(d_beta_ptr + gates, d_beta - held, mask=is_token)
         tl.store(dg_ptr + gates, d_last + tl.cumsum(d_total, axis=0, reverse=True), mask=is_token)
 
@@ -684,7 +689,7 @@ def delta_rule_footprint(num_tokens: int, G: int, H: int, K: int, V: int, *, ele
     kept = 4 * state * ((num_tokens - 1) // (PIECE * CHUNK))
     matrices = (1 + (num_tokens > STRETCH * CHUNK)) * chunks * H * CHUNK * (2 * 4 + 2 * element_size * CHUNK)
     backward = matrices + 2 * 4 * state + 2 * element_size * chunks * (state + CHUNK * H * V)
-    products = CHUNK * (K + V) + 3 * K * V + CHUNK * K  # of a token and head in a scan: elements of one side
+    products = CHUNK * (K + V) + 3 * K * V + CHUNK * K  # multiplications and additions of a token and head in a scan
     flops = 2.0 * num_tokens * H * products
     return Footprint(
         saved=2 * q + v + 2 * gates + kept,

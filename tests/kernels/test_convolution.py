@@ -122,7 +122,7 @@ def test_footprint(device):
     footprint = qkv_convolution_footprint(100, CHANNELS, element_size=4)
     assert footprint.saved == x.nbytes
     assert footprint.forward == sum(part.nbytes for part in triton()(x, weight))
-    partial = 7 * 4 * CHANNELS * 4  # of 100 tokens in strips of 2 x 8
+    partial = 7 * 4 * CHANNELS * 4  # 100 tokens in strips of 2 x 8
     assert footprint.backward == 2 * x.nbytes + partial
 
 

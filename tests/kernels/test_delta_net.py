@@ -205,21 +205,21 @@ def test_custom_op(packed, device):
 
 
 def test_footprint(device, small_stretches, monkeypatch):
-    """Counts what the operations allocate, inside of them too."""
+    """Counts what the operations allocate, also inside of them."""
     monkeypatch.setattr(delta_net, "PIECE", 2)
     T, G, H, K, V = 300, 1, 2, 64, 32
     footprint = delta_rule_footprint(T, G, H, K, V, element_size=4)
     tensors = [x.to(device) for x in inputs(T, G, H, K, V)[:5]]
     delta_rule(*tensors, impl="triton")  # makes the tables
-    launch_chunks = delta_net._launch_chunks
+    empty_chunks = delta_net._empty_chunks
 
-    def collect_and_launch(*arguments):
+    def collect_first(*arguments):
         gc.collect()  # Triton's interpreter leaves cycles
-        return launch_chunks(*arguments)
+        return empty_chunks(*arguments)
 
-    monkeypatch.setattr(delta_net, "_launch_chunks", collect_and_launch)
+    monkeypatch.setattr(delta_net, "_empty_chunks", collect_first)
     with StorageCounter() as counter:
-        tensors = [x.view_as(x) for x in tensors]  # which it counts from here on
+        tensors = [x.view_as(x) for x in tensors]  # the counter knows them from here on
         before = counter.read().allocated
         out, kept, _ = delta_net._forward._init_fn(*tensors, None, None, False)
         assert counter.read().peak - before == pytest.approx(footprint.forward, abs=2**10)
