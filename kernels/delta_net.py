@@ -30,7 +30,7 @@ from the kept ones, piece by piece in parallel. With dS of the state after a chu
     dA   = -y new^T,  d((q k^T) D) = dout new^T
 
 and the other gradients by the chain rule. G multiplies queries, and keys as rows, by exp(G), keys as columns by
-exp(-G). Its gradient is q . dq and k . dk of rows less k . dk of columns; the last token has S . dS after the chunk, too.
+exp(-G). Its gradient is q . dq plus k . dk of rows, less k . dk of columns; at the last token, also S . dS after it.
 
 Kept for backward: q, k, v, g, beta, and the state every 64 chunks, float32, H K V / 1024 bytes per token. No sum uses
 atomics: every run gives the same bits.
