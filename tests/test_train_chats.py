@@ -219,6 +219,16 @@ def test_a_chat_template_is_given_to_a_base_model(tmp_path, chats, given, added,
     assert [each.tolist() for each in ChatTemplate(ours).encode(record)] == [ids.tolist(), masked.tolist()]
 
 
+def test_headers_of_all_roles_become_tokens(tmp_path):
+    """The template makes them of the roles' names, and may refuse a system's message."""
+    template, path = tmp_path / "template", write_tokenizer(tmp_path / "tokenizer.json")
+    turns = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|endoftext|>' }}{% endfor %}"
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    for before, roles in (("", ["assistant", "system", "user"]), (refusal, ["assistant", "user"])):
+        template.write_text(before + turns)
+        assert sorted(open_tokenizer(path, str(template)).added_for_chats) == [f"<|{role}|>" for role in roles]
+
+
 def test_chatml_begins_as_the_tokenizer_begins_texts(tmp_path):
     path = write_tokenizer(tmp_path / "tokenizer.json")
     tokenizer = Tokenizer.from_file(path)

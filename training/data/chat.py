@@ -393,12 +393,14 @@ def open_tokenizer(path: str | None, chat_template: str | None):
             raise UserError(f"chat template {file} is not UTF-8") from None
     chat = [{"role": "user", "content": "QqQ"}, {"role": "assistant", "content": "AaA"}]
     template, texts = _compile(source, file), [source]
-    for messages, asks in ((chat, False), (chat[:1], True)):
+    system = {"role": "system", "content": "SsS"}
+    for messages, asks in ((chat, False), (chat[:1], True), ([system, *chat], False)):
         try:
             given = {"messages": messages, "tools": None, "add_generation_prompt": asks}
             texts.append(template.render(**given, **tokenizer.special_tokens))
         except Exception as error:
-            raise _failure(file, "fails", error) from None
+            if messages[0] is not system:  # which many templates refuse
+                raise _failure(file, "fails", error) from None
     tokenizer.give_chats(file, source, [*dict.fromkeys(SPECIAL.findall("\n".join(texts)))])
     return tokenizer
 
