@@ -10,7 +10,7 @@ from training.checkpoint.weights import ExportFlags
 from training.data.__main__ import PrepareFlags, VerifyFlags
 from training.evaluation.__main__ import EvaluationFlags
 from training.flags import SMALLEST, grouped
-from training.generate import GenerateFlags
+from training.generate.flags import GenerateFlags
 from training.host.files import replace_file
 from training.plots import PlotsFlags
 from training.run.profile_flags import ProfileFlags

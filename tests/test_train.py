@@ -29,8 +29,8 @@ from tests.runs import (
     parse,
     weights,
 )
+from training.generate.inference import open_tokenizer
 from training.host.errors import UserError
-from training.inference import open_tokenizer
 from training.memory.cost_model import forward_flops
 from training.memory.execution import WHOLE, Placement
 from training.memory.planner import Plan

@@ -21,8 +21,8 @@ from training.checkpoint.weights import ExportFlags
 from training.data.__main__ import PrepareFlags, VerifyFlags
 from training.evaluation.flags import EvaluationFlags
 from training.flags import USUAL_NAMES, Idle, flag, given_flags, grouped, read_command, read_flags, refuse_idle
+from training.generate.flags import GenerateFlags
 from training.host.errors import UserError
-from training.inference_flags import GenerateFlags
 from training.plots import PlotsFlags
 from training.run.profile_flags import FOR_ONE_STEP, ProfileFlags
 from training.run.settings import ABSENT, TrainConfig

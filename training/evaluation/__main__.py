@@ -33,10 +33,8 @@ from training.data.sources import Reading
 from training.data.tokens import Store, join, split
 from training.evaluation import positions
 from training.evaluation.needle import DEPTHS, Result, Samples, judge
-from training.host.errors import UserError, import_optional, refused_as_user_error
-from training.host.files import check_can_write, read_json, replace_file
-from training.host.processes import command
-from training.inference import (
+from training.generate.flags import ModelFlags
+from training.generate.inference import (
     Opened,
     check_memory,
     load,
@@ -45,7 +43,9 @@ from training.inference import (
     open_folder,
     write,
 )
-from training.inference_flags import ModelFlags
+from training.host.errors import UserError, import_optional, refused_as_user_error
+from training.host.files import check_can_write, read_json, replace_file
+from training.host.processes import command
 from training.parallel.world import World, join_world
 
 LARGEST_DEFAULT_CONTEXT = 32_768  # tokens

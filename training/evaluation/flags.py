@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from training.choices import BAD_ROWS
 from training.flags import Idle, flag, read_flags
-from training.inference_flags import ModelFlags
+from training.generate.flags import ModelFlags
 
 LONGEST = 2**27  # tokens
 

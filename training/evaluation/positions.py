@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 from model import IGNORE_INDEX, Transformer
 from training.data.tokens import Store
-from training.inference import token_losses
+from training.generate.inference import token_losses
 
 FIRST_BUCKET = 16  # positions: the first bucket is 0 to 15, the next ones 16 to 31, 32 to 63, ...
 

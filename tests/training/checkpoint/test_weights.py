@@ -14,13 +14,13 @@ import train
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint, unreadable
 from tests.training.checkpoint.test_files import Model, assert_same_state, damage, save, weights_of
-from training import generate
 from training.checkpoint import weights as weights_module
 from training.checkpoint.manifest import fingerprint
 from training.checkpoint.pieces import read_header
 from training.checkpoint.weights import load_model_weights
 from training.evaluation import __main__ as evaluation
 from training.families.config_json import to_config_json
+from training.generate import __main__ as generate
 from training.host.errors import UserError
 
 

@@ -13,7 +13,7 @@ import torch
 from model import Transformer
 from tests.checkpoints import save_checkpoint
 from tests.training.evaluation.test_needle import oracle
-from tests.training.test_inference import TINY
+from tests.training.generate.test_inference import TINY
 from training.data.corpus import open_stores
 from training.data.sources import Reading
 from training.data.tokenizer import ByteTokenizer

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from model import MODEL_SIZES, Transformer
-from training import inference
 from training.data.sources import Document
 from training.data.tokens import TokenStore
 from training.evaluation.positions import (
@@ -23,6 +22,7 @@ from training.evaluation.positions import (
     short_losses_of,
     windows,
 )
+from training.generate import inference
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ The prompt is an argument, files (each is a prompt) or standard input. Greedy un
 import sys
 
 from training.flags import answer_early
-from training.inference_flags import GenerateFlags, read_generate_flags
+from training.generate.flags import GenerateFlags, read_generate_flags
 
 if __name__ == "__main__":
     answer_early(read_generate_flags)
@@ -21,10 +21,10 @@ import torch
 
 from training.data.chat import ChatTemplate
 from training.data.tokenizer import check_ids
+from training.generate.inference import Opened, load, mending_out_of_memory, open_folder, write
 from training.host.errors import UserError
 from training.host.files import read_file
 from training.host.processes import command
-from training.inference import Opened, load, mending_out_of_memory, open_folder, write
 from training.parallel.world import World, join_world
 
 

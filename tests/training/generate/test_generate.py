@@ -12,12 +12,12 @@ import torch
 from model import Transformer, choose_tokens
 from tests.checkpoints import save_checkpoint
 from tests.training.data.test_tokenizer import write_tokenizer
-from tests.training.test_inference import TINY
-from training import generate
+from tests.training.generate.test_inference import TINY
 from training.data.tokenizer import ByteTokenizer, load_tokenizer
 from training.evaluation import __main__ as evaluation
 from training.families.config_json import to_config_json
-from training.generate import decoded, main
+from training.generate import __main__ as generate
+from training.generate.__main__ import decoded, main
 from training.parallel.fsdp import copy_weights, initial_weights
 
 

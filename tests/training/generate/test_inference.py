@@ -12,14 +12,23 @@ from kernels.attention import NSA, Sparse
 from kernels.attention.full import FULL
 from model import MODEL_SIZES, Block, Transformer
 from tests.checkpoints import save_checkpoint
-from training import generate, inference
 from training.checkpoint.weights import main as export_main
 from training.checkpoint.weights import parameter_shapes
 from training.families.config_json import to_config_json
+from training.generate import __main__ as generate
+from training.generate import inference
+from training.generate.inference import (
+    ModelFlags,
+    load,
+    memory_budget,
+    mending_out_of_memory,
+    open_folder,
+    token_losses,
+    write,
+)
 from training.host.errors import UserError
 from training.host.files import write_file
 from training.host.sizes import GIB
-from training.inference import ModelFlags, load, memory_budget, mending_out_of_memory, open_folder, token_losses, write
 from training.parallel.fsdp import copy_weights, initial_weights
 from training.parallel.world import World
 

@@ -27,10 +27,10 @@ from training.checkpoint.weights import folders_of, load_model_weights, paramete
 from training.choices import ATTENTION_TYPES
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from training.flags import as_words, given_flags
+from training.generate.flags import ModelFlags
 from training.host.errors import UserError, is_out_of_host_memory, refused_as_user_error
 from training.host.files import read_json
 from training.host.sizes import available_host_bytes, gib, parse_bytes
-from training.inference_flags import ModelFlags
 from training.memory.machine import cap_gpu_memory, gpu_budget
 from training.memory.placement import set_kinds
 from training.memory.planner import MLP_TILE_SIZE
