@@ -763,7 +763,7 @@ def test_peak_is_as_predicted(name, length):
     }[name]
     execution = replace(execution, loss_impl="chunked")
     with torch.device("meta"):
-        parameters = list(Transformer(config).to(torch.bfloat16).parameters())
+        parameters = list(Transformer(config).to(torch.bfloat16).named_parameters())
     documents = PackedDocuments(length, ((length, tokens / length + 1),))
     predicted = Step(config, parameters, tokens, documents=documents).peak(execution)
     measured = measured_peak(config, tokens, execution, (torch.arange(tokens)[None] + length - 1001) // length)

@@ -897,7 +897,7 @@ def delay_streams(optimizer):
         return call
 
     optimizer._update = delayed(optimizer._update)
-    optimizer._send_gradient = delayed(optimizer._send_gradient)
+    optimizer.ring.send_gradient = delayed(optimizer.ring.send_gradient)
 
 
 @pytest.mark.gpu
