@@ -360,7 +360,9 @@ def test_a_run_extends_saves_and_resumes(qwen2, corpus, tmp_path, capsys, caplog
         }  # fmt: skip
         assert (content["max_position_embeddings"], content["eos_token_id"]) == (512, 7)
         assert content["torch_dtype"] == "float32"
-        for name in ("tokenizer.json", *COMPANIONS):
+        stops = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+        assert stops[0] == 7 and len(stops) == 2  # and where training ends documents
+        for name in {"tokenizer.json", *COMPANIONS} - {"generation_config.json"}:
             assert (folder / name).read_bytes() == (qwen2 / name).read_bytes()
     theirs, ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), load(folder)
     ids = torch.randint(300, (1, 200), generator=torch.Generator().manual_seed(1))

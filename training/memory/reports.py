@@ -161,7 +161,7 @@ def report_step(
         _print_measured(summary)
     is_planned = flags.gradient_checkpointing is None
     title = f"plan for {describe_budgets(*machine.limits[:2])}" if is_planned else "nothing planned"
-    print(f"{about}\n{title}:\n{plan}\n\n{format_timeline(step.timeline(execution, machine.rates))}")
+    print(f"{about}\n{title}:\n{plan}\n\n{format_timeline(step.timeline(plan.execution, plan.rates))}")
     stages = predicted, measured.stages if measured else None
     if flags.stages:
         print("\n" + profiler.format_table(*stages, flags.stages == "all"))
