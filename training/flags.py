@@ -36,7 +36,9 @@ USUAL_NAMES = {  # names that flags have elsewhere, for "did you mean"
     "batch_size": "bs micro_batch_size device_batch_size train_batch_size per_device_train_batch_size",
     "init_from": "model model_name model_name_or_path pretrained_model_name_or_path base_model model_path",
     "data": "dataset datasets dataset_name dataset_path dataset_dir train_data train_dataset train_file train_files",
-    "validation_data": "val_data eval_data eval_dataset validation_file eval_file dev_data",
+    "validation_data": """val_data valid_data test_data eval_data eval_dataset val_file validation_file eval_file
+        dev_data""",
+    "columns": "dataset_text_field text_field text_column",
     "max_grad_norm": "grad_clip clip_grad clip_grad_norm gradient_clipping gradient_clip_val",
     "output_dir": "out out_dir output save_dir",
     "wandb": "wandb_project report_to",
@@ -45,7 +47,8 @@ USUAL_NAMES = {  # names that flags have elsewhere, for "did you mean"
     "lora_targets": "lora_target lora_target_modules target_modules",
     "lora_bits": "load_in_4bit load_in_8bit quantization_bit quantization qlora",
     "lora_plus": "loraplus_lr_ratio",
-    "validation_fraction": "val_set_size val_size val_split eval_split test_size validation_split_percentage",
+    "validation_fraction": """val_set_size val_size val_split eval_split test_size validation_split
+        validation_split_percentage""",
     "validation_interval": """eval_steps eval_interval eval_every eval_iters eval_freq eval_strategy evaluation_strategy
         evals_per_epoch val_check_interval""",
     "validation_sequences": "max_eval_samples eval_samples",
@@ -251,8 +254,8 @@ def _add_argument(parser, each: Field) -> Action:
         options |= {"type": str if element is Path else element, "choices": metadata["choices"]}
         if metadata["choices"] is None:
             options["metavar"] = each.name if metadata["positional"] else element.__name__.upper()
-        if is_list:
-            options["nargs"] = "+"
+        if is_list:  # --data a --data b is --data a b
+            options |= {"nargs": "+", "action": "extend"}
         elif metadata["positional"] or metadata["bare"] is not None:
             options |= {"nargs": "?", "const": metadata["bare"]}
     return parser.add_argument(each.name if metadata["positional"] else f"--{each.name}", **options)

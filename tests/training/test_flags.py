@@ -66,6 +66,7 @@ def test_flags_stand_anywhere_and_have_their_types():
     assert given == Greeting("Ada", "Monday", 2, "plain", [1.0, 2.5], Path("a.txt"), True)
     assert read("Ada", "--tone", "--no-aloud", "--no-softly") == Greeting("Ada", tone="warm", aloud=False)
     assert read("--tone", "plain", "Ada", "--aloud") == Greeting("Ada", aloud=True)
+    assert read("Ada", "--pauses", "1", "2", "--pauses=3") == Greeting("Ada", pauses=[1, 2, 3])
 
 
 def test_dashes_stand_for_underscores():
@@ -80,6 +81,9 @@ def test_dashes_stand_for_underscores():
         ("--seq-len=9", "context_length"),
         ("--num-train-epochs", "epochs"),
         ("--val-data", "validation_data"),
+        ("--test_data", "validation_data"),
+        ("--validation_split=0.1", "validation_fraction"),
+        ("--dataset_text_field", "columns"),
         ("--out", "output_dir"),
         ("--lora_rank=8", "lora"),
         ("--val_set_size", "validation_fraction"),

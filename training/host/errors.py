@@ -45,8 +45,8 @@ def is_installed(package: str) -> bool:
     """Whether a package can be found; a folder of that name, such as wandb's logs, is no package."""
     try:
         spec = find_spec(package)
-    except ModuleNotFoundError:  # of a package that would hold it
-        return False
+    except Exception as error:  # the package that would hold it is missing, or fails: then its import says why
+        return not (isinstance(error, ModuleNotFoundError) and package.startswith(f"{error.name}."))
     return spec is not None and spec.origin is not None
 
 

@@ -111,9 +111,11 @@ def replace_file(file: Path, content: str) -> None:
 def making(folder: Path) -> Iterator[Path]:
     """Gives a folder to fill, which is flushed and becomes `folder` at the end. A kill leaves nothing of that name.
 
-    Raises UserError if `folder` has something in it, or another process is making it.
+    Raises UserError if `folder` has something in it, cannot be replaced, or another process is making it.
     """
     folder = folder.resolve()
+    if folder.is_mount() or folder == Path.cwd():
+        raise UserError(f"{folder} is a mount point or the working directory; give a new folder inside")
     temporary = folder.with_name(f".{folder.name}.tmp")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is already there; give a folder that is not, or an empty one")

@@ -61,8 +61,9 @@ ABSENT = {
         "fused kernels and the chunked loss run without a flag; drop it",
     "logging_steps logging_strategy log_interval log_level":
         "metrics.jsonl has every step; --log_file, --tensorboard and --wandb have more",
-    "dataloader_num_workers num_workers dataset_num_proc preprocessing_num_workers group_by_length":
+    "dataloader_num_workers num_workers dataset_num_proc preprocessing_num_workers":
         f"batches are read ahead without a flag; {program()} -m training.data prepare tokenizes in parallel",
+    "group_by_length length_column_name": "--packing best_fit fills sequences with texts of all lengths; give that",
     "eval_batch_size per_device_eval_batch_size": "a validation takes batch_size sequences at a time; drop it",
     "load_best_model_at_end metric_for_best_model early_stopping early_stopping_patience":
         "the checkpoint of the lowest validation loss is kept beside the last ones, and no run ends early; drop it",

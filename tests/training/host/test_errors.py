@@ -117,6 +117,8 @@ def test_a_package_that_is_broken_is_one_line(tmp_path, monkeypatch, content, wh
     advice = re.escape(f"install it anew: {pip_install('--force-reinstall broken_package')}")
     with pytest.raises(UserError, match=rf"^--x needs the package broken_package, which fails here \({why}.*{advice}"):
         import_optional("broken_package", "--x")
+    with pytest.raises(UserError, match=rf"^--x needs the package broken_package.part, which fails here \({why}"):
+        import_optional("broken_package.part", "--x", "broken_package.part")
     for missing in ("no_such_package", "no_such_package.part"):
         with pytest.raises(UserError, match=f"^--x needs the package {missing}: .* -m pip install {missing}$"):
             import_optional(missing, "--x", missing)

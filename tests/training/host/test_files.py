@@ -65,6 +65,18 @@ def test_a_folder_is_made_once_and_whole(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"out", "late"}
 
 
+@pytest.mark.parametrize("folder", ["/", "/proc", "."])
+def test_a_folder_that_cannot_be_replaced_is_refused_before_it_is_made(tmp_path, monkeypatch, folder):
+    """/proc stands for a container's volume."""
+    monkeypatch.chdir(tmp_path)
+    with (
+        pytest.raises(UserError, match="is a mount point or the working directory; give a new folder"),
+        making(Path(folder)),
+    ):
+        raise AssertionError
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "/", "../private", "/etc/passwd", "a/b", "a/", "a\0b", "\ud800", "a" * 256, None, 3, ["a"]]
 )
