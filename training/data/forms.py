@@ -17,6 +17,7 @@ ROLES = {
 }  # fmt: skip
 CALLERS = ("function_call", "tool_call")  # roles whose content is JSON of a call, or of several
 SHAREGPT = {"from": "role", "value": "content"}
+EMPTY: tuple = "", "[]", "{}", "null", [], {}, False  # values of fields that say nothing, also as JSON of tables
 CONTENTS = ("parts", "value", "text", "message", "output", "response", "refusal")  # contents that are not read as such
 ALPACA = (
     "Below is an instruction that describes a task{further}. Write a response that appropriately completes the "
@@ -86,7 +87,7 @@ def recognise(row: object) -> tuple[Form, dict]:
     if form.decides not in ("messages", "conversations", "text"):  # where an answer is one field, another may be meant
         clashing = clashing.union(other.decides for other in FORMS if other.needs and other.is_of(row))
     for name in clashing.intersection(given).difference(own):
-        if row[name] and not _is_repeated(row[name], own, made):
+        if row[name] not in EMPTY and not _is_repeated(row[name], own, made):
             raise UserError(f'has "{name}" beside "{form.decides}", where it would be ignored; remove one')
     return form, {**made, "tools": _parsed(made["tools"], '"tools"')} if made.get("tools") else made
 
@@ -213,7 +214,7 @@ def _message(turn, what: str) -> dict:
         turn = {SHAREGPT.get(name, name): value for name, value in turn.items()}
     if not isinstance(turn, dict) or "role" not in turn:
         raise UserError(f'{what} must be an object with "role" and "content", or "from" and "value"')
-    if turn.get("content") is None and (found := [name for name in CONTENTS if turn.get(name)]):
+    if not turn.get("content") and (found := [name for name in CONTENTS if turn.get(name)]):
         raise UserError(f'{what} has "{found[0]}" and no content: it would be empty; give it as "content"')
     message = {**turn, "role": ROLES.get(str(turn["role"]), turn["role"])}
     # "function_call" is also OpenAI's name for a call, before there were several.

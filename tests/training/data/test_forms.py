@@ -149,6 +149,12 @@ def test_columns(tmp_path, tokenizer, columns, row, same, suffix):
     assert document.tokens.tolist() == expected.tokens.tolist() and str(document.masked) == str(expected.masked)
 
 
+def test_empty_fields_beside_a_form_are_no_other_meaning(tmp_path, tokenizer):
+    row = {"messages": [ASK, ANSWER]}
+    beside = {"functions": "[]", "images": [], "system": "", "documents": "null", "chat_template_kwargs": "{}"}
+    assert read(tmp_path, tokenizer, row | beside) == read(tmp_path, tokenizer, row)
+
+
 def test_columns_that_name_nothing(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"q": "a", "text": "b"}')
     for columns, message in (
@@ -208,6 +214,7 @@ def test_alpaca_without_a_chat_template(tmp_path, caplog, row, prompt):
         ({"query": "a", "response": "b", "question": "c", "answer": "d"}, 'has "answer" beside "response"'),
         ({"messages": [{"role": "model", "parts": [{"text": "a"}]}]}, 'message 1 of "messages" has "parts" and no con'),
         ({"messages": [{"role": "system", "text": "a"}, ASK, ANSWER]}, 'message 1 of "messages" has "text" and no con'),
+        ({"messages": [{"role": "system", "content": "", "text": "a"}, ASK]}, 'message 1 of "messages" has "text" and'),
         ({"messages": [ASK, {"role": "assistant", "value": "a"}]}, 'message 2 of "messages" has "value" and no con'),
         ({"messages": [{"from": "human", "value": "a", "content": "b"}, ANSWER]}, 'message 1 of "messages" must be an'),
         ({"messages": [ASK, ANSWER], "functions": TOOLS}, 'has "functions" beside "messages", where it would be'),
