@@ -54,7 +54,7 @@ def read_prompts(flags: GenerateFlags) -> list[str]:
 
 def _decode(raw: bytes, where: str) -> str:
     try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8").removeprefix("\ufeff")  # a mark of Windows' editors, which no model is trained on
     except UnicodeDecodeError as error:
         raise UserError(f"{where} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}") from None
 

@@ -40,8 +40,9 @@ def test_prompts_from_argument_input_and_files(folder, tmp_path, monkeypatch, ca
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"abc")))
     assert main([*flags]) == 0 and capsys.readouterr().out == first
     files = [tmp_path / "one.txt", tmp_path / "two.txt"]
-    for file, text in zip(files, ("abc", "another prompt")):
+    for file, text in zip(files, ("\ufeffabc", "another prompt")):  # a byte order mark is no part of a prompt
         file.write_text(text)
+    assert generate.read_prompts(SimpleNamespace(prompt=None, file=files)) == ["abc", "another prompt"]
     assert main([*flags, "--file", *map(str, files)]) == 0
     assert capsys.readouterr().out.startswith(f"==> {files[0]} <==\n{first}\n==> {files[1]} <==\n")
     sampled = []
