@@ -277,6 +277,7 @@ def test_templates_that_cannot_be_trained_are_refused(released, chats, tmp_path,
     (folder / "fails").write_text("{{ raise_exception('no') }}")
     (folder / "a.txt").write_text("he " * 999)
     words = [word.format(folder=folder) for word in given]
-    assert train.main([*arguments(chats, tmp_path / "run"), "--init_from", str(folder), *words]) == 1
+    usual = arguments(chats, tmp_path / "run")[2 * ("--data" in words) :]  # else data given twice are joined
+    assert train.main([*usual, "--init_from", str(folder), *words]) == 1
     error = capsys.readouterr().err
     assert message.format(folder=folder) in error and error.startswith("error: ") and error.count("\n") == 1
