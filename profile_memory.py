@@ -19,7 +19,7 @@ the documents of --data, a step is predicted. The step follows the plan that tra
 
 import sys
 
-from training.flags import answer_early
+from training.flags import answer_early, refuse
 from training.run.profile_flags import ProfileFlags, read_profile_flags
 
 if __name__ == "__main__":
@@ -84,7 +84,7 @@ from training.run.build import (
     without_plan,
 )
 from training.run.resume import choose_tokenizer
-from training.run.settings import TrainConfig, check_lora
+from training.run.settings import TrainConfig
 
 MOST_HOST_GB = 4096  # host memory that is tried where a step does not fit
 SOLD_GB = sorted([2**n for n in range(4, 13)] + [3 * 2**n for n in range(3, 12)])  # host memory of machines: 16, 24, 32
@@ -106,15 +106,11 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
     if flags.num_layers is not None and flags.num_layers > layers:
         raise UserError(f"num_layers must be at most {layers}, got {flags.num_layers}")
     kinds_of(flags, shape_of(flags))
-    check_lora(flags)
     if flags.init_from and has_adapters(flags.init_from):
         (adapters, base), bits = read_adapters(flags.init_from), read_frozen_bits(flags.init_from)
         own = f"--init_from {base} --lora {adapters.rank}" + (f" --lora_bits {bits}" if bits < 16 else "")
         raise UserError(f"{flags.init_from} holds adapters; give {own}")
     check_lora_bits(flags, shape_of(flags).share(1), flags.nproc * flags.nnodes)
-    if flags.lora_bits < 16 and (flags.compare or flags.gradient_checkpointing is False):
-        what = "--compare" if flags.compare else "--no-gradient_checkpointing"
-        raise UserError(f"{what} keeps blocks whole, which lora_bits {flags.lora_bits} cannot; drop one")
     if flags.lora_bits < 16 and (flags.measure if flags.find_max_context else can_measure):
         check_library(f"lora_bits {flags.lora_bits} that is measured")
     check_mesh(flags)
@@ -247,7 +243,7 @@ def change(flags: ProfileFlags, machine: Machine, world: World, **values) -> dic
     changed = dataclasses.replace(flags, **values)
     with suppress(UserError):  # numbers that do not go together, too few data, or no plan
         check_mesh(changed)
-        check_lora(changed)
+        refuse(changed, (), changed.rules)
         check_lora_bits(changed, machine.model.share(changed.tensor_parallel_size), changed.nproc * changed.nnodes)
         if changed.attention_type != flags.attention_type:
             machine = choose_machine(changed, flags.memory_budget, world)

@@ -1,5 +1,6 @@
 """Writes flags.md from the commands' own dataclasses of flags: `.venv/bin/python -m docs.flags`."""
 
+import re
 import sys
 import typing
 from argparse import ArgumentParser
@@ -9,7 +10,7 @@ from pathlib import Path
 from training.checkpoint.weights import ExportFlags
 from training.data.__main__ import PrepareFlags, VerifyFlags
 from training.evaluation.__main__ import EvaluationFlags
-from training.flags import SMALLEST, grouped
+from training.flags import SMALLEST, Rule, grouped
 from training.generate.flags import GenerateFlags
 from training.host.files import replace_file
 from training.plots import PlotsFlags
@@ -47,19 +48,22 @@ def page() -> str:
 
 
 def section(name: str, kind: type) -> str:
-    """Returns a command's table, and the cases in which a flag has no effect."""
+    """Returns a command's table, and which settings are refused beside each other."""
     must = [each for each in fields(kind) if each.default is each.default_factory is MISSING]
     words = [name, *(spelled(each) + f" {each.name.upper()}" * (not each.metadata["positional"]) for each in must)]
     lines = [f"## {name.removeprefix('-m ')}", "", f"`.venv/bin/python {' '.join(words)}`. {kind.__doc__}", ""]
     for title, members in grouped(kind).items():
         lines += [f"**{title}**", ""] if title else []
         lines += ["| flag | values | default | meaning |", "| --- | --- | --- | --- |", *map(row, members), ""]
-    if rows := getattr(kind, "idle", ()):
-        lines += ["Refused, because a flag has no effect:", ""]
-        for idle in rows:
-            lines.append(f"- {', '.join(f'`--{flag}`' for flag in idle.names.split())} {idle.why}")
-        lines.append("")
+    rules = [*map(refusal, getattr(kind, "rules", ()))]
+    lines += ["Refused:", "", *rules, ""] if rules else []
     return "\n".join(lines)
+
+
+def refusal(rule: Rule) -> str:
+    """Returns a rule's line, with a setting's name in capitals for its value."""
+    why = re.sub(r"\{(\w+)\}", lambda found: found[1].upper(), rule.why.replace("{program}", ".venv/bin/python"))
+    return f"- {', '.join(f'`--{flag}`' for flag in rule.idle.split())}: no effect {why}" if rule.idle else f"- {why}"
 
 
 def row(each: Field) -> str:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from benchmarks import memory_report
 from docs.flags import COMMANDS, PAGE, page
 from kernels.apply_to import MODEL_TYPES, apply_to
 from training.families.rows import FAMILIES, WRAPPERS
-from training.flags import given_flags, refuse_idle
+from training.flags import given_flags, refuse
 from training.run import settings
 from training.run.settings import TrainConfig
 
@@ -108,7 +109,8 @@ def test_each_command_takes_its_flags(path, monkeypatch, parse_only):
             parse_only(name, words)
         else:
             given = given_flags(kind, words, name)
-            (train.check_config if kind is TrainConfig else refuse_idle)(kind(**given), given)
+            check = train.check_config if kind is TrainConfig else partial(refuse, rules=getattr(kind, "rules", ()))
+            check(kind(**given), given)
 
 
 def test_commands_have_one_habit_and_flags_exist():

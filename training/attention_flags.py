@@ -111,24 +111,16 @@ def kinds_at(config, model_config, step: int) -> tuple[AttentionKind, ...]:
     `config` is a TrainConfig, `model_config` a ModelConfig.
 
     Raises:
-        UserError: see `kinds_of`; annealing without start or end, without effect, or to more blocks.
+        UserError: see `kinds_of`; annealing to more blocks.
     """
     final, start, steps = kinds_of(config, model_config), config.selected_blocks_start, config.selected_blocks_steps
-    if start is None and steps is None:
+    if start is None or steps is None:
         return final
-    chooses = any("selected_blocks" in kind.takes for kind in final)
-    if start is None or steps is None or not chooses:
-        name, needed = ("selected_blocks_start", "selected_blocks_steps")[:: 1 if steps is None else -1]
-        needed = needed if chooses else "an attention_type that chooses blocks"
-        raise UserError(f"{name} has no effect without {needed}; drop the one, or give the other")
-    if steps < 1:
-        raise UserError(f"selected_blocks_steps must be at least 1, got {steps}")
     starts = numbers_by_layer("selected_blocks_start", str(start), len(final))
     falls = [n - kind.selected_blocks for n, kind in zip(starts, final) if "selected_blocks" in kind.takes]
     if max(falls) <= 0 or min(falls) < 0:
         numbers = spell_by_layer([kind.selected_blocks for kind in final])
         raise UserError(f"selected_blocks_start {start} must be above selected_blocks {numbers}, in no layer below it")
-
     return tuple(with_blocks(kind, annealed(n, kind.selected_blocks, step, steps)) for n, kind in zip(starts, final))
 
 

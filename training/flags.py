@@ -4,7 +4,7 @@ A command declares a flat dataclass whose fields `flag` makes: a field's name is
 override the file, the file overrides defaults. The class's docstring is what --help says of the command.
 
 With the field `times: int = flag(1, "how often", least=1)` a command takes `--times 2`, and a file `times = 2`. All
-numbers have bounds, and no word is empty. The table `idle` of the class says when a flag has no effect and is refused.
+numbers have bounds, and no word is empty. The table `rules` of the class says which flags are refused beside others.
 Dashes may stand for the underscores of a flag. No torch is imported here: --help is to be quick.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 
-from training.host.errors import UserError
+from training.host.errors import UserError, program
 from training.host.files import check_working_directory, read_file
 
 LARGE = 2**31 - 1  # larger steps, sizes and seeds are nonsense, or overflow
@@ -101,31 +101,32 @@ def flag(
     return field(**made, metadata={**metadata, "positional": positional, "group": group})
 
 
-class Idle(typing.NamedTuple):
-    """Flags that have no effect in some case: a row of the table `idle` that a command's dataclass has."""
+class Rule(typing.NamedTuple):
+    """Settings that are refused beside each other: a row of the table `rules` that a command's dataclass has."""
 
-    names: str  # separated by spaces
-    why: str  # end of the message "NAME has no effect ..."
-    when: Callable[[typing.Any], bool]  # takes an object of the dataclass
+    idle: str  # flags, separated by spaces, that have no effect; "": the settings exclude each other
+    why: str  # end of the message "NAME has no effect ...", or all of it; {name} stands for a setting's value
+    when: Callable[[typing.Any], object]  # takes an object of the dataclass; the row holds if the result is true
 
 
-def refuse_idle(flags, given: Iterable[str]) -> None:
-    """Raises UserError for a flag in `given` that has no effect by the table `flags.idle`.
+def refuse(flags, given: Iterable[str], rules: Iterable[Rule]) -> None:
+    """Raises UserError by the first rule that holds, where it names no flag or one of `given`.
 
     A switch that is off by default, and is turned off, may stand beside anything.
     """
     off = {each.name for each in fields(flags) if each.default is False and getattr(flags, each.name) is False}
-    for names, why, when in getattr(flags, "idle", ()):
-        for name in names.split():
-            if name in {*given} - off and when(flags):
-                raise UserError(f"{name} has no effect {why}")
+    for idle, why, when in rules:
+        named = [name for name in idle.split() if name in {*given} - off]
+        if (named or not idle) and when(flags):
+            why = why.format(**vars(flags), program=program())
+            raise UserError(f"{named[0]} has no effect {why}" if named else why)
 
 
 def read_flags(kind: type, argv: list[str], program: str):
     """Returns an object of the dataclass `kind`; otherwise as `given_flags`. Flags without effect are refused."""
     given = given_flags(kind, argv, program)
     flags = kind(**given)
-    refuse_idle(flags, given)
+    refuse(flags, given, getattr(kind, "rules", ()))
     return flags
 
 

@@ -20,11 +20,12 @@ from training import choices
 from training.checkpoint.weights import ExportFlags
 from training.data.__main__ import PrepareFlags, VerifyFlags
 from training.evaluation.flags import EvaluationFlags
-from training.flags import USUAL_NAMES, Idle, flag, given_flags, grouped, read_command, read_flags, refuse_idle
+from training.flags import USUAL_NAMES, Rule, flag, given_flags, grouped, read_command, read_flags, refuse
 from training.generate.flags import GenerateFlags
 from training.host.errors import UserError
 from training.plots import PlotsFlags
-from training.run.profile_flags import FOR_ONE_STEP, ProfileFlags
+from training.run.profile_flags import ProfileFlags
+from training.run.rules import FOR_ONE_STEP
 from training.run.settings import ABSENT, TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -43,9 +44,10 @@ class Greeting:
     aloud: bool | None = flag(None, "or not")
     softly: bool = flag(False, "in a low voice")
 
-    idle: ClassVar[tuple[Idle, ...]] = (
-        Idle("pauses", "with tone warm; drop one", lambda flags: flags.tone == "warm"),
-        Idle("softly file", "without aloud; drop it", lambda flags: not flags.aloud),
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule("pauses", "with tone warm; drop one", lambda flags: flags.tone == "warm"),
+        Rule("softly file", "without aloud; drop it", lambda flags: not flags.aloud),
+        Rule("", "{times} times in tone {tone} is too often; drop one", lambda f: f.times > 5 and f.tone == "warm"),
     )
 
 
@@ -235,6 +237,7 @@ def test_a_file_gives_way_to_flags(tmp_path):
         (["Ada", "--aloud", "--file", ""], "file is an empty string or has a NUL; give a value, or drop it"),
         (["Ada", "--config", ""], "config is an empty string or has a NUL; give a value, or drop it"),
         (["Ada", "--pauses", "0", "--tone"], "pauses has no effect with tone warm; drop one"),
+        (["Ada", "--times", "6", "--tone"], "6 times in tone warm is too often; drop one"),
         (["Ada", "--softly"], "softly has no effect without aloud; drop it"),
         (["Ada", "--no-aloud", "--file", "a.txt"], "file has no effect without aloud; drop it"),
     ],
@@ -300,7 +303,7 @@ def test_no_flag_of_any_command_takes_an_empty_word_or_a_number_without_bounds(k
 
 
 # Flags that always have an effect, and flags whose effect depends on more than flags: the machine, the model or the
-# data. A new flag stands here, or in a row of its command's table `idle`.
+# data. A new flag stands here, or in a row of its command's table `rules`.
 ALWAYS = {
     "train.py": """model_size context_length batch_size gradient_accumulation_steps attention_backend loss_impl linear
         device kernels data packing tokenizer show_batch epochs learning_rate warmup_steps weight_decay max_grad_norm
@@ -318,8 +321,8 @@ ALWAYS = {
 ONE_STEP = "--context_length 9 --no-gradient_checkpointing --num_layers 1 --stages --timeline x --data x"
 OF_ATTENTION = "attention_type selected_blocks dense_below"  # refused by kinds_of
 ELSEWHERE = {
-    "train.py": f"""{OF_ATTENTION} selected_blocks_start selected_blocks_steps memory_budget context_parallel_size
-        tensor_parallel_size replicate collective_timeout data_weights chat_reasoning chat_template optimizer_state""",
+    "train.py": f"""{OF_ATTENTION} memory_budget context_parallel_size tensor_parallel_size replicate
+        collective_timeout data_weights chat_reasoning chat_template optimizer_state""",
     "profile_memory.py": f"{OF_ATTENTION} optimizer_state",
     "training.evaluation": OF_ATTENTION,
     "training.generate": OF_ATTENTION,
@@ -327,8 +330,14 @@ ELSEWHERE = {
 }
 
 
-IDLE = {  # a command line for each row, and the flags that have no effect there
+OF_STEP = [
+    ("--init_from x --lora 4 --tensor_parallel_size 2", "lora with tensor_parallel_size is not supported: ranks have "),
+    ("--init_from x --lora 4 --optimizer_state compact", "optimizer_state compact has no effect with lora, whose "),
+]
+# For each row of `rules` a command line, and the flags that have no effect there, or the beginning of the message.
+REFUSED = {
     "train.py": [
+        *OF_STEP,
         ("--resume --init_from x", "init_from"),
         ("--rope_scaling yarn:4", "rope_scaling"),
         (
@@ -336,11 +345,11 @@ IDLE = {  # a command line for each row, and the flags that have no effect there
             "lora lora_alpha lora_targets lora_bits lora_plus",
         ),
         ("--save none --checkpoint_interval 5 --keep_checkpoints 5", "checkpoint_interval keep_checkpoints"),
-        ("--memory_budget auto --gradient_checkpointing --compile", "gradient_checkpointing compile"),
-        ("--host_budget 1GB --compile", "host_budget"),
-        ("--host_budget 1GB --gradient_checkpointing", "host_budget"),
-        ("--packing concatenate --overlong drop", "overlong"),
         ("--suffixes .rs --columns text=a --bad_rows drop", "suffixes columns bad_rows"),
+        ("--memory_budget auto --gradient_checkpointing --compile", "gradient_checkpointing compile"),
+        ("--host_budget 1GB --gradient_checkpointing", "host_budget"),
+        ("--host_budget 1GB --compile", "host_budget"),
+        ("--packing concatenate --overlong drop", "overlong"),
         ("--validation_data x --validation_fraction 0.02", "validation_fraction"),
         (
             "--validation_sequences 0 --validation_interval 100 --validation_data x",
@@ -348,8 +357,20 @@ IDLE = {  # a command line for each row, and the flags that have no effect there
         ),
         ("--max_steps 300 --epochs 3", "max_steps"),
         ("--max_steps 20 --final_learning_rate_ratio 0.1", "final_learning_rate_ratio"),
+        ("--resume auto --save model", "a run that goes on with resume auto needs checkpoints of save full; drop one"),
+        ("--selected_blocks_start 64 --compile", "selected_blocks_start with compile would compile blocks anew eight "),
+        ("--init_from x --lora 4 --lora_bits 8 --compile", "lora_bits 8 with compile is not supported: weights come"),
+        ("--init_from x --lora 4 --rope_scaling yarn:4", "rope_scaling yarn:4 with lora: peft would compute without "),
+        (
+            "--init_from x --lora_alpha 8 --lora_targets q_proj --lora_bits 8 --lora_plus 4",
+            "lora_alpha lora_targets lora_bits lora_plus",
+        ),
+        ("--selected_blocks_start 64 --selected_blocks_steps 9", "selected_blocks_start selected_blocks_steps"),
+        ("--attention_type sparse --selected_blocks_steps 9", "selected_blocks_steps"),
+        ("--attention_type sparse --selected_blocks_start 9", "selected_blocks_start"),
     ],
     "profile_memory.py": [
+        *OF_STEP,
         ("--model_size 4B --init_from x", "model_size"),
         ("--compare --find_max_context --loss_impl auto", "find_max_context loss_impl"),
         (f"--find_max_context {ONE_STEP}", FOR_ONE_STEP),
@@ -366,6 +387,8 @@ IDLE = {  # a command line for each row, and the flags that have no effect there
         ),
         ("--measure", "measure"),
         ("--lora_targets q_proj --lora_bits 8", "lora_targets lora_bits"),
+        ("--lora 4 --lora_bits 8 --compare", "--compare keeps blocks whole, which lora_bits 8 cannot; drop one"),
+        ("--lora 4 --lora_bits 4 --no-gradient_checkpointing", "--no-gradient_checkpointing keeps blocks whole, which"),
     ],
     "training.evaluation": [
         (
@@ -382,21 +405,23 @@ IDLE = {  # a command line for each row, and the flags that have no effect there
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_flag_without_effect_is_known_and_refused(command):
+def test_every_flag_without_effect_is_known_and_every_rule_refuses(command):
     kind = COMMANDS[command]
-    rows = getattr(kind, "idle", ())
-    in_rows, elsewhere = {name for row in rows for name in row.names.split()}, ELSEWHERE.get(command, "").split()
+    rules = getattr(kind, "rules", ())
+    in_rows, elsewhere = {name for rule in rules for name in rule.idle.split()}, ELSEWHERE.get(command, "").split()
     known = {*in_rows, *elsewhere, *ALWAYS[command].split()}
     assert known == {each.name for each in fields(kind)} and not in_rows & {*ALWAYS[command].split()}
-    cases = IDLE.get(command, [])
-    assert sorted(names for _, names in cases) == sorted(row.names for row in rows)
-    for words, names in cases:
+    for rule, (words, expected) in zip(rules, REFUSED.get(command, []), strict=True):
         given = given_flags(kind, words.split(), command)
-        for name in names.split():
+        assert rule.idle in ("", expected)
+        for name in rule.idle.split():
             with pytest.raises(UserError, match=f"^{name} has no effect "):
-                refuse_idle(kind(**given), [name])
-        with pytest.raises(UserError, match="has no effect "):
-            train.check_config(kind(**given), given) if kind is TrainConfig else read_flags(kind, words.split(), "")
+                refuse(kind(**given), [name], [rule])
+        with pytest.raises(UserError, match="has no effect " if rule.idle else f"^{re.escape(expected)}"):
+            if kind is TrainConfig:
+                train.check_config(kind(**given), given, rules)
+            else:
+                read_flags(kind, words.split(), "")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from training.choices import BAD_ROWS
-from training.flags import Idle, flag, read_flags
+from training.flags import Rule, flag, read_flags
 from training.generate.flags import ModelFlags
 
 LONGEST = 2**27  # tokens
@@ -34,12 +34,12 @@ class EvaluationFlags(ModelFlags):
     lengths: list[int] = flag(list, "tokens; default: a quarter, half and all of context_length", least=2, most=LONGEST)
     seed: int = flag(0, "of the samples")
 
-    idle: ClassVar[tuple[Idle, ...]] = (
-        Idle("data suffixes columns bad_rows short_context margin ceiling evaluator", "with sequences 0; drop one",
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule("data suffixes columns bad_rows short_context margin ceiling evaluator", "with sequences 0; drop one",
              lambda f: not f.sequences),
-        Idle("suffixes columns bad_rows", "without data; drop it, or give those", lambda f: not f.data),
-        Idle("lengths seed", "with samples 0; drop one", lambda f: not f.samples),
-        Idle("context_length", "with sequences 0 and lengths; drop one", lambda f: f.lengths and not f.sequences),
+        Rule("suffixes columns bad_rows", "without data; drop it, or give those", lambda f: not f.data),
+        Rule("lengths seed", "with samples 0; drop one", lambda f: not f.samples),
+        Rule("context_length", "with sequences 0 and lengths; drop one", lambda f: f.lengths and not f.sequences),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from training.choices import ATTENTION_TYPES
-from training.flags import SMALLEST, Idle, flag, read_flags
+from training.flags import SMALLEST, Rule, flag, read_flags
 
 
 @dataclass
@@ -44,10 +44,10 @@ class GenerateFlags(ModelFlags):
     )
     seed: int | None = flag(None, "of sampling; default: 0", most=2**63 - 1)
 
-    idle: ClassVar[tuple[Idle, ...]] = (
-        Idle("top_p seed", "with temperature 0, which is greedy; give --temperature, or drop it",
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule("top_p seed", "with temperature 0, which is greedy; give --temperature, or drop it",
              lambda f: f.temperature == 0),
-        Idle("system", "without --chat; drop it, or give --chat", lambda f: not f.chat),
+        Rule("system", "without --chat; drop it, or give --chat", lambda f: not f.chat),
     )  # fmt: skip
 
 

@@ -128,13 +128,9 @@ def state_format_of(config: StepFlags, model_config: ModelConfig) -> str:
     Raises:
         UserError: compact state where there is none.
     """
-    if config.lora is not None:
-        if config.optimizer_state == "compact":
-            raise UserError("optimizer_state compact has no effect with lora, whose state is small; drop it")
-        return "float32"
-    if model_config.hidden_size % GROUP == 0:
+    if config.lora is None and model_config.hidden_size % GROUP == 0:
         return config.optimizer_state
-    if config.optimizer_state == "compact":
+    if config.lora is None and config.optimizer_state == "compact":  # adapters' a rule refuses
         rows = f"rows of {model_config.hidden_size}, which is no multiple of {GROUP}"
         raise UserError(f"optimizer_state compact has no effect on {rows}; drop it")
     return "float32"

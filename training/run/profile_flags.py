@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from training.choices import BAD_ROWS, GPU_BACKENDS, MODEL_SIZES
-from training.flags import Idle, flag, read_flags
+from training.flags import Rule, flag, read_flags
+from training.run.rules import PROFILE
 from training.run.settings import OVERLONG, StepFlags
 
 CONTEXT_LENGTH = 131_072
-FOR_ONE_STEP = "context_length gradient_checkpointing num_layers stages timeline data"
 
 
 @dataclass
@@ -50,21 +50,7 @@ class ProfileFlags(StepFlags):
     timeline: Path | None = flag(None, "draw the step there (.png, .svg)")
     json: Path | None = flag(None, "write everything there")
 
-    idle: ClassVar[tuple[Idle, ...]] = (
-        Idle("model_size", "with init_from; drop one", lambda f: f.init_from is not None),
-        Idle("find_max_context loss_impl", "with compare; drop one", lambda f: f.compare),
-        Idle(FOR_ONE_STEP, "with find_max_context; drop one", lambda f: f.find_max_context),
-        Idle(FOR_ONE_STEP, "with compare; drop one", lambda f: f.compare),
-        Idle("host_memory", "with host_budget; drop one", lambda f: f.host_budget is not None),
-        Idle("memory_budget host_budget host_memory", "with gradient_checkpointing; drop one",
-             lambda f: f.gradient_checkpointing is not None),
-        Idle("device", "with gpu, which predicts for another; drop one", lambda f: f.gpu and f.device == "cuda"),
-        Idle("tokenizer chat_template suffixes columns bad_rows overlong", "without data; drop it, or give data",
-             lambda f: not f.data),
-        Idle("measure", "but with find_max_context or compare: a step is measured anyway",
-             lambda f: not (f.find_max_context or f.compare)),
-        Idle("lora_targets lora_bits", "without lora; drop it, or give lora", lambda f: f.lora is None),
-    )  # fmt: skip
+    rules: ClassVar[tuple[Rule, ...]] = PROFILE
 
     @property
     def lengths(self) -> tuple[int, int, int]:

@@ -214,9 +214,8 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
             f"{checkpoint} was trained with {had}, not {asked}; drop what differs, or start from its weights with "
             f"--init_from {checkpoint} and another --output_dir"
         )
-    refuse_without_adapters(config, given)
     config = replace(config, lora_targets=before.lora_targets)  # in the order that they were saved in
-    check_config(config, given)
+    check_config(config, given, TrainConfig.rules)
     check_same_data(state["loader"], {"context_length": config.context_length, "seed": config.seed})
     cosine_steps = given.get("max_steps", cosine_before)  # `count_steps` sets another for epochs
     changes = spell_changes(before, config, state, world)
@@ -339,8 +338,7 @@ def with_adapters(config: TrainConfig, given: Iterable[str]) -> TrainConfig:
         config = replace(config, lora_alpha=adapters.alpha, lora_targets=",".join(adapters.targets))
     if config.lora is not None and config.init_from is not None:
         refuse_images(folders_of(Path(config.init_from))[-1])
-    refuse_without_adapters(config, given)
-    check_config(config, given)
+    check_config(config, given, TrainConfig.rules)
     return config
 
 
@@ -352,14 +350,6 @@ def refuse_images(base: Path) -> None:
             f"lora on {base}, a {model_type} of text and images: peft would not find the adapters' names; take its "
             f"text model: {program()} -m training.checkpoint.weights export {base} OUT"
         )
-
-
-def refuse_without_adapters(config: TrainConfig, given: Iterable[str]) -> None:
-    """Refuse flags that have no effect on a run without adapters."""
-    names = "lora_alpha", "lora_targets", "lora_bits", "lora_plus"
-    without = [name for name in names if name in given and config.lora is None]
-    if without:
-        raise UserError(f"{without[0]} has no effect without lora; drop it, or give lora")
 
 
 def inherit_settings(saved: dict, given: dict, device: torch.device) -> TrainConfig:

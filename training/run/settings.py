@@ -22,8 +22,9 @@ from training.choices import (
 from training.data.chat import REASONING
 from training.data.packing import PACKINGS
 from training.data.sources import SUFFIXES
-from training.flags import SMALLEST, Idle, flag, given_flags, refuse_idle
+from training.flags import SMALLEST, Rule, flag, given_flags, refuse
 from training.host.errors import UserError, import_optional, program
+from training.run.rules import STARTED, TRAIN
 
 DEFAULT_STEPS = 300
 PEAK_LEARNING_RATE = 2e-5  # suits continued training; training from scratch wants more, and a far longer warm-up
@@ -206,31 +207,7 @@ class TrainConfig(StepFlags):
     wandb: str | None = flag(None, "also send metrics to this project of Weights & Biases; files: output_dir/wandb")
     log_file: str | None = flag(None, "what is printed is also appended to it, with times")
 
-    # The effect of other flags depends on the machine, the model or the data: build.py, attention_flags.py and
-    # data/corpus.py refuse them.
-    idle: ClassVar[tuple[Idle, ...]] = (
-        Idle("init_from", "with resume; drop one, or give --resume auto", lambda c: c.resume == "yes"),
-        Idle("rope_scaling", "without init_from, whose weights it extends; drop it, or give those",
-             lambda c: c.init_from is None),
-        Idle("lora lora_alpha lora_targets lora_bits lora_plus",
-             "without init_from, which it adapts; drop it, or give that",
-             lambda c: c.init_from is None and c.resume == "no"),
-        Idle("checkpoint_interval keep_checkpoints", "with save none; drop one", lambda c: c.save == "none"),
-        Idle("suffixes columns bad_rows", "without data; drop it, or give those",
-             lambda c: not c.data + c.validation_data),
-        Idle("gradient_checkpointing compile", "with memory_budget; drop one", lambda c: c.memory_budget is not None),
-        Idle("host_budget", "with gradient_checkpointing; drop one", lambda c: c.gradient_checkpointing),
-        Idle("host_budget", "with compile; drop one", lambda c: c.compile),
-        Idle("overlong", "where documents are concatenated; drop it, or --packing best_fit",
-             lambda c: c.packing == "concatenate"),
-        Idle("validation_fraction", "with validation_data, which is held out in its place; drop one",
-             lambda c: bool(c.validation_data)),
-        Idle("validation_interval validation_data", "without validation; drop it, or raise validation_sequences",
-             lambda c: c.validation_sequences == 0),
-        Idle("max_steps", "with epochs, which say how many steps there are; drop one", lambda c: c.epochs is not None),
-        Idle("final_learning_rate_ratio", "where the run ends with its warm-up; lower warmup_steps, or drop it",
-             lambda c: c.steps is not None and c.warmup_steps >= c.steps),
-    )  # fmt: skip
+    rules: ClassVar[tuple[Rule, ...]] = TRAIN + STARTED
 
     @property
     def steps(self) -> int | None:
@@ -268,25 +245,17 @@ def parse_interval(text: str) -> tuple[int, float]:
     return int(match[1] or 0), 60 * float(match[2] or 0)
 
 
-def check_lora(config: StepFlags) -> None:
-    """Refuse what is not supported beside adapters."""
-    if config.lora is not None and config.tensor_parallel_size > 1:
-        raise UserError(
-            "lora with tensor_parallel_size is not supported: ranks have whole adapters; give context_parallel_size, "
-            "or neither"
-        )
-
-
-def check_config(config: TrainConfig, given: Iterable[str]) -> None:
+def check_config(config: TrainConfig, given: Iterable[str], rules: Iterable[Rule] = TRAIN) -> None:
     """Refuse flags that contradict each other or would have no effect; `given_flags` has checked each value alone.
 
     Args:
         given: names of the flags that were given. A resumed run has its other settings from the run before.
+        rules: TRAIN, or all of TrainConfig.rules once the start of the run is known.
 
     Raises:
         UserError: with the value, the limit and what to do.
     """
-    refuse_idle(config, given)
+    refuse(config, given, rules)
     if config.checkpoint_interval is not None:
         parse_interval(config.checkpoint_interval)
     for package, module in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")):
@@ -299,25 +268,8 @@ def check_config(config: TrainConfig, given: Iterable[str]) -> None:
                 f"{name} {written} lies in data {path}, which would be read with what the run writes; give another "
                 f"{name}"
             )
-    if config.resume == "auto" and config.save == "model":
-        raise UserError("a run that goes on with resume auto needs checkpoints of save full; drop one")
-    if config.selected_blocks_start is not None and config.compile:
-        raise UserError(
-            "selected_blocks_start with compile would compile blocks anew eight times, past PyTorch's limit; drop one"
-        )
-    check_lora(config)
-    if config.lora_bits < 16 and config.compile:
-        raise UserError(
-            f"lora_bits {config.lora_bits} with compile is not supported: weights come and go; drop compile, or give "
-            "lora_bits 16"
-        )
-    if config.lora is not None and (scaling := config.rope_scaling) is not None:
-        raise UserError(
-            f"rope_scaling {scaling} with lora: peft would compute without it, as the base does; extend the base: "
-            f"{program()} -m training.checkpoint.weights export BASE OUT --rope_scaling {scaling}"
-        )
     ends = {"warmup_steps": "its peak learning rate"}
-    if config.selected_blocks_start is not None:  # without it `kinds_at` refuses selected_blocks_steps
+    if config.selected_blocks_start is not None:  # without it a rule refuses selected_blocks_steps
         ends["selected_blocks_steps"] = "selected_blocks"
     for name, end in ends.items():
         if name in given and config.steps is not None and (steps := getattr(config, name)) > config.steps:
