@@ -69,13 +69,11 @@ from training.memory.planner import Plan, find_max_context, has_plan, make_plan
 from training.memory.reports import Epoch, Machine, choose_plan, report_comparison, report_max_context, report_step
 from training.memory.step import PackedDocuments
 from training.optim.quantized import check_library
-from training.parallel.tensor import check_matrix_sharing
-from training.parallel.ulysses import check_sharing
 from training.parallel.world import World, check_replicate, join_world
 from training.run.build import (
     adapters_of,
     build_bench,
-    check_lora_bits,
+    check_shape,
     linear_of,
     settled_execution,
     shape_with,
@@ -105,16 +103,13 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
         raise UserError(f"{flags.init_from} has {layers} layers; up to {MOST_LAYERS} are profiled, give other weights")
     if flags.num_layers is not None and flags.num_layers > layers:
         raise UserError(f"num_layers must be at most {layers}, got {flags.num_layers}")
-    kinds_of(flags, shape_of(flags))
     if flags.init_from and has_adapters(flags.init_from):
         (adapters, base), bits = read_adapters(flags.init_from), read_frozen_bits(flags.init_from)
         own = f"--init_from {base} --lora {adapters.rank}" + (f" --lora_bits {bits}" if bits < 16 else "")
         raise UserError(f"{flags.init_from} holds adapters; give {own}")
-    check_lora_bits(flags, shape_of(flags).share(1), flags.nproc * flags.nnodes)
     if flags.lora_bits < 16 and (flags.measure if flags.find_max_context else can_measure):
         check_library(f"lora_bits {flags.lora_bits} that is measured")
     check_mesh(flags)
-    state_format_of(flags, shape_of(flags))  # refuses a format without effect
     for name in ("measure", "num_layers"):
         if getattr(flags, name) and not can_measure:
             raise UserError(
@@ -130,14 +125,14 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
 
 
 def check_mesh(flags: ProfileFlags) -> None:
-    """Refuse numbers of GPUs that cannot share sequences or matrices, and those for which no prediction is made."""
+    """Refuse settings that do not fit the shape, and numbers of GPUs for which no prediction is made."""
     context, tensor, shape = flags.context_parallel_size, flags.tensor_parallel_size, shape_of(flags)
     if flags.nproc % (context * tensor):
         sizes = f"context_parallel_size {context} x tensor_parallel_size {tensor}"
         raise UserError(f"{sizes} must divide nproc {flags.nproc}; give other numbers of GPUs")
-    check_replicate(flags.nproc * flags.nnodes, flags.nproc, tensor, flags.replicate)
-    check_matrix_sharing(tensor, shape)
-    check_sharing(context, shape, any(kind.list_length for kind in kinds_of(flags, shape)), tensor)
+    num_gpus = flags.nproc * flags.nnodes
+    check_replicate(num_gpus, flags.nproc, tensor, flags.replicate)
+    check_shape(flags, shape, kinds_of(flags, shape), num_gpus)
     if message := without_plan(flags, shape.share(tensor)):
         raise UserError(f"{message}; lower context_parallel_size")
 
@@ -244,7 +239,6 @@ def change(flags: ProfileFlags, machine: Machine, world: World, **values) -> dic
     with suppress(UserError):  # numbers that do not go together, too few data, or no plan
         check_mesh(changed)
         refuse(changed, (), changed.rules)
-        check_lora_bits(changed, machine.model.share(changed.tensor_parallel_size), changed.nproc * changed.nnodes)
         if changed.attention_type != flags.attention_type:
             machine = choose_machine(changed, flags.memory_budget, world)
         given = dataclasses.replace(machine.given, **settled_by(changed, machine.model, world))

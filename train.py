@@ -27,7 +27,7 @@ from statistics import mean
 
 import torch
 
-from training.attention_flags import kinds_at, spell_by_layer
+from training.attention_flags import spell_by_layer
 from training.checkpoint.files import check_is_for_a_run, check_is_shared, clear_leftovers, delete_old
 from training.checkpoint.ranks import failing_together
 from training.checkpoint.saver import Saver
@@ -224,7 +224,7 @@ def take_step(run: Run) -> dict | None:
     except Exception as error:
         unread = error  # `train_step` tells the other ranks
     rate = resume.learning_rate_of(step, config, run.progress.cosine_steps)
-    kinds = kinds_at(config, run.start.model_config, step)
+    kinds = run.start.kinds.at(step)
     set_kinds(run.model, kinds)
     values = {"step": step, "learning_rate": rate, "epoch": run.loader.epoch, "loss": None}
     try:

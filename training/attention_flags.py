@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -58,13 +58,6 @@ def annealed(start: int, final: int, step: int, steps: int) -> int:
     return max(final, start - MULTIPLE * round(fall / MULTIPLE))
 
 
-def with_blocks(kind: AttentionKind, number: int) -> AttentionKind:
-    """Returns the kind with another number of chosen blocks; a kind that chooses none stays as it is."""
-    if "selected_blocks" not in kind.takes:
-        return kind
-    return replace(kind, selected_blocks=number)  # type: ignore[type-var]
-
-
 def kinds_of(flags, config) -> tuple[AttentionKind, ...]:
     """Returns how each layer attends by --attention_type and the flags of its kind; every command reads them here.
 
@@ -105,23 +98,42 @@ def kinds_of(flags, config) -> tuple[AttentionKind, ...]:
     return tuple(mine if of_flags else own for mine, of_flags, own in zip(asked, is_asked, config.kinds))
 
 
-def kinds_at(config, model_config, step: int) -> tuple[AttentionKind, ...]:
-    """Returns how each layer attends in one step of a run, counted from 1: `kinds_of`, with annealed numbers of blocks.
+@dataclass(frozen=True)
+class KindsByStep:
+    """How each layer attends in each step of a run: the numbers of chosen blocks may fall over the first steps."""
+
+    final: tuple[AttentionKind, ...]
+    starts: tuple[int, ...] = ()  # chosen blocks of each layer in the first step; (): none fall
+    steps: int = 0  # steps over which they fall
+
+    def at(self, step: int) -> tuple[AttentionKind, ...]:
+        """Returns how each layer attends in a step, counted from 1."""
+        if not self.starts:
+            return self.final
+        return tuple(
+            replace(kind, selected_blocks=annealed(start, kind.selected_blocks, step, self.steps))  # type: ignore
+            if "selected_blocks" in kind.takes else kind
+            for start, kind in zip(self.starts, self.final)
+        )  # fmt: skip
+
+
+def kinds_by_step(config, model_config) -> KindsByStep:
+    """Returns `kinds_of` a run, with numbers of blocks that fall from selected_blocks_start.
 
     `config` is a TrainConfig, `model_config` a ModelConfig.
 
     Raises:
-        UserError: see `kinds_of`; annealing to more blocks.
+        UserError: see `kinds_of`; blocks that rise, or fall in no layer.
     """
     final, start, steps = kinds_of(config, model_config), config.selected_blocks_start, config.selected_blocks_steps
     if start is None or steps is None:
-        return final
+        return KindsByStep(final)
     starts = numbers_by_layer("selected_blocks_start", str(start), len(final))
     falls = [n - kind.selected_blocks for n, kind in zip(starts, final) if "selected_blocks" in kind.takes]
     if max(falls) <= 0 or min(falls) < 0:
         numbers = spell_by_layer([kind.selected_blocks for kind in final])
         raise UserError(f"selected_blocks_start {start} must be above selected_blocks {numbers}, in no layer below it")
-    return tuple(with_blocks(kind, annealed(n, kind.selected_blocks, step, steps)) for n, kind in zip(starts, final))
+    return KindsByStep(final, tuple(starts), steps)
 
 
 def check_head_dim(kinds: Sequence[AttentionKind], head_dim: int, device: torch.device) -> None:

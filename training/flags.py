@@ -110,7 +110,7 @@ class Rule(typing.NamedTuple):
 
 
 def refuse(flags, given: Iterable[str], rules: Iterable[Rule]) -> None:
-    """Raises UserError by the first rule that holds, where it names no flag or one of `given`.
+    """Raises UserError by the first rule that holds and names a flag in `given`, or none at all.
 
     A switch that is off by default, and is turned off, may stand beside anything.
     """

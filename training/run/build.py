@@ -22,7 +22,7 @@ from kernels.linear import PLAIN
 from kernels.lora import LORA, LoRA
 from kernels.parts import AttentionKind, Linear
 from model import GATES, MODEL_SIZES, ModelConfig, Share, Transformer
-from training.attention_flags import check_head_dim, kinds_at
+from training.attention_flags import check_head_dim, kinds_by_step
 from training.checkpoint.files import restore_rng
 from training.checkpoint.state import load_state, load_weights, read_weights
 from training.checkpoint.weights import find_weights, shape_of_weights
@@ -42,8 +42,8 @@ from training.optim.adamw import MasterAdamW
 from training.optim.quantized import GROUP as QUANTIZED_GROUP
 from training.optim.quantized import check_library
 from training.parallel.fsdp import initial_weights, shard_model
-from training.parallel.tensor import share_matrices
-from training.parallel.ulysses import share_sequences
+from training.parallel.tensor import check_matrix_sharing, share_matrices
+from training.parallel.ulysses import check_sharing, share_sequences
 from training.parallel.world import World
 from training.run.settings import StepFlags, TrainConfig
 
@@ -72,12 +72,10 @@ def configure_machine(config: TrainConfig, model_config: ModelConfig, world: Wor
         raise UserError("collective_timeout has no effect on one process, which waits for nobody; drop it")
     if config.kernels == "triton" and world.device.type != "cuda":
         raise UserError('kernels "triton" needs a CUDA GPU; use auto')
-    state_format_of(config, model_config)  # refuses a format without effect
     if config.kernels != "torch":
-        check_head_dim(kinds_at(config, model_config, step=1), model_config.head_dim, world.device)
+        check_head_dim(kinds_by_step(config, model_config).at(1), model_config.head_dim, world.device)
     settled_execution(config, world.device)  # refuses a backend that is not there
     linear_of(config, model_config.share(world.tensor_size), world.device)  # refuses a map that cannot run
-    check_lora_bits(config, model_config.share(world.tensor_size), world.size)
     if config.lora_bits < 16:
         check_library(f"lora_bits {config.lora_bits}")
     if config.memory_budget is not None:
@@ -104,6 +102,15 @@ def linear_of(config: StepFlags, share: Share, device: torch.device, impl: str =
     with refused_as_user_error():
         check_fp8(device, widths)
     return FP8(impl) if config.lora is None else LoRA(FP8(impl))
+
+
+def check_shape(flags: StepFlags, shape: ModelConfig, kinds: tuple[AttentionKind, ...], num_gpus: int) -> None:
+    """Refuse settings that do not fit the model's shape or the GPUs' number, whatever the machine."""
+    check_matrix_sharing(flags.tensor_parallel_size, shape)
+    chooses_blocks = any(kind.list_length for kind in kinds)
+    check_sharing(flags.context_parallel_size, shape, chooses_blocks, flags.tensor_parallel_size)
+    check_lora_bits(flags, shape.share(), num_gpus)
+    state_format_of(flags, shape)  # refuses a format without effect
 
 
 def check_lora_bits(config: StepFlags, share: Share, num_gpus: int) -> None:
@@ -213,7 +220,7 @@ def settled_execution(config: StepFlags, device: torch.device, **settled) -> Exe
 def step_of(config: TrainConfig, model: Transformer, world: World, documents: PackedDocuments | None) -> Step:
     """The step that the settings ask for; `documents` are None where they are not known yet."""
     lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
-    kinds = kinds_at(config, model.config, step=1)
+    kinds = kinds_by_step(config, model.config).at(1)
     state_format = state_format_of(config, model.config)
     linear = linear_of(config, model.share, world.device, config.kernels)
     settled = {"kinds": kinds, "linear": linear, "impl": config.kernels, "state_format": state_format}

@@ -23,7 +23,6 @@ from training.host.processes import line_of
 from training.memory.machine import find_gpu
 from training.memory.planner import Plan
 from training.parallel.world import World
-from training.run.build import adapters_of
 from training.run.resume import with_defaults
 from training.run.settings import TrainConfig
 
@@ -53,8 +52,6 @@ def differing(config: TrainConfig) -> dict:
     """Returns the settings that a run of the same model, adapters and context length does not have by default."""
     names = "model_size", "init_from", "lora", "context_length"  # other defaults follow from these
     usual = with_defaults(TrainConfig(**{name: getattr(config, name) for name in names}))
-    if adapters := adapters_of(usual):
-        usual = dataclasses.replace(usual, lora_alpha=adapters.alpha, lora_targets=",".join(adapters.targets))
     defaults = dataclasses.asdict(usual) | {name: getattr(TrainConfig(), name) for name in names}
     found = {"model_size": "tiny", "tokenizer": "bytes", "memory_budget": "auto", "optimizer_state": "float32"}
     return {

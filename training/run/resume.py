@@ -1,6 +1,7 @@
 """Finds where a run starts: at its first step, or at its newest undamaged checkpoint, whose settings it inherits."""
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 from model import ModelConfig
-from training.attention_flags import kinds_at
+from training.attention_flags import KindsByStep, kinds_by_step
 from training.checkpoint.files import checkpoints, latest_checkpoint, load_trainer_state, step_of, tokenizer_of
 from training.checkpoint.manifest import (
     OPTIMIZER,
@@ -33,10 +34,8 @@ from training.host.errors import UserError, program
 from training.host.files import read_json
 from training.lora import ADAPTER_CONFIG, FROZEN_BITS, has_adapters, read_adapters, read_frozen_bits, to_adapter_config
 from training.optim.adamw import warmup_cosine
-from training.parallel.tensor import check_matrix_sharing
-from training.parallel.ulysses import check_sharing
 from training.parallel.world import World
-from training.run.build import adapters_of, choose_model, fresh_beside
+from training.run.build import adapters_of, check_shape, choose_model, fresh_beside
 from training.run.settings import (
     DEFAULT_STEPS,
     LORA_PEAK_LEARNING_RATE,
@@ -91,6 +90,11 @@ class Start:
         """The folder of the weights that the run starts from."""
         return self.checkpoint or (Path(self.config.init_from) if self.config.init_from else None)
 
+    @functools.cached_property
+    def kinds(self) -> KindsByStep:
+        """How each layer attends, by step."""
+        return kinds_by_step(self.config, self.model_config)
+
     def companions(self) -> Companions:
         """Returns adapters' configuration, and settings of config.json that go along with them."""
         if (adapters := adapters_of(self.config)) is None:
@@ -116,9 +120,7 @@ def choose_start(given: dict, world: World) -> Start:
         start = find_start(given, world, passed_over)
         check_same_on_all_ranks({"the checkpoint to go on from": str(start.checkpoint)}, world)
         config, model_config = start.config, start.model_config
-        kinds = kinds_at(config, model_config, step=1)
-        check_matrix_sharing(world.tensor_size, model_config)
-        check_sharing(world.context_size, model_config, any(k.list_length for k in kinds), world.tensor_size)
+        check_shape(config, model_config, start.kinds.at(1), world.size)
         start.config = replace(config, tokenizer=choose_tokenizer(config, start.checkpoint))
         if folder := start.source:
             shapes, adapters = parameter_shapes(model_config), adapters_of(config)
@@ -208,13 +210,12 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
     if config.max_steps <= step and config.resume == "yes":
         goal, value = config.goal, getattr(config, config.goal)
         raise UserError(f"{checkpoint} is at step {step}, {goal} is {value:g}; raise {goal} to go on")
-    if adapters_of(config) != adapters_of(before):
-        had, asked = adapters_of(before) or "no adapters", adapters_of(config)
+    had, asked = adapters_of(before), adapters_of(config)
+    if had != asked:
         raise UserError(
-            f"{checkpoint} was trained with {had}, not {asked}; drop what differs, or start from its weights with "
-            f"--init_from {checkpoint} and another --output_dir"
+            f"{checkpoint} was trained with {had or 'no adapters'}, not {asked}; drop what differs, or start "
+            f"from its weights with --init_from {checkpoint} and another --output_dir"
         )
-    config = replace(config, lora_targets=before.lora_targets)  # in the order that they were saved in
     check_config(config, given, TrainConfig.rules)
     check_same_data(state["loader"], {"context_length": config.context_length, "seed": config.seed})
     cosine_steps = given.get("max_steps", cosine_before)  # `count_steps` sets another for epochs
@@ -288,7 +289,7 @@ def parallel_sizes_of(given: dict) -> dict[str, int]:
 
 
 def with_defaults(config: TrainConfig) -> TrainConfig:
-    """The settings, with max_steps, learning_rate and validation_sequences filled in where they were not given.
+    """The settings, with max_steps, learning_rate, validation_sequences and adapters filled in where not given.
 
     With epochs max_steps is LARGE until the data are open and `count_steps` knows it.
     """
@@ -300,6 +301,8 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
     default_rate = default_rate if config.lora is None else LORA_PEAK_LEARNING_RATE
     max_steps = config.max_steps or (DEFAULT_STEPS if config.epochs is None else LARGE)
     rate = config.learning_rate or default_rate
+    if adapters := adapters_of(config):
+        config = replace(config, lora_alpha=adapters.alpha, lora_targets=",".join(adapters.targets))
     return replace(config, max_steps=max_steps, learning_rate=rate, validation_sequences=sequences)
 
 
@@ -332,11 +335,9 @@ def with_adapters(config: TrainConfig, given: Iterable[str]) -> TrainConfig:
             changed = bits, config.lora_bits
             logger.warning("adapters: trained beside %d bits per weight, and from here on beside %d", *changed)
         config = replace(config, **own)
-    elif (adapters := adapters_of(config)) is not None:
+    if config.lora is not None:
         if config.init_from is None:
             raise UserError("lora has no effect without init_from, which it adapts; drop it, or give that")
-        config = replace(config, lora_alpha=adapters.alpha, lora_targets=",".join(adapters.targets))
-    if config.lora is not None and config.init_from is not None:
         refuse_images(folders_of(Path(config.init_from))[-1])
     check_config(config, given, TrainConfig.rules)
     return config

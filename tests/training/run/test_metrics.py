@@ -16,7 +16,6 @@ import pytest
 
 from training.host import errors
 from training.host.errors import UserError, pip_install
-from training.run.build import adapters_of
 from training.run.metrics import (
     Display,
     Metrics,
@@ -40,15 +39,8 @@ from training.run.settings import TrainConfig, check_config
 def test_the_settings_that_are_shown_differ_from_defaults(given):
     """What a run fills in by itself is no difference, such as the learning rate, the steps and adapters' targets."""
     config = with_defaults(TrainConfig(**given))
-    if config.lora:
-        config = with_adapters_of(config)
     config = replace(config, tokenizer=config.tokenizer or "bytes", optimizer_state="float32", memory_budget="auto")
     assert differing(config) == given
-
-
-def with_adapters_of(config):
-    adapters = adapters_of(config)
-    return replace(config, lora_alpha=adapters.alpha, lora_targets=",".join(adapters.targets))
 
 
 def steps_in(path):
