@@ -224,7 +224,7 @@ def test_make_makes_the_environment_that_a_command_needs(tmp_path):
     venv = str(tmp_path / "venv")
     for target, requirements, last in (
         ("train", "requirements.txt", "python train.py --seed 1"),
-        ("test", "requirements.txt -r requirements-dev.txt", "python -m pytest -q -n 3 --dist worksteal"),
+        ("test", "requirements.txt -r requirements-dev.txt", "python -m pytest -q -n 3 --dist worksteal --durations=10"),
     ):
         lines = dry_run("-n", target, f"VENV={venv}", "FLAGS=--seed 1").stdout.splitlines()
         assert lines[-4:] == [
