@@ -214,6 +214,9 @@ def test_two_commands_of_readme_do_everything():
     assert re.search(r"^taskset -c 0 make train ", ci, re.MULTILINE) and re.search(r"^make test$", ci, re.MULTILINE)
 
 
+PYTEST_FLAGS = "-q -n 3 --dist worksteal --durations=10"
+
+
 def dry_run(*words, **environment) -> subprocess.CompletedProcess:
     """Runs make, which prints its commands and does nothing unless `words` have it do so."""
     environment = {**os.environ, "MAKEFLAGS": "", **environment}
@@ -224,7 +227,7 @@ def test_make_makes_the_environment_that_a_command_needs(tmp_path):
     venv = str(tmp_path / "venv")
     for target, requirements, last in (
         ("train", "requirements.txt", "python train.py --seed 1"),
-        ("test", "requirements.txt -r requirements-dev.txt", "python -m pytest -q -n 3 --dist worksteal --durations=10"),
+        ("test", "requirements.txt -r requirements-dev.txt", f"python -m pytest {PYTEST_FLAGS}"),
     ):
         lines = dry_run("-n", target, f"VENV={venv}", "FLAGS=--seed 1").stdout.splitlines()
         assert lines[-4:] == [
