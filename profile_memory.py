@@ -259,7 +259,7 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
        that fit.
     6. More host memory, the least that is enough.
     7. Twice as many GPUs of the same host, or 4 or 8 times, that share each sequence and the host's memory.
-    8. The longest context that fits.
+    8. The longest context that fits, and with adapters the longest where no other change is enough.
     """
     base: dict[str, Any] = {}
     if flags.gradient_checkpointing is not None:
@@ -277,10 +277,12 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
         found |= change(flags, machine, world, **base, attention_type="full")
     if flags.optimizer_state == "float32":
         found |= change(flags, machine, world, **base, optimizer_state="compact")
-    if flags.lora is None and not machine.model.layer_kinds[0].gates_per_head:  # gates beside adapters stay random
-        base_of_adapters = base | ({"optimizer_state": "auto"} if flags.optimizer_state == "compact" else {})
-        for bits in ({}, {"lora_bits": 4}):
-            found |= change(flags, machine, world, **base_of_adapters, lora=OFFERED_RANK, **bits)
+    adapters = (
+        base | {"lora": OFFERED_RANK} | ({"optimizer_state": "auto"} if flags.optimizer_state == "compact" else {})
+    )
+    takes_adapters = flags.lora is None and not machine.model.layer_kinds[0].gates_per_head  # these would stay random
+    for bits in ({}, {"lora_bits": 4}) if takes_adapters else ():
+        found |= change(flags, machine, world, **adapters, **bits)
     fewer_bits = (bits for bits in LORA_BITS if flags.lora is not None and bits < flags.lora_bits)
     found |= next(filter(None, (change(flags, machine, world, **base, lora_bits=bits) for bits in fewer_bits)), {})
     host_gib = machine.host_bytes / GIB
@@ -297,8 +299,12 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
         if shared := change(flags, machine, world, **base, **mesh, **share):
             found |= shared
             break
-    if longest := find_max_context(step, machine.gpu_bytes, machine.host_bytes):
-        found |= change(flags, machine, world, **base, context_length=longest)
+    for way in (base, adapters) if takes_adapters and not found else (base,):
+        changed = dataclasses.replace(flags, **way)
+        given = dataclasses.replace(machine.given, **settled_by(changed, machine.model, world))
+        step, _ = make_step(changed, dataclasses.replace(machine, given=given))
+        if longest := find_max_context(step, machine.gpu_bytes, machine.host_bytes):
+            found |= change(flags, machine, world, **way, context_length=longest)
     return found
 
 

@@ -186,6 +186,17 @@ def test_adapters_are_offered_where_every_weight_does_not_fit(size, length, most
     assert "optimizer state        host\n" in out and "; costs some loss\n" in out  # attention_type sparse is faster
 
 
+def test_adapters_with_a_shorter_context_are_offered_where_no_one_change_is_enough(tmp_path, capsys):
+    flags = "--gpu", "4060", "--model_size", "8B", "--context_length", "131072", "--host_memory", "64GB"
+    _, rows = answer_of(tmp_path, capsys, *flags)
+    assert [words.rpartition(" ")[0] for words in rows] == ["--lora 16 --context_length"]
+    [(words, row)] = rows.items()
+    assert row["costs"] == ["trains adapters alone, which costs some loss"]
+    assert run_main(tmp_path, *flags, *words.split())["answer"]["seconds"] == row["seconds"]
+    longer = str(int(words.split()[-1]) + 1024)
+    assert main([*flags, "--lora", "16", "--context_length", longer]) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "settings", "num_gpus"),
     [("--optimizer_state compact", {"optimizer_state": "compact"}, 1), ("--lora 4", {"lora": 4}, 1),
@@ -211,7 +222,7 @@ def test_a_checkpoint_takes_what_a_run_has_room_for(words, settings, num_gpus, n
             "--batch_size 1 --optimizer_state compact",
         ),
         ("--gpu 4090 --host_memory 24GB", "--lora 16"),
-        ("--gpu 4090 --host_memory 24GB --linear fp8", "--host_memory 48GB"),
+        ("--gpu 4090 --host_memory 24GB --linear fp8", "--lora 16"),
         ("--gpu 12GB --attention_type sparse", "--attention_type full"),
         ("--gpu 16GB --memory_budget 15GB --model_size 8B --lora 16 --host_memory 32GB", "--lora_bits 8"),
         ("--gpu 24GB --no-gradient_checkpointing", "drop --gradient_checkpointing"),
