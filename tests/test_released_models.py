@@ -455,11 +455,13 @@ def test_exports_that_are_refused(qwen2, tmp_path, capsys):
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.tmp").exists()
 
 
-def test_an_export_into_the_folder_that_one_is_in_has_nothing_of_a_killed_one(qwen2, tmp_path, monkeypatch):
+def test_an_export_into_an_empty_folder_has_nothing_of_a_killed_one(qwen2, tmp_path, monkeypatch):
     out = tmp_path / "out"
     for folder in (out, tmp_path / ".out.tmp"):
         folder.mkdir()
     (tmp_path / ".out.tmp" / "left_by_a_kill").touch()
     monkeypatch.chdir(out)
-    assert weights_module.main(["export", str(qwen2), "."]) == 0
+    assert weights_module.main(["export", str(qwen2), "."]) == 1  # a shell would be left in a deleted folder
+    monkeypatch.chdir(tmp_path)
+    assert weights_module.main(["export", str(qwen2), "out"]) == 0
     assert (out / "model.safetensors").is_file() and not (out / "left_by_a_kill").exists()

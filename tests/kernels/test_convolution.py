@@ -165,5 +165,7 @@ def test_past_2_to_the_31_elements(device, monkeypatch):
     packed = outputs_and_gradients(tail, [x, weight])
     alone = outputs_and_gradients(lambda x, weight: qkv_convolution(x, weight, 16, 32, 128), [x[:, -300:], weight])
     packed[3] = packed[3][:, -300:]
-    for both, one in zip(packed, alone):
+    *parts, d_weight = packed
+    for both, one in zip(parts, alone):
         torch.testing.assert_close(both, one)
+    torch.testing.assert_close(d_weight, alone[-1], rtol=1e-5, atol=1e-4)  # float32 sums over strips of other rows
