@@ -208,7 +208,7 @@ def read_earlier(files: Sequence[Path]) -> list[tuple[str, dict]]:
     return earlier
 
 
-def draw(folder: Path, content: dict, earlier: Sequence[tuple[str, dict]]) -> None:
+def draw(folder: Path, content: dict, earlier: Sequence[tuple[str, dict]], unit: str) -> None:
     """Draw the pictures; without Matplotlib say how to install it."""
     try:
         import_optional("matplotlib.figure", "a picture")
@@ -219,27 +219,29 @@ def draw(folder: Path, content: dict, earlier: Sequence[tuple[str, dict]]) -> No
 
     curves = [(folder.absolute().name, content), *earlier]
     if content["loss_by_position"]:
-        draw_losses(folder / "loss_by_position.png", [(name, one["loss_by_position"]) for name, one in curves])
+        draw_losses(folder / "loss_by_position.png", [(name, one["loss_by_position"]) for name, one in curves], unit)
     if rows := [row for row in content["tasks"] if row["by_depth"]]:
         draw_needles(folder / "needles.png", [(name, one["tasks"]) for name, one in curves])
         draw_depths(folder / "needle_depths.png", rows)
 
 
-def report(flags: EvaluationFlags, found: Evaluation, is_complete: bool, earlier: Sequence[tuple[str, dict]]) -> None:
-    """Write JSON, print the tables, draw the pictures."""
+def report(
+    flags: EvaluationFlags, found: Evaluation, is_complete: bool, earlier: Sequence[tuple[str, dict]], unit: str
+) -> None:
+    """Write JSON, print the tables, draw the pictures. Losses are per `unit`: token or byte."""
     content = {"settings": vars(flags), "torch": torch.__version__, **asdict(found), "is_complete": is_complete}
     text = json.dumps(content, indent=1, default=str)
     if flags.output_dir:
         replace_file(flags.output_dir / "evaluation.json", text + "\n")
     columns = [(name, {row["first"]: row["loss"] for row in one["loss_by_position"]}) for name, one in earlier]
-    tables = [positions.format_positions(found.loss_by_position, columns)] if found.loss_by_position else []
+    tables = [positions.format_positions(found.loss_by_position, columns, unit)] if found.loss_by_position else []
     if found.key_tokens:
         tables.append(positions.format_key_tokens(found.key_tokens, flags.margin, flags.ceiling))
     if found.tasks:
         tables.append(format_needles(found.tasks))
     print("\n\n".join(tables))
     if flags.output_dir:
-        draw(flags.output_dir, json.loads(text), earlier)
+        draw(flags.output_dir, json.loads(text), earlier, unit)
 
 
 @command
@@ -264,7 +266,8 @@ def main(argv: list[str]) -> None:
                 evaluate(flags, opened, questions, world, found)
         finally:  # also of an evaluation that ends early, as when memory runs out in the needles
             if found.loss_by_position or found.tasks:
-                report(flags, found, len(found.tasks) == len(questions.samples), earlier)
+                unit = "byte" if opened.tokenizer.name == "bytes" else "token"
+                report(flags, found, len(found.tasks) == len(questions.samples), earlier, unit)
 
 
 if __name__ == "__main__":

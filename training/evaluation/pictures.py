@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from training.plots import as_label, save_picture
 
 
-def draw_losses(path: Path, curves: Sequence[tuple[str, list[dict]]]) -> None:
-    """Draw loss by position, a curve for each (name, rows of an evaluation's JSON)."""
+def draw_losses(path: Path, curves: Sequence[tuple[str, list[dict]]], unit: str = "token") -> None:
+    """Draw loss per `unit` by position, a curve for each (name, rows of an evaluation's JSON)."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for name, rows in curves:
@@ -18,7 +18,7 @@ def draw_losses(path: Path, curves: Sequence[tuple[str, list[dict]]]) -> None:
         middles = [(max(1, row["first"]) * (row["last"] + 1)) ** 0.5 for row in rows]
         axes.plot(middles, [row["loss"] for row in rows], "o-", label=as_label(name))
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens before the predicted one", ylabel="loss, nats per token", title="Loss by position")
+    axes.set(xlabel=f"{unit}s before the predicted one", ylabel=f"loss, nats per {unit}", title="Loss by position")
     axes.grid(alpha=0.3)
     axes.legend()
     save_picture(figure, path)

@@ -170,11 +170,13 @@ def read_all(model: Transformer, pieces: Iterable[Piece], short_context: int | N
     return long, short
 
 
-def format_positions(buckets: Sequence[Bucket], earlier: Sequence[tuple[str, dict[int, float]]] = ()) -> str:
-    """A table of losses. `earlier` results, (name, first position -> loss), are further columns."""
-    lines = ["loss, nats per token, by the number of tokens before it"]
+def format_positions(
+    buckets: Sequence[Bucket], earlier: Sequence[tuple[str, dict[int, float]]] = (), unit: str = "token"
+) -> str:
+    """A table of losses per `unit`. `earlier` results, (name, first position -> loss), are further columns."""
+    lines = [f"loss, nats per {unit}, by the number of {unit}s before it"]
     names = "".join(f"{name:>14}" for name, _ in earlier)
-    lines.append(f"{'positions':>22}{'tokens':>12}{'loss':>9}{names}")
+    lines.append(f"{'positions':>22}{unit + 's':>12}{'loss':>9}{names}")
     for bucket in buckets:
         others = (losses.get(bucket.first) for _, losses in earlier)
         columns = "".join(f"{'-':>14}" if loss is None else f"{loss:14.4f}" for loss in others)

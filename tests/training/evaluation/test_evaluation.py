@@ -78,6 +78,7 @@ def test_losses_and_needles_of_a_checkpoint(folders, tmp_path, capsys):
     names = sorted(file.name for file in (tmp_path / "first").iterdir())
     assert names == ["evaluation.json", "loss_by_position.png", "needle_depths.png", "needles.png"]
     out = capsys.readouterr().out
+    assert "loss, nats per byte, by the number of bytes before it" in out  # the tokenizer's tokens are bytes
     assert "128 to 255" in out and "\ndepth 25%" in out and "-: too short" in out
     beside = str(tmp_path / "first" / "evaluation.json")
     flags = "--samples", "0", "--evaluator", folders["full"], "--beside", beside, "--sequences", "2"
