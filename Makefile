@@ -7,7 +7,7 @@ train: environment
 	$(VENV)/bin/python train.py $(FLAGS)
 
 test: test_environment
-	$(VENV)/bin/python -m pytest -q -n 3 --dist worksteal --durations=10
+	$(VENV)/bin/python -m pytest -q -n 4 --dist worksteal --durations=10
 
 environment: $(VENV)/has_requirements
 test_environment: $(VENV)/has_requirements-dev

@@ -214,7 +214,7 @@ def test_two_commands_of_readme_do_everything():
     assert re.search(r"^taskset -c 0 make train ", ci, re.MULTILINE) and re.search(r"^make test$", ci, re.MULTILINE)
 
 
-PYTEST_FLAGS = "-q -n 3 --dist worksteal --durations=10"
+PYTEST_FLAGS = "-q -n 4 --dist worksteal --durations=10"
 
 
 def dry_run(*words, **environment) -> subprocess.CompletedProcess:

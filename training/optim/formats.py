@@ -4,6 +4,7 @@ Only a format knows what its tensors hold. All else, such as streams, checkpoint
 write values, to make an update, or how large its tensors are.
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
@@ -94,7 +95,12 @@ class StateFormat(ABC):
 
     def num_bytes(self, numel: int) -> int:
         """Bytes of the state of so many elements."""
-        return sum(kept.num_bytes(numel) for kept in self.kept.values())
+        return _num_bytes(self, numel)
+
+
+@functools.cache  # a search for a plan asks for a few sizes many thousand times
+def _num_bytes(format: StateFormat, numel: int) -> int:
+    return sum(kept.num_bytes(numel) for kept in format.kept.values())
 
 
 class Float32State(StateFormat):

@@ -84,15 +84,12 @@ class Row:
     @property
     def tensors(self) -> dict[str, Kept]:
         """Tensors that are on the host if the state is there, by name. An update moves them through the GPU."""
-        has_weight = self.weight_on_host and not self.format.is_quantized
-        weight = {"weight": Kept(self.format.parameter_dtype)} if has_weight else {}
-        gradient = {"gradient": Kept(self.gradient_dtype)} if self.gradient_dtype else {}
-        return {**self.format.kept, **gradient, **weight}
+        return _on_host(self.format, self.gradient_dtype, self.weight_on_host)
 
     @property
     def host_bytes(self) -> int:
-        sizes = [kept.num_bytes(self.numel) for kept in self.tensors.values()] if self.state_on_host else []
-        return sum(-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for size in sizes)
+        given = self.format, self.gradient_dtype, self.weight_on_host
+        return _host_bytes(*given, self.numel) if self.state_on_host else 0
 
 
 @dataclass(frozen=True)
@@ -194,6 +191,20 @@ class Inventory:
         return 4 * self.room
 
 
+def _on_host(format: StateFormat, gradient_dtype: torch.dtype | None, weight_on_host: bool) -> dict[str, Kept]:
+    has_weight = weight_on_host and not format.is_quantized
+    weight = {"weight": Kept(format.parameter_dtype)} if has_weight else {}
+    gradient = {"gradient": Kept(gradient_dtype)} if gradient_dtype else {}
+    return {**format.kept, **gradient, **weight}
+
+
+@functools.cache  # a search for a plan asks for a few sizes many thousand times
+def _host_bytes(format: StateFormat, gradient_dtype: torch.dtype | None, weight_on_host: bool, numel: int) -> int:
+    sizes = (kept.num_bytes(numel) for kept in _on_host(format, gradient_dtype, weight_on_host).values())
+    return sum(-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for size in sizes)
+
+
+@functools.cache
 def block_of(name: str) -> int | None:
     """Returns the number of the transformer block that a parameter belongs to: 3 for layers.3.mlp.up_proj.weight."""
     found = re.match(r"layers\.(\d+)\.", name)
