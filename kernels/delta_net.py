@@ -366,7 +366,7 @@ def _gradients_kernel(
         total, beta, last = _load_gates(gates_ptr, row, C)
         since, rest = tl.exp(total), tl.exp(last - total)
 
-        # Gradients of the scores and of A come from those of the output and from y.
+        # Gradients of the scores and of A, from the output's gradient and from y.
         d_out, new, y = d_out_d.load([first, head * V]), new_d.load([row * C, 0]), y_d.load([row * C, 0])
         values = (start * (G * R) + head) * V + (i[:, None] * (G * R * V) + d[None, :])
         v = tl.load(v_ptr + values, mask=is_token[:, None], other=0.0)

@@ -219,7 +219,7 @@ PYTEST_FLAGS = "-q -n 4 --dist worksteal --durations=10"
 
 def dry_run(*words, **environment) -> subprocess.CompletedProcess:
     """Runs make, which prints its commands and does nothing unless `words` have it do so."""
-    environment = {**os.environ, "MAKEFLAGS": "", "MAKELEVEL": "0", **environment}  # as outside of `make test`
+    environment = {**os.environ, "MAKEFLAGS": "", "MAKELEVEL": "0", **environment}  # no names of folders
     return subprocess.run(["make", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 

@@ -97,7 +97,7 @@ def test_rows_or_windows_of_one_or_two_tokens(T, window, device, poisoned_memory
 
 @pytest.mark.parametrize("window", [64, 50, 70])
 def test_the_window_is_exact(window, device):
-    """With 64 tokens, token 100 sees tokens 37 to 100, and no other token."""
+    """Checks what a token sees: in a window of 64 tokens, token 100 sees tokens 37 to 100."""
     q, k, v = make_qkv(1, 150, 2, 1, 64, fp32, device)
     seen = slice(101 - window, 101)
     scores = torch.einsum("hk,sk->hs", q[0, 100], k[0, seen, 0]) / 8
