@@ -1,4 +1,4 @@
-"""Seeded inputs, and the comparison with float64, for the tests of several kernels."""
+"""Seeded inputs, the comparison with float64, and a GPU's memory, for the tests of several kernels."""
 
 import torch
 
@@ -48,3 +48,15 @@ def compare_with_float64(reference, function, inputs, units=0.5):
         more = 2 if o.dtype == torch.bfloat16 and not o.is_cuda else units
         allowed = 2 * plain_error + more * torch.finfo(o.dtype).eps * e.abs().max() + 1e-6
         assert error <= allowed, f"output or gradient {i}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def requested_peak(function, *inputs):
+    """Returns what `function` returns for `inputs`, and the most bytes that its tensors requested of the GPU at once.
+
+    Tensors made before do not count. torch.cuda.max_memory_allocated would count what blocks of the cache
+    hold beyond the bytes requested: up to 1 MiB a tensor, which depends on the tests before.
+    """
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    result = function(*inputs)
+    return result, torch.cuda.memory_stats()["requested_bytes.all.peak"] - before

@@ -16,7 +16,7 @@ from kernels.gated_mlp import (
 )
 from kernels.linear import PLAIN
 from tests.kernels.ahead_of_time import KernelToCompile
-from tests.kernels.compare import DTYPES, compare_with_float64, outputs_and_gradients, random
+from tests.kernels.compare import DTYPES, compare_with_float64, outputs_and_gradients, random, requested_peak
 
 _SIGNATURE = {"gate_ptr": "*bf16", "up_ptr": "*bf16", "output_ptr": "*bf16", "gate_stride": "i64", "up_stride": "i64"}
 _GRADIENTS = {"d_output_ptr": "*bf16", "d_gate_ptr": "*bf16", "d_up_ptr": "*bf16"}
@@ -251,16 +251,18 @@ def test_tiled_mlp_memory_does_not_grow_with_rows(device):
     """Leaves the output and the input's gradient out, which do grow."""
     D, F, tile_size = 512, 2048, 1024
     weights = [t.requires_grad_() for t in mlp_inputs((1,), D, F, torch.bfloat16)[1:]]
+
+    def forward_and_backward(x, d_output):
+        output = gated_mlp(x, *weights, tile_size=tile_size)
+        return output, *torch.autograd.grad(output, [x, *weights], d_output)
+
     extra = []
     for rows in (4096, 4096, 32768):  # the first call also allocates cuBLAS's workspace
         x = torch.randn(rows, D, dtype=torch.bfloat16, device=device).requires_grad_()
         d_output = torch.randn(rows, D, dtype=torch.bfloat16, device=device)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        output = gated_mlp(x, *weights, tile_size=tile_size)
-        gradients = torch.autograd.grad(output, [x, *weights], d_output)
-        extra.append(torch.cuda.max_memory_allocated() - before - output.nbytes - gradients[0].nbytes)
-        del x, d_output, output, gradients
+        results, taken = requested_peak(forward_and_backward, x, d_output)
+        extra.append(taken - results[0].nbytes - results[1].nbytes)
+        del x, d_output, results
     assert extra[2] <= extra[1] + 2**20
 
 

@@ -15,6 +15,7 @@ from kernels.attention.full import (
     full_backward,
     full_forward,
 )
+from tests.kernels.compare import requested_peak
 
 
 def make_qkv(B, T, H, G, K, dtype, device, seed=0):
@@ -246,9 +247,7 @@ def test_gpu_backward_takes_what_is_declared_at_most(backend, lengths, G, device
     out, lse, lists = torch.ops.fathom.attend(q, k, v, segments, None, FULL.number, backend, False)
     arguments = q, q, k, v, None, [out], [lse], lists, segments, FULL, backend, False
     attend_backward(*arguments)  # makes the library's own workspaces
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    gradients = attend_backward(*arguments)
-    taken = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in gradients)
+    gradients, taken = requested_peak(attend_backward, *arguments)
+    taken -= sum(x.nbytes for x in gradients)
     declared = backward_workspace(backend, T, 2 * H * K, 2 * G * K, T, max(lengths), num_key_value_heads=G)
     assert taken <= 1.02 * declared + 2**23, f"{taken / 2**20:.0f} MiB, declared are {declared / 2**20:.0f}"
