@@ -5,7 +5,8 @@ Let a = act(gate), and d the gradient of a * up. Then
     d_gate = d * up * act'(gate),  d_up = d * a
 
 act is SiLU (SwiGLU) or GELU in its tanh form (GEGLU). Both are x * sigmoid(y): y = x for SiLU, and y = 2 z for GELU,
-since 0.5 (1 + tanh(z)) = sigmoid(2 z). Arithmetic is in float32, with one rounding at the end.
+since 0.5 (1 + tanh(z)) = sigmoid(2 z). A gate of attention's output has the sigmoid alone. Arithmetic is in float32,
+with one rounding at the end.
 
 Kept for backward: gate and up by `swiglu` and `geglu`, which compute the activation again, and by `gated_mlp` at once,
 which also keeps the inputs of its products as its linear maps do; the input alone by `gated_mlp` in tiles.
@@ -18,6 +19,7 @@ and their gradients only. Weight gradients add up over tiles in float32.
 
 import itertools
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +31,8 @@ from .common import cast_by_autocast, operation, use_triton
 from .linear import PLAIN
 from .parts import Footprint, Linear, Weight, part_of, tensors_of, weight_of
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh")  # of an MLP
+GATES = (*ACTIVATIONS, "sigmoid")
 BLOCK_SIZE = 2048  # columns of one row that one program works on
 
 
@@ -37,7 +40,7 @@ def gated_activation_reference(gate: Tensor, up: Tensor, activation: str) -> Ten
     """Returns act(gate) * up in plain PyTorch; float64 stays float64."""
     compute_dtype = torch.promote_types(gate.dtype, torch.float32)
     x = gate.to(compute_dtype)
-    value = F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+    value = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "sigmoid": F.sigmoid}[activation](x)
     return (value * up.to(compute_dtype)).to(gate.dtype)
 
 
@@ -61,6 +64,8 @@ def _activate(x, ACTIVATION: tl.constexpr):
     e = tl.exp(-tl.abs(y))  # never overflows; sigmoid(y) (1 - sigmoid(y)) keeps its digits at both ends
     r = 1.0 / (1.0 + e)
     sigmoid = tl.where(y >= 0, r, e * r)
+    if ACTIVATION == "sigmoid":
+        return sigmoid, e * r * r
     return x * sigmoid, sigmoid + e * r * r * x * slope
 
 
@@ -304,6 +309,11 @@ def swiglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
 def geglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
     """Returns gelu(gate) * up, GELU in the tanh form that Gemma uses; arguments and errors as in `swiglu`."""
     return _gated(gate, up, "gelu_tanh", impl)
+
+
+def sigmoid_gated(gate: Tensor, x: Tensor, *, impl: str = "auto") -> Tensor:
+    """Returns sigmoid(gate) * x, as attention with an output gate does; arguments and errors as in `swiglu`."""
+    return _gated(gate, x, "sigmoid", impl)
 
 
 def _gated(gate: Tensor, up: Tensor, activation: str, impl: str) -> Tensor:

@@ -4,13 +4,13 @@ Halves are rotated, as in Llama and Qwen3:
 
     [first, second] -> [first cos - second sin, second cos + first sin]
 
-cos and sin are float32 tables with a row for each token. The caller may have scaled them. A column more in cos has a
-factor of each token's queries. The transpose of a rotation is the rotation by the negated angle, so that backward runs
-the same kernel.
+The first R elements of a head are rotated, the others pass. cos and sin are float32 tables with a row for each token.
+The caller may have scaled them. A column more in cos has a factor of each token's queries. The transpose of a rotation
+is the rotation by the negated angle, so that backward runs the same kernel.
 
 Kept for backward: the tables, nothing of q and k.
 
-A head of K elements is K / 2 pairs. A token at position t turns pair i by t theta^(-2i / K). Models with an extended
+R elements are R / 2 pairs. A token at position t turns pair i by t theta^(-2i / R). Models with an extended
 context turn some pairs more slowly: `LinearScaling`, `Llama3Scaling` and `YarnScaling`, with the fields of config.json.
 """
 
@@ -25,19 +25,22 @@ from torch import Tensor
 from .common import operation, use_triton
 
 LARGEST_NUMBER = 1e30  # limit of a scaling's settings; its inverse is the least
-LARGEST_TILE = 16384  # elements in registers: heads x head_dim / 2 of one token, each padded to a power of two
+LARGEST_TILE = 16384  # elements in registers: heads x half a head of one token, each padded to a power of two
 
 
-def rope_reference(q_BTHK: Tensor, k_BTGK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rope_reference(
+    q_BTHK: Tensor, k_BTGK: Tensor, cos: Tensor, sin: Tensor, *, rotary_dim: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Plain PyTorch with the contract of `rope`; float64 stays float64."""
-    compute_dtype, half = torch.promote_types(q_BTHK.dtype, torch.float32), q_BTHK.shape[-1] // 2
+    compute_dtype, rotary_dim = torch.promote_types(q_BTHK.dtype, torch.float32), rotary_dim or q_BTHK.shape[-1]
+    half = rotary_dim // 2
     cos, sin = (table.to(compute_dtype).unsqueeze(-2) for table in (cos, sin))
     factor = cos[..., half:] if cos.shape[-1] > half else 1.0
     cos, sin = cos[..., :half], sin[..., :half]
 
     def rotate(x, factor=1.0):
-        first, second = x.to(compute_dtype).chunk(2, dim=-1)
-        return (factor * torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)).to(x.dtype)
+        first, second, rest = x.to(compute_dtype).split([half, half, x.shape[-1] - 2 * half], dim=-1)
+        return (factor * torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)).to(x.dtype)
 
     return rotate(q_BTHK, factor), rotate(k_BTGK)
 
@@ -46,8 +49,8 @@ def rope_reference(q_BTHK: Tensor, k_BTGK: Tensor, cos: Tensor, sin: Tensor) -> 
 def _rope_kernel(
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, T,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_g, table_stride_b,
-    H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
     WIDTH: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """Rotates all heads of q and k of one token. The outputs and the tables' rows are contiguous.
@@ -74,8 +77,8 @@ def _rope_kernel(
     if INVERSE:
         sin = -sin
 
-    q_out = q_out_ptr + token * (H * 2 * HALF) + h * (2 * HALF) + columns[None, :]
-    k_out = k_out_ptr + token * (G * 2 * HALF) + g * (2 * HALF) + columns[None, :]
+    q_out = q_out_ptr + token * (H * K) + h * K + columns[None, :]
+    k_out = k_out_ptr + token * (G * K) + g * K + columns[None, :]
     dtype = q_first.dtype
     if WIDTH > HALF:
         factor = tl.load(cos_ptr + b * table_stride_b + t * WIDTH + HALF)
@@ -84,75 +87,91 @@ def _rope_kernel(
     tl.store(q_out + HALF, (q_second.to(tl.float32) * cos + q_first.to(tl.float32) * sin).to(dtype), mask=q_mask)
     tl.store(k_out, (k_first.to(tl.float32) * cos - k_second.to(tl.float32) * sin).to(dtype), mask=k_mask)
     tl.store(k_out + HALF, (k_second.to(tl.float32) * cos + k_first.to(tl.float32) * sin).to(dtype), mask=k_mask)
+    if K > 2 * HALF:
+        rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]  # [1, BLOCK_REST]
+        q_rest = tl.load(q_ptr + b * q_stride_b + t * q_stride_t + h * q_stride_h + rest, (h < H) & (rest < K))
+        k_rest = tl.load(k_ptr + b * k_stride_b + t * k_stride_t + g * k_stride_g + rest, (g < G) & (rest < K))
+        if WIDTH > HALF:
+            q_rest = (q_rest.to(tl.float32) * factor).to(dtype)
+        tl.store(q_out_ptr + token * (H * K) + h * K + rest, q_rest, (h < H) & (rest < K))
+        tl.store(k_out_ptr + token * (G * K) + g * K + rest, k_rest, (g < G) & (rest < K))
 
 
 @operation("fathom::rope")
-def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, inverse: bool) -> tuple[Tensor, Tensor]:
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     cos, sin = cos.contiguous(), sin.contiguous()
     B, T, H, K = q.shape
     G = k.shape[2]
-    block_h, block_half = triton.next_power_of_2(H), triton.next_power_of_2(K // 2)
+    block_h, half = triton.next_power_of_2(H), rotary_dim // 2
+    block_half = triton.next_power_of_2(half)
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     _rope_kernel[(B * T,)](
         q, k, q_out, k_out, cos, sin, T,
         *q.stride()[:3], *k.stride()[:3], cos.stride(0) if cos.dim() == 3 else 0,
-        H=H, G=G, HALF=K // 2, BLOCK_H=block_h, BLOCK_G=triton.next_power_of_2(G), BLOCK_HALF=block_half,
-        WIDTH=cos.shape[-1], INVERSE=inverse, num_warps=max(1, min(16, block_h * block_half // 512)),
+        H=H, G=G, K=K, HALF=half, BLOCK_H=block_h, BLOCK_G=triton.next_power_of_2(G), BLOCK_HALF=block_half,
+        BLOCK_REST=triton.next_power_of_2(max(1, K - rotary_dim)), WIDTH=cos.shape[-1], INVERSE=inverse,
+        num_warps=max(1, min(16, block_h * triton.next_power_of_2(K) // 1024)),
     )  # fmt: skip
     return q_out, k_out
 
 
-_rotate.register_fake(lambda q, k, cos, sin, inverse: (q.new_empty(q.shape), k.new_empty(k.shape)))
+_rotate.register_fake(lambda q, k, *options: (q.new_empty(q.shape), k.new_empty(k.shape)))
 
 
 def _setup_context(ctx, inputs, output):
-    _, _, *tables, ctx.inverse = inputs
+    _, _, *tables, ctx.rotary_dim, ctx.inverse = inputs
     ctx.save_for_backward(*tables)
 
 
 def _gradients(ctx, d_q, d_k):
-    return *_rotate(d_q, d_k, *ctx.saved_tensors, not ctx.inverse), None, None, None
+    return *_rotate(d_q, d_k, *ctx.saved_tensors, ctx.rotary_dim, not ctx.inverse), None, None, None, None
 
 
 _rotate.register_autograd(_gradients, setup_context=_setup_context)
 
 
-def rope(q_BTHK: Tensor, k_BTGK: Tensor, cos: Tensor, sin: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
+def rope(
+    q_BTHK: Tensor, k_BTGK: Tensor, cos: Tensor, sin: Tensor, *, rotary_dim: int | None = None, impl: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of queries and keys, halves rotated.
 
     Args:
         q_BTHK, k_BTGK: [batch, tokens, heads, head_dim], both float32, bfloat16 or float16, with any numbers of heads
             and any strides (copied only where head_dim is not contiguous).
-        cos, sin: [T, K / 2] or [B, T, K / 2], float32, for each token's angles. Both may have one column more: that of
-            cos multiplies the token's queries.
+        cos, sin: [T, R / 2] or [B, T, R / 2], float32, for each token's angles. Both may have one column more, with
+            which cos multiplies the token's queries.
+        rotary_dim: R, the first elements of each head that are rotated; the others pass. None: all of them.
         impl: "auto", "triton" or "torch".
 
     Returns:
         The rotated q and k, contiguous, in their dtype. Gradients flow to q and k only.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together, or an odd head_dim; with Triton, another dtype, or more
-            than 16,384 elements in the half heads of a token.
+        ValueError: shapes or dtypes that do not fit together, or an odd head_dim or rotary_dim; with Triton, another
+            dtype, or more than 16,384 elements in the half heads of a token.
     """
-    _check(q_BTHK, k_BTGK, cos, sin)
+    rotary_dim = rotary_dim or q_BTHK.shape[-1]
+    _check(q_BTHK, k_BTGK, cos, sin, rotary_dim)
     if not use_triton(impl, q_BTHK):
-        return rope_reference(q_BTHK, k_BTGK, cos, sin)
+        return rope_reference(q_BTHK, k_BTGK, cos, sin, rotary_dim=rotary_dim)
     heads, half = max(q_BTHK.shape[2], k_BTGK.shape[2]), q_BTHK.shape[-1] // 2
     tile = triton.next_power_of_2(heads) * triton.next_power_of_2(half)
     if tile > LARGEST_TILE:
         raise ValueError(f"rope's kernel takes heads * head_dim / 2 up to {LARGEST_TILE}, got {heads} * {half}")
-    return _rotate(q_BTHK, k_BTGK, cos, sin, False)
+    return _rotate(q_BTHK, k_BTGK, cos, sin, rotary_dim, False)
 
 
-def _check(q, k, cos, sin) -> None:
+def _check(q, k, cos, sin, R) -> None:
     B, T, _, K = q.shape
     if K % 2 or k.shape != (B, T, k.shape[2], K) or k.dtype != q.dtype:
         got = " and ".join(f"{list(x.shape)} {x.dtype}" for x in (q, k))
         raise ValueError(f"q and k must be [B, T, heads, K] of one dtype with an even K, got {got}")
-    if cos.shape != sin.shape or cos.shape[:-1] not in ((T,), (B, T)) or cos.shape[-1] - K // 2 not in (0, 1):
+    if R % 2 or not 0 < R <= K:
+        raise ValueError(f"rotary_dim must be even and up to {K}, got {R}")
+    if cos.shape != sin.shape or cos.shape[:-1] not in ((T,), (B, T)) or cos.shape[-1] - R // 2 not in (0, 1):
         got = f"{list(cos.shape)} and {list(sin.shape)}"
-        raise ValueError(f"cos and sin must be [{T}, {K // 2}] or [{B}, {T}, {K // 2}], got {got}")
+        raise ValueError(f"cos and sin must be [{T}, {R // 2}] or [{B}, {T}, {R // 2}], got {got}")
 
 
 # Frequencies
@@ -275,25 +294,25 @@ def _check_numbers(scaling) -> None:
 
 
 def rope_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None = None, device: torch.device | None = None
+    rotary_dim: int, theta: float, scaling: RopeScaling | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """Returns the turn of each pair from one token to the next, radians, float64 [head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
+    """Returns the turn of each pair from one token to the next, radians, float64 [rotary_dim / 2]."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
     frequencies = theta**-exponents
     return frequencies if scaling is None else scaling.scale(frequencies, theta)
 
 
 class RotaryTables:
-    """cos and sin of position x frequency, [positions, K / 2] float32, grown on demand on the device that asks.
+    """cos and sin of position x frequency, [positions, R / 2] float32, grown on demand on the device that asks.
 
     A scaling with `llama_4_scaling_beta` adds a column, in which cos has the factor of queries.
     Angles are formed in float64, so that they are right at a million positions. The cache is a plain object, not a
     buffer: there is nothing to move, cast, shard or save.
     """
 
-    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None, factor: float = 1.0):
+    def __init__(self, rotary_dim: int, theta: float, scaling: RopeScaling | None = None, factor: float = 1.0):
         """`factor` multiplies queries and keys, beside what `scaling` multiplies them by."""
-        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        self.rotary_dim, self.theta, self.scaling = rotary_dim, theta, scaling
         self.factor = factor * (1.0 if scaling is None else scaling.table_factor)
         self._tables: tuple[Tensor, Tensor] | None = None
 
@@ -303,7 +322,7 @@ class RotaryTables:
         if self._tables is None or cached < length or self._tables[0].device != device:
             length = max(length, 2 * cached) if cached < length else cached
             positions = torch.arange(length, dtype=torch.float64, device=device)
-            angles = torch.outer(positions, rope_frequencies(self.head_dim, self.theta, self.scaling, device))
+            angles = torch.outer(positions, rope_frequencies(self.rotary_dim, self.theta, self.scaling, device))
             cos, sin = angles.cos().mul_(self.factor).float(), angles.sin_().mul_(self.factor).float()
             if isinstance(self.scaling, YarnScaling) and (beta := self.scaling.llama_4_scaling_beta) is not None:
                 times = (positions / self.scaling.original_max_position_embeddings).floor()

@@ -8,10 +8,12 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.gated_mlp import (
     ACTIVATIONS,
+    GATES,
     gated_activation_reference,
     gated_mlp,
     gated_mlp_reference,
     geglu,
+    sigmoid_gated,
     swiglu,
 )
 from kernels.linear import PLAIN
@@ -23,7 +25,7 @@ _GRADIENTS = {"d_output_ptr": "*bf16", "d_gate_ptr": "*bf16", "d_up_ptr": "*bf16
 _4B = {"F": 9728, "BLOCK_F": 2048}
 KERNELS_TO_COMPILE = [
     kernel
-    for activation in ACTIVATIONS
+    for activation in GATES
     for kernel in (
         KernelToCompile("_gated_activation_forward_kernel", _SIGNATURE, _4B | {"ACTIVATION": activation}),
         KernelToCompile(
@@ -36,7 +38,7 @@ KERNELS_TO_COMPILE = [
 
 
 def gated(gate, up, activation, impl="triton"):
-    return {"silu": swiglu, "gelu_tanh": geglu}[activation](gate, up, impl=impl)
+    return {"silu": swiglu, "gelu_tanh": geglu, "sigmoid": sigmoid_gated}[activation](gate, up, impl=impl)
 
 
 def compare(gate, up, activation):
@@ -54,13 +56,13 @@ def mlp_inputs(rows, D, F, dtype=torch.float32, seed=0):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", GATES)
 @pytest.mark.parametrize("shape", [(1,), (5, 37), (2, 3, 64), (2, 5000)])
 def test_activation_matches_float64(shape, activation, dtype, device, poisoned_memory):
     compare(4 * random(*shape, dtype=dtype), random(*shape, seed=9, dtype=dtype), activation)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", GATES)
 def test_extreme_gates_stay_finite(activation, device):
     gate = torch.tensor([-1e12, -1e4, -90.0, -1e-30, 0.0, 1e-30, 90.0, 1e4, 1e12], device=device)
     gradients = []

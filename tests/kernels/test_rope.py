@@ -15,8 +15,12 @@ _SIGNATURE = {
     **{name: "*bf16" for name in ("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr")}, **_STRIDES,
     "cos_ptr": "*fp32", "sin_ptr": "*fp32", "T": "i32", "table_stride_b": "i32",
 }  # fmt: skip
-_4B = {"H": 32, "G": 8, "HALF": 64, "BLOCK_H": 32, "BLOCK_G": 8, "BLOCK_HALF": 64, "WIDTH": 64, "INVERSE": False}
-KERNELS_TO_COMPILE = [KernelToCompile("_rope_kernel", _SIGNATURE, _4B)]
+_4B = {
+    "H": 32, "G": 8, "K": 128, "HALF": 64, "BLOCK_H": 32, "BLOCK_G": 8, "BLOCK_HALF": 64, "BLOCK_REST": 1,
+    "WIDTH": 64, "INVERSE": False,
+}  # fmt: skip
+_A_QUARTER = {**_4B, "H": 16, "G": 4, "K": 256, "HALF": 32, "BLOCK_HALF": 32, "BLOCK_REST": 256, "WIDTH": 32}
+KERNELS_TO_COMPILE = [KernelToCompile("_rope_kernel", _SIGNATURE, sizes) for sizes in (_4B, _A_QUARTER)]
 
 
 def table(num_positions, K):
@@ -29,10 +33,26 @@ def queries_and_keys(B, T, H, G, K, dtype=torch.float32, seed=0):
     return [random(B, T, heads, K, seed=seed + i, dtype=dtype) for i, heads in enumerate((H, G))]
 
 
-def compare(q, k, cos, sin):
+def compare(q, k, cos, sin, R=None):
     compare_with_float64(
-        lambda q, k: rope_reference(q, k, cos, sin), lambda q, k: rope(q, k, cos, sin, impl="triton"), [q, k]
+        lambda q, k: rope_reference(q, k, cos, sin, rotary_dim=R),
+        lambda q, k: rope(q, k, cos, sin, rotary_dim=R, impl="triton"),
+        [q, k],
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("K", "R"), [(256, 64), (32, 24), (12, 2), (64, 64)])
+def test_only_the_first_elements_are_rotated(K, R, dtype, device):
+    """Compares with rope of the first elements alone, too, with and without a factor of queries."""
+    (q, k), (cos, sin) = queries_and_keys(2, 5, 6, 2, K, dtype), table(5, R)
+    compare(q, k, cos, sin, R)
+    rotated = rope(q, k, cos, sin, rotary_dim=R, impl="triton")
+    for whole, first, x in zip(rotated, rope(q[..., :R], k[..., :R], cos, sin, impl="triton"), (q, k)):
+        assert torch.equal(whole, torch.cat([first, x[..., R:]], -1))
+    compare(q, k, *(torch.cat([x, x[:, :1] + 2], 1) for x in (cos, sin)), R)
+    with pytest.raises(ValueError, match=f"rotary_dim must be even and up to {K}, got {K + 2}"):
+        rope(q, k, *table(5, K + 2), rotary_dim=K + 2)
 
 
 @pytest.mark.parametrize("batches", [1, 3])
@@ -121,7 +141,7 @@ def test_under_compile_and_checkpoint(wrap, device):
 def test_custom_op(device):
     q, k = (x.requires_grad_() for x in queries_and_keys(2, 3, 4, 2, 32))
     for inverse in (False, True):
-        torch.library.opcheck(torch.ops.fathom.rope, (q, k, *table(3, 32), inverse))
+        torch.library.opcheck(torch.ops.fathom.rope, (q, k, *table(3, 32), 32, inverse))
 
 
 def test_rotates_as_transformers_does(device):
