@@ -236,7 +236,7 @@ class Embedding(nn.Embedding):
 
 
 def adapted(projection: nn.Linear) -> Weight:
-    """The weight of a projection: its matrix, with the adapter that `training.lora.adapt` may have given it."""
+    """The weight of a projection: its matrix, with the adapter that `adapt` of families/lora.py may have given it."""
     matrix = local(projection.weight)
     if not hasattr(projection, "lora_A"):
         return matrix

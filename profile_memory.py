@@ -39,22 +39,22 @@ from typing import Any
 import torch
 
 from model import MODEL_SIZES, ModelConfig
-from training.attention_flags import check_head_dim, kinds_of
 from training.checkpoint.weights import shape_of_weights
-from training.choices import LORA_BITS
 from training.data.chat import open_tokenizer
 from training.data.corpus import open_stores, pack
 from training.data.loader import PackedLoader
 from training.data.prepared import is_prepared
 from training.data.sources import Reading
 from training.data.tokens import Selection, Store, join, split
+from training.families.lora import has_adapters, read_adapters, read_frozen_bits
+from training.host.choices import LORA_BITS
 from training.host.errors import UserError, import_optional
 from training.host.files import check_can_write, replace_file
 from training.host.processes import command
 from training.host.sizes import GIB, available_host_bytes, budget_of_machine, gib, parse_bytes
-from training.lora import has_adapters, read_adapters, read_frozen_bits
 from training.memory.cost_model import Step
 from training.memory.execution import Execution
+from training.memory.kinds import check_head_dim, kinds_of
 from training.memory.machine import (
     DRIVER_BYTES,
     GPUS,

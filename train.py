@@ -27,7 +27,6 @@ from statistics import mean
 
 import torch
 
-from training.attention_flags import spell_by_layer
 from training.checkpoint.files import check_is_for_a_run, check_is_shared, clear_leftovers, delete_old
 from training.checkpoint.ranks import failing_together
 from training.checkpoint.saver import Saver
@@ -42,10 +41,11 @@ from training.host.errors import UserError
 from training.host.files import only_run_in
 from training.host.processes import command, outliving_its_output, say_last
 from training.memory.cost_model import forward_flops
+from training.memory.kinds import spell_by_layer
 from training.memory.placement import set_kinds
 from training.memory.step import PackedDocuments
 from training.parallel.world import World, join_world
-from training.plots import draw_at_end
+from training.plots.curves import draw_at_end
 from training.run import resume
 from training.run.build import build, check_fits, configure_machine, explain_out_of_memory, resolve_memory_budget
 from training.run.metrics import Display, also_logged_into, describe, gpu_metrics, is_spike, open_metrics, own_amounts

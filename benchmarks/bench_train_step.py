@@ -56,13 +56,13 @@ from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer
 from training.checkpoint.files import SPARE_BYTES
 from training.checkpoint.pieces import SAVING_BYTES
 from training.checkpoint.saver import Saver
-from training.choices import LINEARS, LORA_BITS, LORA_TARGETS, OPTIMIZER_STATES
 from training.data.loader import Batch, PackedLoader
 from training.data.packing import ConcatenatedPacking
 from training.data.sources import Document, read_documents
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
 from training.families.config_json import to_config_json
+from training.host.choices import LINEARS, LORA_BITS, LORA_TARGETS, OPTIMIZER_STATES
 from training.host.files import size_on_disk
 from training.host.sizes import GIB
 from training.memory.cost_model import forward_flops

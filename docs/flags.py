@@ -13,7 +13,7 @@ from training.evaluation.__main__ import EvaluationFlags
 from training.flags import SMALLEST, Rule, grouped
 from training.generate.flags import GenerateFlags
 from training.host.files import replace_file
-from training.plots import PlotsFlags
+from training.plots.__main__ import PlotsFlags
 from training.run.profile_flags import ProfileFlags
 from training.run.settings import TrainConfig
 

@@ -32,9 +32,9 @@ import training.evaluation.__main__ as evaluation
 from model import MODEL_SIZES, Transformer
 from tests.runs import ROOT, SMALL
 from tests.training.data.test_tokenizer import write_tokenizer
-from training import plots
 from training.checkpoint import weights
 from training.generate import __main__ as generate
+from training.plots import __main__ as plots
 from training.run.settings import TrainConfig
 
 SECONDS = 60  # a command that takes longer hangs

@@ -16,12 +16,12 @@ from model import Transformer
 from tests.runs import arguments, losses, only_resume, saved_settings, weights_of_another_shape
 from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import find_weights, load_model_weights, parameter_shapes, shape_of_weights
-from training.choices import LORA_TARGETS
 from training.evaluation import __main__ as evaluation
+from training.families.lora import Adapters, adapt, read_adapters
 from training.generate import __main__ as generate
 from training.host import errors
+from training.host.choices import LORA_TARGETS
 from training.host.errors import UserError, pip_install
-from training.lora import Adapters, adapt, read_adapters
 from training.optim.quantized import quantize
 
 RANK = 3

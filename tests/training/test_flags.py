@@ -16,14 +16,14 @@ from kernels.common import IMPLEMENTATIONS
 from kernels.fp8 import FP8
 from kernels.linear import PLAIN
 from model import MODEL_SIZES
-from training import choices
 from training.checkpoint.weights import ExportFlags
 from training.data.__main__ import PrepareFlags, VerifyFlags
 from training.evaluation.flags import EvaluationFlags
 from training.flags import USUAL_NAMES, Rule, flag, given_flags, grouped, read_command, read_flags, refuse
 from training.generate.flags import GenerateFlags
+from training.host import choices
 from training.host.errors import UserError
-from training.plots import PlotsFlags
+from training.plots.__main__ import PlotsFlags
 from training.run.profile_flags import ProfileFlags
 from training.run.rules import FOR_ONE_STEP
 from training.run.settings import ABSENT, TrainConfig

@@ -28,9 +28,9 @@ import torch
 
 from training.checkpoint.manifest import OPTIMIZER, check_beside, check_files
 from training.checkpoint.ranks import all_gather, rank_and_world_size
+from training.families.lora import has_adapters, read_adapters
 from training.host.errors import UserError
 from training.host.files import flush, read_json
-from training.lora import has_adapters, read_adapters
 
 logger = logging.getLogger(__name__)
 REPLACED = ".replaced.tmp"  # end of the name that a checkpoint has while another takes its place

@@ -18,9 +18,7 @@ from pathlib import Path
 
 from training.checkpoint.pieces import Entry, Piece, check_finite, in_threads, pieces_of, read_entries, read_header
 from training.checkpoint.ranks import failing_together, rank_and_world_size
-from training.host.errors import UserError
-from training.host.files import inside, read_file, read_json, write_file
-from training.lora import (
+from training.families.lora import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     BASE,
@@ -29,6 +27,8 @@ from training.lora import (
     read_adapters,
     to_adapter_config,
 )
+from training.host.errors import UserError
+from training.host.files import inside, read_file, read_json, write_file
 
 FORMAT_VERSION = 2
 MANIFEST, WEIGHTS, OPTIMIZER = "manifest.json", "model.safetensors", "optimizer.safetensors"

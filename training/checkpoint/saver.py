@@ -42,11 +42,11 @@ from training.checkpoint.pieces import (
 )
 from training.checkpoint.ranks import all_gather, failing_together, rank_and_world_size
 from training.checkpoint.weights import NO_COMPANIONS, Companions
+from training.families.lora import ADAPTER_WEIGHTS, ADAPTERS
 from training.families.names import name_in_file
 from training.host.direct import DirectFile
 from training.host.errors import UserError
 from training.host.files import flush, write_file
-from training.lora import ADAPTER_WEIGHTS, ADAPTERS
 
 logger = logging.getLogger(__name__)
 # A thread that runs Python gives its lock after so long to a thread that waits for it. A save's threads ask for the

@@ -1,7 +1,7 @@
 """Weights in Hugging Face's form: a folder of safetensors files, config.json and a tokenizer's files.
 
-The weights are in model.safetensors, or in several such files with an index. A folder of adapters (`training.lora`) has
-adapter_model.safetensors, and names the folder with all other weights.
+The weights are in model.safetensors, or in several such files with an index. A folder of adapters has
+adapter_model.safetensors (`training.families.lora`), and names the folder with all other weights.
 
 `python -m training.checkpoint.weights export IN OUT` turns a checkpoint into such a folder, for other programs to open.
 """
@@ -36,13 +36,13 @@ from training.checkpoint.pieces import (
     read_tensors,
 )
 from training.families.config_json import from_config_json, to_config_json
+from training.families.lora import ADAPTER_WEIGHTS, Adapters, has_adapters, read_adapters, read_frozen_bits
 from training.families.names import NOT_WEIGHTS, name_in_file, name_of
 from training.families.rope import extend
 from training.flags import flag, read_command
 from training.host.errors import UserError, hub_download, refused_as_user_error
 from training.host.files import JSON_BYTES, making, read_file, read_json
 from training.host.processes import command
-from training.lora import ADAPTER_WEIGHTS, Adapters, has_adapters, read_adapters, read_frozen_bits
 from training.optim.quantized import check_library, quantize
 
 logger = logging.getLogger(__name__)

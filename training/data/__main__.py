@@ -8,12 +8,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.choices import BAD_ROWS
 from training.data.chat import REASONING, open_tokenizer
 from training.data.prepare import histogram, prepare
 from training.data.prepared import PreparedStore, verify
 from training.data.sources import SUFFIXES, Reading
 from training.flags import flag, read_command
+from training.host.choices import BAD_ROWS
 from training.host.processes import command
 
 

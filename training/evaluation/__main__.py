@@ -26,7 +26,6 @@ import torch
 from tqdm import tqdm
 
 from training.checkpoint.manifest import verify_weights
-from training.choices import BAD_ROWS
 from training.data.chat import REASONING
 from training.data.corpus import open_stores
 from training.data.sources import Reading
@@ -43,6 +42,7 @@ from training.generate.inference import (
     open_folder,
     write,
 )
+from training.host.choices import BAD_ROWS
 from training.host.errors import UserError, import_optional, refused_as_user_error
 from training.host.files import check_can_write, read_json, replace_file
 from training.host.processes import command

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from training.choices import BAD_ROWS
 from training.flags import Rule, flag, read_flags
 from training.generate.flags import ModelFlags
+from training.host.choices import BAD_ROWS
 
 LONGEST = 2**27  # tokens
 

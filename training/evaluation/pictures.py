@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from training.plots import as_label, save_picture
+from training.plots.curves import as_label, save_picture
 
 
 def draw_losses(path: Path, curves: Sequence[tuple[str, list[dict]]], unit: str = "token") -> None:

@@ -5,7 +5,7 @@ A weight's name in a file is ours behind "model.": model.norm.weight for norm.we
 
 import re
 
-from training.lora import ADAPTERS
+from training.families.lora import ADAPTERS
 
 PEFT_PREFIX = "base_model.model."  # begins adapters' names in peft's files
 NOT_WEIGHTS = "rotary_emb.inv_freq"  # tables in older files of Llama

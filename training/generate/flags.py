@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from training.choices import ATTENTION_TYPES
 from training.flags import SMALLEST, Rule, flag, read_flags
+from training.host.choices import ATTENTION_TYPES
 
 
 @dataclass

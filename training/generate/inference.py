@@ -21,16 +21,16 @@ from kernels.attention.cache import cache_capacity
 from kernels.attention.full import choose_backend
 from kernels.parts import AttentionKind
 from model import IGNORE_INDEX, ModelConfig, Transformer
-from training.attention_flags import FLAGS, check_head_dim, kinds_of
 from training.checkpoint.files import load_trainer_state, tokenizer_of
 from training.checkpoint.weights import folders_of, load_model_weights, parameter_shapes, shape_of_weights
-from training.choices import ATTENTION_TYPES
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from training.flags import as_words, given_flags
 from training.generate.flags import ModelFlags
+from training.host.choices import ATTENTION_TYPES
 from training.host.errors import UserError, is_out_of_host_memory, refused_as_user_error
 from training.host.files import read_json
 from training.host.sizes import available_host_bytes, gib, parse_bytes
+from training.memory.kinds import FLAGS, check_head_dim, kinds_of
 from training.memory.machine import cap_gpu_memory, gpu_budget
 from training.memory.placement import set_kinds
 from training.memory.planner import MLP_TILE_SIZE

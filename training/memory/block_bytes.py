@@ -10,7 +10,7 @@ from dataclasses import replace
 from kernels.gated_mlp import gated_mlp_footprint
 from kernels.parts import AttentionKind, Footprint
 from kernels.qkv_attention import qkv_attention_footprint
-from training.lora import Adapters
+from training.families.lora import Adapters
 from training.memory.execution import Execution, Placement
 from training.memory.step import StepShape
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.linear import PLAIN
 from kernels.parts import AttentionKind, Linear
-from training.choices import LOSSES
+from training.host.choices import LOSSES
 from training.optim.inventory import Inventory, block_of
 
 PLACES = ("gpu", "host", "recompute")

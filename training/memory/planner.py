@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from kernels.linear import PLAIN
-from training.attention_flags import describe
 from training.checkpoint.pieces import SAVING_BYTES
 from training.host.errors import UserError
 from training.host.sizes import gib
 from training.memory.cost_model import Step
 from training.memory.execution import Execution, Placement
+from training.memory.kinds import describe
 from training.memory.machine import ASSUMED_NETWORK, H200, Rates
 from training.memory.stages import Stage
 

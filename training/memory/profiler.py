@@ -27,7 +27,7 @@ from training.memory.execution import Execution
 from training.memory.placement import apply_execution
 from training.memory.stages import Stage
 from training.optim.adamw import MasterAdamW
-from training.plots import save_picture
+from training.plots.curves import save_picture
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "layer inputs", "attention", "MLP", "loss", "workspace")
 # A step of up to 32,768 tokens of context runs three times: the second run is timed, and the bytes of the third are

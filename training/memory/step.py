@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.parts import AttentionKind
 from training.data.packing import deal
-from training.lora import Adapters
+from training.families.lora import Adapters
 from training.memory.execution import Execution, Placement, host_weights, needed_for_backward, quantized_weights
 from training.optim.inventory import Inventory, Row
 

@@ -22,17 +22,17 @@ from kernels.linear import PLAIN
 from kernels.lora import LORA, LoRA
 from kernels.parts import AttentionKind, Linear
 from model import GATES, MODEL_SIZES, ModelConfig, Share, Transformer
-from training.attention_flags import check_head_dim, kinds_by_step
 from training.checkpoint.files import restore_rng
 from training.checkpoint.state import load_state, load_weights, read_weights
 from training.checkpoint.weights import find_weights, shape_of_weights
-from training.choices import LORA_TARGETS
+from training.families.lora import ADAPTERS, Adapters, adapt, has_adapters, in_bf16
 from training.families.rope import extend
+from training.host.choices import LORA_TARGETS
 from training.host.errors import UserError, refused_as_user_error
 from training.host.sizes import available_host_bytes, gib, parse_bytes
-from training.lora import ADAPTERS, Adapters, adapt, has_adapters, in_bf16
 from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
+from training.memory.kinds import check_head_dim, kinds_by_step
 from training.memory.machine import Rates, cap_gpu_memory, gpu_budget, measure_attention, measure_network, measure_rates
 from training.memory.placement import allocate, apply_execution
 from training.memory.planner import Plan, has_plan, make_plan

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from training.choices import BAD_ROWS, GPU_BACKENDS, MODEL_SIZES
 from training.flags import Rule, flag, read_flags
+from training.host.choices import BAD_ROWS, GPU_BACKENDS, MODEL_SIZES
 from training.run.rules import PROFILE
 from training.run.settings import OVERLONG, StepFlags
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from model import ModelConfig
-from training.attention_flags import KindsByStep, kinds_by_step
 from training.checkpoint.files import checkpoints, latest_checkpoint, load_trainer_state, step_of, tokenizer_of
 from training.checkpoint.manifest import (
     OPTIMIZER,
@@ -28,11 +27,19 @@ from training.checkpoint.weights import NO_COMPANIONS, Companions, find_weights,
 from training.data.chat import open_tokenizer as open_with_template
 from training.data.loader import PackedLoader, check_same_data
 from training.data.tokenizer import ByteTokenizer, FileTokenizer
+from training.families.lora import (
+    ADAPTER_CONFIG,
+    FROZEN_BITS,
+    has_adapters,
+    read_adapters,
+    read_frozen_bits,
+    to_adapter_config,
+)
 from training.families.rows import WRAPPERS
 from training.flags import LARGE, as_words, given_flags
 from training.host.errors import UserError, program
 from training.host.files import read_json
-from training.lora import ADAPTER_CONFIG, FROZEN_BITS, has_adapters, read_adapters, read_frozen_bits, to_adapter_config
+from training.memory.kinds import KindsByStep, kinds_by_step
 from training.optim.adamw import warmup_cosine
 from training.parallel.world import World
 from training.run.build import adapters_of, check_shape, choose_model, fresh_beside

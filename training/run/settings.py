@@ -8,7 +8,11 @@ from os.path import realpath
 from pathlib import Path
 from typing import ClassVar
 
-from training.choices import (
+from training.data.chat import REASONING
+from training.data.packing import PACKINGS
+from training.data.sources import SUFFIXES
+from training.flags import SMALLEST, Rule, flag, given_flags, refuse
+from training.host.choices import (
     ATTENTION_TYPES,
     BAD_ROWS,
     IMPLEMENTATIONS,
@@ -19,10 +23,6 @@ from training.choices import (
     MODEL_SIZES,
     OPTIMIZER_STATES,
 )
-from training.data.chat import REASONING
-from training.data.packing import PACKINGS
-from training.data.sources import SUFFIXES
-from training.flags import SMALLEST, Rule, flag, given_flags, refuse
 from training.host.errors import UserError, import_optional, program
 from training.run.rules import STARTED, TRAIN
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from training import plots
 from training.host.errors import UserError, hub_download, import_optional, pip_install, program, whole_number
 from training.host.files import check_can_write
 from training.host.memory import PinnedArena
 from training.host.processes import command, line_of
+from training.plots import __main__ as plots
 
 
 def test_hints_call_programs_as_the_pages_do(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from kernels.attention.full import FULL, attention_flops, together_pairs
 from kernels.lora import LORA
 from model import MODEL_SIZES, Transformer
-from training.lora import Adapters
+from training.families.lora import Adapters
 from training.memory.block_bytes import adapter_traffic, results_bytes
 from training.memory.cost_model import Step, forward_flops
 from training.memory.execution import WHOLE, Execution, Placement

@@ -10,7 +10,7 @@ from kernels.attention.sparse.sparse_attention import Sparse
 from kernels.lora import LORA
 from model import MODEL_SIZES
 from tests.training.memory.test_cost_model import step_of
-from training.lora import Adapters
+from training.families.lora import Adapters
 from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution
 from training.memory.machine import H200

@@ -27,9 +27,9 @@ from kernels.tensor_parallel import TensorRanks
 from model import MODEL_SIZES, ModelConfig, Transformer
 from tests.optimizers import make_optimizer
 from tests.storage_counter import StorageCounter
-from training.choices import LORA_TARGETS
 from training.families.config_json import in_family
-from training.lora import Adapters, adapt
+from training.families.lora import Adapters, adapt
+from training.host.choices import LORA_TARGETS
 from training.memory import profiler, stages
 from training.memory.block_bytes import footprints
 from training.memory.cost_model import Step

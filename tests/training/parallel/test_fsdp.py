@@ -9,7 +9,7 @@ import torch
 from kernels.attention.documents import find_documents
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
-from training.lora import Adapters, adapt, in_bf16
+from training.families.lora import Adapters, adapt, in_bf16
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
 from training.parallel.world import World
 

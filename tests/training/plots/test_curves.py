@@ -7,11 +7,12 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
-from training import plots
 from training.evaluation.pictures import draw_losses, draw_needles
 from training.host import errors
 from training.host.errors import pip_install, program
-from training.plots import as_label, draw_at_end, draw_run, main, read_metrics
+from training.plots import curves
+from training.plots.__main__ import main
+from training.plots.curves import as_label, draw_at_end, draw_run, read_metrics
 
 
 def write_run(folder, steps):
@@ -41,7 +42,7 @@ def test_the_command_and_a_runs_end(tmp_path, capsys):
 def test_a_picture_has_no_empty_panel_and_names_what_is_drawn(tmp_path, monkeypatch):
     """A run on a GPU with a spike, a validation and a step left out; a short run on a CPU with nothing of that."""
     drawn = []
-    monkeypatch.setattr(plots, "save_picture", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(curves, "save_picture", lambda figure, path: drawn.append(figure))
     write_run(tmp_path / "long", 45)
     draw_run(tmp_path, read_metrics(tmp_path / "long"))
     draw_run(tmp_path, [{"step": step, "loss": 3.0, "tokens_per_second": 9.0} for step in range(9)])
@@ -62,7 +63,7 @@ def test_a_picture_has_no_empty_panel_and_names_what_is_drawn(tmp_path, monkeypa
 )  # fmt: skip
 def test_a_loss_is_per_byte_where_the_run_reads_bytes(content, unit, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(plots, "save_picture", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(curves, "save_picture", lambda figure, path: drawn.append(figure))
     write_run(tmp_path / "run", 25)
     if content:
         (tmp_path / "run" / "config.json").write_text(content)

@@ -20,7 +20,7 @@ from torch import nn
 
 from kernels.lora import LORA
 from model import Share
-from training.choices import LORA_BITS, LORA_TARGETS
+from training.host.choices import LORA_BITS, LORA_TARGETS
 from training.host.errors import SHOWN_OF_A_PATH, UserError
 from training.host.files import read_json
 

@@ -9,8 +9,8 @@ from kernels.attention.full import FULL
 from kernels.attention.sparse.sparse_attention import Sparse
 from kernels.attention.window import Window
 from model import MODEL_SIZES
-from training.attention_flags import ANNEALING_STAGES, FLAGS, annealed, kinds_of, numbers_by_layer, spell_by_layer
 from training.host.errors import UserError
+from training.memory.kinds import ANNEALING_STAGES, FLAGS, annealed, kinds_of, numbers_by_layer, spell_by_layer
 
 
 @pytest.mark.parametrize(

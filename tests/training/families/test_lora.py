@@ -11,9 +11,9 @@ from kernels.lora import LORA, merged
 from model import MODEL_SIZES, Transformer, adapted
 from tests.optimizers import make_optimizer
 from training.checkpoint.state import load_weights
-from training.choices import LORA_TARGETS
 from training.families.config_json import from_config_json
-from training.lora import Adapters, adapt
+from training.families.lora import Adapters, adapt
+from training.host.choices import LORA_TARGETS
 from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
 from training.memory.placement import allocate, apply_execution

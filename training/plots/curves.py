@@ -1,32 +1,18 @@
-"""Draws a run: `python -m training.plots runs/default` makes metrics.png of the metrics.jsonl beside it.
-
-train.py draws the same at the end of a run if Matplotlib is installed, and else says so.
-"""
+"""Draws the curves of a run, and writes pictures and their labels."""
 
 import json
 import logging
-import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from training.flags import flag, read_flags
 from training.host.errors import UserError, import_optional, is_installed, pip_install, program
 from training.host.files import read_file, read_json, replacing
-from training.host.processes import command
 
 logger = logging.getLogger(__name__)
 LARGEST_NUMBER = 1e300  # Matplotlib overflows beyond it; somebody may have edited the file
 STEPS_PER_SMOOTHED = 20  # the smoothed loss is a mean over a twentieth of the run
 FEWEST_STEPS = 20  # a run of fewer steps has no picture at its end
-
-
-@dataclass
-class PlotsFlags:
-    """Draw a run's metrics.jsonl as metrics.png."""
-
-    run: Path = flag(help="output_dir of a run, as runs/default", positional=True)
 
 
 def read_metrics(run: Path) -> list[dict]:
@@ -145,14 +131,3 @@ def draw_at_end(run: Path) -> None:
             logger.info("no picture of the curves: %s, then %s", install, draw)
     except Exception as error:  # a run that has ended well does not fail for its picture
         logger.warning("the curves of %s cannot be drawn: %s", run, error)
-
-
-@command
-def main(argv: list[str]) -> None:
-    run = read_flags(PlotsFlags, argv, "python -m training.plots").run
-    import_optional("matplotlib.figure", "a picture")
-    print(draw_run(run, read_metrics(run)))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
