@@ -167,6 +167,70 @@ def _store_gradient(
         tl.store(gradient_ptr + columns, dz, cache_modifier=".cs")
 
 
+@triton.jit
+def _store_ignored(
+    gradient_ptr, statistics_ptr, offsets, num_rows, num_columns,
+    HAS_STATISTICS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Stores statistics and a gradient of 0. `offsets` are the columns of a block, [BLOCK/VECTOR, VECTOR]."""
+    if not HAS_STATISTICS:
+        for i in tl.static_range(3):
+            tl.store(statistics_ptr + i * num_rows, 0.0)
+    if gradient_ptr is not None:
+        for start in range(0, num_columns, BLOCK):
+            zeros = tl.zeros([BLOCK // VECTOR, VECTOR], dtype=gradient_ptr.dtype.element_ty)
+            tl.store(gradient_ptr + start + offsets, zeros, mask=start + offsets < num_columns)
+
+
+@triton.jit
+def _statistics_of_row(
+    logits_ptr, offsets, y, is_here, num_columns, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr
+):
+    """Returns the maximum, the sum over other classes and the label's logit. Only the last blocks need masks."""
+    whole = num_columns // BLOCK * BLOCK
+    true_logit = tl.load(logits_ptr + y, mask=is_here, other=float("-inf")).to(tl.float32)
+    true_logit = tl.where(is_here, _softcap(true_logit, SOFTCAP), float("-inf"))
+    sums = tl.zeros([BLOCK // VECTOR], dtype=tl.float32)
+    maxima = tl.full([BLOCK // VECTOR], -1e38, dtype=tl.float32)  # finite, to avoid inf - inf where all is masked
+    label_start = tl.where(is_here, y // BLOCK * BLOCK, -1)
+    for start in range(0, whole, BLOCK):
+        if start != label_start:
+            maxima, sums = _add_block(
+                maxima, sums, logits_ptr, start + offsets, y, num_columns, SOFTCAP, HAS_LABEL=False, MASKED=False
+            )
+    if (whole < num_columns) & (whole != label_start):
+        maxima, sums = _add_block(
+            maxima, sums, logits_ptr, whole + offsets, y, num_columns, SOFTCAP, HAS_LABEL=False, MASKED=True
+        )
+    if is_here:
+        maxima, sums = _add_block(
+            maxima, sums, logits_ptr, label_start + offsets, y, num_columns, SOFTCAP, HAS_LABEL=True, MASKED=True
+        )
+    maximum = tl.maximum(tl.max(maxima, axis=0), true_logit)
+    return maximum, tl.sum(sums * _exp(maxima - maximum), axis=0), true_logit
+
+
+@triton.jit
+def _gradient_of_row(
+    gradient_ptr, logits_ptr, offsets, y, is_here, maximum, others, true_logit, scale, num_columns,
+    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Stores a row's gradient, from the last column to the first: the last logits read are still in the L2 cache."""
+    whole = num_columns // BLOCK * BLOCK
+    factor = scale / (others + _exp(true_logit - maximum))
+    if whole < num_columns:
+        _store_gradient(gradient_ptr, logits_ptr, whole + offsets, maximum, factor, num_columns, SOFTCAP, MASKED=True)
+    for start in range(0, whole, BLOCK):
+        columns = whole - BLOCK - start + offsets
+        _store_gradient(gradient_ptr, logits_ptr, columns, maximum, factor, num_columns, SOFTCAP, MASKED=False)
+    if is_here:
+        dz_label = -factor * others  # scale * (p[y] - 1)
+        if SOFTCAP is not None:
+            dz_label *= 1 - (true_logit / SOFTCAP) * (true_logit / SOFTCAP)
+        tl.debug_barrier()  # after another thread's store to this column
+        tl.store(gradient_ptr + y, dz_label.to(gradient_ptr.dtype.element_ty))
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _cross_entropy_kernel(
     logits_ptr, logits_stride, target_ptr, statistics_ptr,
@@ -176,9 +240,8 @@ def _cross_entropy_kernel(
 ):  # fmt: skip
     """Computes or reads the statistics of a row, then stores its gradient if gradient_ptr is given.
 
-    Whole blocks of columns without the label need no masks, and so half the instructions. The gradient goes through
-    the columns backwards, because the columns that were read last are still in the L2 cache. It may overwrite the
-    logits. Column 0 is class first_class.
+    Whole blocks of columns without the label need no masks, and so half the instructions. The gradient may overwrite
+    the logits. Column 0 is class first_class.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
@@ -187,71 +250,31 @@ def _cross_entropy_kernel(
         gradient_ptr += row * gradient_stride
     # A thread holds VECTOR neighbours. Maximum and sum over axis 1 therefore stay inside it.
     offsets = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK/VECTOR, VECTOR]
-    whole = num_columns // BLOCK * BLOCK
     label = tl.load(target_ptr + row)
-
     if label == IGNORE_INDEX:
-        if not HAS_STATISTICS:
-            for i in tl.static_range(3):
-                tl.store(statistics_ptr + i * num_rows, 0.0)
-        if gradient_ptr is not None:
-            for start in range(0, num_columns, BLOCK):
-                zeros = tl.zeros([BLOCK // VECTOR, VECTOR], dtype=gradient_ptr.dtype.element_ty)
-                tl.store(gradient_ptr + start + offsets, zeros, mask=start + offsets < num_columns)
+        _store_ignored(gradient_ptr, statistics_ptr, offsets, num_rows, num_columns, HAS_STATISTICS, BLOCK, VECTOR)
         return
-
     y = (label - first_class).to(tl.int32)
     is_here = (y >= 0) & (y < num_columns)
-
     if HAS_STATISTICS:
         maximum = tl.load(statistics_ptr)
         others = tl.load(statistics_ptr + num_rows)
         true_logit = tl.load(statistics_ptr + 2 * num_rows)
     else:
-        true_logit = tl.load(logits_ptr + y, mask=is_here, other=float("-inf")).to(tl.float32)
-        true_logit = tl.where(is_here, _softcap(true_logit, SOFTCAP), float("-inf"))
-        sums = tl.zeros([BLOCK // VECTOR], dtype=tl.float32)
-        maxima = tl.full([BLOCK // VECTOR], -1e38, dtype=tl.float32)  # finite, to avoid inf - inf where all is masked
-        label_start = tl.where(is_here, y // BLOCK * BLOCK, -1)
-        for start in range(0, whole, BLOCK):
-            if start != label_start:
-                maxima, sums = _add_block(
-                    maxima, sums, logits_ptr, start + offsets, y, num_columns, SOFTCAP, HAS_LABEL=False, MASKED=False
-                )
-        if (whole < num_columns) & (whole != label_start):
-            maxima, sums = _add_block(
-                maxima, sums, logits_ptr, whole + offsets, y, num_columns, SOFTCAP, HAS_LABEL=False, MASKED=True
-            )
-        if is_here:
-            maxima, sums = _add_block(
-                maxima, sums, logits_ptr, label_start + offsets, y, num_columns, SOFTCAP, HAS_LABEL=True, MASKED=True
-            )
-        maximum = tl.maximum(tl.max(maxima, axis=0), true_logit)
-        others = tl.sum(sums * _exp(maxima - maximum), axis=0)
+        maximum, others, true_logit = _statistics_of_row(
+            logits_ptr, offsets, y, is_here, num_columns, SOFTCAP, BLOCK, VECTOR
+        )
         tl.store(statistics_ptr, maximum)
         tl.store(statistics_ptr + num_rows, others)
         tl.store(statistics_ptr + 2 * num_rows, true_logit)
-
     if gradient_ptr is not None:
         scale = 1.0
         if scale_ptr is not None:
             scale = tl.load(scale_ptr + row * scale_stride)
-        factor = scale / (others + _exp(true_logit - maximum))
-        if whole < num_columns:
-            _store_gradient(
-                gradient_ptr, logits_ptr, whole + offsets, maximum, factor, num_columns, SOFTCAP, MASKED=True
-            )
-        for start in range(0, whole, BLOCK):
-            _store_gradient(
-                gradient_ptr, logits_ptr, whole - BLOCK - start + offsets, maximum, factor, num_columns,
-                SOFTCAP, MASKED=False,
-            )  # fmt: skip
-        if is_here:
-            dz_label = -factor * others  # scale * (p[y] - 1)
-            if SOFTCAP is not None:
-                dz_label *= 1 - (true_logit / SOFTCAP) * (true_logit / SOFTCAP)
-            tl.debug_barrier()  # after another thread's store to this column
-            tl.store(gradient_ptr + y, dz_label.to(gradient_ptr.dtype.element_ty))
+        _gradient_of_row(
+            gradient_ptr, logits_ptr, offsets, y, is_here, maximum, others, true_logit, scale, num_columns,
+            SOFTCAP, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -523,8 +546,7 @@ def cross_entropy(
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     options = RowOptions(ignore_index, softcap, on_triton)
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    scale = loss_scale(labels, reduction, ignore_index, denominator, dtype)
+    scale = loss_scale(labels, reduction, ignore_index, denominator, torch.promote_types(logits.dtype, torch.float32))
     if inplace and torch.is_grad_enabled() and logits.requires_grad:
         # The stored gradient is scaled, and backward leaves it alone. In float16, 1 / tokens would underflow.
         one = torch.ones_like(scale)

@@ -13,8 +13,13 @@ underflows g's 16 bits. Rows with an ignored label take part in no GEMM.
 With reduction="none" each row has an incoming gradient of its own, and only backward knows it. Forward then computes
 the losses alone. Backward runs the chunks again and scales g's rows.
 
-Kept for backward: dx in the input's dtype and dW in float32; with reduction="none" the inputs instead.
+Kept for backward: dx in the input's dtype and dW in float32; with reduction="none" the inputs instead. On top of inputs
+and gradients the loss takes chunk_size * V * 2 bytes for 16-bit logits, and 4 * V * D bytes for dW.
+
+Gradients in forward follow mgmalek's efficient_cross_entropy and Liger-Kernel (arXiv:2410.10989).
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +40,7 @@ from .cross_entropy import (
     shard_of,
 )
 from .linear import PLAIN
-from .parts import Footprint, Linear, part_of
+from .parts import Factor, Footprint, Linear, part_of
 from .torch_internals import assert_async, backward_keeps_graph
 
 CHUNK_SIZE = 4096  # tokens with logits at one time
@@ -80,6 +85,37 @@ def _groups_of_words(V: int) -> list[slice]:
     return [words for words in (slice(most, V), slice(0, most)) if words.start < words.stop]
 
 
+class _Head(NamedTuple):
+    """The head by groups of words, as products multiply it."""
+
+    groups: list[slice]
+    factors: list[Factor]
+    factors_t: list[Factor]  # transposed, for the input's gradient; []: it is not needed
+    biases: list[Tensor | None]
+
+
+def _factor_head(linear: Linear, weight: Tensor, bias: Tensor | None, needs_input: bool) -> _Head:
+    groups = _groups_of_words(len(weight))
+    factors = [linear.factor(weight[words]) for words in groups]
+    factors_t = [linear.transpose(factor) for factor in factors] if needs_input else []
+    return _Head(groups, factors, factors_t, [None if bias is None else bias[words] for words in groups])
+
+
+def _add_gradients(
+    linear: Linear, d_logits: Tensor, x: Factor, head: _Head, d_x: Tensor | None, d_weight: Tensor | None,
+    accumulate: bool,
+) -> None:  # fmt: skip
+    """Writes a chunk's gradient of the input into `d_x`, and writes or adds its gradient of the head to `d_weight`."""
+    factors = [linear.factor(d_logits[:, words]) for words in head.groups]
+    if d_x is not None:
+        for i, (factor, head_t) in enumerate(zip(factors, head.factors_t)):
+            linear.input_gradient(factor, head_t, out=d_x, accumulate=i > 0)
+    if d_weight is not None:
+        x_t = linear.transpose(x)
+        for words, factor in zip(head.groups, factors):
+            linear.weight_gradient(linear.transpose(factor), x_t, out=d_weight[words], accumulate=accumulate)
+
+
 @operation("fathom::linear_cross_entropy")
 def _loss_and_gradients(
     input: Tensor, linear_weight: Tensor, target: Tensor,
@@ -111,34 +147,23 @@ def _loss_and_gradients(
     statistics = losses.new_empty(3, num_rows)
     V = len(linear_weight)
     logits_buffer = input.new_empty(min(chunk_size, num_rows), _row_length(V))[:, :V]
-    groups = _groups_of_words(V)
-    heads = [linear.factor(linear_weight[words]) for words in groups]
-    heads_t = [linear.transpose(head) for head in heads] if needs_input else []
-    biases = [None if linear_bias is None else linear_bias[words] for words in groups]
+    head = _factor_head(linear, linear_weight, linear_bias, needs_input)
 
     for start in range(0, num_rows, chunk_size):
         here = slice(start, start + chunk_size)
         chunk = here if rows is None else rows[here]
         x, labels, row_scale = input[chunk], target[chunk], scale[chunk] if scale.dim() else None
-        x_factor = linear.factor(x)
-        logits = logits_buffer[: len(x)]
-        for words, head, bias in zip(groups, heads, biases):
-            linear.forward(x_factor, head, bias, out=logits[:, words])
+        x_factor, logits = linear.factor(x), logits_buffer[: len(x)]
+        for words, factor, bias in zip(head.groups, head.factors, head.biases):
+            linear.forward(x_factor, factor, bias, out=logits[:, words])
         gradient = logits if needs_gradient else None  # the gradient overwrites the logits
         statistics[:, here] = row_step(logits, labels, options, shard, gradient=gradient, scale=row_scale)
         if gradient is None:
             continue
-        factors = [linear.factor(gradient[:, words]) for words in groups]
-        if needs_input:
-            d_x = d_input[here] if rows is None else torch.empty_like(x)
-            for i, (factor, head_t) in enumerate(zip(factors, heads_t)):
-                linear.input_gradient(factor, head_t, out=d_x, accumulate=i > 0)
-            if rows is not None:
-                d_input[chunk] = d_x
-        if needs_weight:
-            x_t = linear.transpose(x_factor)
-            for words, factor in zip(groups, factors):
-                linear.weight_gradient(linear.transpose(factor), x_t, out=d_weight[words], accumulate=start > 0)
+        d_x = None if not needs_input else d_input[here] if rows is None else torch.empty_like(x)
+        _add_gradients(linear, gradient, x_factor, head, d_x, d_weight if needs_weight else None, start > 0)
+        if d_x is not None and rows is not None:
+            d_input[chunk] = d_x
         if needs_bias:
             d_bias += gradient.sum(0, dtype=d_bias.dtype)
 
@@ -218,59 +243,56 @@ def linear_cross_entropy(
 ) -> Tensor | Details:
     """Cross-entropy of `input @ linear_weight.T + linear_bias`, with logits of one chunk of tokens at a time.
 
-    The signature follows PyTorch's `F.linear_cross_entropy`, without class weights and label smoothing. Gradients in
-    forward follow mgmalek's efficient_cross_entropy and Liger-Kernel (arXiv:2410.10989). It takes chunk_size * V * 2
-    bytes for 16-bit logits, and 4 * V * D bytes for dW in float32, on top of inputs and gradients. Autocast casts as
-    for F.linear.
+    The signature follows PyTorch's `F.linear_cross_entropy`, without class weights and label smoothing. Autocast casts
+    as for F.linear.
 
     Args:
         input: [..., D] hidden states, float32, bfloat16 or float16 (float64 too with impl="torch").
         linear_weight: [V, D], the head, of the input's dtype. A DTensor is gathered once. Its gradient is summed over
             the ranks of its mesh, which are taken to have different rows of the input.
-        target, softcap, denominator, return_details: as in `cross_entropy`.
+        target, reduction, ignore_index, softcap, denominator, return_details: as in `cross_entropy`. Rows with an
+            ignored label cost nothing, and reduction="none" costs a fourth GEMM in backward.
         linear_bias: [V], of the input's dtype.
-        reduction: "mean", "sum" or "none". "none" costs a fourth GEMM in backward.
-        ignore_index: rows with this label count for nothing and cost nothing.
         num_valid_tokens: number of labels other than `ignore_index`. A caller that knows it spares the host a wait for
             the device. A wrong number is an error (on CUDA a device-side assertion).
         chunk_size: tokens per chunk.
-        process_group: shards the vocabulary. Each rank calls with the same input and target, and with its own rows of
-            linear_weight and linear_bias: equally many on every rank, in the order of ranks. Every rank returns the
-            loss over all classes, and the whole gradient of the input.
+        process_group: shards the vocabulary, as in `cross_entropy`: each rank calls with the same input and its own
+            rows of linear_weight and linear_bias. Every rank returns the whole gradient of the input.
         linear: the part that makes the matrix products.
         impl: "auto", "triton" or "torch", for a chunk's loss and gradient between the GEMMs.
 
     Returns:
-        The loss, float32 (float64 of float64 input): [], or [...] if reduction is "none". With `return_details`,
-        a `Details`.
+        As `cross_entropy`: the loss, or `Details`.
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit together; a denominator that `cross_entropy` refuses.
         RuntimeError: wrong num_valid_tokens; in backward, create_graph=True.
     """
-    if hasattr(linear_weight, "full_tensor"):
-        from torch.distributed.tensor import Partial
-
-        linear_weight = linear_weight.full_tensor(grad_placements=[Partial()] * linear_weight.device_mesh.ndim)
-    input, linear_weight, linear_bias = cast_by_autocast(input, linear_weight, linear_bias)
+    input, linear_weight, linear_bias = cast_by_autocast(input, _gathered(linear_weight), linear_bias)
     on_triton = use_triton(impl, input)
-    group_name = None if process_group is None else process_group.group_name
     labels = checked_labels(input, target, reduction, softcap)
     _check(input, linear_weight, linear_bias, target, num_valid_tokens, chunk_size)
-
-    x = input.reshape(-1, input.shape[-1])
-    dtype = torch.promote_types(input.dtype, torch.float32)
-    scale = loss_scale(labels, reduction, ignore_index, denominator, dtype)
+    scale = loss_scale(labels, reduction, ignore_index, denominator, torch.promote_types(input.dtype, torch.float32))
     # Forward computes the gradients, except for reduction="none".
     computes_gradients = torch.is_grad_enabled() and reduction != "none"
-    needs = [computes_gradients and t is not None and t.requires_grad for t in (x, linear_weight, linear_bias)]
+    needs = [computes_gradients and t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)]
     loss, losses, log_sum_exp, *_ = _loss_and_gradients(
-        x, linear_weight, labels, linear_bias, scale, *needs, linear.number, num_valid_tokens, chunk_size,
-        group_name, ignore_index, softcap, on_triton,
+        input.reshape(-1, input.shape[-1]), linear_weight, labels, linear_bias, scale, *needs, linear.number,
+        num_valid_tokens, chunk_size, None if process_group is None else process_group.group_name, ignore_index,
+        softcap, on_triton,
     )  # fmt: skip
     if reduction == "none":
         loss = losses.view(target.shape)
     return details(loss, losses, log_sum_exp, target.shape) if return_details else loss
+
+
+def _gathered(linear_weight: Tensor) -> Tensor:
+    """Returns a DTensor's whole tensor, whose gradient is summed over its ranks; any other tensor as it is."""
+    if not hasattr(linear_weight, "full_tensor"):
+        return linear_weight
+    from torch.distributed.tensor import Partial
+
+    return linear_weight.full_tensor(grad_placements=[Partial()] * linear_weight.device_mesh.ndim)
 
 
 class LinearCrossEntropyLoss(CrossEntropyLoss):
