@@ -171,6 +171,36 @@ def _band_dq_kernel(
     tl.store(dq_ptr + offsets, dq.to(q.dtype), mask=mask[:, None])
 
 
+@triton.jit
+def _add_queries(
+    dk, dv, k, v, key, q_ptr, dout_ptr, lse_ptr, delta_ptr, start, stop, first_head, head, scale,
+    G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr,
+    CAUSAL: tl.constexpr, REACH: tl.constexpr,
+):  # fmt: skip
+    """Adds the parts of the queries from token `start` to dk and dv [BLOCK, K]; returns both.
+
+    A query sees keys up to its own with CAUSAL, and of those its last REACH; None: all.
+    """
+    columns = tl.arange(0, K)
+    token, r, mask = query_rows(start, GROUP, GROUP_PAD, BLOCK_T)  # [ROWS]
+    mask &= token < stop
+    rows = (token.to(tl.int64) * G + first_head + head) * GROUP + r
+    offsets = rows[:, None] * K + columns[None, :]
+    q = tl.load(q_ptr + offsets, mask=mask[:, None], other=0.0)  # [ROWS, K]
+    dout = tl.load(dout_ptr + offsets, mask=mask[:, None], other=0.0)
+    lse = tl.load(lse_ptr + rows, mask=mask, other=float("inf"))  # Rows of padding have probability 0.
+    delta = tl.load(delta_ptr + rows, mask=mask, other=0.0)
+    p = tl.exp2(matmul(k, tl.trans(q)) * (scale * LOG2_E) - (lse * LOG2_E)[None, :])  # [BLOCK, ROWS]
+    if CAUSAL:
+        p = tl.where(key[:, None] <= token[None, :], p, 0.0)
+    if REACH is not None:
+        p = tl.where(key[:, None] > token[None, :] - REACH, p, 0.0)
+    dv += matmul(p.to(dout.dtype), dout)
+    ds = p * (matmul(v, tl.trans(dout)) - delta[None, :])
+    dk += matmul(ds.to(q.dtype), q)
+    return dk, dv
+
+
 @triton.jit(do_not_specialize=["first_head"])
 def _band_dkv_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, total_ptr, dk_ptr, dv_ptr,
@@ -190,12 +220,8 @@ def _band_dkv_kernel(
     [tokens, G, K]. With EXACT there is no total.
     """
     item, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if EXTRA:
-        block = tl.load(item_block_ptr + item)
-        query_start = tl.load(item_start_ptr + item)
-    else:
-        block = item
-        query_start = tl.load(block_start_ptr + block)
+    block = tl.load(item_block_ptr + item) if EXTRA else item
+    query_start = tl.load(item_start_ptr + item) if EXTRA else tl.load(block_start_ptr + block)
     query_stop = query_start + (WINDOW + 1 if EXACT else WINDOW) * BLOCK
     query_stop = tl.minimum(query_stop, tl.load(document_stop_ptr + block))
     key_stop = tl.load(block_stop_ptr + block).to(tl.int64)
@@ -217,22 +243,11 @@ def _band_dkv_kernel(
         first = query_start if part == 0 else own_stop if part == 1 else whole_stop
         last = own_stop if part == 0 else whole_stop if part == 1 else query_stop
         for i in range(first, last, BLOCK_T):
-            token, r, mask = query_rows(i, GROUP, GROUP_PAD, BLOCK_T)  # [ROWS]
-            mask &= token < query_stop
-            rows = (token.to(tl.int64) * G + first_head + head) * GROUP + r
-            offsets = rows[:, None] * K + columns[None, :]
-            q = tl.load(q_ptr + offsets, mask=mask[:, None], other=0.0)  # [ROWS, K]
-            dout = tl.load(dout_ptr + offsets, mask=mask[:, None], other=0.0)
-            lse = tl.load(lse_ptr + rows, mask=mask, other=float("inf"))  # Rows of padding have probability 0.
-            delta = tl.load(delta_ptr + rows, mask=mask, other=0.0)
-            p = tl.exp2(matmul(k, tl.trans(q)) * (scale * LOG2_E) - (lse * LOG2_E)[None, :])  # [BLOCK, ROWS]
-            if part == 0:
-                p = tl.where(key[:, None] <= token[None, :], p, 0.0)
-            if part == 2 or (part == 0 and SHORT and WINDOW == 1):
-                p = tl.where(key[:, None] > token[None, :] - (WINDOW * BLOCK - SHORT), p, 0.0)
-            dv += matmul(p.to(dout.dtype), dout)
-            ds = p * (matmul(v, tl.trans(dout)) - delta[None, :])
-            dk += matmul(ds.to(q.dtype), q)
+            dk, dv = _add_queries(
+                dk, dv, k, v, key, q_ptr, dout_ptr, lse_ptr, delta_ptr, i, query_stop, first_head, head, scale,
+                G, GROUP, GROUP_PAD, K, BLOCK_T, CAUSAL=part == 0,
+                REACH=WINDOW * BLOCK - SHORT if part == 2 or (part == 0 and SHORT and WINDOW == 1) else None,
+            )  # fmt: skip
     dk *= scale
     if EXTRA:
         chunk = head * tl.num_programs(0) + item
